@@ -1,0 +1,46 @@
+# Every target sets up what it needs by itself: a fresh Debian machine needs nothing but make and python3 (>= 3.10).
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.set-up
+
+.PHONY: help setup demo test lint proto bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP)  ## make .venv with everything for development
+
+$(STAMP): pyproject.toml constraints.txt tools/setup.sh
+	@PYTHON="$(PYTHON)" tools/setup.sh
+	@touch $(STAMP)
+
+demo: setup  ## a real 4-rank job with a slow rank, and Rankscope finding it
+	@$(BIN)/rankscope demo
+
+test: setup lint  ## lint, then all tests
+	@echo "==> unit tests"
+	@$(BIN)/python -m pytest -q tests/unit
+	@echo "==> integration tests (real processes)"
+	@$(BIN)/python -m pytest -q tests/integration
+	@echo "==> end-to-end tests (real training jobs)"
+	@$(BIN)/python -m pytest -q tests/e2e
+
+lint: setup  ## ruff, mypy --strict, the layer contract, fresh protobuf code
+	@echo "==> ruff"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@echo "==> mypy --strict"
+	@$(BIN)/mypy
+	@echo "==> layer contract"
+	@$(BIN)/lint-imports
+	@echo "==> generated protobuf code"
+	@$(BIN)/python tools/generate_protos.py --check
+
+proto: setup  ## regenerate the Python code of proto/
+	@$(BIN)/python tools/generate_protos.py
+
+bench: setup  ## measure what it costs; prints a table
+	@$(BIN)/python -m benchmarks
+
+clean:  ## remove the virtual environment and caches
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,147 @@
+"""What the collectors hand over: plain frozen data, one kind per source. `None` (or NaN in a column) is "not measured"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Column: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A training process found on this node. `key` names one incarnation of one rank."""
+
+    job: str
+    rank: int
+    local_rank: int
+    world_size: int
+    pid: int
+    start_ticks: int
+    # The process' ids from the outermost pid namespace to its own; the last is what the process calls itself.
+    namespace_pids: tuple[int, ...]
+    # RANKSCOPE_*, KINETO_*, TEARDOWN_CUPTI and the like; never the whole environment, which holds secrets.
+    environment: Mapping[str, str] = field(default_factory=dict)
+    pod: str | None = None
+    namespace: str | None = None
+
+    @property
+    def key(self) -> tuple[str, int, int, int]:
+        return (self.job, self.rank, self.pid, self.start_ticks)
+
+
+RankKey: TypeAlias = tuple[str, int, int, int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of wall-clock time. Windows of all nodes share their borders (multiples of the length since 1970)."""
+
+    start_unix_nanos: int
+    end_unix_nanos: int
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_unix_nanos - self.start_unix_nanos) / 1e9
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a collector has nothing for a rank, with the next step, in words a person can act on."""
+
+    source: str
+    kind: str  # a short, bounded word for the metric label: "permission", "corrupt", "version", "missing", …
+    text: str
+
+
+@dataclass(frozen=True)
+class ProbeFacts:
+    """What the probe says once about its process (and again when it changes)."""
+
+    rank: int | None = None
+    world_size: int | None = None
+    pipeline: int | None = None
+    tensor: int | None = None
+    data: int | None = None
+    model_flops_per_step: float | None = None  # this rank's share
+    peak_flops_per_second: float | None = None  # declared; else looked up by device name
+    device_name: str | None = None
+    torch_version: str | None = None
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """The steps of one rank that ended since the last call, oldest first."""
+
+    steps_total: int
+    steps_lost: int  # overwritten before they were read, since the last call
+    last_step_unix_nanos: int | None
+    # One value per step; NaN where that step was not measured (DDP figures are sampled).
+    step_seconds: Column
+    wait_seconds: Column  # communication that nothing hides
+    communication_seconds: Column
+    input_seconds: Column
+    forward_seconds: Column
+    backward_seconds: Column
+    optimizer_seconds: Column
+    checkpoint_seconds: Column
+    facts: ProbeFacts
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    device_total_bytes: int | None = None
+    collectives_enqueued: int | None = None
+    collectives_completed: int | None = None
+
+
+@dataclass(frozen=True)
+class ProcessSample:
+    """Kernel accounting of one process over the time since the last call; the first call has no deltas."""
+
+    cpu_seconds: float | None
+    run_delay_seconds: float | None
+    throttled_seconds: float | None
+    stopped_seconds: float | None
+    resident_bytes: int | None
+    threads: int | None
+    involuntary_switches: int | None
+    voluntary_switches: int | None
+
+
+@dataclass(frozen=True)
+class Frame:
+    function: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class FrameCount:
+    frame: Frame
+    inclusive: int
+    leaf: int
+    phase: str
+
+
+@dataclass(frozen=True)
+class StackSample:
+    """The training thread's stacks of one recording."""
+
+    span: Span
+    samples: int
+    errors: int
+    phase_counts: Mapping[str, int]
+    frames: tuple[FrameCount, ...]  # the largest, at most FRAMES_KEPT
+    distinct_stacks: int
+
+
+@dataclass(frozen=True)
+class StallDump:
+    """Where a rank stands right now: innermost frame first."""
+
+    phase: str
+    stack: tuple[Frame, ...]

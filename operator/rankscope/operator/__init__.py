@@ -1,0 +1,1 @@
+"""The operator: correlates the ranks of many nodes. Must not import the daemon or the probe."""
