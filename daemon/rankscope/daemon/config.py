@@ -1,0 +1,242 @@
+"""The daemon's settings: one table, read from flags over environment over file over defaults.
+
+Standard library only: `--help` and configuration errors must work where the daemon's own packages are missing."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+ENVIRONMENT_PREFIX = "RANKSCOPE_DAEMON_"
+DEFAULT_FILE = Path("/etc/rankscope/rankscope.toml")
+NONE = "none"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+Value = str | float | int | bool
+
+
+class ConfigError(Exception):
+    """A setting is wrong: names where it came from, what it says and what it may be."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the daemon runs with. Every field is described in SETTINGS."""
+
+    node: str
+    window_seconds: float = 2.0
+    stack_rate_hertz: float = 10.0
+    budget_ratio: float = 0.01
+    metrics_listen: str = "127.0.0.1:9464"
+    socket: str = NONE
+    grpc_listen: str = NONE
+    insecure_listen: bool = False
+    watch_readers: int = 16
+    max_ranks: int = 1024
+    py_spy: str = ""
+    proc_root: str = "/proc"
+    cgroup_root: str = "/sys/fs/cgroup"
+    log_level: str = "info"
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    kind: type
+    default: Callable[[], Value]
+    help: str
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+
+def default_socket() -> str:
+    """Where the daemon of this user listens, and where clients look for it."""
+    if os.geteuid() == 0:
+        return "/run/rankscope/daemon.sock"
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return f"{runtime}/rankscope/daemon.sock" if runtime else f"/tmp/rankscope-{os.geteuid()}/daemon.sock"
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("node", str, socket.gethostname, "name of this node in windows and metrics (default: the host's name)"),
+    Setting("window_seconds", float, lambda: 2.0, "length of a window; borders are shared by all nodes", 0.5, 60),
+    Setting("stack_rate_hertz", float, lambda: 10.0, "stack samples per second and rank; 0 turns them off", 0, 100),
+    Setting("budget_ratio", float, lambda: 0.01, "share of one core the daemon may use per rank", 0.0001, 1),
+    Setting("metrics_listen", str, lambda: "127.0.0.1:9464", "HOST:PORT of /metrics and /healthz; none turns it off"),
+    Setting("socket", str, default_socket, "path of the gRPC Unix socket; none turns it off"),
+    Setting("grpc_listen", str, lambda: NONE, "HOST:PORT for gRPC over TCP as well; loopback only"),
+    Setting("insecure_listen", bool, lambda: False, "allow gRPC without TLS on an address others can reach"),
+    Setting("watch_readers", int, lambda: 16, "how many clients may watch windows at once", 1, 256),
+    Setting("max_ranks", int, lambda: 1024, "how many ranks of this node are watched and exported", 1, 65536),
+    Setting("py_spy", str, lambda: "", "path of the py-spy program (default: beside this interpreter, then PATH)"),
+    Setting("proc_root", str, lambda: "/proc", "where the host's /proc is mounted"),
+    Setting("cgroup_root", str, lambda: "/sys/fs/cgroup", "where the host's cgroups are mounted"),
+    Setting("log_level", str, lambda: "info", "least severe log line to print", choices=LOG_LEVELS),
+)
+_BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration and, for every setting, where its value came from."""
+
+    config: Config
+    origins: Mapping[str, str]
+
+    def describe(self) -> str:
+        rows = [(f.name, _show(getattr(self.config, f.name)), self.origins[f.name]) for f in fields(self.config)]
+        return "\n".join(f"{f'{name} = {value}':<52} # {origin}" for name, value, origin in rows)
+
+
+def resolve(
+    flags: Mapping[str, Value | None] | None = None,
+    environment: Mapping[str, str] | None = None,
+    file: Path | None = None,
+    defaults: Mapping[str, Value] | None = None,
+) -> Resolved:
+    """Settle every setting. `flags` maps names to values, None where not given; `defaults` replaces table defaults."""
+    environment = os.environ if environment is None else environment
+    if file is None:
+        file = next(iter(_default_files(environment)), None)
+    values: dict[str, Value] = {}
+    origins: dict[str, str] = {}
+
+    def take(name: str, raw: object, origin: str, label: str) -> None:
+        values[name] = _checked(_BY_NAME[name], raw, label)
+        origins[name] = origin
+
+    for setting in SETTINGS:
+        default = (defaults or {}).get(setting.name, setting.default())
+        take(setting.name, default, "default", setting.name)
+    for name, raw in (_read_file(file) if file else {}).items():
+        take(name, raw, str(file), f"{file}: {name}")
+    for setting in SETTINGS:
+        if setting.variable in environment:
+            take(setting.name, environment[setting.variable], setting.variable, setting.variable)
+    for name, flag in (flags or {}).items():
+        if flag is not None:
+            take(name, flag, _BY_NAME[name].flag, _BY_NAME[name].flag)
+    return Resolved(_build(values), origins)
+
+
+def unknown_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Variables that look like settings and are none: worth a warning, since a typo would else go unseen."""
+    known = {setting.variable for setting in SETTINGS} | {ENVIRONMENT_PREFIX + "CONFIG"}
+    return tuple(sorted(name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and name not in known))
+
+
+def parse_address(text: str, label: str) -> tuple[str, int] | None:
+    """Host and port of "HOST:PORT" or "[V6]:PORT"; None for "none"."""
+    if text == NONE:
+        return None
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535 or (":" in host and host[0] != "["):
+        raise ConfigError(f"{label} = {text!r}: must be HOST:PORT (port 0 chooses a free one) or {NONE}")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _default_files(environment: Mapping[str, str]) -> Sequence[Path]:
+    named = environment.get(ENVIRONMENT_PREFIX + "CONFIG")
+    if named:
+        return [Path(named)]
+    return [DEFAULT_FILE] if DEFAULT_FILE.is_file() else []
+
+
+def _read_file(path: Path) -> Mapping[str, object]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{path}: cannot be read: {reason}") from error
+    parser = _toml_parser(path)
+    try:
+        table: Mapping[str, object] = parser(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    for name in table:
+        if name not in _BY_NAME:
+            raise ConfigError(f"{path}: {name}: no such setting; there are {', '.join(_BY_NAME)}")
+    return table
+
+
+def _toml_parser(path: Path) -> Callable[[str], Mapping[str, object]]:
+    for module in ("tomllib", "tomli"):
+        try:
+            loads: Callable[[str], Mapping[str, object]] = importlib.import_module(module).loads
+        except ModuleNotFoundError:
+            continue
+        return loads
+    raise ConfigError(f"{path}: Python 3.10 cannot read TOML: pip install tomli, or use flags or {ENVIRONMENT_PREFIX}*")
+
+
+def _checked(setting: Setting, raw: object, label: str) -> Value:
+    complaint = f"{label} = {_show(raw)}: must be "
+    value: Value
+    if setting.kind is bool:
+        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        if not isinstance(raw, bool) and str(raw).lower() not in words:
+            raise ConfigError(complaint + "true or false")
+        return raw if isinstance(raw, bool) else words[str(raw).lower()]
+    if setting.kind is str:
+        if not isinstance(raw, str) or any(ord(character) < 32 for character in raw):
+            raise ConfigError(complaint + "one line of text")
+        if setting.choices and raw not in setting.choices:
+            raise ConfigError(complaint + "one of " + ", ".join(setting.choices))
+        if setting.name == "node" and not raw:
+            raise ConfigError(complaint + "a name")
+        return raw
+    try:
+        if isinstance(raw, bool) or not isinstance(raw, str | int | float):
+            raise ValueError
+        value = setting.kind(raw) if isinstance(raw, str) or setting.kind is float else raw
+        if setting.kind is int and not isinstance(value, int):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(complaint + ("a whole number" if setting.kind is int else "a number")) from None
+    if not math.isfinite(value) or not (setting.low or 0) <= value <= (setting.high or math.inf):
+        raise ConfigError(complaint + f"between {setting.low:g} and {setting.high:g}")
+    return value
+
+
+def _build(values: Mapping[str, Value]) -> Config:
+    config = Config(**values)  # type: ignore[arg-type]  # _checked gave each value the kind its setting has
+    parse_address(config.metrics_listen, "metrics_listen")
+    address = parse_address(config.grpc_listen, "grpc_listen")
+    if address and not is_loopback(address[0]) and not config.insecure_listen:
+        raise ConfigError(
+            f"grpc_listen = {config.grpc_listen!r}: others can reach this address and there is no TLS; "
+            "listen on 127.0.0.1, or pass --insecure-listen where the network itself is trusted"
+        )
+    return config
+
+
+def _show(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) and not _looks_numeric(value) else str(value)
+
+
+def _looks_numeric(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

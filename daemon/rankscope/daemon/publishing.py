@@ -1,0 +1,138 @@
+"""Handing each tick's windows to everyone who reads them, without ever waiting for a reader."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from rankscope.daemon.samples import RankKey, Span
+from rankscope.v1.identity_pb2 import RankIdentity
+from rankscope.v1.window_pb2 import RankWindow
+
+QUEUED_TICKS = 16
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tick:
+    """All windows that closed at one border. The messages are shared by all readers: never change them."""
+
+    span: Span
+    windows: Mapping[RankKey, RankWindow] = field(default_factory=dict)
+    departed: tuple[RankIdentity, ...] = ()
+
+
+class TooManyReadersError(Exception):
+    """Every reader holds a thread and a queue, so their number is bounded."""
+
+
+class Reader:
+    """One reader's bounded queue. When it is full the oldest tick goes: late news is worth less than fresh news."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self._ticks: deque[Tick] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self.dropped = 0
+
+    def take(self) -> Tick | None:
+        """The next tick, waiting for it; None once the reader is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or bool(self._ticks))
+            return None if self._closed else self._ticks.popleft()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._publisher.forget(self)
+
+    def put(self, tick: Tick) -> bool:
+        """False if something had to be dropped for it."""
+        with self._changed:
+            full = len(self._ticks) >= QUEUED_TICKS
+            if full:
+                # A rank's end is told once only, so it outlives the windows dropped around it.
+                lost = self._ticks.popleft()
+                tick = Tick(tick.span, tick.windows, (*lost.departed, *tick.departed)) if lost.departed else tick
+                self.dropped += 1
+            self._ticks.append(tick)
+            self._changed.notify_all()
+            return not full
+
+
+class Publisher:
+    def __init__(self, max_readers: int) -> None:
+        self._max_readers = max_readers
+        self._lock = threading.Lock()
+        self._readers: list[Reader] = []
+        self._callbacks: list[Callable[[Tick], None]] = []
+        self._latest: Tick | None = None
+        self._dropped_total = 0
+        self._closed = False
+
+    @property
+    def latest(self) -> Tick | None:
+        return self._latest
+
+    @property
+    def readers(self) -> int:
+        return len(self._readers)
+
+    @property
+    def dropped_total(self) -> int:
+        return self._dropped_total
+
+    def subscribe(self, callback: Callable[[Tick], None]) -> Callable[[], None]:
+        """Call `callback` with every tick, in the daemon's own thread, so it must be quick. Returns how to end that."""
+        with self._lock:
+            self._callbacks.append(callback)
+
+        def unsubscribe() -> None:
+            with self._lock:
+                if callback in self._callbacks:
+                    self._callbacks.remove(callback)
+
+        return unsubscribe
+
+    def open_reader(self) -> Reader:
+        """A reader that begins with the latest tick."""
+        with self._lock:
+            if len(self._readers) >= self._max_readers:
+                raise TooManyReadersError(f"{self._max_readers} readers already watch this daemon")
+            reader = Reader(self)
+            if self._latest is not None:
+                reader.put(Tick(self._latest.span, self._latest.windows))
+            self._readers.append(reader)
+        if self._closed:
+            reader.close()
+        return reader
+
+    def publish(self, tick: Tick) -> None:
+        with self._lock:
+            self._latest = tick
+            self._dropped_total += sum(not reader.put(tick) for reader in self._readers)
+            callbacks = tuple(self._callbacks)
+        for callback in callbacks:
+            try:
+                callback(tick)
+            except Exception:  # a subscriber's fault is not the node's
+                log.exception("a subscriber failed on the windows that ended at %d", tick.span.end_unix_nanos)
+
+    def forget(self, reader: Reader) -> None:
+        with self._lock:
+            if reader in self._readers:
+                self._readers.remove(reader)
+
+    def close(self) -> None:
+        """End every stream."""
+        self._closed = True
+        with self._lock:
+            readers = tuple(self._readers)
+        for reader in readers:
+            reader.close()

@@ -1,0 +1,169 @@
+"""Noticing that a rank has stopped making progress, and fetching where it stands without delaying the windows."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from rankscope.daemon.assembling import RankSamples, bounded, plausible
+from rankscope.daemon.samples import (
+    Frame,
+    Problem,
+    ProcessSample,
+    RankKey,
+    RankProcess,
+    Span,
+    StackSample,
+    StallDump,
+    StepSample,
+)
+from rankscope.v1.window_pb2 import Stall
+
+STALL_SECONDS = 4.0
+STALL_STEPS = 8
+# The daemon saw no step of this rank yet, so it cannot know how long one takes.
+STALL_SECONDS_UNKNOWN_STEP = 30.0
+STEPS_REMEMBERED = 64
+DUMP_EVERY_SECONDS = 4.0
+STILL_RECORDINGS = 2
+STILL_SAMPLES = 20
+STILL_CPU_RATIO = 0.02
+STACK_LINES = 64
+
+Dump = Callable[[Sequence[RankProcess]], Mapping[RankKey, StallDump | Problem]]
+
+
+@dataclass
+class _Memory:
+    """What is remembered of one incarnation."""
+
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
+    # The unbroken run of recordings that all show one and the same stack.
+    still_frames: frozenset[Frame] | None = None
+    still_since_unix_nanos: int = 0
+    still_recordings: int = 0
+    still_samples: int = 0
+    seen_recording_end: int = 0
+    still_phase: str | None = None
+    dump: StallDump | None = None
+    dumped_at: float | None = None
+
+
+class StallWatch:
+    """Give it every rank's samples once a window. It asks for stacks of stalled ranks in a thread of its own."""
+
+    def __init__(self, dump: Dump | None) -> None:
+        self._dump = dump
+        self._memories: dict[RankKey, _Memory] = {}
+        self._stalled: list[RankProcess] = []
+        self._worker: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def observe(self, rank: RankProcess, samples: RankSamples, span: Span) -> Stall | None:
+        memory = self._memories.setdefault(rank.key, _Memory())
+        if samples.steps is not None:
+            stall = _stall_by_steps(memory, samples.steps, span)
+        else:
+            stall = _stall_by_stacks(memory, samples.stacks, samples.process, span)
+        with self._lock:
+            if stall is None:
+                memory.dump = None
+                return None
+            self._stalled.append(rank)
+            dump = memory.dump
+        if dump is not None:
+            stall.phase = bounded(dump.phase, 32)
+            stall.stack.extend(_line(frame) for frame in dump.stack[:STACK_LINES])
+        return stall
+
+    def fetch_stacks(self, now_seconds: float) -> None:
+        """After all ranks were observed: fetch the stacks that are due, all at once, in the background."""
+        stalled, self._stalled = self._stalled, []
+        if self._dump is None or (self._worker is not None and self._worker.is_alive()):
+            return
+        due = [rank for rank in stalled if self._is_due(rank.key, now_seconds)]
+        if not due:
+            return
+        for rank in due:
+            self._memories[rank.key].dumped_at = now_seconds
+        self._worker = threading.Thread(target=self._fetch, args=(due,), name="rankscope-dumps", daemon=True)
+        self._worker.start()
+
+    def keep_only(self, alive: Collection[RankKey]) -> None:
+        for key in self._memories.keys() - set(alive):
+            del self._memories[key]
+
+    def join(self, timeout_seconds: float | None = None) -> None:
+        if self._worker is not None:
+            self._worker.join(timeout_seconds)
+
+    def _is_due(self, key: RankKey, now_seconds: float) -> bool:
+        dumped_at = self._memories[key].dumped_at
+        return dumped_at is None or now_seconds - dumped_at >= DUMP_EVERY_SECONDS
+
+    def _fetch(self, ranks: Sequence[RankProcess]) -> None:
+        assert self._dump is not None
+        try:
+            dumps = self._dump(ranks)
+        except Exception:  # noqa: BLE001 - the stall is reported without a stack; the collector reports its own faults
+            return
+        with self._lock:
+            for key, dump in dumps.items():
+                memory = self._memories.get(key)
+                if memory is not None and isinstance(dump, StallDump):
+                    memory.dump = dump
+
+
+def _stall_by_steps(memory: _Memory, sample: StepSample, span: Span) -> Stall | None:
+    durations = plausible(sample.step_seconds)
+    memory.step_seconds.extend(float(value) for value in durations if value == value)
+    if sample.steps_total < 1 or sample.last_step_unix_nanos is None:
+        return None
+    seconds_since_step = (span.end_unix_nanos - sample.last_step_unix_nanos) / 1e9
+    patience_seconds = STALL_SECONDS_UNKNOWN_STEP
+    if memory.step_seconds:
+        patience_seconds = max(STALL_SECONDS, STALL_STEPS * median(memory.step_seconds))
+    if seconds_since_step <= patience_seconds:
+        return None
+    return Stall(
+        seconds_since_step=seconds_since_step,
+        collectives_enqueued=sample.collectives_enqueued,
+        collectives_completed=sample.collectives_completed,
+    )
+
+
+def _stall_by_stacks(
+    memory: _Memory, sample: StackSample | None, process: ProcessSample | None, span: Span
+) -> Stall | None:
+    """Without step records a hang is a training thread that stands on one spot and a process that uses no CPU."""
+    busy = (
+        process is not None and process.cpu_seconds is not None and process.cpu_seconds > STILL_CPU_RATIO * span.seconds
+    )
+    if busy or process is None:
+        memory.still_frames = None
+    if sample is not None and sample.span.end_unix_nanos != memory.seen_recording_end:
+        memory.seen_recording_end = sample.span.end_unix_nanos
+        frames = frozenset(counted.frame for counted in sample.frames)
+        if sample.distinct_stacks != 1 or sample.samples < 1 or busy:
+            memory.still_frames = None
+        elif memory.still_frames != frames:
+            memory.still_frames, memory.still_recordings = frames, 1
+            memory.still_samples = sample.samples
+            memory.still_since_unix_nanos = sample.span.start_unix_nanos
+        else:
+            memory.still_recordings += 1
+            memory.still_samples += sample.samples
+        memory.still_phase = max(sample.phase_counts, key=lambda phase: sample.phase_counts[phase], default=None)
+    still = memory.still_recordings >= STILL_RECORDINGS and memory.still_samples >= STILL_SAMPLES
+    if memory.still_frames is None or not still:
+        return None
+    seconds = (span.end_unix_nanos - memory.still_since_unix_nanos) / 1e9
+    phase = None if memory.still_phase is None else bounded(memory.still_phase, 32)
+    return Stall(seconds_since_step=max(0.0, seconds), phase=phase)
+
+
+def _line(frame: Frame) -> str:
+    return bounded(f"{frame.function} ({frame.file}:{frame.line})")
