@@ -1,0 +1,49 @@
+"""The thresholds of detection.md, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Policy:
+    # A rank is an outlier of its cohort when both hold.
+    rank_ratio: float = 1.10
+    rank_score: float = 4.0
+    # The spread of a cohort is never taken as smaller than this share of its median, or a tight cohort condemns noise.
+    spread_floor_ratio: float = 0.01
+    # Time on a run queue is the machine's doing before it is the rank's: ranks that share a busy CPU take turns in
+    # being last. Only when it dominates does it name a rank.
+    starved_rank_ratio: float = 1.5
+    starved_share: float = 0.5  # of the excess, explained by run queue, quota or stop signal
+    # Below half the way to the threshold a standing alarm may go.
+    hysteresis: float = 0.5
+    stage_ratio: float = 1.15
+    imbalance_wait_ratio: float = 0.15  # of the step, waited for a rank that changes
+    imbalance_spread: float = 1.25  # a rank's own slow steps against its own fast ones
+    contended_ratio: float = 0.05  # of the step on run queues: spread means nothing on such a machine
+    communication_ratio: float = 1.5
+    communication_impact_ratio: float = 0.10
+    input_bound_ratio: float = 0.30
+    mfu_target_ratio: float | None = None
+    impact_ratio: float = 0.02
+    # k of the last n windows.
+    windows_kept: int = 5
+    windows_for_alarm: int = 3
+    windows_for_warning: int = 2
+    # Abstention.
+    ranks_seen_ratio: float = 0.80
+    steps_needed: int = 20
+    baseline_windows: int = 4
+    # A rank that has not stepped for so long, and longer than so many of its steps, stands still.
+    hang_seconds: float = 6.0
+    hang_steps: float = 10.0
+    # Level 0: stacks alone.
+    stack_samples_needed: int = 50
+    stack_excess_share: float = 0.12
+    stack_score: float = 4.0
+    # A phase is named when it holds this share of the excess.
+    cause_share: float = 0.80
+
+
+DEFAULT_POLICY = Policy()

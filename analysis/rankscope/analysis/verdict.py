@@ -1,0 +1,60 @@
+"""What the rules say about a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from rankscope.analysis.windows import FrameSeen
+
+
+class Kind(str, Enum):
+    HEALTHY = "healthy"
+    SLOW_RANK = "slow_rank"
+    SLOW_STAGE = "slow_stage"
+    DATA_IMBALANCE = "data_imbalance"
+    SLOW_COMMUNICATION = "slow_communication"
+    INPUT_BOUND = "input_bound"
+    LOW_MFU = "low_mfu"
+    HANG = "hang"
+    INSUFFICIENT_DATA = "insufficient_data"
+
+    @property
+    def is_finding(self) -> bool:
+        return self not in (Kind.HEALTHY, Kind.INSUFFICIENT_DATA)
+
+
+class Severity(str, Enum):
+    NONE = "none"
+    WARNING = "warning"
+    ALARM = "alarm"
+
+
+class Confidence(str, Enum):
+    LOW = "low"
+    HIGH = "high"
+
+
+@dataclass(frozen=True)
+class Cause:
+    phase: str = "unknown"
+    frames: tuple[FrameSeen, ...] = ()
+    evidence: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    kind: Kind
+    reason: str
+    severity: Severity = Severity.NONE
+    confidence: Confidence = Confidence.HIGH
+    culprits: tuple[int, ...] = ()
+    stage: int | None = None
+    group: str = ""
+    impact_ratio: float | None = None
+    lost_gpu_seconds: float | None = None
+    cause: Cause = Cause()
+
+    @property
+    def is_alarm(self) -> bool:
+        return self.kind.is_finding and self.severity is Severity.ALARM

@@ -1,0 +1,116 @@
+"""The input of the rules: one window of many ranks as columns, and what else is known of a rank that is suspected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from rankscope.analysis.robust import Bools, Floats, Ints
+
+# Phases of own work, in the order in which a step goes through them.
+WORK_PHASES = ("input", "forward", "backward", "optimizer", "checkpoint", "other")
+# Where a rank may be waiting for others. DDP waits for its buckets inside backward, where a Python stack cannot see it.
+WAITING_PHASES = frozenset({"communication", "device_sync", "backward"})
+# Slow by nature and not a fault.
+EXCUSED_PHASES = frozenset({"checkpoint", "compile"})
+
+
+@dataclass(frozen=True)
+class RankColumns:
+    """A row per rank; seconds are per step. NaN means that it was not measured."""
+
+    job: Ints
+    rank: Ints
+    stage: Ints  # −1 where not known
+    place: Ints  # a number per node (or pod): equal numbers share their fate
+    steps: Floats
+    step_seconds: Floats
+    self_seconds: Floats
+    wait_seconds: Floats
+    transfer_seconds: Floats  # a low quantile of `wait`: what it costs even the rank that comes last
+    self_spread_ratio: Floats  # the rank's own slow steps (p90) against its own fast ones (p10)
+    input_seconds: Floats
+    forward_seconds: Floats
+    backward_seconds: Floats
+    optimizer_seconds: Floats
+    checkpoint_seconds: Floats
+    other_seconds: Floats
+    starved_seconds: Floats  # runnable but not running: run queue, quota, stop signal
+    mfu_ratio: Floats
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def take(self, rows: Ints | Bools | slice) -> RankColumns:
+        return RankColumns(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    def phase_seconds(self, phase: str) -> Floats:
+        values: Floats = getattr(self, f"{phase}_seconds")
+        return values
+
+
+def columns_of(rows: Sequence[Mapping[str, float]]) -> RankColumns:
+    """Columns from one mapping per rank; what a row does not name was not measured."""
+    integers = {"job": 0, "rank": 0, "stage": -1, "place": 0}
+    made = {}
+    for column in fields(RankColumns):
+        if column.name in integers:
+            default = integers[column.name]
+            made[column.name] = np.array([int(row.get(column.name, default)) for row in rows], dtype=np.int64)
+        else:
+            made[column.name] = np.array([row.get(column.name, np.nan) for row in rows], dtype=np.float64)
+    return RankColumns(**made)
+
+
+@dataclass(frozen=True)
+class FrameSeen:
+    function: str
+    file: str
+    line: int
+    share: float
+    leaf_share: float
+    phase: str
+
+
+@dataclass(frozen=True)
+class StackProfile:
+    samples: int
+    phase_shares: Mapping[str, float]
+    frames: tuple[FrameSeen, ...]
+
+
+@dataclass(frozen=True)
+class Stall:
+    seconds_since_step: float
+    phase: str | None = None
+    stack: tuple[str, ...] = ()
+    collectives_enqueued: int | None = None
+    collectives_completed: int | None = None
+
+
+@dataclass(frozen=True)
+class RankEvidence:
+    """What is looked at only when the columns raise a question, or when there are none (level 0)."""
+
+    stacks: StackProfile | None = None
+    stall: Stall | None = None
+    # Over the whole window; for ranks whose steps are not known.
+    starved_share: float | None = None
+    window_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class JobWindow:
+    """One window of one job. Rows of `columns` are in the order of `rank`."""
+
+    end_unix_seconds: float
+    window_seconds: float
+    world_size: int
+    columns: RankColumns
+    # Ranks that reported before and whose process has ended.
+    departed: tuple[int, ...] = ()
+    clock_skew_seconds: float | None = None
+    evidence: Callable[[], Mapping[int, RankEvidence]] = field(default=dict)
+    place_names: Mapping[int, str] = field(default_factory=dict)
