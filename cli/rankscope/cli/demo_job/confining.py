@@ -1,0 +1,145 @@
+"""Confines a process to a fraction of a core: by a control group where one can be made, else by stop and go."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+CPU_FRACTION = 0.15
+# Shorter than the kernel's default of 100 ms: the rank is slow in every step, not stopped in every third.
+PERIOD_MICROSECONDS = 20_000
+
+
+class Confinement(Protocol):
+    def lift(self) -> None:
+        """Gives the process its processor back and removes what confined it."""
+
+
+def confine(pid: int, name: str, *, cgroup_root: Path = Path("/sys/fs/cgroup")) -> Confinement:
+    """Confines the process, all its threads included, to CPU_FRACTION of a core."""
+    for group in _candidate_groups(pid, name, cgroup_root):
+        confinement = ControlGroup(group)
+        try:
+            confinement.take(pid)
+        except OSError:
+            # Read-only, no controller here, not permitted: what can be tried next says more than the reason.
+            confinement.lift()
+            continue
+        return confinement
+    return StopAndGo(pid)
+
+
+def _candidate_groups(pid: int, name: str, root: Path) -> Iterator[Path]:
+    """Where a group may be made: below the process' own group, then at the top, of v1's `cpu` and of v2."""
+    own = {"cpu": "/", "": "/"}
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for controller in controllers.split(","):
+                if controller in own:
+                    own[controller] = path
+    for mount, path in ((root / "cpu", own["cpu"]), (root / "cpu,cpuacct", own["cpu"]), (root, own[""])):
+        parents = dict.fromkeys((mount / path.lstrip("/"), mount))
+        for parent in parents:
+            if (parent / "cgroup.procs").exists():
+                yield parent / f"rankscope-{name}"
+
+
+class ControlGroup:
+    """A group of one process with a quota, in either version of the kernel's interface."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def take(self, pid: int) -> None:
+        self.folder.mkdir()
+        quota = int(PERIOD_MICROSECONDS * CPU_FRACTION)
+        if (self.folder / "cpu.max").exists():
+            (self.folder / "cpu.max").write_text(f"{quota} {PERIOD_MICROSECONDS}")
+        else:
+            _write_existing(self.folder / "cpu.cfs_period_us", str(PERIOD_MICROSECONDS))
+            _write_existing(self.folder / "cpu.cfs_quota_us", str(quota))
+        _write_existing(self.folder / "cgroup.procs", str(pid))
+
+    def lift(self) -> None:
+        parent = self.folder.parent / "cgroup.procs"
+        with suppress(OSError):
+            for pid in (self.folder / "cgroup.procs").read_text().split():
+                with suppress(OSError):
+                    _write_existing(parent, pid)
+        # A process that has just ended may hold its group for another moment.
+        deadline = time.monotonic() + 2.0
+        while self.folder.is_dir():
+            try:
+                self.folder.rmdir()
+            except OSError:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.01)
+
+
+def _write_existing(path: Path, text: str) -> None:
+    # Never create: in a folder that is not a control group the write must fail, not look like success.
+    with path.open("r+") as file:
+        file.write(text)
+
+
+class StopAndGo:
+    """A helper process that lets the other run for a fraction of each period. Its standard input ends when we do."""
+
+    def __init__(self, pid: int) -> None:
+        self._helper = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, str(pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    @property
+    def helper_pid(self) -> int:
+        return self._helper.pid
+
+    def lift(self) -> None:
+        if self._helper.stdin is not None:
+            self._helper.stdin.close()
+        self._helper.wait()
+
+
+def _stop_and_go(pid: int) -> None:
+    """Runs in the helper until standard input ends or the process is gone."""
+    handle = os.pidfd_open(pid)  # never signals a stranger that was given the number later
+    period = PERIOD_MICROSECONDS * 5 / 1e6
+    # Ctrl-C and a polite kill must not leave the process stopped.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(0))
+    try:
+        while True:
+            signal.pidfd_send_signal(handle, signal.SIGCONT)
+            if _ended(handle, period * CPU_FRACTION):
+                return
+            signal.pidfd_send_signal(handle, signal.SIGSTOP)
+            if _ended(handle, period * (1 - CPU_FRACTION)):
+                return
+    except ProcessLookupError:
+        return
+    finally:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGCONT)
+
+
+def _ended(handle: int, seconds: float) -> bool:
+    """Waits; true when the launcher closed our input or the process is gone (its handle becomes readable)."""
+    readable, _, _ = select.select([sys.stdin, handle], [], [], seconds)
+    return bool(readable)
+
+
+if __name__ == "__main__":
+    _stop_and_go(int(sys.argv[1]))
