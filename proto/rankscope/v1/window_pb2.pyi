@@ -468,6 +468,7 @@ class RankWindow(_message.Message):
     LAST_STEP_UNIX_NANOS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     SELF_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
     CAUSES_FIELD_NUMBER: _builtins.int
     STEPS_LOST_FIELD_NUMBER: _builtins.int
     MODEL_FLOPS_PER_STEP_FIELD_NUMBER: _builtins.int
@@ -501,6 +502,8 @@ class RankWindow(_message.Message):
     @_builtins.property
     def self(self) -> Global___StepStatistics: ...
     @_builtins.property
+    def wait(self) -> Global___StepStatistics: ...
+    @_builtins.property
     def causes(self) -> Global___CauseSeconds: ...
     @_builtins.property
     def memory(self) -> Global___Memory: ...
@@ -530,6 +533,7 @@ class RankWindow(_message.Message):
         last_step_unix_nanos: _builtins.int | None = ...,
         step: Global___StepStatistics | None = ...,
         self: Global___StepStatistics | None = ...,
+        wait: Global___StepStatistics | None = ...,
         causes: Global___CauseSeconds | None = ...,
         steps_lost: _builtins.int | None = ...,
         model_flops_per_step: _builtins.float | None = ...,
@@ -542,9 +546,9 @@ class RankWindow(_message.Message):
         sources: _abc.Mapping[_builtins.str, Global___Source.ValueType] | None = ...,
         problems: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_peak_flops_per_second", b"_peak_flops_per_second", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "causes", b"causes", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "self", b"self", "stacks", b"stacks", "stall", b"stall", "step", b"step", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_peak_flops_per_second", b"_peak_flops_per_second", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "causes", b"causes", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "self", b"self", "stacks", b"stacks", "stall", b"stall", "step", b"step", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_peak_flops_per_second", b"_peak_flops_per_second", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "causes", b"causes", "end_unix_nanos", b"end_unix_nanos", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "self", b"self", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step", b"step", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_peak_flops_per_second", b"_peak_flops_per_second", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "causes", b"causes", "end_unix_nanos", b"end_unix_nanos", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "self", b"self", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step", b"step", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_step_unix_nanos: _TypeAlias = _typing.Literal["last_step_unix_nanos"]  # noqa: Y015
     _WhichOneofArgType__last_step_unix_nanos: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos"]  # noqa: Y015

@@ -1,0 +1,132 @@
+"""RankWindow messages as the columns and evidence that the rules read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rankscope.analysis.clocks import clock_skew_seconds
+from rankscope.analysis.robust import median_or_nan
+from rankscope.analysis.windows import (
+    FrameSeen,
+    JobWindow,
+    RankColumns,
+    RankEvidence,
+    StackProfile,
+    Stall,
+)
+from rankscope.v1 import window_pb2
+
+NAN = float("nan")
+_CAUSES = ("self", "wait", "input", "forward", "backward", "optimizer", "checkpoint", "other")
+
+
+def job_window(windows: Sequence[window_pb2.RankWindow], world_size: int, departed: tuple[int, ...] = ()) -> JobWindow:
+    """One tick of one job; `windows` has at most one per rank."""
+    ordered = sorted(windows, key=lambda window: window.identity.rank)
+    nodes = {node: number for number, node in enumerate(sorted({w.identity.node for w in ordered}))}
+    floats = np.array([_row(window) for window in ordered], dtype=np.float64).reshape(len(ordered), len(_FLOATS))
+    ints = np.array([_keys(window, nodes) for window in ordered], dtype=np.int64).reshape(len(ordered), 4)
+    columns = RankColumns(
+        *(ints[:, column] for column in range(4)), *(floats[:, column] for column in range(len(_FLOATS)))
+    )
+    last = ordered[-1]
+    return JobWindow(
+        end_unix_seconds=last.end_unix_nanos / 1e9,
+        window_seconds=(last.end_unix_nanos - last.start_unix_nanos) / 1e9,
+        world_size=world_size,
+        columns=columns,
+        departed=departed,
+        clock_skew_seconds=_skew(ordered, columns) if len(nodes) > 1 else None,
+        evidence=lambda: {window.identity.rank: evidence_of(window) for window in ordered},
+        place_names={number: node for node, number in nodes.items()},
+    )
+
+
+def _keys(window: window_pb2.RankWindow, nodes: Mapping[str, int]) -> tuple[int, int, int, int]:
+    identity = window.identity
+    coordinates = identity.coordinates
+    stage = coordinates.pipeline if coordinates.HasField("pipeline") else -1
+    return (0, identity.rank, stage, nodes[identity.node])
+
+
+# Names of RankColumns' fields after the four keys, in order; `_row` fills them.
+_FLOATS = tuple(RankColumns.__dataclass_fields__)[4:]
+
+
+def _row(window: window_pb2.RankWindow) -> tuple[float, ...]:
+    if not window.HasField("steps"):
+        return (NAN,) * len(_FLOATS)
+    steps = window.steps
+    if steps == 0 or not window.HasField("step"):
+        return (float(steps),) + (NAN,) * (len(_FLOATS) - 1)
+    causes = window.causes
+    per_step = {c: getattr(causes, c) / steps if causes.HasField(c) else NAN for c in _CAUSES}
+    own = window.self
+    spread = own.p90_seconds / own.p10_seconds if window.HasField("self") and own.p10_seconds > 0 else NAN
+    return (
+        float(steps),
+        window.step.mean_seconds,
+        per_step["self"],
+        per_step["wait"],
+        window.wait.p10_seconds if window.HasField("wait") else NAN,
+        spread,
+        per_step["input"],
+        per_step["forward"],
+        per_step["backward"],
+        per_step["optimizer"],
+        per_step["checkpoint"],
+        per_step["other"],
+        starved_seconds(window.process) / steps,
+        window.mfu_ratio if window.HasField("mfu_ratio") else NAN,
+    )
+
+
+def starved_seconds(process: window_pb2.ProcessUsage) -> float:
+    """Time the rank could have run and did not. Kernels differ in whether a quota's throttling counts as run delay, so
+    the larger of the two stands for both."""
+    known = [
+        max(
+            process.run_delay_seconds if process.HasField("run_delay_seconds") else 0.0,
+            process.throttled_seconds if process.HasField("throttled_seconds") else 0.0,
+        ),
+        process.stopped_seconds if process.HasField("stopped_seconds") else 0.0,
+    ]
+    measured = process.HasField("run_delay_seconds") or process.HasField("throttled_seconds")
+    return sum(known) if measured else NAN
+
+
+def evidence_of(window: window_pb2.RankWindow) -> RankEvidence:
+    length = (window.end_unix_nanos - window.start_unix_nanos) / 1e9
+    starved = starved_seconds(window.process)
+    return RankEvidence(
+        stacks=_stacks(window.stacks) if window.HasField("stacks") else None,
+        stall=_stall(window.stall) if window.HasField("stall") else None,
+        starved_share=None if np.isnan(starved) or length <= 0 else min(starved / length, 1.0),
+        window_seconds=length,
+    )
+
+
+def _stacks(summary: window_pb2.StackSummary) -> StackProfile:
+    frames = tuple(FrameSeen(f.function, f.file, f.line, f.share, f.leaf_share, f.phase) for f in summary.frames)
+    return StackProfile(summary.samples, dict(summary.phase_shares), frames)
+
+
+def _stall(stall: window_pb2.Stall) -> Stall:
+    return Stall(
+        stall.seconds_since_step,
+        stall.phase if stall.HasField("phase") else None,
+        tuple(stall.stack),
+        stall.collectives_enqueued if stall.HasField("collectives_enqueued") else None,
+        stall.collectives_completed if stall.HasField("collectives_completed") else None,
+    )
+
+
+def _skew(windows: Sequence[window_pb2.RankWindow], columns: RankColumns) -> float | None:
+    step = median_or_nan(columns.step_seconds)
+    if np.isnan(step):
+        return None
+    totals = np.array([w.steps_total if w.HasField("steps_total") else NAN for w in windows], dtype=np.float64)
+    ends = [w.last_step_unix_nanos / 1e9 if w.HasField("last_step_unix_nanos") else NAN for w in windows]
+    return clock_skew_seconds(totals, np.array(ends, dtype=np.float64), step, columns.place)

@@ -1,0 +1,147 @@
+"""Windows in, verdicts out: the table, the rules and who wants to know."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rankscope.analysis.fleet import FleetJudge
+from rankscope.analysis.policy import DEFAULT_POLICY, Policy
+from rankscope.analysis.robust import median_or_nan
+from rankscope.analysis.verdict import Kind, Severity, Verdict
+from rankscope.analysis.windows import JobWindow
+from rankscope.operator.correlation.job_table import JobTable
+from rankscope.v1 import rank_service_pb2, window_pb2
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What is known of a job after its latest tick."""
+
+    job: str
+    world_size: int
+    verdict: Verdict
+    since_unix_seconds: float  # the verdict's kind, severity and culprits stand since then
+    evaluated_unix_seconds: float
+    ranks_seen: int
+    step_seconds: float | None
+    mfu_ratio: float | None
+    exposed_communication_ratio: float | None
+    windows: tuple[window_pb2.RankWindow, ...]
+
+
+Listener = Callable[[tuple[JobState, ...]], None]
+
+
+class Correlator:
+    """Thread-safe. `accept` may be called from any stream's thread; `start` runs the ticking in one of its own."""
+
+    def __init__(self, policy: Policy = DEFAULT_POLICY, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._table = JobTable()
+        self._fleet = FleetJudge(policy)
+        self._states: dict[str, JobState] = {}
+        self._listeners: list[Listener] = []
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def accept(self, message: rank_service_pb2.WatchRanksResponse) -> None:
+        with self._lock:
+            self._table.accept(message.windows, self._clock())
+            self._table.depart(message.departed)
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener` with all jobs after each evaluation; the result stops that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    @property
+    def states(self) -> tuple[JobState, ...]:
+        return tuple(self._states.values())
+
+    def tick(self) -> bool:
+        """Evaluate what is ready; True if anything was."""
+        with self._lock:
+            now = self._clock()
+            for job in self._table.take_restarted():
+                self._fleet.forget(job)
+            ended = self._table.take_ended(now)
+            for job in ended:
+                self._fleet.forget(job)
+                self._states.pop(job, None)
+            ready = self._table.take_ready(now)
+            verdicts = self._fleet.evaluate(ready)
+            for job, window in ready.items():
+                self._states[job] = self._state(job, window, verdicts[job], now)
+        if ready or ended:
+            for listener in list(self._listeners):
+                self._tell(listener)
+        return bool(ready)
+
+    def _tell(self, listener: Listener) -> None:
+        try:
+            listener(self.states)
+        except Exception:
+            log.exception("a listener failed")
+
+    def _state(self, job: str, window: JobWindow, verdict: Verdict, now: float) -> JobState:
+        before = self._states.get(job)
+        same = before is not None and _gist(before.verdict) == _gist(verdict)
+        columns = window.columns
+        state = JobState(
+            job=job,
+            world_size=window.world_size,
+            verdict=verdict,
+            since_unix_seconds=before.since_unix_seconds if before and same else now,
+            evaluated_unix_seconds=now,
+            ranks_seen=len(columns),
+            step_seconds=_known(median_or_nan(columns.step_seconds)),
+            mfu_ratio=_known(median_or_nan(columns.mfu_ratio)),
+            exposed_communication_ratio=_known(_mean(columns.wait_seconds / columns.step_seconds)),
+            windows=tuple(w for _, w in sorted(self._table.jobs[job].latest.items())),
+        )
+        if before is not None and state.step_seconds is None:
+            # A tick without a finished step says nothing about the pace; what was last known stands.
+            state = replace(
+                state,
+                step_seconds=before.step_seconds,
+                mfu_ratio=before.mfu_ratio,
+                exposed_communication_ratio=before.exposed_communication_ratio,
+            )
+        return state
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="rankscope-correlator", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(TICK_SECONDS):
+            self.tick()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _gist(verdict: Verdict) -> tuple[Kind, Severity, tuple[int, ...], int | None]:
+    return (verdict.kind, verdict.severity, verdict.culprits, verdict.stage)
+
+
+def _mean(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)

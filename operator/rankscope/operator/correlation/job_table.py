@@ -1,0 +1,142 @@
+"""The job table: windows of any number of daemons, gathered by job and by tick. Bounded in every direction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rankscope.analysis.windows import JobWindow
+from rankscope.operator.correlation.columns import job_window
+from rankscope.v1 import identity_pb2, window_pb2
+
+# Ticks of a job that may be open at once: slow daemons are waited for, dead ones are not.
+OPEN_TICKS = 4
+# What one fleet may make us hold; beyond it new jobs and ranks are counted and refused.
+JOBS_KEPT = 20_000
+RANKS_PER_JOB = 131_072
+# Windows end on a shared border; what differs by less is the same tick.
+TICK_NANOS = 100_000_000
+
+
+@dataclass
+class Job:
+    name: str
+    world_size: int = 0
+    incarnations: dict[int, tuple[str, int, int]] = field(default_factory=dict)
+    latest: dict[int, window_pb2.RankWindow] = field(default_factory=dict)
+    departed: dict[int, str] = field(default_factory=dict)
+    open_ticks: dict[int, dict[int, window_pb2.RankWindow]] = field(default_factory=dict)
+    judged_tick: int = -1
+    last_heard_unix_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class TableCounters:
+    late: int = 0
+    refused: int = 0
+    restarts: int = 0
+
+
+class JobTable:
+    def __init__(self, grace_seconds: float = 1.0, forget_after_seconds: float = 60.0) -> None:
+        self._grace_seconds = grace_seconds
+        self._forget_after_seconds = forget_after_seconds
+        self._jobs: dict[str, Job] = {}
+        self._restarted: set[str] = set()
+        self.late = 0
+        self.refused = 0
+
+    @property
+    def jobs(self) -> dict[str, Job]:
+        return self._jobs
+
+    def accept(self, windows: Iterable[window_pb2.RankWindow], now_unix_seconds: float) -> None:
+        for window in windows:
+            self._accept(window, now_unix_seconds)
+
+    def _accept(self, window: window_pb2.RankWindow, now_unix_seconds: float) -> None:
+        identity = window.identity
+        job = self._job(identity)
+        if job is None or not 0 <= identity.rank < min(identity.world_size, RANKS_PER_JOB):
+            self.refused += 1
+            return
+        incarnation = (identity.node, identity.pid, identity.incarnation)
+        known = job.incarnations.get(identity.rank)
+        if known is not None and known != incarnation:
+            if known[2] > identity.incarnation and known[0] == identity.node:
+                self.late += 1  # the last words of the process that this one replaced
+                return
+            self._restart(job)
+        job.incarnations[identity.rank] = incarnation
+        job.departed.pop(identity.rank, None)
+        job.world_size = identity.world_size
+        job.latest[identity.rank] = window
+        job.last_heard_unix_seconds = now_unix_seconds
+        tick = round(window.end_unix_nanos / TICK_NANOS)
+        if tick <= job.judged_tick:
+            self.late += 1
+            return
+        job.open_ticks.setdefault(tick, {})[identity.rank] = window
+        if len(job.open_ticks) > OPEN_TICKS:
+            del job.open_ticks[min(job.open_ticks)]
+
+    def _job(self, identity: identity_pb2.RankIdentity) -> Job | None:
+        job = self._jobs.get(identity.job)
+        if job is None and len(self._jobs) < JOBS_KEPT:
+            job = self._jobs[identity.job] = Job(identity.job)
+        return job
+
+    def _restart(self, job: Job) -> None:
+        job.incarnations.clear()
+        job.latest.clear()
+        job.departed.clear()
+        job.open_ticks.clear()
+        self._restarted.add(job.name)
+
+    def depart(self, identities: Iterable[identity_pb2.RankIdentity]) -> None:
+        for identity in identities:
+            job = self._jobs.get(identity.job)
+            if job is not None and job.incarnations.get(identity.rank, ("", 0, 0))[1:] == (
+                identity.pid,
+                identity.incarnation,
+            ):
+                job.departed[identity.rank] = identity.node
+                job.latest.pop(identity.rank, None)
+
+    def take_restarted(self) -> set[str]:
+        """Jobs whose processes were replaced since the last call."""
+        restarted, self._restarted = self._restarted, set()
+        return restarted
+
+    def take_ended(self, now_unix_seconds: float) -> list[str]:
+        """Remove and return jobs all of whose ranks have ended, or of which nothing was heard for long."""
+        ended = [
+            job.name
+            for job in self._jobs.values()
+            if not job.latest or now_unix_seconds - job.last_heard_unix_seconds > self._forget_after_seconds
+        ]
+        for name in ended:
+            del self._jobs[name]
+        return ended
+
+    def take_ready(self, now_unix_seconds: float) -> dict[str, JobWindow]:
+        """For each job the oldest tick that is complete, or whose grace is over."""
+        ready = {}
+        for job in self._jobs.values():
+            tick = self._ready_tick(job, now_unix_seconds)
+            if tick is None:
+                continue
+            windows = list(job.open_ticks.pop(tick).values())
+            job.open_ticks = {later: kept for later, kept in job.open_ticks.items() if later > tick}
+            job.judged_tick = tick
+            ready[job.name] = job_window(windows, job.world_size, tuple(sorted(job.departed)))
+        return ready
+
+    def _ready_tick(self, job: Job, now_unix_seconds: float) -> int | None:
+        if not job.open_ticks:
+            return None
+        tick = min(job.open_ticks)
+        expected = job.world_size - len(job.departed)
+        complete = len(job.open_ticks[tick]) >= expected
+        overdue = now_unix_seconds - tick * TICK_NANOS / 1e9 > self._grace_seconds
+        return tick if complete or overdue else None

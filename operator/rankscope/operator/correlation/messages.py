@@ -1,0 +1,65 @@
+"""Verdicts as messages, and back for those who read them over the wire."""
+
+from __future__ import annotations
+
+from rankscope.analysis.verdict import Cause, Confidence, Kind, Severity, Verdict
+from rankscope.operator.correlation.correlator import JobState
+from rankscope.v1 import job_service_pb2, window_pb2
+
+
+def job_status(state: JobState) -> job_service_pb2.JobStatus:
+    status = job_service_pb2.JobStatus(
+        job=state.job,
+        world_size=state.world_size,
+        ranks_seen=state.ranks_seen,
+        verdict=verdict_message(state.verdict, state.since_unix_seconds),
+        ranks=state.windows,
+    )
+    for name in ("step_seconds", "mfu_ratio", "exposed_communication_ratio"):
+        value = getattr(state, name)
+        if value is not None:
+            setattr(status, name, value)
+    return status
+
+
+def verdict_message(verdict: Verdict, since_unix_seconds: float) -> job_service_pb2.Verdict:
+    message = job_service_pb2.Verdict(
+        kind=job_service_pb2.VerdictKind.Value(f"VERDICT_KIND_{verdict.kind.name}"),
+        severity=job_service_pb2.Severity.Value(f"SEVERITY_{verdict.severity.name}"),
+        confidence=job_service_pb2.Confidence.Value(f"CONFIDENCE_{verdict.confidence.name}"),
+        culprits=verdict.culprits,
+        group=verdict.group,
+        cause=_cause(verdict.cause),
+        reason=verdict.reason,
+        since_unix_nanos=int(since_unix_seconds * 1e9),
+    )
+    for name in ("stage", "impact_ratio", "lost_gpu_seconds"):
+        value = getattr(verdict, name)
+        if value is not None:
+            setattr(message, name, value)
+    return message
+
+
+def _cause(cause: Cause) -> job_service_pb2.Cause:
+    frames = [
+        window_pb2.FrameShare(
+            function=f.function, file=f.file, line=f.line, share=f.share, leaf_share=f.leaf_share, phase=f.phase
+        )
+        for f in cause.frames
+    ]
+    return job_service_pb2.Cause(phase=cause.phase, frames=frames, evidence=cause.evidence)
+
+
+def kind_of(message: job_service_pb2.Verdict) -> Kind:
+    name = job_service_pb2.VerdictKind.Name(message.kind).removeprefix("VERDICT_KIND_")
+    return Kind[name] if name in Kind.__members__ else Kind.INSUFFICIENT_DATA
+
+
+def severity_of(message: job_service_pb2.Verdict) -> Severity:
+    name = job_service_pb2.Severity.Name(message.severity).removeprefix("SEVERITY_")
+    return Severity[name] if name in Severity.__members__ else Severity.NONE
+
+
+def confidence_of(message: job_service_pb2.Verdict) -> Confidence:
+    name = job_service_pb2.Confidence.Name(message.confidence).removeprefix("CONFIDENCE_")
+    return Confidence[name] if name in Confidence.__members__ else Confidence.LOW
