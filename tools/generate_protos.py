@@ -19,11 +19,12 @@ def generate(output_root: Path) -> None:
     sources = sorted(str(path.relative_to(PROTO_ROOT)) for path in (PROTO_ROOT / PACKAGE).glob("*.proto"))
     plugins = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={PROTO_ROOT}"]
-    command += [f"--python_out={output_root}", f"--grpc_python_out={output_root}", f"--mypy_out={output_root}"]
+    kinds = ("python", "grpc_python", "mypy", "mypy_grpc")
+    command += [f"--{kind}_out={output_root}" for kind in kinds]
     subprocess.run([*command, *sources], check=True, env=plugins, stderr=subprocess.DEVNULL)
-    for path in (output_root / PACKAGE).glob("*_pb2_grpc.py"):
+    for path in (output_root / PACKAGE).glob("*_pb2_grpc.py*"):
         # A file of messages alone has no service; its empty stub module is noise.
-        if f"{path.name.removesuffix('_pb2_grpc.py')}.proto" not in _files_with_services():
+        if f"{path.name.partition('_pb2')[0]}.proto" not in _files_with_services():
             path.unlink()
 
 
@@ -34,7 +35,7 @@ def _files_with_services() -> set[str]:
 def stale_files(fresh_root: Path) -> list[str]:
     fresh = {path.name for path in (fresh_root / PACKAGE).glob("*_pb2*")}
     committed = {path.name for path in (PROTO_ROOT / PACKAGE).glob("*_pb2*.py*")}
-    same, different, missing = filecmp.cmpfiles(fresh_root / PACKAGE, PROTO_ROOT / PACKAGE, fresh, shallow=False)
+    _same, different, missing = filecmp.cmpfiles(fresh_root / PACKAGE, PROTO_ROOT / PACKAGE, fresh, shallow=False)
     return sorted({*different, *missing, *(committed - fresh)})
 
 

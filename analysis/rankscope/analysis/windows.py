@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +55,7 @@ class RankColumns:
 def columns_of(rows: Sequence[Mapping[str, float]]) -> RankColumns:
     """Columns from one mapping per rank; what a row does not name was not measured."""
     integers = {"job": 0, "rank": 0, "stage": -1, "place": 0}
-    made = {}
+    made: dict[str, Any] = {}
     for column in fields(RankColumns):
         if column.name in integers:
             default = integers[column.name]

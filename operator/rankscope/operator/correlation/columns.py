@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +30,8 @@ def job_window(windows: Sequence[window_pb2.RankWindow], world_size: int, depart
     nodes = {node: number for number, node in enumerate(sorted({w.identity.node for w in ordered}))}
     floats = np.array([_row(window) for window in ordered], dtype=np.float64).reshape(len(ordered), len(_FLOATS))
     ints = np.array([_keys(window, nodes) for window in ordered], dtype=np.int64).reshape(len(ordered), 4)
-    columns = RankColumns(
-        *(ints[:, column] for column in range(4)), *(floats[:, column] for column in range(len(_FLOATS)))
-    )
+    keys, measures = (ints[:, c] for c in range(4)), (floats[:, c] for c in range(len(_FLOATS)))
+    columns = RankColumns(*chain[Any](keys, measures))
     last = ordered[-1]
     return JobWindow(
         end_unix_seconds=last.end_unix_nanos / 1e9,
@@ -62,7 +63,9 @@ def _row(window: window_pb2.RankWindow) -> tuple[float, ...]:
     if steps == 0 or not window.HasField("step"):
         return (float(steps),) + (NAN,) * (len(_FLOATS) - 1)
     causes = window.causes
-    per_step = {c: getattr(causes, c) / steps if causes.HasField(c) else NAN for c in _CAUSES}
+    # One pass over the fields that are set: HasField and getattr by name cost three times as much.
+    per_step = dict.fromkeys(_CAUSES, NAN)
+    per_step.update((field.name, seconds / steps) for field, seconds in causes.ListFields())
     own = window.self
     spread = own.p90_seconds / own.p10_seconds if window.HasField("self") and own.p10_seconds > 0 else NAN
     return (

@@ -1,0 +1,102 @@
+"""Synchronous jobs made up from known truths: every rank has the same step time, as in life."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from rankscope.analysis.fleet import FleetJudge
+from rankscope.analysis.policy import DEFAULT_POLICY, Policy
+from rankscope.analysis.verdict import Verdict
+from rankscope.analysis.windows import JobWindow, RankEvidence, columns_of
+
+WINDOW_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class SyntheticJob:
+    pipeline: int = 1
+    data: int = 4
+    tensor: int = 1
+    nodes: int = 1
+    self_seconds: float = 0.050
+    transfer_seconds: float = 0.005
+    noise: float = 0.01
+    slow_ranks: Mapping[int, float] = field(default_factory=dict)  # rank → factor
+    slow_stages: Mapping[int, float] = field(default_factory=dict)
+    uneven: float = 0.0  # step-to-step spread of every rank's own work
+    excess_phase: str = "forward"
+    steps: int = 20
+    extra: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline * self.data * self.tensor
+
+    def stage_of(self, rank: int) -> int:
+        return rank // (self.data * self.tensor)
+
+    def window(
+        self,
+        random: np.random.Generator,
+        number: int = 0,
+        evidence: Mapping[int, RankEvidence] | None = None,
+        missing: Sequence[int] = (),
+    ) -> JobWindow:
+        ranks = self.world_size
+        base = np.full(ranks, self.self_seconds)
+        for rank in range(ranks):
+            base[rank] *= self.slow_stages.get(self.stage_of(rank), 1.0)
+        excess = np.array([base[r] * (self.slow_ranks.get(r, 1.0) - 1) for r in range(ranks)])
+        per_step = (base + excess) * (1 + self.noise * random.standard_normal((self.steps, ranks)))
+        per_step *= 1 + self.uneven * random.exponential(size=(self.steps, ranks))
+        step = per_step.max(axis=1) + self.transfer_seconds  # everybody waits for the last
+        rows = []
+        for rank in range(ranks):
+            own = per_step[:, rank]
+            wait = step - own
+            row = {
+                "rank": rank,
+                "stage": self.stage_of(rank) if self.pipeline > 1 else -1,
+                "place": rank * self.nodes // ranks,
+                "steps": self.steps,
+                "step_seconds": step.mean(),
+                "self_seconds": own.mean(),
+                "wait_seconds": wait.mean(),
+                "transfer_seconds": float(np.quantile(wait, 0.1)),
+                "self_spread_ratio": float(np.quantile(own, 0.9) / np.quantile(own, 0.1)),
+                "input_seconds": 0.002,
+                "forward_seconds": base[rank] * 0.3,
+                "backward_seconds": base[rank] * 0.5,
+                "optimizer_seconds": base[rank] * 0.1,
+                "other_seconds": base[rank] * 0.1,
+                "starved_seconds": 0.0,
+            }
+            row[f"{self.excess_phase}_seconds"] = row.get(f"{self.excess_phase}_seconds", 0.0) + excess[rank]
+            row.update(self.extra.get(rank, {}))
+            if rank not in missing:
+                rows.append(row)
+        return JobWindow(
+            end_unix_seconds=1000.0 + number * WINDOW_SECONDS,
+            window_seconds=WINDOW_SECONDS,
+            world_size=ranks,
+            columns=columns_of(rows),
+            evidence=lambda: evidence or {},
+            place_names={node: f"node-{node}" for node in range(self.nodes)},
+        )
+
+    def but(self, **changes: object) -> SyntheticJob:
+        return replace(self, **changes)  # type: ignore[arg-type]  # a test helper: the caller names real fields
+
+
+def watch(*phases: tuple[SyntheticJob, int], seed: int = 0, policy: Policy = DEFAULT_POLICY) -> list[Verdict]:
+    """The verdict after each window of a job that goes through phases of (how it behaves, for how many windows)."""
+    random = np.random.default_rng(seed)
+    fleet = FleetJudge(policy)
+    verdicts = []
+    for job, windows in phases:
+        for _ in range(windows):
+            verdicts.append(fleet.evaluate({"job": job.window(random, len(verdicts))})["job"])
+    return verdicts

@@ -1,0 +1,273 @@
+"""detection.md, line by line."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rankscope.analysis.fleet import FleetJudge
+from rankscope.analysis.policy import Policy
+from rankscope.analysis.verdict import Kind, Severity
+from rankscope.analysis.windows import FrameSeen, RankEvidence, StackProfile, Stall
+from tests.unit.analysis.synthetic import SyntheticJob, watch
+
+HEALTHY = SyntheticJob()
+
+
+def test_a_healthy_job_raises_nothing() -> None:
+    for seed in range(20):
+        assert {v.kind for v in watch((HEALTHY, 30), seed=seed)[1:]} == {Kind.HEALTHY}
+
+
+def test_a_slow_rank_is_named_though_every_rank_has_the_same_step_time() -> None:
+    job = HEALTHY.but(slow_ranks={2: 1.6})
+    columns = job.window(np.random.default_rng(0)).columns
+    assert np.ptp(columns.step_seconds) == 0
+    verdict = watch((HEALTHY, 5), (job, 5))[-1]
+    assert (verdict.kind, verdict.culprits, verdict.severity) == (Kind.SLOW_RANK, (2,), Severity.ALARM)
+    assert verdict.cause.phase == "forward"
+    # 50 ms became 80: without it the step of 85 would be 55 again.
+    assert verdict.impact_ratio == pytest.approx(30 / 85, abs=0.03)
+
+
+def test_the_rank_that_waits_most_is_never_the_culprit() -> None:
+    verdict = watch((HEALTHY.but(slow_ranks={2: 0.5}), 10))[-1]  # rank 2 is early, and waits for all others
+    assert verdict.culprits == ()
+
+
+@pytest.mark.parametrize("phase", ["input", "forward", "backward", "optimizer", "other"])
+def test_the_phase_that_holds_the_excess_is_the_cause(phase: str) -> None:
+    assert watch((HEALTHY.but(slow_ranks={1: 1.5}, excess_phase=phase), 6))[-1].cause.phase == phase
+
+
+def test_an_excess_spread_over_phases_has_no_named_cause() -> None:
+    spread = {"forward_seconds": 0.030, "backward_seconds": 0.045, "optimizer_seconds": 0.012}
+    job = HEALTHY.but(slow_ranks={1: 1.6}, excess_phase="forward", extra={1: spread})
+    assert watch((job, 6))[-1].cause.phase == "unknown"
+
+
+def test_a_warning_needs_two_windows_and_an_alarm_three() -> None:
+    verdicts = watch((HEALTHY, 6), (HEALTHY.but(slow_ranks={3: 1.5}), 3))
+    assert [v.severity for v in verdicts[-4:]] == [Severity.NONE, Severity.NONE, Severity.WARNING, Severity.ALARM]
+
+
+def test_one_bad_window_is_not_a_straggler() -> None:
+    assert not any(v.is_alarm for v in watch((HEALTHY, 6), (HEALTHY.but(slow_ranks={3: 3.0}), 1), (HEALTHY, 6)))
+
+
+def test_an_alarm_goes_only_when_the_rank_is_clearly_back() -> None:
+    slow, lingering = HEALTHY.but(slow_ranks={3: 1.3}), HEALTHY.but(slow_ranks={3: 1.07}, noise=0.002)
+    verdicts = watch((HEALTHY, 5), (slow, 5), (lingering, 10), (HEALTHY, 6))
+    assert all(v.is_alarm for v in verdicts[9:19])
+    assert verdicts[-1].kind is Kind.HEALTHY
+
+
+def test_an_impact_below_two_percent_raises_nothing() -> None:
+    # 12 % slower than its peers, but steps are long because of communication.
+    job = HEALTHY.but(slow_ranks={1: 1.12}, transfer_seconds=0.6, noise=0.001)
+    assert watch((job, 8))[-1].kind is Kind.HEALTHY
+
+
+def test_the_loss_grows_with_the_ranks_that_wait() -> None:
+    verdict = watch((HEALTHY, 5), (HEALTHY.but(slow_ranks={2: 2.0}), 10))[-1]
+    assert verdict.lost_gpu_seconds == pytest.approx(verdict.impact_ratio * 2.0 * 4 * 9, rel=0.1)  # type: ignore[operator]
+
+
+def test_a_cohort_of_two_compares_a_rank_with_the_other() -> None:
+    verdict = watch((SyntheticJob(data=2, slow_ranks={0: 1.3}), 6))[-1]
+    assert (verdict.kind, verdict.culprits) == (Kind.SLOW_RANK, (0,))
+
+
+def test_ranks_are_compared_only_within_their_stage() -> None:
+    job = SyntheticJob(pipeline=4, data=4, slow_stages={3: 1.6}, slow_ranks={1: 1.5})
+    verdict = watch((job, 6))[-1]
+    assert (verdict.kind, verdict.culprits) == (Kind.SLOW_RANK, (1,))
+
+
+def test_a_long_stage_condemns_the_stage_and_no_rank() -> None:
+    verdict = watch((SyntheticJob(pipeline=4, data=2), 5), (SyntheticJob(pipeline=4, data=2, slow_stages={3: 1.6}), 5))[
+        -1
+    ]
+    assert (verdict.kind, verdict.stage, verdict.culprits) == (Kind.SLOW_STAGE, 3, (6, 7))
+
+
+def test_all_ranks_of_a_hot_node_are_reported_as_that_node_once() -> None:
+    job = SyntheticJob(data=16, nodes=4, slow_ranks=dict.fromkeys(range(4, 8), 1.4))
+    verdict = watch((job, 6))[-1]
+    assert (verdict.kind, verdict.culprits, verdict.group) == (Kind.SLOW_RANK, (4, 5, 6, 7), "node node-1")
+
+
+def test_one_hot_node_of_two_is_found_though_half_the_cohort_is_slow() -> None:
+    job = SyntheticJob(data=8, nodes=2, slow_ranks=dict.fromkeys(range(4), 1.4))
+    verdict = watch((job, 6))[-1]
+    assert (verdict.kind, verdict.group) == (Kind.SLOW_RANK, "node node-0")
+
+
+def test_a_split_that_follows_no_node_is_uneven_data() -> None:
+    job = SyntheticJob(data=8, nodes=2, slow_ranks=dict.fromkeys((0, 2, 5, 7), 1.4))
+    assert watch((job, 6))[-1].kind is Kind.DATA_IMBALANCE
+
+
+def test_uneven_data_blames_nobody() -> None:
+    verdict = watch((SyntheticJob(data=32, uneven=0.3), 8))[-1]
+    assert (verdict.kind, verdict.culprits) == (Kind.DATA_IMBALANCE, ())
+
+
+def test_a_slow_network_blames_nobody_and_is_told_from_the_jobs_own_past() -> None:
+    verdict = watch((HEALTHY, 8), (HEALTHY.but(transfer_seconds=0.060), 5))[-1]
+    assert (verdict.kind, verdict.culprits) == (Kind.SLOW_COMMUNICATION, ())
+    assert verdict.impact_ratio == pytest.approx(55 / 110, abs=0.05)
+
+
+def test_a_busy_machine_that_slows_everything_is_not_a_slow_network() -> None:
+    busy = HEALTHY.but(transfer_seconds=0.015, self_seconds=0.110)
+    assert not any(v.is_alarm for v in watch((HEALTHY, 8), (busy, 8)))
+
+
+def test_time_on_a_run_queue_names_a_rank_only_when_it_dominates() -> None:
+    def queued(factor: float) -> SyntheticJob:
+        return HEALTHY.but(slow_ranks={1: factor}, extra={1: {"starved_seconds": 0.05 * (factor - 1)}})
+
+    assert not any(v.is_alarm for v in watch((HEALTHY, 5), (queued(1.3), 8)))
+    verdict = watch((HEALTHY, 5), (queued(3.0), 5))[-1]
+    assert (verdict.kind, verdict.culprits, verdict.cause.phase) == (Kind.SLOW_RANK, (1,), "starved")
+
+
+def test_a_checkpoint_is_not_a_straggler() -> None:
+    saving = HEALTHY.but(slow_ranks={0: 5.0}, excess_phase="checkpoint")
+    assert not any(v.is_alarm for v in watch((HEALTHY, 5), (saving, 6)))
+
+
+def test_a_job_that_waits_for_data_everywhere_is_input_bound() -> None:
+    waiting = {rank: {"input_seconds": 0.030} for rank in range(4)}
+    assert watch((HEALTHY.but(extra=waiting), 6))[-1].kind is Kind.INPUT_BOUND
+
+
+def test_low_mfu_needs_a_target() -> None:
+    job = HEALTHY.but(extra={rank: {"mfu_ratio": 0.2} for rank in range(4)})
+    assert watch((job, 6))[-1].kind is Kind.HEALTHY
+    assert watch((job, 6), policy=Policy(mfu_target_ratio=0.4))[-1].kind is Kind.LOW_MFU
+
+
+class TestAbstention:
+    def test_fewer_than_twenty_steps(self) -> None:
+        verdict = watch((HEALTHY.but(steps=6, slow_ranks={1: 3.0}), 3))[-1]
+        assert (verdict.kind, verdict.reason) == (Kind.INSUFFICIENT_DATA, "18 steps seen, 20 needed")
+
+    def test_fewer_than_four_fifths_of_the_ranks(self) -> None:
+        fleet, random = FleetJudge(), np.random.default_rng(0)
+        job = SyntheticJob(data=10, slow_ranks={1: 3.0})
+        for number in range(6):
+            verdict = fleet.evaluate({"job": job.window(random, number, missing=(7, 8, 9))})["job"]
+        assert (verdict.kind, verdict.reason) == (Kind.INSUFFICIENT_DATA, "7 of 10 ranks report")
+
+    def test_clocks_apart_by_more_than_a_step(self) -> None:
+        from dataclasses import replace
+
+        fleet, random = FleetJudge(), np.random.default_rng(0)
+        for number in range(6):
+            window = SyntheticJob(slow_ranks={1: 3.0}).window(random, number)
+            verdict = fleet.evaluate({"job": replace(window, clock_skew_seconds=3.0)})["job"]
+        assert verdict.kind is Kind.INSUFFICIENT_DATA and "clocks" in verdict.reason
+
+
+def test_steps_longer_than_a_window_are_gathered_before_ranks_are_compared() -> None:
+    job = HEALTHY.but(self_seconds=1.5, transfer_seconds=0.1, steps=1, slow_ranks={2: 1.5})
+    verdicts = watch((job, 60))
+    assert (verdicts[-1].kind, verdicts[-1].culprits) == (Kind.SLOW_RANK, (2,))
+    assert not any(v.culprits not in ((), (2,)) for v in verdicts)
+
+
+class TestHang:
+    def judge(
+        self, stalls: dict[int, Stall | None], departed: tuple[int, ...] = ()
+    ) -> tuple[Kind, tuple[int, ...], str]:
+        from dataclasses import replace
+
+        random, fleet = np.random.default_rng(0), FleetJudge()
+        for number in range(5):
+            fleet.evaluate({"job": HEALTHY.window(random, number)})
+        evidence = {rank: RankEvidence(stall=stall) for rank, stall in stalls.items()}
+        window = HEALTHY.but(steps=20).window(random, 6, evidence, missing=departed)
+        steps = np.array([0.0 if stalls.get(rank) else 5.0 for rank in window.columns.rank.tolist()])
+        nothing = np.full(len(steps), np.nan)
+        still = replace(window.columns, steps=steps, self_seconds=nothing, step_seconds=nothing)
+        verdict = fleet.evaluate({"job": replace(window, columns=still, departed=departed)})["job"]
+        return verdict.kind, verdict.culprits, verdict.cause.phase
+
+    def test_the_rank_that_entered_fewer_collectives_never_entered(self) -> None:
+        stalls: dict[int, Stall | None] = {r: Stall(9.0, "backward", (), 101, 100) for r in range(4)}
+        stalls[1] = Stall(9.0, "forward", ("wait_for_shard (model.py:7)",), 100, 100)
+        assert self.judge(stalls) == (Kind.HANG, (1,), "forward")
+
+    def test_without_counters_the_rank_that_does_not_wait_is_named(self) -> None:
+        stalls: dict[int, Stall | None] = {r: Stall(9.0, "communication") for r in range(4)}
+        stalls[3] = Stall(9.0, "input")
+        assert self.judge(stalls) == (Kind.HANG, (3,), "input")
+
+    def test_when_all_stand_in_the_same_place_nobody_is_named(self) -> None:
+        assert self.judge({r: Stall(9.0, "communication") for r in range(4)})[:2] == (Kind.HANG, ())
+
+    def test_a_long_checkpoint_is_not_a_hang(self) -> None:
+        stalls: dict[int, Stall | None] = {r: Stall(60.0, "communication") for r in range(4)}
+        stalls[0] = Stall(60.0, "checkpoint")
+        assert self.judge(stalls)[0] is not Kind.HANG
+
+    def test_a_rank_that_ended_is_named_when_the_others_wait_for_it(self) -> None:
+        stalls: dict[int, Stall | None] = {r: Stall(9.0, "communication") for r in range(3)}
+        assert self.judge(stalls, departed=(3,))[:2] == (Kind.HANG, (3,))
+
+    def test_one_rank_that_moves_is_no_hang(self) -> None:
+        stalls: dict[int, Stall | None] = {r: Stall(9.0, "communication") for r in range(4)}
+        stalls[2] = None
+        assert self.judge(stalls)[0] is not Kind.HANG
+
+
+def _profile(forward: float, slow_line: float, waiting: float, samples: int = 20) -> StackProfile:
+    frames = (
+        FrameSeen("train", "train.py", 40, 1.0, 0.0, "other"),
+        FrameSeen("forward", "model.py", 30, forward + slow_line, forward, "forward"),
+        FrameSeen("normalize", "model.py", 88, slow_line, slow_line, "forward"),
+        FrameSeen("backward", "torch/_tensor.py", 600, waiting, waiting, "backward"),
+    )
+    return StackProfile(samples, {"forward": forward + slow_line, "backward": waiting}, frames)
+
+
+class TestStacksAlone:
+    def judge(self, profiles: dict[int, StackProfile], windows: int = 8, **evidence: float) -> list[object]:
+        fleet, random = FleetJudge(), np.random.default_rng(0)
+        from dataclasses import fields, replace
+
+        from rankscope.analysis.windows import RankColumns
+
+        found: list[object] = []
+        for number in range(windows):
+            window = HEALTHY.window(random, number, {r: RankEvidence(stacks=p) for r, p in profiles.items()})
+            unknown = {
+                f.name: np.full(4, np.nan)
+                for f in fields(RankColumns)
+                if f.name not in ("job", "rank", "stage", "place")
+            }
+            verdict = fleet.evaluate({"job": replace(window, columns=replace(window.columns, **unknown))})["job"]
+            found.append((verdict.kind.value, verdict.culprits, verdict.confidence.value, verdict.cause))
+        return found
+
+    def test_frames_in_excess_and_missing_wait_name_the_rank_with_low_confidence(self) -> None:
+        profiles = {r: _profile(0.4, 0.02, 0.58) for r in range(4)}
+        profiles[2] = _profile(0.3, 0.5, 0.2)
+        kind, culprits, confidence, cause = self.judge(profiles)[-1]  # type: ignore[misc]
+        assert (kind, culprits, confidence) == ("slow_rank", (2,), "low")
+        assert (cause.frames[0].file, cause.frames[0].line) == ("model.py", 88)
+
+    def test_equal_stacks_accuse_nobody(self) -> None:
+        assert self.judge({r: _profile(0.4, 0.02, 0.58) for r in range(4)})[-1][0] == "healthy"  # type: ignore[index]
+
+    def test_an_excess_without_missing_wait_is_not_enough(self) -> None:
+        profiles = {r: _profile(0.4, 0.02, 0.58) for r in range(4)}
+        profiles[2] = _profile(0.1, 0.32, 0.58)  # other lines, same waiting
+        assert self.judge(profiles)[-1][0] == "insufficient_data"  # type: ignore[index]
+
+    def test_too_few_samples_accuse_nobody(self) -> None:
+        profiles = {r: _profile(0.4, 0.02, 0.58, samples=3) for r in range(4)}
+        profiles[2] = _profile(0.3, 0.5, 0.2, samples=3)
+        assert self.judge(profiles)[-1][0] == "insufficient_data"  # type: ignore[index]
