@@ -1,0 +1,170 @@
+"""Reading /proc of processes that may vanish, refuse or lie at any moment. Every read is bounded."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+# What any read of /proc/<pid> raises when the process ended in between (ENOENT before the open, ESRCH after it).
+GONE: Final = (FileNotFoundError, ProcessLookupError)
+
+ENVIRON_LIMIT_BYTES: Final = 256 * 1024
+MAPS_LIMIT_BYTES: Final = 16 * 1024 * 1024
+SMALL_FILE_LIMIT_BYTES: Final = 16 * 1024
+DESCRIPTORS_LIMIT: Final = 4096
+RING_LINK_PREFIX: Final = "/memfd:rankscope-ring"
+
+_PF_KTHREAD: Final = 0x00200000
+_CHUNK_BYTES: Final = 64 * 1024
+_TORCH_MAPPINGS: Final = (b"/libtorch", b"/torch/_C.")
+_POD_UID: Final = re.compile(
+    r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12}|[0-9a-f]{32})(?![0-9a-f])"
+)
+
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """One line of /proc/<pid>/stat. `exec_mark` changes with every exec, which pid and start time survive."""
+
+    command: str
+    state: str
+    is_kernel_thread: bool
+    parent_pid: int
+    user_ticks: int
+    system_ticks: int
+    threads: int
+    start_ticks: int
+    resident_pages: int
+    exec_mark: tuple[int, int]
+
+    @property
+    def is_dead(self) -> bool:
+        return self.state in "ZXx"
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state in "Tt"
+
+
+@dataclass(frozen=True)
+class Status:
+    namespace_pids: tuple[int, ...]
+    voluntary_switches: int | None
+    involuntary_switches: int | None
+
+
+def read_bounded(path: str, limit_bytes: int = SMALL_FILE_LIMIT_BYTES) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        data = os.read(descriptor, limit_bytes)
+        # A file of /proc may hand over one page at a time.
+        while data and len(data) < limit_bytes and (more := os.read(descriptor, limit_bytes - len(data))):
+            data += more
+        return data
+    finally:
+        os.close(descriptor)
+
+
+def parse_stat(line: bytes) -> ProcessStat:
+    """Raises ValueError when the line is not one of /proc/<pid>/stat."""
+    # The command is the process' own choice and may hold spaces and brackets: the last bracket ends it.
+    opening, closing = line.find(b"("), line.rfind(b")")
+    fields = line[closing + 1 :].split()
+    if opening < 0 or closing < opening or len(fields) < 26:
+        raise ValueError(f"not a line of /proc/<pid>/stat: {line[:80]!r}")
+    return ProcessStat(
+        command=line[opening + 1 : closing].decode("utf-8", "replace"),
+        state=fields[0].decode("ascii", "replace"),
+        is_kernel_thread=bool(int(fields[6]) & _PF_KTHREAD),
+        parent_pid=int(fields[1]),
+        user_ticks=int(fields[11]),
+        system_ticks=int(fields[12]),
+        threads=int(fields[17]),
+        start_ticks=int(fields[19]),
+        resident_pages=int(fields[21]),
+        exec_mark=(int(fields[23]), int(fields[25])),
+    )
+
+
+def read_stat(process: str) -> ProcessStat:
+    line = read_bounded(process + "/stat")
+    if not line:
+        raise ProcessLookupError(process)
+    return parse_stat(line)
+
+
+def read_status(process: str) -> Status:
+    found: dict[bytes, bytes] = {}
+    for line in read_bounded(process + "/status").splitlines():
+        name, _, value = line.partition(b":")
+        found.setdefault(name, value)
+
+    def number(name: bytes) -> int | None:
+        value = found.get(name, b"").strip()
+        return int(value) if value.isdigit() else None
+
+    return Status(
+        namespace_pids=tuple(int(pid) for pid in found.get(b"NSpid", b"").split() if pid.isdigit()),
+        voluntary_switches=number(b"voluntary_ctxt_switches"),
+        involuntary_switches=number(b"nonvoluntary_ctxt_switches"),
+    )
+
+
+def read_environment(process: str) -> Iterator[tuple[str, str]]:
+    """Name and value of each variable the process was started with."""
+    data = read_bounded(process + "/environ", ENVIRON_LIMIT_BYTES)
+    items = data.split(b"\0")
+    if len(data) >= ENVIRON_LIMIT_BYTES:
+        items.pop()  # cut in the middle
+    for item in items:
+        name, separator, value = item.partition(b"=")
+        if separator:
+            yield name.decode("utf-8", "replace"), value.decode("utf-8", "replace")
+
+
+def has_loaded_torch(process: str) -> bool:
+    descriptor = os.open(process + "/maps", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        tail = b""
+        read_bytes = 0
+        while read_bytes < MAPS_LIMIT_BYTES and (chunk := os.read(descriptor, _CHUNK_BYTES)):
+            read_bytes += len(chunk)
+            text = tail + chunk
+            if any(mapping in text for mapping in _TORCH_MAPPINGS):
+                return True
+            tail = chunk[-16:]
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def is_python(process: str, command: str) -> bool:
+    if command.startswith(("python", "pt_")):
+        return True
+    try:
+        # A script with a shebang, or a process that renamed itself.
+        return Path(process, "exe").readlink().name.startswith("python")
+    except OSError:
+        return False
+
+
+def ring_inode(process: str) -> int | None:
+    """Which Rankscope ring the process holds. A fork shares its parent's, and so shows the same number."""
+    for link in islice(Path(process, "fd").iterdir(), DESCRIPTORS_LIMIT):
+        try:
+            if str(link.readlink()).startswith(RING_LINK_PREFIX):
+                return link.stat().st_ino
+        except OSError:
+            continue  # closed in between
+    return None
+
+
+def pod_uid(process: str) -> str | None:
+    """The Kubernetes pod of a process, from its cgroup path (both cgroup drivers' spelling)."""
+    match = _POD_UID.search(read_bounded(process + "/cgroup").decode("utf-8", "replace"))
+    return match.group(1).replace("_", "-") if match else None
