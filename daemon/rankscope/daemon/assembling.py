@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from rankscope.daemon.samples import Column, Problem, ProcessSample, RankProcess, Span, StackSample, StepSample
 from rankscope.v1.identity_pb2 import ParallelCoordinates, RankIdentity
 from rankscope.v1.window_pb2 import (
@@ -160,10 +161,12 @@ def _add_steps(window: RankWindow, sample: StepSample) -> None:
     if sample.last_step_unix_nanos is not None and 0 <= sample.last_step_unix_nanos < 2**63:
         window.last_step_unix_nanos = sample.last_step_unix_nanos
         names.append("last_step_unix_nanos")
-    own = np.maximum(step - plausible(sample.wait_seconds), 0.0)
-    for name, statistics in (("step", statistics_of(step)), ("self", statistics_of(own))):
+    wait = plausible(sample.wait_seconds)
+    own = np.maximum(step - wait, 0.0)
+    for name, column, message in (("step", step, window.step), ("self", own, window.self), ("wait", wait, window.wait)):
+        statistics = statistics_of(column)
         if statistics is not None:
-            _field(window, name).CopyFrom(statistics)
+            message.CopyFrom(statistics)
             names.append(name)
     causes = _causes(sample, own)
     if causes is not None:
@@ -239,11 +242,6 @@ def _process_usage(sample: ProcessSample) -> ProcessUsage:
         involuntary_switches=_counter(sample.involuntary_switches),
         voluntary_switches=_counter(sample.voluntary_switches),
     )
-
-
-def _field(window: RankWindow, name: str) -> StepStatistics:
-    message: StepStatistics = getattr(window, name)
-    return message
 
 
 def _counter(value: int | None) -> int | None:

@@ -72,7 +72,7 @@ def default_socket() -> str:
 
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting("node", str, socket.gethostname, "name of this node in windows and metrics (default: the host's name)"),
+    Setting("node", str, socket.gethostname, "name of this node in windows and metrics"),
     Setting("window_seconds", float, lambda: 2.0, "length of a window; borders are shared by all nodes", 0.5, 60),
     Setting("stack_rate_hertz", float, lambda: 10.0, "stack samples per second and rank; 0 turns them off", 0, 100),
     Setting("budget_ratio", float, lambda: 0.01, "share of one core the daemon may use per rank", 0.0001, 1),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from google.protobuf.message import Message
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
 from rankscope.daemon.assembling import bounded
 from rankscope.daemon.tallying import CAUSES, RankReport
 from rankscope.v1.window_pb2 import RankWindow
@@ -207,13 +209,13 @@ def _add_steps(families: _Families, window: RankWindow, who: Mapping[str, str]) 
     known = window.HasField("last_step_unix_nanos")
     text = "Time since the last step ended."
     families.gauge("rank_seconds_since_step", text, who, max(0.0, since) if known else None)
-    stalled = bool(window.sources) and window.HasField("stall")
-    families.gauge(
-        "rank_stalled", "1 while the rank makes no progress.", who, float(stalled) if window.sources else None
-    )
-    for name, text in (("step", "Step time in the last window."), ("self", "Step time less waiting on others.")):
-        if window.HasField(name):
-            statistics = getattr(window, name)
+    stalled = float(window.HasField("stall")) if window.sources else None
+    families.gauge("rank_stalled", "1 while the rank makes no progress.", who, stalled)
+    for name, text, statistics in (
+        ("step", "Step time in the last window.", window.step),
+        ("self", "Step time less waiting on others, in the last window.", window.self),
+    ):
+        if statistics.ListFields():
             for quantile, value in (("0.5", statistics.p50_seconds), ("0.9", statistics.p90_seconds)):
                 families.gauge(f"rank_{name}_seconds", text, {**who, "quantile": quantile}, value)
     for name, text in (
@@ -223,8 +225,8 @@ def _add_steps(families: _Families, window: RankWindow, who: Mapping[str, str]) 
     ):
         families.gauge(f"rank_{name}", text, who, _optional(window, name))
     for kind in ("allocated", "reserved", "peak_allocated", "total"):
-        value = _optional(window.memory, f"{kind}_bytes")
-        families.gauge("rank_device_memory_bytes", "Memory of the rank's device.", {**who, "kind": kind}, value)
+        amount = _optional(window.memory, f"{kind}_bytes")
+        families.gauge("rank_device_memory_bytes", "Memory of the rank's device.", {**who, "kind": kind}, amount)
 
 
 def _add_process(families: _Families, report: RankReport, who: Mapping[str, str]) -> None:
@@ -256,6 +258,5 @@ def _add_stacks(families: _Families, report: RankReport, who: Mapping[str, str])
         families.gauge("rank_phase_ratio", text, {**who, "phase": phase}, share)
 
 
-def _optional(message: object, name: str) -> float | None:
-    has_field = getattr(message, "HasField")  # noqa: B009 - optional fields of several kinds of message
-    return float(getattr(message, name)) if has_field(name) else None
+def _optional(message: Message, name: str) -> float | None:
+    return float(getattr(message, name)) if message.HasField(name) else None

@@ -138,31 +138,34 @@ def _stall_by_steps(memory: _Memory, sample: StepSample, span: Span) -> Stall | 
 def _stall_by_stacks(
     memory: _Memory, sample: StackSample | None, process: ProcessSample | None, span: Span
 ) -> Stall | None:
-    """Without step records a hang is a training thread that stands on one spot and a process that uses no CPU."""
-    busy = (
-        process is not None and process.cpu_seconds is not None and process.cpu_seconds > STILL_CPU_RATIO * span.seconds
-    )
-    if busy or process is None:
+    """Without step records a hang is a training thread that stands on one spot in a process that uses no CPU."""
+    cpu_seconds = None if process is None else process.cpu_seconds
+    if cpu_seconds is None or cpu_seconds >= STILL_CPU_RATIO * span.seconds:
         memory.still_frames = None
-    if sample is not None and sample.span.end_unix_nanos != memory.seen_recording_end:
+    elif sample is not None and sample.span.end_unix_nanos != memory.seen_recording_end:
+        _note_recording(memory, sample)
+    if sample is not None:
         memory.seen_recording_end = sample.span.end_unix_nanos
-        frames = frozenset(counted.frame for counted in sample.frames)
-        if sample.distinct_stacks != 1 or sample.samples < 1 or busy:
-            memory.still_frames = None
-        elif memory.still_frames != frames:
-            memory.still_frames, memory.still_recordings = frames, 1
-            memory.still_samples = sample.samples
-            memory.still_since_unix_nanos = sample.span.start_unix_nanos
-        else:
-            memory.still_recordings += 1
-            memory.still_samples += sample.samples
-        memory.still_phase = max(sample.phase_counts, key=lambda phase: sample.phase_counts[phase], default=None)
-    still = memory.still_recordings >= STILL_RECORDINGS and memory.still_samples >= STILL_SAMPLES
-    if memory.still_frames is None or not still:
+    enough = memory.still_recordings >= STILL_RECORDINGS and memory.still_samples >= STILL_SAMPLES
+    if memory.still_frames is None or not enough:
         return None
     seconds = (span.end_unix_nanos - memory.still_since_unix_nanos) / 1e9
-    phase = None if memory.still_phase is None else bounded(memory.still_phase, 32)
-    return Stall(seconds_since_step=max(0.0, seconds), phase=phase)
+    return Stall(seconds_since_step=max(0.0, seconds), phase=memory.still_phase)
+
+
+def _note_recording(memory: _Memory, sample: StackSample) -> None:
+    frames = frozenset(counted.frame for counted in sample.frames)
+    if sample.distinct_stacks != 1 or sample.samples < 1:
+        memory.still_frames = None
+    elif memory.still_frames == frames:
+        memory.still_recordings += 1
+        memory.still_samples += sample.samples
+    else:
+        memory.still_frames = frames
+        memory.still_since_unix_nanos = sample.span.start_unix_nanos
+        memory.still_recordings = 1
+        memory.still_samples = sample.samples
+        memory.still_phase = max(sample.phase_counts, key=lambda name: sample.phase_counts[name], default=None)
 
 
 def _line(frame: Frame) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from google.protobuf.message import Message
+
 from rankscope.daemon.assembling import MEASURED_CAUSES
 from rankscope.daemon.samples import Problem
 from rankscope.v1.window_pb2 import RankWindow
@@ -51,11 +53,10 @@ def add_window(totals: RankTotals, window: RankWindow) -> RankTotals:
     )
 
 
-def _added(before: Mapping[str, float], message: object, names: tuple[str, ...]) -> dict[str, float]:
-    has_field = getattr(message, "HasField")  # noqa: B009 - optional fields of two kinds of message
+def _added(before: Mapping[str, float], message: Message, names: tuple[str, ...]) -> dict[str, float]:
     after = dict(before)
     for name in names:
-        if has_field(name):
+        if message.HasField(name):
             after[name] = after.get(name, 0.0) + getattr(message, name)
     return after
 

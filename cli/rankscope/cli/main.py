@@ -1,0 +1,86 @@
+"""`rankscope`: picks the subcommand and imports that one only: help is quick, and a missing extra is explained."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """`help` repeats the module's HELP, so that the list of commands needs no import of them."""
+
+    name: str
+    help: str
+    extra: str
+
+    @property
+    def module(self) -> str:
+        return f"rankscope.cli.{self.name.replace('-', '_')}"
+
+
+SUBCOMMANDS: tuple[Subcommand, ...] = (
+    Subcommand("daemon", "watch the training ranks of this machine", "daemon"),
+    Subcommand("doctor", "tell what will not work on this machine, and why", "daemon"),
+    Subcommand("up", "watch this machine and judge its jobs", "operator"),
+    Subcommand("top", "show jobs and ranks as a live table", "cli"),
+    Subcommand("demo", "run a real job with a fault and find it", "demo"),
+)
+_BY_NAME = {subcommand.name: subcommand for subcommand in SUBCOMMANDS}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    chosen = _BY_NAME.get(words[0]) if words else None
+    parser = argparse.ArgumentParser(prog="rankscope", description="Finds what slows a PyTorch training job down.")
+    parser.add_argument("--version", action="version", version=f"rankscope {_version()}")
+    places = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    module: ModuleType | None = None
+    for subcommand in SUBCOMMANDS:
+        place = places.add_parser(subcommand.name, help=subcommand.help, description=_sentence(subcommand.help))
+        if subcommand is chosen:
+            try:
+                module = importlib.import_module(subcommand.module)
+                module.add_arguments(place)
+            except ModuleNotFoundError as error:
+                return _explain(subcommand, error)
+    parsed = parser.parse_args(words)
+    if module is None:
+        parser.error("choose a command")
+    try:
+        return int(module.run(parsed))
+    except ModuleNotFoundError as error:
+        return _explain(_BY_NAME[words[0]], error)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _explain(subcommand: Subcommand, error: ModuleNotFoundError) -> int:
+    missing = error.name or ""
+    if missing.split(".")[0] == "rankscope":
+        hint = f"this installation has no {missing}; next step: pip install 'rankscope[{subcommand.extra}]'"
+        print(f"error: rankscope {subcommand.name}: {hint}", file=sys.stderr)
+    else:
+        hint = f"needs the {subcommand.extra} extra: pip install 'rankscope[{subcommand.extra}]'"
+        print(f"error: rankscope {subcommand.name} {hint} (there is no {missing})", file=sys.stderr)
+    return 2
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
+
+
+def _version() -> str:
+    try:
+        return version("rankscope")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""The daemon itself: closes a window at every border, publishes and exports it, and keeps within its budget."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rankscope.analysis.mfu import peak_flops_per_second
+from rankscope.daemon.assembling import RankSamples, assemble, identity_of
+from rankscope.daemon.budget import Budget
+from rankscope.daemon.collecting import describe
+from rankscope.daemon.config import NONE, Config, parse_address
+from rankscope.daemon.exporting import DaemonStatus, Exporter, Snapshot
+from rankscope.daemon.listening import SocketLock
+from rankscope.daemon.publishing import Publisher, Tick
+from rankscope.daemon.reporting import ProblemLog
+from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span
+from rankscope.daemon.sampling import Collectors, Sampled, Sampling, real_collectors
+from rankscope.daemon.scraping import MetricsServer
+from rankscope.daemon.serving import GrpcServer, Service, no_capture_service, rank_service
+from rankscope.daemon.stalling import StallWatch
+from rankscope.daemon.tallying import RankReport, RankTotals, add_window
+from rankscope.daemon.ticking import Clock, RealClock, Ticker
+from rankscope.v1.identity_pb2 import RankIdentity
+from rankscope.v1.window_pb2 import RankWindow
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 1.0
+GRPC_GRACE_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the daemon listens; what is off is None or missing."""
+
+    metrics_url: str | None
+    grpc_targets: tuple[str, ...]  # for grpc.insecure_channel, the Unix socket first
+
+    def __str__(self) -> str:
+        parts = [f"metrics {self.metrics_url or 'off'}", *(f"grpc {target}" for target in self.grpc_targets)]
+        return ", ".join(parts)
+
+
+@dataclass
+class _Incarnation:
+    rank: RankProcess
+    sequence: int = 0
+    totals: RankTotals = field(default_factory=RankTotals)
+
+
+def process_cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+class Daemon:
+    """`start` listens and begins to watch in a thread of its own; `stop` ends both within two seconds.
+
+    To embed it: pass `services` to offer more on the same gRPC server, `subscribe` to get every tick in-process, and
+    `own_cpu_seconds=time.thread_time` when the process does other work that the budget should not be charged for."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        collectors: Collectors | None = None,
+        clock: Clock | None = None,
+        services: Sequence[Service] = (),
+        own_cpu_seconds: Callable[[], float] = process_cpu_seconds,
+    ) -> None:
+        self.config = config
+        self.publisher = Publisher(config.watch_readers)
+        self._clock = clock or RealClock()
+        self._collectors = collectors or real_collectors(config)
+        self._sampling = Sampling(self._collectors, self._clock, config.max_ranks)
+        self._stalls = StallWatch(self._collectors.stacks.dump_all)
+        self._budget = Budget(config.budget_ratio, config.stack_rate_hertz)
+        self._ticker = Ticker(self._clock, config.window_seconds)
+        self._own_cpu_seconds = own_cpu_seconds
+        self._services = (rank_service(config.node, self.publisher), no_capture_service(), *services)
+        self._problems = ProblemLog(log, self._clock.monotonic_seconds)
+        self._incarnations: dict[RankKey, _Incarnation] = {}
+        self._status = DaemonStatus(version=_version(), node=config.node, stack_rate_hertz=self._budget.rate_hertz)
+        self._reports: tuple[RankReport, ...] = ()
+        self._windows_total = 0
+        self._ticked_at = self._clock.monotonic_seconds()
+        self._thread: threading.Thread | None = None
+        self._socket_lock: SocketLock | None = None
+        self._metrics: MetricsServer | None = None
+        self._grpc: GrpcServer | None = None
+
+    @property
+    def addresses(self) -> Addresses:
+        return Addresses(
+            metrics_url=None if self._metrics is None else self._metrics.url,
+            grpc_targets=() if self._grpc is None else self._grpc.targets,
+        )
+
+    def subscribe(self, callback: Callable[[Tick], None]) -> Callable[[], None]:
+        """Get every tick as it closes, in the daemon's thread: be quick. Returns the function that ends it."""
+        return self.publisher.subscribe(callback)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self._status, self._reports)
+
+    def start(self) -> None:
+        """Raises ListenError, and holds nothing then, if an address is taken."""
+        try:
+            self._listen()
+        except BaseException:
+            self._close()
+            raise
+        self._collectors.stacks.set_rate(self._budget.rate_hertz)
+        self._ticked_at = self._clock.monotonic_seconds()
+        self._thread = threading.Thread(target=self._run, name="rankscope-daemon", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._clock.stop()
+        if self._thread is not None:
+            self._thread.join(STOP_SECONDS)
+            self._thread = None
+        self._close()
+
+    def tick(self, span: Span) -> Tick:
+        """Close one window: sample, assemble, publish. Called by the daemon's own thread once started."""
+        sampled = self._sampling.sample(span)
+        departed = self._note_arrivals_and_departures(sampled)
+        windows: dict[RankKey, RankWindow] = {}
+        reports: list[RankReport] = []
+        for rank in sampled.ranks:
+            samples = sampled.samples[rank.key]
+            window = self._assemble(self._incarnations[rank.key], samples, span)
+            windows[rank.key] = window
+            reports.append(RankReport(window, self._incarnations[rank.key].totals, samples.problems))
+        self._stalls.fetch_stacks(self._clock.monotonic_seconds())
+        self._stalls.keep_only(windows.keys())
+        self._windows_total += len(windows)
+        self._keep_within_budget(len(sampled.ranks))
+        tick = Tick(span, windows, departed)
+        self._reports = tuple(reports)
+        self._status = self._describe(sampled)
+        self._log_problems(sampled)
+        self.publisher.publish(tick)
+        return tick
+
+    def _listen(self) -> None:
+        address = parse_address(self.config.metrics_listen, "metrics_listen")
+        if self.config.socket != NONE:
+            self._socket_lock = SocketLock(Path(self.config.socket))
+        if address is not None:
+            self._metrics = MetricsServer(*address, Exporter(self.snapshot), self._is_alive)
+        if self._socket_lock is not None or self.config.grpc_listen != NONE:
+            self._grpc = GrpcServer(
+                self._services, self._socket_lock, self.config.grpc_listen, self.config.watch_readers
+            )
+
+    def _close(self) -> None:
+        self.publisher.close()
+        if self._grpc is not None:
+            self._grpc.close(GRPC_GRACE_SECONDS)
+        if self._metrics is not None:
+            self._metrics.close()
+        self._collectors.stacks.close()
+        if self._socket_lock is not None:
+            self._socket_lock.release()
+        self._grpc = self._metrics = self._socket_lock = None
+
+    def _run(self) -> None:
+        while (span := self._ticker.next_span(self._sampling.poll)) is not None:
+            try:
+                self.tick(span)
+            except Exception as error:
+                self._problems.warn(("tick", type(error)), f"a window was lost: {describe(error)}; please report this")
+                log.debug("the lost window", exc_info=True)
+            self._ticked_at = self._clock.monotonic_seconds()
+
+    def _is_alive(self) -> bool:
+        return self._clock.monotonic_seconds() - self._ticked_at < 5.0 + 3 * self.config.window_seconds
+
+    def _note_arrivals_and_departures(self, sampled: Sampled) -> tuple[RankIdentity, ...]:
+        present = {rank.key: rank for rank in sampled.ranks}
+        gone = [self._incarnations.pop(key) for key in self._incarnations.keys() - present.keys()]
+        for ended in gone:
+            log.info("rank %d of job %s (pid %d) ended", ended.rank.rank, _quoted(ended.rank), ended.rank.pid)
+        for key, rank in present.items():
+            if key not in self._incarnations:
+                self._incarnations[key] = _Incarnation(rank)
+                log.info("rank %d of job %s (pid %d) found", rank.rank, _quoted(rank), rank.pid)
+        return tuple(identity_of(ended.rank, self.config.node) for ended in gone)
+
+    def _assemble(self, incarnation: _Incarnation, samples: RankSamples, span: Span) -> RankWindow:
+        rank, node = incarnation.rank, self.config.node
+        incarnation.sequence += 1
+        try:
+            stall = self._stalls.observe(rank, samples, span)
+            window = assemble(rank, node, span, incarnation.sequence, samples, peak_flops_per_second, stall)
+        except Exception as error:  # noqa: BLE001 - one rank's odd figures must not cost the others their window
+            problem = Problem("daemon", "assembly", f"the samples could not be used: {describe(error)}")
+            samples = RankSamples(problems=(problem, *samples.problems))
+            window = assemble(rank, node, span, incarnation.sequence, samples, peak_flops_per_second)
+        incarnation.totals = add_window(incarnation.totals, window)
+        return window
+
+    def _keep_within_budget(self, ranks: int) -> None:
+        before = self._budget.rate_hertz
+        cpu_seconds = self._own_cpu_seconds() + self._sampling.child_cpu_seconds
+        rate_hertz = self._budget.observe(self._clock.monotonic_seconds(), cpu_seconds, ranks)
+        if rate_hertz != before:
+            used = self._budget.used_ratio or 0.0
+            log.info("%.0f%% of the CPU budget used: stack rate %g -> %g Hz", 100 * used, before, rate_hertz)
+            self._collectors.stacks.set_rate(rate_hertz)
+
+    def _describe(self, sampled: Sampled) -> DaemonStatus:
+        return DaemonStatus(
+            version=self._status.version,
+            node=self.config.node,
+            collectors=sampled.collectors,
+            own_cpu_seconds=self._own_cpu_seconds(),
+            sampling_cpu_seconds=self._sampling.child_cpu_seconds,
+            resident_bytes=_resident_bytes(),
+            budget_used_ratio=self._budget.used_ratio,
+            stack_rate_hertz=self._budget.rate_hertz,
+            ranks=len(sampled.ranks) + sampled.ranks_cut,
+            ranks_cut=sampled.ranks_cut,
+            rank_conflicts=len(sampled.conflicts),
+            discovery_problems=len(sampled.discovery_problems),
+            windows_total=self._windows_total,
+            windows_skipped_total=self._ticker.skipped_total,
+            watch_readers=self.publisher.readers,
+            watch_dropped_total=self.publisher.dropped_total,
+        )
+
+    def _log_problems(self, sampled: Sampled) -> None:
+        for name, failure in sampled.failures.items():
+            self._problems.warn(("collector", name), f"{name} failed: {failure}")
+        for conflict in sampled.conflicts:
+            self._problems.warn(conflict, conflict.text)
+        for problem in sampled.discovery_problems:
+            self._problems.warn(("discovery", problem.kind, problem.text), f"discovery: {problem.text}")
+        for rank in sampled.ranks:
+            for problem in sampled.samples[rank.key].problems:
+                if problem.source not in sampled.failures:
+                    who = f"rank {rank.rank} of job {_quoted(rank)} (pid {rank.pid})"
+                    key = (rank.key, problem.source, problem.kind)
+                    self._problems.warn(key, f"{who}: {problem.source}: {problem.text}")
+
+
+def _quoted(rank: RankProcess) -> str:
+    return repr(rank.job[:128])
+
+
+def _version() -> str:
+    try:
+        return version("rankscope")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _resident_bytes() -> int | None:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None

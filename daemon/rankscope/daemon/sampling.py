@@ -1,0 +1,148 @@
+"""The sources of one node together: who the ranks are, and what each source says of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from rankscope.daemon.assembling import RankSamples
+from rankscope.daemon.collecting import Collected, Collector, Supervised, describe
+from rankscope.daemon.config import Config
+from rankscope.daemon.discovery import Conflict, Discovered
+from rankscope.daemon.exporting import CollectorStatus
+from rankscope.daemon.samples import (
+    Problem,
+    ProcessSample,
+    RankKey,
+    RankProcess,
+    Span,
+    StackSample,
+    StallDump,
+    StepSample,
+)
+from rankscope.daemon.ticking import Clock
+
+
+class Discovery(Protocol):
+    def scan(self) -> Discovered: ...
+
+
+class ProcessSource(Collector[ProcessSample], Protocol):
+    def poll(self) -> None: ...
+
+
+class StackSource(Collector[StackSample], Protocol):
+    @property
+    def child_cpu_seconds(self) -> float: ...
+
+    def poll(self, now_monotonic: float, /) -> None: ...
+
+    def set_rate(self, hz: float, /) -> None: ...
+
+    def dump_all(self, ranks: Sequence[RankProcess], /) -> Mapping[RankKey, StallDump | Problem]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Collectors:
+    """Everything the daemon reads. Tests hand in their own."""
+
+    discovery: Discovery
+    steps: Collector[StepSample]
+    process: ProcessSource
+    stacks: StackSource
+
+
+def real_collectors(config: Config) -> Collectors:
+    from rankscope.daemon.collectors.process import ProcessCollector
+    from rankscope.daemon.collectors.stacks import StacksCollector
+    from rankscope.daemon.collectors.steps import StepsCollector
+    from rankscope.daemon.discovery import RankDiscovery
+
+    proc_root = Path(config.proc_root)
+    return Collectors(
+        discovery=RankDiscovery(proc_root, config.node),
+        steps=StepsCollector(proc_root),
+        process=ProcessCollector(proc_root, Path(config.cgroup_root)),
+        stacks=StacksCollector(config.py_spy or None, config.stack_rate_hertz),
+    )
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One node at one border."""
+
+    ranks: tuple[RankProcess, ...]
+    samples: Mapping[RankKey, RankSamples]
+    collectors: Mapping[str, CollectorStatus]
+    failures: Mapping[str, str] = field(default_factory=dict)
+    conflicts: tuple[Conflict, ...] = ()
+    discovery_problems: tuple[Problem, ...] = ()
+    ranks_cut: int = 0
+
+
+class Sampling:
+    """Asks every source once a window. A source that fails costs its own figures and nothing else."""
+
+    def __init__(self, collectors: Collectors, clock: Clock, max_ranks: int) -> None:
+        self._clock = clock
+        self._max_ranks = max_ranks
+        self._discovery = collectors.discovery
+        self._stacks = collectors.stacks
+        self._known = Discovered(())
+        seconds = clock.monotonic_seconds
+        self._supervised_steps = Supervised(collectors.steps, monotonic=seconds)
+        self._supervised_process = Supervised(collectors.process, collectors.process.poll, seconds)
+        self._supervised_stacks = Supervised(collectors.stacks, lambda: self._stacks.poll(seconds()), seconds)
+
+    @property
+    def child_cpu_seconds(self) -> float:
+        return self._stacks.child_cpu_seconds
+
+    def poll(self) -> None:
+        """Between borders, about five times a second."""
+        self._supervised_process.poll()
+        self._supervised_stacks.poll()
+
+    def sample(self, span: Span) -> Sampled:
+        statuses: dict[str, CollectorStatus] = {}
+        failures: dict[str, str] = {}
+        started = self._clock.monotonic_seconds()
+        try:
+            self._known = self._discovery.scan()
+        except Exception as error:  # noqa: BLE001 - the ranks known so far go on being watched
+            failures["discovery"] = describe(error)
+        duration_seconds = self._clock.monotonic_seconds() - started
+        statuses["discovery"] = CollectorStatus(duration_seconds, "discovery" not in failures)
+        ranks = tuple(self._known.ranks)[: self._max_ranks]
+
+        steps = self._supervised_steps.collect(ranks, span)
+        process = self._supervised_process.collect(ranks, span)
+        stacks = self._supervised_stacks.collect(ranks, span)
+        by_source: tuple[Collected[StepSample] | Collected[ProcessSample] | Collected[StackSample], ...]
+        by_source = (steps, process, stacks)
+        for collected in by_source:
+            statuses[collected.collector] = CollectorStatus(collected.duration_seconds, collected.success)
+            if collected.failure is not None:
+                failures[collected.collector] = collected.failure
+        samples = {
+            key: RankSamples(
+                steps=steps.samples.get(key),
+                process=process.samples.get(key),
+                stacks=stacks.samples.get(key),
+                problems=tuple(c.problems[key] for c in by_source if key in c.problems),
+            )
+            for key in (rank.key for rank in ranks)
+        }
+        return Sampled(
+            ranks=ranks,
+            samples=samples,
+            collectors=statuses,
+            failures=failures,
+            conflicts=tuple(self._known.conflicts),
+            discovery_problems=tuple(self._known.problems),
+            ranks_cut=len(self._known.ranks) - len(ranks),
+        )
