@@ -11,22 +11,21 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
-CPU_FRACTION = 0.15
-# Shorter than the kernel's default of 100 ms: the rank is slow in every step, not stopped in every third.
-PERIOD_MICROSECONDS = 20_000
-
-
-class Confinement(Protocol):
-    def lift(self) -> None:
-        """Gives the process its processor back and removes what confined it."""
+# Shorter than the kernel's default of 100 ms: the process is slow in every step, not stopped in every other.
+PERIOD_SECONDS = 0.05
+_LEAST_QUOTA_MICROSECONDS = 1000  # the kernel refuses less
+# Stopping takes the waits for a device away too, not only the processor: this much of the time slows a rank about as
+# much as half of the processor time that it needs.
+RUNNING_FRACTION = 0.4
 
 
-def confine(pid: int, name: str, *, cgroup_root: Path = Path("/sys/fs/cgroup")) -> Confinement:
-    """Confines the process, all its threads included, to CPU_FRACTION of a core."""
+def confine(
+    pid: int, name: str, core_fraction: float, *, cgroup_root: Path = Path("/sys/fs/cgroup")
+) -> ControlGroup | StopAndGo:
+    """Confines the process, all its threads included, to that fraction of a core."""
     for group in _candidate_groups(pid, name, cgroup_root):
-        confinement = ControlGroup(group)
+        confinement = ControlGroup(group, core_fraction)
         try:
             confinement.take(pid)
         except OSError:
@@ -56,20 +55,23 @@ def _candidate_groups(pid: int, name: str, root: Path) -> Iterator[Path]:
 class ControlGroup:
     """A group of one process with a quota, in either version of the kernel's interface."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, core_fraction: float) -> None:
         self.folder = folder
+        self.core_fraction = core_fraction
 
     def take(self, pid: int) -> None:
         self.folder.mkdir()
-        quota = int(PERIOD_MICROSECONDS * CPU_FRACTION)
+        period = round(PERIOD_SECONDS * 1e6)
+        quota = max(_LEAST_QUOTA_MICROSECONDS, round(period * self.core_fraction))
         if (self.folder / "cpu.max").exists():
-            (self.folder / "cpu.max").write_text(f"{quota} {PERIOD_MICROSECONDS}")
+            _write_existing(self.folder / "cpu.max", f"{quota} {period}")
         else:
-            _write_existing(self.folder / "cpu.cfs_period_us", str(PERIOD_MICROSECONDS))
+            _write_existing(self.folder / "cpu.cfs_period_us", str(period))
             _write_existing(self.folder / "cpu.cfs_quota_us", str(quota))
         _write_existing(self.folder / "cgroup.procs", str(pid))
 
     def lift(self) -> None:
+        """Gives the process its processor back and removes the group."""
         parent = self.folder.parent / "cgroup.procs"
         with suppress(OSError):
             for pid in (self.folder / "cgroup.procs").read_text().split():
@@ -108,6 +110,7 @@ class StopAndGo:
         return self._helper.pid
 
     def lift(self) -> None:
+        """Lets the process run and ends the helper."""
         if self._helper.stdin is not None:
             self._helper.stdin.close()
         self._helper.wait()
@@ -116,17 +119,16 @@ class StopAndGo:
 def _stop_and_go(pid: int) -> None:
     """Runs in the helper until standard input ends or the process is gone."""
     handle = os.pidfd_open(pid)  # never signals a stranger that was given the number later
-    period = PERIOD_MICROSECONDS * 5 / 1e6
     # Ctrl-C and a polite kill must not leave the process stopped.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(0))
     try:
         while True:
             signal.pidfd_send_signal(handle, signal.SIGCONT)
-            if _ended(handle, period * CPU_FRACTION):
+            if _ended(handle, PERIOD_SECONDS * RUNNING_FRACTION):
                 return
             signal.pidfd_send_signal(handle, signal.SIGSTOP)
-            if _ended(handle, period * (1 - CPU_FRACTION)):
+            if _ended(handle, PERIOD_SECONDS * (1 - RUNNING_FRACTION)):
                 return
     except ProcessLookupError:
         return

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rankscope.cli.demo_job.board import Board
-from rankscope.cli.demo_job.confining import Confinement, confine
+from rankscope.cli.demo_job.confining import ControlGroup, StopAndGo, confine
 from rankscope.cli.demo_job.environment import choose_port, rank_environment
 from rankscope.cli.demo_job.faults import NONE, STARVED, Fault
 
@@ -26,6 +26,9 @@ _TERMINATE_SECONDS = 2.0
 _PORT_ATTEMPTS = 3
 # Ranks are at most one step apart, so none of them has begun this one when the switch is written.
 _STEPS_AHEAD = 2
+# A starved rank gets half of the processor time that it used, on slow and on fast machines, and never more than this.
+_STARVED_RATIO = 0.5
+_MOST_CORE_FRACTION = 0.15
 
 
 class DemoJobError(RuntimeError):
@@ -57,8 +60,9 @@ class DemoJob:
         self._folder: Path | None = None
         self._board: Board | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._confinement: Confinement | None = None
+        self._confinement: ControlGroup | StopAndGo | None = None
         self._port_attempts = 0
+        self._cpu_at_training: list[tuple[float, float]] = []
 
     def __enter__(self) -> DemoJob:
         return self
@@ -144,6 +148,7 @@ class DemoJob:
             if on_progress is not None:
                 on_progress(done)
             if min(done) >= steps:
+                self._cpu_at_training = [(time.monotonic(), _cpu_seconds(pid)) for pid in self.pids]
                 return
             if gone := self.poll():
                 if not self._lost_its_port() or self._port_attempts >= _PORT_ATTEMPTS:
@@ -163,7 +168,8 @@ class DemoJob:
         board = self._running_board()
         if self.fault.kind == STARVED and self.fault.rank is not None:
             if self._confinement is None:
-                self._confinement = confine(self._processes[self.fault.rank].pid, self.run_id)
+                pid = self._processes[self.fault.rank].pid
+                self._confinement = confine(pid, self.run_id, self._starving_fraction(self.fault.rank))
         elif self.fault.kind != NONE:
             board.fault_step = max(self.steps_done()) + _STEPS_AHEAD
         return time.monotonic()
@@ -180,6 +186,17 @@ class DemoJob:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+    def _starving_fraction(self, rank: int) -> float:
+        if not self._cpu_at_training:
+            return _MOST_CORE_FRACTION
+        since, cpu_then = self._cpu_at_training[rank]
+        seconds = time.monotonic() - since
+        # Too short a look would mostly see the 10 ms grain of the kernel's accounting.
+        if seconds < 1.0:
+            return _MOST_CORE_FRACTION
+        used = (_cpu_seconds(self._processes[rank].pid) - cpu_then) / seconds
+        return min(_MOST_CORE_FRACTION, _STARVED_RATIO * used)
 
     def _end_processes(self) -> None:
         for number in (signal.SIGTERM, signal.SIGCONT):
@@ -215,3 +232,13 @@ class DemoJob:
         if self._board is None:
             raise DemoJobError(f"job {self.run_id} is not running; call start() first")
         return self._board
+
+
+def _cpu_seconds(pid: int) -> float:
+    """User and system time of a process; 0 when it is gone."""
+    try:
+        # The name in parentheses may hold spaces; fields 14 and 15 are counted from behind it.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -8,39 +8,38 @@ import time
 from typing import Any
 
 import torch
-from faults import HANG, SLOW_RANK
+from faults import HANG, SLOW_RANK, STAGE_IMBALANCE
 from sizing import ModelSize
 from switching import FaultSwitch
 from torch import nn
 
-# Most of a real step is spent on a device while the host waits. These waits stand for it, on every rank alike, so that
-# several ranks share a few cores without their contention drowning everything else.
-DEVICE_FORWARD_SECONDS = 0.002
-DEVICE_BACKWARD_SECONDS = 0.004
+WIDE_VOCABULARY = 8192
 
 
 class DeviceTime(torch.autograd.Function):
-    """The identity, after as long as the device takes for one block."""
+    """The identity, after as long as the device takes for one block (see ModelSize)."""
 
     @staticmethod
-    def forward(ctx: Any, features: torch.Tensor) -> torch.Tensor:
-        time.sleep(DEVICE_FORWARD_SECONDS)
+    def forward(ctx: Any, features: torch.Tensor, size: ModelSize) -> torch.Tensor:
+        ctx.size = size
+        time.sleep(size.device_forward_seconds)
         return features.view_as(features)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        time.sleep(DEVICE_BACKWARD_SECONDS)
-        return gradient
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.size.device_backward_seconds)
+        return gradient, None
 
 
 class Block(nn.Module):
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
+        self.size = size
         self.up = nn.Linear(size.width, size.hidden)
         self.down = nn.Linear(size.hidden, size.width)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return features + self.down(torch.relu(self.up(DeviceTime.apply(features))))
+        return features + self.down(torch.relu(self.up(DeviceTime.apply(features, self.size))))
 
 
 class LanguageModel(nn.Module):
@@ -59,6 +58,46 @@ class LanguageModel(nn.Module):
         for block in self.blocks:
             features = block(features)
         return self.head(features)
+
+
+class FirstStage(nn.Module):
+    """Tokens in, features out."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks // 2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        features = self.embedding(tokens)
+        for block in self.blocks:
+            features = block(features)
+        return features
+
+
+class LastStage(nn.Module):
+    """Features in, logits of the next token out."""
+
+    def __init__(self, size: ModelSize, faults: FaultSwitch) -> None:
+        super().__init__()
+        self.faults = faults
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks - size.blocks // 2))
+        self.head = nn.Linear(size.width, size.vocabulary)
+        # Frozen, as a tied embedding is: it costs compute and no communication.
+        self.register_buffer("wide_vocabulary", torch.randn(size.width, WIDE_VOCABULARY) / size.width)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            features = block(features)
+        return self.head(project_on_vocabulary(features, self.wide_vocabulary, self.faults))
+
+
+def project_on_vocabulary(features: torch.Tensor, vocabulary: torch.Tensor, faults: FaultSwitch) -> torch.Tensor:
+    """Why last stages are slow in practice: a loss over many words is as much work as several layers."""
+    if faults.active == STAGE_IMBALANCE:
+        logits = features @ vocabulary
+        features = features + torch.softmax(logits, dim=-1) @ vocabulary.T
+    return features
 
 
 def normalize_features(features: torch.Tensor, faults: FaultSwitch) -> torch.Tensor:

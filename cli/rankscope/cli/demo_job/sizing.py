@@ -13,6 +13,10 @@ class ModelSize:
     blocks: int = 4
     batch: int = 8
     sequence: int = 4
+    # Most of a real step is spent on a device while the host waits. These waits, for each block, stand for it on every
+    # rank alike, so that several ranks share a few cores without their contention drowning everything else.
+    device_forward_seconds: float = 0.003
+    device_backward_seconds: float = 0.005
 
     @property
     def block_parameters(self) -> int:
@@ -37,12 +41,14 @@ class ModelSize:
         return 6.0 * weights * self.batch * self.sequence
 
 
+DATA_PARALLEL_SIZE = ModelSize()
 PIPELINE_STAGES = 2
 MICRO_BATCHES = 4
+PIPELINE_SIZE = ModelSize(device_forward_seconds=0.0015, device_backward_seconds=0.0025)
 
 
 def flops_per_step(ranks: int, *, pipeline: bool) -> float:
     """Of the whole job. A pipeline's stages share the model, so only its data-parallel replicas multiply the work."""
     if pipeline:
-        return ModelSize().matmul_flops_per_batch * MICRO_BATCHES * (ranks // PIPELINE_STAGES)
-    return ModelSize().matmul_flops_per_batch * ranks
+        return PIPELINE_SIZE.matmul_flops_per_batch * MICRO_BATCHES * (ranks // PIPELINE_STAGES)
+    return DATA_PARALLEL_SIZE.matmul_flops_per_batch * ranks

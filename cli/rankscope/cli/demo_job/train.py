@@ -13,16 +13,16 @@ import torch.distributed as dist
 from dataset import TokenDataset
 from faults import SLOW_NETWORK
 from model import LanguageModel
-from sizing import ModelSize
+from sizing import DATA_PARALLEL_SIZE
 from switching import FaultSwitch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 LEARNING_RATE = 0.05
-# Gradients are 2 MB; small buckets let their all-reduce overlap with the backward pass, as large models' do.
-BUCKET_MEGABYTES = 0.5
-SLOW_LINK_SECONDS = 0.025
+# Gradients are 1.3 MB: two buckets, so that the first all-reduce overlaps with the backward pass as large models' do.
+BUCKET_MEGABYTES = 1.0
+SLOW_LINK_SECONDS = 0.06
 
 
 def all_reduce_gradients(faults: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -52,7 +52,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=timedelta(hours=1))
 
-    size = ModelSize()
+    size = DATA_PARALLEL_SIZE
     faults = FaultSwitch.from_environment(rank)
     model = DistributedDataParallel(LanguageModel(size, faults), bucket_cap_mb=BUCKET_MEGABYTES)
     model.register_comm_hook(faults, all_reduce_gradients)
