@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from rankscope.daemon.collecting import Supervised
+from rankscope.daemon.samples import Problem
+from tests.unit.daemon import window_makers as make
+
+RANKS = [make.rank(0), make.rank(1)]
+
+
+def test_samples_and_problems_are_told_apart_and_the_time_is_taken() -> None:
+    clock = make.FakeClock()
+
+    def answer(rank: object) -> object:
+        clock.sleep(0.25)
+        return make.process() if rank is RANKS[0] else Problem("process", "gone", "the process ended")
+
+    collected = Supervised(make.FakeSource("process", answer), monotonic=clock.monotonic_seconds).collect(
+        RANKS, make.span()
+    )
+    assert list(collected.samples) == [RANKS[0].key]
+    assert collected.problems[RANKS[1].key].kind == "gone"
+    assert collected.success
+    assert collected.duration_seconds == 0.5
+
+
+def test_a_collector_that_raises_is_a_problem_of_every_rank_and_works_again_afterwards() -> None:
+    def fail(_: object) -> object:
+        raise ValueError("a ring from the\nfuture")
+
+    source = make.FakeSource("steps", fail)
+    supervised = Supervised(source)
+    collected = supervised.collect(RANKS, make.span())
+    assert not collected.success
+    assert {problem.kind for problem in collected.problems.values()} == {"crash"}
+    assert "ValueError: a ring from the future" in collected.problems[RANKS[0].key].text
+    source.answer = lambda _: make.process()
+    assert supervised.collect(RANKS, make.span()).success
+
+
+def test_a_poll_that_fails_is_charged_to_the_window_that_closes_next() -> None:
+    def broken_poll() -> None:
+        raise OSError("no more processes")
+
+    source = make.FakeSource("stacks", lambda _: make.stacks())
+    supervised = Supervised(source, broken_poll)
+    supervised.poll()
+    collected = supervised.collect(RANKS, make.span())
+    assert collected.failure == "OSError: no more processes"
+    assert len(collected.samples) == 2
+    assert supervised.collect(RANKS, make.span()).success

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from rankscope.daemon.config import SETTINGS, Config, ConfigError, parse_address, resolve, unknown_variables
+
+
+def test_every_setting_is_a_field_with_the_same_default() -> None:
+    assert [setting.name for setting in SETTINGS] == [field.name for field in fields(Config)]
+
+
+def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "rankscope.toml"
+    file.write_text('window_seconds = 4\nstack_rate_hertz = 20.0\nnode = "from-file"\n')
+    environment = {"RANKSCOPE_DAEMON_NODE": "from-environment", "RANKSCOPE_DAEMON_STACK_RATE_HERTZ": "30"}
+    resolved = resolve({"node": "from-flag", "socket": None}, environment, file)
+    assert resolved.config.node == "from-flag"
+    assert resolved.config.stack_rate_hertz == 30.0
+    assert resolved.config.window_seconds == 4.0
+    assert resolved.config.watch_readers == 16
+    assert resolved.origins["node"] == "--node"
+    assert resolved.origins["stack_rate_hertz"] == "RANKSCOPE_DAEMON_STACK_RATE_HERTZ"
+    assert resolved.origins["window_seconds"] == str(file)
+    assert resolved.origins["watch_readers"] == "default"
+    assert 'node = "from-flag"' in resolved.describe()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("window_seconds = -1", "window_seconds = -1: must be between 0.5 and 60"),
+        ("window_seconds = nan", "window_seconds = nan: must be between 0.5 and 60"),
+        ("window_seconds = true", "window_seconds = true: must be a number"),
+        ("watch_readers = 1.5", "watch_readers = 1.5: must be a whole number"),
+        ('insecure_listen = "maybe"', 'insecure_listen = "maybe": must be true or false'),
+        ("node = 7", "node = 7: must be one line of text"),
+        ('log_level = "loud"', 'log_level = "loud": must be one of debug, info, warning, error'),
+        ("windw_seconds = 2", "windw_seconds: no such setting; there are node, window_seconds"),
+        ("window_seconds = [", "not TOML"),
+    ],
+)
+def test_a_wrong_line_of_the_file_is_named_with_what_it_may_be(tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "rankscope.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        resolve({}, {}, file)
+    assert str(raised.value).startswith(f"{file}: {complaint}")
+
+
+def test_a_file_that_was_named_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        resolve({}, {"RANKSCOPE_DAEMON_CONFIG": str(tmp_path / "missing.toml")})
+
+
+def test_a_python_without_a_toml_reader_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rankscope.toml"
+    file.write_text("window_seconds = 2")
+    monkeypatch.setitem(sys.modules, "tomllib", None)
+    monkeypatch.setitem(sys.modules, "tomli", None)
+    with pytest.raises(ConfigError, match="pip install tomli"):
+        resolve({}, {}, file)
+
+
+def test_grpc_without_tls_stays_on_this_machine_unless_told() -> None:
+    with pytest.raises(ConfigError, match="--insecure-listen"):
+        resolve({"grpc_listen": "0.0.0.0:9465"}, {})
+    assert resolve({"grpc_listen": "0.0.0.0:9465", "insecure_listen": True}, {}).config.insecure_listen
+    assert resolve({"grpc_listen": "127.0.0.1:9465"}, {}).config.grpc_listen == "127.0.0.1:9465"
+
+
+def test_addresses_are_parsed_or_explained() -> None:
+    assert parse_address("127.0.0.1:0", "x") == ("127.0.0.1", 0)
+    assert parse_address("[::1]:80", "x") == ("::1", 80)
+    assert parse_address("none", "x") is None
+    for wrong in ("9464", ":9464", "host:", "host:99999", "host:http", "::1:80"):
+        with pytest.raises(ConfigError, match="must be HOST:PORT"):
+            parse_address(wrong, "metrics_listen")
+
+
+def test_a_misspelt_variable_is_noticed() -> None:
+    variables = {"RANKSCOPE_DAEMON_WINDOW": "3", "RANKSCOPE_DAEMON_NODE": "a", "RANKSCOPE_PROBE": "1"}
+    assert unknown_variables(variables) == ("RANKSCOPE_DAEMON_WINDOW",)

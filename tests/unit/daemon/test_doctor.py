@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rankscope.daemon import examining
+from rankscope.daemon.doctor import CHECKS, examine
+from rankscope.daemon.examining import Finding, Level
+from rankscope.daemon.examining_ranks import has_ring, rank_finding
+from rankscope.daemon.samples import RankProcess
+from tests.unit.daemon import window_makers as make
+
+
+def test_this_machine_is_examined_without_a_breakdown(tmp_path: Path) -> None:
+    findings = list(examine(make.config(socket=str(tmp_path / "d.sock"))))
+    assert {"platform", "python", "packages", "ptrace", "py-spy", "memfd", "torch", "ranks"} <= {
+        f.check for f in findings
+    }
+    assert "doctor" not in {finding.check for finding in findings}
+
+
+def test_py_spy_really_reads_the_stack_of_a_child() -> None:
+    (finding,) = examining.py_spy_samples(make.config())
+    assert finding.level is Level.OK, finding.text
+    assert "read the stack" in finding.text
+
+
+def test_a_py_spy_that_is_missing_or_broken_is_a_problem_with_a_next_step(tmp_path: Path) -> None:
+    (missing,) = examining.py_spy_samples(make.config(py_spy=str(tmp_path / "nowhere")))
+    assert missing.level is Level.PROBLEM
+    assert "pip install py-spy" in missing.next_step
+    broken = tmp_path / "py-spy"
+    broken.write_text("#!/bin/sh\necho 'Permission Denied: Try running again with elevated permissions' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    (refused,) = examining.py_spy_samples(make.config(py_spy=str(broken)))
+    assert refused.level is Level.PROBLEM
+    assert "Permission Denied" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "scope", "level"),
+    [
+        ("0000000000080000", "1", Level.OK),
+        ("0000000000000000", "0", Level.WARNING),
+        ("0000000000000000", None, Level.WARNING),
+        ("0000000000000000", "1", Level.PROBLEM),
+        ("000001ffffffffff", "3", Level.PROBLEM),
+    ],
+)
+def test_the_right_to_read_memory_is_judged(tmp_path: Path, capabilities: str, scope: str | None, level: Level) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/status").write_text(f"Name:\tpython\nCapEff:\t{capabilities}\n")
+    if scope is not None:
+        (tmp_path / "sys/kernel/yama").mkdir(parents=True)
+        (tmp_path / "sys/kernel/yama/ptrace_scope").write_text(f"{scope}\n")
+    (finding,) = examining.may_read_memory(make.config(proc_root=str(tmp_path)))
+    assert finding.level is level
+    assert level is Level.OK or finding.next_step
+
+
+def test_cgroups_of_both_versions_are_known(tmp_path: Path) -> None:
+    (none,) = examining.cgroups_are_readable(make.config(cgroup_root=str(tmp_path)))
+    assert none.level is Level.WARNING
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.stat").touch()
+    (first,) = examining.cgroups_are_readable(make.config(cgroup_root=str(tmp_path)))
+    assert first.text.startswith("v1")
+    (tmp_path / "cgroup.controllers").touch()
+    (second,) = examining.cgroups_are_readable(make.config(cgroup_root=str(tmp_path)))
+    assert second.text.startswith("v2")
+
+
+def test_a_rank_is_told_what_it_would_take_to_see_more_of_it() -> None:
+    bare = rank_finding(make.rank(2), ring=False)
+    assert bare.level is Level.WARNING
+    assert all(word in bare.next_step for word in ("RANKSCOPE_PROBE=1", "KINETO_USE_DAEMON=1", "TEARDOWN_CUPTI=1"))
+    environment = {"KINETO_USE_DAEMON": "1", "TEARDOWN_CUPTI": "1"}
+    complete = rank_finding(RankProcess("job", 0, 0, 1, 9, 9, (9,), environment), ring=True)
+    assert complete.level is Level.OK
+    assert not complete.next_step
+
+
+def test_a_ring_is_found_among_the_descriptors_of_a_process() -> None:
+    assert has_ring(Path("/proc"), os.getpid()) is False
+    descriptor = os.memfd_create("rankscope-ring")
+    try:
+        assert has_ring(Path("/proc"), os.getpid()) is True
+    finally:
+        os.close(descriptor)
+
+
+def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:
+    def broken(_: object) -> list[Finding]:
+        raise ZeroDivisionError("oops")
+
+    first, second = examine(make.config(), (broken, examining.python_is_new_enough))
+    assert (first.level, second.level) == (Level.WARNING, Level.OK)
+    assert "oops" in first.text
+    assert len(CHECKS) >= 12

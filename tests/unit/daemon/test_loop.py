@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+
+from rankscope.daemon.loop import Daemon
+from rankscope.daemon.publishing import Tick
+from rankscope.daemon.samples import Frame, Problem, RankProcess, Span, StallDump
+from rankscope.daemon.ticking import Ticker
+from tests.unit.daemon import window_makers as make
+
+
+def spans(clock: make.FakeClock, *works: float, window_seconds: float = 2.0) -> list[Span]:
+    """The spans of a daemon whose ticks take `works` seconds each."""
+    ticker = Ticker(clock, window_seconds)
+    seen = []
+    for seconds in works:
+        span = ticker.next_span(lambda: None)
+        assert span is not None
+        seen.append(span)
+        clock.sleep(seconds)
+    return seen
+
+
+def test_borders_are_multiples_of_the_length_whenever_the_daemon_starts() -> None:
+    clock = make.FakeClock(start_unix_nanos=make.START + 700_000_000)
+    first, second = spans(clock, 0.3, 0.3)
+    assert first.end_unix_nanos % (2 * make.SECOND) == 0
+    assert second == Span(first.end_unix_nanos, first.end_unix_nanos + 2 * make.SECOND)
+
+
+def test_a_late_tick_makes_one_long_window_and_never_a_bunch_of_short_ones() -> None:
+    clock = make.FakeClock()
+    first, late, next_one = spans(clock, 7.0, 0.1, 0.1)
+    assert first.seconds == 2.0
+    assert late == Span(first.end_unix_nanos, first.end_unix_nanos + 6 * make.SECOND)
+    assert next_one.seconds == 2.0
+    assert next_one.start_unix_nanos == late.end_unix_nanos
+
+
+def test_a_clock_set_back_does_not_stop_the_windows() -> None:
+    clock = make.FakeClock(seconds=30.0)
+    ticker = Ticker(clock, 2.0)
+    assert ticker.next_span(lambda: None) is not None
+    clock.set_back(3600.0)
+    span = ticker.next_span(lambda: None)
+    assert span is not None
+    assert span.seconds == 2.0
+
+
+def test_collectors_are_polled_several_times_a_window() -> None:
+    polls = itertools.count()
+    Ticker(make.FakeClock(), 2.0).next_span(lambda: next(polls) and None)
+    assert 8 <= next(polls) <= 12
+
+
+def daemon(clock: make.FakeClock | None = None, *ranks: RankProcess, **sources: object) -> Daemon:
+    return Daemon(make.config(), collectors=make.collectors(*ranks, **sources), clock=clock or make.FakeClock())
+
+
+def test_a_failing_collector_costs_its_own_figures_only(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: object) -> object:
+        raise OSError("disk on fire")
+
+    watched = daemon(None, make.rank(), steps=fail, process=lambda _: make.process())
+    (window,) = watched.tick(make.span()).windows.values()
+    assert window.HasField("process")
+    assert not window.HasField("steps")
+    assert "disk on fire" in window.problems[0]
+    assert not watched.snapshot().daemon.collectors["steps"].success
+    assert watched.snapshot().daemon.collectors["process"].success
+    watched.tick(make.span(1))
+    assert caplog.text.count("disk on fire") == 1, "the same problem is logged once a minute"
+
+
+def test_failing_discovery_keeps_the_ranks_known_so_far() -> None:
+    watched = daemon(None, make.rank(), process=lambda _: make.process())
+    watched.tick(make.span())
+
+    def fail() -> object:
+        raise PermissionError("/proc")
+
+    watched._collectors.discovery.scan = fail
+    assert len(watched.tick(make.span(1)).windows) == 1
+    assert not watched.snapshot().daemon.collectors["discovery"].success
+
+
+def test_samples_nobody_can_use_do_not_cost_the_other_ranks_their_window() -> None:
+    watched = daemon(None, make.rank(0), make.rank(1), process=lambda r: "nonsense" if r.rank == 0 else make.process())
+    tick = watched.tick(make.span())
+    assert "could not be used" in tick.windows[make.rank(0).key].problems[0]
+    assert tick.windows[make.rank(1).key].process.cpu_seconds == 1.5
+
+
+def test_a_restart_is_a_new_incarnation_with_its_own_sequence() -> None:
+    watched = daemon(None, make.rank(0))
+    watched.tick(make.span(0))
+    assert [w.sequence for w in watched.tick(make.span(1)).windows.values()] == [2]
+    restarted = make.rank(0, pid=5000, start_ticks=99)
+    watched._collectors.discovery.ranks = (restarted,)
+    tick = watched.tick(make.span(2))
+    assert [(w.sequence, w.identity.incarnation) for w in tick.windows.values()] == [(1, 99)]
+    assert [(identity.rank, identity.pid) for identity in tick.departed] == [(0, 4000)]
+
+
+def test_ranks_over_the_limit_are_counted_and_left_alone() -> None:
+    ranks = [make.rank(number) for number in range(5)]
+    watched = Daemon(make.config(max_ranks=3), collectors=make.collectors(*ranks), clock=make.FakeClock())
+    assert len(watched.tick(make.span()).windows) == 3
+    assert watched.snapshot().daemon.ranks_cut == 2
+
+
+def test_a_stalled_rank_shows_its_stack_one_window_later() -> None:
+    clock = make.FakeClock()
+    watched = daemon(clock, make.rank(0), steps=lambda _: make.steps(steps_total=9, last_step_unix_nanos=make.START))
+    watched._collectors.stacks.dump = lambda _: StallDump("communication", (Frame("recv", "train.py", 4),))
+    watched.tick(make.span(20))
+    watched._stalls.join(30)
+    (window,) = watched.tick(make.span(21)).windows.values()
+    assert list(window.stall.stack) == ["recv (train.py:4)"]
+
+
+def test_a_problem_of_a_rank_is_logged_once_a_minute_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    clock = make.FakeClock()
+    denied = Problem("stacks", "permission", "EPERM;\nrun as root")
+    watched = daemon(clock, make.rank(0), make.rank(1), stacks=lambda _: denied)
+    with caplog.at_level(logging.WARNING):
+        for index in range(10):
+            watched.tick(make.span(index))
+            clock.sleep(2.0)
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 2, "one for each rank"
+    assert "rank 0 of job '10.0.0.1:29500/run' (pid 4000): stacks: EPERM; run as root" in lines
+    clock.sleep(60.0)
+    watched.tick(make.span(50))
+    assert len(caplog.records) == 4
+
+
+def test_the_budget_lowers_the_rate_of_stacks() -> None:
+    clock = make.FakeClock()
+    watched = Daemon(
+        make.config(),
+        collectors=make.collectors(make.rank()),
+        clock=clock,
+        own_cpu_seconds=lambda: 0.05 * clock.monotonic_seconds(),
+    )
+    for index in range(8):
+        watched.tick(make.span(index))
+        clock.sleep(2.0)
+    assert watched._collectors.stacks.rates[0] == 5.0
+    assert watched.snapshot().daemon.budget_used_ratio == pytest.approx(5.0)
+
+
+def test_every_subscriber_gets_every_tick_even_beside_one_that_fails() -> None:
+    watched = daemon(make.FakeClock(), make.rank(0))
+    ticks: list[Tick] = []
+
+    def fail(_: Tick) -> None:
+        raise RuntimeError("a subscriber's fault")
+
+    watched.subscribe(fail)
+    unsubscribe = watched.subscribe(ticks.append)
+    watched.tick(make.span(0))
+    unsubscribe()
+    watched.tick(make.span(1))
+    assert [tick.span for tick in ticks] == [make.span(0)]
+
+
+def test_the_loop_outlives_a_window_that_breaks() -> None:
+    clock = make.FakeClock(seconds=9.0)
+    watched = daemon(clock, make.rank(0))
+    good, calls = watched.tick, itertools.count()
+
+    def break_first(span: Span) -> Tick:
+        if next(calls) == 0:
+            raise MemoryError("a bad day")
+        return good(span)
+
+    watched.tick = break_first
+    watched._run()
+    assert next(calls) >= 4
+    assert watched.snapshot().daemon.windows_total >= 3

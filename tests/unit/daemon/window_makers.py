@@ -1,0 +1,161 @@
+"""Samples and fake time for tests of the daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from rankscope.daemon.config import Config
+from rankscope.daemon.discovery import Discovered
+from rankscope.daemon.samples import (
+    Column,
+    Frame,
+    FrameCount,
+    ProbeFacts,
+    Problem,
+    ProcessSample,
+    RankKey,
+    RankProcess,
+    Span,
+    StackSample,
+    StallDump,
+    StepSample,
+)
+from rankscope.daemon.sampling import Collectors
+
+START = 1_700_000_000_000_000_000  # a multiple of the default window
+SECOND = 1_000_000_000
+COLUMNS = ("wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint")
+
+
+def span(index: int = 0, seconds: float = 2.0) -> Span:
+    length = round(seconds * SECOND)
+    return Span(START + index * length, START + (index + 1) * length)
+
+
+def rank(
+    number: int = 0, job: str = "10.0.0.1:29500/run", pid: int | None = None, start_ticks: int = 77
+) -> RankProcess:
+    pid = 4000 + number if pid is None else pid
+    return RankProcess(job, number, number, 4, pid, start_ticks, (pid,))
+
+
+def steps(
+    *step_seconds: float,
+    steps_total: int | None = None,
+    last_step_unix_nanos: int | None = START + SECOND,
+    facts: ProbeFacts | None = None,
+    collectives: tuple[int, int] | None = None,
+    allocated_bytes: int | None = None,
+    **columns: Sequence[float],
+) -> StepSample:
+    """Columns by name, one value per step; what is not named was not measured."""
+    nothing = [np.nan] * len(step_seconds)
+    filled: dict[str, Column] = {f"{name}_seconds": np.array(columns.get(name, nothing), float) for name in COLUMNS}
+    return StepSample(
+        steps_total=len(step_seconds) if steps_total is None else steps_total,
+        steps_lost=0,
+        last_step_unix_nanos=last_step_unix_nanos,
+        step_seconds=np.array(step_seconds, float),
+        facts=facts or ProbeFacts(),
+        allocated_bytes=allocated_bytes,
+        collectives_enqueued=collectives[0] if collectives else None,
+        collectives_completed=collectives[1] if collectives else None,
+        **filled,
+    )
+
+
+def process(cpu_seconds: float | None = 1.5) -> ProcessSample:
+    return ProcessSample(cpu_seconds, 0.25, 0.0, 0.0, 300_000_000, 12, 7, 90)
+
+
+def stacks(
+    index: int = 0, distinct_stacks: int = 3, samples: int = 20, function: str = "forward", phase: str = "forward"
+) -> StackSample:
+    frame = FrameCount(Frame(function, "train.py", 12), samples, samples // 2, phase)
+    return StackSample(span(index), samples, 1, {phase: samples - 5, "input": 5}, (frame,), distinct_stacks)
+
+
+class FakeClock:
+    """Time that passes only while somebody waits; stops after `seconds` of it."""
+
+    def __init__(self, seconds: float = 60.0, start_unix_nanos: int = START) -> None:
+        self._unix_nanos = start_unix_nanos
+        self._monotonic_seconds = 1000.0
+        self._end_seconds = 1000.0 + seconds
+        self._stopped = False
+
+    def unix_nanos(self) -> int:
+        return self._unix_nanos
+
+    def monotonic_seconds(self) -> float:
+        return self._monotonic_seconds
+
+    def wait(self, seconds: float) -> bool:
+        self.sleep(seconds)
+        return self._stopped or self._monotonic_seconds > self._end_seconds
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def sleep(self, seconds: float) -> None:
+        self._unix_nanos += round(seconds * 1e9)
+        self._monotonic_seconds += seconds
+
+    def set_back(self, seconds: float) -> None:
+        self._unix_nanos -= round(seconds * 1e9)
+
+
+class FakeDiscovery:
+    def __init__(self, *ranks: RankProcess) -> None:
+        self.ranks = ranks
+
+    def scan(self) -> Discovered:
+        return Discovered(self.ranks)
+
+
+class FakeSource:
+    """A source whose answers a test decides: `answer(rank)` for each rank, or an exception out of it."""
+
+    child_cpu_seconds = 0.0
+
+    def __init__(self, name: str, answer: Callable[[RankProcess], object] = lambda _: None) -> None:
+        self.name = name
+        self.answer = answer
+        self.dump: Callable[[RankProcess], StallDump | Problem] | None = None
+        self.polls = 0
+        self.rates: list[float] = []
+        self.dumped: list[list[int]] = []
+
+    def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, object]:
+        answers = {rank.key: self.answer(rank) for rank in ranks}
+        return {key: answer for key, answer in answers.items() if answer is not None}
+
+    def poll(self, now_monotonic: float = 0.0) -> None:
+        self.polls += 1
+
+    def set_rate(self, hz: float) -> None:
+        self.rates.append(hz)
+
+    def dump_all(self, ranks: Sequence[RankProcess]) -> Mapping[RankKey, StallDump | Problem]:
+        self.dumped.append([rank.rank for rank in ranks])
+        return {rank.key: self.dump(rank) for rank in ranks} if self.dump else {}
+
+    def close(self) -> None:
+        pass
+
+
+def collectors(
+    *ranks: RankProcess,
+    steps: Callable[[RankProcess], object] = lambda _: None,
+    process: Callable[[RankProcess], object] = lambda _: None,
+    stacks: Callable[[RankProcess], object] = lambda _: None,
+) -> Collectors:
+    return Collectors(
+        FakeDiscovery(*ranks), FakeSource("steps", steps), FakeSource("process", process), FakeSource("stacks", stacks)
+    )
+
+
+def config(**settings: object) -> Config:
+    return Config(**{"node": "node-a", "metrics_listen": "none", **settings})
