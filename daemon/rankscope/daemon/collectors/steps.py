@@ -1,0 +1,149 @@
+"""Steps: what the probe wrote about each training step since the last look."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rankscope.daemon import rings, step_columns
+from rankscope.daemon.facts_parsing import parse_facts
+from rankscope.daemon.rings import RingError
+from rankscope.daemon.samples import ProbeFacts, Problem, RankKey, RankProcess, Span, StepSample
+from rankscope.probe import layout
+
+STEPS_PER_SECOND_AT_MOST = 1_000_000
+BYTES_AT_MOST = 1 << 50
+COUNTER_AT_MOST = 1 << 53
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """How far a ring has been read. `next_sequence` is None before the first look."""
+
+    ring_id: int
+    next_sequence: int | None = None
+    facts: ProbeFacts = field(default_factory=ProbeFacts)
+    wall_minus_monotonic_ns: int | None = None
+    last_step_unix_nanos: int | None = None
+
+
+class StepsCollector:
+    """A rank without a ring has no entry: it runs without the probe, which is no problem."""
+
+    name = "steps"
+
+    def __init__(self, proc_root: Path = Path("/proc")) -> None:
+        self._proc_root = proc_root
+        self._progress: dict[RankKey, _Progress] = {}
+
+    def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, StepSample | Problem]:
+        present = {rank.key for rank in ranks}
+        self._progress = {key: progress for key, progress in self._progress.items() if key in present}
+        found: dict[RankKey, StepSample | Problem] = {}
+        for rank in ranks:
+            try:
+                sample = self._read(rank, span)
+                if sample is not None:
+                    found[rank.key] = sample
+            except RingError as error:
+                found[rank.key] = self._problem(rank, error.kind, str(error))
+            except OSError as error:
+                found[rank.key] = self._problem(rank, "unreadable", f"the ring could not be read: {error}")
+        return found
+
+    def _problem(self, rank: RankProcess, kind: str, text: str) -> Problem:
+        return Problem(self.name, kind, f"rank {rank.rank} (pid {rank.pid}): {text}")
+
+    def _read(self, rank: RankProcess, span: Span) -> StepSample | None:
+        with rings.opened(self._proc_root, rank.pid) as fd:
+            if fd is None:
+                self._progress.pop(rank.key, None)
+                return None
+            header = rings.read_header(fd)
+            own_pid = rank.namespace_pids[-1] if rank.namespace_pids else rank.pid
+            if header.owner_pid != own_pid:
+                text = f"the ring belongs to pid {header.owner_pid}, this process is {own_pid}; ignored"
+                raise RingError("owner", text)
+            if header.disabled:
+                raise RingError("disabled", "the probe has disabled itself; its reason is on the process' stderr")
+            sample, self._progress[rank.key] = _sample(fd, header, self._progress_of(rank.key, header, span), span)
+            return sample
+
+    def _progress_of(self, key: RankKey, header: rings.Header, span: Span) -> _Progress:
+        """Where to go on; exec gives the same process another ring."""
+        before = self._progress.get(key)
+        if header.head > COUNTER_AT_MOST:
+            raise RingError("corrupt", f"the ring claims {header.head} steps")
+        if before is None or before.next_sequence is None or before.ring_id != header.ring_id:
+            return _Progress(header.ring_id)
+        new = header.head - before.next_sequence + 1
+        if new < 0 or new > layout.CAPACITY + max(1.0, span.seconds) * STEPS_PER_SECOND_AT_MOST:
+            del self._progress[key]
+            text = f"the ring's counter went from {before.next_sequence - 1} to {header.head}; starting over"
+            raise RingError("corrupt", text)
+        return before
+
+
+def _sample(fd: int, header: rings.Header, progress: _Progress, span: Span) -> tuple[StepSample, _Progress]:
+    live = rings.read_live(fd) or rings.UNKNOWN_LIVE
+    progress = _updated(fd, live, progress)
+    if progress.wall_minus_monotonic_ns is None:
+        raise RingError("corrupt", "the ring's clock has a wrong checksum or is out of range")
+    oldest = max(1, header.head - layout.CAPACITY + 1)
+    first = max(oldest, progress.next_sequence or oldest)
+    records, whole = rings.read_records(fd, first, header.head)
+    # What the writer has reached while we read is lost, not corrupt; the slot it may be writing right now included.
+    reached = max(0, rings.read_header(fd).head - layout.CAPACITY + 2 - first)
+    records, whole = records[reached:], whole[reached:]
+
+    ends = step_columns.ends_unix_nanos(records, progress.wall_minus_monotonic_ns)
+    good = whole & step_columns.plausible(records, ends, span.end_unix_nanos)
+    if len(records) and not good.any():
+        raise RingError("corrupt", f"none of {len(records)} new step records has a valid checksum and content")
+
+    # DDP's figures of the newest step come with the next one: keep it back until then.
+    held_back = bool(len(records)) and bool(good[-1]) and bool(records["flags"][-1] & layout.FLAG_DDP)
+    wanted = good & (records["step"] > 0)
+    if held_back:
+        wanted[-1] = False
+    if progress.next_sequence is None:
+        # The ring may hold an hour of history that no window of ours covers.
+        wanted &= ends >= span.start_unix_nanos
+        lost = 0
+    else:
+        lost = header.head - progress.next_sequence + 1 - int(good.sum())
+    rows = step_columns.columns(records, good, wanted)
+    sample = StepSample(
+        steps_total=header.head,
+        steps_lost=lost,
+        last_step_unix_nanos=int(ends[good][-1]) if len(records) else progress.last_step_unix_nanos,
+        step_seconds=rows.step_seconds,
+        wait_seconds=rows.wait_seconds,
+        communication_seconds=rows.communication_seconds,
+        input_seconds=rows.input_seconds,
+        forward_seconds=rows.forward_seconds,
+        backward_seconds=rows.backward_seconds,
+        optimizer_seconds=rows.optimizer_seconds,
+        checkpoint_seconds=rows.checkpoint_seconds,
+        facts=progress.facts,
+        allocated_bytes=_bounded(live.allocated_bytes, BYTES_AT_MOST),
+        reserved_bytes=_bounded(live.reserved_bytes, BYTES_AT_MOST),
+        peak_allocated_bytes=_bounded(live.peak_allocated_bytes, BYTES_AT_MOST),
+        device_total_bytes=_bounded(live.device_total_bytes, BYTES_AT_MOST),
+        collectives_enqueued=_bounded(live.collectives_enqueued, COUNTER_AT_MOST),
+        collectives_completed=_bounded(live.collectives_completed, COUNTER_AT_MOST),
+    )
+    next_sequence = header.head + (0 if held_back else 1)
+    return sample, replace(progress, next_sequence=next_sequence, last_step_unix_nanos=sample.last_step_unix_nanos)
+
+
+def _updated(fd: int, live: rings.Live, progress: _Progress) -> _Progress:
+    if all(0 <= clock < step_columns.CLOCK_AT_MOST_NS for clock in (live.unix_ns, live.monotonic_ns)):
+        progress = replace(progress, wall_minus_monotonic_ns=live.unix_ns - live.monotonic_ns)
+    text = rings.read_facts_text(fd)
+    return progress if text is None else replace(progress, facts=parse_facts(text))
+
+
+def _bounded(value: int, limit: int) -> int | None:
+    return value if 0 <= value <= limit else None

@@ -1,0 +1,84 @@
+"""A ring's raw records into the columns of a StepSample: refuses what cannot be true and puts DDP's figures, which the
+probe reads one step late, beside the step they belong to. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.daemon.samples import Column
+from rankscope.probe import layout
+
+Mask: TypeAlias = npt.NDArray[np.bool_]
+
+LONGEST_SECONDS = 86_400.0
+CLOCK_AT_MOST_NS = 1 << 62
+# Clocks of one machine agree; this is room for a step of the wall clock since the probe's last look at it.
+FUTURE_NS = 60_000_000_000
+
+
+@dataclass(frozen=True)
+class StepColumns:
+    step_seconds: Column
+    wait_seconds: Column
+    communication_seconds: Column
+    input_seconds: Column
+    forward_seconds: Column
+    backward_seconds: Column
+    optimizer_seconds: Column
+    checkpoint_seconds: Column
+
+
+def ends_unix_nanos(records: npt.NDArray[np.void], wall_minus_monotonic_ns: int) -> npt.NDArray[np.int64]:
+    """Garbage in, garbage out, but no overflow: what is out of range becomes -1."""
+    ends = records["end_ns"]
+    in_range = (ends >= 0) & (ends < CLOCK_AT_MOST_NS)
+    shifted: npt.NDArray[np.int64] = np.where(in_range, ends + np.int64(wall_minus_monotonic_ns), -1)
+    return shifted
+
+
+def plausible(records: npt.NDArray[np.void], ends: npt.NDArray[np.int64], now_unix_nanos: int) -> Mask:
+    step = records["step"]
+    with np.errstate(invalid="ignore"):
+        good: Mask = (step >= 0) & (step <= LONGEST_SECONDS) & (ends >= 0) & (ends <= now_unix_nanos + FUTURE_NS)
+    return good
+
+
+def columns(records: npt.NDArray[np.void], good: Mask, wanted: Mask) -> StepColumns:
+    """Rows of the `wanted` records. `good` says which records may be believed; a DDP figure comes from the next one."""
+    ddp = {name: _from_the_next(_seconds(records[f"ddp_{name}"]), good)[wanted] for name in _DDP_NAMES}
+    rows = records[wanted]
+    step = np.ascontiguousarray(rows["step"])
+    blocking = np.minimum(_seconds(rows["blocking"]), step)
+    exposed = np.maximum(ddp["communication"] - ddp["overlap"], 0.0)
+    has_ddp = (rows["flags"] & layout.FLAG_DDP) != 0
+    # Collectives on a device do not hold the host up, so Python's blocking calls do not show what they cost.
+    blocking_is_all = (rows["flags"] & layout.FLAG_HOST_RUNS_AHEAD) == 0
+    without_ddp = np.where(blocking_is_all, blocking, np.nan)
+    return StepColumns(
+        step_seconds=step,
+        wait_seconds=np.where(has_ddp, np.minimum(blocking + exposed, step), without_ddp),
+        communication_seconds=np.where(has_ddp, blocking + ddp["communication"], without_ddp),
+        input_seconds=np.minimum(_seconds(rows["input"]), step),
+        forward_seconds=ddp["forward"],
+        backward_seconds=ddp["backward"],
+        optimizer_seconds=np.minimum(_seconds(rows["optimizer"]), step),
+        checkpoint_seconds=np.minimum(_seconds(rows["checkpoint"]), step),
+    )
+
+
+_DDP_NAMES = ("forward", "backward", "communication", "overlap")
+
+
+def _seconds(column: Column) -> Column:
+    with np.errstate(invalid="ignore"):
+        return np.where((column >= 0) & (column <= LONGEST_SECONDS), column, np.nan)
+
+
+def _from_the_next(column: Column, good: Mask) -> Column:
+    shifted = np.full(len(column), np.nan)
+    shifted[:-1] = np.where(good[1:], column[1:], np.nan)
+    return shifted

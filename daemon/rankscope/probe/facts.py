@@ -1,0 +1,91 @@
+"""What the probe says about its process as a whole: rank, place, device, FLOPs."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, Callable, Dict, Optional, Tuple
+
+from . import _declared, declaring
+from .failing import complain
+
+
+class Facts:
+    """Gathers the facts; a bad value of the user's is told once and left out."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._told: set[str] = set()
+        self._mesh: Tuple[int, Dict[str, int]] = (0, {})
+        self._meshes: list[Any] = []
+        self.counted_flops: Optional[float] = None
+
+    def watch_meshes(self, module: Any) -> None:
+        mesh_class = module.DeviceMesh
+        original = mesh_class.__init__
+        meshes = self._meshes
+
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            original(self, *args, **kwargs)
+            if len(meshes) < 64:
+                meshes.append(self)
+
+        mesh_class.__init__ = __init__
+
+    def gather(self) -> Dict[str, Any]:
+        torch = self._torch
+        rank, world_size = self._rank()
+        facts: Dict[str, Any] = {"torch_version": str(torch.__version__), "rank": rank, "world_size": world_size}
+        facts.update(self._coordinates(rank, world_size))
+        facts["model_flops_per_step"] = self._flops(world_size)
+        peak = os.environ.get("RANKSCOPE_PEAK_FLOPS")
+        if peak is not None:
+            name = "RANKSCOPE_PEAK_FLOPS"
+            facts["peak_flops_per_second"] = self._try(lambda: declaring.quantity(name, peak, declaring.PEAK_EXAMPLE))
+        if torch.cuda.is_initialized():
+            facts["device_name"] = torch.cuda.get_device_name()
+        return {name: value for name, value in facts.items() if value is not None}
+
+    def _rank(self) -> Tuple[Optional[int], Optional[int]]:
+        distributed = self._torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank(), distributed.get_world_size()
+        rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+        return (int(rank), int(world_size)) if rank.isdigit() and world_size.isdigit() else (None, None)
+
+    def _coordinates(self, rank: Optional[int], world_size: Optional[int]) -> Dict[str, int]:
+        given = os.environ.get("RANKSCOPE_PARALLELISM")
+        name = "RANKSCOPE_PARALLELISM"
+        if given is None:
+            given, name = _declared.get("parallelism"), "declare(parallelism)"
+        if given is not None and rank is not None and world_size is not None:
+            known_rank, known_size = rank, world_size
+            return self._try(lambda: declaring.coordinates(name, given, known_rank, known_size)) or {}
+        return self._mesh_coordinates()
+
+    def _mesh_coordinates(self) -> Dict[str, int]:
+        """Of the mesh with the most named axes; slices of it say less."""
+        while self._meshes:
+            mesh = self._meshes.pop()
+            names, place = mesh.mesh_dim_names, mesh.get_coordinate()
+            if names and place is not None and len(names) > self._mesh[0]:
+                sizes = tuple(mesh.mesh.shape)
+                self._mesh = (len(names), declaring.mesh_coordinates(tuple(names), sizes, tuple(place)))
+        return self._mesh[1]
+
+    def _flops(self, world_size: Optional[int]) -> Optional[float]:
+        """This rank's share."""
+        whole = self._try(lambda: declaring.flops_from_environment(os.environ))
+        if whole is None:
+            whole = self._try(lambda: declaring.flops_declared(_declared))
+        return whole / (world_size or 1) if whole is not None else self.counted_flops
+
+    def _try(self, parse: Callable[[], Any]) -> Any:
+        try:
+            return parse()
+        except declaring.BadValueError as error:
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                complain("{} (ignored)".format(error))
+            return None

@@ -1,0 +1,99 @@
+"""The writer's side of the ring: a sealed memfd that the daemon finds under /proc/<pid>/fd."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import time
+import zlib
+from typing import Any, Dict, Tuple
+
+from . import layout
+
+_ZERO = layout.HEAD.pack(0)
+
+
+class Ring:
+    """Nothing is on disk, nothing is left behind: the kernel frees it with the process, and exec closes it."""
+
+    def __init__(self) -> None:
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self._fd = os.memfd_create(layout.RING_NAME, flags)
+        os.ftruncate(self._fd, layout.RING_BYTES)
+        # Sealed, so that nobody can shrink the file under a reader, which would be a SIGBUS for it.
+        fcntl.fcntl(self._fd, layout.F_ADD_SEALS, layout.F_SEAL_SHRINK | layout.F_SEAL_GROW | layout.F_SEAL_SEAL)
+        self._inode = os.fstat(self._fd).st_ino
+        self._memory = mmap.mmap(self._fd, layout.RING_BYTES)
+        self._facts: bytes = b""
+        self.head = 0
+        self._write_state(layout.STATE_RUNNING)
+        self.write_live((-1, -1, -1, -1), (-1, -1))
+        fixed = layout.FIXED.pack(
+            layout.MAGIC,
+            layout.VERSION,
+            layout.HEADER_BYTES,
+            layout.RECORD_BYTES,
+            layout.CAPACITY,
+            os.getpid(),
+            int.from_bytes(os.urandom(8), "little"),
+        )
+        self._memory[: len(fixed) + 4] = fixed + layout.CHECKSUM.pack(zlib.crc32(fixed))
+
+    def append(
+        self,
+        end_ns: int,
+        step_s: float,
+        input_s: float,
+        blocking_s: float,
+        optimizer_s: float,
+        checkpoint_s: float,
+        ddp: Tuple[float, float, float, float],
+        flags: int,
+        pack: Any = layout.RECORD.pack,
+        pack_checksum: Any = layout.CHECKSUM.pack,
+        pack_head: Any = layout.HEAD.pack,
+        crc32: Any = zlib.crc32,
+    ) -> None:
+        head = self.head + 1
+        memory = self._memory
+        offset = layout.HEADER_BYTES + self.head % layout.CAPACITY * layout.RECORD_BYTES
+        body = pack(head, end_ns, step_s, input_s, blocking_s, optimizer_s, checkpoint_s, *ddp, flags)
+        # Invalid first, then body and checksum, then the counter: a reader in between sees a wrong sequence number or a
+        # wrong checksum, never a mixture of two records.
+        memory[offset : offset + 8] = _ZERO
+        memory[offset : offset + layout.RECORD_BYTES] = body + pack_checksum(crc32(body))
+        memory[layout.HEAD_OFFSET : layout.HEAD_OFFSET + 8] = pack_head(head)
+        self.head = head
+
+    def write_live(self, memory: Tuple[int, int, int, int], collectives: Tuple[int, int]) -> None:
+        body = layout.LIVE.pack(time.monotonic_ns(), time.time_ns(), *memory, *collectives)
+        end = layout.LIVE_OFFSET + len(body) + 4
+        self._memory[layout.LIVE_OFFSET : end] = body + layout.CHECKSUM.pack(zlib.crc32(body))
+
+    def write_facts(self, facts: Dict[str, Any]) -> None:
+        text = json.dumps(facts, sort_keys=True, allow_nan=False).encode()
+        if text == self._facts:
+            return
+        if len(text) > layout.FACTS_BYTES:
+            raise ValueError("facts of {} bytes do not fit".format(len(text)))
+        head = layout.FACTS_HEAD.pack(len(text), zlib.crc32(text))
+        self._memory[layout.FACTS_OFFSET : layout.FACTS_OFFSET + len(head) + len(text)] = head + text
+        self._facts = text
+
+    def _write_state(self, state: int) -> None:
+        self._memory[layout.STATE_OFFSET : layout.STATE_OFFSET + 4] = layout.STATE.pack(state)
+
+    def mark_disabled(self) -> None:
+        """Without this a probe that gave up would look like a rank that hangs."""
+        self._write_state(layout.STATE_DISABLED)
+
+    def abandon(self) -> None:
+        """In a forked child: this ring is the parent's. The number may have been closed and used again by the user, so
+        the file is closed only if it is still ours."""
+        self._memory.close()
+        with contextlib.suppress(OSError):
+            if os.fstat(self._fd).st_ino == self._inode:
+                os.close(self._fd)

@@ -1,0 +1,68 @@
+"""Times what the training thread spends inside a few torch functions, without changing what they take or give back."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from typing import Any, Callable, List
+
+INPUT, BLOCKING, OPTIMIZER, CHECKPOINT = range(4)
+
+
+class Tally:
+    """Nanoseconds by cause since the last step boundary, of one thread. Causes never overlap: the outermost call
+    wins."""
+
+    __slots__ = ("inside", "spent_ns", "thread_id")
+
+    def __init__(self) -> None:
+        self.spent_ns: List[int] = [0, 0, 0, 0]
+        self.thread_id = 0  # none before the first step
+        self.inside = False
+
+
+def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile would otherwise trace into us, guard on our counters and compile anew at every step (seen)."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def timed(function: Callable[..., Any], tally: Tally, cause: int) -> Callable[..., Any]:
+    now = time.monotonic_ns
+    get_ident = threading.get_ident
+    spent_ns = tally.spent_ns
+
+    # pybind's functions have no __module__ or the like; update what is there.
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if tally.inside or get_ident() != tally.thread_id:
+            return function(*args, **kwargs)
+        tally.inside = True
+        start_ns = now()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            spent_ns[cause] += now() - start_ns
+            tally.inside = False
+
+    return hide_from_dynamo(wrapper)
+
+
+def time_blocking_communication(bindings: Any, tally: Tally) -> None:
+    """Every blocking call of torch.distributed (send, recv, barrier, all_reduce, …) ends in Work.wait, so that is the
+    one place to time. The functions of torch.distributed itself stay untouched: torch.compile recognises them by
+    identity to replace them by functional collectives, and a wrapped one would be a graph break."""
+    for owner, name in ((bindings.Work, "wait"), (bindings.ProcessGroup, "monitored_barrier")):
+        if hasattr(owner, name):
+            setattr(owner, name, timed(getattr(owner, name), tally, BLOCKING))
+
+
+def time_input(dataloader: Any, tally: Tally) -> None:
+    iterator = dataloader._BaseDataLoaderIter
+    iterator.__next__ = timed(iterator.__next__, tally, INPUT)
+
+
+def time_checkpoints(torch: Any, tally: Tally) -> None:
+    # Both names must stay the same object, or pickling a reference to torch.save fails.
+    torch.save = torch.serialization.save = timed(torch.save, tally, CHECKPOINT)
