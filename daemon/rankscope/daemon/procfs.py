@@ -98,6 +98,15 @@ def read_stat(process: str) -> ProcessStat:
     return parse_stat(line)
 
 
+def is_alive(process: str, start_ticks: int) -> bool:
+    """Whether the process that started then still runs; its pid may be another's by now."""
+    try:
+        stat = read_stat(process)
+    except (OSError, ValueError):
+        return False
+    return stat.start_ticks == start_ticks and not stat.is_dead
+
+
 def read_status(process: str) -> Status:
     found: dict[bytes, bytes] = {}
     for line in read_bounded(process + "/status").splitlines():

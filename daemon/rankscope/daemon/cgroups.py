@@ -1,0 +1,105 @@
+"""How long a process' control groups were out of CPU quota, in cgroup v1 and v2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from rankscope.daemon import procfs
+
+LEVELS_LIMIT: Final = 8
+_V1_FOLDERS: Final = ("cpu", "cpu,cpuacct", "cpuacct,cpu")
+
+
+@dataclass(frozen=True)
+class Throttled:
+    """Counters of one moment, by group: the process' own and those above it, for any of them may hold the quota."""
+
+    seconds_by_group: Mapping[str, float] = field(default_factory=dict)
+
+    def seconds_since(self, before: Throttled, span_seconds: float) -> float | None:
+        """None when nothing can be compared. The kernel adds up over CPUs, so more than the span is the whole span."""
+        deltas = [
+            seconds - before.seconds_by_group[group]
+            for group, seconds in self.seconds_by_group.items()
+            if group in before.seconds_by_group
+        ]
+        if not deltas or min(deltas) < 0:
+            return None
+        return min(max(deltas), span_seconds)
+
+
+class CpuThrottling:
+    def __init__(self, proc_root: Path, cgroup_root: Path) -> None:
+        self._proc = str(proc_root)
+        self._root = cgroup_root
+        # Ranks of one pod share their groups: each is read once a round.
+        self._round: dict[Path, float | None] = {}
+
+    def begin_round(self) -> None:
+        self._round.clear()
+
+    def read(self, pid: int) -> Throttled:
+        group = self._group_of(str(pid))
+        if group is None:
+            return Throttled()
+        hierarchy, path = group
+        folder = self._folder(hierarchy, path)
+        if folder is None:
+            return Throttled()
+        seconds_by_group = {}
+        for level in (folder, *folder.parents)[:LEVELS_LIMIT]:
+            seconds = self._throttled_seconds(level)
+            if seconds is not None:
+                seconds_by_group[str(level)] = seconds
+            if level == hierarchy:
+                break
+        return Throttled(seconds_by_group)
+
+    def _group_of(self, process: str) -> tuple[Path, PurePosixPath] | None:
+        """Where the hierarchy with the CPU controller is mounted, and the process' path in it."""
+        unified = None
+        for line in procfs.read_bounded(f"{self._proc}/{process}/cgroup").decode("utf-8", "replace").splitlines():
+            _, _, rest = line.partition(":")
+            controllers, _, path = rest.partition(":")
+            if "cpu" in controllers.split(","):
+                for folder in _V1_FOLDERS:
+                    if (self._root / folder).is_dir():
+                        return self._root / folder, PurePosixPath(path)
+            elif not controllers:
+                unified = (self._root, PurePosixPath(path))
+        return unified
+
+    def _folder(self, hierarchy: Path, path: PurePosixPath) -> Path | None:
+        if ".." in path.parts:
+            return None  # outside of our cgroup namespace, and never to be followed
+        folder = hierarchy / path.relative_to("/") if path.is_absolute() else hierarchy / path
+        if folder.is_dir():
+            return folder
+        # A container without a cgroup namespace sees the host's path, with only its own part of the tree mounted.
+        own = self._group_of("self")
+        if own is not None and path.is_relative_to(own[1]):
+            return hierarchy / path.relative_to(own[1])
+        return None
+
+    def _throttled_seconds(self, folder: Path) -> float | None:
+        if folder not in self._round:
+            self._round[folder] = _read_throttled_seconds(f"{folder}/cpu.stat")
+        return self._round[folder]
+
+
+def _read_throttled_seconds(path: str) -> float | None:
+    try:
+        text = procfs.read_bounded(path)
+    except OSError:
+        return None
+    for line in text.splitlines():
+        name, _, value = line.partition(b" ")
+        if value.isdigit():
+            if name == b"throttled_usec":
+                return int(value) / 1e6
+            if name == b"throttled_time":
+                return int(value) / 1e9
+    return None

@@ -1,0 +1,120 @@
+"""Stacks of every rank: short py-spy recordings, one after the other per rank. The target is never stopped."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from rankscope.daemon.dumping import dump_stacks
+from rankscope.daemon.pyspy import find_py_spy, missing, private_folder
+from rankscope.daemon.recording import Plan, RankRecorder
+from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span, StackSample, StallDump
+
+RATE_HZ: Final = 10.0
+RECORDING_SECONDS: Final = 2
+MAX_CONCURRENT: Final = 8
+_STAGGER: Final = 0.618  # multiples of the golden ratio spread any number of ranks evenly
+
+
+class StacksCollector:
+    """`poll`, about five times a second, starts and reaps recordings and never blocks; `collect` returns what ended.
+
+    A rank whose recording is still under way is absent from the result. `poll` must be called by a thread that lives as
+    long as the daemon, for the children die with it. `dump` and `dump_all` may be called from any thread."""
+
+    name = "stacks"
+
+    def __init__(
+        self,
+        py_spy: Path | str | None = None,
+        rate_hz: float = RATE_HZ,
+        recording_seconds: int = RECORDING_SECONDS,
+        max_concurrent: int = MAX_CONCURRENT,
+        proc_root: Path = Path("/proc"),
+        unix_nanos: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._py_spy = Path(py_spy) if py_spy else find_py_spy()
+        self._burst_hz = max(RATE_HZ, rate_hz)
+        self._recording_seconds = recording_seconds
+        self._max_concurrent = max_concurrent
+        self._proc_root = str(proc_root)
+        self._unix_nanos = unix_nanos
+        self._recorders: dict[RankKey, RankRecorder] = {}
+        self._folder: Path | None = None
+        self._unusable = missing(None) if self._py_spy is None else None
+        try:
+            self._folder = private_folder()
+        except OSError as error:
+            text = f"there is no folder that py-spy could write to ({error}); make /tmp writable or set TMPDIR"
+            self._unusable = Problem(self.name, "unwritable", text)
+        self._cpu_lock = threading.Lock()
+        self._child_cpu_seconds = 0.0
+        self.set_rate(rate_hz)
+
+    @property
+    def child_cpu_seconds(self) -> float:
+        """CPU time of all py-spy processes that have ended, since the start."""
+        with self._cpu_lock:
+            return self._child_cpu_seconds
+
+    def set_rate(self, rate_hz: float) -> None:
+        """Samples per second and rank, on average: a lower rate means fewer recordings, for attaching costs as much as
+        twenty samples do. 0 pauses."""
+        period_seconds = self._recording_seconds * self._burst_hz / rate_hz if rate_hz > 0 else None
+        self._plan = Plan(self._recording_seconds, round(self._burst_hz), period_seconds) if period_seconds else None
+
+    def poll(self, now_monotonic: float) -> None:
+        for recorder in self._recorders.values():
+            self._account(recorder.poll(now_monotonic))
+            if recorder.due_seconds is None:  # new: somewhere in the window, each rank elsewhere
+                recorder.due_seconds = now_monotonic + recorder.rank.rank * _STAGGER % 1.0 * self._recording_seconds
+        if self._plan is None:
+            return
+        free = self._max_concurrent - sum(recorder.is_running for recorder in self._recorders.values())
+        waiting = [recorder for recorder in self._recorders.values() if recorder.is_due(now_monotonic)]
+        for recorder in sorted(waiting, key=lambda recorder: recorder.due_seconds or 0.0)[: max(0, free)]:
+            recorder.start(self._plan, now_monotonic)
+
+    def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, StackSample | Problem]:
+        if self._py_spy is None or self._folder is None:
+            assert self._unusable is not None
+            return {rank.key: self._unusable for rank in ranks}
+        for key in self._recorders.keys() - {rank.key for rank in ranks}:
+            self._account(self._recorders.pop(key).close())
+        for rank in ranks:
+            if rank.key not in self._recorders:
+                recorder = RankRecorder(rank, self._py_spy, self._folder, self._proc_root, self._unix_nanos)
+                self._recorders[rank.key] = recorder
+        taken = {key: recorder.take() for key, recorder in self._recorders.items()}
+        return {key: sample for key, sample in taken.items() if sample is not None}
+
+    def dump(self, rank: RankProcess) -> StallDump | Problem:
+        return self.dump_all((rank,))[rank.key]
+
+    def dump_all(self, ranks: Sequence[RankProcess]) -> Mapping[RankKey, StallDump | Problem]:
+        """Takes up to two seconds."""
+        if self._unusable is not None or self._py_spy is None or self._folder is None:
+            return {rank.key: self._unusable or missing(None) for rank in ranks}
+        try:
+            dumps = dump_stacks(self._py_spy, ranks, self._folder)
+        except OSError as error:
+            text = f"py-spy has no folder to write to ({error}); make /tmp writable or set TMPDIR"
+            return {rank.key: Problem(self.name, "unwritable", text) for rank in ranks}
+        self._account(dumps.cpu_seconds)
+        return dumps.by_rank
+
+    def close(self) -> None:
+        """Ends all recordings that are under way and removes what they wrote."""
+        for recorder in self._recorders.values():
+            self._account(recorder.close())
+        self._recorders.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _account(self, cpu_seconds: float) -> None:
+        with self._cpu_lock:
+            self._child_cpu_seconds += cpu_seconds

@@ -1,0 +1,148 @@
+"""Running py-spy as a bounded child, always without stopping its target, and saying why it failed."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rankscope.daemon.samples import Problem, RankProcess
+
+OUTPUT_LIMIT_BYTES: Final = 16 * 1024 * 1024
+LOG_LIMIT_BYTES: Final = 64 * 1024
+
+_CHILD_LIMITS: Final = (
+    (resource.RLIMIT_FSIZE, OUTPUT_LIMIT_BYTES),
+    (resource.RLIMIT_AS, 4 * 1024 * 1024 * 1024),
+    (resource.RLIMIT_CPU, 20),  # seconds; also ends a child whose daemon was killed
+    (resource.RLIMIT_CORE, 0),
+)
+
+
+def find_py_spy() -> Path | None:
+    beside = Path(sys.executable).parent / "py-spy"
+    if beside.is_file() and os.access(beside, os.X_OK):
+        return beside
+    found = shutil.which("py-spy")
+    return Path(found) if found else None
+
+
+def private_folder() -> Path:
+    """For what py-spy writes: readable by this user alone, for stacks tell about other users' programs."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="rankscope-stacks-"))
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="rankscope-stacks-", dir="/dev/shm"))
+
+
+def record_command(py_spy: Path, pid: int, seconds: int, rate_hz: int, output: Path) -> list[str]:
+    options = ["--duration", str(seconds), "--rate", str(rate_hz), "--format", "raw", "--output", str(output)]
+    return [*_command(py_spy, "record", pid), *options, "--threads", "--idle", "--full-filenames"]
+
+
+def dump_command(py_spy: Path, pid: int) -> list[str]:
+    return [*_command(py_spy, "dump", pid), "--json"]
+
+
+def _command(py_spy: Path, verb: str, pid: int) -> list[str]:
+    # Without --nonblocking py-spy ptrace-stops every thread for every sample: 1.5 s of training became 24 s.
+    return [str(py_spy), verb, "--nonblocking", "--pid", str(pid)]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended. `status` is the exit status, or minus the signal that killed it."""
+
+    status: int
+    cpu_seconds: float
+
+
+class Child:
+    """A running py-spy. Reaped by `poll`, which also knows the CPU time it took."""
+
+    def __init__(self, command: Sequence[str], log: Path, stdout: Path | None = None) -> None:
+        """What it prints goes to `log`, with its standard output too unless `stdout` is given."""
+        if "--nonblocking" not in command:
+            raise ValueError(f"refused: py-spy without --nonblocking stops the training process: {command}")
+        with log.open("wb") as errors, (stdout or Path(os.devnull)).open("wb") as output:
+            self._process = subprocess.Popen(
+                [*_DIE_WITH_PARENT, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output if stdout else errors,
+                stderr=errors,
+                cwd="/",
+            )
+        self.pid = self._process.pid
+        for limit, value in _CHILD_LIMITS:
+            try:
+                resource.prlimit(self.pid, limit, (value, value))
+            except (ProcessLookupError, PermissionError):
+                break  # ended already, or a py-spy that carries capabilities of its own
+
+    def poll(self) -> Ended | None:
+        """None while it runs. After it has ended once, do not ask again."""
+        pid, wait_status, usage = os.wait4(self.pid, os.WNOHANG)
+        return None if pid == 0 else self._ended(wait_status, usage)
+
+    def kill(self) -> Ended:
+        self._process.send_signal(signal.SIGKILL)
+        _, wait_status, usage = os.wait4(self.pid, 0)
+        return self._ended(wait_status, usage)
+
+    def _ended(self, wait_status: int, usage: resource.struct_rusage) -> Ended:
+        status = os.waitstatus_to_exitcode(wait_status)
+        self._process.returncode = status  # tells Popen that there is nothing left to wait for
+        return Ended(status, usage.ru_utime + usage.ru_stime)
+
+
+def _die_with_parent() -> tuple[str, ...]:
+    # By a program, not by a preexec_fn: that would fork a process that runs gRPC threads.
+    setpriv = shutil.which("setpriv")
+    return (setpriv, "--pdeathsig", "KILL", "--") if setpriv else ()
+
+
+_DIE_WITH_PARENT: Final = _die_with_parent()
+
+
+def explain_failure(rank: RankProcess, ended: Ended | None, log: str, is_alive: bool) -> Problem:
+    """`ended` is None for a child that was killed for taking too long."""
+    who = f"rank {rank.rank} (pid {rank.pid})"
+    if not is_alive:
+        return Problem("stacks", "died", f"{who}: the process ended while py-spy was reading it")
+    if ended is None:
+        text = (
+            f"{who}: py-spy did not finish in time and was killed; it is tried again later (is the machine overloaded?)"
+        )
+        return Problem("stacks", "timeout", text)
+    cause = _cause(log)
+    if "permission denied" in cause.lower() or "operation not permitted" in cause.lower():
+        text = (
+            f"{who}: py-spy could not read memory: EPERM; the daemon needs CAP_SYS_PTRACE (see docs/troubleshooting.md)"
+        )
+        return Problem("stacks", "permission", text)
+    how = f"exit status {ended.status}" if ended.status >= 0 else f"signal {-ended.status}"
+    return Problem("stacks", "unreadable", f"{who}: py-spy failed ({how}): {cause or 'no message'}")
+
+
+def missing(looked_for: Path | None) -> Problem:
+    where = f"no py-spy at {looked_for}" if looked_for else "py-spy is not installed"
+    return Problem("stacks", "missing", f"{where}, so there are no stacks; pip install py-spy")
+
+
+def _cause(log: str) -> str:
+    """The message and what caused it, without the Rust backtrace."""
+    lines = []
+    for line in log.splitlines():
+        if line.startswith("Stack backtrace"):
+            break
+        lines.append(line.strip())
+    text = " ".join(" ".join(lines).split()).removeprefix("Error: ")
+    return "".join(character if character.isprintable() else "?" for character in text)[:300]
