@@ -18,13 +18,16 @@ _LEAST_QUOTA_MICROSECONDS = 1000  # the kernel refuses less
 # Stopping takes the waits for a device away too, not only the processor: this much of the time slows a rank about as
 # much as half of the processor time that it needs.
 RUNNING_FRACTION = 0.4
+_GROUP_PREFIX = "rankscope-confined-"
+_ABANDONED_SECONDS = 60.0
 
 
 def confine(
     pid: int, name: str, core_fraction: float, *, cgroup_root: Path = Path("/sys/fs/cgroup")
 ) -> ControlGroup | StopAndGo:
     """Confines the process, all its threads included, to that fraction of a core."""
-    for group in _candidate_groups(pid, name, cgroup_root):
+    for group in _candidate_groups(pid, f"{_GROUP_PREFIX}{name}", cgroup_root):
+        _remove_abandoned(group.parent)
         confinement = ControlGroup(group, core_fraction)
         try:
             confinement.take(pid)
@@ -49,7 +52,15 @@ def _candidate_groups(pid: int, name: str, root: Path) -> Iterator[Path]:
         parents = dict.fromkeys((mount / path.lstrip("/"), mount))
         for parent in parents:
             if (parent / "cgroup.procs").exists():
-                yield parent / f"rankscope-{name}"
+                yield parent / name
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """A launcher that was killed outright could not remove its group; one with processes in it cannot be removed."""
+    for group in parent.glob(f"{_GROUP_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - group.stat().st_mtime > _ABANDONED_SECONDS:
+                group.rmdir()
 
 
 class ControlGroup:

@@ -60,7 +60,7 @@ class DemoJob:
         self._folder: Path | None = None
         self._board: Board | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._confinement: ControlGroup | StopAndGo | None = None
+        self.confinement: ControlGroup | StopAndGo | None = None
         self._port_attempts = 0
         self._cpu_at_training: list[tuple[float, float]] = []
 
@@ -167,9 +167,9 @@ class DemoJob:
         """Switches the fault on and returns time.monotonic() of that moment; every rank meets it in the same step."""
         board = self._running_board()
         if self.fault.kind == STARVED and self.fault.rank is not None:
-            if self._confinement is None:
+            if self.confinement is None:
                 pid = self._processes[self.fault.rank].pid
-                self._confinement = confine(pid, self.run_id, self._starving_fraction(self.fault.rank))
+                self.confinement = confine(pid, self.run_id, self._starving_fraction(self.fault.rank))
         elif self.fault.kind != NONE:
             board.fault_step = max(self.steps_done()) + _STEPS_AHEAD
         return time.monotonic()
@@ -177,9 +177,9 @@ class DemoJob:
     def stop(self) -> None:
         """Ends every rank and removes what the job left on the machine. Safe to call at any time, and twice."""
         self._end_processes()
-        if self._confinement is not None:
-            self._confinement.lift()
-            self._confinement = None
+        if self.confinement is not None:
+            self.confinement.lift()
+            self.confinement = None
         if self._board is not None:
             self._board.close()
             self._board = None

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rankscope.cli.demo_job.confining import ControlGroup, StopAndGo, confine
+from tests.integration.demo_job_watching import cpu_seconds, cpu_share, is_gone, state, wait_for
+
+
+@pytest.fixture
+def busy() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def by_whatever_works_here(pid: int) -> ControlGroup | StopAndGo:
+    return confine(pid, f"test-{pid}", core_fraction=0.15)
+
+
+@pytest.mark.parametrize("confine_it", [by_whatever_works_here, StopAndGo])
+def test_a_confined_process_gets_less_than_half_a_core_until_it_is_let_go(
+    busy: subprocess.Popen[bytes], confine_it: Callable[[int], ControlGroup | StopAndGo]
+) -> None:
+    confinement = confine_it(busy.pid)
+    try:
+        confined = cpu_share(busy.pid, seconds=1.5)
+    finally:
+        confinement.lift()
+
+    assert 0.01 < confined < 0.48
+    # Freed, it runs; how fast depends on what else the machine does.
+    before = cpu_seconds(busy.pid)
+    wait_for(lambda: cpu_seconds(busy.pid) > before + 0.2)
+    assert not (isinstance(confinement, ControlGroup) and confinement.folder.exists())
+
+
+def test_where_no_control_group_can_be_made_the_process_is_stopped_and_started(
+    busy: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    (tmp_path / "cgroup.procs").write_text("")
+
+    confinement = confine(busy.pid, "test", core_fraction=0.15, cgroup_root=tmp_path)
+    confinement.lift()
+
+    assert isinstance(confinement, StopAndGo)
+    assert (tmp_path / "cgroup.procs").read_text() == ""
+    assert list(tmp_path.iterdir()) == [tmp_path / "cgroup.procs"]
+
+
+def test_a_process_runs_on_when_whoever_stopped_it_is_killed(busy: subprocess.Popen[bytes]) -> None:
+    code = (
+        "import sys; from rankscope.cli.demo_job.confining import StopAndGo; "
+        "print(StopAndGo(int(sys.argv[1])).helper_pid, flush=True); sys.stdin.read()"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code, str(busy.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert launcher.stdout is not None
+    assert launcher.stdin is not None
+    helper = int(launcher.stdout.readline())
+    wait_for(lambda: state(busy.pid) == "T")
+
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    launcher.stdin.close()
+    launcher.stdout.close()
+
+    wait_for(lambda: is_gone(helper))
+    assert state(busy.pid) != "T"
