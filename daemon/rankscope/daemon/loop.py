@@ -203,7 +203,7 @@ class Daemon:
             stall = self._stalls.observe(rank, samples, span)
             window = assemble(rank, node, span, incarnation.sequence, samples, peak_flops_per_second, stall)
         except Exception as error:  # noqa: BLE001 - one rank's odd figures must not cost the others their window
-            problem = Problem("daemon", "assembly", f"the samples could not be used: {describe(error)}")
+            problem = Problem("daemon", "assembly", f"rank {rank.rank} (pid {rank.pid}): {describe(error)}")
             samples = RankSamples(problems=(problem, *samples.problems))
             window = assemble(rank, node, span, incarnation.sequence, samples, peak_flops_per_second)
         incarnation.totals = add_window(incarnation.totals, window)
@@ -248,9 +248,9 @@ class Daemon:
         for rank in sampled.ranks:
             for problem in sampled.samples[rank.key].problems:
                 if problem.source not in sampled.failures:
-                    who = f"rank {rank.rank} of job {_quoted(rank)} (pid {rank.pid})"
-                    key = (rank.key, problem.source, problem.kind)
-                    self._problems.warn(key, f"{who}: {problem.source}: {problem.text}")
+                    # Without the rank in the key: what is wrong for all ranks in the same words is said once.
+                    text = f"job {_quoted(rank)}: {problem.source}: {problem.text}"
+                    self._problems.warn(text, text)
 
 
 def _quoted(rank: RankProcess) -> str:

@@ -67,7 +67,7 @@ def real_collectors(config: Config) -> Collectors:
         discovery=RankDiscovery(proc_root, config.node),
         steps=StepsCollector(proc_root),
         process=ProcessCollector(proc_root, Path(config.cgroup_root)),
-        stacks=StacksCollector(config.py_spy or None, config.stack_rate_hertz),
+        stacks=StacksCollector(config.py_spy or None, config.stack_rate_hertz, proc_root=proc_root),
     )
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 from rankscope.daemon.budget import Budget, rate_ladder
 
 
@@ -70,6 +72,6 @@ def test_a_rate_that_never_fits_is_tried_less_and_less_often() -> None:
     for _ in range(2000):
         rates += machine.run(2, 0.0, 0.0015 if machine.budget.rate_hertz == 10.0 else 0.0005)
     raises = [index for index in range(1, len(rates)) if rates[index] > rates[index - 1]]
-    gaps = [later - earlier for earlier, later in zip(raises, raises[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(raises)]
     assert gaps == sorted(gaps)
     assert gaps[-1] > 4 * gaps[0]

@@ -90,7 +90,7 @@ def test_failing_discovery_keeps_the_ranks_known_so_far() -> None:
 def test_samples_nobody_can_use_do_not_cost_the_other_ranks_their_window() -> None:
     watched = daemon(None, make.rank(0), make.rank(1), process=lambda r: "nonsense" if r.rank == 0 else make.process())
     tick = watched.tick(make.span())
-    assert "could not be used" in tick.windows[make.rank(0).key].problems[0]
+    assert "daemon: rank 0 (pid 4000): AttributeError" in tick.windows[make.rank(0).key].problems[0]
     assert tick.windows[make.rank(1).key].process.cpu_seconds == 1.5
 
 
@@ -124,18 +124,23 @@ def test_a_stalled_rank_shows_its_stack_one_window_later() -> None:
 
 def test_a_problem_of_a_rank_is_logged_once_a_minute_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
     clock = make.FakeClock()
-    denied = Problem("stacks", "permission", "EPERM;\nrun as root")
-    watched = daemon(clock, make.rank(0), make.rank(1), stacks=lambda _: denied)
+    watched = daemon(
+        clock,
+        make.rank(0),
+        make.rank(1),
+        steps=lambda rank: Problem("steps", "corrupt", f"rank {rank.rank}:\na bad ring"),
+        stacks=lambda _: Problem("stacks", "missing", "no py-spy"),
+    )
     with caplog.at_level(logging.WARNING):
         for index in range(10):
             watched.tick(make.span(index))
             clock.sleep(2.0)
     lines = [record.message for record in caplog.records]
-    assert len(lines) == 2, "one for each rank"
-    assert "rank 0 of job '10.0.0.1:29500/run' (pid 4000): stacks: EPERM; run as root" in lines
+    assert len(lines) == 3, "one for each rank, and one for all"
+    assert "job '10.0.0.1:29500/run': steps: rank 0: a bad ring" in lines
     clock.sleep(60.0)
     watched.tick(make.span(50))
-    assert len(caplog.records) == 4
+    assert len(caplog.records) == 6
 
 
 def test_the_budget_lowers_the_rate_of_stacks() -> None:
