@@ -1,0 +1,166 @@
+"""The daemon as a user runs it: a real process, real sockets, real signals, a real job beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from rankscope.v1.rank_service_pb2 import WatchRanksRequest, WatchRanksResponse
+from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
+
+PATIENCE_SECONDS = 60
+TRAINING_JOB = Path(__file__).parent / "jobs" / "small_ddp.py"
+ANNOUNCED = re.compile(r"rankscope daemon: metrics (http://127\.0\.0\.1:\d+/metrics), grpc (unix:\S+)")
+
+
+def command(folder: Path, *flags: str) -> list[str]:
+    settings = ("--metrics-listen", "127.0.0.1:0", "--socket", str(folder / "run" / "daemon.sock"), *flags)
+    return [sys.executable, "-m", "rankscope.cli.main", "daemon", *settings]
+
+
+@dataclass(frozen=True)
+class Running:
+    process: subprocess.Popen[str]
+    metrics_url: str
+    grpc_target: str
+
+    def scrape(self) -> str:
+        return str(urllib.request.urlopen(self.metrics_url, timeout=PATIENCE_SECONDS).read().decode())
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    process = subprocess.Popen(command(tmp_path, "--window-seconds", "0.5"), stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        announced = ANNOUNCED.match(process.stderr.readline())
+        assert announced is not None
+        yield Running(process, announced[1], announced[2])
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def training_job() -> Iterator[str]:
+    """Two ranks of a real DDP job without the probe; yields its job name."""
+    environment = {**os.environ, "SMALL_DDP_SECONDS": "120", "OMP_NUM_THREADS": "1"}
+    environment.pop("RANKSCOPE_PROBE", None)
+    run_id = f"daemon-test-{os.getpid()}"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    launcher += ["--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={run_id}", str(TRAINING_JOB)]
+    job = subprocess.Popen(launcher, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    try:
+        assert job.stdout is not None
+        assert job.stdout.readline().strip() == "step 20"
+        yield run_id
+    finally:
+        job.terminate()
+        job.communicate(timeout=PATIENCE_SECONDS)
+
+
+def first_message(
+    stream: Iterator[WatchRanksResponse], wanted: Callable[[WatchRanksResponse], bool]
+) -> WatchRanksResponse:
+    return next(message for message in stream if wanted(message))
+
+
+def test_it_serves_metrics_health_and_reflection_and_ends_cleanly_on_sigterm(running: Running) -> None:
+    assert "rankscope_daemon_ranks " in running.scrape()
+    assert urllib.request.urlopen(running.metrics_url.replace("/metrics", "/healthz")).status == 200
+    with grpc.insecure_channel(running.grpc_target) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "rankscope.v1.RankService", "rankscope.v1.CaptureService"):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        question = reflection_pb2.ServerReflectionRequest(list_services="")
+        (listing,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([question]))
+        names = {service.name for service in listing.list_services_response.service}
+        assert {"rankscope.v1.RankService", "rankscope.v1.CaptureService", "grpc.health.v1.Health"} <= names
+        # A watcher must not hold the shutdown up.
+        stream = RankServiceStub(channel).WatchRanks(WatchRanksRequest())
+        next(stream)
+        running.process.send_signal(signal.SIGTERM)
+        asked_at = time.monotonic()
+        assert running.process.wait(PATIENCE_SECONDS) == 0
+        assert time.monotonic() - asked_at < PATIENCE_SECONDS / 4
+    assert not Path(running.grpc_target.removeprefix("unix:")).exists()
+
+
+def test_a_second_daemon_fails_clearly_and_the_first_one_lives(running: Running, tmp_path: Path) -> None:
+    same_socket = subprocess.run(command(tmp_path), capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert same_socket.returncode == 1
+    assert re.fullmatch(
+        rf"error: \S+/daemon.sock is in use by another rankscope daemon \(pid {running.process.pid}\); stop it .*\n",
+        same_socket.stderr,
+    )
+    port = running.metrics_url.split(":")[2].split("/")[0]
+    same_port = subprocess.run(
+        command(tmp_path / "second", "--metrics-listen", f"127.0.0.1:{port}"),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert same_port.returncode == 1
+    assert same_port.stderr == (
+        f"error: port {port} is in use, perhaps by another rankscope daemon; "
+        "stop it or pass --metrics-listen 127.0.0.1:0\n"
+    )
+    with grpc.insecure_channel(running.grpc_target) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_SECONDS)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    assert "rankscope_build_info" in running.scrape()
+
+
+def test_a_killed_daemon_leaves_nothing_that_stops_the_next_one(running: Running, tmp_path: Path) -> None:
+    running.process.kill()
+    running.process.wait(PATIENCE_SECONDS)
+    path = Path(running.grpc_target.removeprefix("unix:"))
+    assert path.is_socket()
+    successor = subprocess.Popen(command(tmp_path), stderr=subprocess.PIPE, text=True)
+    try:
+        assert successor.stderr is not None
+        assert ANNOUNCED.match(successor.stderr.readline())
+    finally:
+        successor.terminate()
+        successor.communicate(timeout=PATIENCE_SECONDS)
+    assert not path.exists()
+
+
+def test_a_real_job_is_seen_sampled_and_seen_ending(running: Running, training_job: str) -> None:
+    with grpc.insecure_channel(running.grpc_target) as channel:
+        stream = RankServiceStub(channel).WatchRanks(WatchRanksRequest(), timeout=2 * PATIENCE_SECONDS)
+
+        def sampled_ranks(message: WatchRanksResponse) -> set[int]:
+            ours = [window for window in message.windows if training_job in window.identity.job]
+            return {window.identity.rank for window in ours if window.process.HasField("cpu_seconds")}
+
+        message = first_message(stream, lambda message: sampled_ranks(message) == {0, 1})
+        job = next(window.identity.job for window in message.windows if training_job in window.identity.job)
+        with_stacks = first_message(
+            stream, lambda m: any(w.identity.job == job and w.HasField("stacks") for w in m.windows)
+        )
+        window = next(w for w in with_stacks.windows if w.identity.job == job and w.HasField("stacks"))
+        assert window.stacks.samples > 0
+        assert not window.HasField("steps"), "without the probe nothing is known about steps"
+        length_nanos = 500_000_000
+        assert window.end_unix_nanos % length_nanos == 0
+        assert f'job="{job}",phase="' in running.scrape()
+        os.kill(window.identity.pid, signal.SIGKILL)
+        ended = first_message(stream, lambda m: any(gone.pid == window.identity.pid for gone in m.departed))
+        assert all(w.identity.pid != window.identity.pid for w in ended.windows)
+        stream.cancel()
+    assert running.process.poll() is None
