@@ -27,7 +27,8 @@ class Budget:
         self._core_ratio_per_rank = core_ratio_per_rank
         self._ladder = rate_ladder(full_hertz)
         self._rung = 0
-        self._observed: deque[tuple[float, float]] = deque()
+        # Time, CPU seconds used, and CPU seconds granted so far: the grant follows the number of ranks as it changes.
+        self._observed: deque[tuple[float, float, float]] = deque()
         self._calm_since: float | None = None
         self._raised_at: float | None = None
         self._recovery_seconds = RECOVERY_SECONDS
@@ -44,16 +45,20 @@ class Budget:
 
     def observe(self, now_seconds: float, cpu_seconds: float, ranks: int) -> float:
         """Take note of the CPU seconds used since the daemon began; returns the rate from now on."""
-        self._observed.append((now_seconds, cpu_seconds))
+        if ranks == 0:
+            # Looking for ranks costs what it costs; sampling less would not make it cheaper.
+            self._forget(now_seconds, cpu_seconds)
+            return self.rate_hertz
+        last_seconds, _, granted_seconds = self._observed[-1] if self._observed else (now_seconds, 0.0, 0.0)
+        granted_seconds += self._core_ratio_per_rank * ranks * (now_seconds - last_seconds)
+        self._observed.append((now_seconds, cpu_seconds, granted_seconds))
         while len(self._observed) > 2 and self._observed[1][0] <= now_seconds - OBSERVED_SECONDS:
             self._observed.popleft()
-        since, cpu_before = self._observed[0]
+        since, cpu_before, granted_before = self._observed[0]
         elapsed_seconds = now_seconds - since
         if elapsed_seconds <= 0:
             return self.rate_hertz
-        # Without a rank the daemon still has the budget of one, for looking for ranks.
-        allowed_seconds = self._core_ratio_per_rank * max(1, ranks) * elapsed_seconds
-        self._used_ratio = max(0.0, cpu_seconds - cpu_before) / allowed_seconds
+        self._used_ratio = max(0.0, cpu_seconds - cpu_before) / (granted_seconds - granted_before)
         if elapsed_seconds < SETTLING_SECONDS:
             return self.rate_hertz
         if self._used_ratio > 1.0:
@@ -85,4 +90,4 @@ class Budget:
     def _forget(self, now_seconds: float, cpu_seconds: float) -> None:
         # What was spent at the old rate says nothing about the new one.
         self._observed.clear()
-        self._observed.append((now_seconds, cpu_seconds))
+        self._observed.append((now_seconds, cpu_seconds, 0.0))

@@ -11,24 +11,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from rankscope.daemon.assembling import bounded
+from rankscope.daemon.phases import OTHER, PHASES
 from rankscope.daemon.tallying import CAUSES, RankReport
 from rankscope.v1.window_pb2 import RankWindow
 
 LABEL_CHARACTERS = 128
-# Stack phases are labels, so the set is closed; a phase from elsewhere counts as "other".
-PHASES = (
-    "input",
-    "forward",
-    "backward",
-    "optimizer",
-    "communication",
-    "device_sync",
-    "checkpoint",
-    "compile",
-    "other",
-)
 PROBLEMS_PER_RANK = 6
-RANK = ("job", "rank")
 
 
 @dataclass(frozen=True)
@@ -250,9 +238,10 @@ def _add_stacks(families: _Families, report: RankReport, who: Mapping[str, str])
     families.counter("rank_stack_errors", "Stacks that could not be read.", who, totals.stack_errors)
     if not report.window.HasField("stacks"):
         return
+    # Phases are labels, so the set is closed.
     shares = dict.fromkeys(PHASES, 0.0)
     for phase, share in report.window.stacks.phase_shares.items():
-        shares[phase if phase in shares else "other"] += share
+        shares[phase if phase in shares else OTHER] += share
     for phase, share in shares.items():
         text = "Share of stack samples by phase in the last window."
         families.gauge("rank_phase_ratio", text, {**who, "phase": phase}, share)

@@ -8,6 +8,7 @@ import resource
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -163,15 +164,20 @@ class Daemon:
             )
 
     def _close(self) -> None:
-        self.publisher.close()
+        steps: list[Callable[[], None]] = [self.publisher.close]
         if self._grpc is not None:
-            self._grpc.close(GRPC_GRACE_SECONDS)
+            steps.append(partial(self._grpc.close, GRPC_GRACE_SECONDS))
         if self._metrics is not None:
-            self._metrics.close()
-        self._collectors.stacks.close()
+            steps.append(self._metrics.close)
+        steps.append(self._collectors.stacks.close)
         if self._socket_lock is not None:
-            self._socket_lock.release()
+            steps.append(self._socket_lock.release)
         self._grpc = self._metrics = self._socket_lock = None
+        for step in steps:
+            try:
+                step()
+            except Exception:  # whatever fails to close, the rest must: above all the sockets
+                log.exception("could not close everything")
 
     def _run(self) -> None:
         while (span := self._ticker.next_span(self._sampling.poll)) is not None:

@@ -75,3 +75,17 @@ def test_a_rate_that_never_fits_is_tried_less_and_less_often() -> None:
     gaps = [later - earlier for earlier, later in itertools.pairwise(raises)]
     assert gaps == sorted(gaps)
     assert gaps[-1] > 4 * gaps[0]
+
+
+def test_a_job_that_ends_does_not_leave_its_cost_to_the_ranks_that_stay() -> None:
+    machine = Machine(Budget(0.01, 10.0), ranks=8)
+    machine.run(20, 0.07, 0.0)
+    machine.ranks = 1
+    assert set(machine.run(20, 0.008, 0.0)) == {10.0}
+
+
+def test_without_ranks_there_is_nothing_to_sample_less() -> None:
+    machine = Machine(Budget(0.01, 10.0), ranks=0)
+    assert set(machine.run(60, 0.5, 0.0)) == {10.0}
+    machine.ranks = 1
+    assert set(machine.run(20, 0.005, 0.0)) == {10.0}

@@ -169,3 +169,18 @@ def test_a_slow_reader_loses_the_oldest_windows_but_no_departure() -> None:
     assert [identity.rank for tick in ticks if tick for identity in tick.departed] == [3]
     publisher.close()
     assert reader.take() is None
+
+
+def test_a_source_that_cannot_be_closed_does_not_keep_the_sockets_open(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ChildProcessError("no child processes")
+
+    sources = make.collectors()
+    sources.stacks.close = fail
+    path = tmp_path / "d.sock"
+    daemon = Daemon(make.config(socket=str(path)), collectors=sources, clock=make.FakeClock(seconds=-1.0))
+    daemon.start()
+    assert path.is_socket()
+    daemon.stop()
+    assert not path.exists()
+    SocketLock(path).release()
