@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rankscope.analysis.judging import JobJudge
+from rankscope.analysis.observing import ReadyWindow
 from rankscope.analysis.policy import DEFAULT_POLICY, Policy
-from rankscope.analysis.screening import Screen, concatenate, screen
+from rankscope.analysis.screening import concatenate, screen
+from rankscope.analysis.summaries import summarize
 from rankscope.analysis.verdict import Verdict
 from rankscope.analysis.windows import JobWindow
 
@@ -19,21 +21,25 @@ class FleetJudge:
         self._judges: dict[str, JobJudge] = {}
 
     def evaluate(self, windows: Mapping[str, JobWindow]) -> dict[str, Verdict]:
-        judges = {job: self._judges.setdefault(job, JobJudge(self._policy)) for job in windows}
+        for job in windows.keys() - self._judges.keys():
+            self._judges[job] = JobJudge(self._policy)
+        judges = self._judges
         ready = {job: judges[job].absorb(window) for job, window in windows.items()}
-        complete = {job: window for job, window in ready.items() if window is not None and len(window.columns)}
-        screens = self._screen(complete)
-        return {job: judges[job].judge(ready[job], screens.get(job)) for job in windows}
+        compared = self._compare({job: w for job, w in ready.items() if w is not None and len(w.columns)})
+        return {job: judges[job].judge(compared.get(job)) for job in windows}
 
-    def _screen(self, windows: Mapping[str, JobWindow]) -> dict[str, Screen]:
+    def _compare(self, windows: Mapping[str, JobWindow]) -> dict[str, ReadyWindow]:
         if not windows:
             return {}
-        whole = screen(concatenate([window.columns for window in windows.values()]), self._policy)
-        screens, start = {}, 0
-        for job, window in windows.items():
-            screens[job] = whole.take(slice(start, start + len(window.columns)))
-            start += len(window.columns)
-        return screens
+        columns = concatenate([window.columns for window in windows.values()])
+        screened = screen(columns, self._policy)
+        summaries = summarize(columns, screened, len(windows))
+        compared, start = {}, 0
+        for (job, window), summary in zip(windows.items(), summaries, strict=True):
+            end = start + len(window.columns)
+            compared[job] = ReadyWindow(window, screened, slice(start, end), summary)
+            start = end
+        return compared
 
     def forget(self, job: str) -> None:
         """The job has ended, or its processes are new ones: nothing of the old ones is evidence."""

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import numpy as np
+from math import isnan
 
 from rankscope.analysis.policy import Policy
-from rankscope.analysis.robust import median_or_nan
-from rankscope.analysis.windows import RankColumns
+from rankscope.analysis.summaries import JobSummary
 
 
-def imbalance_impact(columns: RankColumns, policy: Policy) -> float | None:
+def is_contended(summary: JobSummary, policy: Policy) -> bool:
+    """On an oversubscribed machine the scheduler spreads the steps; that says nothing about the data."""
+    return summary.starved_seconds >= policy.contended_ratio * summary.step_seconds
+
+
+def imbalance_impact(summary: JobSummary, policy: Policy) -> float | None:
     """Share of the step that even data would give back, if the window looks like uneven data; else None."""
-    step = median_or_nan(columns.step_seconds)
-    transfer = float(np.nanmin(columns.transfer_seconds)) if not np.isnan(columns.transfer_seconds).all() else np.nan
-    waited = (float(np.nanmean(columns.wait_seconds)) - transfer) / step if not np.isnan(transfer) else np.nan
-    spread = median_or_nan(columns.self_spread_ratio)
-    # On an oversubscribed machine the scheduler spreads the steps; that says nothing about the data.
-    contended = np.nan_to_num(median_or_nan(columns.starved_seconds)) >= policy.contended_ratio * step
-    if contended or not waited >= policy.imbalance_wait_ratio or not spread >= policy.imbalance_spread:
+    waited = (summary.mean_wait_seconds - summary.least_transfer_seconds) / summary.step_seconds
+    spread = summary.self_spread_ratio
+    if isnan(waited) or isnan(spread) or is_contended(summary, policy):
         return None
-    return float(waited)
+    uneven = waited >= policy.imbalance_wait_ratio and spread >= policy.imbalance_spread
+    return waited if uneven else None

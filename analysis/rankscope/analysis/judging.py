@@ -11,10 +11,9 @@ import numpy as np
 from rankscope.analysis.causes import name_cause
 from rankscope.analysis.hangs import Hang, find_hang
 from rankscope.analysis.merging import merge_evidence, merge_windows
-from rankscope.analysis.observing import Observation, observe
+from rankscope.analysis.observing import Observation, ReadyWindow, observe
 from rankscope.analysis.policy import Policy
 from rankscope.analysis.robust import median_or_nan
-from rankscope.analysis.screening import Screen
 from rankscope.analysis.stack_evidence import StackVerdict, judge_stacks
 from rankscope.analysis.transfers import TransferBaseline
 from rankscope.analysis.verdict import Cause, Confidence, Kind, Severity, Verdict
@@ -60,16 +59,16 @@ class JobJudge:
         self._pending.clear()
         return window
 
-    def judge(self, ready: JobWindow | None, screened: Screen | None) -> Verdict:
+    def judge(self, ready: ReadyWindow | None) -> Verdict:
         """The verdict after the window last absorbed."""
-        self.verdict = self._hung() or self._judge_ranks(ready, screened)
+        self.verdict = self._hung() or self._judge_ranks(ready)
         return self.verdict
 
     # -- standing still
 
     def _hung(self) -> Verdict | None:
         latest = self._raw[-1]
-        if np.nansum(latest.columns.steps) > 0:
+        if np.fmax.reduce(latest.columns.steps, initial=0.0) > 0:
             return None
         evidence = latest.evidence()
         stalls = {rank: evidence[rank].stall if rank in evidence else None for rank in latest.columns.rank.tolist()}
@@ -96,27 +95,27 @@ class JobJudge:
 
     # -- moving
 
-    def _judge_ranks(self, ready: JobWindow | None, screened: Screen | None) -> Verdict:
+    def _judge_ranks(self, ready: ReadyWindow | None) -> Verdict:
         latest = self._raw[-1]
         reason = self._abstain(latest)
         if reason:
             return Verdict(Kind.INSUFFICIENT_DATA, reason)
-        if ready is None or screened is None:
+        if ready is None:
             if self._steps_seen == 0 and np.isnan(latest.columns.steps).all():
                 return self._judge_stacks(latest)
             return self.verdict if self.verdict.kind is not Kind.HANG else self._healthy("moving again")
-        measured = int((~np.isnan(screened.own_seconds)).sum())
-        if measured < self._policy.ranks_seen_ratio * latest.world_size:
+        summary = ready.summary
+        if summary.ranks_measured < self._policy.ranks_seen_ratio * latest.world_size:
             return self._judge_stacks(latest)
-        self._steps_seen += float(np.nanmin(ready.columns.steps))
-        self._step_seconds = median_or_nan(ready.columns.step_seconds)
+        self._steps_seen += summary.fewest_steps
+        self._step_seconds = summary.step_seconds
         if self._steps_seen < self._policy.steps_needed:
             reason = f"{self._steps_seen:.0f} steps seen, {self._policy.steps_needed} needed"
             return Verdict(Kind.INSUFFICIENT_DATA, reason)
-        skew = ready.clock_skew_seconds
+        skew = ready.window.clock_skew_seconds
         if skew is not None and skew > self._step_seconds + 0.25:
             return Verdict(Kind.INSUFFICIENT_DATA, f"clocks of the nodes are {skew:.1f} s apart; check NTP or chrony")
-        self._recent.append(observe(ready, screened, self._baseline, self._policy))
+        self._recent.append(observe(ready, self._baseline, self._policy))
         return self._decide()
 
     def _abstain(self, latest: JobWindow) -> str:
@@ -126,6 +125,8 @@ class JobJudge:
         return ""
 
     def _decide(self) -> Verdict:
+        if not self.verdict.kind.is_finding and not any(observation.remarkable for observation in self._recent):
+            return self._healthy("no rank, stage or link stands out")
         for rule in (self._slow_ranks, self._slow_stage, self._slow_communication, self._imbalance, self._input_bound):
             verdict = rule()
             if verdict is not None:
@@ -160,17 +161,17 @@ class JobJudge:
 
     def _slow_rank_verdict(self, culprits: tuple[int, ...], severity: Severity) -> Verdict:
         flagged = [observation for observation in self._recent if observation.outliers.intersection(culprits)]
-        if not flagged:
+        if not flagged or flagged[-1].screen is None:
             return replace(self.verdict, severity=severity)
-        last = flagged[-1]
+        last, screened = flagged[-1], flagged[-1].screen
         columns = last.window.columns
         rows = np.isin(columns.rank, culprits)
         evidence = merge_evidence([observation.window for observation in flagged])
         stacks = {rank: e.stacks for rank, e in evidence.items() if e.stacks is not None}
-        cause = name_cause(columns, last.screen, rows, stacks, self._policy)
+        cause = name_cause(columns, screened, rows, stacks, self._policy)
         impact = float(np.mean([observation.impact_ratio for observation in flagged]))
         self._count_loss(impact, self._recent[-1])
-        own, usual = median_or_nan(last.screen.own_seconds[rows]), median_or_nan(last.screen.reference_seconds[rows])
+        own, usual = median_or_nan(screened.own_seconds[rows]), median_or_nan(screened.reference_seconds[rows])
         group = _place_of(columns.rank[rows].tolist(), last.window)
         reason = (
             f"{group or ranks(culprits)}: {milliseconds(own)} of own work a step against {milliseconds(usual)} of its "
@@ -229,21 +230,25 @@ class JobJudge:
 
     def _imbalance(self) -> Verdict | None:
         found = [o.imbalance_impact_ratio for o in self._recent if o.imbalance_impact_ratio is not None]
+        if not found:
+            return None
         reason = "all ranks wait in turn: the work of a step is spread unevenly, and differently each time"
         return self._everyone(Kind.DATA_IMBALANCE, found, reason, Cause("unknown", (), "self time varies by step"))
 
     def _input_bound(self) -> Verdict | None:
-        found = [o.input_ratio for o in self._recent if (o.input_ratio or 0.0) >= self._policy.input_bound_ratio]
-        shares = [share for share in found if share is not None]
-        reason = f"all ranks wait for data, {percent(shares[-1] if shares else 0.0)} of each step"
-        return self._everyone(Kind.INPUT_BOUND, shares, reason, Cause("input", (), "data loader wait of every rank"))
+        shares = [o.summary.input_seconds / o.summary.step_seconds for o in self._recent]
+        found = [share for share in shares if share >= self._policy.input_bound_ratio]
+        if not found:
+            return None
+        reason = f"all ranks wait for data, {percent(found[-1])} of each step"
+        return self._everyone(Kind.INPUT_BOUND, found, reason, Cause("input", (), "data loader wait of every rank"))
 
     def _low_mfu(self) -> Verdict | None:
         target = self._policy.mfu_target_ratio
-        if target is None:
+        known = [o.summary.mfu_ratio for o in self._recent if target and o.summary.mfu_ratio < target]
+        if not known or target is None:
             return None
-        known = [o.mfu_ratio for o in self._recent if o.mfu_ratio is not None and o.mfu_ratio < target]
-        reason = f"MFU {percent(known[-1] if known else 0.0)} is below the target of {percent(target)}"
+        reason = f"MFU {percent(known[-1])} is below the target of {percent(target)}"
         return self._everyone(Kind.LOW_MFU, [1 - mfu / target for mfu in known], reason, Cause())
 
     def _everyone(self, kind: Kind, impacts: Iterable[float], reason: str, cause: Cause) -> Verdict | None:

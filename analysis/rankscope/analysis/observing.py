@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rankscope.analysis.imbalance import imbalance_impact
+from rankscope.analysis.imbalance import imbalance_impact, is_contended
 from rankscope.analysis.policy import Policy
-from rankscope.analysis.robust import Bools, median_or_nan
+from rankscope.analysis.robust import Bools
 from rankscope.analysis.screening import Screen
 from rankscope.analysis.splits import find_split
 from rankscope.analysis.stages import SlowStage, find_slow_stage
+from rankscope.analysis.summaries import JobSummary
 from rankscope.analysis.transfers import SlowTransfer, TransferBaseline
 from rankscope.analysis.windows import JobWindow
 
 
 @dataclass(frozen=True)
+class ReadyWindow:
+    """What `absorb` returned, with what the comparison of all ranks said about it."""
+
+    window: JobWindow
+    all_ranks: Screen
+    rows: slice  # this job's, in `all_ranks`
+    summary: JobSummary
+
+    @property
+    def screen(self) -> Screen:
+        return self.all_ranks.take(self.rows)
+
+
+@dataclass(frozen=True)
 class Observation:
     window: JobWindow
-    screen: Screen
+    screen: Screen | None  # None where nobody stands out
+    summary: JobSummary
+    remarkable: bool  # some rule may want to see it
     outliers: frozenset[int]
     lingering: frozenset[int]
     impact_ratio: float  # of the outliers together
@@ -27,74 +44,80 @@ class Observation:
     stage_lingering: SlowStage | None
     transfer: SlowTransfer | None
     imbalance_impact_ratio: float | None
-    input_ratio: float | None
-    mfu_ratio: float | None
 
 
-def observe(window: JobWindow, screen: Screen, baseline: TransferBaseline, policy: Policy) -> Observation:
-    columns = window.columns
-    outlier, imbalance = screen.outlier, None
-    if not outlier.any() and bool(np.nanmax(screen.cohort_spread, initial=1.0) >= policy.rank_ratio):
-        outlier, screen, imbalance = _look_for_splits(window, screen, policy)
-    stage = lingering_stage = transfer = None
-    if not outlier.any():
-        stage = find_slow_stage(columns, policy)
-        lower = 1 + policy.hysteresis * (policy.stage_ratio - 1)
-        lingering_stage = None if stage else find_slow_stage(columns, policy, lower)
-        transfer = baseline.compare(columns, policy)
+def observe(ready: ReadyWindow, baseline: TransferBaseline, policy: Policy) -> Observation:
+    window, summary = ready.window, ready.summary
+    screen = outlier = imbalance = stage = lingering_stage = transfer = None
+    any_outlier = summary.outliers > 0
+    if summary.widest_cohort_spread >= 1 + policy.hysteresis * (policy.rank_ratio - 1):
+        screen = ready.screen
+        outlier = screen.outlier
+    if screen is not None and not any_outlier and summary.widest_cohort_spread >= policy.rank_ratio:
+        outlier, screen, imbalance = _look_for_splits(window, screen, summary, policy)
+        any_outlier = bool(outlier.any())
+    if not any_outlier:
+        if summary.stages_known and summary.last_stage > 0:
+            stage, lingering_stage = _look_at_stages(window, policy)
+        transfer = baseline.compare(summary, policy)
         if imbalance is None and stage is None and transfer is None:
-            imbalance = imbalance_impact(columns, policy)
-    step = median_or_nan(columns.step_seconds)
+            imbalance = imbalance_impact(summary, policy)
+    findings = (stage, transfer, imbalance)
     return Observation(
         window,
         screen,
-        outliers=frozenset(columns.rank[outlier].tolist()),
-        lingering=frozenset(columns.rank[screen.lingering].tolist()),
-        impact_ratio=float(np.nanmax(screen.impact_ratio[outlier], initial=0.0)),
+        summary,
+        remarkable=any_outlier or any(f is not None for f in findings) or _concerns_everyone(summary, policy),
+        outliers=frozenset(window.columns.rank[outlier].tolist()) if any_outlier else frozenset(),
+        lingering=frozenset(window.columns.rank[screen.lingering].tolist()) if screen else frozenset(),
+        impact_ratio=float(np.nanmax(screen.impact_ratio[outlier], initial=0.0)) if screen and any_outlier else 0.0,
         stage=stage,
         stage_lingering=lingering_stage,
         transfer=transfer,
         imbalance_impact_ratio=imbalance,
-        input_ratio=_known(median_or_nan(columns.input_seconds) / step),
-        mfu_ratio=_known(median_or_nan(columns.mfu_ratio)),
     )
 
 
-def _look_for_splits(window: JobWindow, screen: Screen, policy: Policy) -> tuple[Bools, Screen, float | None]:
+def _concerns_everyone(summary: JobSummary, policy: Policy) -> bool:
+    return summary.input_seconds >= policy.input_bound_ratio * summary.step_seconds or summary.mfu_ratio < (
+        policy.mfu_target_ratio or 0.0
+    )
+
+
+def _look_at_stages(window: JobWindow, policy: Policy) -> tuple[SlowStage | None, SlowStage | None]:
+    stage = find_slow_stage(window.columns, policy)
+    if stage is not None:
+        return stage, None
+    return None, find_slow_stage(window.columns, policy, 1 + policy.hysteresis * (policy.stage_ratio - 1))
+
+
+def _look_for_splits(
+    window: JobWindow, screen: Screen, summary: JobSummary, policy: Policy
+) -> tuple[Bools, Screen, float | None]:
     """Half of a cohort may be slow: a median cannot see it. Where the split follows a node, that node is slow."""
     columns = window.columns
     outlier = screen.outlier.copy()
     reference, impact = screen.reference_seconds.copy(), screen.impact_ratio.copy()
     imbalance: float | None = None
-    step = median_or_nan(columns.step_seconds)
-    contended = np.nan_to_num(median_or_nan(columns.starved_seconds)) >= policy.contended_ratio * step
     for stage in np.unique(columns.stage):
         rows = np.flatnonzero(columns.stage == stage)
         split = find_split(screen.own_seconds[rows], columns.place[rows], policy)
         if split is None:
             continue
-        share = (split.slow_seconds - split.fast_seconds) / step
+        share = (split.slow_seconds - split.fast_seconds) / summary.step_seconds
         if share < policy.impact_ratio:
             continue
         if split.follows_place:
             outlier[rows[split.slow]] = True
             reference[rows] = split.fast_seconds
             impact[rows[split.slow]] = share
-        elif not contended:
+        elif not is_contended(summary, policy):
             imbalance = max(imbalance or 0.0, share)
-    merged = Screen(
-        screen.own_seconds,
-        reference,
-        screen.own_seconds / reference,
-        screen.score,
-        impact,
-        screen.starved,
-        outlier,
-        screen.lingering,
-        screen.cohort_spread,
+    merged = replace(
+        screen,
+        reference_seconds=reference,
+        ratio=screen.own_seconds / reference,
+        impact_ratio=impact,
+        outlier=outlier,
     )
     return outlier, merged, imbalance
-
-
-def _known(value: float) -> float | None:
-    return None if np.isnan(value) else float(value)

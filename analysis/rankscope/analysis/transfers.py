@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import isnan
+from typing import NamedTuple
 
 import numpy as np
 
 from rankscope.analysis.policy import Policy
-from rankscope.analysis.robust import median_or_nan
-from rankscope.analysis.windows import RankColumns
+from rankscope.analysis.summaries import JobSummary
 
 BASELINE_KEPT = 120
-
-
-@dataclass(frozen=True)
-class Pace:
-    """A job in one window: what the rank that comes last pays, what it works, how long it queued for a CPU."""
-
-    step_seconds: float
-    transfer_seconds: float
-    own_seconds: float
-    starved_seconds: float
 
 
 @dataclass(frozen=True)
@@ -32,15 +23,12 @@ class SlowTransfer:
     usual_seconds: float
 
 
-def pace_of(columns: RankColumns) -> Pace | None:
-    if np.isnan(columns.transfer_seconds).all():
-        return None
-    return Pace(
-        step_seconds=median_or_nan(columns.step_seconds),
-        transfer_seconds=float(np.nanmin(columns.transfer_seconds)),
-        own_seconds=median_or_nan(columns.self_seconds),
-        starved_seconds=median_or_nan(columns.starved_seconds),
-    )
+class Pace(NamedTuple):
+    """What the rank that comes last pays for communication, what ranks work, how long they queue for a CPU."""
+
+    transfer_seconds: float
+    own_seconds: float
+    starved_seconds: float
 
 
 class TransferBaseline:
@@ -48,31 +36,39 @@ class TransferBaseline:
 
     def __init__(self) -> None:
         self._past: deque[Pace] = deque(maxlen=BASELINE_KEPT)
+        self._usual: Pace | None = None
+        self._unlearned = 0
 
-    def compare(self, columns: RankColumns, policy: Policy) -> SlowTransfer | None:
+    def compare(self, summary: JobSummary, policy: Policy) -> SlowTransfer | None:
         """Judge one window, and learn from it if it was unremarkable."""
-        pace = pace_of(columns)
-        if pace is None:
+        pace = Pace(summary.least_transfer_seconds, summary.own_seconds, summary.starved_seconds)
+        if isnan(pace.transfer_seconds):
             return None
         if len(self._past) < policy.baseline_windows:
-            self._past.append(pace)
+            self._learn(pace)
             return None
-        usual = self._usual()
+        usual = self._usual_pace()
         excess = pace.transfer_seconds - usual.transfer_seconds
-        impact = excess / pace.step_seconds
+        impact = excess / summary.step_seconds
         ratio = pace.transfer_seconds / max(usual.transfer_seconds, 1e-9)
-        remarkable = ratio >= policy.communication_ratio and impact >= policy.communication_impact_ratio
-        if not remarkable:
+        if ratio < policy.communication_ratio or impact < policy.communication_impact_ratio:
             if impact < policy.communication_impact_ratio / 2:
-                self._past.append(pace)
+                self._learn(pace)
             return None
         if self._machine_is_busy(pace, usual, excess, ratio, policy):
             return None
         return SlowTransfer(ratio, impact, pace.transfer_seconds, usual.transfer_seconds)
 
-    def _usual(self) -> Pace:
-        table = np.array([[p.step_seconds, p.transfer_seconds, p.own_seconds, p.starved_seconds] for p in self._past])
-        return Pace(*(median_or_nan(table[:, column]) for column in range(4)))
+    def _learn(self, pace: Pace) -> None:
+        self._past.append(pace)
+        self._unlearned += 1
+
+    def _usual_pace(self) -> Pace:
+        # The median of many windows hardly moves with one more; recomputing it each time would dominate a fleet's tick.
+        if self._usual is None or self._unlearned * 8 >= len(self._past):
+            self._usual = Pace(*(float(value) for value in np.median(np.array(self._past), axis=0)))
+            self._unlearned = 0
+        return self._usual
 
     @staticmethod
     def _machine_is_busy(pace: Pace, usual: Pace, excess: float, ratio: float, policy: Policy) -> bool:
