@@ -35,33 +35,36 @@ class CpuThrottling:
     def __init__(self, proc_root: Path, cgroup_root: Path) -> None:
         self._proc = str(proc_root)
         self._root = cgroup_root
-        # Ranks of one pod share their groups: each is read once a round.
-        self._round: dict[Path, float | None] = {}
+        # Ranks of one container share their groups: these are read once a round.
+        self._round: dict[bytes, Throttled] = {}
 
     def begin_round(self) -> None:
         self._round.clear()
 
     def read(self, pid: int) -> Throttled:
-        group = self._group_of(str(pid))
-        if group is None:
-            return Throttled()
-        hierarchy, path = group
-        folder = self._folder(hierarchy, path)
-        if folder is None:
+        membership = procfs.read_bounded(f"{self._proc}/{pid}/cgroup")
+        if membership not in self._round:
+            self._round[membership] = self._read_groups(membership)
+        return self._round[membership]
+
+    def _read_groups(self, membership: bytes) -> Throttled:
+        group = self._group_of(membership)
+        folder = self._folder(*group) if group is not None else None
+        if group is None or folder is None:
             return Throttled()
         seconds_by_group = {}
         for level in (folder, *folder.parents)[:LEVELS_LIMIT]:
-            seconds = self._throttled_seconds(level)
+            seconds = _read_throttled_seconds(f"{level}/cpu.stat")
             if seconds is not None:
                 seconds_by_group[str(level)] = seconds
-            if level == hierarchy:
+            if level == group[0]:
                 break
         return Throttled(seconds_by_group)
 
-    def _group_of(self, process: str) -> tuple[Path, PurePosixPath] | None:
+    def _group_of(self, membership: bytes) -> tuple[Path, PurePosixPath] | None:
         """Where the hierarchy with the CPU controller is mounted, and the process' path in it."""
         unified = None
-        for line in procfs.read_bounded(f"{self._proc}/{process}/cgroup").decode("utf-8", "replace").splitlines():
+        for line in membership.decode("utf-8", "replace").splitlines():
             _, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
             if "cpu" in controllers.split(","):
@@ -79,15 +82,10 @@ class CpuThrottling:
         if folder.is_dir():
             return folder
         # A container without a cgroup namespace sees the host's path, with only its own part of the tree mounted.
-        own = self._group_of("self")
+        own = self._group_of(procfs.read_bounded(f"{self._proc}/self/cgroup"))
         if own is not None and path.is_relative_to(own[1]):
             return hierarchy / path.relative_to(own[1])
         return None
-
-    def _throttled_seconds(self, folder: Path) -> float | None:
-        if folder not in self._round:
-            self._round[folder] = _read_throttled_seconds(f"{folder}/cpu.stat")
-        return self._round[folder]
 
 
 def _read_throttled_seconds(path: str) -> float | None:

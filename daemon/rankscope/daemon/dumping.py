@@ -14,7 +14,6 @@ from rankscope.daemon.phases import phase_of
 from rankscope.daemon.pyspy_output import parse_dump, read_text
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, StallDump
 
-TIMEOUT_SECONDS: Final = 2.0
 _LOOK_EVERY_SECONDS: Final = 0.01
 
 
@@ -24,9 +23,7 @@ class Dumps:
     cpu_seconds: float
 
 
-def dump_stacks(
-    py_spy: Path, ranks: Sequence[RankProcess], folder: Path, timeout_seconds: float = TIMEOUT_SECONDS
-) -> Dumps:
+def dump_stacks(py_spy: Path, ranks: Sequence[RankProcess], folder: Path, timeout_seconds: float) -> Dumps:
     """Takes no longer than the timeout, whatever the processes do."""
     with TemporaryDirectory(dir=folder, prefix="dump-", ignore_cleanup_errors=True) as place:
         return _dump_into(Path(place), py_spy, ranks, time.monotonic() + timeout_seconds)

@@ -34,13 +34,15 @@ class Rule:
     phase: str
     path: str
     functions: frozenset[str] = frozenset()
+    only_innermost: bool = False
 
-    def matches(self, path: str, function: str) -> bool:
-        return self.path in path and (not self.functions or function in self.functions)
+    def matches(self, path: str, function: str, is_innermost: bool) -> bool:
+        is_place = self.path in path and (not self.functions or function in self.functions)
+        return is_place and (is_innermost or not self.only_innermost)
 
 
-def _rule(phase: str, path: str, functions: str = "") -> Rule:
-    return Rule(phase, "/" + path, frozenset(functions.split()))
+def _rule(phase: str, path: str, functions: str = "", *, only_innermost: bool = False) -> Rule:
+    return Rule(phase, "/" + path, frozenset(functions.split()), only_innermost)
 
 
 ALWAYS: Final = (
@@ -64,7 +66,8 @@ ALWAYS: Final = (
     _rule(COMMUNICATION, "torch/distributed/nn/functional.py"),
     _rule(COMMUNICATION, "torch/distributed/rendezvous.py"),
     _rule(COMMUNICATION, "torch/distributed/algorithms/ddp_comm_hooks/"),
-    _rule(COMMUNICATION, "rankscope/probe/communicat"),
+    # Our own stopwatch around C functions is around Work.wait; around Python functions, their frames tell.
+    _rule(COMMUNICATION, "rankscope/probe/timing.py", "wrapper", only_innermost=True),
     _rule(COMMUNICATION, "horovod/torch/mpi_ops.py"),
     _rule(DEVICE_SYNC, "torch/cuda/__init__.py", "synchronize"),
     _rule(DEVICE_SYNC, "torch/cuda/streams.py", "synchronize"),
@@ -101,13 +104,13 @@ _ORDER_OF_ALWAYS: Final = tuple(dict.fromkeys(rule.phase for rule in ALWAYS))
 
 def phase_of(innermost_first: Sequence[Frame]) -> str:
     named: list[str] = []
-    for frame in reversed(innermost_first):
+    for depth, frame in enumerate(innermost_first):
         if frame.file == _IMPORT:
-            break  # what runs inside an import is set-up, whichever file it is in
-        phase = _named_phase(frame.function, frame.file)
+            named.clear()  # what runs inside an import is set-up, whichever file it is in
+            continue
+        phase = _named_phase(frame.function, frame.file, depth == 0)
         if phase is not None:
             named.append(phase)
-    named.reverse()
     for phase in _ORDER_OF_ALWAYS:
         if phase in named:
             return phase
@@ -123,10 +126,10 @@ def is_user_code(frame: Frame) -> bool:
 
 
 @lru_cache(maxsize=8192)
-def _named_phase(function: str, file: str) -> str | None:
+def _named_phase(function: str, file: str, is_innermost: bool) -> str | None:
     path = "/" + file
     bare_function = function.rpartition(".")[2]  # py-spy names methods "Class.method" from Python 3.11 on
     for rule in (*ALWAYS, *INNERMOST):
-        if rule.matches(path, bare_function):
+        if rule.matches(path, bare_function, is_innermost):
             return rule.phase
     return None

@@ -89,15 +89,19 @@ class Child:
 
     def poll(self) -> Ended | None:
         """None while it runs. After it has ended once, do not ask again."""
-        pid, wait_status, usage = os.wait4(self.pid, os.WNOHANG)
-        return None if pid == 0 else self._ended(wait_status, usage)
+        return self._wait(os.WNOHANG)
 
     def kill(self) -> Ended:
-        self._process.send_signal(signal.SIGKILL)
-        _, wait_status, usage = os.wait4(self.pid, 0)
-        return self._ended(wait_status, usage)
+        # Not Popen.send_signal, which may reap the child and lose what it cost. The pid is ours until we reap it.
+        os.kill(self.pid, signal.SIGKILL)
+        ended = self._wait(0)
+        assert ended is not None
+        return ended
 
-    def _ended(self, wait_status: int, usage: resource.struct_rusage) -> Ended:
+    def _wait(self, options: int) -> Ended | None:
+        pid, wait_status, usage = os.wait4(self.pid, options)
+        if pid == 0:
+            return None
         status = os.waitstatus_to_exitcode(wait_status)
         self._process.returncode = status  # tells Popen that there is nothing left to wait for
         return Ended(status, usage.ru_utime + usage.ru_stime)

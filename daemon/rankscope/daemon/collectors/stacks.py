@@ -17,6 +17,7 @@ from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span, StackS
 RATE_HZ: Final = 10.0
 RECORDING_SECONDS: Final = 2
 MAX_CONCURRENT: Final = 8
+DUMP_TIMEOUT_SECONDS: Final = 2.0
 _STAGGER: Final = 0.618  # multiples of the golden ratio spread any number of ranks evenly
 
 
@@ -61,6 +62,11 @@ class StacksCollector:
         with self._cpu_lock:
             return self._child_cpu_seconds
 
+    @property
+    def running(self) -> int:
+        """How many recordings are under way."""
+        return sum(recorder.is_running for recorder in self._recorders.values())
+
     def set_rate(self, rate_hz: float) -> None:
         """Samples per second and rank, on average: a lower rate means fewer recordings, for attaching costs as much as
         twenty samples do. 0 pauses."""
@@ -74,7 +80,7 @@ class StacksCollector:
                 recorder.due_seconds = now_monotonic + recorder.rank.rank * _STAGGER % 1.0 * self._recording_seconds
         if self._plan is None:
             return
-        free = self._max_concurrent - sum(recorder.is_running for recorder in self._recorders.values())
+        free = self._max_concurrent - self.running
         waiting = [recorder for recorder in self._recorders.values() if recorder.is_due(now_monotonic)]
         for recorder in sorted(waiting, key=lambda recorder: recorder.due_seconds or 0.0)[: max(0, free)]:
             recorder.start(self._plan, now_monotonic)
@@ -97,10 +103,13 @@ class StacksCollector:
 
     def dump_all(self, ranks: Sequence[RankProcess]) -> Mapping[RankKey, StallDump | Problem]:
         """Takes up to two seconds."""
-        if self._unusable is not None or self._py_spy is None or self._folder is None:
-            return {rank.key: self._unusable or missing(None) for rank in ranks}
+        if self._py_spy is None or self._folder is None:
+            assert self._unusable is not None
+            return {rank.key: self._unusable for rank in ranks}
+        if not self._py_spy.is_file():
+            return {rank.key: missing(self._py_spy) for rank in ranks}
         try:
-            dumps = dump_stacks(self._py_spy, ranks, self._folder)
+            dumps = dump_stacks(self._py_spy, ranks, self._folder, DUMP_TIMEOUT_SECONDS)
         except OSError as error:
             text = f"py-spy has no folder to write to ({error}); make /tmp writable or set TMPDIR"
             return {rank.key: Problem(self.name, "unwritable", text) for rank in ranks}

@@ -1,0 +1,185 @@
+"""A real py-spy on real processes, healthy and not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rankscope.daemon.collectors.process import ProcessCollector
+from rankscope.daemon.collectors.stacks import StacksCollector
+from rankscope.daemon.discovery import RankDiscovery
+from rankscope.daemon.pyspy import find_py_spy
+from rankscope.daemon.samples import FrameCount, Problem, ProcessSample, RankProcess, Span, StackSample, StallDump
+
+from .small_job import as_rank, slow_line, small_ddp_job, wait_for
+
+SPAN = Span(0, 2_000_000_000)
+
+RECORD_AS_NOBODY = """
+import os, sys, time
+from rankscope.daemon.collectors.stacks import StacksCollector
+from rankscope.daemon.samples import RankProcess, Span
+from rankscope.daemon.procfs import read_stat
+if os.getuid() == 0:
+    os.setgid(65534), os.setuid(65534)
+pid = int(sys.argv[1])
+rank = RankProcess("job", 3, 3, 4, pid, read_stat(f"/proc/{pid}").start_ticks, (pid,))
+source = StacksCollector(sys.argv[2])
+found = {}
+while not found:
+    found = source.collect([rank], Span(0, 1))
+    source.poll(time.monotonic())
+    time.sleep(0.1)
+print(found[rank.key].kind, "|", found[rank.key].text)
+print(source.dump(rank).kind)
+source.close()
+"""
+
+
+@contextmanager
+def sleeper(seconds: float = 120.0) -> Iterator[subprocess.Popen[str]]:
+    program = f"import time\nprint('ready', flush=True)\ntime.sleep({seconds})\n"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def source() -> Iterator[StacksCollector]:
+    collector = StacksCollector()
+    yield collector
+    collector.close()
+
+
+def recorded(source: StacksCollector, ranks: list[RankProcess]) -> dict[int, StackSample | Problem]:
+    """The first thing that each rank has to say."""
+    found: dict[int, StackSample | Problem] = {}
+
+    def all_spoke() -> bool:
+        source.poll(time.monotonic())
+        for key, sample in source.collect(ranks, SPAN).items():
+            found.setdefault(key[1], sample)
+        return len(found) == len(ranks)
+
+    wait_for(all_spoke)
+    return found
+
+
+def test_a_real_job_shows_its_phases_and_the_line_it_sleeps_on(source: StacksCollector) -> None:
+    with small_ddp_job("stacked"):
+        ranks = [rank for rank in RankDiscovery().scan().ranks if rank.job.endswith("/stacked")]
+        phases: Counter[str] = Counter()
+        places: list[FrameCount] = []
+
+        def seen_enough() -> bool:
+            for sample in recorded(source, ranks).values():
+                assert isinstance(sample, StackSample), sample
+                phases.update(sample.phase_counts)
+                places.extend(count for count in sample.frames if count.frame.line == slow_line())
+            return {"forward", "backward"} <= phases.keys() and len(places) >= 2
+
+        wait_for(seen_enough)
+        assert phases.most_common(1)[0][0] == "forward"
+        forward = next(place for place in places if place.frame.file.endswith("small_ddp.py"))
+        assert forward.frame.function.endswith("forward")
+        assert forward.phase == "forward"
+        assert forward.leaf > 0
+        assert source.child_cpu_seconds > 0
+        dumps = source.dump_all(ranks)
+        assert all(isinstance(dump, StallDump) and dump.stack for dump in dumps.values()), dumps
+
+
+def test_a_process_that_dies_under_the_recording_leaves_what_was_seen_or_says_so(source: StacksCollector) -> None:
+    with sleeper() as doomed, sleeper() as neighbour:
+        ranks = [as_rank(doomed.pid, 0), as_rank(neighbour.pid, 1)]
+        source.collect(ranks, SPAN)
+        source.poll(time.monotonic())
+        assert source.running >= 1
+        doomed.kill()
+        doomed.wait()
+        found = recorded(source, ranks)
+        assert isinstance(found[0], StackSample) or found[0].kind == "died"
+        assert isinstance(found[1], StackSample)
+        dump = source.dump(ranks[0])
+        assert isinstance(dump, Problem)
+        assert dump.kind == "died"
+
+
+def test_a_stopped_process_is_read_and_stays_stopped_and_counts_as_stopped(source: StacksCollector) -> None:
+    with sleeper() as process:
+        rank = as_rank(process.pid)
+        usage = ProcessCollector()
+        usage.collect([rank], SPAN)
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        usage.poll()
+        sample = usage.collect([rank], SPAN)[rank.key]
+        assert isinstance(sample, ProcessSample)
+        assert sample.stopped_seconds == SPAN.seconds
+        assert isinstance(recorded(source, [rank])[0], StackSample)
+        assert isinstance(source.dump(rank), StallDump)
+
+
+def test_a_process_that_is_no_python_is_unreadable_with_py_spys_own_words(source: StacksCollector) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            problem = recorded(source, [as_rank(process.pid)])[0]
+        finally:
+            process.kill()
+    assert isinstance(problem, Problem)
+    assert problem.kind == "unreadable"
+    assert "python version" in problem.text
+
+
+def test_a_process_of_another_user_is_a_permission_problem_with_the_next_step() -> None:
+    py_spy = find_py_spy()
+    assert py_spy is not None
+    with sleeper() as process, tempfile.TemporaryDirectory() as folder:
+        target = process.pid if os.getuid() == 0 else 1
+        Path(folder).chmod(0o755)  # the other user may not be let into this checkout
+        command = [sys.executable, "-c", RECORD_AS_NOBODY, str(target), shutil.copy(py_spy, folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [
+        f"permission | rank 3 (pid {target}): py-spy could not read memory: EPERM; "
+        "the daemon needs CAP_SYS_PTRACE (see docs/troubleshooting.md)",
+        "permission",
+    ], done.stderr
+
+
+def test_recordings_die_with_the_daemon() -> None:
+    program = (
+        "import os, sys, time\n"
+        "from rankscope.daemon.pyspy import Child, find_py_spy, record_command\n"
+        "from pathlib import Path\n"
+        "child = Child(record_command(find_py_spy(), int(sys.argv[1]), 60, 10, Path('/dev/null')), Path('/dev/null'))\n"
+        "print(child.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    assert find_py_spy() is not None
+    with sleeper() as process:
+        command = [sys.executable, "-c", program, str(process.pid)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as daemon:
+            assert daemon.stdout is not None
+            child = int(daemon.stdout.readline())
+
+            def is_recording() -> bool:
+                return Path(f"/proc/{child}/comm").read_text() == "py-spy\n"
+
+            wait_for(is_recording)
+            daemon.kill()
+        wait_for(lambda: not Path(f"/proc/{child}").exists())

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import rankscope.daemon
+from rankscope.daemon import pyspy
+from rankscope.daemon.pyspy_output import parse_dump, parse_errors, parse_recording
+from rankscope.daemon.samples import Frame, RankProcess
+
+RANK = RankProcess("job", 3, 3, 4, 4121, 100, (4121, 7))
+
+
+def test_no_command_can_be_built_or_started_that_stops_the_target(tmp_path: Path) -> None:
+    program = Path("/bin/py-spy")
+    assert "--nonblocking" in pyspy.record_command(program, 1, 2, 10, tmp_path / "o")
+    assert "--nonblocking" in pyspy.dump_command(program, 1)
+    with pytest.raises(ValueError, match="--nonblocking"):
+        pyspy.Child(["/bin/true"], tmp_path / "log")
+
+
+def test_wherever_the_daemon_points_a_program_at_a_process_it_asks_for_nonblocking() -> None:
+    """The refusal above guards one door; this looks for others."""
+    commands = [
+        {part.value for part in node.elts if isinstance(part, ast.Constant)}
+        for folder in rankscope.daemon.__path__
+        for path in Path(folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.List, ast.Tuple))
+    ]
+    pointed = [command for command in commands if command & {"--pid", "-p"}]
+    assert pointed
+    assert all("--nonblocking" in command for command in pointed)
+
+
+def test_a_recording_is_the_stacks_of_the_main_thread() -> None:
+    text = (
+        "thread (9): Worker;run (/t.py:1) 5\n"
+        "thread (7): MainThread;<module> (/t.py:9);forward (/m.py:3) 4\n"
+        "thread (7): MainThread;<module> (/t.py:9);backward (/m.py:8) 2\n"
+    )
+    stacks = parse_recording(text, {4121, 7}).stacks
+    assert stacks == {
+        (Frame("forward", "/m.py", 3), Frame("<module>", "/t.py", 9)): 4,
+        (Frame("backward", "/m.py", 8), Frame("<module>", "/t.py", 9)): 2,
+    }
+
+
+def test_without_a_known_id_the_main_thread_is_found_by_name_and_then_by_torch() -> None:
+    nameless = "thread (9);run (/t.py:1) 5\nthread (8);step (/x/torch/optim/adam.py:2) 1\n"
+    assert list(parse_recording(nameless, {1}).stacks) == [(Frame("step", "/x/torch/optim/adam.py", 2),)]
+    named = nameless + "thread (3): MainThread;main (/t.py:4) 1\n"
+    assert list(parse_recording(named, {1}).stacks) == [(Frame("main", "/t.py", 4),)]
+    assert not parse_recording("thread (9);run (/t.py:1) 5\n", {1}).stacks
+
+
+def test_strange_file_names_do_not_break_the_frames_around_them() -> None:
+    text = "thread (7);a (/x;y (c:3).py:3);b (/a b (1).py:2);c (<string>);d (/z.py:1) 19\n"
+    (stack,) = parse_recording(text, {7}).stacks
+    assert stack == (
+        Frame("d", "/z.py", 1),
+        Frame("c", "<string>", 0),
+        Frame("b", "/a b (1).py", 2),
+        Frame("a", "/x;y (c:3).py", 3),
+    )
+
+
+def test_lines_that_make_no_sense_are_counted_and_the_rest_is_read() -> None:
+    text = "thread (7);a (/x.py:1) 3\nthread (7);b (/line\nbreak.py:1) 2\nnonsense\nthread (7);c 1\n"
+    recording = parse_recording(text, {7})
+    assert recording.stacks == {(Frame("a", "/x.py", 1),): 3}
+    assert recording.garbled_lines == 4
+
+
+def test_names_that_could_steer_a_terminal_are_defused_and_bounded() -> None:
+    (stack,) = parse_recording(f"thread (7);\x1b[2J (/{'d' * 9000}/m.py:1) 1\n", {7}).stacks
+    assert stack[0].function == "?[2J"
+    assert len(stack[0].file) < 300
+    assert stack[0].file.endswith("/m.py")
+
+
+def test_crafted_text_takes_linear_time() -> None:
+    parse_recording("thread (7);" + "a (" * 80_000 + " 1\n" + "a (b);" * 40_000 + "\n", {7})
+
+
+def test_the_tally_of_errors_is_read() -> None:
+    assert parse_errors("py-spy> Wrote raw … Samples: 154 Errors: 2\n") == 2
+    assert parse_errors("") == 0
+
+
+def test_a_dump_gives_the_main_threads_stack_and_nonsense_is_a_value_error() -> None:
+    frame = '{"name": "f", "filename": "/t.py", "line": 3}'
+    text = f'[{{"os_thread_id": 1, "frames": []}}, {{"os_thread_id": 7, "frames": [{frame}]}}]'
+    assert parse_dump(text, {7}) == (Frame("f", "/t.py", 3),)
+    for nonsense in ("", "{}", "[1]", '[{"frames": 3}]', '[{"frames": [3]}]'):
+        with pytest.raises(ValueError, match=r"."):
+            parse_dump(nonsense, {7})
+
+
+def test_failures_name_the_rank_the_reason_and_the_next_step() -> None:
+    failed = pyspy.Ended(1, 0.0)
+    denied = pyspy.explain_failure(RANK, failed, "Permission Denied: Try running again with 'sudo env'", True)
+    assert denied.kind == "permission"
+    assert denied.text == (
+        "rank 3 (pid 4121): py-spy could not read memory: EPERM; "
+        "the daemon needs CAP_SYS_PTRACE (see docs/troubleshooting.md)"
+    )
+    assert pyspy.explain_failure(RANK, failed, "Error: No such process", False).kind == "died"
+    assert pyspy.explain_failure(RANK, None, "", True).kind == "timeout"
+    log = "Error: Failed to find python version\n\nCaused by:\n   0: nope\n\nStack backtrace:\n   0: rust\n"
+    unreadable = pyspy.explain_failure(RANK, failed, log, True)
+    assert unreadable.kind == "unreadable"
+    assert unreadable.text.endswith("(exit status 1): Failed to find python version Caused by: 0: nope")
