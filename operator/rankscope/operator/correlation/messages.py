@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rankscope.analysis.verdict import Cause, Confidence, Kind, Severity, Verdict
+from rankscope.analysis.windows import FrameSeen
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.v1 import job_service_pb2, window_pb2
 
@@ -50,16 +51,21 @@ def _cause(cause: Cause) -> job_service_pb2.Cause:
     return job_service_pb2.Cause(phase=cause.phase, frames=frames, evidence=cause.evidence)
 
 
-def kind_of(message: job_service_pb2.Verdict) -> Kind:
-    name = job_service_pb2.VerdictKind.Name(message.kind).removeprefix("VERDICT_KIND_")
-    return Kind[name] if name in Kind.__members__ else Kind.INSUFFICIENT_DATA
-
-
-def severity_of(message: job_service_pb2.Verdict) -> Severity:
-    name = job_service_pb2.Severity.Name(message.severity).removeprefix("SEVERITY_")
-    return Severity[name] if name in Severity.__members__ else Severity.NONE
-
-
-def confidence_of(message: job_service_pb2.Verdict) -> Confidence:
-    name = job_service_pb2.Confidence.Name(message.confidence).removeprefix("CONFIDENCE_")
-    return Confidence[name] if name in Confidence.__members__ else Confidence.LOW
+def verdict_of(message: job_service_pb2.Verdict) -> Verdict:
+    """The verdict that a message holds; what a newer peer says in words unknown here is insufficient data."""
+    kind = job_service_pb2.VerdictKind.Name(message.kind).removeprefix("VERDICT_KIND_")
+    severity = job_service_pb2.Severity.Name(message.severity).removeprefix("SEVERITY_")
+    confidence = job_service_pb2.Confidence.Name(message.confidence).removeprefix("CONFIDENCE_")
+    frames = tuple(FrameSeen(f.function, f.file, f.line, f.share, f.leaf_share, f.phase) for f in message.cause.frames)
+    return Verdict(
+        kind=Kind.__members__.get(kind, Kind.INSUFFICIENT_DATA),
+        reason=message.reason,
+        severity=Severity.__members__.get(severity, Severity.NONE),
+        confidence=Confidence.__members__.get(confidence, Confidence.LOW),
+        culprits=tuple(message.culprits),
+        stage=message.stage if message.HasField("stage") else None,
+        group=message.group,
+        impact_ratio=message.impact_ratio if message.HasField("impact_ratio") else None,
+        lost_gpu_seconds=message.lost_gpu_seconds if message.HasField("lost_gpu_seconds") else None,
+        cause=Cause(message.cause.phase, frames, message.cause.evidence),
+    )

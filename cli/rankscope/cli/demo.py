@@ -1,0 +1,109 @@
+"""`rankscope demo`: a real training job, a real fault, and what Rankscope says about it. The daemon is told nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from rankscope.cli.demo_job.faults import NONE, FaultError, parse_fault
+from rankscope.cli.demo_job.launching import DemoJob, DemoJobError
+from rankscope.cli.demo_report import Outcome, print_summary, print_verdict, to_json
+from rankscope.cli.demo_watch import Watch
+from rankscope.cli.standalone import Standalone
+from rankscope.daemon.config import resolve
+from rankscope.daemon.listening import ListenError
+
+NAME = "demo"
+HELP = "run a real job with a fault and find it"
+FAULT_SECONDS = 30.0
+HEALTHY_SECONDS = 30.0
+START_TIMEOUT_SECONDS = 180.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = (
+        "Starts a real PyTorch job over gloo on this machine, lets it train, switches a fault on, and shows\n"
+        "how long Rankscope takes to name it. Needs no GPU, no cluster and no Prometheus.\n\n"
+        "faults:\n"
+        "  none                               the healthy twin: nothing may be raised\n"
+        "  slow-rank[:rank=R,delay=MS]        one rank sleeps in a function of its forward pass\n"
+        "  slow-input[:rank=R]                one rank's dataset is slow\n"
+        "  slow-network                       the all-reduce is slow for everybody\n"
+        "  stage-imbalance                    a pipeline of 2 stages with one heavy stage\n"
+        "  hang[:rank=R]                      one rank never enters the collective\n"
+        "  starved[:rank=R]                   one rank is confined to a fraction of a core"
+    )
+    parser.epilog = "Exits with 0 if the verdict is right, 1 if not. Example: rankscope demo --fault slow-input:rank=1"
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="processes of the job (default: 4)")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="watch that long after the fault began (default: until it is found)"
+    )
+    parser.add_argument("--fault", default="slow-rank", metavar="FAULT", help="see above (default: slow-rank)")
+    parser.add_argument("--json", action="store_true", help="print one object as the last line; progress on stderr")
+    parser.add_argument("--no-probe", action="store_true", help="level 0: stacks and process counters only")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        fault = parse_fault(arguments.fault).for_ranks(arguments.ranks)
+        if arguments.seconds is not None and not 1 <= arguments.seconds <= 86400:
+            raise FaultError(f"--seconds {arguments.seconds:g}: take 1 to 86400")
+    except FaultError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.ERROR)
+    signal.signal(signal.SIGTERM, _interrupt)
+    console = Console(stderr=arguments.json, highlight=False)
+    job = DemoJob(arguments.ranks, fault, probe=not arguments.no_probe)
+    try:
+        outcome = _play(job, arguments.seconds, console)
+    except (DemoJobError, ListenError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps(to_json(outcome)), flush=True)
+    else:
+        print_summary(console, outcome)
+    return 0 if outcome.is_right else 1
+
+
+def _play(job: DemoJob, seconds: float | None, console: Console) -> Outcome:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rankscope-demo-"))
+        # Private addresses: a daemon that is already running on this machine is not disturbed.
+        places = {"socket": str(Path(folder) / "daemon.sock"), "metrics_listen": "127.0.0.1:0", "log_level": "error"}
+        config = resolve(places, {}).config
+        console.print(f"[bold]rankscope demo[/]: {job.ranks} ranks of PyTorch over gloo, fault: {job.fault.spec}")
+        standalone = stack.enter_context(Standalone(config))
+        status = stack.enter_context(console.status("starting the ranks (importing torch takes a while) …"))
+        watch = Watch(standalone.correlator, job, lambda line: status.update(line))
+        stack.callback(job.stop)
+        job.start()
+        job.wait_until_training(START_TIMEOUT_SECONDS)
+        console.print("· training; watching it healthy first")
+        watch.until_settled()
+        if job.fault.kind == NONE:
+            watch.for_seconds(seconds or HEALTHY_SECONDS)
+            return watch.outcome()
+        watch.start_fault()
+        console.print(f"· fault [bold]{job.fault.spec}[/] begins now; the daemon is not told")
+        if watch.until_alarm(seconds or FAULT_SECONDS):
+            status.stop()
+            print_verdict(console, watch.outcome())
+            status.start()
+            watch.until_cause_settles(seconds)
+        return watch.outcome()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

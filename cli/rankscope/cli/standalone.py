@@ -1,0 +1,55 @@
+"""The daemon and the correlation in one process: the same code as in a cluster, with this machine as the inventory."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rankscope.analysis.policy import DEFAULT_POLICY, Policy
+from rankscope.daemon.config import Config
+from rankscope.daemon.loop import Addresses, Daemon
+from rankscope.daemon.serving import Service
+from rankscope.operator.correlation.correlator import Correlator
+from rankscope.operator.correlation.serving import JobServicer
+from rankscope.operator.correlation.streams import RankStream
+from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
+
+
+class Standalone:
+    """Runs from `start` to `stop`. Raises ListenError from `start` if an address is taken."""
+
+    def __init__(self, config: Config, policy: Policy = DEFAULT_POLICY) -> None:
+        self.correlator = Correlator(policy)
+        self._daemon = Daemon(config, services=(job_service(self.correlator),))
+        self._stream: RankStream | None = None
+
+    @property
+    def addresses(self) -> Addresses:
+        return self._daemon.addresses
+
+    def start(self) -> None:
+        self._daemon.start()
+        self.correlator.start()
+        # Through the socket like any other operator, so that what a laptop shows is what a cluster does.
+        self._stream = RankStream(self.addresses.grpc_targets[0], self.correlator.accept)
+        self._stream.start()
+
+    def stop(self) -> None:
+        if self._stream is not None:
+            self._stream.stop()
+        self.correlator.stop()
+        self._daemon.stop()
+
+    def __enter__(self) -> Standalone:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def job_service(correlator: Correlator) -> Service:
+    name = job_service_pb2.DESCRIPTOR.services_by_name["JobService"].full_name
+    servicer = JobServicer(correlator)
+    return Service(name, lambda server: job_service_pb2_grpc.add_JobServiceServicer_to_server(servicer, server))

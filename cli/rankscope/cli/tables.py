@@ -1,0 +1,71 @@
+"""Jobs and ranks as rich tables, from the messages that the services send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from rankscope.v1 import window_pb2
+
+STARVED_SHOWN = 0.05
+
+
+def rank_table(windows: Sequence[window_pb2.RankWindow], culprits: Sequence[int]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("rank", "pid", "step", "self", "wait", "input", "MFU", "CPU", "phase", "hottest own line"):
+        table.add_column(name, justify="left" if name in ("phase", "hottest own line") else "right")
+    for window in windows:
+        culprit = window.identity.rank in culprits
+        mark = Text(f"{window.identity.rank}", style="bold red" if culprit else "")
+        table.add_row(mark, *_cells(window), style="red" if culprit else "")
+    return table
+
+
+def _cells(window: window_pb2.RankWindow) -> list[str]:
+    steps = window.steps if window.HasField("steps") else 0
+    causes = window.causes
+    return [
+        str(window.identity.pid),
+        milliseconds(window.step.p50_seconds) if window.HasField("step") else "–",
+        milliseconds(causes.self / steps) if steps and causes.HasField("self") else "–",
+        milliseconds(causes.wait / steps) if steps and causes.HasField("wait") else "–",
+        milliseconds(causes.input / steps) if steps and causes.HasField("input") else "–",
+        f"{window.mfu_ratio:.0%}" if window.HasField("mfu_ratio") else "–",
+        _cpu(window),
+        _phase(window),
+        _hottest(window),
+    ]
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"
+
+
+def _cpu(window: window_pb2.RankWindow) -> str:
+    seconds = (window.end_unix_nanos - window.start_unix_nanos) / 1e9
+    process = window.process
+    if not process.HasField("cpu_seconds") or seconds <= 0:
+        return "–"
+    throttled = process.throttled_seconds if process.HasField("throttled_seconds") else 0.0
+    starved = " starved" if throttled / seconds > STARVED_SHOWN else ""
+    return f"{process.cpu_seconds / seconds:.0%}{starved}"
+
+
+def _phase(window: window_pb2.RankWindow) -> str:
+    if window.HasField("stall"):
+        return f"stands still {window.stall.seconds_since_step:.0f} s"
+    shares = window.stacks.phase_shares
+    if not shares:
+        return "–"
+    phase = max(shares, key=lambda name: shares[name])
+    return f"{phase} {shares[phase]:.0%}"
+
+
+def _hottest(window: window_pb2.RankWindow) -> str:
+    own = [frame for frame in window.stacks.frames if "site-packages" not in frame.file and frame.leaf_share > 0]
+    if not own:
+        return "–"
+    frame = max(own, key=lambda f: f.leaf_share)
+    return f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.function}"

@@ -1,0 +1,82 @@
+"""`rankscope top`: jobs and ranks of a running daemon as a live table, the verdict on top."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+
+import grpc
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from rankscope.cli.sentences import MARKS, headline, loss
+from rankscope.cli.tables import milliseconds, rank_table
+from rankscope.daemon.config import default_socket
+from rankscope.operator.correlation.messages import verdict_of
+from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
+
+NAME = "top"
+HELP = "show jobs and ranks as a live table"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Needs a running `rankscope up`. Red is the culprit; '–' was not measured. Ctrl-C ends it."
+    parser.add_argument("--endpoint", metavar="TARGET", help="gRPC target, such as unix:/run/rankscope/daemon.sock")
+    parser.add_argument("--once", action="store_true", help="print the table once and exit")
+    parser.add_argument("--ranks", type=int, default=32, metavar="N", help="most ranks shown of a job (default: 32)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    endpoint = arguments.endpoint or f"unix:{default_socket()}"
+    console = Console()
+    try:
+        with grpc.insecure_channel(endpoint) as channel:
+            stub = job_service_pb2_grpc.JobServiceStub(channel)
+            if arguments.once:
+                console.print(_screen(stub.ListJobs(job_service_pb2.ListJobsRequest()).jobs, arguments.ranks))
+                return 0
+            with Live(_screen((), arguments.ranks), console=console, screen=True, auto_refresh=False) as live:
+                for response in stub.WatchJobs(job_service_pb2.WatchJobsRequest()):
+                    live.update(_screen(response.jobs, arguments.ranks), refresh=True)
+    except grpc.RpcError as error:
+        print(f"error: {_explain(endpoint, error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _explain(endpoint: str, error: grpc.RpcError) -> str:
+    name = error.code().name
+    if name == "UNAVAILABLE":
+        return f"nobody answers at {endpoint}; start `rankscope up` there, or name another --endpoint"
+    if name == "UNIMPLEMENTED":
+        return f"{endpoint} is a daemon without correlation; start `rankscope up` in place of `rankscope daemon`"
+    return f"{endpoint}: {name}: {error.details()}"
+
+
+def _screen(jobs: Iterable[job_service_pb2.JobStatus], most_ranks: int) -> RenderableType:
+    parts: list[RenderableType] = []
+    for job in jobs:
+        verdict = verdict_of(job.verdict)
+        style = {"alarm": "bold red", "warning": "yellow"}.get(verdict.severity.value, "green")
+        facts = [f"{job.ranks_seen}/{job.world_size} ranks"]
+        if job.HasField("step_seconds"):
+            facts.append(f"step {milliseconds(job.step_seconds)}")
+        if job.HasField("mfu_ratio"):
+            facts.append(f"MFU {job.mfu_ratio:.0%}")
+        if job.HasField("exposed_communication_ratio"):
+            facts.append(f"exposed communication {job.exposed_communication_ratio:.0%}")
+        lost = loss(verdict)
+        parts.append(Text(f"{job.job}  {'  '.join(facts)}", style="bold"))
+        parts.append(Text(f"{MARKS[verdict.severity]} {headline(verdict)}{'; ' + lost if lost else ''}", style=style))
+        # The culprits first, where a large job is cut.
+        ordered = sorted(job.ranks, key=lambda w: (w.identity.rank not in verdict.culprits, w.identity.rank))
+        shown = sorted(ordered[:most_ranks], key=lambda w: w.identity.rank)
+        parts.append(rank_table(shown, verdict.culprits))
+        if len(ordered) > len(shown):
+            parts.append(Text(f"… and {len(ordered) - len(shown)} more ranks (--ranks N shows more)", style="dim"))
+        parts.append(Text(""))
+    if not parts:
+        parts.append(Text("no training rank on this machine yet; `rankscope doctor` tells what can be seen", "dim"))
+    return Group(*parts)

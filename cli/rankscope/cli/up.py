@@ -1,0 +1,81 @@
+"""`rankscope up`: daemon and correlation on this machine, until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rankscope.analysis.policy import DEFAULT_POLICY
+from rankscope.cli.daemon import add_setting_arguments, read_settings
+from rankscope.cli.sentences import MARKS, headline, loss
+from rankscope.cli.standalone import Standalone
+from rankscope.daemon.config import ConfigError
+from rankscope.daemon.listening import ListenError
+from rankscope.daemon.reporting import OneLine
+from rankscope.operator.correlation.correlator import JobState
+
+NAME = "up"
+HELP = "watch this machine and judge its jobs"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Prints a line whenever a verdict changes. In another terminal, `rankscope top` shows the ranks. "
+        "Jobs started with RANKSCOPE_PROBE=1 are seen step by step, others through their stacks."
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the daemon's settings as keys")
+    parser.add_argument("--mfu-target", type=float, metavar="RATIO", help="raise low_mfu below this, for example 0.4")
+    add_setting_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        config = read_settings(arguments).config
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if config.socket == "none":
+        print("error: rankscope up needs the Unix socket; leave --socket out or name a path", file=sys.stderr)
+        return 2
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine())
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    standalone = Standalone(config, replace(DEFAULT_POLICY, mfu_target_ratio=arguments.mfu_target))
+    standalone.correlator.listen(VerdictPrinter())
+    try:
+        standalone.start()
+    except ListenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"rankscope up: {standalone.addresses}", file=sys.stderr, flush=True)
+    stopping.wait()
+    standalone.stop()
+    return 0
+
+
+class VerdictPrinter:
+    """One line per change of a job's verdict."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, tuple[object, ...]] = {}
+
+    def __call__(self, states: tuple[JobState, ...]) -> None:
+        for state in states:
+            verdict = state.verdict
+            gist = (verdict.kind, verdict.severity, verdict.culprits, verdict.stage)
+            if self._shown.get(state.job) == gist:
+                continue
+            self._shown[state.job] = gist
+            clock = time.strftime("%H:%M:%S")
+            lost = loss(verdict)
+            text = headline(verdict) + (f"; {lost}" if lost else "")
+            print(f"{clock} {MARKS[verdict.severity]} {state.job}: {text}", flush=True)
