@@ -75,14 +75,12 @@ class RankDiscovery:
 
     def _without_relatives(self) -> list[KnownProcess]:
         """The candidates that are neither launchers nor helpers."""
-        bearers = [
-            Bearer(known.pid, known.identity, known.is_candidate)
-            for known in self._table
-            if known.identity is not None and not known.is_dead
-        ]
-        kinship = sort_out(bearers, self._table.parent_of)
+        bearers = self._table.bearers()
+        kinship = sort_out(
+            [Bearer(known.pid, known.identity, known.is_candidate) for known in bearers], self._table.parent_of
+        )
         watched = []
-        for known in self._table:
+        for known in bearers:
             known.is_helper = known.is_helper or known.pid in kinship.helpers
             if known.is_candidate and not known.is_helper and known.pid not in kinship.launchers:
                 watched.append(known)

@@ -68,6 +68,9 @@ ALWAYS: Final = (
     _rule(COMMUNICATION, "torch/distributed/algorithms/ddp_comm_hooks/"),
     # Our own stopwatch around C functions is around Work.wait; around Python functions, their frames tell.
     _rule(COMMUNICATION, "rankscope/probe/timing.py", "wrapper", only_innermost=True),
+    _rule(COMMUNICATION, "torch/distributed/pipelining/schedules.py", "_batch_p2p _wait_batch_p2p"),
+    _rule(COMMUNICATION, "megatron/core/pipeline_parallel/p2p_communication.py"),
+    _rule(COMMUNICATION, "deepspeed/comm/"),
     _rule(COMMUNICATION, "horovod/torch/mpi_ops.py"),
     _rule(DEVICE_SYNC, "torch/cuda/__init__.py", "synchronize"),
     _rule(DEVICE_SYNC, "torch/cuda/streams.py", "synchronize"),

@@ -35,6 +35,7 @@ class KnownProcess:
     environment: dict[str, str] = field(default_factory=dict)
     claim: Claim | InvalidClaim | None = None
     has_torch: bool = False
+    is_python: bool | None = None  # not looked at yet
     ring_inode: int | None = None
     # Stays once seen: a data-loader worker that outlives its rank does not take its place.
     is_helper: bool = False
@@ -61,6 +62,14 @@ class ProcessTable:
 
     def __iter__(self) -> Iterator[KnownProcess]:
         return iter(self._known.values())
+
+    def bearers(self) -> list[KnownProcess]:
+        """The living processes that carry an identity: ranks, their launchers and their helpers."""
+        return [
+            known
+            for known in self._known.values()
+            if (known.claim is not None or known.ring_inode is not None) and not known.is_dead
+        ]
 
     def forget(self, pid: int) -> None:
         self._known.pop(pid, None)
@@ -90,7 +99,7 @@ class ProcessTable:
         known = self._known.get(pid)
         if known is None or (known.start_ticks, known.exec_mark) != (stat.start_ticks, stat.exec_mark):
             known = KnownProcess(pid, inode, stat.start_ticks, stat.exec_mark, stat.parent_pid, now)
-            if not stat.is_kernel_thread:  # which would answer ESRCH
+            if not stat.is_kernel_thread and not stat.is_dead:  # which would answer ESRCH
                 _read_environment(known, folder)
             self._known[pid] = known
         elif known.is_denied:
@@ -114,7 +123,10 @@ def _look_closer(known: KnownProcess, folder: str, command: str) -> None:
     try:
         if known.claim is not None:
             known.has_torch = known.has_torch or procfs.has_loaded_torch(folder)
-        elif known.ring_inode is None and procfs.is_python(folder, command):
+            return
+        if known.is_python is None:
+            known.is_python = procfs.is_python(folder, command)
+        if known.is_python and known.ring_inode is None:
             known.ring_inode = procfs.ring_inode(folder)
     except PermissionError:
         # The environment was readable and this is not: a process that made itself undumpable in between.

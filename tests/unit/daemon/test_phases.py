@@ -4,6 +4,7 @@ import pytest
 
 from rankscope.daemon.phases import PHASES, is_user_code, phase_of
 from rankscope.daemon.samples import Frame
+from rankscope.probe.timing import Tally, timed
 
 LIBRARY = "/opt/venv/lib/python3.11/site-packages/"
 PLACES = {
@@ -82,6 +83,11 @@ def test_a_file_that_only_sounds_like_torch_names_no_phase() -> None:
 
 def test_shortened_file_names_name_the_same_phase() -> None:
     assert phase_of([Frame("Adam.step", "torch/optim/adam.py", 1)]) == "optimizer"
+
+
+def test_the_probes_stopwatch_is_recognised_by_the_name_it_really_has() -> None:
+    code = timed(len, Tally(), 0).__code__
+    assert phase_of([Frame(code.co_name, code.co_filename, 1)]) == "communication"
 
 
 def test_user_code_is_what_its_author_can_change() -> None:
