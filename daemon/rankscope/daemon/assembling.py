@@ -104,22 +104,26 @@ def problem_texts(problems: Sequence[Problem]) -> list[str]:
 
 def bounded(text: str, characters: int = NAME_CHARACTERS) -> str:
     """One printable line of limited length: what training processes say goes to terminals, logs and labels."""
+    if len(text) <= characters and text.isprintable():
+        return text
     clean = "".join(character if character.isprintable() else " " for character in text[: characters + 1])
     return clean if len(clean) <= characters else clean[: characters - 1] + "…"
 
 
 def statistics_of(seconds: Column) -> StepStatistics | None:
     """Over the values that were measured; None without any."""
-    values = seconds[~np.isnan(seconds)]
+    values = np.sort(seconds[~np.isnan(seconds)])
     if values.size == 0:
         return None
-    p10, p50, p90 = np.quantile(values, (0.1, 0.5, 0.9))
+    # The linear quantiles of numpy, at a tenth of their price for the few values of a window.
+    places = np.array((0.1, 0.5, 0.9)) * (values.size - 1)
+    p10, p50, p90 = np.interp(places, np.arange(values.size), values)
     return StepStatistics(
         mean_seconds=float(values.mean()),
         p10_seconds=float(p10),
         p50_seconds=float(p50),
         p90_seconds=float(p90),
-        max_seconds=float(values.max()),
+        max_seconds=float(values[-1]),
     )
 
 

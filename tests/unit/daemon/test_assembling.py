@@ -83,6 +83,13 @@ def test_figures_that_cannot_be_durations_are_not_measurements() -> None:
     assert not window.HasField("memory")
 
 
+def test_quantiles_are_those_of_numpy() -> None:
+    seconds = np.random.default_rng(1).random(37)
+    step = window_of(RankSamples(make.steps(*seconds))).step
+    expected = np.quantile(seconds, (0.1, 0.5, 0.9))
+    assert (step.p10_seconds, step.p50_seconds, step.p90_seconds) == pytest.approx(tuple(expected))
+
+
 def test_coordinates_and_memory_come_from_the_probe() -> None:
     sample = make.steps(0.5, facts=ProbeFacts(pipeline=1, data=0), allocated_bytes=5)
     window = window_of(RankSamples(sample))
