@@ -44,8 +44,8 @@ class Discovered:
 class RankDiscovery:
     """`scan()` gives the ranks that are alive now.
 
-    A job that names its master by a loopback address is told apart from its namesakes by pod, and outside of pods by
-    `node_name` when that is given: "127.0.0.1:29500/none@gpu-17"."""
+    A job that has nothing but a loopback address for a name is told apart from its namesakes by pod, and outside of
+    pods by `node_name` when that is given: "127.0.0.1:29500/none@gpu-17"."""
 
     def __init__(
         self,

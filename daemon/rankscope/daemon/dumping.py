@@ -23,13 +23,17 @@ class Dumps:
     cpu_seconds: float
 
 
-def dump_stacks(py_spy: Path, ranks: Sequence[RankProcess], folder: Path, timeout_seconds: float) -> Dumps:
+def dump_stacks(
+    py_spy: Path, ranks: Sequence[RankProcess], folder: Path, proc_root: Path, timeout_seconds: float
+) -> Dumps:
     """Takes no longer than the timeout, whatever the processes do."""
     with TemporaryDirectory(dir=folder, prefix="dump-", ignore_cleanup_errors=True) as place:
-        return _dump_into(Path(place), py_spy, ranks, time.monotonic() + timeout_seconds)
+        return _dump_into(Path(place), py_spy, ranks, proc_root, time.monotonic() + timeout_seconds)
 
 
-def _dump_into(place: Path, py_spy: Path, ranks: Sequence[RankProcess], deadline_seconds: float) -> Dumps:
+def _dump_into(
+    place: Path, py_spy: Path, ranks: Sequence[RankProcess], proc_root: Path, deadline_seconds: float
+) -> Dumps:
     by_rank: dict[RankKey, StallDump | Problem] = {}
     running: dict[RankKey, tuple[RankProcess, pyspy.Child]] = {}
     cpu_seconds = 0.0
@@ -49,22 +53,21 @@ def _dump_into(place: Path, py_spy: Path, ranks: Sequence[RankProcess], deadline
                 if ended is not None:
                     del running[key]
                     cpu_seconds += ended.cpu_seconds
-                    by_rank[key] = _read(place, rank, ended)
+                    by_rank[key] = _read(place, rank, proc_root, ended)
             if running and time.monotonic() >= deadline_seconds:
                 break
             time.sleep(_LOOK_EVERY_SECONDS if running else 0)
     finally:
         for key, (rank, child) in running.items():
             cpu_seconds += child.kill().cpu_seconds
-            by_rank[key] = pyspy.explain_failure(rank, None, "", procfs.is_alive(f"/proc/{rank.pid}", rank.start_ticks))
+            by_rank[key] = pyspy.explain_failure(rank, None, "", _is_alive(proc_root, rank))
     return Dumps(by_rank, cpu_seconds)
 
 
-def _read(place: Path, rank: RankProcess, ended: pyspy.Ended) -> StallDump | Problem:
+def _read(place: Path, rank: RankProcess, proc_root: Path, ended: pyspy.Ended) -> StallDump | Problem:
     if ended.status != 0:
         log = read_text(_log(place, rank), pyspy.LOG_LIMIT_BYTES)
-        is_alive = procfs.is_alive(f"/proc/{rank.pid}", rank.start_ticks)
-        return pyspy.explain_failure(rank, ended, log, is_alive)
+        return pyspy.explain_failure(rank, ended, log, _is_alive(proc_root, rank))
     text = read_text(_output(place, rank), pyspy.OUTPUT_LIMIT_BYTES)
     try:
         stack = parse_dump(text, frozenset((rank.pid, *rank.namespace_pids)))
@@ -75,6 +78,10 @@ def _read(place: Path, rank: RankProcess, ended: pyspy.Ended) -> StallDump | Pro
     if not stack:
         return Problem("stacks", "unreadable", f"rank {rank.rank} (pid {rank.pid}): its training thread has no frames")
     return StallDump(phase_of(stack), stack)
+
+
+def _is_alive(proc_root: Path, rank: RankProcess) -> bool:
+    return procfs.is_alive(f"{proc_root}/{rank.pid}", rank.start_ticks)
 
 
 def _output(place: Path, rank: RankProcess) -> Path:

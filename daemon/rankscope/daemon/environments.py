@@ -53,7 +53,7 @@ class Claim:
     rank: int
     local_rank: int
     world_size: int
-    # The job's name holds only inside one machine or pod (loopback address, no address at all).
+    # The job's name may be another job's on another machine or in another pod: a loopback address and no run id.
     is_local_name: bool
 
 
@@ -133,9 +133,11 @@ def _job(scheme: Scheme, environment: Mapping[str, str]) -> tuple[str, bool]:
     job = address or _NO_MASTER
     if port := environment.get("MASTER_PORT"):
         job += f":{port}"
-    if run_id := environment.get("TORCHELASTIC_RUN_ID"):
+    run_id = environment.get("TORCHELASTIC_RUN_ID", "")
+    if run_id:
         job += f"/{run_id}"
-    return job, not address or _is_loopback(address)
+    # "none" is torchrun's default.
+    return job, run_id in ("", "none") and (not address or _is_loopback(address))
 
 
 def _is_loopback(address: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ ERRORS_LIMIT_RATIO: Final = 0.5
 # py-spy draws the pauses between its samples at random, and a busy machine stretches them.
 OVERSTAY_FACTOR: Final = 2.0
 OVERSTAY_SECONDS: Final = 3.0
+RECORDINGS_KEPT: Final = 16
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class RankRecorder:
         rank: RankProcess,
         py_spy: Path,
         folder: Path,
-        proc_root: str = "/proc",
+        proc_root: Path = Path("/proc"),
         unix_nanos: Callable[[], int] = time.time_ns,
     ) -> None:
         self.rank = rank
@@ -68,7 +69,7 @@ class RankRecorder:
         self._pids = frozenset((rank.pid, *rank.namespace_pids))
         self._running: _Running | None = None
         self._plan: Plan | None = None
-        self._ended: list[_Ended] = []
+        self._ended: deque[_Ended] = deque(maxlen=RECORDINGS_KEPT)
         self._failures = 0
         self._problem: Problem | None = None
 
@@ -114,7 +115,8 @@ class RankRecorder:
 
     def take(self) -> StackSample | Problem | None:
         """What ended since the last call, as one sample; else why there is nothing; else None: it is under way."""
-        ended, self._ended = self._ended, []
+        ended = list(self._ended)
+        self._ended.clear()
         if not ended:
             problem = self._problem
             if problem is not None and problem.kind == "died":
@@ -147,10 +149,9 @@ class RankRecorder:
         elif not self._is_alive():
             self._fail(pyspy.explain_failure(self.rank, ended, log, False), now_seconds)
         else:
-            text = (
-                f"rank {self.rank.rank} (pid {self.rank.pid}): py-spy could not read {errors} of {samples + errors} "
-                "samples of the training thread; it is sampled less often until that gets better"
-            )
+            what = f"could not read {errors} of {samples + errors} samples" if errors else "saw no training thread"
+            who = f"rank {self.rank.rank} (pid {self.rank.pid})"
+            text = f"{who}: py-spy {what}; it is sampled less often until that gets better"
             self._fail(Problem("stacks", "unreadable", text), now_seconds)
 
     def _fail(self, problem: Problem, now_seconds: float) -> None:

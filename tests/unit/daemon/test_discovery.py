@@ -163,12 +163,13 @@ def test_a_process_that_ends_or_lies_under_the_scan_is_just_not_there(proc: Fake
     assert pids(scan(proc)) == [54]
 
 
-def test_a_loopback_master_is_told_apart_by_pod_and_node(proc: FakeProc) -> None:
+def test_jobs_named_by_nothing_but_loopback_are_told_apart_by_pod_and_node(proc: FakeProc) -> None:
     uid = "b" * 32
-    proc.add(50, torchrun(0, MASTER_ADDR="127.0.0.1"), cgroup=f"0::/kubepods/pod{uid}/c1\n")
-    proc.add(51, torchrun(0, MASTER_ADDR="localhost"))
+    proc.add(50, torchrun(0, MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="none"), cgroup=f"0::/kubepods/pod{uid}/c1\n")
+    proc.add(51, torchrun(0, MASTER_ADDR="localhost", TORCHELASTIC_RUN_ID="none"))
+    proc.add(52, torchrun(0, MASTER_ADDR="localhost", TORCHELASTIC_RUN_ID="mine"))
     jobs = [rank.job for rank in scan(proc, "gpu-17").ranks]
-    assert jobs == [f"127.0.0.1:29500/run7@{uid}", "localhost:29500/run7@gpu-17"]
+    assert jobs == [f"127.0.0.1:29500/none@{uid}", "localhost:29500/mine", "localhost:29500/none@gpu-17"]
 
 
 def test_a_huge_environment_is_read_only_to_its_bound(proc: FakeProc) -> None:

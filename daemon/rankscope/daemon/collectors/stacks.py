@@ -42,7 +42,7 @@ class StacksCollector:
         self._burst_hz = max(RATE_HZ, rate_hz)
         self._recording_seconds = recording_seconds
         self._max_concurrent = max_concurrent
-        self._proc_root = str(proc_root)
+        self._proc_root = proc_root
         self._unix_nanos = unix_nanos
         self._recorders: dict[RankKey, RankRecorder] = {}
         self._folder: Path | None = None
@@ -109,7 +109,7 @@ class StacksCollector:
         if not self._py_spy.is_file():
             return {rank.key: missing(self._py_spy) for rank in ranks}
         try:
-            dumps = dump_stacks(self._py_spy, ranks, self._folder, DUMP_TIMEOUT_SECONDS)
+            dumps = dump_stacks(self._py_spy, ranks, self._folder, self._proc_root, DUMP_TIMEOUT_SECONDS)
         except OSError as error:
             text = f"py-spy has no folder to write to ({error}); make /tmp writable or set TMPDIR"
             return {rank.key: Problem(self.name, "unwritable", text) for rank in ranks}
