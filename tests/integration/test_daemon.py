@@ -20,8 +20,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest, WatchRanksResponse
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
+from rankscope.v1.window_pb2 import RankWindow
 
 PATIENCE_SECONDS = 60
+WINDOW_NANOS = 500_000_000
 TRAINING_JOB = Path(__file__).parent / "jobs" / "small_ddp.py"
 ANNOUNCED = re.compile(r"rankscope daemon: metrics (http://127\.0\.0\.1:\d+/metrics), grpc (unix:\S+)")
 
@@ -56,9 +58,8 @@ def running(tmp_path: Path) -> Iterator[Running]:
 
 @pytest.fixture
 def training_job() -> Iterator[str]:
-    """Two ranks of a real DDP job without the probe; yields its job name."""
-    environment = {**os.environ, "SMALL_DDP_SECONDS": "120", "OMP_NUM_THREADS": "1"}
-    environment.pop("RANKSCOPE_PROBE", None)
+    """Two ranks of a real DDP job with the probe; yields its run id, which is part of the job's name."""
+    environment = {**os.environ, "SMALL_DDP_SECONDS": "120", "OMP_NUM_THREADS": "1", "RANKSCOPE_PROBE": "1"}
     run_id = f"daemon-test-{os.getpid()}"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     launcher += ["--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={run_id}", str(TRAINING_JOB)]
@@ -144,20 +145,24 @@ def test_a_real_job_is_seen_sampled_and_seen_ending(running: Running, training_j
     with grpc.insecure_channel(running.grpc_target) as channel:
         stream = RankServiceStub(channel).WatchRanks(WatchRanksRequest(), timeout=2 * PATIENCE_SECONDS)
 
-        def sampled_ranks(message: WatchRanksResponse) -> set[int]:
-            ours = [window for window in message.windows if training_job in window.identity.job]
-            return {window.identity.rank for window in ours if window.process.HasField("cpu_seconds")}
+        def windows(message: WatchRanksResponse) -> list[RankWindow]:
+            return [window for window in message.windows if training_job in window.identity.job]
 
-        message = first_message(stream, lambda message: sampled_ranks(message) == {0, 1})
-        job = next(window.identity.job for window in message.windows if training_job in window.identity.job)
-        with_stacks = first_message(
-            stream, lambda m: any(w.identity.job == job and w.HasField("stacks") for w in m.windows)
-        )
-        window = next(w for w in with_stacks.windows if w.identity.job == job and w.HasField("stacks"))
+        def ranks_with_causes(message: WatchRanksResponse) -> set[int]:
+            return {window.identity.rank for window in windows(message) if window.causes.HasField("wait")}
+
+        both = windows(first_message(stream, lambda message: ranks_with_causes(message) == {0, 1}))
+        for window in both:
+            assert window.end_unix_nanos % WINDOW_NANOS == 0
+            assert window.process.HasField("resident_bytes")
+            assert window.self.mean_seconds < window.step.mean_seconds
+            # The training script sleeps 20 ms in each forward.
+            assert window.causes.forward > 0.02 * window.steps
+        job = both[0].identity.job
+        with_stacks = first_message(stream, lambda m: any(window.HasField("stacks") for window in windows(m)))
+        window = next(window for window in windows(with_stacks) if window.HasField("stacks"))
         assert window.stacks.samples > 0
-        assert not window.HasField("steps"), "without the probe nothing is known about steps"
-        length_nanos = 500_000_000
-        assert window.end_unix_nanos % length_nanos == 0
+        assert window.stacks.phase_shares["forward"] > 0
         assert f'job="{job}",phase="' in running.scrape()
         os.kill(window.identity.pid, signal.SIGKILL)
         ended = first_message(stream, lambda m: any(gone.pid == window.identity.pid for gone in m.departed))

@@ -39,7 +39,7 @@ class MetricsServer:
         shown_host = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown_host}:{self._server.server_port}/metrics"
         self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.5}, name="rankscope-metrics", daemon=True
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, name="rankscope-metrics", daemon=True
         )
         self._thread.start()
 

@@ -16,7 +16,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rankscope.daemon.listening import ListenError, SocketLock
 from rankscope.daemon.loop import Daemon
 from rankscope.daemon.publishing import QUEUED_TICKS, Publisher, Tick
-from rankscope.v1 import capture_service_pb2, capture_service_pb2_grpc, rank_service_pb2, rank_service_pb2_grpc
+from rankscope.daemon.serving import Service
+from rankscope.v1 import (
+    capture_service_pb2,
+    capture_service_pb2_grpc,
+    job_service_pb2_grpc,
+    rank_service_pb2,
+    rank_service_pb2_grpc,
+)
 from tests.unit.daemon import window_makers as make
 
 READERS = 2
@@ -169,6 +176,24 @@ def test_a_slow_reader_loses_the_oldest_windows_but_no_departure() -> None:
     assert [identity.rank for tick in ticks if tick for identity in tick.departed] == [3]
     publisher.close()
     assert reader.take() is None
+
+
+def test_whoever_embeds_the_daemon_can_offer_more_on_its_server(tmp_path: Path) -> None:
+    jobs = Service(
+        "rankscope.v1.JobService",
+        lambda server: job_service_pb2_grpc.add_JobServiceServicer_to_server(
+            job_service_pb2_grpc.JobServiceServicer(), server
+        ),
+    )
+    config = make.config(socket=str(tmp_path / "d.sock"))
+    daemon = Daemon(config, collectors=make.collectors(), clock=make.FakeClock(seconds=-1.0), services=[jobs])
+    daemon.start()
+    try:
+        with grpc.insecure_channel(daemon.addresses.grpc_targets[0]) as channel:
+            request = health_pb2.HealthCheckRequest(service=jobs.name)
+            assert health_pb2_grpc.HealthStub(channel).Check(request).status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        daemon.stop()
 
 
 def test_a_source_that_cannot_be_closed_does_not_keep_the_sockets_open(tmp_path: Path) -> None:
