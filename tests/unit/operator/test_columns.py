@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rankscope.operator.correlation.columns import evidence_of, job_window, starved_seconds
+from rankscope.v1 import identity_pb2, window_pb2
+
+SECOND = 1_000_000_000
+
+
+def a_window(rank: int = 0, node: str = "a", **fields: object) -> window_pb2.RankWindow:
+    return window_pb2.RankWindow(
+        identity=identity_pb2.RankIdentity(job="j", rank=rank, world_size=2, node=node),
+        start_unix_nanos=98 * SECOND,
+        end_unix_nanos=100 * SECOND,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def test_causes_become_seconds_per_step_and_what_is_absent_becomes_nan() -> None:
+    window = a_window(
+        steps=20,
+        step=window_pb2.StepStatistics(mean_seconds=0.1),
+        causes=window_pb2.CauseSeconds(self=1.2, wait=0.8),
+    )
+    columns = job_window([window], 2).columns
+    assert columns.self_seconds[0] == pytest.approx(0.06)
+    assert columns.wait_seconds[0] == pytest.approx(0.04)
+    assert np.isnan(columns.input_seconds[0]) and np.isnan(columns.mfu_ratio[0])
+
+
+def test_a_measured_zero_is_not_an_absent_value() -> None:
+    window = a_window(
+        steps=20, step=window_pb2.StepStatistics(mean_seconds=0.1), causes=window_pb2.CauseSeconds(self=2.0, input=0.0)
+    )
+    assert job_window([window], 2).columns.input_seconds[0] == 0.0
+
+
+def test_a_rank_without_step_records_has_no_steps_rather_than_none_done() -> None:
+    columns = job_window([a_window(rank=0), a_window(rank=1, steps=0)], 2).columns
+    assert np.isnan(columns.steps[0])
+    assert columns.steps[1] == 0.0
+
+
+def test_rows_are_in_rank_order_and_nodes_are_named() -> None:
+    window = job_window([a_window(rank=1, node="b"), a_window(rank=0, node="a")], 2)
+    assert window.columns.rank.tolist() == [0, 1]
+    assert [window.place_names[place] for place in window.columns.place.tolist()] == ["a", "b"]
+
+
+def test_quota_and_run_queue_are_not_counted_twice() -> None:
+    usage = window_pb2.ProcessUsage(run_delay_seconds=0.8, throttled_seconds=1.0, stopped_seconds=0.5)
+    assert starved_seconds(usage) == pytest.approx(1.5)
+    assert np.isnan(starved_seconds(window_pb2.ProcessUsage()))
+
+
+def test_a_stall_without_counters_says_that_they_are_unknown() -> None:
+    window = a_window(stall=window_pb2.Stall(seconds_since_step=8.0, phase="forward", stack=["f (m.py:3)"]))
+    stall = evidence_of(window).stall
+    assert stall is not None
+    assert (stall.phase, stall.collectives_enqueued) == ("forward", None)
+
+
+def test_clocks_of_two_nodes_are_compared_by_the_steps_they_share() -> None:
+    def on(node: str, rank: int, total: int, end: float) -> window_pb2.RankWindow:
+        return a_window(
+            rank=rank,
+            node=node,
+            steps=20,
+            steps_total=total,
+            last_step_unix_nanos=int(end * SECOND),
+            step=window_pb2.StepStatistics(mean_seconds=0.1),
+        )
+
+    agree = job_window([on("a", 0, 500, 100.0), on("b", 1, 499, 99.9)], 2)
+    apart = job_window([on("a", 0, 500, 100.0), on("b", 1, 500, 97.0)], 2)
+    assert agree.clock_skew_seconds == pytest.approx(0.0, abs=0.01)
+    assert apart.clock_skew_seconds == pytest.approx(3.0, abs=0.01)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from rankscope.analysis.verdict import Kind, Severity
+from rankscope.operator.correlation.correlator import Correlator, JobState
+from rankscope.operator.correlation.messages import job_status, verdict_of
+from rankscope.v1 import identity_pb2, rank_service_pb2, window_pb2
+
+SECOND = 1_000_000_000
+
+
+def tick(number: int, slow_rank: int | None = None, incarnation: int = 1) -> rank_service_pb2.WatchRanksResponse:
+    """Four ranks, 20 steps of 55 ms; a slow one has 50 ms more of its own work, and all wait for it."""
+    windows = []
+    for rank in range(4):
+        own, step = (0.1, 0.105) if rank == slow_rank else (0.05, 0.055 if slow_rank is None else 0.105)
+        windows.append(
+            window_pb2.RankWindow(
+                identity=identity_pb2.RankIdentity(
+                    job="j", rank=rank, world_size=4, node="a", pid=10 + rank, incarnation=incarnation
+                ),
+                start_unix_nanos=(1000 + 2 * number) * SECOND,
+                end_unix_nanos=(1002 + 2 * number) * SECOND,
+                steps=20,
+                step=window_pb2.StepStatistics(mean_seconds=step, p50_seconds=step),
+                causes=window_pb2.CauseSeconds(self=own * 20, wait=(step - own) * 20),
+            )
+        )
+    return rank_service_pb2.WatchRanksResponse(node="a", windows=windows)
+
+
+class Fleet:
+    def __init__(self) -> None:
+        self.now = 1002.0
+        self.seen: list[JobState] = []
+        self.correlator = Correlator(clock=lambda: self.now)
+        self.correlator.listen(self.seen.extend)
+
+    def play(self, *messages: rank_service_pb2.WatchRanksResponse) -> JobState:
+        for message in messages:
+            self.now = message.windows[0].end_unix_nanos / 1e9 + 0.1
+            self.correlator.accept(message)
+            self.correlator.tick()
+        return self.seen[-1]
+
+
+def test_streamed_windows_become_a_verdict_with_the_time_since_it_stands() -> None:
+    fleet = Fleet()
+    healthy = fleet.play(*(tick(n) for n in range(4)))
+    assert healthy.verdict.kind is Kind.HEALTHY
+    slow = fleet.play(*(tick(n, slow_rank=1) for n in range(4, 9)))
+    assert (slow.verdict.kind, slow.verdict.culprits, slow.verdict.severity) == (Kind.SLOW_RANK, (1,), Severity.ALARM)
+    assert slow.since_unix_seconds == 1014 + 0.1  # the third slow window
+    assert slow.step_seconds == 0.105
+
+
+def test_a_restart_makes_the_old_windows_worthless() -> None:
+    fleet = Fleet()
+    fleet.play(*(tick(n, slow_rank=1) for n in range(2)))
+    again = fleet.play(tick(2, slow_rank=1, incarnation=2))
+    assert again.verdict.severity is Severity.NONE  # one window of the new processes, not a third
+
+
+def test_a_failing_listener_does_not_stop_the_verdicts() -> None:
+    fleet = Fleet()
+
+    def broken(states: tuple[JobState, ...]) -> None:
+        raise RuntimeError("a reader's fault")
+
+    fleet.correlator.listen(broken)
+    assert fleet.play(tick(0), tick(1)).verdict.kind is Kind.HEALTHY
+    assert len(fleet.seen) == 2
+
+
+def test_an_ended_job_leaves_the_table() -> None:
+    fleet = Fleet()
+    fleet.play(tick(0))
+    fleet.correlator.accept(
+        rank_service_pb2.WatchRanksResponse(node="a", departed=[w.identity for w in tick(0).windows])
+    )
+    fleet.correlator.tick()
+    assert fleet.correlator.states == ()
+
+
+def test_a_verdict_survives_the_wire() -> None:
+    fleet = Fleet()
+    state = fleet.play(*(tick(n, slow_rank=3) for n in range(5)))
+    assert verdict_of(job_status(state).verdict) == state.verdict

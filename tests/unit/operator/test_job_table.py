@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from rankscope.operator.correlation.job_table import JobTable
+from rankscope.v1 import identity_pb2, window_pb2
+
+SECOND = 1_000_000_000
+
+
+def identity(rank: int, *, world: int = 2, job: str = "j", pid: int = 100, incarnation: int = 1, node: str = "a"):  # type: ignore[no-untyped-def]
+    return identity_pb2.RankIdentity(
+        job=job, rank=rank, world_size=world, node=node, pid=pid + rank, incarnation=incarnation
+    )
+
+
+def window(rank: int, end_seconds: int, **who):  # type: ignore[no-untyped-def]
+    return window_pb2.RankWindow(
+        identity=identity(rank, **who),
+        start_unix_nanos=(end_seconds - 2) * SECOND,
+        end_unix_nanos=end_seconds * SECOND,
+        steps=20,
+    )
+
+
+def test_a_tick_is_judged_when_every_rank_has_reported() -> None:
+    table = JobTable(grace_seconds=1.0)
+    table.accept([window(0, 100)], 100.1)
+    assert table.take_ready(100.2) == {}
+    table.accept([window(1, 100)], 100.3)
+    assert table.take_ready(100.3)["j"].columns.rank.tolist() == [0, 1]
+    assert table.take_ready(100.4) == {}
+
+
+def test_a_rank_that_does_not_report_is_waited_for_only_so_long() -> None:
+    table = JobTable(grace_seconds=1.0)
+    table.accept([window(0, 100)], 100.1)
+    assert table.take_ready(101.2)["j"].columns.rank.tolist() == [0]
+
+
+def test_a_window_that_comes_after_its_tick_was_judged_is_counted_and_dropped() -> None:
+    table = JobTable(grace_seconds=1.0)
+    table.accept([window(0, 100)], 100.1)
+    table.take_ready(102.0)
+    table.accept([window(1, 100)], 102.1)
+    assert table.late == 1
+    assert table.take_ready(110.0) == {}
+
+
+def test_a_rank_that_comes_back_as_another_process_restarts_the_job() -> None:
+    table = JobTable()
+    table.accept([window(0, 100), window(1, 100)], 100.1)
+    table.take_ready(100.2)
+    table.accept([window(0, 102, pid=500, incarnation=9)], 102.1)
+    assert table.take_restarted() == {"j"}
+    assert table.take_restarted() == set()
+
+
+def test_the_last_words_of_a_replaced_process_do_not_restart_the_job_again() -> None:
+    table = JobTable()
+    table.accept([window(0, 102, pid=500, incarnation=9)], 102.1)
+    table.accept([window(0, 102, pid=100, incarnation=1)], 102.2)
+    assert table.take_restarted() == set()
+    assert table.jobs["j"].latest[0].identity.pid == 500
+
+
+def test_departed_ranks_are_told_and_no_longer_waited_for() -> None:
+    table = JobTable(grace_seconds=10.0)
+    table.accept([window(0, 100), window(1, 100)], 100.1)
+    table.take_ready(100.2)
+    table.depart([identity(1)])
+    table.accept([window(0, 102)], 102.1)
+    assert table.take_ready(102.2)["j"].departed == (1,)
+
+
+def test_a_job_whose_ranks_have_all_ended_is_forgotten() -> None:
+    table = JobTable()
+    table.accept([window(0, 100), window(1, 100)], 100.1)
+    table.depart([identity(0), identity(1)])
+    assert table.take_ended(101.0) == ["j"]
+    assert table.jobs == {}
+
+
+def test_a_silent_job_is_forgotten() -> None:
+    table = JobTable(forget_after_seconds=60.0)
+    table.accept([window(0, 100)], 100.1)
+    assert table.take_ended(130.0) == []
+    assert table.take_ended(161.0) == ["j"]
+
+
+def test_ranks_outside_their_world_are_refused() -> None:
+    table = JobTable()
+    table.accept([window(7, 100), window(-1, 100)], 100.1)
+    assert table.refused == 2
+    assert table.take_ready(200.0) == {}
+
+
+def test_open_ticks_are_bounded_when_a_daemon_never_completes_one() -> None:
+    table = JobTable(grace_seconds=1e9)
+    for second in range(100, 300, 2):
+        table.accept([window(0, second)], float(second))
+    assert len(table.jobs["j"].open_ticks) <= 4
