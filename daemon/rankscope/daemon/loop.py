@@ -254,9 +254,8 @@ class Daemon:
         for rank in sampled.ranks:
             for problem in sampled.samples[rank.key].problems:
                 if problem.source not in sampled.failures:
-                    # Without the rank in the key: what is wrong for all ranks in the same words is said once.
-                    text = f"job {_quoted(rank)}: {problem.source}: {problem.text}"
-                    self._problems.warn(text, text)
+                    key = (rank.key, problem.source, problem.kind)
+                    self._problems.warn(key, f"job {_quoted(rank)}: {problem.source}: {problem.text}")
 
 
 def _quoted(rank: RankProcess) -> str:

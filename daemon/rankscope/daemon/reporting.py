@@ -18,16 +18,15 @@ class ProblemLog:
         self._told: dict[Hashable, float] = {}
 
     def warn(self, key: Hashable, text: str) -> None:
-        """Log `text` unless the same `key` was logged within the last minute."""
+        """Log `text` unless this `key`, or the very same text for another one, was logged within the last minute."""
         now = self._monotonic_seconds()
-        told = self._told.get(key)
-        if told is not None and now - told < REPEAT_SECONDS:
+        if any(now - self._told.get(said, now - REPEAT_SECONDS) < REPEAT_SECONDS for said in (key, text)):
             return
         if len(self._told) >= REMEMBERED:
             self._told = {old: at for old, at in self._told.items() if now - at < REPEAT_SECONDS}
             if len(self._told) >= REMEMBERED:
                 return
-        self._told[key] = now
+        self._told[key] = self._told[text] = now
         # The text may quote a training process; a line of the log stays one line.
         self._log.warning("%s", bounded(text, 2 * PROBLEM_CHARACTERS))
 

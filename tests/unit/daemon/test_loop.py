@@ -124,11 +124,12 @@ def test_a_stalled_rank_shows_its_stack_one_window_later() -> None:
 
 def test_a_problem_of_a_rank_is_logged_once_a_minute_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
     clock = make.FakeClock()
+    counted = itertools.count()
     watched = daemon(
         clock,
         make.rank(0),
         make.rank(1),
-        steps=lambda rank: Problem("steps", "corrupt", f"rank {rank.rank}:\na bad ring"),
+        steps=lambda rank: Problem("steps", "corrupt", f"rank {rank.rank}:\n{next(counted)} bad records"),
         stacks=lambda _: Problem("stacks", "missing", "no py-spy"),
     )
     with caplog.at_level(logging.WARNING):
@@ -137,7 +138,7 @@ def test_a_problem_of_a_rank_is_logged_once_a_minute_on_one_line(caplog: pytest.
             clock.sleep(2.0)
     lines = [record.message for record in caplog.records]
     assert len(lines) == 3, "one for each rank, and one for all"
-    assert "job '10.0.0.1:29500/run': steps: rank 0: a bad ring" in lines
+    assert "job '10.0.0.1:29500/run': steps: rank 0: 0 bad records" in lines
     clock.sleep(60.0)
     watched.tick(make.span(50))
     assert len(caplog.records) == 6
