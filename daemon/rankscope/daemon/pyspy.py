@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,14 +32,6 @@ def find_py_spy() -> Path | None:
         return beside
     found = shutil.which("py-spy")
     return Path(found) if found else None
-
-
-def private_folder() -> Path:
-    """For what py-spy writes: readable by this user alone, for stacks tell about other users' programs."""
-    try:
-        return Path(tempfile.mkdtemp(prefix="rankscope-stacks-"))
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="rankscope-stacks-", dir="/dev/shm"))
 
 
 def record_command(py_spy: Path, pid: int, seconds: int, rate_hz: int, output: Path) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 
 from rankscope.daemon import procfs
 from rankscope.daemon.collectors.stacks import StacksCollector
+from rankscope.daemon.private_folder import PrivateFolder
 from rankscope.daemon.pyspy_output import Stack
 from rankscope.daemon.samples import Frame, Problem, RankProcess, Span, StackSample
 from rankscope.daemon.stack_summary import FRAMES_KEPT, LIBRARY_FRAMES_KEPT, summarise
@@ -169,6 +170,19 @@ def test_what_py_spy_writes_is_private_and_removed(tmp_path: Path, monkeypatch: 
     assert folder.stat().st_mode & 0o777 == 0o700
     source.close()
     assert not folder.exists()
+
+
+def test_what_a_killed_daemon_left_is_swept_and_what_a_living_one_holds_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "rankscope-stacks-left").mkdir()
+    living = PrivateFolder()
+    other = PrivateFolder()
+    assert set(tmp_path.iterdir()) == {living.path, other.path}
+    living.close()
+    other.close()
+    other.close()
 
 
 def test_frames_count_once_per_stack_and_lines_of_one_function_stay_apart() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.daemon.dumping import dump_stacks
-from rankscope.daemon.pyspy import find_py_spy, missing, private_folder
+from rankscope.daemon.private_folder import PrivateFolder
+from rankscope.daemon.pyspy import find_py_spy, missing
 from rankscope.daemon.recording import Plan, RankRecorder
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span, StackSample, StallDump
 
@@ -45,10 +45,10 @@ class StacksCollector:
         self._proc_root = proc_root
         self._unix_nanos = unix_nanos
         self._recorders: dict[RankKey, RankRecorder] = {}
-        self._folder: Path | None = None
+        self._folder: PrivateFolder | None = None
         self._unusable = missing(None) if self._py_spy is None else None
         try:
-            self._folder = private_folder()
+            self._folder = PrivateFolder()
         except OSError as error:
             text = f"there is no folder that py-spy could write to ({error}); make /tmp writable or set TMPDIR"
             self._unusable = Problem(self.name, "unwritable", text)
@@ -93,7 +93,7 @@ class StacksCollector:
             self._account(self._recorders.pop(key).close())
         for rank in ranks:
             if rank.key not in self._recorders:
-                recorder = RankRecorder(rank, self._py_spy, self._folder, self._proc_root, self._unix_nanos)
+                recorder = RankRecorder(rank, self._py_spy, self._folder.path, self._proc_root, self._unix_nanos)
                 self._recorders[rank.key] = recorder
         taken = {key: recorder.take() for key, recorder in self._recorders.items()}
         return {key: sample for key, sample in taken.items() if sample is not None}
@@ -109,7 +109,7 @@ class StacksCollector:
         if not self._py_spy.is_file():
             return {rank.key: missing(self._py_spy) for rank in ranks}
         try:
-            dumps = dump_stacks(self._py_spy, ranks, self._folder, self._proc_root, DUMP_TIMEOUT_SECONDS)
+            dumps = dump_stacks(self._py_spy, ranks, self._folder.path, self._proc_root, DUMP_TIMEOUT_SECONDS)
         except OSError as error:
             text = f"py-spy has no folder to write to ({error}); make /tmp writable or set TMPDIR"
             return {rank.key: Problem(self.name, "unwritable", text) for rank in ranks}
@@ -122,7 +122,7 @@ class StacksCollector:
             self._account(recorder.close())
         self._recorders.clear()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
 
     def _account(self, cpu_seconds: float) -> None:
         with self._cpu_lock:
