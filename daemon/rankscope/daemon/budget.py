@@ -6,7 +6,9 @@ from collections import deque
 
 OBSERVED_SECONDS = 10.0
 # Nothing is decided on less than this: one window's cost is noise, and a new rate needs time to show.
-SETTLING_SECONDS = 5.0
+SETTLING_SECONDS = 10.0
+# Meeting a rank costs once: finding it while it imports, and the first look at its stacks.
+ARRIVAL_SECONDS = 0.1
 RECOVERY_SECONDS = 30.0
 RECOVERY_SECONDS_MAX = 600.0
 RECOVERY_BELOW_RATIO = 0.5
@@ -27,6 +29,7 @@ class Budget:
         self._core_ratio_per_rank = core_ratio_per_rank
         self._ladder = rate_ladder(full_hertz)
         self._rung = 0
+        self._ranks = 0
         # Time, CPU seconds used, and CPU seconds granted so far: the grant follows the number of ranks as it changes.
         self._observed: deque[tuple[float, float, float]] = deque()
         self._calm_since: float | None = None
@@ -47,10 +50,13 @@ class Budget:
         """Take note of the CPU seconds used since the daemon began; returns the rate from now on."""
         if ranks == 0:
             # Looking for ranks costs what it costs; sampling less would not make it cheaper.
+            self._ranks = 0
             self._forget(now_seconds, cpu_seconds)
             return self.rate_hertz
         last_seconds, _, granted_seconds = self._observed[-1] if self._observed else (now_seconds, 0.0, 0.0)
         granted_seconds += self._core_ratio_per_rank * ranks * (now_seconds - last_seconds)
+        granted_seconds += ARRIVAL_SECONDS * max(0, ranks - self._ranks)
+        self._ranks = ranks
         self._observed.append((now_seconds, cpu_seconds, granted_seconds))
         while len(self._observed) > 2 and self._observed[1][0] <= now_seconds - OBSERVED_SECONDS:
             self._observed.popleft()

@@ -89,3 +89,10 @@ def test_without_ranks_there_is_nothing_to_sample_less() -> None:
     assert set(machine.run(60, 0.5, 0.0)) == {10.0}
     machine.ranks = 1
     assert set(machine.run(20, 0.005, 0.0)) == {10.0}
+
+
+def test_the_arrival_of_a_job_is_not_taken_for_what_watching_it_costs() -> None:
+    machine = Machine(Budget(0.01, 10.0), ranks=0)
+    machine.ranks = 8
+    machine.cpu += 0.7
+    assert set(machine.run(60, 0.06, 0.0)) == {10.0}
