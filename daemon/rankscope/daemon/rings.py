@@ -31,16 +31,17 @@ RECORD_DTYPE = np.dtype(
     [
         ("sequence", "<u8"),
         ("end_ns", "<i8"),
-        ("step", "<f8"),
-        ("input", "<f8"),
-        ("blocking", "<f8"),
-        ("optimizer", "<f8"),
-        ("checkpoint", "<f8"),
-        ("ddp_forward", "<f8"),
-        ("ddp_backward", "<f8"),
-        ("ddp_communication", "<f8"),
-        ("ddp_overlap", "<f8"),
-        ("flags", "<u4"),
+        ("span_ns", "<i8"),
+        ("input", "<f4"),
+        ("blocking", "<f4"),
+        ("optimizer", "<f4"),
+        ("checkpoint", "<f4"),
+        ("ddp_forward", "<f4"),
+        ("ddp_backward", "<f4"),
+        ("ddp_communication", "<f4"),
+        ("ddp_overlap", "<f4"),
+        ("flags", "<u2"),
+        ("steps", "<u2"),
         ("checksum", "<u4"),
     ]
 )
@@ -76,7 +77,8 @@ UNKNOWN_LIVE = Live(-1, -1, -1, -1, -1, -1, -1, -1)
 class Header:
     ring_id: int
     owner_pid: int
-    head: int
+    records: int
+    steps: int
     disabled: bool
 
 
@@ -164,9 +166,9 @@ def read_header(fd: int) -> Header:
     if (header_bytes, record_bytes, capacity, size) != expected:
         found = (header_bytes, record_bytes, capacity, size)
         raise RingError("corrupt", f"the ring's sizes are {found}; version {version} has {expected}")
-    (head,) = layout.HEAD.unpack_from(start, layout.HEAD_OFFSET)
+    records, steps = layout.COUNTERS.unpack_from(start, layout.COUNTERS_OFFSET)
     (state,) = layout.STATE.unpack_from(start, layout.STATE_OFFSET)
-    return Header(ring_id, owner_pid, head, state == layout.STATE_DISABLED)
+    return Header(ring_id, owner_pid, records, steps, state == layout.STATE_DISABLED)
 
 
 def _seals(fd: int) -> int:

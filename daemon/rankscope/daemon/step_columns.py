@@ -41,41 +41,48 @@ def ends_unix_nanos(records: npt.NDArray[np.void], wall_minus_monotonic_ns: int)
 
 
 def plausible(records: npt.NDArray[np.void], ends: npt.NDArray[np.int64], now_unix_nanos: int) -> Mask:
-    step = records["step"]
-    with np.errstate(invalid="ignore"):
-        good: Mask = (step >= 0) & (step <= LONGEST_SECONDS) & (ends >= 0) & (ends <= now_unix_nanos + FUTURE_NS)
+    span = records["span_ns"]
+    good: Mask = (span >= 0) & (span <= LONGEST_SECONDS * 1e9) & (records["steps"] > 0)
+    good &= (ends >= 0) & (ends <= now_unix_nanos + FUTURE_NS)
     return good
 
 
 def columns(records: npt.NDArray[np.void], good: Mask, wanted: Mask) -> StepColumns:
-    """Rows of the `wanted` records. `good` says which records may be believed; a DDP figure comes from the next one."""
+    """One row per step of the `wanted` records: the steps of one record share its time evenly. `good` says which
+    records may be believed; a DDP figure comes from the next one."""
     ddp = {name: _from_the_next(_seconds(records[f"ddp_{name}"]), good)[wanted] for name in _DDP_NAMES}
     rows = records[wanted]
-    step = np.ascontiguousarray(rows["step"])
-    blocking = np.minimum(_seconds(rows["blocking"]), step)
+    span = rows["span_ns"] * 1e-9
+    blocking = np.minimum(_seconds(rows["blocking"]), span)
     exposed = np.maximum(ddp["communication"] - ddp["overlap"], 0.0)
     has_ddp = (rows["flags"] & layout.FLAG_DDP) != 0
     # Collectives on a device do not hold the host up, so Python's blocking calls do not show what they cost.
     blocking_is_all = (rows["flags"] & layout.FLAG_HOST_RUNS_AHEAD) == 0
     without_ddp = np.where(blocking_is_all, blocking, np.nan)
+    steps = rows["steps"]
+
+    def per_step(column: Column) -> Column:
+        return np.repeat(column / steps, steps)
+
     return StepColumns(
-        step_seconds=step,
-        wait_seconds=np.where(has_ddp, np.minimum(blocking + exposed, step), without_ddp),
-        communication_seconds=np.where(has_ddp, blocking + ddp["communication"], without_ddp),
-        input_seconds=np.minimum(_seconds(rows["input"]), step),
-        forward_seconds=ddp["forward"],
-        backward_seconds=ddp["backward"],
-        optimizer_seconds=np.minimum(_seconds(rows["optimizer"]), step),
-        checkpoint_seconds=np.minimum(_seconds(rows["checkpoint"]), step),
+        step_seconds=per_step(span),
+        wait_seconds=per_step(np.where(has_ddp, np.minimum(blocking + exposed, span), without_ddp)),
+        communication_seconds=per_step(np.where(has_ddp, blocking + ddp["communication"], without_ddp)),
+        input_seconds=per_step(np.minimum(_seconds(rows["input"]), span)),
+        forward_seconds=per_step(ddp["forward"]),
+        backward_seconds=per_step(ddp["backward"]),
+        optimizer_seconds=per_step(np.minimum(_seconds(rows["optimizer"]), span)),
+        checkpoint_seconds=per_step(np.minimum(_seconds(rows["checkpoint"]), span)),
     )
 
 
 _DDP_NAMES = ("forward", "backward", "communication", "overlap")
 
 
-def _seconds(column: Column) -> Column:
+def _seconds(column: npt.NDArray[np.float32]) -> Column:
+    seconds = column.astype(np.float64)
     with np.errstate(invalid="ignore"):
-        return np.where((column >= 0) & (column <= LONGEST_SECONDS), column, np.nan)
+        return np.where((seconds >= 0) & (seconds <= LONGEST_SECONDS), seconds, np.nan)
 
 
 def _from_the_next(column: Column, good: Mask) -> Column:

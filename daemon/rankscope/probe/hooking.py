@@ -16,7 +16,7 @@ def install(torch: Any) -> Dict[str, Callable[[Any], None]]:
     """Hooks what is there. Returns, by module name, what to do with parts of torch that are not imported yet."""
     session = Session(torch)
     tally = session.tally
-    mark = install_optimizer_hooks(sys.modules["torch.optim.optimizer"], tally, session.boundary)
+    mark = install_optimizer_hooks(sys.modules["torch.optim.optimizer"], tally, session.flush)
     time_checkpoints(torch, tally)
 
     def explicit_step() -> None:

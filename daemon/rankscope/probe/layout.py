@@ -1,15 +1,17 @@
 """The ring's layout, version 1: what the probe writes and the daemon reads. Little-endian, fixed size.
 
       0  fixed part   magic, version, header bytes, record bytes, capacity, owner's pid, ring id; crc32
-     64  head         u64: number of records written so far; record n (from 1) lies in slot (n - 1) % capacity
-     72  state        u32: 1 running, 2 the probe has disabled itself
+     64  counters     u64 records written so far, u64 steps so far; record n (from 1) lies in slot (n - 1) % capacity
+     80  state        u32: 1 running, 2 the probe has disabled itself
     128  live part    refreshed about once a second; crc32
     256  facts        u32 length, u32 crc32, JSON
    4096  records
 
-A record belongs to the step that ended at `end_monotonic_ns`, but its four DDP fields belong to the step *before* it:
-DDP publishes an iteration's figures only when the next forward has begun. NaN is "not measured". A step of 0 seconds
-has no known beginning (the first one) or is not representative (FLOPs were being counted)."""
+A record covers one step, or several that together took 10 ms: microsecond steps are not worth a record each, and so the
+ring always holds more than a minute. It ends at `end_monotonic_ns` and covers `span_ns` nanoseconds and `steps` steps;
+its causes are seconds within that span. But its four DDP fields belong to the record *before* it: DDP publishes an
+iteration's figures only when the next forward has begun. NaN is "not measured". A span of 0 has no known beginning
+(the first step) or is not representative (FLOPs were being counted)."""
 
 import struct
 
@@ -18,7 +20,7 @@ MAGIC = b"RNKSCOPE"
 VERSION = 1
 
 HEADER_BYTES = 4096
-RECORD_BYTES = 96
+RECORD_BYTES = 64
 CAPACITY = 8192
 RING_BYTES = HEADER_BYTES + CAPACITY * RECORD_BYTES
 
@@ -27,10 +29,10 @@ FIXED = struct.Struct("<8sIIIIqQ")
 FIXED_OFFSET = 0
 CHECKSUM = struct.Struct("<I")
 
-HEAD = struct.Struct("<Q")
-HEAD_OFFSET = 64
+COUNTERS = struct.Struct("<QQ")
+COUNTERS_OFFSET = 64
 STATE = struct.Struct("<I")
-STATE_OFFSET = 72
+STATE_OFFSET = 80
 STATE_RUNNING = 1
 STATE_DISABLED = 2
 
@@ -43,9 +45,10 @@ FACTS_HEAD = struct.Struct("<II")
 FACTS_OFFSET = 256
 FACTS_BYTES = HEADER_BYTES - FACTS_OFFSET - FACTS_HEAD.size
 
-# sequence, end_monotonic_ns, seconds: step, input, blocking communication, optimizer, checkpoint, and of the step
-# before: ddp forward, backward, communication, overlap; flags. The crc32 of these bytes follows.
-RECORD = struct.Struct("<Qq9dI")
+# sequence, end_monotonic_ns, span_ns; seconds: input, blocking communication, optimizer, checkpoint; seconds of the
+# record before: ddp forward, backward, communication, overlap; flags, steps
+RECORD = struct.Struct("<Qqq8fHH")
+STEPS_AT_MOST = 0xFFFF
 
 FLAG_DDP = 1  # DDP instances are watched: the wait of a step without DDP figures is unknown, not zero
 FLAG_HOST_RUNS_AHEAD = 2  # collectives run on the device: a blocking call from Python does not show their wait

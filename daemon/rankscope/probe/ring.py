@@ -9,11 +9,9 @@ import mmap
 import os
 import time
 import zlib
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, Sequence, Tuple
 
 from . import layout
-
-_ZERO = layout.HEAD.pack(0)
 
 
 class Ring:
@@ -28,7 +26,8 @@ class Ring:
         self._inode = os.fstat(self._fd).st_ino
         self._memory = mmap.mmap(self._fd, layout.RING_BYTES)
         self._facts: bytes = b""
-        self.head = 0
+        self.records = 0
+        self.steps = 0
         self._write_state(layout.STATE_RUNNING)
         self.write_live((-1, -1, -1, -1), (-1, -1))
         fixed = layout.FIXED.pack(
@@ -45,28 +44,21 @@ class Ring:
     def append(
         self,
         end_ns: int,
-        step_s: float,
-        input_s: float,
-        blocking_s: float,
-        optimizer_s: float,
-        checkpoint_s: float,
-        ddp: Tuple[float, float, float, float],
+        span_ns: int,
+        causes: Sequence[float],
+        ddp: Sequence[float],
         flags: int,
-        pack: Any = layout.RECORD.pack,
-        pack_checksum: Any = layout.CHECKSUM.pack,
-        pack_head: Any = layout.HEAD.pack,
-        crc32: Any = zlib.crc32,
+        steps: int,
     ) -> None:
-        head = self.head + 1
-        memory = self._memory
-        offset = layout.HEADER_BYTES + self.head % layout.CAPACITY * layout.RECORD_BYTES
-        body = pack(head, end_ns, step_s, input_s, blocking_s, optimizer_s, checkpoint_s, *ddp, flags)
-        # Invalid first, then body and checksum, then the counter: a reader in between sees a wrong sequence number or a
-        # wrong checksum, never a mixture of two records.
-        memory[offset : offset + 8] = _ZERO
-        memory[offset : offset + layout.RECORD_BYTES] = body + pack_checksum(crc32(body))
-        memory[layout.HEAD_OFFSET : layout.HEAD_OFFSET + 8] = pack_head(head)
-        self.head = head
+        """One record. The checksum covers the sequence number and the ring's counters move last: a reader that comes in
+        between finds neither the old record nor the new one, never a mixture."""
+        offset = layout.HEADER_BYTES + self.records % layout.CAPACITY * layout.RECORD_BYTES
+        self.records += 1
+        self.steps += steps
+        written = min(steps, layout.STEPS_AT_MOST)
+        body = layout.RECORD.pack(self.records, end_ns, span_ns, *causes, *ddp, flags, written)
+        self._memory[offset : offset + layout.RECORD_BYTES] = body + layout.CHECKSUM.pack(zlib.crc32(body))
+        layout.COUNTERS.pack_into(self._memory, layout.COUNTERS_OFFSET, self.records, self.steps)
 
     def write_live(self, memory: Tuple[int, int, int, int], collectives: Tuple[int, int]) -> None:
         body = layout.LIVE.pack(time.monotonic_ns(), time.time_ns(), *memory, *collectives)

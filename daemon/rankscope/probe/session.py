@@ -11,14 +11,15 @@ from typing import Any, Optional
 
 from . import layout
 from .counters import UNKNOWN_COLLECTIVES, UNKNOWN_MEMORY, read_collectives, read_memory
-from .ddp import NOT_MEASURED, DdpSampler
+from .ddp import NOT_MEASURED, DdpSampler, Figures
 from .facts import Facts
 from .failing import disable, switch
 from .flops import FlopCount
 from .ring import Ring
 from .stepping import training_thread_id
-from .timing import BLOCKING, CHECKPOINT, INPUT, OPTIMIZER, Tally
+from .timing import BLOCKING, CHECKPOINT, INPUT, LAST_END, OPTIMIZER, STEPS, Tally
 
+RECORD_NS = 10_000_000  # a record covers at least this, or one step
 REFRESH_NS = 1_000_000_000
 STALLED_NS = 2_000_000_000
 STALL_CHECK_SECONDS = 1.0
@@ -31,43 +32,56 @@ class Session:
         self.sampler = DdpSampler()
         self.facts = Facts(torch)
         self._ring: Optional[Ring] = None
-        self._count = FlopCount() if os.environ.get("RANKSCOPE_COUNT_FLOPS") == "1" else None
         self._flags = 0
-        self._last_end_ns = 0
+        self._count = FlopCount() if os.environ.get("RANKSCOPE_COUNT_FLOPS") == "1" else None
+        self._written = self.tally.ledger[:]  # the ledger as of the last record
         self._next_refresh_ns = 0
-        self._refreshed_at_head = 0
-        self._refreshed_ns = 0
+        self._refreshed = (0, 0)  # at which time, after how many steps
         self._memory = UNKNOWN_MEMORY
         self._collectives = UNKNOWN_COLLECTIVES
         self._watching = False
         self._leaving = False
-        # Held while the shared part of the ring is written or torch is asked from the second thread.
+        # Held by whoever writes the ring: the training thread, or the second one while training is stalled.
         self._lock = threading.Lock()
 
-    def boundary(self, end_ns: int) -> None:
-        """A step has ended. This is the hot path: about a microsecond."""
-        ring = self._ring
-        if ring is None:
-            ring = self._begin()
-        step_s = (end_ns - self._last_end_ns) * 1e-9 if self._last_end_ns else 0.0
-        self._last_end_ns = end_ns
-        if self._count is not None:
-            step_s = self._count_flops(ring.head, step_s)
-        spent = self.tally.spent_ns
-        sampler = self.sampler
-        ring.append(
-            end_ns,
-            step_s,
-            spent[INPUT] * 1e-9,
-            spent[BLOCKING] * 1e-9,
-            spent[OPTIMIZER] * 1e-9,
-            spent[CHECKPOINT] * 1e-9,
-            sampler.read(ring.head) if sampler.models else NOT_MEASURED,
-            self._flags,
-        )
-        spent[INPUT] = spent[BLOCKING] = spent[OPTIMIZER] = spent[CHECKPOINT] = 0
-        if end_ns >= self._next_refresh_ns:
-            self._refresh(ring, end_ns)
+    def flush(self, now_ns: int) -> int:
+        """Writes a record about the steps since the last one; returns when to come again. Never waits."""
+        if not self._lock.acquire(blocking=False):
+            return now_ns
+        try:
+            ring = self._ring or self._begin()
+            # At every boundary as long as there is something that has to be read at every boundary.
+            slow = self._count is not None or bool(self.sampler.models)
+            figures = self.sampler.read(ring.records) if self.sampler.models else NOT_MEASURED
+            if self._count is not None:
+                self._count_flops(self._count, ring)
+            self._write(ring, figures)
+            if now_ns >= self._next_refresh_ns:
+                self._next_refresh_ns = now_ns + REFRESH_NS
+                self._refresh(ring, now_ns)
+            return now_ns if slow else now_ns + RECORD_NS
+        finally:
+            self._lock.release()
+
+    def _write(self, ring: Ring, figures: Figures) -> None:
+        ledger, written = self.tally.ledger[:], self._written
+        steps = ledger[STEPS] - written[STEPS]
+        if steps:
+            causes = [(ledger[cause] - written[cause]) * 1e-9 for cause in (INPUT, BLOCKING, OPTIMIZER, CHECKPOINT)]
+            span_ns = ledger[LAST_END] - written[LAST_END]
+            ring.append(ledger[LAST_END], span_ns, causes, figures, self._flags, steps)
+            self._written = ledger
+
+    def _count_flops(self, count: FlopCount, ring: Ring) -> None:
+        if threading.get_ident() != self.tally.thread_id:
+            return
+        if count.counting:
+            # A step that was counted says nothing about how long steps take.
+            self._written[LAST_END] = self.tally.ledger[LAST_END]
+        self.facts.counted_flops = count.at_boundary(ring.records)
+        if count.done:
+            self._count = None
+            self._next_refresh_ns = 0
 
     def mark_explicit(self) -> None:
         self._flags |= layout.FLAG_EXPLICIT
@@ -75,7 +89,9 @@ class Session:
     def _begin(self) -> Ring:
         """At the first step, not before: launchers and helpers import torch too, and must not look like ranks."""
         self.tally.thread_id = training_thread_id()
-        self.tally.spent_ns[:] = [0, 0, 0, 0]
+        # The first step has no known beginning: it gets a length of zero.
+        self._written = self.tally.ledger[:]
+        self._written[STEPS] = 0
         ring = self._ring = Ring()
         os.register_at_fork(after_in_child=self._after_fork_in_child)
         switch.when_disabled.append(ring.mark_disabled)
@@ -88,42 +104,24 @@ class Session:
         if self._ring is not None:
             self._ring.abandon()
 
-    def _count_flops(self, boundary: int, step_s: float) -> float:
-        if self._count is None or threading.get_ident() != self.tally.thread_id:
-            return step_s
-        was_counting = self._count.counting
-        counted = self._count.at_boundary(boundary)
-        if counted:
-            self.facts.counted_flops = counted
-            self._next_refresh_ns = 0
-        if self._count.done:
-            self._count = None
-        return 0.0 if was_counting else step_s
-
-    def _refresh(self, ring: Ring, end_ns: int) -> None:
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            self._next_refresh_ns = end_ns + REFRESH_NS
-            steps = ring.head - self._refreshed_at_head
-            if self.sampler.models:
-                self._flags |= layout.FLAG_DDP
-                if self._refreshed_ns and steps:
-                    self.sampler.tune((end_ns - self._refreshed_ns) * 1e-9 / steps)
-            self._refreshed_at_head, self._refreshed_ns = ring.head, end_ns
-            if _host_runs_ahead(self._torch):
-                self._flags |= layout.FLAG_HOST_RUNS_AHEAD
-            self._memory = read_memory(self._torch)
-            self._collectives = read_collectives(self._torch)
-            ring.write_live(self._memory, self._collectives)
-            ring.write_facts(self.facts.gather())
-            if not self._watching and self._collectives != UNKNOWN_COLLECTIVES:
-                self._watching = True
-                atexit.register(self._leave)
-                # Not threading.Thread: it would show up in the user's threading.enumerate().
-                _thread.start_new_thread(self._watch_for_stalls, ())
-        finally:
-            self._lock.release()
+    def _refresh(self, ring: Ring, now_ns: int) -> None:
+        since_ns, since_steps = self._refreshed
+        self._refreshed = (now_ns, ring.steps)
+        if self.sampler.models:
+            self._flags |= layout.FLAG_DDP
+            if since_ns and ring.steps > since_steps:
+                self.sampler.tune((now_ns - since_ns) * 1e-9 / (ring.steps - since_steps))
+        if _host_runs_ahead(self._torch):
+            self._flags |= layout.FLAG_HOST_RUNS_AHEAD
+        self._memory = read_memory(self._torch)
+        self._collectives = read_collectives(self._torch)
+        ring.write_live(self._memory, self._collectives)
+        ring.write_facts(self.facts.gather())
+        if not self._watching and self._collectives != UNKNOWN_COLLECTIVES:
+            self._watching = True
+            atexit.register(self._leave)
+            # Not threading.Thread: it would show up in the user's threading.enumerate().
+            _thread.start_new_thread(self._watch_for_stalls, ())
 
     def _watch_for_stalls(self) -> None:
         """The step hook of a hanging rank does not run, so the counters that tell who never entered the collective are
@@ -131,10 +129,11 @@ class Session:
         try:
             while switch.on and not self._leaving:
                 time.sleep(STALL_CHECK_SECONDS)
-                if time.monotonic_ns() - self._last_end_ns < STALLED_NS:
+                if time.monotonic_ns() - self.tally.ledger[LAST_END] < STALLED_NS:
                     continue
                 with self._lock:
                     if switch.on and not self._leaving and self._ring is not None:
+                        self._write(self._ring, NOT_MEASURED)
                         self._collectives = read_collectives(self._torch)
                         self._ring.write_live(self._memory, self._collectives)
         except Exception as error:

@@ -8,7 +8,7 @@ import weakref
 from typing import Any, Callable, Dict, Optional
 
 from .failing import disable, switch
-from .timing import BLOCKING, OPTIMIZER, Tally, hide_from_dynamo
+from .timing import LAST_END, OPTIMIZER, OPTIMIZER_STARTED, STEPS, Tally, hide_from_dynamo
 
 RE_ELECT_AFTER_STEPS = 64
 
@@ -17,15 +17,15 @@ class Anchor:
     """The one optimizer whose steps are the training steps; a loop may have several (GANs, one per parameter). The
     first to step is it, until it is gone, or until another has stepped RE_ELECT_AFTER_STEPS times in its silence."""
 
-    __slots__ = ("_reference", "_silence", "optimizer_id")
+    __slots__ = ("_reference", "optimizer_id", "silence")
 
     def __init__(self) -> None:
         self.optimizer_id = 0
         self._reference: Optional["weakref.ref[Any]"] = None
-        self._silence: Dict[int, int] = {}
+        self.silence: Dict[int, int] = {}
 
     def elect(self, optimizer: Any) -> None:
-        self._silence.clear()
+        self.silence.clear()
         self.optimizer_id = id(optimizer)
         self._reference = weakref.ref(optimizer, self._gone)
 
@@ -33,17 +33,13 @@ class Anchor:
         if reference is self._reference:
             self.optimizer_id = 0
 
-    def stepped(self) -> None:
-        if self._silence:
-            self._silence.clear()
-
     def other_stepped(self, optimizer: Any) -> bool:
         """True when this one has just become the anchor."""
-        count = self._silence.get(id(optimizer), 0) + 1
+        count = self.silence.get(id(optimizer), 0) + 1
         if self.optimizer_id == 0 or count >= RE_ELECT_AFTER_STEPS:
             self.elect(optimizer)
             return True
-        self._silence[id(optimizer)] = count
+        self.silence[id(optimizer)] = count
         return False
 
 
@@ -55,48 +51,56 @@ def training_thread_id() -> int:
     return here if here in started_by_python else threading.main_thread().ident or here
 
 
-def install_optimizer_hooks(optimizer_module: Any, tally: Tally, boundary: Callable[[int], None]) -> Callable[[], None]:
-    """Registers the global hooks; returns what rankscope.probe.step() calls."""
+def install_optimizer_hooks(optimizer_module: Any, tally: Tally, flush: Callable[[int], int]) -> Callable[[], None]:
+    """Registers the global hooks; returns what rankscope.probe.step() calls. `flush(now)` writes a record about the
+    steps since the last and returns when it wants to be called again: packing one costs 5 µs where torch's own
+    bookkeeping around a step keeps evicting us from the processor's caches."""
     now = time.monotonic_ns
-    spent_ns = tally.spent_ns
+    ledger = tally.ledger
+    optimizer_ns, started, steps, last_end = OPTIMIZER, OPTIMIZER_STARTED, STEPS, LAST_END
     anchor = Anchor()
+    silence = anchor.silence
     explicit = False
-    running_id = started_ns = started_blocking_ns = 0
+    flush_at_ns = 0
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal running_id, started_ns, started_blocking_ns
-        running_id = id(optimizer)
-        started_blocking_ns = spent_ns[BLOCKING]
-        started_ns = now()
+        ledger[started] = now()
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal running_id
+        nonlocal flush_at_ns
         if not switch.on:
             return
         try:
             end_ns = now()
-            this_id = id(optimizer)
-            # One optimizer may step inside another's step (ZeRO): the innermost is timed. A step that raised never gets
+            # One optimizer may step inside another's step (ZeRO): the innermost is timed. A step that raises never gets
             # here, so nothing may be counted up on the way in.
-            if this_id == running_id:
-                spent_ns[OPTIMIZER] += end_ns - started_ns - (spent_ns[BLOCKING] - started_blocking_ns)
-                running_id = 0
-            if this_id == anchor.optimizer_id:
-                anchor.stepped()
+            if ledger[started]:
+                ledger[optimizer_ns] += end_ns - ledger[started]
+                ledger[started] = 0
+            if id(optimizer) == anchor.optimizer_id:
+                if silence:
+                    silence.clear()
             elif not anchor.other_stepped(optimizer):
                 return
-            if not explicit:
-                boundary(end_ns)
+            if explicit:
+                return
+            ledger[steps] += 1
+            ledger[last_end] = end_ns
+            if end_ns >= flush_at_ns:
+                flush_at_ns = flush(end_ns)
         except Exception as error:
             disable(error)
 
     def mark() -> None:
-        nonlocal explicit
+        nonlocal explicit, flush_at_ns
         if not switch.on:
             return
         try:
             explicit = True
-            boundary(now())
+            end_ns = ledger[last_end] = now()
+            ledger[steps] += 1
+            if end_ns >= flush_at_ns:
+                flush_at_ns = flush(end_ns)
         except Exception as error:
             disable(error)
 

@@ -7,17 +7,18 @@ import threading
 import time
 from typing import Any, Callable, List
 
-INPUT, BLOCKING, OPTIMIZER, CHECKPOINT = range(4)
+# Places in Tally.ledger. The first four are nanoseconds spent since the process began; then when the optimizer step
+# that is running began (0: none is), steps so far, and when the last one ended.
+INPUT, BLOCKING, OPTIMIZER, CHECKPOINT, OPTIMIZER_STARTED, STEPS, LAST_END = range(7)
 
 
 class Tally:
-    """Nanoseconds by cause since the last step boundary, of one thread. Causes never overlap: the outermost call
-    wins."""
+    """What one thread did so far. Causes never overlap: the outermost call wins."""
 
-    __slots__ = ("inside", "spent_ns", "thread_id")
+    __slots__ = ("inside", "ledger", "thread_id")
 
     def __init__(self) -> None:
-        self.spent_ns: List[int] = [0, 0, 0, 0]
+        self.ledger: List[int] = [0, 0, 0, 0, 0, 0, 0]
         self.thread_id = 0  # none before the first step
         self.inside = False
 
@@ -31,7 +32,7 @@ def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 def timed(function: Callable[..., Any], tally: Tally, cause: int) -> Callable[..., Any]:
     now = time.monotonic_ns
     get_ident = threading.get_ident
-    spent_ns = tally.spent_ns
+    ledger = tally.ledger
 
     # pybind's functions have no __module__ or the like; update what is there.
     @functools.wraps(function)
@@ -43,7 +44,11 @@ def timed(function: Callable[..., Any], tally: Tally, cause: int) -> Callable[..
         try:
             return function(*args, **kwargs)
         finally:
-            spent_ns[cause] += now() - start_ns
+            elapsed_ns = now() - start_ns
+            ledger[cause] += elapsed_ns
+            if ledger[OPTIMIZER_STARTED]:
+                # An optimizer that communicates (ZeRO) is not computing meanwhile.
+                ledger[OPTIMIZER_STARTED] += elapsed_ns
             tally.inside = False
 
     return hide_from_dynamo(wrapper)

@@ -23,6 +23,7 @@ class _Progress:
 
     ring_id: int
     next_sequence: int | None = None
+    steps: int = 0
     facts: ProbeFacts = field(default_factory=ProbeFacts)
     wall_minus_monotonic_ns: int | None = None
     last_step_unix_nanos: int | None = None
@@ -73,15 +74,16 @@ class StepsCollector:
     def _progress_of(self, key: RankKey, header: rings.Header, span: Span) -> _Progress:
         """Where to go on; exec gives the same process another ring."""
         before = self._progress.get(key)
-        if header.head > COUNTER_AT_MOST:
-            raise RingError("corrupt", f"the ring claims {header.head} steps")
+        if max(header.records, header.steps) > COUNTER_AT_MOST:
+            raise RingError("corrupt", f"the ring claims {header.records} records of {header.steps} steps")
         if before is None or before.next_sequence is None or before.ring_id != header.ring_id:
             return _Progress(header.ring_id)
-        new = header.head - before.next_sequence + 1
-        if new < 0 or new > layout.CAPACITY + max(1.0, span.seconds) * STEPS_PER_SECOND_AT_MOST:
+        at_most = layout.CAPACITY + max(1.0, span.seconds) * STEPS_PER_SECOND_AT_MOST
+        new_records, new_steps = header.records - before.next_sequence + 1, header.steps - before.steps
+        if not (0 <= new_records <= at_most and 0 <= new_steps <= at_most):
             del self._progress[key]
-            text = f"the ring's counter went from {before.next_sequence - 1} to {header.head}; starting over"
-            raise RingError("corrupt", text)
+            text = f"{before.next_sequence - 1} records of {before.steps} steps to {header.records} of {header.steps}"
+            raise RingError("corrupt", f"the ring's counters went from {text}; starting over")
         return before
 
 
@@ -90,32 +92,33 @@ def _sample(fd: int, header: rings.Header, progress: _Progress, span: Span) -> t
     progress = _updated(fd, live, progress)
     if progress.wall_minus_monotonic_ns is None:
         raise RingError("corrupt", "the ring's clock has a wrong checksum or is out of range")
-    oldest = max(1, header.head - layout.CAPACITY + 1)
+    oldest = max(1, header.records - layout.CAPACITY + 1)
     first = max(oldest, progress.next_sequence or oldest)
-    records, whole = rings.read_records(fd, first, header.head)
+    records, whole = rings.read_records(fd, first, header.records)
     # What the writer has reached while we read is lost, not corrupt; the slot it may be writing right now included.
-    reached = max(0, rings.read_header(fd).head - layout.CAPACITY + 2 - first)
+    reached = max(0, rings.read_header(fd).records - layout.CAPACITY + 2 - first)
     records, whole = records[reached:], whole[reached:]
 
     ends = step_columns.ends_unix_nanos(records, progress.wall_minus_monotonic_ns)
     good = whole & step_columns.plausible(records, ends, span.end_unix_nanos)
     if len(records) and not good.any():
-        raise RingError("corrupt", f"none of {len(records)} new step records has a valid checksum and content")
+        raise RingError("corrupt", f"none of {len(records)} new records has a valid checksum and content")
 
     # DDP's figures of the newest step come with the next one: keep it back until then.
     held_back = bool(len(records)) and bool(good[-1]) and bool(records["flags"][-1] & layout.FLAG_DDP)
-    wanted = good & (records["step"] > 0)
+    wanted = good & (records["span_ns"] > 0)
     if held_back:
         wanted[-1] = False
+    steps_held_back = int(records["steps"][-1]) if held_back else 0
     if progress.next_sequence is None:
         # The ring may hold an hour of history that no window of ours covers.
         wanted &= ends >= span.start_unix_nanos
         lost = 0
     else:
-        lost = header.head - progress.next_sequence + 1 - int(good.sum())
+        lost = max(0, header.steps - progress.steps - int(records["steps"][good].sum()))
     rows = step_columns.columns(records, good, wanted)
     sample = StepSample(
-        steps_total=header.head,
+        steps_total=header.steps,
         steps_lost=lost,
         last_step_unix_nanos=int(ends[good][-1]) if len(records) else progress.last_step_unix_nanos,
         step_seconds=rows.step_seconds,
@@ -134,8 +137,12 @@ def _sample(fd: int, header: rings.Header, progress: _Progress, span: Span) -> t
         collectives_enqueued=_bounded(live.collectives_enqueued, COUNTER_AT_MOST),
         collectives_completed=_bounded(live.collectives_completed, COUNTER_AT_MOST),
     )
-    next_sequence = header.head + (0 if held_back else 1)
-    return sample, replace(progress, next_sequence=next_sequence, last_step_unix_nanos=sample.last_step_unix_nanos)
+    return sample, replace(
+        progress,
+        next_sequence=header.records + (0 if held_back else 1),
+        steps=header.steps - steps_held_back,
+        last_step_unix_nanos=sample.last_step_unix_nanos,
+    )
 
 
 def _updated(fd: int, live: rings.Live, progress: _Progress) -> _Progress:
