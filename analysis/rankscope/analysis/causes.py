@@ -102,9 +102,13 @@ def frames_in_excess(mine: StackProfile, others: Sequence[StackProfile]) -> list
     largest = max((excess.share for excess in found), default=0.0)
     # Every caller of the slow line is in excess with it; what is wanted is the line itself: the innermost that still
     # holds most of the excess.
-    return sorted(
-        (excess for excess in found if excess.share >= 0.3 * largest), key=lambda e: (-round(e.leaf_share, 2), -e.share)
-    )
+    kept = [excess for excess in found if excess.share >= 0.3 * largest]
+    return sorted(kept, key=lambda e: (is_library(e.frame.file), -round(e.leaf_share, 2), -e.share))
+
+
+def is_library(file: str) -> bool:
+    """Not the user's code: the place to look is where he calls it."""
+    return "/site-packages/" in file or "/dist-packages/" in file or "/lib/python3" in file or file.startswith("<")
 
 
 def _place(frame: FrameSeen) -> tuple[str, str, int]:

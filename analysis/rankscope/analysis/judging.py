@@ -279,7 +279,7 @@ class JobJudge:
 
     def _judge_stacks(self, latest: JobWindow) -> Verdict:
         policy = self._policy
-        evidence = merge_evidence(list(self._raw)[-policy.windows_for_alarm :])
+        evidence = merge_evidence(list(self._raw))
         profiles = {rank: e.stacks for rank, e in evidence.items() if e.stacks is not None}
         if len(profiles) < policy.ranks_seen_ratio * latest.world_size:
             reason = "neither step records nor stacks of enough ranks"

@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -84,7 +85,8 @@ def _play(job: DemoJob, seconds: float | None, console: Console) -> Outcome:
         places = {"socket": str(Path(folder) / "daemon.sock"), "metrics_listen": "127.0.0.1:0", "log_level": "error"}
         config = resolve(places, {}).config
         console.print(f"[bold]rankscope demo[/]: {job.ranks} ranks of PyTorch over gloo, fault: {job.fault.spec}")
-        standalone = stack.enter_context(Standalone(config))
+        # The demo draws and launches in the same process; the daemon's budget is charged for the daemon's thread.
+        standalone = stack.enter_context(Standalone(config, own_cpu_seconds=time.thread_time))
         status = stack.enter_context(console.status("starting the ranks (importing torch takes a while) …"))
         watch = Watch(standalone.correlator, job, lambda line: status.update(line))
         stack.callback(job.stop)

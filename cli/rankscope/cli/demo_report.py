@@ -65,7 +65,7 @@ def print_verdict(console: Console, outcome: Outcome) -> None:
 def print_summary(console: Console, outcome: Outcome) -> None:
     verdict, state = outcome.verdict, outcome.state
     if state is not None and state.windows:
-        console.print(rank_table(state.windows, verdict.culprits))
+        console.print(rank_table(state.windows, verdict.culprits, stacks=False))
         console.print()
     colour = "green" if outcome.is_right else "yellow"
     console.print(f"[bold {colour}]verdict[/]  {headline(verdict)}")

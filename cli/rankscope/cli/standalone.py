@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 
 from rankscope.analysis.policy import DEFAULT_POLICY, Policy
 from rankscope.daemon.config import Config
-from rankscope.daemon.loop import Addresses, Daemon
+from rankscope.daemon.loop import Addresses, Daemon, process_cpu_seconds
 from rankscope.daemon.serving import Service
 from rankscope.operator.correlation.correlator import Correlator
 from rankscope.operator.correlation.serving import JobServicer
@@ -17,9 +18,15 @@ from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
 class Standalone:
     """Runs from `start` to `stop`. Raises ListenError from `start` if an address is taken."""
 
-    def __init__(self, config: Config, policy: Policy = DEFAULT_POLICY) -> None:
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy = DEFAULT_POLICY,
+        own_cpu_seconds: Callable[[], float] = process_cpu_seconds,
+    ) -> None:
         self.correlator = Correlator(policy)
-        self._daemon = Daemon(config, services=(job_service(self.correlator),))
+        services = (job_service(self.correlator),)
+        self._daemon = Daemon(config, services=services, own_cpu_seconds=own_cpu_seconds)
         self._stream: RankStream | None = None
 
     @property

@@ -12,14 +12,17 @@ from rankscope.v1 import window_pb2
 STARVED_SHOWN = 0.05
 
 
-def rank_table(windows: Sequence[window_pb2.RankWindow], culprits: Sequence[int]) -> Table:
+def rank_table(windows: Sequence[window_pb2.RankWindow], culprits: Sequence[int], *, stacks: bool) -> Table:
+    """`stacks` adds where each rank was seen: right for a wide, live table."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("rank", "pid", "step", "self", "wait", "input", "MFU", "CPU", "phase", "hottest own line"):
-        table.add_column(name, justify="left" if name in ("phase", "hottest own line") else "right")
+    places = ("phase", "hottest own line") if stacks else ()
+    for name in ("rank", "pid", "step", "self", "wait", "input", "MFU", "CPU", *places):
+        table.add_column(name, justify="left" if name in places else "right", no_wrap=True)
     for window in windows:
         culprit = window.identity.rank in culprits
         mark = Text(f"{window.identity.rank}", style="bold red" if culprit else "")
-        table.add_row(mark, *_cells(window), style="red" if culprit else "")
+        cells = _cells(window)
+        table.add_row(mark, *(cells if stacks else cells[:-2]), style="red" if culprit else "")
     return table
 
 

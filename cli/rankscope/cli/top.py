@@ -73,7 +73,7 @@ def _screen(jobs: Iterable[job_service_pb2.JobStatus], most_ranks: int) -> Rende
         # The culprits first, where a large job is cut.
         ordered = sorted(job.ranks, key=lambda w: (w.identity.rank not in verdict.culprits, w.identity.rank))
         shown = sorted(ordered[:most_ranks], key=lambda w: w.identity.rank)
-        parts.append(rank_table(shown, verdict.culprits))
+        parts.append(rank_table(shown, verdict.culprits, stacks=True))
         if len(ordered) > len(shown):
             parts.append(Text(f"… and {len(ordered) - len(shown)} more ranks (--ranks N shows more)", style="dim"))
         parts.append(Text(""))

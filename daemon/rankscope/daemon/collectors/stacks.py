@@ -15,7 +15,8 @@ from rankscope.daemon.recording import Plan, RankRecorder
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span, StackSample, StallDump
 
 RATE_HZ: Final = 10.0
-RECORDING_SECONDS: Final = 2
+# A recording costs its attaching (13 ms of CPU) once: longer ones are cheaper, shorter ones are sooner known.
+RECORDING_SECONDS: Final = 4
 MAX_CONCURRENT: Final = 8
 DUMP_TIMEOUT_SECONDS: Final = 2.0
 _STAGGER: Final = 0.618  # multiples of the golden ratio spread any number of ranks evenly
