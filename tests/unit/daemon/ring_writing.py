@@ -1,0 +1,93 @@
+"""Writes rings in this process, rightly and wrongly, and looks at them with the collector."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+
+from rankscope.daemon.collectors.steps import StepsCollector
+from rankscope.daemon.samples import Problem, RankProcess, Span, StepSample
+from rankscope.probe import layout
+from rankscope.probe.ring import Ring
+
+MS = 1_000_000
+RECORD_NAMES = (
+    "sequence",
+    "end_ns",
+    "span_ns",
+    "input",
+    "blocking",
+    "optimizer",
+    "checkpoint",
+    *"fbco",
+    "flags",
+    "steps",
+)
+HEADER_NAMES = ("magic", "version", "header_bytes", "record_bytes", "capacity", "owner_pid", "ring_id")
+NAN4 = (float("nan"),) * 4
+ME = RankProcess(
+    job="j", rank=3, local_rank=0, world_size=4, pid=os.getpid(), start_ticks=1, namespace_pids=(os.getpid(),)
+)
+
+
+def window(seconds: float = 5.0) -> Span:
+    now = time.time_ns()
+    return Span(now - int(seconds * 1e9), now)
+
+
+class Writer:
+    """A probe's ring in this process, with access to its bytes."""
+
+    def __init__(self) -> None:
+        self.ring = Ring()
+        self.end_ns = time.monotonic_ns() - 1000 * MS
+        self.write = self.ring._memory
+
+    def step(
+        self,
+        milliseconds: float = 10,
+        *,
+        blocking: float = 0.0,
+        input_: float = 0.0,
+        ddp: tuple[float, float, float, float] = NAN4,
+        flags: int = 0,
+        steps: int = 1,
+    ) -> None:
+        span_ns = int(milliseconds * MS)
+        self.end_ns += span_ns
+        self.ring.append(self.end_ns, span_ns, (input_, blocking, 0.001, 0.0), ddp, flags, steps)
+
+    def rewrite(self, number: int, **changes: float) -> None:
+        """Record `number` with other values and a right checksum."""
+        names = RECORD_NAMES
+        offset = layout.HEADER_BYTES + (number - 1) % layout.CAPACITY * layout.RECORD_BYTES
+        values = dict(zip(names, layout.RECORD.unpack_from(self.write, offset), strict=True)) | changes
+        body = layout.RECORD.pack(*values.values())
+        self.write[offset : offset + layout.RECORD_BYTES] = body + layout.CHECKSUM.pack(zlib.crc32(body))
+
+    def rewrite_facts(self, text: bytes, length: int | None = None) -> None:
+        head = layout.FACTS_HEAD.pack(len(text) if length is None else length, zlib.crc32(text))
+        self.write[layout.FACTS_OFFSET : layout.FACTS_OFFSET + len(head) + len(text)] = head + text
+
+    def rewrite_counters(self, records: int, steps: int) -> None:
+        layout.COUNTERS.pack_into(self.write, layout.COUNTERS_OFFSET, records, steps)
+
+    def rewrite_header(self, **changes: object) -> None:
+        names = HEADER_NAMES
+        values = dict(zip(names, layout.FIXED.unpack_from(self.write, 0), strict=True)) | changes
+        fixed = layout.FIXED.pack(*values.values())
+        self.write[: len(fixed) + 4] = fixed + layout.CHECKSUM.pack(zlib.crc32(fixed))
+
+
+def sample_of(collector: StepsCollector, rank: RankProcess = ME) -> StepSample:
+    found = collector.collect([rank], window())[rank.key]
+    assert isinstance(found, StepSample), found
+    return found
+
+
+def problem_of(collector: StepsCollector, rank: RankProcess = ME) -> Problem:
+    found = collector.collect([rank], window())[rank.key]
+    assert isinstance(found, Problem), found
+    assert found.text.startswith(f"rank {rank.rank} (pid {rank.pid}): ")
+    return found

@@ -1,0 +1,244 @@
+"""Everything that a hostile or broken process could leave where its ring should be."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rankscope.daemon.collectors.steps import StepsCollector
+from rankscope.daemon.samples import ProbeFacts, Problem, RankProcess, StepSample
+from rankscope.probe import layout
+from tests.unit.daemon.ring_writing import ME, Writer, problem_of, sample_of, window
+
+
+@pytest.fixture
+def writer() -> Iterator[Writer]:
+    writer = Writer()
+    yield writer
+    writer.ring.abandon()
+
+
+@pytest.fixture
+def collector() -> StepsCollector:
+    return StepsCollector()
+
+
+def test_one_damaged_record_costs_one_step(writer: Writer, collector: StepsCollector) -> None:
+    for _ in range(5):
+        writer.step(10, flags=0, ddp=(1, 1, 1, 0))
+    sample_of(collector)
+    for _ in range(5):
+        writer.step()
+    writer.write[layout.HEADER_BYTES + 6 * layout.RECORD_BYTES + 20] ^= 1
+    sample = sample_of(collector)
+    assert (len(sample.step_seconds), sample.steps_lost) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"span_ns": -1},
+        {"span_ns": 2 * 86_400 * 10**9},
+        {"end_ns": -5},
+        {"end_ns": 2**63 - 1},
+        {"end_ns": time.monotonic_ns() + 3600 * 10**9},
+        {"steps": 0},
+        {"sequence": 99},
+    ],
+)
+def test_a_record_that_cannot_be_true_is_refused(
+    changes: dict[str, float], writer: Writer, collector: StepsCollector
+) -> None:
+    writer.step()
+    writer.rewrite(1, **changes)
+    assert problem_of(collector).kind == "corrupt"
+
+
+def test_absurd_seconds_inside_a_record_become_not_measured_or_the_steps_length(
+    writer: Writer, collector: StepsCollector
+) -> None:
+    for _ in range(4):
+        writer.step(10)
+    writer.rewrite(1, input=-1.0)
+    writer.rewrite(2, input=float("inf"))
+    writer.rewrite(3, input=1e6)
+    writer.rewrite(4, input=5.0)
+    seconds = sample_of(collector).input_seconds
+    assert np.isnan(seconds[:3]).all()
+    assert seconds[3] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    ("counters", "kind"), [((1, 1), "corrupt"), ((2**60, 2**60), "corrupt"), ((2**50, 2**50), "corrupt")]
+)
+def test_counters_that_run_backwards_or_jump_are_refused_and_an_honest_ring_recovers(
+    counters: tuple[int, int], kind: str, writer: Writer, collector: StepsCollector
+) -> None:
+    for _ in range(10):
+        writer.step()
+    sample_of(collector)
+    writer.rewrite_counters(*counters)
+    assert problem_of(collector).kind == kind
+    writer.step()
+    assert sample_of(collector).steps_total == 11
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"version": 9}, "version", "ring version 9 is newer than this daemon's 1; upgrade the daemon"),
+        ({"magic": b"SOMETHIN"}, "corrupt", "SOMETHIN"),
+        ({"capacity": 2**31}, "corrupt", "sizes"),
+        ({"record_bytes": 1}, "corrupt", "sizes"),
+        ({"owner_pid": 1}, "owner", "belongs to pid 1"),
+    ],
+)
+def test_a_header_that_is_not_ours_is_named(
+    changes: dict[str, object], kind: str, words: str, writer: Writer, collector: StepsCollector
+) -> None:
+    writer.step()
+    writer.rewrite_header(**changes)
+    problem = problem_of(collector)
+    assert problem.kind == kind
+    assert words in problem.text
+
+
+def test_a_header_with_a_wrong_checksum_is_refused(writer: Writer, collector: StepsCollector) -> None:
+    writer.write[30] ^= 1
+    assert problem_of(collector).kind == "corrupt"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rank": -1, "world_size": True, "pipeline": 1e9, "torch_version": 2, "device_name": "\x1b\n"},
+        {"model_flops_per_step": float("nan"), "peak_flops_per_second": float("inf"), "data": "1"},
+        {"model_flops_per_step": -3, "peak_flops_per_second": int("9" * 3000)},
+        {"rank": [1], "tensor": {"a": 1}, "unknown": "x"},
+    ],
+)
+def test_facts_of_the_wrong_kind_are_left_out(
+    said: dict[str, object], writer: Writer, collector: StepsCollector
+) -> None:
+    writer.rewrite_facts(json.dumps(said).encode())
+    assert sample_of(collector).facts == ProbeFacts()
+
+
+@pytest.mark.parametrize("text", [b"[" * 3000, b"[1]", b"{", b"\xff\xfe{}", b'{"rank": ' + b"9" * 3500 + b"}x"])
+def test_facts_that_are_no_object_are_refused(text: bytes, writer: Writer, collector: StepsCollector) -> None:
+    writer.rewrite_facts(text)
+    assert problem_of(collector).kind == "corrupt"
+
+
+def test_facts_that_claim_a_megabyte_are_refused(writer: Writer, collector: StepsCollector) -> None:
+    writer.rewrite_facts(b"{}", length=1 << 20)
+    assert problem_of(collector).kind == "corrupt"
+
+
+def test_a_damaged_clock_is_refused(writer: Writer, collector: StepsCollector) -> None:
+    writer.step()
+    body = struct.pack("<8q", 2**62, -(2**62), *(-1,) * 6)
+    writer.write[layout.LIVE_OFFSET : layout.LIVE_OFFSET + 68] = body + layout.CHECKSUM.pack(zlib.crc32(body))
+    assert problem_of(collector).kind == "corrupt"
+
+
+@contextlib.contextmanager
+def memfd(size: int, *, seals: int = 0) -> Iterator[int]:
+    fd = os.memfd_create(layout.RING_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, layout.F_ADD_SEALS, seals)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def test_an_unsealed_file_is_not_read(collector: StepsCollector) -> None:
+    with memfd(layout.RING_BYTES):
+        assert problem_of(collector).kind == "unsealed"
+
+
+@pytest.mark.parametrize("size", [0, 100, layout.RING_BYTES - 1, 1 << 40])
+def test_a_file_of_another_size_is_refused_without_reading_it_whole(size: int, collector: StepsCollector) -> None:
+    with memfd(size, seals=layout.F_SEAL_SHRINK | layout.F_SEAL_GROW):
+        assert problem_of(collector).kind == "corrupt"
+
+
+def test_a_file_on_disk_under_the_rings_name_is_not_opened(collector: StepsCollector) -> None:
+    name = Path(f"/memfd:{layout.RING_NAME}")  # its link in /proc reads exactly like a memfd's
+    if not os.access("/", os.W_OK):
+        name = Path("/dev/null")  # only root can plant it; the collector must stay quiet then too
+    fd = os.open(name, os.O_CREAT | os.O_RDWR)
+    try:
+        found = collector.collect([ME], window())
+        planted = name.name.startswith("memfd:")
+        assert [type(value) for value in found.values()] == ([Problem] if planted else [])
+        assert all("not a memfd" in value.text for value in found.values() if isinstance(value, Problem))
+    finally:
+        os.close(fd)
+        if name.name.startswith("memfd:"):
+            name.unlink()
+
+
+def test_a_process_that_dies_while_being_read_disturbs_nobody(writer: Writer, collector: StepsCollector) -> None:
+    writer.step()
+    dying = subprocess.Popen(
+        [sys.executable, "-c", "import sys; from rankscope.probe.ring import Ring; r = Ring(); print(1, flush=True);"
+         "i = 0\nwhile True: i += 1; r.append(i, 1, (0,)*4, (0,)*4, 0, 1)"],
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert dying.stdout is not None
+    dying.stdout.readline()
+    other = RankProcess("j", 0, 0, 2, dying.pid, 1, (dying.pid,))
+    for round_ in range(50):
+        if round_ == 25:
+            dying.kill()
+        found = collector.collect([other, ME], window())
+        assert isinstance(found[ME.key], StepSample)
+    dying.wait()
+    dying.stdout.close()
+    assert list(collector.collect([other, ME], window())) == [ME.key]
+
+
+def test_a_writer_at_full_speed_never_yields_a_torn_record(collector: StepsCollector) -> None:
+    code = (
+        "import sys, time; from rankscope.probe.ring import Ring; r = Ring(); print(1, flush=True)\n"
+        "i, t = 0, time.monotonic_ns()\n"
+        "while True: i += 1; s = (i % 1000 + 1) * 1000; r.append(t, s, (s * 1e-9,) * 4, (0,) * 4, 0, 1)"
+    )
+    running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert running.stdout is not None
+    running.stdout.readline()
+    rank = RankProcess("j", 0, 0, 1, running.pid, 1, (running.pid,))
+    seen = 0
+    try:
+        while seen < 30_000:
+            sample = sample_of(collector, rank)
+            seen += len(sample.step_seconds)
+            assert sample.input_seconds == pytest.approx(sample.step_seconds, rel=1e-6)
+    finally:
+        running.kill()
+        running.wait()
+        running.stdout.close()
+
+
+def test_a_directory_that_may_not_be_read_is_a_permission_problem(tmp_path: Path) -> None:
+    class Denied(type(Path())):  # type: ignore[misc]
+        def iterdir(self) -> Iterator[Path]:
+            raise PermissionError(13, "Permission denied")
+
+    problem = problem_of(StepsCollector(Denied(tmp_path)))
+    assert problem.kind == "permission"
+    assert "CAP_SYS_PTRACE" in problem.text

@@ -1,0 +1,105 @@
+"""The probe runs in interpreters we do not choose."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rankscope.probe
+from rankscope.probe import injecting
+
+FOLDER = Path(rankscope.probe.__file__).parent
+MODULES = sorted(FOLDER.rglob("*.py"))
+
+
+def interpreter(name: str) -> str | None:
+    """Of pyenv's versions or on the path; a name on the path may be a shim that only complains."""
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for found in (*sorted(versions.glob(f"*/bin/{name}")), shutil.which(name)):
+        if found and subprocess.run([found, "-c", ""], env={}, capture_output=True, check=False).returncode == 0:
+            return str(found)
+    return None
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+def test_every_module_is_python_3_9_and_imports_only_the_standard_library_at_load(path: Path) -> None:
+    tree = ast.parse(path.read_text(), feature_version=(3, 9))
+    for node in tree.body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.append(node.module)
+        for name in names:
+            assert name.split(".")[0] in sys.stdlib_module_names or name.startswith("rankscope.probe"), name
+
+
+def test_the_ring_and_the_parsing_work_on_python_3_9(tmp_path: Path) -> None:
+    python = interpreter("python3.9") or sys.executable
+    injecting.copy_to(str(tmp_path))
+    code = (
+        "import os, sys\n"
+        "assert 'rankscope.probe.bootstrap' in sys.modules\n"
+        "from rankscope.probe import ring, declaring, session, hooking, step, declare\n"
+        "step(); declare(params='7B')\n"
+        "r = ring.Ring(); r.append(2, 1, (0, 0, 0, 0), (0, 0, 0, 0), 0, 1); r.write_facts({'rank': 1})\n"
+        "assert declaring.coordinates('P', 'pp=2,dp=2', 3, 4) == {'pipeline': 1, 'data': 1}\n"
+        "print(os.readlink('/proc/self/fd/%d' % r._fd))\n"
+    )
+    done = subprocess.run(
+        [python, "-c", code], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert (done.stderr, done.stdout) == ("", "/memfd:rankscope-ring (deleted)\n")
+
+
+@pytest.mark.parametrize("name", ["python2.7", "python3.6", "python3.8", Path(sys.executable).name])
+def test_any_python_of_a_container_starts_quietly_and_still_runs_its_own_sitecustomize(
+    name: str, tmp_path: Path
+) -> None:
+    python = interpreter(name) or sys.executable  # the test still says something about this one
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import os; os.environ['OWN'] = 'ran'")
+    code = "import os, sys; print(os.environ['OWN'] + ' ' + sys.modules['sitecustomize'].__file__)"
+    path = os.pathsep.join([injecting.inject_folder(), str(own)])
+    done = subprocess.run([python, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.stdout.startswith("ran " + str(own))
+
+
+def test_injection_works_where_rankscope_is_not_installed_and_api_calls_find_the_running_probe() -> None:
+    code = (
+        "import sys, rankscope.probe as p\n"
+        "assert 'rankscope.probe.bootstrap' in sys.modules\n"
+        "assert not any('site-packages' in f and 'rankscope' in f for f in sys.path)\n"
+        "print(sum(type(f).__name__ == 'TorchFinder' for f in sys.meta_path), p.__file__)\n"
+    )
+    env = {"PYTHONPATH": injecting.inject_folder()}
+    # The interpreter our virtual environment was made from has no site-packages of ours, like a foreign image.
+    python = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
+    done = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.stdout.split() == ["1", str(FOLDER / "__init__.py")]
+
+
+def test_both_ways_in_start_one_probe_and_switching_off_starts_none() -> None:
+    code = "import sys; print(sum(type(f).__name__ == 'TorchFinder' for f in sys.meta_path))"
+    counts = []
+    for value in ("1", "0"):
+        env = {"PYTHONPATH": injecting.inject_folder(), "RANKSCOPE_PROBE": value}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        counts.append((done.stdout.strip(), done.stderr))
+    assert counts == [("1", ""), ("0", "")]
+
+
+def test_a_broken_probe_package_does_not_stop_the_program(tmp_path: Path) -> None:
+    injecting.copy_to(str(tmp_path))
+    (tmp_path / "rankscope/probe/failing.py").write_text("raise RuntimeError('half\\ncopied')")
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", "print('ran')"], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "ran\n"
+    assert done.stderr == "rankscope: probe disabled: half copied\n"

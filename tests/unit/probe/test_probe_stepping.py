@@ -1,0 +1,130 @@
+"""The hooks, driven as torch drives them: every optimizer step calls `before` and `after`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rankscope.probe import stepping, timing
+from rankscope.probe.failing import switch
+
+Hook = Callable[[Any, Any, Any], None]
+
+
+class Optimizer:
+    pass
+
+
+class Loop:
+    """Stands for torch's optimizer module and for the session."""
+
+    def __init__(self) -> None:
+        self.tally = timing.Tally()
+        self.pre: Hook
+        self.post: Hook
+        self.fails = False
+        self.mark = stepping.install_optimizer_hooks(self, self.tally, self.flush)
+
+    def register_optimizer_step_pre_hook(self, hook: Hook) -> None:
+        self.pre = hook
+
+    def register_optimizer_step_post_hook(self, hook: Hook) -> None:
+        self.post = hook
+
+    def flush(self, now_ns: int) -> int:
+        if self.fails:
+            raise ValueError("the ring is\nbroken")
+        return now_ns
+
+    def step(self, optimizer: object) -> None:
+        self.pre(optimizer, (), {})
+        self.post(optimizer, (), {})
+
+    @property
+    def steps(self) -> int:
+        return self.tally.ledger[timing.STEPS]
+
+
+@pytest.fixture(autouse=True)
+def _switch_is_restored() -> Iterator[None]:
+    yield
+    switch.on = True
+    switch.when_disabled.clear()
+
+
+def test_two_optimizers_in_turn_make_one_step_per_pair() -> None:
+    loop, generator, critic = Loop(), Optimizer(), Optimizer()
+    for _ in range(100):
+        loop.step(critic)
+        loop.step(generator)
+    assert loop.steps == 100
+
+
+def test_one_optimizer_per_parameter_makes_one_step_per_round() -> None:
+    loop, many = Loop(), [Optimizer() for _ in range(300)]
+    for _ in range(10):
+        for optimizer in many:
+            loop.step(optimizer)
+    assert loop.steps == 10
+
+
+def test_another_optimizer_takes_over_when_the_first_falls_silent() -> None:
+    loop, first, second = Loop(), Optimizer(), Optimizer()
+    loop.step(first)
+    for _ in range(stepping.RE_ELECT_AFTER_STEPS + 9):
+        loop.step(second)
+    assert loop.steps == 1 + 10
+
+
+def test_an_optimizer_that_is_gone_is_replaced_at_once_and_not_kept_alive() -> None:
+    loop, first = Loop(), Optimizer()
+    loop.step(first)
+    del first
+    gc.collect()
+    second = Optimizer()
+    for _ in range(5):
+        loop.step(second)
+    assert loop.steps == 6
+
+
+def test_explicit_steps_are_the_only_ones_once_they_begin() -> None:
+    loop, optimizer = Loop(), Optimizer()
+    loop.step(optimizer)
+    for _ in range(3):
+        loop.step(optimizer)
+        loop.mark()
+    assert loop.steps == 2 + 3
+
+
+def test_an_optimizer_inside_another_is_timed_once() -> None:
+    loop, outer, inner = Loop(), Optimizer(), Optimizer()
+    wait = timing.timed(lambda: None, loop.tally, timing.BLOCKING)
+    loop.tally.thread_id = stepping.training_thread_id()
+    loop.pre(outer, (), {})
+    loop.step(inner)
+    spent = loop.tally.ledger[timing.OPTIMIZER]
+    wait()
+    loop.post(outer, (), {})
+    assert loop.tally.ledger[timing.OPTIMIZER] == spent
+
+
+def test_a_step_that_raised_leaves_nothing_behind() -> None:
+    loop, optimizer = Loop(), Optimizer()
+    loop.pre(optimizer, (), {})  # and the step raises: no post hook
+    loop.step(optimizer)
+    assert loop.steps == 1
+    assert loop.tally.ledger[timing.OPTIMIZER_STARTED] == 0
+
+
+def test_an_exception_in_the_probe_is_one_line_and_the_end_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    loop, optimizer = Loop(), Optimizer()
+    loop.fails = True
+    for _ in range(3):
+        loop.step(optimizer)
+        loop.mark()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["rankscope: probe disabled: ValueError: the ring is broken; training is not affected"]
+    assert loop.steps == 1

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import inspect
+import signal
+import threading
+import time
+from types import FrameType
+
+import pytest
+
+from rankscope.probe import timing
+from rankscope.probe.failing import disable, switch
+
+
+def tally_of_this_thread() -> timing.Tally:
+    tally = timing.Tally()
+    tally.thread_id = threading.get_ident()
+    return tally
+
+
+def test_results_exceptions_signature_and_name_pass_through() -> None:
+    def save(obj: object, f: str, pickle_protocol: int = 2) -> str:
+        "Saves."
+        if f == "full":
+            raise OSError("no space")
+        return f
+
+    wrapped = timing.timed(save, tally_of_this_thread(), timing.CHECKPOINT)
+    assert wrapped(1, f="x") == "x"
+    assert inspect.signature(wrapped) == inspect.signature(save)
+    assert (wrapped.__name__, wrapped.__doc__) == ("save", "Saves.")
+    with pytest.raises(OSError, match="no space"):
+        wrapped(1, "full")
+
+
+def test_a_call_inside_a_timed_call_is_counted_once_and_for_the_outer_cause() -> None:
+    tally = tally_of_this_thread()
+    inner = timing.timed(lambda: time.sleep(0.002), tally, timing.BLOCKING)
+    outer = timing.timed(inner, tally, timing.INPUT)
+    outer()
+    assert tally.ledger[timing.INPUT] >= 2_000_000
+    assert tally.ledger[timing.BLOCKING] == 0
+    inner()
+    assert tally.ledger[timing.BLOCKING] >= 2_000_000
+
+
+def test_a_call_that_raises_is_counted_and_the_next_one_too() -> None:
+    tally = tally_of_this_thread()
+
+    def fails() -> None:
+        raise RuntimeError
+
+    wrapped = timing.timed(fails, tally, timing.BLOCKING)
+    spent = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            wrapped()
+        spent.append(tally.ledger[timing.BLOCKING])
+    assert 0 < spent[0] < spent[1]
+
+
+def test_other_threads_are_not_counted() -> None:
+    tally = tally_of_this_thread()
+    wrapped = timing.timed(lambda: None, tally, timing.INPUT)
+    thread = threading.Thread(target=wrapped)
+    thread.start()
+    thread.join()
+    assert tally.ledger[timing.INPUT] == 0
+
+
+def test_an_exception_from_the_users_signal_handler_arrives_although_a_hook_was_running() -> None:
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError("the user's own time-out")
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(TimeoutError, match="the user's own"):
+            try:
+                signal.raise_signal(signal.SIGUSR1)
+            except TimeoutError as error:  # a hook catches every Exception
+                disable(error)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert switch.on
