@@ -31,10 +31,8 @@ def read_collectives(torch: Any) -> Tuple[int, int]:
         return UNKNOWN_COLLECTIVES
     try:
         groups = list(pickle.loads(dump(includeCollectives=False))["pg_status"].values())
+        enqueued = sum(max(0, group["last_enqueued_collective"]) for group in groups)
+        completed = sum(max(0, group["last_completed_collective"]) for group in groups)
     except (TypeError, KeyError, RuntimeError, pickle.UnpicklingError):
         return UNKNOWN_COLLECTIVES
-    enqueued = [group["last_enqueued_collective"] for group in groups]
-    completed = [group["last_completed_collective"] for group in groups]
-    if not groups:
-        return UNKNOWN_COLLECTIVES
-    return sum(max(0, count) for count in enqueued), sum(max(0, count) for count in completed)
+    return (enqueued, completed) if groups else UNKNOWN_COLLECTIVES

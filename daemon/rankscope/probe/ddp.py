@@ -22,13 +22,20 @@ _NAMES = (
 )
 
 
+class Watched:
+    __slots__ = ("iteration", "reference")
+
+    def __init__(self, model: Any) -> None:
+        self.reference = weakref.ref(model)
+        self.iteration = 0  # whose figures were read last
+
+
 class DdpSampler:
     """DDP measures an iteration when its number is a multiple of the sampling rate (and the first ten), and publishes
     the figures when the next forward begins: what is read at a boundary describes the step before."""
 
     def __init__(self) -> None:
-        self.models: List["weakref.ref[Any]"] = []
-        self._iterations: List[int] = []
+        self.models: List[Watched] = []
         self._rate = 0  # 0: DDP's own, until tuned
         self._read_seconds = 40e-6
         self._next_read = 0
@@ -37,13 +44,12 @@ class DdpSampler:
 
     def watch(self, ddp_class: Any) -> None:
         original = ddp_class.__init__
-        models, iterations = self.models, self._iterations
+        models = self.models
 
         @functools.wraps(original)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(self, *args, **kwargs)
-            models.append(weakref.ref(self))
-            iterations.append(0)
+            models.append(Watched(self))
 
         ddp_class.__init__ = __init__
 
@@ -54,15 +60,16 @@ class DdpSampler:
         start = time.perf_counter()
         total = [0.0, 0.0, 0.0, 0.0]
         newest = 0
-        for index, reference in enumerate(self.models):
-            model = reference()
-            if model is None:
+        for watched in self.models:
+            # A model whose parameters are all left out of synchronisation has no logger.
+            logger = getattr(watched.reference(), "logger", None)
+            if logger is None:
                 continue
-            figures = model.logger._get_ddp_logging_data().ints_map
+            figures = logger._get_ddp_logging_data().ints_map
             iteration = figures.get("iteration", 0)
-            if iteration == self._iterations[index] or _NAMES[0] not in figures:
+            if iteration == watched.iteration or _NAMES[0] not in figures:
                 continue
-            self._iterations[index] = iteration
+            watched.iteration = iteration
             newest = newest or iteration
             for position, name in enumerate(_NAMES):
                 total[position] += max(0, figures.get(name, 0)) * 1e-9
@@ -93,7 +100,9 @@ class DdpSampler:
 
     def tune(self, step_seconds: float) -> None:
         """Choose the rate for steps of this length. Called about once a second."""
-        alive = [model for model in (reference() for reference in self.models) if model is not None]
+        self.models[:] = [watched for watched in self.models if watched.reference() is not None]
+        alive: List[Any] = [watched.reference() for watched in self.models]
+        alive = [model for model in alive if hasattr(model, "logger")]
         if not alive or step_seconds <= 0:
             return
         on_device = sum(_is_on_cuda(model) for model in alive)

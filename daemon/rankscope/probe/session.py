@@ -107,10 +107,11 @@ class Session:
     def _refresh(self, ring: Ring, now_ns: int) -> None:
         since_ns, since_steps = self._refreshed
         self._refreshed = (now_ns, ring.steps)
+        if since_ns and ring.steps > since_steps:
+            self.sampler.tune((now_ns - since_ns) * 1e-9 / (ring.steps - since_steps))
+        self._flags &= ~layout.FLAG_DDP
         if self.sampler.models:
             self._flags |= layout.FLAG_DDP
-            if since_ns and ring.steps > since_steps:
-                self.sampler.tune((now_ns - since_ns) * 1e-9 / (ring.steps - since_steps))
         if _host_runs_ahead(self._torch):
             self._flags |= layout.FLAG_HOST_RUNS_AHEAD
         self._memory = read_memory(self._torch)

@@ -66,7 +66,13 @@ def test_any_python_of_a_container_starts_quietly_and_still_runs_its_own_sitecus
     (own / "sitecustomize.py").write_text("import os; os.environ['OWN'] = 'ran'")
     code = "import os, sys; print(os.environ['OWN'] + ' ' + sys.modules['sitecustomize'].__file__)"
     path = os.pathsep.join([injecting.inject_folder(), str(own)])
-    done = subprocess.run([python, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [python, "-c", code],
+        env={"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stderr == ""
     assert done.stdout.startswith("ran " + str(own))
 
@@ -103,3 +109,32 @@ def test_a_broken_probe_package_does_not_stop_the_program(tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", "print('ran')"], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "ran\n"
     assert done.stderr == "rankscope: probe disabled: half copied\n"
+
+
+def test_hooks_are_installed_after_torch_has_run_and_into_parts_that_come_later(tmp_path: Path) -> None:
+    torch = tmp_path / "torch"
+    torch.mkdir()
+    (torch / "__init__.py").write_text("events = ['torch runs']")
+    (torch / "late.py").write_text("import torch; torch.events.append('late runs')")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, rankscope.probe.hooking as hooking\n"
+        "def install(torch):\n"
+        "    torch.events.append('install')\n"
+        "    return {'torch.late': lambda module: torch.events.append('install late')}\n"
+        "hooking.install = install\n"
+    )
+    code = (
+        "import importlib.util; assert importlib.util.find_spec('torch')  # looking is not importing\n"
+        "import torch; print(torch.events); import torch.late; print(torch.events[2:])\n"
+        "print(type(torch.__loader__).__name__, vars(torch.__loader__).keys() & {'exec_module'}, torch.__spec__.name)\n"
+    )
+    path = os.pathsep.join([injecting.inject_folder(), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "['torch runs', 'install']",
+        "['late runs', 'install late']",
+        "SourceFileLoader set() torch",
+    ]

@@ -1,0 +1,87 @@
+"""Runs training scripts with the probe injected and reads their rings as the daemon does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rankscope.daemon.collectors.steps import StepsCollector
+from rankscope.daemon.samples import Problem, RankProcess, Span, StepSample
+from rankscope.probe import injecting
+
+DEADLINE_SECONDS = 120
+# The script ends when the test closes its stdin, so that nothing depends on timing.
+WAIT_FOR_THE_TEST = "\nprint('done', flush=True)\nsys.stdin.read()\n"
+
+
+class Job:
+    """Processes of one script, seen through a collector."""
+
+    def __init__(self, folder: Path, script: str, ranks: int = 1, **environment: str) -> None:
+        path = folder / "train.py"
+        path.write_text(script + WAIT_FOR_THE_TEST)
+        environment = {"PYTHONPATH": injecting.inject_folder(), "OMP_NUM_THREADS": "1"} | environment
+        base = {name: value for name, value in os.environ.items() if not name.startswith("RANKSCOPE")}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(path), str(folder / "rendezvous")],
+                env=base | environment | {"RANK": str(rank), "WORLD_SIZE": str(ranks)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        self.ranks = [
+            RankProcess("job", rank, rank, ranks, process.pid, 1, (process.pid,))
+            for rank, process in enumerate(self.processes)
+        ]
+        self.collector = StepsCollector()
+        self._started_ns = time.time_ns()
+
+    def wait_until_done(self) -> None:
+        for process in self.processes:
+            assert process.stdout is not None and process.stderr is not None
+            line = process.stdout.readline()
+            assert line == "done\n", line + process.stderr.read()
+
+    def look(self) -> list[StepSample | Problem | None]:
+        found = self.collector.collect(self.ranks, Span(self._started_ns, time.time_ns()))
+        return [found.get(rank.key) for rank in self.ranks]
+
+    def samples(self) -> list[StepSample]:
+        found = self.look()
+        assert all(isinstance(sample, StepSample) for sample in found), found
+        return [sample for sample in found if isinstance(sample, StepSample)]
+
+    def look_until(self, condition: Callable[[list[StepSample | Problem | None]], bool]) -> None:
+        end = time.monotonic() + DEADLINE_SECONDS
+        while not condition(found := self.look()):
+            assert time.monotonic() < end, found
+            time.sleep(0.1)
+
+    def finish(self) -> list[tuple[int, str]]:
+        """Exit code and stderr of each."""
+        ends = []
+        for process in self.processes:
+            _, errors = process.communicate(timeout=DEADLINE_SECONDS)
+            ends.append((process.returncode, errors))
+        return ends
+
+
+@contextlib.contextmanager
+def running(folder: Path, script: str, ranks: int = 1, **environment: str) -> Iterator[Job]:
+    job = Job(folder, script, ranks, **environment)
+    try:
+        yield job
+    finally:
+        for process in job.processes:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
