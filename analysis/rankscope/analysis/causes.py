@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
@@ -87,16 +88,18 @@ def _frames_in_excess(culprit: int, peers: Sequence[int], stacks: Mapping[int, S
     return tuple(excess.frame for excess in frames_in_excess(mine, others)[:FRAMES_SHOWN])
 
 
-def frames_in_excess(mine: StackProfile, others: Sequence[StackProfile]) -> list[FrameExcess]:
-    """Own work seen more than the peers do it, the innermost place first."""
-    usual = [{_place(frame): frame for frame in other.frames} for other in others]
+def frames_in_excess(
+    mine: StackProfile, others: Sequence[StackProfile], usual: Callable[[list[float]], float] = median
+) -> list[FrameExcess]:
+    """Own work seen more than the peers do it, the innermost place of the user's own code first."""
+    tables = [{_place(frame): frame for frame in other.frames} for other in others]
     found = []
     for frame in mine.frames:
         if frame.phase in WAITING_PHASES:
             continue
-        seen = [table.get(_place(frame), _NO_FRAME) for table in usual]
-        share = frame.share - float(np.median([f.share for f in seen]))
-        leaf = frame.leaf_share - float(np.median([f.leaf_share for f in seen]))
+        seen = [table.get(_place(frame), _NO_FRAME) for table in tables]
+        share = frame.share - usual([f.share for f in seen])
+        leaf = frame.leaf_share - usual([f.leaf_share for f in seen])
         if share >= 0.05:
             found.append(FrameExcess(frame, share, leaf))
     largest = max((excess.share for excess in found), default=0.0)

@@ -32,9 +32,8 @@ class JobJudge:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._pending: list[JobWindow] = []
-        self._raw: deque[JobWindow] = deque(maxlen=policy.windows_kept)
+        self._raw: deque[JobWindow] = deque(maxlen=2 * policy.stack_windows)
         self._recent: deque[Observation] = deque(maxlen=policy.windows_kept)
-        self._stack_verdicts: deque[StackVerdict] = deque(maxlen=policy.windows_kept)
         self._baseline = TransferBaseline()
         self._steps_seen = 0.0
         self._step_seconds: float | None = None
@@ -278,35 +277,39 @@ class JobJudge:
     # -- level 0
 
     def _judge_stacks(self, latest: JobWindow) -> Verdict:
-        policy = self._policy
-        evidence = merge_evidence(list(self._raw))
-        profiles = {rank: e.stacks for rank, e in evidence.items() if e.stacks is not None}
-        if len(profiles) < policy.ranks_seen_ratio * latest.world_size:
-            reason = "neither step records nor stacks of enough ranks"
+        windows, length = list(self._raw), self._policy.stack_windows
+        if len(windows) < 2 * length:
+            reason = f"no step records; {len(windows)} of {2 * length} windows of stacks gathered"
             return Verdict(Kind.INSUFFICIENT_DATA, reason, confidence=Confidence.LOW)
-        starved = {rank: e.starved_share for rank, e in evidence.items() if e.starved_share is not None}
-        self._stack_verdicts.append(judge_stacks(profiles, starved, policy))
-        suspects = Counter(v.suspect.rank for v in self._stack_verdicts if v.suspect)
-        rank, count = max(suspects.items(), key=lambda item: item[1], default=(-1, 0))
-        if count >= policy.windows_for_alarm and len(suspects) == 1:
-            suspect = next(v.suspect for v in reversed(self._stack_verdicts) if v.suspect)
+        halves = [self._compare_stacks(half, latest.world_size) for half in (windows[:length], windows[length:])]
+        suspects = {half.suspect.rank if half.suspect else None for half in halves}
+        suspect = halves[-1].suspect
+        if suspect is not None and len(suspects) == 1:
             self._lost_gpu_seconds += suspect.excess_share * latest.window_seconds * latest.world_size
             return Verdict(
                 Kind.SLOW_RANK,
-                f"{ranks([rank])}: {suspect.cause.evidence}, and it waits less than they do (from stacks alone)",
+                f"{ranks([suspect.rank])}: {suspect.cause.evidence}, and it waits less than they do",
                 Severity.ALARM,
                 Confidence.LOW,
-                (rank,),
+                (suspect.rank,),
                 impact_ratio=suspect.excess_share,
                 lost_gpu_seconds=self._lost_gpu_seconds,
                 cause=suspect.cause,
             )
-        newest = self._stack_verdicts[-1]
-        if newest.reason or suspects:
-            reason = newest.reason or "a rank differs from its peers, but not for long enough"
+        reason = next((half.reason for half in reversed(halves) if half.reason), "")
+        if reason or suspects != {None}:
+            reason = reason or "a rank differs from its peers, but not for long enough"
             return Verdict(Kind.INSUFFICIENT_DATA, reason, confidence=Confidence.LOW)
         self._lost_gpu_seconds = 0.0
         return Verdict(Kind.HEALTHY, "no rank stands out in its stacks", confidence=Confidence.LOW)
+
+    def _compare_stacks(self, windows: list[JobWindow], world_size: int) -> StackVerdict:
+        evidence = merge_evidence(windows)
+        profiles = {rank: e.stacks for rank, e in evidence.items() if e.stacks is not None}
+        if len(profiles) < self._policy.ranks_seen_ratio * world_size:
+            return StackVerdict(reason="neither step records nor stacks of enough ranks")
+        starved = {rank: e.starved_share for rank, e in evidence.items() if e.starved_share is not None}
+        return judge_stacks(profiles, starved, self._policy)
 
 
 def _place_of(culprits: list[int], window: JobWindow) -> str:

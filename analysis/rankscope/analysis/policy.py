@@ -38,9 +38,11 @@ class Policy:
     # A rank that has not stepped for so long, and longer than so many of its steps, stands still.
     hang_seconds: float = 6.0
     hang_steps: float = 10.0
-    # Level 0: stacks alone.
-    stack_samples_needed: int = 50
+    # Level 0: stacks alone. Two stretches of so many windows, one after the other, must tell the same story.
+    stack_windows: int = 5
+    stack_samples_needed: int = 30  # of each rank in each stretch
     stack_excess_share: float = 0.12
+    stack_starved_share: float = 0.3
     stack_score: float = 4.0
     # A phase is named when it holds this share of the excess.
     cause_share: float = 0.80

@@ -1,13 +1,11 @@
-"""Level 0: no step is known, only where each rank's training thread was seen. It names a rank only when its own work is
-clearly in excess *and* its waiting is missing; otherwise it abstains."""
+"""Level 0: no step is known, only where each rank's training thread was seen. It names a rank only when its own work
+exceeds that of every peer *and* its waiting is missing; otherwise it abstains."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
-
-import numpy as np
 
 from rankscope.analysis.causes import FRAMES_SHOWN, frames_in_excess
 from rankscope.analysis.policy import Policy
@@ -67,16 +65,16 @@ def _excess(
     peers_starved = [starved_shares[other] for other in profiles if other != rank and other in starved_shares]
     if rank in starved_shares and peers_starved:
         starved = starved_shares[rank] - max(peers_starved)
-        if starved > 0.3:
+        if starved > policy.stack_starved_share:
             evidence = f"{starved:.0%} of the time without a CPU, more than any peer"
             return Suspect(rank, starved, Cause("starved", (), evidence))
-    found = frames_in_excess(mine, others)
+    found = frames_in_excess(mine, others, usual=max)
     significant = [e for e in found if _score(e.frame.share, e.share, mine.samples) >= policy.stack_score]
     if not significant:
         return Suspect(rank, 0.0, Cause())
     largest = max(significant, key=lambda e: e.share)
     frames = tuple(e.frame for e in significant[:FRAMES_SHOWN])
-    evidence = f"seen in {frames[0].function} {largest.share:.0%} of the time more than its peers"
+    evidence = f"seen in {frames[0].function} {largest.share:.0%} of the time more than any peer"
     return Suspect(rank, largest.share, Cause(frames[0].phase, frames, evidence))
 
 
@@ -84,4 +82,4 @@ def _score(share: float, excess: float, samples: int) -> float:
     """How many standard errors the excess is away from none, for two shares of about `samples` observations."""
     usual = max(share - excess, 0.0)
     variance = share * (1 - share) + usual * (1 - usual) + 1 / samples
-    return float(excess / sqrt(variance / samples)) if excess > 0 else float(np.float64(0.0))
+    return excess / sqrt(variance / samples)

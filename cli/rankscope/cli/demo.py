@@ -26,6 +26,8 @@ from rankscope.daemon.listening import ListenError
 NAME = "demo"
 HELP = "run a real job with a fault and find it"
 FAULT_SECONDS = 30.0
+# Stacks alone need two stretches of samples that agree.
+FAULT_SECONDS_WITHOUT_PROBE = 60.0
 HEALTHY_SECONDS = 30.0
 START_TIMEOUT_SECONDS = 180.0
 
@@ -99,7 +101,8 @@ def _play(job: DemoJob, seconds: float | None, console: Console) -> Outcome:
             return watch.outcome()
         watch.start_fault()
         console.print(f"· fault [bold]{job.fault.spec}[/] begins now; the daemon is not told")
-        if watch.until_alarm(seconds or FAULT_SECONDS):
+        patience = FAULT_SECONDS if job.probe else FAULT_SECONDS_WITHOUT_PROBE
+        if watch.until_alarm(seconds or patience):
             status.stop()
             print_verdict(console, watch.outcome())
             status.start()

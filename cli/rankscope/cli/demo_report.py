@@ -43,6 +43,7 @@ class Outcome:
     seconds_to_verdict: float | None
     false_alarms: tuple[Verdict, ...]
     state: JobState | None
+    probe: bool = True
 
     @property
     def is_right(self) -> bool:
@@ -50,6 +51,8 @@ class Outcome:
             return False
         if self.fault.kind == faults.NONE:
             return self.verdict.severity is not Severity.ALARM
+        if not self.probe and self.verdict.kind is Kind.INSUFFICIENT_DATA:
+            return True  # without step records it may abstain, but not guess
         return self.seconds_to_verdict is not None and expects(self.fault, self.verdict, self.ranks)
 
 

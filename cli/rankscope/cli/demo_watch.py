@@ -122,4 +122,5 @@ class Watch:
             seconds_to_verdict=found.at_monotonic - self._fault_at if found and self._fault_at else None,
             false_alarms=tuple(false_alarms),
             state=state,
+            probe=self._job.probe,
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-OBSERVED_SECONDS = 10.0
+OBSERVED_SECONDS = 20.0
 # Nothing is decided on less than this: one window's cost is noise, and a new rate needs time to show.
-SETTLING_SECONDS = 10.0
+SETTLING_SECONDS = 20.0
 # Meeting a rank costs once: finding it while it imports, and the first look at its stacks.
 ARRIVAL_SECONDS = 0.1
 RECOVERY_SECONDS = 30.0

@@ -234,7 +234,7 @@ def _profile(forward: float, slow_line: float, waiting: float, samples: int = 20
 
 
 class TestStacksAlone:
-    def judge(self, profiles: dict[int, StackProfile], windows: int = 8, **evidence: float) -> list[object]:
+    def judge(self, profiles: dict[int, StackProfile], windows: int = 12) -> list[object]:
         fleet, random = FleetJudge(), np.random.default_rng(0)
         from dataclasses import fields, replace
 

@@ -59,7 +59,7 @@ def test_the_budget_grows_with_the_ranks() -> None:
 
 def test_the_rate_comes_back_step_by_step_once_there_is_room() -> None:
     machine = Machine(Budget(0.01, 10.0))
-    machine.run(60, 0.02, 0.0)
+    machine.run(100, 0.02, 0.0)
     rates = machine.run(400, 0.001, 0.0)
     assert list(dict.fromkeys(rates)) == [0.0, 1.0, 2.5, 5.0, 10.0]
     assert rates.count(1.0) >= 10, "it stays on each rate for a while"

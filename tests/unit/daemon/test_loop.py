@@ -152,7 +152,7 @@ def test_the_budget_lowers_the_rate_of_stacks() -> None:
         clock=clock,
         own_cpu_seconds=lambda: 0.05 * clock.monotonic_seconds(),
     )
-    for index in range(8):
+    for index in range(14):
         watched.tick(make.span(index))
         clock.sleep(2.0)
     assert watched._collectors.stacks.rates[0] == 5.0

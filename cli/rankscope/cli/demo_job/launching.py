@@ -54,7 +54,7 @@ class DemoJob:
         self.fault = fault.for_ranks(ranks)
         self.run_id = f"demo-{uuid.uuid4().hex[:8]}"
         self.port: int | None = None
-        self._probe = probe
+        self.probe = probe
         self._extra_environment = dict(extra_environment or {})
         self._script = training_script or _FOLDER / ("pipeline.py" if self.fault.is_pipeline else "train.py")
         self._folder: Path | None = None
@@ -100,7 +100,7 @@ class DemoJob:
         self._board = Board.create(board_path, self.ranks)
         for rank in range(self.ranks):
             environment = rank_environment(
-                rank, self.ranks, self.port, self.run_id, self.fault, board_path, probe=self._probe
+                rank, self.ranks, self.port, self.run_id, self.fault, board_path, probe=self.probe
             )
             environment.update(self._extra_environment)
             with self._log_path(rank).open("wb") as log:
