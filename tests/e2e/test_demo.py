@@ -1,0 +1,154 @@
+"""`rankscope demo`, from the command line to the verdict: real ranks, real faults, a daemon that is told nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.playing import Played, play
+
+pytestmark = pytest.mark.slow
+
+HEALTHY = ("none", "--seconds", "20")
+# Every fault that blames one rank of a data-parallel job which goes on training.
+STRAGGLERS = {"slow-rank": 2, "slow-input": 2, "starved": 2, "slow-rank:rank=0,delay=60": 0}
+
+
+def found(fault: str, *flags: str) -> dict[str, Any]:
+    """The report of a run that must be right by its own account."""
+    played = play(fault, *flags)
+    report = played.report
+    assert played.status == 0, str(played)
+    assert report["right"] is True, str(played)
+    assert report["false_alarms"] == 0, str(played)
+    return report
+
+
+def found_fault(fault: str, verdict: str, culprits: list[int]) -> dict[str, Any]:
+    report = found(fault)
+    assert (report["verdict"], report["culprits"]) == (verdict, culprits), str(play(fault))
+    assert report["severity"] == "alarm", str(play(fault))
+    assert report["confidence"] == "high", str(play(fault))
+    # The contract is 15 s on an idle machine; how busy this one is, a test cannot know, so it is shown, not asserted.
+    assert report["seconds_to_verdict"] > 0, str(play(fault))
+    print(f"{fault}: {report['seconds_to_verdict']:.1f} s to the verdict")
+    return report
+
+
+def first_frame(report: dict[str, Any], played: Played) -> tuple[str, str]:
+    frames = report["cause"]["frames"]
+    assert frames, str(played)
+    return frames[0]["file"], frames[0]["function"]
+
+
+def test_a_healthy_job_raises_nothing() -> None:
+    report = found(*HEALTHY)
+    played = play(*HEALTHY)
+    assert report["verdict"] in ("healthy", "insufficient_data"), str(played)
+    assert report["culprits"] == [], str(played)
+    assert report["seconds_to_verdict"] is None, str(played)
+    assert 0 < report["step_seconds"] < 60, str(played)
+    assert 0 < report["mfu_ratio"] < 1, str(played)
+    assert 0 <= report["exposed_communication_ratio"] < 1, str(played)
+    assert len(report["ranks"]) == 4, str(played)
+
+
+def test_a_slow_rank_is_named_with_the_function_it_sleeps_in() -> None:
+    report = found_fault("slow-rank", "slow_rank", [2])
+    played = play("slow-rank")
+    assert report["cause"]["phase"] == "forward", str(played)
+    assert first_frame(report, played)[0] == "model.py", str(played)
+    # 40 ms of sleep in every step: what is lost cannot be little, nor more than there is.
+    assert 0.05 < report["impact_ratio"] < 1, str(played)
+
+
+def test_another_slow_rank_is_named_as_well() -> None:
+    fault = "slow-rank:rank=0,delay=60"
+    report = found_fault(fault, "slow_rank", [0])
+    assert report["cause"]["phase"] == "forward", str(play(fault))
+    assert first_frame(report, play(fault))[0] == "model.py", str(play(fault))
+
+
+def test_a_slow_dataset_is_named_as_input() -> None:
+    report = found_fault("slow-input", "slow_rank", [2])
+    assert report["cause"]["phase"] == "input", str(play("slow-input"))
+    assert first_frame(report, play("slow-input"))[0] == "dataset.py", str(play("slow-input"))
+
+
+def test_a_starved_rank_is_named_as_starved() -> None:
+    report = found_fault("starved", "slow_rank", [2])
+    assert report["cause"]["phase"] == "starved", str(play("starved"))
+
+
+def test_a_slow_network_blames_no_rank() -> None:
+    report = found_fault("slow-network", "slow_communication", [])
+    assert report["impact_ratio"] > 0, str(play("slow-network"))
+
+
+def test_a_heavy_stage_is_named_as_a_stage_and_not_as_its_ranks_one_by_one() -> None:
+    report = found_fault("stage-imbalance", "slow_stage", [2, 3])
+    assert report["stage"] == 1, str(play("stage-imbalance"))
+
+
+def test_a_hang_names_who_never_entered_the_collective_and_where_it_stands() -> None:
+    report = found_fault("hang", "hang", [2])
+    assert first_frame(report, play("hang"))[0] == "model.py", str(play("hang"))
+
+
+@pytest.mark.parametrize("fault", STRAGGLERS)
+def test_the_stragglers_step_time_is_its_peers_and_only_self_time_and_wait_tell_it_apart(fault: str) -> None:
+    found(fault)
+    played, straggler = play(fault), STRAGGLERS[fault]
+    steps = [rank["step_seconds"] for rank in played.ranks]
+    assert max(steps) <= 1.1 * min(steps), str(played)
+    by_self = max(played.ranks, key=lambda rank: float(rank["self_seconds"]))
+    by_wait = min(played.ranks, key=lambda rank: float(rank["wait_seconds"]))
+    assert (by_self["rank"], by_wait["rank"]) == (straggler, straggler), str(played)
+
+
+@pytest.mark.parametrize("fault", STRAGGLERS)
+def test_the_victim_that_waits_most_is_not_accused(fault: str) -> None:
+    """The naive rule: whoever spends most time in collectives is in trouble."""
+    played = play(fault)
+    worst = max(played.ranks, key=lambda rank: float(rank["wait_seconds"]))
+    assert worst["rank"] not in found(fault)["culprits"], str(played)
+
+
+def test_without_the_probe_the_right_rank_is_named_with_less_confidence_or_none_at_all() -> None:
+    played = play("slow-rank", "--no-probe")
+    report = found("slow-rank", "--no-probe")
+    if report["verdict"] == "insufficient_data":
+        assert report["culprits"] == [], str(played)
+        assert report["reason"], str(played)
+    else:
+        assert (report["verdict"], report["culprits"]) == ("slow_rank", [2]), str(played)
+        assert report["confidence"] == "low", str(played)
+    assert all(rank["step_seconds"] is None for rank in played.ranks), str(played)
+
+
+@pytest.mark.parametrize("fault", ["hang", *STRAGGLERS])
+def test_no_rank_outlives_the_demo(fault: str) -> None:
+    played = play(fault)
+    assert len(played.ranks) == 4, str(played)
+    assert not [rank["pid"] for rank in played.ranks if Path(f"/proc/{rank['pid']}").exists()], str(played)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("earthquake",), "unknown fault 'earthquake'; choose one of none, slow-rank"),
+        (("slow-rank:rank=4",), "the job has ranks 0 to 3"),
+        (("slow-rank:delay=-1",), "delay must be above 0"),
+        (("hang", "--ranks", "1"), "1 ranks: the demo runs 2 to 16"),
+        (("none", "--seconds", "nan"), "--seconds"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_with_the_reason_before_anything_starts(
+    flags: tuple[str, ...], words: str
+) -> None:
+    played = play(*flags)
+    assert played.status == 2, str(played)
+    assert words in played.errors, str(played)
+    assert played.lines == (), str(played)
