@@ -24,15 +24,18 @@ def read_memory(torch: Any) -> Tuple[int, int, int, int]:
 
 def read_collectives(torch: Any) -> Tuple[int, int]:
     """Collectives enqueued and completed, summed over process groups: a rank that is behind its peers never entered.
-    Not every torch has the recorder, and it is private: any failure is "not measured"."""
+    NCCL's groups have a recorder of their own. Not every torch has them, and they are private: any failure is "not
+    measured"."""
     bindings = getattr(torch._C, "_distributed_c10d", None)
-    dump = getattr(bindings, "_dump_fr_trace", None) or getattr(bindings, "_dump_nccl_trace", None)
-    if dump is None or not torch.distributed.is_initialized():
+    if bindings is None or not torch.distributed.is_initialized():
         return UNKNOWN_COLLECTIVES
-    try:
-        groups = list(pickle.loads(dump(includeCollectives=False))["pg_status"].values())
-        enqueued = sum(max(0, group["last_enqueued_collective"]) for group in groups)
-        completed = sum(max(0, group["last_completed_collective"]) for group in groups)
-    except (TypeError, KeyError, RuntimeError, pickle.UnpicklingError):
-        return UNKNOWN_COLLECTIVES
-    return (enqueued, completed) if groups else UNKNOWN_COLLECTIVES
+    enqueued = completed = -1
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+        try:
+            groups = pickle.loads(getattr(bindings, name)(includeCollectives=False))["pg_status"].values()
+            for group in groups:
+                enqueued = max(0, enqueued) + max(0, group["last_enqueued_collective"])
+                completed = max(0, completed) + max(0, group["last_completed_collective"])
+        except (AttributeError, TypeError, KeyError, RuntimeError, pickle.UnpicklingError):
+            continue
+    return enqueued, completed
