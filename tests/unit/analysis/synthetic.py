@@ -67,7 +67,7 @@ class SyntheticJob:
                 "wait_seconds": wait.mean(),
                 "transfer_seconds": float(np.quantile(wait, 0.1)),
                 "self_spread_ratio": float(np.quantile(own, 0.9) / np.quantile(own, 0.1)),
-                "input_seconds": 0.002,
+                "input_seconds": base[rank] * 0.04,
                 "forward_seconds": base[rank] * 0.3,
                 "backward_seconds": base[rank] * 0.5,
                 "optimizer_seconds": base[rank] * 0.1,
