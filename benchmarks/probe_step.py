@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 BLOCKS = 61
 STEPS_PER_BLOCK = 2_000
@@ -15,7 +16,9 @@ STEPS_PER_BLOCK = 2_000
 
 def measure() -> dict[str, float]:
     """Nanoseconds per step, in an interpreter of its own: the probe stays for the life of a process."""
-    done = subprocess.run([sys.executable, __file__, "--inner"], check=True, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.probe_step", "--inner"]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, check=True, stdout=subprocess.PIPE, text=True)
     measured: dict[str, float] = json.loads(done.stdout)
     return measured
 
