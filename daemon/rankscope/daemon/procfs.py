@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -166,7 +167,8 @@ def ring_inode(process: str) -> int | None:
     """Which Rankscope ring the process holds. A fork shares its parent's, and so shows the same number."""
     for link in islice(Path(process, "fd").iterdir(), DESCRIPTORS_LIMIT):
         try:
-            if str(link.readlink()).startswith(RING_LINK_PREFIX):
+            # Another daemon has a ring open for an instant as well, but for reading only: the link's mode says which.
+            if str(link.readlink()).startswith(RING_LINK_PREFIX) and link.lstat().st_mode & stat.S_IWUSR:
                 return link.stat().st_ino
         except OSError:
             continue  # closed in between

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from rankscope.daemon import procfs
+from rankscope.daemon.discovery import RankDiscovery
+from rankscope.probe import layout
+
+# What a second daemon on the same machine does in every window, held open.
+READER = """
+import os, sys
+descriptor = os.open(sys.argv[1], os.O_RDONLY)
+print("reading", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_who_reads_a_ring_is_not_who_keeps_it() -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    ring = os.memfd_create(layout.RING_NAME)
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", READER, f"/proc/{os.getpid()}/fd/{ring}"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as reader:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == "reading\n"
+            links = [str(link.readlink()) for link in Path(f"/proc/{reader.pid}/fd").iterdir()]
+            assert any(link.startswith(procfs.RING_LINK_PREFIX) for link in links)
+            assert procfs.ring_inode(f"/proc/{reader.pid}") is None
+            assert procfs.ring_inode(f"/proc/{os.getpid()}") == os.fstat(ring).st_ino
+            assert reader.pid not in [rank.pid for rank in RankDiscovery().scan().ranks]
+            reader.communicate()
+    finally:
+        os.close(ring)
