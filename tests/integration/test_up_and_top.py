@@ -1,0 +1,203 @@
+"""`rankscope up` and `rankscope top` as a user runs them, beside a real job of two ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from rankscope.cli.demo_job.faults import Fault
+from rankscope.cli.demo_job.launching import DemoJob
+from rankscope.v1.job_service_pb2 import (
+    VERDICT_KIND_UNSPECIFIED,
+    JobStatus,
+    ListJobsRequest,
+    WatchJobsRequest,
+)
+from rankscope.v1.job_service_pb2_grpc import JobServiceStub
+from rankscope.v1.rank_service_pb2 import WatchRanksRequest
+from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
+from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, serving
+
+# Rich cuts a table to the terminal; COLUMNS is how wide it is when there is none.
+WIDE = {"COLUMNS": "200"}
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serving(tmp_path_factory.mktemp("up"), "up") as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def job(up: Serving) -> Iterator[DemoJob]:
+    with DemoJob(2, Fault(), probe=True) as job:
+        job.start()
+        job.wait_until_training(timeout=180)
+        yield job
+
+
+def status_of(up: Serving, name: str) -> JobStatus | None:
+    with grpc.insecure_channel(up.grpc_target) as channel:
+        jobs = JobServiceStub(channel).ListJobs(ListJobsRequest(), timeout=PATIENCE_SECONDS).jobs
+    return next((status for status in jobs if status.job == name), None)
+
+
+def is_judged(up: Serving, name: str) -> bool:
+    status = status_of(up, name)
+    return status is not None and status.ranks_seen == 2 and status.HasField("step_seconds")
+
+
+def rankscope(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*MAIN, *words], capture_output=True, text=True, timeout=PATIENCE_SECONDS, env={**os.environ, **WIDE}
+    )
+
+
+def test_a_job_is_listed_with_both_ranks_their_windows_and_a_verdict(up: Serving, job: DemoJob) -> None:
+    up.wait_until(lambda: is_judged(up, job.job_name))
+    status = status_of(up, job.job_name)
+    assert status is not None
+    assert (status.world_size, status.ranks_seen) == (2, 2)
+    assert status.verdict.kind != VERDICT_KIND_UNSPECIFIED
+    assert status.verdict.reason
+    assert [(window.identity.rank, window.identity.pid) for window in status.ranks] == list(enumerate(job.pids))
+    assert 0 < status.step_seconds < 60
+    # Every change of a verdict is a line on stdout.
+    up.wait_until(lambda: re.search(rf"^\d\d:\d\d:\d\d . {job.job_name}: \S", up.output, re.MULTILINE))
+
+
+def test_metrics_count_the_steps_of_both_ranks_and_tell_identity_once(up: Serving, job: DemoJob) -> None:
+    up.wait_until(lambda: all(up.steps(job.job_name, rank) > 0 for rank in range(2)))
+    ours = [(name, labels) for name, labels, _ in up.scrape() if labels.get("job") == job.job_name]
+    for rank, pid in enumerate(job.pids):
+        infos = [labels for name, labels in ours if name == "rankscope_rank_info" and labels["rank"] == str(rank)]
+        assert [labels["pid"] for labels in infos] == [str(pid)]
+    # What tells who a rank is stands in rank_info alone: anywhere else it would multiply the series.
+    telling = {"pid", "node", "pod", "world_size", "gpu"}
+    assert not [(name, labels) for name, labels in ours if name != "rankscope_rank_info" and telling & labels.keys()]
+    # The board counts a step when the script has left the optimizer, so the two may be a little apart.
+    up.wait_until(lambda: abs(up.steps(job.job_name, 0) - job.steps_done()[0]) < 0.2 * job.steps_done()[0])
+
+
+def test_top_once_prints_the_verdict_and_a_row_for_each_rank(up: Serving, job: DemoJob) -> None:
+    up.wait_until(lambda: is_judged(up, job.job_name))
+    shown = rankscope("top", "--once", "--endpoint", up.grpc_target)
+    assert shown.returncode == 0, shown.stderr
+    assert f"{job.job_name}  2/2 ranks" in shown.stdout
+    for rank, pid in enumerate(job.pids):
+        assert re.search(rf"^\s*{rank}\s+{pid}\s+\d+\.\d ms\s+\d+\.\d ms\s", shown.stdout, re.MULTILINE), shown.stdout
+    assert shown.stderr == ""
+    cut = rankscope("top", "--once", "--ranks", "1", "--endpoint", up.grpc_target)
+    assert "… and 1 more ranks (--ranks N shows more)" in cut.stdout
+
+
+def test_top_says_what_to_start_when_nobody_or_only_a_daemon_listens(tmp_path: Path) -> None:
+    nobody = f"unix:{tmp_path / 'nobody.sock'}"
+    alone = rankscope("top", "--once", "--endpoint", nobody)
+    assert (alone.returncode, alone.stdout) == (1, "")
+    expected = f"error: nobody answers at {nobody}; start `rankscope up` there, or name another --endpoint\n"
+    assert alone.stderr == expected
+    with serving(tmp_path / "daemon", "daemon") as daemon:
+        for flags in (("--once",), ()):
+            refused = rankscope("top", *flags, "--endpoint", daemon.grpc_target)
+            assert refused.returncode == 1
+            assert "a daemon without correlation; start `rankscope up` in place of `rankscope daemon`" in refused.stderr
+
+
+def test_a_second_up_on_the_same_socket_or_port_fails_clearly_and_the_first_one_goes_on(
+    up: Serving, job: DemoJob, tmp_path: Path
+) -> None:
+    socket = up.grpc_target.removeprefix("unix:")
+    same_socket = rankscope("up", "--metrics-listen", "127.0.0.1:0", "--socket", socket)
+    assert same_socket.returncode == 1
+    assert f"{socket} is in use by another rankscope daemon (pid {up.process.pid})" in same_socket.stderr
+    address = re.sub(r"^http://|/metrics$", "", up.metrics_url)
+    same_port = rankscope("up", "--metrics-listen", address, "--socket", str(tmp_path / "d.sock"))
+    assert same_port.returncode == 1
+    assert f"port {address.rpartition(':')[2]} is in use" in same_port.stderr
+    assert "Traceback" not in same_socket.stderr + same_port.stderr
+    steps = up.steps(job.job_name, 0)
+    up.wait_until(lambda: up.steps(job.job_name, 0) > steps)
+    assert is_judged(up, job.job_name)
+
+
+def test_watchers_that_vanish_or_never_read_hurt_nobody(up: Serving, job: DemoJob) -> None:
+    """A killed operator leaves its stream behind, a stuck one does not read: verdicts must come all the same."""
+    target = up.grpc_target
+    watcher = (
+        "import grpc, sys, time\n"
+        "from rankscope.v1.rank_service_pb2 import WatchRanksRequest\n"
+        "from rankscope.v1.rank_service_pb2_grpc import RankServiceStub\n"
+        "from rankscope.v1.job_service_pb2 import WatchJobsRequest\n"
+        "from rankscope.v1.job_service_pb2_grpc import JobServiceStub\n"
+        "channel = grpc.insecure_channel(sys.argv[1])\n"
+        "streams = [RankServiceStub(channel).WatchRanks(WatchRanksRequest()), "
+        "JobServiceStub(channel).WatchJobs(WatchJobsRequest())]\n"
+        "for stream in streams: next(stream)\n"
+        "print('watching', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    readers = up.value("rankscope_daemon_watch_readers")
+    with subprocess.Popen([MAIN[0], "-c", watcher, target], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "watching\n"
+            up.wait_until(lambda: up.value("rankscope_daemon_watch_readers") != readers)
+        finally:
+            process.kill()
+    up.wait_until(lambda: up.value("rankscope_daemon_watch_readers") == readers)
+    with grpc.insecure_channel(target) as channel:
+        jobs = JobServiceStub(channel).WatchJobs(WatchJobsRequest(), timeout=PATIENCE_SECONDS)
+        ranks = RankServiceStub(channel).WatchRanks(WatchRanksRequest(), timeout=PATIENCE_SECONDS)
+        for _ in range(3):
+            assert any(status.job == job.job_name for status in next(jobs).jobs)
+            assert any(window.identity.job == job.job_name for window in next(ranks).windows)
+        jobs.cancel()
+        ranks.cancel()
+    assert up.is_healthy()
+    assert job.poll() == []
+
+
+def test_a_restart_is_a_new_incarnation_and_a_job_that_ended_disappears(up: Serving, job: DemoJob) -> None:
+    """A launcher that starts its ranks anew keeps the address and the run id; only the processes are others."""
+    up.wait_until(lambda: is_judged(up, job.job_name))
+    before = status_of(up, job.job_name)
+    assert before is not None
+    name, port = job.job_name, job.port
+    job.stop()
+    up.wait_until(lambda: status_of(up, name) is None)
+    assert up.values("rankscope_rank_up", job=name) == []
+    where = {"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": job.run_id}
+    with DemoJob(2, Fault(), probe=True, extra_environment=where) as again:
+        again.start()
+        again.wait_until_training(timeout=180)
+        up.wait_until(lambda: is_judged(up, name))
+        after = status_of(up, name)
+        assert after is not None
+        old, new = ({w.identity.rank: w.identity for w in status.ranks} for status in (before, after))
+        assert [new[rank].pid for rank in range(2)] == again.pids
+        assert all(new[rank].incarnation > old[rank].incarnation for rank in range(2))
+        # Steps are counted from this process' beginning, not from the one's before it.
+        assert all(window.steps_total <= again.steps_done()[0] + 1 for window in after.ranks)
+    up.wait_until(lambda: status_of(up, name) is None)
+
+
+def test_sigterm_ends_it_cleanly_in_the_middle_of_its_work(tmp_path: Path) -> None:
+    with serving(tmp_path, "up") as up:
+        socket = Path(up.grpc_target.removeprefix("unix:"))
+        assert socket.is_socket()
+        with grpc.insecure_channel(up.grpc_target) as channel:
+            stream = RankServiceStub(channel).WatchRanks(WatchRanksRequest())
+            next(stream)
+            up.process.send_signal(signal.SIGTERM)
+            assert up.process.wait(PATIENCE_SECONDS) == 0
+        assert not socket.exists()
+        assert "Traceback" not in up.log
+        assert "Traceback" not in up.output
