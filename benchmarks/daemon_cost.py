@@ -1,0 +1,94 @@
+"""What the daemon itself uses with eight ranks on the node: CPU and memory, by its own account and by the kernel's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import grpc
+
+from benchmarks.reporting import Row, between
+from benchmarks.running import RunningDaemon, await_ranks, child_pids, cpu_seconds, daemon, job, memory_bytes
+from benchmarks.statistics import spread_of
+from rankscope.v1.rank_service_pb2 import WatchRanksRequest
+from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
+
+RANKS = 8
+# The first look at every rank costs once: importing, finding, attaching.
+SETTLING_SECONDS = 12.0
+SLICES = 6
+SLICE_SECONDS = 10.0
+MEGABYTE = 1e6
+
+
+def measure(slices: int = SLICES) -> list[Row]:
+    with job("light.py", RANKS) as running, daemon() as watching:
+        await_ranks(watching, running)
+        # An operator watches and a Prometheus scrapes (below, once a slice), as in real life.
+        threading.Thread(target=_watch, args=(watching.grpc_target,), daemon=True).start()
+        time.sleep(SETTLING_SECONDS)
+        found = [_look(watching)]
+        for _ in range(slices):
+            time.sleep(SLICE_SECONDS)
+            found.append(_look(watching))
+            running.check()
+        ranks = round(found[-1]["rankscope_daemon_ranks"])
+    return _rows(found, ranks)
+
+
+def _watch(target: str) -> None:
+    try:
+        with grpc.insecure_channel(target) as channel:
+            for _ in RankServiceStub(channel).WatchRanks(WatchRanksRequest()):
+                pass
+    except grpc.RpcError:
+        pass  # the daemon has been stopped
+
+
+def _look(watching: RunningDaemon) -> dict[str, float]:
+    metrics = watching.metrics()
+    pid = watching.process.pid
+    children = child_pids(pid)
+    return {
+        "seconds": time.monotonic(),
+        "self": metrics['rankscope_daemon_cpu_seconds_total{part="self"}'],
+        "sampling": metrics['rankscope_daemon_cpu_seconds_total{part="sampling"}'],
+        "kernel": cpu_seconds(pid),
+        "resident": float(memory_bytes(pid, "Rss")),
+        "proportional": float(memory_bytes(pid, "Pss") + sum(memory_bytes(child, "Pss") for child in children)),
+        "rankscope_daemon_ranks": metrics["rankscope_daemon_ranks"],
+        "rankscope_daemon_stack_rate_hertz": metrics["rankscope_daemon_stack_rate_hertz"],
+    }
+
+
+def _rows(found: Sequence[dict[str, float]], ranks: int) -> list[Row]:
+    def percent_per_rank(*parts: str) -> tuple[float, list[float]]:
+        def between_looks(before: dict[str, float], after: dict[str, float]) -> float:
+            used = sum(after[part] - before[part] for part in parts)
+            return 100 * used / (after["seconds"] - before["seconds"]) / ranks
+
+        slices = [between_looks(before, after) for before, after in pairwise(found)]
+        return between_looks(found[0], found[-1]), slices
+
+    raw = {"looks": list(found)}
+    rate = found[-1]["rankscope_daemon_stack_rate_hertz"]
+    rows = []
+    for name, parts, target in (
+        (f"daemon: CPU per rank with {ranks} ranks, by the kernel", ("kernel",), 1.0),
+        (f"daemon: CPU per rank, by its own metrics (stacks at {rate:g} Hz)", ("self", "sampling"), None),
+        ("daemon: of that, itself", ("self",), None),
+        ("daemon: of that, py-spy", ("sampling",), None),
+    ):
+        value, slices = percent_per_rank(*parts)
+        spread = spread_of(slices)
+        rows.append(Row(name, value, "% core", between(spread.low, spread.high), target, raw=raw))
+        raw = {}
+    for name, key, target in (
+        ("daemon: resident memory", "resident", 90.0),
+        ("daemon: proportional memory with py-spy", "proportional", None),
+    ):
+        values = [look[key] / MEGABYTE for look in found]
+        rows.append(Row(name, max(values), "MB", between(min(values), max(values), 1), target, 1))
+    return rows

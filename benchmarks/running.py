@@ -1,0 +1,203 @@
+"""Real jobs and real daemons as processes of their own, and what the kernel says they used."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankscope.probe import injecting
+
+PATIENCE_SECONDS = 240.0
+POLL_SECONDS = 0.05
+JOBS = Path(__file__).resolve().parent / "jobs"
+ROOT = JOBS.parent.parent
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_ANNOUNCED = re.compile(r"rankscope daemon: metrics (http://\S+), grpc (unix:\S+)")
+
+
+class BenchmarkError(RuntimeError):
+    """A benchmark could not run; says which process, why and what to look at."""
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
+    give_up_at = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > give_up_at:
+            raise BenchmarkError(f"waited {seconds:.0f} s in vain until {what}")
+        time.sleep(POLL_SECONDS)
+
+
+class Control:
+    """One byte that all ranks of a job read before every step."""
+
+    STOP, PLAIN, PROBED = range(3)
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes([self.PROBED]))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 1)
+
+    def set(self, state: int) -> None:
+        self._memory[0] = state
+
+
+@dataclass(frozen=True)
+class Job:
+    processes: tuple[subprocess.Popen[bytes], ...]
+    control: Control
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def times_path(self, rank: int) -> Path:
+        return self.folder / f"times-{rank}"
+
+    def check(self) -> None:
+        for rank, process in enumerate(self.processes):
+            if process.poll() is not None:
+                tail = (self.folder / f"log-{rank}").read_text(errors="replace")[-2000:]
+                raise BenchmarkError(f"rank {rank} of the benchmark's job ended with {process.returncode}:\n{tail}")
+
+
+@contextlib.contextmanager
+def job(script: str, ranks: int) -> Iterator[Job]:
+    """Ranks with the probe, each one past its first steps. They end when the control byte, or their parent, is gone."""
+    with tempfile.TemporaryDirectory(prefix="rankscope-bench-") as name:
+        folder = Path(name)
+        control = Control(folder / "control")
+        base = {key: value for key, value in os.environ.items() if not key.startswith(("RANK", "MASTER_", "OMP_"))}
+        base |= {
+            "PYTHONPATH": os.pathsep.join(filter(None, (injecting.inject_folder(), str(ROOT), base.get("PYTHONPATH")))),
+            "RANKSCOPE_PROBE": "1",
+            "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "TORCHELASTIC_RUN_ID": folder.name,
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        processes = []
+        for rank in range(ranks):
+            with (folder / f"log-{rank}").open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(JOBS / script), str(folder)],
+                        env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        running = Job(tuple(processes), control, folder)
+        try:
+
+            def all_started() -> bool:
+                running.check()
+                return all((folder / f"started-{rank}").exists() for rank in range(ranks))
+
+            wait_until(all_started, f"all ranks of {script} had started")
+            yield running
+        finally:
+            control.set(Control.STOP)
+            for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(10)
+                process.kill()
+                process.wait()
+
+
+@dataclass(frozen=True)
+class RunningDaemon:
+    process: subprocess.Popen[str]
+    metrics_url: str
+    grpc_target: str
+
+    def metrics(self) -> dict[str, float]:
+        """Series as the endpoint spells them."""
+        text = urllib.request.urlopen(self.metrics_url, timeout=PATIENCE_SECONDS).read().decode()
+        pairs = (line.rpartition(" ") for line in text.splitlines() if line and line[0] != "#")
+        return {name: float(value) for name, _, value in pairs}
+
+    def ranks(self, job: str) -> int:
+        """How many ranks of this job are being exported; other jobs may run on the machine."""
+        return sum(name.startswith("rankscope_rank_up") and job in name for name in self.metrics())
+
+
+@contextlib.contextmanager
+def daemon(*flags: str) -> Iterator[RunningDaemon]:
+    with tempfile.TemporaryDirectory(prefix="rankscope-bench-") as folder:
+        settings = ("--metrics-listen", "127.0.0.1:0", "--socket", f"{folder}/daemon.sock", *flags)
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("RANKSCOPE_")}
+        log = Path(folder) / "log"
+        with log.open("w") as writing:
+            command = [sys.executable, "-m", "rankscope.cli.main", "daemon", *settings]
+            process = subprocess.Popen(command, env=environment, stderr=writing, text=True)
+        try:
+
+            def announced() -> bool:
+                if process.poll() is not None:
+                    raise BenchmarkError(f"the daemon ended with {process.returncode}: {log.read_text()[-2000:]}")
+                return _ANNOUNCED.search(log.read_text()) is not None
+
+            wait_until(announced, "the daemon listened")
+            found = _ANNOUNCED.search(log.read_text())
+            assert found is not None
+            yield RunningDaemon(process, found[1], found[2])
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+            process.wait()
+
+
+def await_ranks(watching: RunningDaemon, running: Job) -> None:
+    wait_until(lambda: watching.ranks(running.name) == len(running.processes), "the daemon had found all ranks")
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process, of its children that were waited for, and of those that still run."""
+    # The name in parentheses may hold spaces; fields are counted from behind it.
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    ended = sum(int(field) for field in stat[11:15]) / TICKS_PER_SECOND
+    running = 0.0
+    for child in child_pids(pid):
+        with contextlib.suppress(OSError):
+            running += cpu_seconds(child)
+    return ended + running
+
+
+def child_pids(pid: int) -> list[int]:
+    found = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += [int(child) for child in (thread / "children").read_text().split()]
+    return found
+
+
+def memory_bytes(pid: int, kind: str) -> int:
+    """`Rss` or `Pss` of one process; 0 when it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{kind}:")), 0)
+
+
+def _free_port() -> int:
+    with socket.socket() as probing:
+        probing.bind(("127.0.0.1", 0))
+        return int(probing.getsockname()[1])
