@@ -81,6 +81,10 @@ class Serving:
     def wait_until(self, condition: Callable[[], object]) -> None:
         wait_until(condition, self._describe)
 
+    def wait_for_words(self, *words: str) -> None:
+        """Until the log holds all of them: a window's metrics are out before its problems are logged."""
+        self.wait_until(lambda: all(text in self.log for text in words))
+
     def _describe(self) -> str:
         if self.process.poll() is not None:
             return f"{self.log}\nit has ended with {self.process.returncode}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -23,7 +25,7 @@ from rankscope.v1.job_service_pb2 import (
 from rankscope.v1.job_service_pb2_grpc import JobServiceStub
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
-from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, serving
+from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, serving, wait_until
 
 # Rich cuts a table to the terminal; COLUMNS is how wide it is when there is none.
 WIDE = {"COLUMNS": "200"}
@@ -96,6 +98,37 @@ def test_top_once_prints_the_verdict_and_a_row_for_each_rank(up: Serving, job: D
     assert shown.stderr == ""
     cut = rankscope("top", "--once", "--ranks", "1", "--endpoint", up.grpc_target)
     assert "… and 1 more ranks (--ranks N shows more)" in cut.stdout
+
+
+@contextmanager
+def live_top(target: str) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
+    """`rankscope top` in a terminal of its own, and everything it has drawn so far."""
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    drawn = bytearray()
+
+    def screen() -> str:
+        with suppress(OSError):  # nothing new, or the terminal is closed
+            while piece := os.read(ours, 65536):
+                drawn.extend(piece)
+        return drawn.decode(errors="replace")
+
+    command = [*MAIN, "top", "--endpoint", target]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**os.environ, **WIDE, "TERM": "xterm"}) as top:
+        os.close(theirs)
+        try:
+            yield top, screen
+        finally:
+            top.kill()
+            os.close(ours)
+
+
+def test_top_draws_until_it_is_interrupted(up: Serving, job: DemoJob) -> None:
+    with live_top(up.grpc_target) as (top, screen):
+        wait_until(lambda: all(str(pid) in screen() for pid in job.pids), screen)
+        top.send_signal(signal.SIGINT)
+        assert top.wait(PATIENCE_SECONDS) == 130
+        assert "Traceback" not in screen()
 
 
 def test_top_says_what_to_start_when_nobody_or_only_a_daemon_listens(tmp_path: Path) -> None:
@@ -189,10 +222,11 @@ def test_a_restart_is_a_new_incarnation_and_a_job_that_ended_disappears(up: Serv
     up.wait_until(lambda: status_of(up, name) is None)
 
 
-def test_sigterm_ends_it_cleanly_in_the_middle_of_its_work(tmp_path: Path) -> None:
-    with serving(tmp_path, "up") as up:
+def test_sigterm_ends_it_cleanly_in_the_middle_of_its_work_and_top_says_so(tmp_path: Path) -> None:
+    with serving(tmp_path, "up") as up, live_top(up.grpc_target) as (top, screen):
         socket = Path(up.grpc_target.removeprefix("unix:"))
         assert socket.is_socket()
+        wait_until(lambda: "\x1b[?1049h" in screen(), screen)  # top has taken the terminal
         with grpc.insecure_channel(up.grpc_target) as channel:
             stream = RankServiceStub(channel).WatchRanks(WatchRanksRequest())
             next(stream)
@@ -201,3 +235,6 @@ def test_sigterm_ends_it_cleanly_in_the_middle_of_its_work(tmp_path: Path) -> No
         assert not socket.exists()
         assert "Traceback" not in up.log
         assert "Traceback" not in up.output
+        assert top.wait(PATIENCE_SECONDS) == 1
+        assert "error: " in screen()
+        assert "Traceback" not in screen()

@@ -13,7 +13,9 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from rankscope.probe import layout
 from rankscope.probe.ring import Ring
@@ -38,7 +40,11 @@ def forged(size: int, content: bytes, seals: int) -> int:
     return descriptor
 
 
-class Keeper:
+class Trick(Protocol):
+    def step(self) -> None: ...
+
+
+class Keeper(Trick):
     """An honest probe's ring that steps at a steady pace."""
 
     def __init__(self) -> None:
@@ -80,7 +86,7 @@ class Scribbler(Keeper):
             self.memory[place : place + 64] = random.randbytes(64)
 
 
-class Garbage:
+class Garbage(Trick):
     """Rightly sealed and of the right size, and nothing in it means anything."""
 
     def __init__(self) -> None:
@@ -94,7 +100,7 @@ class Enormous(Garbage):
         forged(1 << 40, header(layout.VERSION), SEALS)
 
 
-class Shrinking:
+class Shrinking(Trick):
     """A reader that maps this file would be killed by SIGBUS."""
 
     def __init__(self) -> None:
@@ -105,7 +111,7 @@ class Shrinking:
             os.ftruncate(self.descriptor, size)
 
 
-MODES = {
+MODES: dict[str, Callable[[], Trick]] = {
     "honest": Keeper,
     "garbage": Garbage,
     "future-version": FutureVersion,
