@@ -11,7 +11,7 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
@@ -24,24 +24,25 @@ COLUMNS = 92
 CHARACTER_WIDTH = 12.2  # in the units of rich's SVG template
 # Fonts of the reader's machine only: a picture in a README must not fetch anything.
 FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+
+
+def _rgb(name: str) -> tuple[int, int, int]:
+    red, green, blue = bytes.fromhex(name)
+    return red, green, blue
+
+
 COLOURS = "484f58 ff7b72 3fb950 d29922 58a6ff bc8cff 39c5cf b1bac4"
-THEME = TerminalTheme((22, 27, 34), (201, 209, 217), [tuple(bytes.fromhex(name)) for name in COLOURS.split()])
+THEME = TerminalTheme((22, 27, 34), (201, 209, 217), [_rgb(name) for name in COLOURS.split()])
 
 
 def main() -> int:
     recorder = Console(record=True, width=COLUMNS, highlight=False)
     recorder.print(Text.assemble(("$ ", "dim"), "make demo"))
 
-    class RecordedConsole:
-        """Stands in for the demo's own console."""
-
-        def __new__(cls, **_: Any) -> Any:
-            return recorder
-
-    demo.Console = RecordedConsole  # type: ignore[misc,assignment]
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
-    status = demo.run(parser.parse_args([]))
+    with patch.object(demo, "Console", lambda **_: recorder):
+        status = demo.run(parser.parse_args([]))
     if status != 0:
         print("error: the demo's verdict was not right, so nothing was drawn; try again on an idle machine")
         return status

@@ -1,0 +1,175 @@
+"""The documents say what the code does: names, defaults, commands and links are held against it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rankscope.cli.main import SUBCOMMANDS
+from rankscope.daemon.config import SETTINGS
+from tests.unit.daemon import test_exporting as exporting
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+SOURCES = [
+    path for root in ("analysis", "daemon", "operator", "cli") for path in (ROOT / root).glob("rankscope/**/*.py")
+]
+
+
+def document(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def rows(text: str) -> Iterator[list[str]]:
+    """Cells of every table row."""
+    for line in text.splitlines():
+        if line.startswith("|"):
+            yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def exported() -> dict[str, tuple[str, frozenset[str]]]:
+    """Type and labels of every metric, from a rank of which all is known and one with a problem."""
+    known = exporting.full_rank(0)
+    broken = exporting.report(
+        exporting.make.rank(1), exporting.RankSamples(problems=(exporting.Problem("stacks", "missing", ""),))
+    )
+    families = exporting.text_string_to_metric_families(exporting.scrape(known, broken))
+    return {sample.name: (family.type, frozenset(sample.labels)) for family in families for sample in family.samples}
+
+
+def test_the_metrics_page_lists_what_is_exported_and_nothing_else() -> None:
+    described = {}
+    for cells in rows(document("metrics.md")):
+        if cells[0].startswith("`rankscope_"):
+            labels = frozenset(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", cells[2])))
+            name = cells[0].strip("`")
+            identity = {"job", "rank"} if name.startswith("rankscope_rank_") else set()
+            described[name] = (cells[1], labels | identity)
+    assert described == exported()
+
+
+def test_every_metric_named_in_a_document_exists() -> None:
+    for path in DOCUMENTS:
+        unknown = set(re.findall(r"`(rankscope_[a-z_]+)", path.read_text())) - set(exported())
+        assert not unknown, path
+
+
+def test_every_setting_is_described_with_its_flag_variable_and_default() -> None:
+    table = {cells[0].strip("`"): cells for cells in rows(document("configuration.md")) if len(cells) == 5}
+    for setting in SETTINGS:
+        cells = table[setting.name]
+        assert cells[1:3] == [f"`{setting.flag}`", f"`{setting.variable}`"]
+        if setting.name not in ("node", "socket", "py_spy"):  # these depend on the machine
+            default = setting.default()
+            assert cells[3] == (str(default).lower() if isinstance(default, bool) else str(default)), setting.name
+
+
+def test_every_variable_the_code_reads_is_described() -> None:
+    read = {name for path in SOURCES for name in re.findall(r"RANKSCOPE_[A-Z_]*[A-Z]", path.read_text())}
+    settings = {setting.variable for setting in SETTINGS} | {"RANKSCOPE_DAEMON_CONFIG"}
+    described = set(re.findall(r"`(RANKSCOPE_[A-Z_]*[A-Z])", document("configuration.md")))
+    assert described == (read | settings) - {"RANKSCOPE_DAEMON"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_in_a_document_exists(path: Path) -> None:
+    text = path.read_text()
+    commands = set(re.findall(r"^(?:\S*/)?rankscope ([a-z]+)", text, re.MULTILINE))
+    commands |= set(re.findall(r"`rankscope ([a-z]+)", text))
+    assert commands <= {subcommand.name for subcommand in SUBCOMMANDS}
+    targets = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE)) <= targets
+    assert set(re.findall(r"python -m (rankscope[\w.]*)", text)) <= {"rankscope.probe.injecting"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_flag_in_a_document_exists(path: Path) -> None:
+    lines = [line for line in path.read_text().splitlines() if "docker" not in line.lower()]
+    foreign = {"--nproc-per-node", "--nonblocking", "--strict", "--pid"}
+    used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", "\n".join(lines))) - foreign
+    known = {setting.flag for setting in SETTINGS}
+    for source in (ROOT / "cli").glob("rankscope/cli/*.py"):
+        known |= set(re.findall(r"add_argument\(\s*\"(--[a-z-]+)\"", source.read_text()))
+    assert used <= known
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_relative_link_leads_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        linked = path.parent / file if file else path
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, target
+
+
+def test_the_readme_quotes_the_run_that_its_picture_shows() -> None:
+    printed = (ROOT / "docs/images/demo.txt").read_text()
+    quoted = re.search(r"```text\n(.*?)```", README, re.DOTALL)
+    assert quoted is not None
+    for line in quoted[1].splitlines():
+        assert line in printed.splitlines()
+    table = [line.split() for line in printed.splitlines() if re.match(r"\s+\d+\s+\d+ .* ms ", line)]
+    told = [cells for cells in rows(README.replace("**", "")) if cells[0].isdigit()]
+    assert told == [[rank, *(f"{value} ms" for value in line[1::2][:3])] for rank, *line in table]
+
+
+def test_the_picture_fetches_nothing() -> None:
+    svg = (ROOT / "docs/images/demo.svg").read_text()
+    assert not re.search(r"@import|@font-face|(url\(|href=)[\"']?\s*(https?:)?//", svg)
+
+
+def test_the_json_keys_of_the_demo_are_described() -> None:
+    tree = ast.parse((ROOT / "cli/rankscope/cli/demo_report.py").read_text())
+    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "to_json")
+    written = next(node.value for node in function.body if isinstance(node, ast.Return))
+    assert isinstance(written, ast.Dict)
+    keys = {key.value for key in written.keys if isinstance(key, ast.Constant)}
+    section = README.split("## The demo")[1].split("\n## ")[0]
+    assert keys <= set(re.findall(r"`(\w+)`", section))
+
+
+ABSTAINING = ("__init__", "_judge_ranks", "_abstain", "_judge_stacks", "_compare_stacks", "judge_stacks")
+
+
+def test_every_reason_to_abstain_has_an_answer() -> None:
+    """The words of the rules, less what they fill in."""
+    page = re.sub(r"\b[NM]\b|\d+", "#", document("troubleshooting.md"))
+    reasons: list[ast.expr] = []
+    for name in ("judging.py", "stack_evidence.py"):
+        tree = ast.parse((ROOT / "analysis/rankscope/analysis" / name).read_text())
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in ABSTAINING]
+        for node in (node for function in functions for node in ast.walk(function)):
+            if isinstance(node, ast.Assign | ast.Return) and node.value is not None:
+                reasons.append(node.value)
+            elif isinstance(node, ast.Call):
+                reasons += [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
+                reasons += node.args[1:2] if "INSUFFICIENT_DATA" in ast.unparse(node) else []
+    texts = {_words(reason) for reason in reasons if isinstance(reason, ast.Constant | ast.JoinedStr)}
+    sentences = {text for text in texts if " " in text}
+    assert len(sentences) >= 10
+    assert not {sentence for sentence in sentences if sentence not in page}
+
+
+def _words(reason: ast.expr) -> str:
+    if isinstance(reason, ast.Constant):
+        return str(reason.value)
+    assert isinstance(reason, ast.JoinedStr)
+    parts = [str(part.value) if isinstance(part, ast.Constant) else "#" for part in reason.values]
+    return re.sub(r"\d+", "#", "".join(parts))
+
+
+def test_the_probe_is_laid_out_as_the_documents_say(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "rankscope.probe.injecting", str(tmp_path)], check=True)
+    assert (tmp_path / "sitecustomize.py").is_file()
