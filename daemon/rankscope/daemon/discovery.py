@@ -14,6 +14,7 @@ from rankscope.daemon.kinship import Bearer, sort_out
 from rankscope.daemon.process_table import KnownProcess, ProcessTable
 from rankscope.daemon.samples import Problem, RankProcess
 
+INIT_PID: Final = 1
 PROBLEMS_LIMIT: Final = 32
 
 
@@ -113,7 +114,8 @@ class RankDiscovery:
         if len(problems) > PROBLEMS_LIMIT:
             rest = len(problems) - PROBLEMS_LIMIT
             problems[PROBLEMS_LIMIT:] = [Problem("discovery", "identity", f"{rest} more processes like these")]
-        denied = sum(known.is_denied for known in self._table)
+        # Init is nobody's rank, and may hold capabilities that even root here lacks.
+        denied = sum(known.is_denied for known in self._table if known.pid != INIT_PID)
         if denied:
             whose = "process of another user" if denied == 1 else "processes of other users"
             text = f"{denied} {whose} cannot be read; run as root or with CAP_SYS_PTRACE"
