@@ -10,10 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope.cli.main import SUBCOMMANDS
+from rankscope.daemon.assembling import RankSamples
 from rankscope.daemon.config import SETTINGS
+from rankscope.daemon.samples import Problem
 from tests.unit.daemon import test_exporting as exporting
+from tests.unit.daemon import window_makers as make
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -37,10 +41,8 @@ def rows(text: str) -> Iterator[list[str]]:
 def exported() -> dict[str, tuple[str, frozenset[str]]]:
     """Type and labels of every metric, from a rank of which all is known and one with a problem."""
     known = exporting.full_rank(0)
-    broken = exporting.report(
-        exporting.make.rank(1), exporting.RankSamples(problems=(exporting.Problem("stacks", "missing", ""),))
-    )
-    families = exporting.text_string_to_metric_families(exporting.scrape(known, broken))
+    broken = exporting.report(make.rank(1), RankSamples(problems=(Problem("stacks", "missing", ""),)))
+    families = text_string_to_metric_families(exporting.scrape(known, broken))
     return {sample.name: (family.type, frozenset(sample.labels)) for family in families for sample in family.samples}
 
 
