@@ -34,8 +34,7 @@ def measure(slices: int = SLICES) -> list[Row]:
             time.sleep(SLICE_SECONDS)
             found.append(_look(watching))
             running.check()
-        ranks = round(found[-1]["rankscope_daemon_ranks"])
-    return _rows(found, ranks)
+    return _rows(found)
 
 
 def _watch(target: str) -> None:
@@ -58,12 +57,15 @@ def _look(watching: RunningDaemon) -> dict[str, float]:
         "kernel": cpu_seconds(pid),
         "resident": float(memory_bytes(pid, "Rss")),
         "proportional": float(memory_bytes(pid, "Pss") + sum(memory_bytes(child, "Pss") for child in children)),
-        "rankscope_daemon_ranks": metrics["rankscope_daemon_ranks"],
-        "rankscope_daemon_stack_rate_hertz": metrics["rankscope_daemon_stack_rate_hertz"],
+        "ranks": metrics["rankscope_daemon_ranks"],
+        "samples": sum(value for name, value in metrics.items() if name.startswith("rankscope_rank_stack_samples")),
     }
 
 
-def _rows(found: Sequence[dict[str, float]], ranks: int) -> list[Row]:
+def _rows(found: Sequence[dict[str, float]]) -> list[Row]:
+    # Other jobs of this machine are watched too, and come and go.
+    ranks = sum(look["ranks"] for look in found) / len(found)
+
     def percent_per_rank(*parts: str) -> tuple[float, list[float]]:
         def between_looks(before: dict[str, float], after: dict[str, float]) -> float:
             used = sum(after[part] - before[part] for part in parts)
@@ -73,11 +75,10 @@ def _rows(found: Sequence[dict[str, float]], ranks: int) -> list[Row]:
         return between_looks(found[0], found[-1]), slices
 
     raw = {"looks": list(found)}
-    rate = found[-1]["rankscope_daemon_stack_rate_hertz"]
     rows = []
     for name, parts, target in (
-        (f"daemon: CPU per rank with {ranks} ranks, by the kernel", ("kernel",), 1.0),
-        (f"daemon: CPU per rank, by its own metrics (stacks at {rate:g} Hz)", ("self", "sampling"), None),
+        (f"daemon: CPU per rank with {ranks:g} ranks, by the kernel", ("kernel",), 1.0),
+        ("daemon: CPU per rank, by its own metrics", ("self", "sampling"), None),
         ("daemon: of that, itself", ("self",), None),
         ("daemon: of that, py-spy", ("sampling",), None),
     ):
@@ -85,6 +86,7 @@ def _rows(found: Sequence[dict[str, float]], ranks: int) -> list[Row]:
         spread = spread_of(slices)
         rows.append(Row(name, value, "% core", between(spread.low, spread.high), target, raw=raw))
         raw = {}
+    rows.append(_sampling_row(found, ranks))
     for name, key, target in (
         ("daemon: resident memory", "resident", 90.0),
         ("daemon: proportional memory with py-spy", "proportional", None),
@@ -92,3 +94,10 @@ def _rows(found: Sequence[dict[str, float]], ranks: int) -> list[Row]:
         values = [look[key] / MEGABYTE for look in found]
         rows.append(Row(name, max(values), "MB", between(min(values), max(values), 1), target, 1))
     return rows
+
+
+def _sampling_row(found: Sequence[dict[str, float]], ranks: float) -> Row:
+    """What that CPU bought: a daemon over its budget samples less, and would look cheap."""
+    rates = [(b["samples"] - a["samples"]) / (b["seconds"] - a["seconds"]) / ranks for a, b in pairwise(found)]
+    spread = spread_of(rates)
+    return Row("daemon: stack samples per rank", spread.median, "Hz", between(spread.low, spread.high, 1), None, 1)

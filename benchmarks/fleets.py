@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from itertools import cycle
 
 import numpy as np
 
 from rankscope.analysis.windows import JobWindow, RankColumns, RankEvidence
-from rankscope.operator.correlation.columns import evidence_of
+from rankscope.operator.correlation.columns import job_window
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import CauseSeconds, FrameShare, ProcessUsage, RankWindow, StackSummary, StepStatistics
 
@@ -21,6 +21,7 @@ TRANSFER_SECONDS = 0.010
 NOISE_RATIO = 0.01
 SLOW_FACTOR = 1.4
 FRAMES = 20
+DISTINCT_TICKS = 4
 _START_NANOS = 1_700_000_000_000_000_000
 
 
@@ -42,14 +43,17 @@ class Fleet:
         return f"{what}, {self.slow_jobs:,} slow" if self.slow_jobs else f"{what}, healthy"
 
     def ticks(self, seed: int = 0) -> Iterator[dict[str, JobWindow]]:
-        """One window of every job after the other, for ever. Noise is new in each; who is slow stays."""
+        """One window of every job after the other, for ever. Noise differs between them; who is slow stays."""
         random = np.random.default_rng(seed)
-        number = 0
-        while True:
-            yield self._tick(random, number)
-            number += 1
+        # Read out of messages by the correlation's own code, at the price that has. The same ones every time, for
+        # memory's sake.
+        evidence = job_window(_messages(self.ranks_per_job), self.ranks_per_job).evidence if self.slow_jobs else dict
+        made = [self._tick(random, number, evidence) for number in range(DISTINCT_TICKS)]
+        yield from cycle(made)
 
-    def _tick(self, random: np.random.Generator, number: int) -> dict[str, JobWindow]:
+    def _tick(
+        self, random: np.random.Generator, number: int, slow_evidence: Callable[[], Mapping[int, RankEvidence]]
+    ) -> dict[str, JobWindow]:
         shape = (self.jobs, self.ranks_per_job)
         own = SELF_SECONDS * (1 + NOISE_RATIO * random.standard_normal(shape))
         own[: self.slow_jobs, 0] *= SLOW_FACTOR
@@ -86,16 +90,22 @@ class Fleet:
                     job=np.zeros(self.ranks_per_job, dtype=np.int64),
                     **{name: np.ascontiguousarray(values[job]) for name, values in columns.items()},
                 ),
-                evidence=partial(_evidence, self.ranks_per_job, job < self.slow_jobs),
+                evidence=slow_evidence if job < self.slow_jobs else dict,
                 place_names=nodes,
             )
             for job in range(self.jobs)
         }
 
 
-def _evidence(ranks: int, slow: bool) -> Mapping[int, RankEvidence]:
-    """As from real windows: each one is read out of its message, at the price that has."""
-    return {rank: evidence_of(_SLOW_WINDOW if slow and rank == 0 else _WINDOWS[rank % 8]) for rank in range(ranks)}
+def _messages(ranks: int) -> list[RankWindow]:
+    usual, made = rank_window(0, ranks), []
+    for rank in range(ranks):
+        window = RankWindow()
+        window.CopyFrom(usual)
+        window.identity.rank, window.identity.node = rank, f"node-{rank // RANKS_PER_NODE}"
+        made.append(window)
+    made[0] = rank_window(0, ranks, slow=True)
+    return made
 
 
 def rank_window(rank: int, world_size: int, slow: bool = False) -> RankWindow:
@@ -152,7 +162,3 @@ def rank_window(rank: int, world_size: int, slow: bool = False) -> RankWindow:
     )
     window.self.CopyFrom(statistics)
     return window
-
-
-_WINDOWS = tuple(rank_window(rank, 8) for rank in range(8))
-_SLOW_WINDOW = rank_window(0, 8, slow=True)

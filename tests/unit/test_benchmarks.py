@@ -1,0 +1,64 @@
+"""The pieces of `make bench` that can be wrong without a clock noticing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.fleets import Fleet
+from benchmarks.overhead import Block, _Compared, _orders
+from benchmarks.reporting import Row, table
+from benchmarks.statistics import paired_ratio, spread_of
+
+
+def test_there_is_a_benchmark_for_every_promise() -> None:
+    assert set(BENCHMARKS) == {"probe", "verdicts", "windows", "daemon", "overhead"}
+
+
+def test_the_spread_is_median_and_quartiles() -> None:
+    spread = spread_of([5.0, 1.0, 2.0, 3.0, 4.0])
+    assert (spread.low, spread.median, spread.high) == (2.0, 3.0, 4.0)
+
+
+def test_the_ratio_of_equal_conditions_is_one_and_its_interval_holds_it() -> None:
+    blocks = [1.0, 1.02, 0.99, 1.01, 1.0, 0.98]
+    ratio = paired_ratio(blocks, blocks)
+    assert ratio.ratio == ratio.low == ratio.high == 1.0
+
+
+def test_a_drift_that_hits_both_of_a_pair_leaves_the_ratio_alone() -> None:
+    off = [1.0, 1.1, 1.2, 1.3, 1.4]
+    ratio = paired_ratio([1.05 * value for value in off], off)
+    assert ratio.ratio == pytest.approx(1.05)
+    assert ratio.low == pytest.approx(1.05) and ratio.high == pytest.approx(1.05)
+
+
+def test_blocks_that_cannot_be_paired_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 blocks on, 1 off"):
+        paired_ratio([1.0, 1.0], [1.0])
+
+
+def test_on_and_off_take_turns_in_both_orders() -> None:
+    assert list(_orders(3)) == [False, True, True, False, False, True]
+
+
+def test_only_steps_that_lie_wholly_in_a_block_count() -> None:
+    ends, lengths = np.array([10, 30, 40, 50, 80]), np.array([10, 20, 10, 10, 30])
+    compared = _Compared.of([Block(False, 10, 45), Block(True, 40, 90)], ends, lengths)
+    assert compared.off_medians == [15.0]  # 10–30 and 30–40; 40–50 is cut by the end
+    assert compared.on_means == [20.0]  # 40–50 and 50–80
+
+
+def test_a_missed_target_is_shown_and_a_line_for_context_has_none() -> None:
+    shown = table([Row("a", 3.0, "µs", target=2.0), Row("b", 1.0, "µs", target=2.0), Row("c", 1.0, "µs")])
+    assert [line.split()[-1] for line in shown.splitlines()[2:]] == ["NO", "yes", "µs"]
+
+
+def test_a_made_up_fleet_has_its_slow_ranks_where_it_says() -> None:
+    fleet = Fleet(jobs=4, ranks_per_job=8, slow_ratio=0.5)
+    windows = next(fleet.ticks())
+    slow = [name for name, window in windows.items() if window.columns.self_seconds.argmax() == 0]
+    assert {"job-0", "job-1"} <= set(slow)
+    assert windows["job-0"].columns.step_seconds.std() == 0.0
+    assert windows["job-0"].evidence()[0].stacks is not None
