@@ -1,0 +1,181 @@
+"""The rules over a job's last windows: persistence on the way up, hysteresis on the way down."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from rankscope.analysis.causes import name_cause
+from rankscope.analysis.merging import merge_evidence
+from rankscope.analysis.observing import Observation
+from rankscope.analysis.policy import Policy
+from rankscope.analysis.robust import median_or_nan
+from rankscope.analysis.verdict import Cause, Confidence, Kind, Severity, Verdict
+from rankscope.analysis.windows import JobWindow
+from rankscope.analysis.wording import milliseconds, percent, ranks
+
+HEALTHY = Verdict(Kind.HEALTHY, "no rank, stage or link stands out")
+
+
+class RecentWindows:
+    """A job's last windows as the rules saw them."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._recent: deque[Observation] = deque(maxlen=policy.windows_kept)
+        self._before = HEALTHY
+
+    def decide(self, observation: Observation, standing: Verdict) -> Verdict:
+        """The verdict with one more window; `standing` is the one before it, for hysteresis."""
+        self._recent.append(observation)
+        self._before = standing
+        if not self._before.kind.is_finding and not any(observation.remarkable for observation in self._recent):
+            return HEALTHY
+        for rule in (self._slow_ranks, self._slow_stage, self._slow_communication, self._imbalance, self._input_bound):
+            verdict = rule()
+            if verdict is not None:
+                return verdict
+        return self._low_mfu() or HEALTHY
+
+    def _severity(self, windows: int) -> Severity | None:
+        if windows >= self._policy.windows_for_alarm:
+            return Severity.ALARM
+        return Severity.WARNING if windows >= self._policy.windows_for_warning else None
+
+    def _standing(self, kind: Kind) -> bool:
+        return self._before.kind is kind and self._before.severity is Severity.ALARM
+
+    def _slow_ranks(self) -> Verdict | None:
+        seen = Counter(rank for observation in self._recent for rank in observation.outliers)
+        alarmed = {rank for rank, count in seen.items() if count >= self._policy.windows_for_alarm}
+        if self._standing(Kind.SLOW_RANK):
+            lingering = Counter(
+                rank for observation in self._recent for rank in observation.outliers | observation.lingering
+            )
+            alarmed |= {r for r in self._before.culprits if lingering[r] >= self._policy.windows_for_warning}
+        warned = {rank for rank, count in seen.items() if count >= self._policy.windows_for_warning}
+        culprits = tuple(sorted(alarmed or warned))
+        if not culprits:
+            return None
+        return self._slow_rank_verdict(culprits, Severity.ALARM if alarmed else Severity.WARNING)
+
+    def _slow_rank_verdict(self, culprits: tuple[int, ...], severity: Severity) -> Verdict:
+        flagged = [observation for observation in self._recent if observation.outliers.intersection(culprits)]
+        if not flagged or flagged[-1].screen is None:
+            return replace(self._before, severity=severity)
+        last, screened = flagged[-1], flagged[-1].screen
+        columns = last.window.columns
+        rows = np.isin(columns.rank, culprits)
+        evidence = merge_evidence([observation.window for observation in flagged])
+        stacks = {rank: e.stacks for rank, e in evidence.items() if e.stacks is not None}
+        cause = name_cause(columns, screened, rows, stacks, self._policy)
+        impact = float(np.mean([observation.impact_ratio for observation in flagged]))
+        own, usual = median_or_nan(screened.own_seconds[rows]), median_or_nan(screened.reference_seconds[rows])
+        group = _place_of(columns.rank[rows].tolist(), last.window)
+        reason = (
+            f"{group or ranks(culprits)}: {milliseconds(own)} of own work a step against {milliseconds(usual)} of its "
+            f"peers; the job would be {percent(impact)} faster without that"
+        )
+        return Verdict(
+            Kind.SLOW_RANK,
+            reason,
+            severity,
+            Confidence.HIGH,
+            culprits,
+            group=group,
+            impact_ratio=impact,
+            cause=cause,
+        )
+
+    def _slow_stage(self) -> Verdict | None:
+        seen = Counter(o.stage.stage for o in self._recent if o.stage)
+        stage, count = max(seen.items(), key=lambda item: item[1], default=(-1, 0))
+        severity = self._severity(count)
+        if self._standing(Kind.SLOW_STAGE) and self._before.stage is not None:
+            still = [f.stage for o in self._recent if (f := o.stage or o.stage_lingering)]
+            if still.count(self._before.stage) >= self._policy.windows_for_warning:
+                stage, severity = self._before.stage, Severity.ALARM
+        if severity is None:
+            return None
+        found = [o.stage for o in self._recent if o.stage and o.stage.stage == stage]
+        if not found:
+            return self._before
+        columns = self._recent[-1].window.columns
+        impact = float(np.mean([f.impact_ratio for f in found]))
+        return Verdict(
+            Kind.SLOW_STAGE,
+            f"stage {stage} works {found[-1].ratio:.2f}× as long as the other stages; no rank in it stands out",
+            severity,
+            Confidence.HIGH,
+            tuple(columns.rank[columns.stage == stage].tolist()),
+            stage=stage,
+            impact_ratio=impact,
+            cause=Cause("stage", (), "the stage's median self time against that of the other stages"),
+        )
+
+    def _slow_communication(self) -> Verdict | None:
+        found = [o.transfer for o in self._recent if o.transfer]
+        if not found:
+            return None
+        reason = (
+            f"no rank is late, but a step's communication takes {milliseconds(found[-1].transfer_seconds)} "
+            f"instead of {milliseconds(found[-1].usual_seconds)}"
+        )
+        cause = Cause("communication", (), f"{found[-1].ratio:.1f}× its own past")
+        return self._everyone(Kind.SLOW_COMMUNICATION, [f.impact_ratio for f in found], reason, cause)
+
+    def _imbalance(self) -> Verdict | None:
+        found = [o.imbalance_impact_ratio for o in self._recent if o.imbalance_impact_ratio is not None]
+        if not found:
+            return None
+        reason = "all ranks wait in turn: the work of a step is spread unevenly, and differently each time"
+        return self._everyone(Kind.DATA_IMBALANCE, found, reason, Cause("unknown", (), "self time varies by step"))
+
+    def _input_bound(self) -> Verdict | None:
+        shares = [o.summary.input_seconds / o.summary.step_seconds for o in self._recent]
+        found = [share for share in shares if share >= self._policy.input_bound_ratio]
+        if not found:
+            return None
+        reason = f"all ranks wait for data, {percent(found[-1])} of each step"
+        return self._everyone(Kind.INPUT_BOUND, found, reason, Cause("input", (), "data loader wait of every rank"))
+
+    def _low_mfu(self) -> Verdict | None:
+        target = self._policy.mfu_target_ratio
+        known = [o.summary.mfu_ratio for o in self._recent if target and o.summary.mfu_ratio < target]
+        if not known or target is None:
+            return None
+        reason = f"MFU {percent(known[-1])} is below the target of {percent(target)}"
+        return self._everyone(Kind.LOW_MFU, [1 - mfu / target for mfu in known], reason, Cause())
+
+    def _everyone(self, kind: Kind, impacts: Iterable[float], reason: str, cause: Cause) -> Verdict | None:
+        """A verdict that names no rank, if enough of the last windows say so."""
+        found = list(impacts)
+        severity = self._severity(len(found))
+        if self._standing(kind) and len(found) >= self._policy.windows_for_warning:
+            severity = Severity.ALARM
+        if severity is None:
+            return None
+        impact = float(np.mean(found))
+        return Verdict(
+            kind,
+            reason,
+            severity,
+            Confidence.HIGH,
+            impact_ratio=impact,
+            cause=cause,
+        )
+
+
+def _place_of(culprits: list[int], window: JobWindow) -> str:
+    """Name of the node whose ranks, all of them and no others, are the culprits; empty if there is no such node."""
+    columns = window.columns
+    places = set(columns.place[np.isin(columns.rank, culprits)].tolist())
+    if len(culprits) < 2 or len(places) != 1 or len(np.unique(columns.place)) < 2:
+        return ""
+    place = places.pop()
+    if set(columns.rank[columns.place == place].tolist()) != set(culprits):
+        return ""
+    return f"node {window.place_names.get(place, place)}"
