@@ -25,6 +25,8 @@ PROBE_PAIRS = 30
 PROBE_BLOCK_SECONDS = 0.75
 PROBE_SETTLING_SECONDS = 0.1
 RANKS = 2
+# Wider than this, the interval says nothing about one per cent.
+INTERVAL_AT_MOST = 0.02
 
 
 @dataclass(frozen=True)
@@ -114,4 +116,5 @@ class _Compared:
 
 
 def _ratio_row(name: str, ratio: Ratio, target: float | None, raw: dict[str, Sequence[float]]) -> Row:
-    return Row(name, ratio.ratio, "×", between(ratio.low, ratio.high, 4), target, 4, raw)
+    noisy = target is not None and ratio.high - ratio.low > INTERVAL_AT_MOST
+    return Row(name, ratio.ratio, "×", between(ratio.low, ratio.high, 4), target, 4, raw, noisy)

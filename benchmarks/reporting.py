@@ -24,14 +24,15 @@ class Row:
     target: float | None = None
     digits: int = 2
     raw: Mapping[str, object] = field(default_factory=dict)
+    noisy: bool = False  # the spread is too wide to tell whether the target is met
 
     @property
     def met(self) -> bool | None:
-        return None if self.target is None else self.value <= self.target
+        return None if self.target is None or self.noisy else self.value <= self.target
 
     def cells(self) -> tuple[str, str, str, str, str]:
         target = "" if self.target is None else f"≤ {self.target:g} {self.unit}".rstrip()
-        met = {None: "", True: "yes", False: "NO"}[self.met]
+        met = "too noisy" if self.noisy else {None: "", True: "yes", False: "NO"}[self.met]
         return (self.name, f"{self.value:.{self.digits}f} {self.unit}".rstrip(), self.spread, target, met)
 
 
