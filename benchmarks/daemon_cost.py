@@ -65,6 +65,8 @@ def _look(watching: RunningDaemon) -> dict[str, float]:
 def _rows(found: Sequence[dict[str, float]]) -> list[Row]:
     # Other jobs of this machine are watched too, and come and go.
     ranks = sum(look["ranks"] for look in found) / len(found)
+    # More ranks than py-spy processes at once are sampled less often each, which looks cheap: no verdict on the target.
+    crowded = any(look["ranks"] != RANKS for look in found)
 
     def percent_per_rank(*parts: str) -> tuple[float, list[float]]:
         def between_looks(before: dict[str, float], after: dict[str, float]) -> float:
@@ -84,7 +86,17 @@ def _rows(found: Sequence[dict[str, float]]) -> list[Row]:
     ):
         value, slices = percent_per_rank(*parts)
         spread = spread_of(slices)
-        rows.append(Row(name, value, "% core", between(spread.low, spread.high), target, raw=raw))
+        rows.append(
+            Row(
+                name,
+                value,
+                "% core",
+                between(spread.low, spread.high),
+                target,
+                raw=raw,
+                noisy=target is not None and crowded,
+            )
+        )
         raw = {}
     rows.append(_sampling_row(found, ranks))
     for name, key, target in (
