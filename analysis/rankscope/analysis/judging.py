@@ -73,9 +73,7 @@ class JobJudge:
         latest = self._raw[-1]
         if np.fmax.reduce(latest.columns.steps, initial=0.0) > 0:
             return None
-        evidence = latest.evidence()
-        stalls = {rank: evidence[rank].stall if rank in evidence else None for rank in latest.columns.rank.tolist()}
-        hang = find_hang(stalls, latest.departed, self._step_seconds, self._policy)
+        hang = find_hang(latest.stalls(), latest.departed, self._step_seconds, self._policy)
         return None if hang is None else _hang_verdict(hang, known_steps=self._steps_seen > 0)
 
     def _judge_ranks(self, ready: ReadyWindow | None) -> Verdict:

@@ -38,12 +38,16 @@ def merge_columns(parts: Sequence[RankColumns]) -> RankColumns:
     return RankColumns(**made)
 
 
-def merge_evidence(windows: Sequence[JobWindow]) -> Mapping[int, RankEvidence]:
-    """Stacks of all windows together; of the rest the latest."""
+def merge_evidence(windows: Sequence[JobWindow], only: Sequence[int] | None = None) -> Mapping[int, RankEvidence]:
+    """Stacks of all windows together; of the rest the latest. `only` names the ranks wanted."""
     tables = [window.evidence() for window in windows]
     merged = {}
-    for rank, latest in tables[-1].items():
-        seen = [table[rank] for table in tables if rank in table]
+    for rank in tables[-1] if only is None else only:
+        latest = tables[-1].get(rank)
+        if latest is None:
+            continue
+        earlier = (table.get(rank) for table in tables[:-1])
+        seen = [*(evidence for evidence in earlier if evidence is not None), latest]
         profiles = [evidence.stacks for evidence in seen if evidence.stacks is not None]
         starved = [evidence.starved_share for evidence in seen if evidence.starved_share is not None]
         merged[rank] = replace(

@@ -12,11 +12,14 @@ from rankscope.analysis.causes import name_cause
 from rankscope.analysis.merging import merge_evidence
 from rankscope.analysis.observing import Observation
 from rankscope.analysis.policy import Policy
-from rankscope.analysis.robust import median_or_nan
+from rankscope.analysis.robust import Bools, median_or_nan
+from rankscope.analysis.screening import Screen
 from rankscope.analysis.verdict import Cause, Confidence, Kind, Severity, Verdict
-from rankscope.analysis.windows import JobWindow
+from rankscope.analysis.windows import JobWindow, RankColumns
 from rankscope.analysis.wording import milliseconds, percent, ranks
 
+# A few dozen peers tell what is usual; reading the stacks of all would take minutes in a large job.
+PEERS_ASKED = 64
 HEALTHY = Verdict(Kind.HEALTHY, "no rank, stage or link stands out")
 
 
@@ -69,9 +72,10 @@ class RecentWindows:
         last, screened = flagged[-1], flagged[-1].screen
         columns = last.window.columns
         rows = np.isin(columns.rank, culprits)
-        evidence = merge_evidence([observation.window for observation in flagged])
+        witnesses = _witnesses(columns, screened, rows)
+        evidence = merge_evidence([observation.window for observation in flagged], witnesses)
         stacks = {rank: e.stacks for rank, e in evidence.items() if e.stacks is not None}
-        cause = name_cause(columns, screened, rows, stacks, self._policy)
+        cause = self._keep_what_was_named(name_cause(columns, screened, rows, stacks, self._policy), culprits)
         impact = float(np.mean([observation.impact_ratio for observation in flagged]))
         own, usual = median_or_nan(screened.own_seconds[rows]), median_or_nan(screened.reference_seconds[rows])
         group = _place_of(columns.rank[rows].tolist(), last.window)
@@ -89,6 +93,18 @@ class RecentWindows:
             impact_ratio=impact,
             cause=cause,
         )
+
+    def _keep_what_was_named(self, cause: Cause, culprits: tuple[int, ...]) -> Cause:
+        """Noise may hide the phase for a window, and stacks are recorded only now and then: while the same ranks stand
+        accused, what was once named is not forgotten for want of something better."""
+        before = self._before
+        if before.kind is not Kind.SLOW_RANK or before.culprits != culprits:
+            return cause
+        if cause.phase == "unknown":
+            return before.cause
+        if not cause.frames and cause.phase == before.cause.phase:
+            return replace(cause, frames=before.cause.frames)
+        return cause
 
     def _slow_stage(self) -> Verdict | None:
         seen = Counter(o.stage.stage for o in self._recent if o.stage)
@@ -167,6 +183,14 @@ class RecentWindows:
             impact_ratio=impact,
             cause=cause,
         )
+
+
+def _witnesses(columns: RankColumns, screened: Screen, culprits: Bools) -> list[int]:
+    """The slowest culprit, whose cause is looked for, and peers from all over its cohort."""
+    slowest = int(np.flatnonzero(culprits)[np.argmax(screened.own_seconds[culprits])])
+    peers = np.flatnonzero(~culprits & (columns.stage == columns.stage[slowest]))
+    asked = peers[np.linspace(0, len(peers) - 1, min(len(peers), PEERS_ASKED)).astype(np.int64)]
+    return [int(columns.rank[slowest]), *columns.rank[asked].tolist()]
 
 
 def _place_of(culprits: list[int], window: JobWindow) -> str:

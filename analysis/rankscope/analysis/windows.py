@@ -96,7 +96,6 @@ class RankEvidence:
     """What is looked at only when the columns raise a question, or when there are none (level 0)."""
 
     stacks: StackProfile | None = None
-    stall: Stall | None = None
     # Over the whole window; for ranks whose steps are not known.
     starved_share: float | None = None
     window_seconds: float = 0.0
@@ -114,4 +113,6 @@ class JobWindow:
     departed: tuple[int, ...] = ()
     clock_skew_seconds: float | None = None
     evidence: Callable[[], Mapping[int, RankEvidence]] = field(default=dict)
+    # Every rank that reports; None for one that is moving.
+    stalls: Callable[[], Mapping[int, Stall | None]] = field(default=dict)
     place_names: Mapping[int, str] = field(default_factory=dict)

@@ -7,7 +7,8 @@ from collections import deque
 OBSERVED_SECONDS = 20.0
 # Nothing is decided on less than this: one window's cost is noise, and a new rate needs time to show.
 SETTLING_SECONDS = 20.0
-# Meeting a rank costs once: finding it while it imports, and the first look at its stacks.
+# Meeting a rank costs once: finding it while it imports, and the first look at its stacks. So does losing one: what its
+# last recording cost is known only when it has gone.
 ARRIVAL_SECONDS = 0.1
 RECOVERY_SECONDS = 30.0
 RECOVERY_SECONDS_MAX = 600.0
@@ -55,7 +56,7 @@ class Budget:
             return self.rate_hertz
         last_seconds, _, granted_seconds = self._observed[-1] if self._observed else (now_seconds, 0.0, 0.0)
         granted_seconds += self._core_ratio_per_rank * ranks * (now_seconds - last_seconds)
-        granted_seconds += ARRIVAL_SECONDS * max(0, ranks - self._ranks)
+        granted_seconds += ARRIVAL_SECONDS * abs(ranks - self._ranks)
         self._ranks = ranks
         self._observed.append((now_seconds, cpu_seconds, granted_seconds))
         while len(self._observed) > 2 and self._observed[1][0] <= now_seconds - OBSERVED_SECONDS:

@@ -40,6 +40,13 @@ def test_the_phase_that_holds_the_excess_is_the_cause(phase: str) -> None:
     assert watch((HEALTHY.but(slow_ranks={1: 1.5}, excess_phase=phase), 6))[-1].cause.phase == phase
 
 
+def test_a_cause_that_was_named_is_not_forgotten_when_noise_hides_it() -> None:
+    clear = HEALTHY.but(slow_ranks={1: 1.6})
+    hidden = {"forward_seconds": 0.025, "backward_seconds": 0.045, "optimizer_seconds": 0.010}
+    verdicts = watch((clear, 5), (clear.but(extra={1: hidden}), 3))
+    assert [v.cause.phase for v in verdicts[-4:]] == ["forward"] * 4
+
+
 def test_an_excess_spread_over_phases_has_no_named_cause() -> None:
     spread = {"forward_seconds": 0.030, "backward_seconds": 0.045, "optimizer_seconds": 0.012}
     job = HEALTHY.but(slow_ranks={1: 1.6}, excess_phase="forward", extra={1: spread})
@@ -187,12 +194,12 @@ class TestHang:
         random, fleet = np.random.default_rng(0), FleetJudge()
         for number in range(5):
             fleet.evaluate({"job": HEALTHY.window(random, number)})
-        evidence = {rank: RankEvidence(stall=stall) for rank, stall in stalls.items()}
-        window = HEALTHY.but(steps=20).window(random, 6, evidence, missing=departed)
+        window = HEALTHY.but(steps=20).window(random, 6, missing=departed)
         steps = np.array([0.0 if stalls.get(rank) else 5.0 for rank in window.columns.rank.tolist()])
         nothing = np.full(len(steps), np.nan)
         still = replace(window.columns, steps=steps, self_seconds=nothing, step_seconds=nothing)
-        verdict = fleet.evaluate({"job": replace(window, columns=still, departed=departed)})["job"]
+        window = replace(window, columns=still, departed=departed, stalls=lambda: stalls)
+        verdict = fleet.evaluate({"job": window})["job"]
         return verdict.kind, verdict.culprits, verdict.cause.phase
 
     def test_the_rank_that_entered_fewer_collectives_never_entered(self) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.operator.correlation.columns import evidence_of, job_window, starved_seconds
+from rankscope.operator.correlation.columns import job_window, stall_of, starved_seconds
 from rankscope.v1 import identity_pb2, window_pb2
 
 SECOND = 1_000_000_000
@@ -57,7 +57,7 @@ def test_quota_and_run_queue_are_not_counted_twice() -> None:
 
 def test_a_stall_without_counters_says_that_they_are_unknown() -> None:
     window = a_window(stall=window_pb2.Stall(seconds_since_step=8.0, phase="forward", stack=["f (m.py:3)"]))
-    stall = evidence_of(window).stall
+    stall = stall_of(window)
     assert stall is not None
     assert (stall.phase, stall.collectives_enqueued) == ("forward", None)
 

@@ -98,3 +98,11 @@ def test_open_ticks_are_bounded_when_a_daemon_never_completes_one() -> None:
     for second in range(100, 300, 2):
         table.accept([window(0, second)], float(second))
     assert len(table.jobs["j"].open_ticks) <= 4
+
+
+def test_an_impostor_that_claims_a_larger_world_does_not_make_the_job_incomplete() -> None:
+    table = JobTable()
+    table.accept([window(0, 100), window(1, 100)], 100.1)
+    table.accept([window(7, 100, world=64)], 100.2)
+    assert table.refused == 1
+    assert table.take_ready(100.3)["j"].world_size == 2

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from rankscope.analysis.clocks import clock_skew_seconds
-from rankscope.analysis.robust import median_or_nan
+from rankscope.analysis.robust import Ints, median_or_nan
 from rankscope.analysis.windows import (
     FrameSeen,
     JobWindow,
@@ -40,9 +40,30 @@ def job_window(windows: Sequence[window_pb2.RankWindow], world_size: int, depart
         columns=columns,
         departed=departed,
         clock_skew_seconds=_skew(ordered, columns) if len(nodes) > 1 else None,
-        evidence=lambda: {window.identity.rank: evidence_of(window) for window in ordered},
+        evidence=lambda: _Evidence(ordered, columns.rank),
+        stalls=lambda: {w.identity.rank: stall_of(w) for w in ordered},
         place_names={number: node for node, number in nodes.items()},
     )
+
+
+class _Evidence(Mapping[int, RankEvidence]):
+    """Read out of a message when it is asked for: few are, and a large job has a hundred thousand."""
+
+    def __init__(self, windows: Sequence[window_pb2.RankWindow], ranks: Ints) -> None:
+        self._windows = windows
+        self._ranks = ranks  # of the windows, ascending
+
+    def __getitem__(self, rank: int) -> RankEvidence:
+        row = int(np.searchsorted(self._ranks, rank))
+        if row == len(self._ranks) or self._ranks[row] != rank:
+            raise KeyError(rank)
+        return evidence_of(self._windows[row])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks.tolist())
+
+    def __len__(self) -> int:
+        return len(self._ranks)
 
 
 def _keys(window: window_pb2.RankWindow, nodes: Mapping[str, int]) -> tuple[int, int, int, int]:
@@ -105,7 +126,6 @@ def evidence_of(window: window_pb2.RankWindow) -> RankEvidence:
     starved = starved_seconds(window.process)
     return RankEvidence(
         stacks=_stacks(window.stacks) if window.HasField("stacks") else None,
-        stall=_stall(window.stall) if window.HasField("stall") else None,
         starved_share=None if np.isnan(starved) or length <= 0 else min(starved / length, 1.0),
         window_seconds=length,
     )
@@ -116,7 +136,10 @@ def _stacks(summary: window_pb2.StackSummary) -> StackProfile:
     return StackProfile(summary.samples, dict(summary.phase_shares), frames)
 
 
-def _stall(stall: window_pb2.Stall) -> Stall:
+def stall_of(window: window_pb2.RankWindow) -> Stall | None:
+    if not window.HasField("stall"):
+        return None
+    stall = window.stall
     return Stall(
         stall.seconds_since_step,
         stall.phase if stall.HasField("phase") else None,

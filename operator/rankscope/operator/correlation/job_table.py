@@ -67,6 +67,10 @@ class JobTable:
                 self.late += 1  # the last words of the process that this one replaced
                 return
             self._restart(job)
+        elif known is None and job.incarnations and identity.world_size != job.world_size:
+            # One process that claims another size must not make the whole job look incomplete.
+            self.refused += 1
+            return
         job.incarnations[identity.rank] = incarnation
         job.departed.pop(identity.rank, None)
         job.world_size = identity.world_size
