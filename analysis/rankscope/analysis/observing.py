@@ -116,7 +116,6 @@ def _look_for_splits(
     merged = replace(
         screen,
         reference_seconds=reference,
-        ratio=screen.own_seconds / reference,
         impact_ratio=impact,
         outlier=outlier,
     )

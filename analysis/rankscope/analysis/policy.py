@@ -12,6 +12,9 @@ class Policy:
     rank_score: float = 4.0
     # The spread of a cohort is never taken as smaller than this share of its median, or a tight cohort condemns noise.
     spread_floor_ratio: float = 0.01
+    # How much of the steps' own noise (a standard error of the mean) counts as spread: noise of neighbouring steps is
+    # alike, so it is larger than the error says, but much of it is queueing that the comparison has taken out.
+    step_noise_weight: float = 0.7
     # Time on a run queue is the machine's doing before it is the rank's: ranks that share a busy CPU take turns in
     # being last. Only when it dominates does it name a rank.
     starved_rank_ratio: float = 1.5

@@ -19,17 +19,20 @@ from rankscope.analysis.robust import (
 )
 from rankscope.analysis.windows import RankColumns
 
+# Some of the queueing happens while a rank waits; never take it for more than this leaves of its self time.
+LEAST_WORK_RATIO = 0.1
+# Of a normal distribution.
+P10_TO_P90_SIGMAS = 2.563
+
 
 @dataclass(frozen=True)
 class Screen:
     """Per rank, against its cohort (same job, same pipeline stage)."""
 
-    own_seconds: Floats  # self time without checkpoints, which are excused
+    own_seconds: Floats  # what was compared: own work, or for a starved rank own work and what it queued for a CPU
     reference_seconds: Floats
-    ratio: Floats
-    score: Floats
     impact_ratio: Floats  # share of the step that comes back if this rank ran like the rest; NaN if not an outlier
-    starved: Bools  # the excess is mostly time on a run queue, without quota or in a stop signal
+    starved: Bools  # it stands out by what it queued for a CPU, not by its work
     outlier: Bools
     lingering: Bools  # not an outlier, but not clearly back either (hysteresis)
     cohort_spread: Floats  # slowest ÷ fastest of the cohort, the same for all its ranks
@@ -38,59 +41,87 @@ class Screen:
         return Screen(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
-def own_seconds(columns: RankColumns) -> Floats:
+@dataclass(frozen=True)
+class _Comparison:
+    """One measure of every rank against its cohort."""
+
+    values: Floats
+    reference: Floats
+    ratio: Floats
+    score: Floats
+    impact: Floats
+
+    def exceeds(self, ratio: float, score: float) -> Bools:
+        return (self.ratio >= ratio) & (self.score >= score)
+
+
+def busy_seconds(columns: RankColumns) -> Floats:
+    """Self time without checkpoints, which are excused."""
     return columns.self_seconds - np.nan_to_num(columns.checkpoint_seconds)
 
 
+def work_seconds(columns: RankColumns) -> Floats:
+    """Self time without checkpoints and without queueing for a CPU: that is the machine's doing, spreads by chance over
+    the ranks that share it, and hides what a rank itself does."""
+    busy = busy_seconds(columns)
+    return np.maximum(busy - np.nan_to_num(columns.starved_seconds), LEAST_WORK_RATIO * busy)
+
+
 def screen(columns: RankColumns, policy: Policy) -> Screen:
-    own = own_seconds(columns)
     cohort, cohort_count = number_groups(columns.job, columns.stage)
-    known = ~np.isnan(own)
-    size = np.bincount(cohort[known], minlength=cohort_count)[cohort]
-    median = grouped_median(own, cohort, cohort_count)[cohort]
+    noise = grouped_median(_step_noise(columns), cohort, cohort_count)[cohort]
+    work = _compare(work_seconds(columns), columns, cohort, cohort_count, noise, policy)
+    busy = _compare(busy_seconds(columns), columns, cohort, cohort_count, noise, policy)
+    starving = grouped_median(columns.starved_seconds, cohort, cohort_count)[cohort]
+    queued = np.nan_to_num(columns.starved_seconds - starving)
+    mostly_queued = queued >= policy.starved_share * (busy.values - busy.reference)
+    slow = work.exceeds(policy.rank_ratio, policy.rank_score) & (work.impact >= policy.impact_ratio)
+    starved = ~slow & mostly_queued & busy.exceeds(policy.starved_rank_ratio, policy.rank_score)
+    starved &= busy.impact >= policy.impact_ratio
+    outlier = slow | starved
+    half = policy.hysteresis
+    lingering = work.exceeds(1 + half * (policy.rank_ratio - 1), half * policy.rank_score)
+    lingering |= mostly_queued & busy.exceeds(1 + half * (policy.starved_rank_ratio - 1), half * policy.rank_score)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        widest = grouped_max(work.values, cohort, cohort_count) / grouped_min(work.values, cohort, cohort_count)
+        # A starved rank need not stand out by its work.
+        widest = np.fmax(widest, grouped_max(np.where(starved, busy.ratio, np.nan), cohort, cohort_count))
+    return Screen(
+        own_seconds=np.where(starved, busy.values, work.values),
+        reference_seconds=np.where(starved, busy.reference, work.reference),
+        impact_ratio=np.where(outlier, np.where(starved, busy.impact, work.impact), np.nan),
+        starved=starved,
+        outlier=outlier,
+        lingering=lingering & ~outlier,
+        cohort_spread=widest[cohort],
+    )
+
+
+def _step_noise(columns: RankColumns) -> Floats:
+    """Standard error of a rank's mean over the steps of the window, from its own p10 and p90."""
+    sigma = columns.self_seconds * (columns.self_spread_ratio - 1) / P10_TO_P90_SIGMAS
+    return np.nan_to_num(sigma / np.sqrt(np.maximum(columns.steps, 1.0)))
+
+
+def _compare(
+    values: Floats, columns: RankColumns, cohort: Ints, cohort_count: int, noise: Floats, policy: Policy
+) -> _Comparison:
+    size = np.bincount(cohort[~np.isnan(values)], minlength=cohort_count)[cohort]
+    median = grouped_median(values, cohort, cohort_count)[cohort]
     # A cohort of two compares a rank with the other one; their median would be the mean of culprit and victim.
     pair = size == 2
-    reference = np.where(pair, 2 * median - own, median)
-    deviation = grouped_median(np.abs(own - median), cohort, cohort_count)[cohort]
-    floor = policy.spread_floor_ratio * reference
-    spread = np.where(pair, floor, np.maximum(MAD_TO_SIGMA * deviation, floor))
+    reference = np.where(size < 2, np.nan, np.where(pair, 2 * median - values, median))
+    deviation = np.where(pair, 0.0, grouped_median(np.abs(values - median), cohort, cohort_count)[cohort])
+    spread = np.maximum(MAD_TO_SIGMA * deviation, policy.spread_floor_ratio * reference)
+    spread = np.maximum(spread, policy.step_noise_weight * noise)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = own / reference
-        score = (own - reference) / spread
-        cohort_spread = grouped_max(own, cohort, cohort_count)[cohort] / grouped_min(own, cohort, cohort_count)[cohort]
-    return _decide(columns, own, reference, ratio, score, cohort, cohort_count, cohort_spread, size, policy)
-
-
-def _decide(
-    columns: RankColumns,
-    own: Floats,
-    reference: Floats,
-    ratio: Floats,
-    score: Floats,
-    cohort: Ints,
-    cohort_count: int,
-    cohort_spread: Floats,
-    size: Ints,
-    policy: Policy,
-) -> Screen:
-    starved_excess = columns.starved_seconds - grouped_median(columns.starved_seconds, cohort, cohort_count)[cohort]
-    starved = np.nan_to_num(starved_excess) >= policy.starved_share * (own - reference)
-    starved &= own > reference
-    needed = np.where(starved, policy.starved_rank_ratio, policy.rank_ratio)
-    comparable = size >= 2
-    outlier = comparable & (ratio >= needed) & (score >= policy.rank_score)
-    lingering = (
-        comparable
-        & ~outlier
-        & (ratio >= 1 + policy.hysteresis * (needed - 1))
-        & (score >= policy.hysteresis * policy.rank_score)
-    )
-    # What would come back: down to the slowest of the others, who then set the pace.
-    rest = grouped_max(np.where(outlier, np.nan, own), cohort, cohort_count)[cohort]
-    pace = np.fmax(reference, rest)
-    impact = np.where(outlier, np.maximum(own - pace, 0) / columns.step_seconds, np.nan)
-    outlier &= np.nan_to_num(impact) >= policy.impact_ratio
-    return Screen(own, reference, ratio, score, impact, starved, outlier, lingering, cohort_spread)
+        ratio = values / reference
+        score = (values - reference) / spread
+        # What would come back: down to the slowest of the others, who then set the pace.
+        standing_out = (ratio >= policy.rank_ratio) & (score >= policy.rank_score)
+        rest = grouped_max(np.where(standing_out, np.nan, values), cohort, cohort_count)[cohort]
+        impact = np.maximum(values - np.fmax(reference, rest), 0) / columns.step_seconds
+    return _Comparison(values, reference, ratio, score, np.nan_to_num(impact))
 
 
 def concatenate(parts: list[RankColumns]) -> RankColumns:

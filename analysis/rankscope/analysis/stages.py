@@ -8,7 +8,7 @@ import numpy as np
 
 from rankscope.analysis.policy import Policy
 from rankscope.analysis.robust import median_or_nan
-from rankscope.analysis.screening import own_seconds
+from rankscope.analysis.screening import work_seconds
 from rankscope.analysis.windows import RankColumns
 
 
@@ -24,7 +24,7 @@ def find_slow_stage(columns: RankColumns, policy: Policy, threshold: float | Non
     stages = np.unique(columns.stage)
     if len(stages) < 2 or stages[0] < 0:
         return None
-    own = own_seconds(columns)
+    own = work_seconds(columns)
     medians = np.array([median_or_nan(own[columns.stage == stage]) for stage in stages])
     if np.isnan(medians).any():
         return None
