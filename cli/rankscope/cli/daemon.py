@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         print(resolved.describe())
         return 0
-    _warn_of_unknown_variables()
+    warn_of_unknown_variables()
     return run_daemon(resolved.config)
 
 
@@ -88,6 +88,6 @@ def run_daemon(config: Config) -> int:
     return 0
 
 
-def _warn_of_unknown_variables() -> None:
+def warn_of_unknown_variables() -> None:
     for name in unknown_variables(os.environ):
         print(f"warning: {name}: no such setting of the daemon; see rankscope daemon --help", file=sys.stderr)

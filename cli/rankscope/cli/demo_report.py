@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 
 from rankscope.analysis.verdict import Kind, Severity, Verdict
 from rankscope.cli.demo_job import faults
@@ -60,7 +61,7 @@ def print_verdict(console: Console, outcome: Outcome) -> None:
     """The moment it stands."""
     verdict = outcome.verdict
     console.print(f"\n[bold red]✗ {headline(verdict)}[/]")
-    console.print(f"  {verdict.reason}")
+    console.print(Padding(verdict.reason, (0, 0, 0, 2)))
     if outcome.seconds_to_verdict is not None:
         console.print(f"  found {outcome.seconds_to_verdict:.1f} s after the fault began\n")
 

@@ -19,6 +19,8 @@ from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
 
 NAME = "top"
 HELP = "show jobs and ranks as a live table"
+# Where a rank was seen needs room; a narrower terminal gets the numbers alone.
+WIDE_COLUMNS = 110
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,11 +37,14 @@ def run(arguments: argparse.Namespace) -> int:
         with grpc.insecure_channel(endpoint) as channel:
             stub = job_service_pb2_grpc.JobServiceStub(channel)
             if arguments.once:
-                console.print(_screen(stub.ListJobs(job_service_pb2.ListJobsRequest()).jobs, arguments.ranks))
+                jobs = stub.ListJobs(job_service_pb2.ListJobsRequest()).jobs
+                console.print(_screen(jobs, arguments.ranks, console.width))
                 return 0
-            with Live(_screen((), arguments.ranks), console=console, screen=True, auto_refresh=False) as live:
+            with Live(
+                _screen((), arguments.ranks, console.width), console=console, screen=True, auto_refresh=False
+            ) as live:
                 for response in stub.WatchJobs(job_service_pb2.WatchJobsRequest()):
-                    live.update(_screen(response.jobs, arguments.ranks), refresh=True)
+                    live.update(_screen(response.jobs, arguments.ranks, console.width), refresh=True)
     except grpc.RpcError as error:
         print(f"error: {_explain(endpoint, error)}", file=sys.stderr)
         return 1
@@ -55,7 +60,7 @@ def _explain(endpoint: str, error: grpc.RpcError) -> str:
     return f"{endpoint}: {name}: {error.details()}"
 
 
-def _screen(jobs: Iterable[job_service_pb2.JobStatus], most_ranks: int) -> RenderableType:
+def _screen(jobs: Iterable[job_service_pb2.JobStatus], most_ranks: int, width: int) -> RenderableType:
     parts: list[RenderableType] = []
     for job in jobs:
         verdict = verdict_of(job.verdict)
@@ -73,7 +78,7 @@ def _screen(jobs: Iterable[job_service_pb2.JobStatus], most_ranks: int) -> Rende
         # The culprits first, where a large job is cut.
         ordered = sorted(job.ranks, key=lambda w: (w.identity.rank not in verdict.culprits, w.identity.rank))
         shown = sorted(ordered[:most_ranks], key=lambda w: w.identity.rank)
-        parts.append(rank_table(shown, verdict.culprits, stacks=True))
+        parts.append(rank_table(shown, verdict.culprits, stacks=width >= WIDE_COLUMNS))
         if len(ordered) > len(shown):
             parts.append(Text(f"… and {len(ordered) - len(shown)} more ranks (--ranks N shows more)", style="dim"))
         parts.append(Text(""))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rankscope.analysis.policy import DEFAULT_POLICY
-from rankscope.cli.daemon import add_setting_arguments, read_settings
+from rankscope.cli.daemon import add_setting_arguments, read_settings, warn_of_unknown_variables
 from rankscope.cli.sentences import MARKS, headline, loss
 from rankscope.cli.standalone import Standalone
 from rankscope.daemon.config import ConfigError
@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    warn_of_unknown_variables()
     if config.socket == "none":
         print("error: rankscope up needs the Unix socket; leave --socket out or name a path", file=sys.stderr)
         return 2

@@ -37,14 +37,12 @@ def rank_finding(rank: RankProcess, ring: bool | None) -> Finding:
         missing.append("run the daemon as root or with CAP_SYS_PTRACE to read its steps")
     elif not ring:
         missing.append("start it with RANKSCOPE_PROBE=1 for step times, causes and MFU")
-    if not kineto:
-        missing.append("start it with KINETO_USE_DAEMON=1 for captures")
-    if not teardown:
-        missing.append("start it with TEARDOWN_CUPTI=1, or a capture leaves CUDA training slower")
+    if kineto and not teardown:
+        missing.append("start it with TEARDOWN_CUPTI=1 as well, or a capture leaves CUDA training slower")
     parts = (
         {True: "probe ring", False: "no probe ring", None: "probe ring unreadable"}[ring],
-        "KINETO_USE_DAEMON" if kineto else "no KINETO_USE_DAEMON",
-        "TEARDOWN_CUPTI" if teardown else "no TEARDOWN_CUPTI",
+        *(["KINETO_USE_DAEMON"] if kineto else []),
+        *(["TEARDOWN_CUPTI"] if teardown else []),
     )
     text = f"rank {rank.rank} of {rank.world_size}, job {rank.job!r}, pid {rank.pid}: {', '.join(parts)}"
     return Finding("ranks", Level.WARNING if missing else Level.OK, text, "; ".join(missing))
