@@ -219,7 +219,7 @@ def _add_flops(window: RankWindow, sample: StepSample, peak_of_device: Callable[
         window.sources["mfu_ratio"] = SOURCE_PROBE
     if ratio > 1.0 and len(window.problems) < PROBLEMS_KEPT:
         window.problems.append(
-            f"steps: an MFU of {ratio:.3g} is impossible; correct the declared FLOPs per step (of the whole job) or peak"
+            f"steps: an MFU of {ratio:.3g} is impossible; correct the declared FLOPs per step (whole job) or peak"
         )
 
 

@@ -1,4 +1,4 @@
-"""What the collectors hand over: plain frozen data, one kind per source. `None` (or NaN in a column) is "not measured"."""
+"""What the collectors hand over: plain frozen data, one kind per source. `None`, or NaN in a column: not measured."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ class DdpSampler:
             newest = newest or iteration
             for position, name in enumerate(_NAMES):
                 total[position] += max(0, figures.get(name, 0)) * 1e-9
-        # The least of late: a read during which the thread lost its CPU says nothing about what reading costs, and would
-        # leave a rank on a busy machine without figures.
+        # The least of late: a read during which the thread lost its CPU says nothing about what reading costs, and
+        # would leave a rank on a busy machine without figures.
         self._read_seconds = min(time.perf_counter() - start, 1.02 * self._read_seconds)
         if not newest:
             self._expect_after_stale(boundary)
