@@ -29,6 +29,9 @@ def find_hang(
     seconds = min(stall.seconds_since_step for stall in standing.values())
     if any(stall.phase in EXCUSED_PHASES for stall in standing.values()):
         return None
+    stuck = sum(_is_stuck(stall) for stall in standing.values())
+    if stuck * 2 < len(standing):
+        return None  # a long evaluation, a checkpoint by other means: nobody steps, but they are at work
     if departed:
         return Hang(tuple(sorted(departed)), seconds, "its process has ended while the others wait for it")
     culprits, how = _behind_in_collectives(standing)
@@ -42,6 +45,14 @@ def find_hang(
         (first.phase or "unknown") if first else "unknown",
         first.stack if first else (),
     )
+
+
+def _is_stuck(stall: Stall) -> bool:
+    """It waits for others, and was found in the same place twice; or, without stacks, is inside a collective."""
+    if stall.phase is not None and stall.same_stack_looks is not None:
+        return stall.phase in WAITING_PHASES and stall.same_stack_looks >= 2
+    entered, left = stall.collectives_enqueued, stall.collectives_completed
+    return stall.phase is None and entered is not None and left is not None and entered > left
 
 
 def _behind_in_collectives(standing: Mapping[int, Stall]) -> tuple[tuple[int, ...], str]:

@@ -89,6 +89,7 @@ class Stall:
     stack: tuple[str, ...] = ()
     collectives_enqueued: int | None = None
     collectives_completed: int | None = None
+    same_stack_looks: int | None = None
 
 
 @dataclass(frozen=True)

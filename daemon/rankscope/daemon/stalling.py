@@ -22,12 +22,15 @@ from rankscope.daemon.samples import (
 )
 from rankscope.v1.window_pb2 import Stall
 
-STALL_SECONDS = 4.0
+STALL_SECONDS = 3.0
 STALL_STEPS = 8
 # The daemon saw no step of this rank yet, so it cannot know how long one takes.
 STALL_SECONDS_UNKNOWN_STEP = 30.0
 STEPS_REMEMBERED = 64
-DUMP_EVERY_SECONDS = 4.0
+# Soon at first, because a hang is told from a long evaluation by a second look that finds the same stack; then rarely.
+FIRST_DUMPS = 5
+FIRST_DUMPS_EVERY_SECONDS = 1.5
+DUMP_EVERY_SECONDS = 10.0
 STILL_RECORDINGS = 2
 STILL_SAMPLES = 20
 STILL_CPU_RATIO = 0.02
@@ -49,6 +52,8 @@ class _Memory:
     seen_recording_end: int = 0
     still_phase: str | None = None
     dump: StallDump | None = None
+    same_stack_looks: int = 0
+    dumps: int = 0
     dumped_at: float | None = None
 
 
@@ -71,10 +76,13 @@ class StallWatch:
         with self._lock:
             if stall is None:
                 memory.dump = None
+                memory.same_stack_looks = memory.dumps = 0
                 return None
             self._stalled.append(rank)
-            dump = memory.dump
+            dump, looks = memory.dump, memory.same_stack_looks
         if dump is not None:
+            if not stall.HasField("same_stack_looks"):
+                stall.same_stack_looks = looks
             stall.phase = bounded(dump.phase, 32)
             stall.stack.extend(_line(frame) for frame in dump.stack[:STACK_LINES])
         return stall
@@ -89,6 +97,7 @@ class StallWatch:
             return
         for rank in due:
             self._memories[rank.key].dumped_at = now_seconds
+            self._memories[rank.key].dumps += 1
         self._worker = threading.Thread(target=self._fetch, args=(due,), name="rankscope-dumps", daemon=True)
         self._worker.start()
 
@@ -101,8 +110,9 @@ class StallWatch:
             self._worker.join(timeout_seconds)
 
     def _is_due(self, key: RankKey, now_seconds: float) -> bool:
-        dumped_at = self._memories[key].dumped_at
-        return dumped_at is None or now_seconds - dumped_at >= DUMP_EVERY_SECONDS
+        memory = self._memories[key]
+        every_seconds = FIRST_DUMPS_EVERY_SECONDS if memory.dumps < FIRST_DUMPS else DUMP_EVERY_SECONDS
+        return memory.dumped_at is None or now_seconds - memory.dumped_at >= every_seconds
 
     def _fetch(self, ranks: Sequence[RankProcess]) -> None:
         assert self._dump is not None
@@ -114,6 +124,8 @@ class StallWatch:
             for key, dump in dumps.items():
                 memory = self._memories.get(key)
                 if memory is not None and isinstance(dump, StallDump):
+                    same = memory.dump is not None and memory.dump.stack == dump.stack
+                    memory.same_stack_looks = memory.same_stack_looks + 1 if same else 1
                     memory.dump = dump
 
 
@@ -150,7 +162,9 @@ def _stall_by_stacks(
     if memory.still_frames is None or not enough:
         return None
     seconds = (span.end_unix_nanos - memory.still_since_unix_nanos) / 1e9
-    return Stall(seconds_since_step=max(0.0, seconds), phase=memory.still_phase)
+    return Stall(
+        seconds_since_step=max(0.0, seconds), phase=memory.still_phase, same_stack_looks=memory.still_recordings
+    )
 
 
 def _note_recording(memory: _Memory, sample: StackSample) -> None:

@@ -398,11 +398,14 @@ class Stall(_message.Message):
     STACK_FIELD_NUMBER: _builtins.int
     COLLECTIVES_ENQUEUED_FIELD_NUMBER: _builtins.int
     COLLECTIVES_COMPLETED_FIELD_NUMBER: _builtins.int
+    SAME_STACK_LOOKS_FIELD_NUMBER: _builtins.int
     seconds_since_step: _builtins.float
     phase: _builtins.str
     collectives_enqueued: _builtins.int
     """Counters of the flight recorder, summed over process groups: a rank that is behind its peers never entered."""
     collectives_completed: _builtins.int
+    same_stack_looks: _builtins.int
+    """How many looks in a row found that very stack: one look cannot tell a hang from a long evaluation."""
     @_builtins.property
     def stack(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """innermost first: "function (file:line)" """
@@ -415,10 +418,11 @@ class Stall(_message.Message):
         stack: _abc.Iterable[_builtins.str] | None = ...,
         collectives_enqueued: _builtins.int | None = ...,
         collectives_completed: _builtins.int | None = ...,
+        same_stack_looks: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_collectives_completed", b"_collectives_completed", "_collectives_enqueued", b"_collectives_enqueued", "_phase", b"_phase", "collectives_completed", b"collectives_completed", "collectives_enqueued", b"collectives_enqueued", "phase", b"phase"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_collectives_completed", b"_collectives_completed", "_collectives_enqueued", b"_collectives_enqueued", "_phase", b"_phase", "_same_stack_looks", b"_same_stack_looks", "collectives_completed", b"collectives_completed", "collectives_enqueued", b"collectives_enqueued", "phase", b"phase", "same_stack_looks", b"same_stack_looks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_collectives_completed", b"_collectives_completed", "_collectives_enqueued", b"_collectives_enqueued", "_phase", b"_phase", "collectives_completed", b"collectives_completed", "collectives_enqueued", b"collectives_enqueued", "phase", b"phase", "seconds_since_step", b"seconds_since_step", "stack", b"stack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_collectives_completed", b"_collectives_completed", "_collectives_enqueued", b"_collectives_enqueued", "_phase", b"_phase", "_same_stack_looks", b"_same_stack_looks", "collectives_completed", b"collectives_completed", "collectives_enqueued", b"collectives_enqueued", "phase", b"phase", "same_stack_looks", b"same_stack_looks", "seconds_since_step", b"seconds_since_step", "stack", b"stack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__collectives_completed: _TypeAlias = _typing.Literal["collectives_completed"]  # noqa: Y015
     _WhichOneofArgType__collectives_completed: _TypeAlias = _typing.Literal["_collectives_completed", b"_collectives_completed"]  # noqa: Y015
@@ -426,12 +430,16 @@ class Stall(_message.Message):
     _WhichOneofArgType__collectives_enqueued: _TypeAlias = _typing.Literal["_collectives_enqueued", b"_collectives_enqueued"]  # noqa: Y015
     _WhichOneofReturnType__phase: _TypeAlias = _typing.Literal["phase"]  # noqa: Y015
     _WhichOneofArgType__phase: _TypeAlias = _typing.Literal["_phase", b"_phase"]  # noqa: Y015
+    _WhichOneofReturnType__same_stack_looks: _TypeAlias = _typing.Literal["same_stack_looks"]  # noqa: Y015
+    _WhichOneofArgType__same_stack_looks: _TypeAlias = _typing.Literal["_same_stack_looks", b"_same_stack_looks"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__collectives_completed) -> _WhichOneofReturnType__collectives_completed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__collectives_enqueued) -> _WhichOneofReturnType__collectives_enqueued | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__phase) -> _WhichOneofReturnType__phase | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__same_stack_looks) -> _WhichOneofReturnType__same_stack_looks | None: ...
 
 Global___Stall: _TypeAlias = Stall  # noqa: Y015
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 
 from rankscope.analysis.fleet import FleetJudge
 from rankscope.analysis.policy import Policy
 from rankscope.analysis.verdict import Kind, Severity
-from rankscope.analysis.windows import FrameSeen, RankEvidence, StackProfile, Stall
+from rankscope.analysis.windows import FrameSeen, RankColumns, RankEvidence, StackProfile, Stall
 from tests.unit.analysis.synthetic import SyntheticJob, watch
 
 HEALTHY = SyntheticJob()
@@ -169,8 +171,6 @@ class TestAbstention:
         assert (verdict.kind, verdict.reason) == (Kind.INSUFFICIENT_DATA, "7 of 10 ranks report")
 
     def test_clocks_apart_by_more_than_a_step(self) -> None:
-        from dataclasses import replace
-
         fleet, random = FleetJudge(), np.random.default_rng(0)
         for number in range(6):
             window = SyntheticJob(slow_ranks={1: 3.0}).window(random, number)
@@ -189,8 +189,6 @@ class TestHang:
     def judge(
         self, stalls: dict[int, Stall | None], departed: tuple[int, ...] = ()
     ) -> tuple[Kind, tuple[int, ...], str]:
-        from dataclasses import replace
-
         random, fleet = np.random.default_rng(0), FleetJudge()
         for number in range(5):
             fleet.evaluate({"job": HEALTHY.window(random, number)})
@@ -202,30 +200,45 @@ class TestHang:
         verdict = fleet.evaluate({"job": window})["job"]
         return verdict.kind, verdict.culprits, verdict.cause.phase
 
+    def waiting(self, ranks: int = 4, **changes: object) -> dict[int, Stall | None]:
+        stall = Stall(9.0, "communication", ("all_reduce (distributed_c10d.py:2)",), same_stack_looks=2)
+        return dict.fromkeys(range(ranks), replace(stall, **changes))  # type: ignore[arg-type]
+
     def test_the_rank_that_entered_fewer_collectives_never_entered(self) -> None:
-        stalls: dict[int, Stall | None] = {r: Stall(9.0, "backward", (), 101, 100) for r in range(4)}
-        stalls[1] = Stall(9.0, "forward", ("wait_for_shard (model.py:7)",), 100, 100)
+        stalls = self.waiting(phase="backward", collectives_enqueued=101, collectives_completed=100)
+        stalls[1] = Stall(9.0, "forward", ("wait_for_shard (model.py:7)",), 100, 100, 2)
         assert self.judge(stalls) == (Kind.HANG, (1,), "forward")
 
     def test_without_counters_the_rank_that_does_not_wait_is_named(self) -> None:
-        stalls: dict[int, Stall | None] = {r: Stall(9.0, "communication") for r in range(4)}
-        stalls[3] = Stall(9.0, "input")
+        stalls = self.waiting()
+        stalls[3] = Stall(9.0, "input", ("read (dataset.py:3)",), same_stack_looks=2)
         assert self.judge(stalls) == (Kind.HANG, (3,), "input")
 
+    def test_without_stacks_the_counters_alone_tell(self) -> None:
+        stalls = self.waiting(
+            phase=None, stack=(), same_stack_looks=None, collectives_enqueued=7, collectives_completed=6
+        )
+        stalls[2] = Stall(9.0, None, (), 6, 6)
+        assert self.judge(stalls)[:2] == (Kind.HANG, (2,))
+
     def test_when_all_stand_in_the_same_place_nobody_is_named(self) -> None:
-        assert self.judge({r: Stall(9.0, "communication") for r in range(4)})[:2] == (Kind.HANG, ())
+        assert self.judge(self.waiting())[:2] == (Kind.HANG, ())
+
+    def test_a_long_evaluation_is_not_a_hang(self) -> None:
+        assert self.judge(self.waiting(phase="forward"))[0] is not Kind.HANG  # at work, in one long function
+        assert self.judge(self.waiting(same_stack_looks=1))[0] is not Kind.HANG  # seen to move on
+        assert self.judge(self.waiting(phase=None, stack=(), same_stack_looks=None))[0] is not Kind.HANG  # not seen
 
     def test_a_long_checkpoint_is_not_a_hang(self) -> None:
-        stalls: dict[int, Stall | None] = {r: Stall(60.0, "communication") for r in range(4)}
-        stalls[0] = Stall(60.0, "checkpoint")
+        stalls = self.waiting(seconds_since_step=60.0)
+        stalls[0] = Stall(60.0, "checkpoint", same_stack_looks=2)
         assert self.judge(stalls)[0] is not Kind.HANG
 
     def test_a_rank_that_ended_is_named_when_the_others_wait_for_it(self) -> None:
-        stalls: dict[int, Stall | None] = {r: Stall(9.0, "communication") for r in range(3)}
-        assert self.judge(stalls, departed=(3,))[:2] == (Kind.HANG, (3,))
+        assert self.judge(self.waiting(ranks=3), departed=(3,))[:2] == (Kind.HANG, (3,))
 
     def test_one_rank_that_moves_is_no_hang(self) -> None:
-        stalls: dict[int, Stall | None] = {r: Stall(9.0, "communication") for r in range(4)}
+        stalls = self.waiting()
         stalls[2] = None
         assert self.judge(stalls)[0] is not Kind.HANG
 
@@ -243,10 +256,6 @@ def _profile(forward: float, slow_line: float, waiting: float, samples: int = 20
 class TestStacksAlone:
     def judge(self, profiles: dict[int, StackProfile], windows: int = 12) -> list[object]:
         fleet, random = FleetJudge(), np.random.default_rng(0)
-        from dataclasses import fields, replace
-
-        from rankscope.analysis.windows import RankColumns
-
         found: list[object] = []
         for number in range(windows):
             window = HEALTHY.window(random, number, {r: RankEvidence(stacks=p) for r, p in profiles.items()})

@@ -23,10 +23,9 @@ def test_a_rank_without_a_step_for_long_is_stalled_with_its_collective_counters(
     watch = StallWatch(None)
     done = RankSamples(steps=make.steps(0.1, 0.1, last_step_unix_nanos=make.START))
     assert watch.observe(RANK, done, make.span(0)) is None
-    assert watch.observe(RANK, no_step(), make.span(1)) is None
-    stall = watch.observe(RANK, no_step(), make.span(2))
+    stall = watch.observe(RANK, no_step(), make.span(1))
     assert stall is not None
-    assert stall.seconds_since_step == 6.0
+    assert stall.seconds_since_step == 4.0
     assert (stall.collectives_enqueued, stall.collectives_completed) == (7, 6)
 
 
@@ -91,13 +90,30 @@ def test_stacks_of_all_stalled_ranks_are_fetched_at_once_in_the_background_and_n
     assert calls == [[0, 1]], "a fetch that still runs is not joined by a second one"
     release.set()
     watch.join(30)
-    for stall in window(21):
-        assert list(stall.stack) == ["recv (train.py:9)"]
-        assert stall.phase == "communication"
-    assert len(calls) == 1
-    window(22)
-    watch.join(30)
-    assert len(calls) == 2
+    looks = []
+    for index in range(22, 42):
+        for stall in window(index):
+            assert list(stall.stack) == ["recv (train.py:9)"]
+            assert stall.phase == "communication"
+        looks.append(stall.same_stack_looks)
+        watch.join(30)
+    assert looks[:5] == [1, 2, 3, 4, 5], "each look that finds the same stack is counted"
+    assert len(calls) == 8, "five in the first ten seconds, then one in ten"
+
+
+def test_a_rank_that_moves_on_between_two_looks_is_not_said_to_stand_still() -> None:
+    lines = iter(range(100))
+
+    def dump(ranks: list[RankProcess]) -> dict[object, object]:
+        return {rank.key: StallDump("forward", (Frame("evaluate", "train.py", next(lines)),)) for rank in ranks}
+
+    watch = StallWatch(dump)
+    for index in range(20, 25):
+        stall = watch.observe(RANK, no_step(), make.span(index))
+        watch.fetch_stacks(now_seconds=2.0 * index)
+        watch.join(30)
+    assert stall is not None
+    assert stall.same_stack_looks == 1
 
 
 def test_a_fetch_that_fails_leaves_the_stall_without_a_stack() -> None:

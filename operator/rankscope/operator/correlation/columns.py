@@ -146,6 +146,7 @@ def stall_of(window: window_pb2.RankWindow) -> Stall | None:
         tuple(stall.stack),
         stall.collectives_enqueued if stall.HasField("collectives_enqueued") else None,
         stall.collectives_completed if stall.HasField("collectives_completed") else None,
+        stall.same_stack_looks if stall.HasField("same_stack_looks") else None,
     )
 
 
