@@ -20,6 +20,7 @@ from rankscope.analysis.wording import milliseconds, percent, ranks
 
 # A few dozen peers tell what is usual; reading the stacks of all would take minutes in a large job.
 PEERS_ASKED = 64
+CAUSE_KEPT_WINDOWS = 5
 HEALTHY = Verdict(Kind.HEALTHY, "no rank, stage or link stands out")
 
 
@@ -30,6 +31,7 @@ class RecentWindows:
         self._policy = policy
         self._recent: deque[Observation] = deque(maxlen=policy.windows_kept)
         self._before = HEALTHY
+        self._cause_age = 0
 
     def decide(self, observation: Observation, standing: Verdict) -> Verdict:
         """The verdict with one more window; `standing` is the one before it, for hysteresis."""
@@ -72,10 +74,7 @@ class RecentWindows:
         last, screened = flagged[-1], flagged[-1].screen
         columns = last.window.columns
         rows = np.isin(columns.rank, culprits)
-        witnesses = _witnesses(columns, screened, rows)
-        evidence = merge_evidence([observation.window for observation in flagged], witnesses)
-        stacks = {rank: e.stacks for rank, e in evidence.items() if e.stacks is not None}
-        cause = self._keep_what_was_named(name_cause(columns, screened, rows, stacks, self._policy), culprits)
+        cause = self._cause(flagged, culprits)
         impact = float(np.mean([observation.impact_ratio for observation in flagged]))
         own, usual = median_or_nan(screened.own_seconds[rows]), median_or_nan(screened.reference_seconds[rows])
         group = _place_of(columns.rank[rows].tolist(), last.window)
@@ -94,12 +93,25 @@ class RecentWindows:
             cause=cause,
         )
 
-    def _keep_what_was_named(self, cause: Cause, culprits: tuple[int, ...]) -> Cause:
-        """Noise may hide the phase for a window, and stacks are recorded only now and then: while the same ranks stand
-        accused, what was once named is not forgotten for want of something better."""
+    def _cause(self, flagged: list[Observation], culprits: tuple[int, ...]) -> Cause:
+        """Looked for anew only now and then once it has settled: reading stacks is most of what a slow job costs."""
         before = self._before
-        if before.kind is not Kind.SLOW_RANK or before.culprits != culprits:
+        same = before.kind is Kind.SLOW_RANK and before.culprits == culprits
+        complete = same and before.cause.phase != "unknown" and bool(before.cause.frames)
+        self._cause_age = self._cause_age + 1 if complete else 0
+        if self._cause_age > self._policy.windows_kept and self._cause_age % CAUSE_KEPT_WINDOWS:
+            return before.cause
+        last = flagged[-1]
+        assert last.screen is not None
+        columns = last.window.columns
+        rows = np.isin(columns.rank, culprits)
+        evidence = merge_evidence([o.window for o in flagged], _witnesses(columns, last.screen, rows))
+        stacks = {rank: e.stacks for rank, e in evidence.items() if e.stacks is not None}
+        cause = name_cause(columns, last.screen, rows, stacks, self._policy)
+        if not same:
             return cause
+        # Noise may hide the phase for a window, and stacks are recorded only now and then: while the same ranks stand
+        # accused, what was once named is not forgotten for want of something better.
         if cause.phase == "unknown":
             return before.cause
         if not cause.frames and cause.phase == before.cause.phase:
