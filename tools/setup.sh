@@ -29,4 +29,6 @@ say "installing packages (torch is the large one; the first time takes a minute 
 # torch first and pinned, so that no other requirement can choose another build of it.
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo]' --group dev
+# A wheel brings this file along, an editable install does not; without it RANKSCOPE_PROBE=1 would do nothing here.
+cp daemon/rankscope_probe.pth "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/"
 say "ready: .venv/bin/rankscope"
