@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import signal
 import sys
-import threading
 from pathlib import Path
 
 from rankscope.daemon.config import (
     ENVIRONMENT_PREFIX,
     SETTINGS,
-    Config,
     ConfigError,
     Resolved,
     resolve,
@@ -59,33 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(resolved.describe())
         return 0
     warn_of_unknown_variables()
-    return run_daemon(resolved.config)
-
-
-def run_daemon(config: Config) -> int:
-    # Before numpy and grpc load: a BLAS thread per core and gRPC's own log lines are of no use here.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from rankscope.daemon.listening import ListenError
+    # Here, not above: --help and a wrong setting need none of the daemon's packages.
+    from rankscope.cli.foreground import run_until_signalled
     from rankscope.daemon.loop import Daemon
-    from rankscope.daemon.reporting import OneLine
 
-    handler = logging.StreamHandler()
-    handler.setFormatter(OneLine())
-    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
-    daemon = Daemon(config)
-    try:
-        daemon.start()
-    except ListenError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"rankscope daemon: {daemon.addresses}", file=sys.stderr, flush=True)
-    stopping.wait()
-    daemon.stop()
-    return 0
+    return run_until_signalled(NAME, Daemon(resolved.config), resolved.config.log_level)
 
 
 def warn_of_unknown_variables() -> None:

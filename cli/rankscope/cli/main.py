@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ _BY_NAME = {subcommand.name: subcommand for subcommand in SUBCOMMANDS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    # Before numpy and grpc load: a BLAS thread per core and gRPC's own log lines are of no use here.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     words = sys.argv[1:] if arguments is None else list(arguments)
     chosen = _BY_NAME.get(words[0]) if words else None
     parser = argparse.ArgumentParser(prog="rankscope", description="Finds what slows a PyTorch training job down.")

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import signal
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from rankscope.analysis.policy import DEFAULT_POLICY
 from rankscope.cli.daemon import add_setting_arguments, read_settings, warn_of_unknown_variables
+from rankscope.cli.foreground import run_until_signalled
 from rankscope.cli.sentences import MARKS, headline, loss
 from rankscope.cli.standalone import Standalone
 from rankscope.daemon.config import ConfigError
-from rankscope.daemon.listening import ListenError
-from rankscope.daemon.reporting import OneLine
 from rankscope.operator.correlation.correlator import JobState
 
 NAME = "up"
@@ -44,23 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     if config.socket == "none":
         print("error: rankscope up needs the Unix socket; leave --socket out or name a path", file=sys.stderr)
         return 2
-    handler = logging.StreamHandler()
-    handler.setFormatter(OneLine())
-    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
     standalone = Standalone(config, replace(DEFAULT_POLICY, mfu_target_ratio=arguments.mfu_target))
     standalone.correlator.listen(VerdictPrinter())
-    try:
-        standalone.start()
-    except ListenError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"rankscope up: {standalone.addresses}", file=sys.stderr, flush=True)
-    stopping.wait()
-    standalone.stop()
-    return 0
+    return run_until_signalled(NAME, standalone, config.log_level)
 
 
 class VerdictPrinter:

@@ -1,0 +1,41 @@
+"""Runs a service in the foreground until SIGTERM or SIGINT, with one-line logs on stderr."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from typing import Protocol
+
+from rankscope.daemon.listening import ListenError
+from rankscope.daemon.loop import Addresses
+from rankscope.daemon.reporting import OneLine
+
+
+class Service(Protocol):
+    @property
+    def addresses(self) -> Addresses: ...
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def run_until_signalled(name: str, service: Service, log_level: str) -> int:
+    """The exit code: 1 if an address is taken, which is explained on stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine())
+    logging.basicConfig(level=log_level.upper(), handlers=[handler])
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    try:
+        service.start()
+    except ListenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"rankscope {name}: {service.addresses}", file=sys.stderr, flush=True)
+    stopping.wait()
+    service.stop()
+    return 0
