@@ -88,6 +88,9 @@ class JobJudge:
         summary = ready.summary
         if summary.ranks_measured < self._policy.ranks_seen_ratio * latest.world_size:
             return judge_stack_windows(list(self._raw), self._policy)
+        # Earlier windows were kept for their stacks; with steps to go by they only hold memory.
+        self._raw.clear()
+        self._raw.append(latest)
         self._steps_seen += summary.fewest_steps
         self._step_seconds = summary.step_seconds
         if self._steps_seen < self._policy.steps_needed:

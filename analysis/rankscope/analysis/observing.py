@@ -14,7 +14,7 @@ from rankscope.analysis.splits import find_split
 from rankscope.analysis.stages import SlowStage, find_slow_stage
 from rankscope.analysis.summaries import JobSummary
 from rankscope.analysis.transfers import SlowTransfer, TransferBaseline
-from rankscope.analysis.windows import JobWindow
+from rankscope.analysis.windows import JobWindow, RankColumns
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,11 @@ class ReadyWindow:
 
 @dataclass(frozen=True)
 class Observation:
-    window: JobWindow
-    screen: Screen | None  # None where nobody stands out
+    columns: RankColumns
+    # Kept only where a rank stands out: nobody will ask for the stacks of the others, and a large job's would be
+    # gigabytes over the windows that are remembered.
+    window: JobWindow | None
+    screen: Screen | None
     summary: JobSummary
     remarkable: bool  # some rule may want to see it
     outliers: frozenset[int]
@@ -64,7 +67,8 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, policy: Policy) -> O
             imbalance = imbalance_impact(summary, policy)
     findings = (stage, transfer, imbalance)
     return Observation(
-        window,
+        window.columns,
+        window if any_outlier else None,
         screen,
         summary,
         remarkable=any_outlier or any(f is not None for f in findings) or _concerns_everyone(summary, policy),

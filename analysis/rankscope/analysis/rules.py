@@ -69,18 +69,19 @@ class RecentWindows:
 
     def _slow_rank_verdict(self, culprits: tuple[int, ...], severity: Severity) -> Verdict:
         flagged = [observation for observation in self._recent if observation.outliers.intersection(culprits)]
-        if not flagged or flagged[-1].screen is None:
+        if not flagged:
             return replace(self._before, severity=severity)
-        last, screened = flagged[-1], flagged[-1].screen
-        columns = last.window.columns
+        last, screened = flagged[-1].window, flagged[-1].screen
+        assert last is not None and screened is not None  # an outlier was seen in it
+        columns = last.columns
         rows = np.isin(columns.rank, culprits)
-        cause = self._cause(flagged, culprits)
+        cause = self._cause([o.window for o in flagged if o.window], columns, screened, culprits)
         impact = float(np.mean([observation.impact_ratio for observation in flagged]))
         own, usual = median_or_nan(screened.own_seconds[rows]), median_or_nan(screened.reference_seconds[rows])
-        group = _place_of(columns.rank[rows].tolist(), last.window)
+        group = _place_of(columns.rank[rows].tolist(), last)
         reason = (
             f"{group or ranks(culprits)}: {milliseconds(own)} of own work a step against {milliseconds(usual)} of its "
-            f"peers; the job would be {percent(impact)} faster without that"
+            f"peers; without that, {percent(impact)} of the job's time would come back"
         )
         return Verdict(
             Kind.SLOW_RANK,
@@ -93,7 +94,9 @@ class RecentWindows:
             cause=cause,
         )
 
-    def _cause(self, flagged: list[Observation], culprits: tuple[int, ...]) -> Cause:
+    def _cause(
+        self, windows: list[JobWindow], columns: RankColumns, screened: Screen, culprits: tuple[int, ...]
+    ) -> Cause:
         """Looked for anew only now and then once it has settled: reading stacks is most of what a slow job costs."""
         before = self._before
         same = before.kind is Kind.SLOW_RANK and before.culprits == culprits
@@ -101,13 +104,10 @@ class RecentWindows:
         self._cause_age = self._cause_age + 1 if complete else 0
         if self._cause_age > self._policy.windows_kept and self._cause_age % CAUSE_KEPT_WINDOWS:
             return before.cause
-        last = flagged[-1]
-        assert last.screen is not None
-        columns = last.window.columns
         rows = np.isin(columns.rank, culprits)
-        evidence = merge_evidence([o.window for o in flagged], _witnesses(columns, last.screen, rows))
+        evidence = merge_evidence(windows, _witnesses(columns, screened, rows))
         stacks = {rank: e.stacks for rank, e in evidence.items() if e.stacks is not None}
-        cause = name_cause(columns, last.screen, rows, stacks, self._policy)
+        cause = name_cause(columns, screened, rows, stacks, self._policy)
         if not same:
             return cause
         # Noise may hide the phase for a window, and stacks are recorded only now and then: while the same ranks stand
@@ -131,7 +131,7 @@ class RecentWindows:
         found = [o.stage for o in self._recent if o.stage and o.stage.stage == stage]
         if not found:
             return self._before
-        columns = self._recent[-1].window.columns
+        columns = self._recent[-1].columns
         impact = float(np.mean([f.impact_ratio for f in found]))
         return Verdict(
             Kind.SLOW_STAGE,
