@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterable
 
@@ -31,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    # A shell starts background programs with SIGINT ignored; a table that Ctrl-C cannot end is a trap.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     endpoint = arguments.endpoint or f"unix:{default_socket()}"
     console = Console()
     try:
