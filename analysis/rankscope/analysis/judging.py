@@ -37,6 +37,7 @@ class JobJudge:
         self._recent = RecentWindows(policy)
         self._baseline = TransferBaseline()
         self._steps_seen = 0.0
+        self._unmeasured = 0
         self._step_seconds: float | None = None
         self._lost_gpu_seconds = 0.0
         self.verdict = Verdict(Kind.INSUFFICIENT_DATA, "no window yet")
@@ -87,7 +88,11 @@ class JobJudge:
             return self.verdict if self.verdict.kind is not Kind.HANG else Verdict(Kind.HEALTHY, "moving again")
         summary = ready.summary
         if summary.ranks_measured < self._policy.ranks_seen_ratio * latest.world_size:
+            self._unmeasured += 1
+            if self._steps_seen and self._unmeasured <= self._policy.windows_kept:
+                return self.verdict  # DDP is sampled, and a window may hold no sample: that alone changes nothing
             return judge_stack_windows(list(self._raw), self._policy)
+        self._unmeasured = 0
         # Earlier windows were kept for their stacks; with steps to go by they only hold memory.
         self._raw.clear()
         self._raw.append(latest)

@@ -185,6 +185,14 @@ def test_steps_longer_than_a_window_are_gathered_before_ranks_are_compared() -> 
     assert not any(v.culprits not in ((), (2,)) for v in verdicts)
 
 
+def test_a_window_without_a_sample_of_the_wait_changes_nothing() -> None:
+    slow = HEALTHY.but(slow_ranks={2: 1.6})
+    blind = slow.but(extra={rank: {"self_seconds": np.nan} for rank in range(4)})
+    verdicts = watch((HEALTHY, 4), (slow, 5), (blind, 2), (slow, 2), (blind, 20))
+    assert all(v.culprits == (2,) for v in verdicts[8:13])
+    assert verdicts[-1].kind is Kind.INSUFFICIENT_DATA  # but not for ever
+
+
 class TestHang:
     def judge(
         self, stalls: dict[int, Stall | None], departed: tuple[int, ...] = ()
