@@ -29,7 +29,7 @@ def _measure_here() -> dict[str, float]:
     from torch.optim import optimizer as hooks
 
     class Nothing(torch.optim.Optimizer):
-        def step(self) -> None:  # type: ignore[override]
+        def step(self) -> None:  # type: ignore[override]  # torch calls it without a closure
             pass
 
     optimizer = Nothing([torch.nn.Parameter(torch.zeros(1))], {})

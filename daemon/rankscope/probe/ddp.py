@@ -47,7 +47,7 @@ class DdpSampler:
         models = self.models
 
         @functools.wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - stands in for the class' own
             original(self, *args, **kwargs)
             models.append(Watched(self))
 

@@ -26,7 +26,7 @@ class Facts:
         meshes = self._meshes
 
         @functools.wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - stands in for the class' own
             original(self, *args, **kwargs)
             if len(meshes) < 64:
                 meshes.append(self)

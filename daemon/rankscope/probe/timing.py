@@ -25,7 +25,7 @@ class Tally:
 
 def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """torch.compile would otherwise trace into us, guard on our counters and compile anew at every step (seen)."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # dynamo's own mark
     return function
 
 

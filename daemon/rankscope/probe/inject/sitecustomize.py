@@ -22,7 +22,7 @@ def _import_probe():
         path = list(getattr(package, "__path__", ()))
         path.append(root)
         package.__path__ = path
-        import rankscope.probe.bootstrap  # noqa: F401
+        import rankscope.probe.bootstrap  # noqa: F401 - importing it starts the probe
 
 
 def _start_probe():
