@@ -129,7 +129,9 @@ def _rank(window: Any) -> dict[str, Any]:
     return {
         "rank": window.identity.rank,
         "pid": window.identity.pid,
-        "step_seconds": window.step.p50_seconds if window.HasField("step") else None,
+        # The mean, as for self and wait: then step = self + wait, and a median of few uneven steps cannot differ
+        # between ranks that took the same steps.
+        "step_seconds": window.step.mean_seconds if window.HasField("step") else None,
         "self_seconds": per_step.get("self"),
         "wait_seconds": per_step.get("wait"),
     }
