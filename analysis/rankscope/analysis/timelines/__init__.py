@@ -1,0 +1,1 @@
+"""What-if replay of a pipeline-parallel job from the timeline of its operations."""

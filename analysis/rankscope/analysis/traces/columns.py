@@ -1,0 +1,116 @@
+"""One rank's trace as columns: a row per event with a duration, whatever its kind. Everything else reads only this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.analysis.robust import Bools, Ints
+
+# What stands in an integer column where the trace said nothing.
+ABSENT = -1
+
+
+class Category(IntEnum):
+    OTHER = 0
+    CPU_OP = 1
+    KERNEL = 2
+    MEMCPY = 3
+    MEMSET = 4
+    RUNTIME = 5  # cuda_runtime, hip runtime: calls on the host
+    DRIVER = 6
+    SYNC = 7
+    USER_ANNOTATION = 8  # on the host: ProfilerStep#, Optimizer.step#, nccl:all_reduce, gloo:…, DDP and FSDP markers
+    GPU_ANNOTATION = 9
+    PYTHON = 10
+    OVERHEAD = 11
+
+
+@dataclass(frozen=True)
+class Device:
+    index: int
+    name: str
+    memory_bytes: int | None
+    multiprocessors: int | None
+
+
+@dataclass(frozen=True)
+class ProcessGroup:
+    name: str
+    description: str
+    ranks: tuple[int, ...]  # empty where the trace does not tell
+
+
+@dataclass(frozen=True)
+class CollectiveColumns:
+    """What the profiler noted about communication, on host events and kernels alike: one row per event that carries
+    any of it. Texts are indices into `Trace.names`; -1 is "not noted"."""
+
+    row: Ints  # of Trace
+    collective: Ints  # name: allreduce, _allgather_base, …
+    group: Ints  # process group name
+    group_description: Ints
+    group_size: Ints
+    sequence: Ints  # position in its group; the same number on every rank
+    element_type: Ints
+    in_elements: Ints
+    out_elements: Ints
+    peer: Ints  # of a point-to-point call
+    asynchronous: Ints  # 0, 1, -1
+
+
+@dataclass(frozen=True)
+class MemoryColumns:
+    """Allocator events ("[memory]" instants of profile_memory=True)."""
+
+    time_ns: Ints
+    change_bytes: Ints  # negative: freed
+    allocated_bytes: Ints  # total after it
+    reserved_bytes: Ints
+    on_device: Bools
+    device: Ints
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Times are nanoseconds from `base_ns` (unix time where the trace says so), exact to what the file holds.
+    Rows are sorted by start; events of equal start by falling duration, so that parents stand before children."""
+
+    start_ns: Ints
+    duration_ns: Ints
+    category: npt.NDArray[np.int8]  # a Category
+    name: Ints  # index into names
+    process: Ints  # pid of host events, device of device events; -1 where it is no number
+    thread: Ints  # tid of host events, stream of device events
+    device: Ints
+    stream: Ints
+    correlation: Ints  # ties a kernel to the runtime call that launched it
+    external_id: Ints
+    size_bytes: Ints  # of memory copies and sets
+    names: tuple[str, ...]
+
+    base_ns: int
+    rank: int | None
+    world_size: int | None
+    backend: str  # nccl, gloo, …; empty where not told
+    devices: tuple[Device, ...]
+    groups: tuple[ProcessGroup, ...]
+    collectives: CollectiveColumns
+    memory: MemoryColumns
+    repairs: tuple[str, ...]  # what had to be mended to read the file, in words
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+    @property
+    def end_ns(self) -> Ints:
+        return self.start_ns + self.duration_ns
+
+    def of(self, *categories: Category) -> Bools:
+        return np.isin(self.category, categories)
+
+    def named(self, index: int) -> str:
+        return self.names[index] if index >= 0 else ""
