@@ -1,0 +1,80 @@
+"""Numbers with their units, as people read them. The only place where a number becomes text for a plot or a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+NOT_MEASURED = "–"
+
+# Per unit of the data: what it is shown in, by rising size of the largest number shown.
+_LADDERS: dict[str, tuple[tuple[float, str], ...]] = {
+    "us": ((1e-3, "ns"), (1.0, "µs"), (1e3, "ms"), (1e6, "s"), (6e7, "min"), (3.6e9, "h")),
+    "s": ((1e-9, "ns"), (1e-6, "µs"), (1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h")),
+    "B": ((1.0, "B"), (2.0**10, "KiB"), (2.0**20, "MiB"), (2.0**30, "GiB"), (2.0**40, "TiB")),
+    "B/s": ((1.0, "B/s"), (1e3, "kB/s"), (1e6, "MB/s"), (1e9, "GB/s"), (1e12, "TB/s")),
+    "FLOP": ((1.0, "FLOP"), (1e6, "MFLOP"), (1e9, "GFLOP"), (1e12, "TFLOP"), (1e15, "PFLOP"), (1e18, "EFLOP")),
+    "FLOP/s": ((1.0, "FLOP/s"), (1e6, "MFLOP/s"), (1e9, "GFLOP/s"), (1e12, "TFLOP/s"), (1e15, "PFLOP/s")),
+    "ratio": ((0.01, "%"),),
+}
+# Minutes and hours only once the smaller unit would be hard to read.
+_RELUCTANT = {"min": 10.0, "h": 3.0}
+
+
+@dataclass(frozen=True)
+class Display:
+    """How numbers of one plot or column are shown: divided by `factor`, with `symbol` behind them."""
+
+    factor: float
+    symbol: str
+
+    def text(self, value: float | None) -> str:
+        if value is None or not math.isfinite(value):
+            return NOT_MEASURED
+        return f"{number(value / self.factor)} {self.symbol}".rstrip()
+
+
+def display(unit: str, values: Iterable[float | None]) -> Display:
+    """The one scale that suits all the values: what their largest reads best in."""
+    ladder = _LADDERS.get(unit)
+    if ladder is None:
+        return Display(1.0, unit)
+    largest = max((abs(value) for value in values if value is not None and math.isfinite(value)), default=0.0)
+    # Of nothing but zeros, the unit itself: "0 µs", not "0 ns".
+    chosen = next((step for step in ladder if step[0] == 1.0), ladder[0]) if largest == 0 else ladder[0]
+    for factor, symbol in ladder:
+        if largest >= factor * _RELUCTANT.get(symbol, 1.0):
+            chosen = (factor, symbol)
+    return Display(*chosen)
+
+
+def quantity(value: float | None, unit: str) -> str:
+    """`1.24 ms`, `87.5 %`, `25.0 MiB`, `–` where nothing was measured."""
+    return display(unit, (value,)).text(value)
+
+
+def number(value: float) -> str:
+    """Three significant digits, no exponent between a thousandth and a million million: `0.0123`, `1.24`, `12,345`"""
+    if not math.isfinite(value):
+        return NOT_MEASURED
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size < 1e-3 or size >= 1e12:
+        return f"{value:.3g}"
+    decimals = min(max(2 - math.floor(math.log10(size)), 0), 5)
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.{decimals}f}"
+
+
+def count(value: int, one: str, many: str = "") -> str:
+    """`1 rank`, `61 ranks`"""
+    return f"{value:,} {one if value == 1 else many or one + 's'}"
+
+
+def shorten(text: str, most: int) -> str:
+    """The middle goes where a name is long: kernels differ at both ends."""
+    if len(text) <= most:
+        return text
+    head = (most - 1) * 3 // 5
+    return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
