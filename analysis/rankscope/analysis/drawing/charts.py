@@ -65,30 +65,30 @@ def stacked_bars(
 
 
 def lines(
-    x: Sequence[float],
+    positions: Sequence[float],
     series: Sequence[Series],
     *,
-    x_axis_: Axis,
-    y_axis_: Axis,
+    across: Axis,
+    up: Axis,
     title: str = "",
     from_zero: bool = True,
 ) -> str:
     """A line per series over common positions; a missing value breaks the line."""
-    clouds = [Cloud(one.name, x, one.values, one.colour) for one in series]
-    return _plane(clouds, (), x_axis_, y_axis_, title, joined=True, from_zero=from_zero, diagonal=False)
+    clouds = [Cloud(one.name, positions, one.values, one.colour) for one in series]
+    return _plane(clouds, (), across, up, title, joined=True, from_zero=from_zero, diagonal=False)
 
 
 def scatter(
     clouds: Sequence[Cloud],
     *,
-    x_axis_: Axis,
-    y_axis_: Axis,
+    across: Axis,
+    up: Axis,
     title: str = "",
     curves: Sequence[Cloud] = (),
     diagonal: bool = False,
 ) -> str:
     """Points, with fitted `curves` over them; `diagonal` draws y = x (predicted against actual)."""
-    return _plane(clouds, curves, x_axis_, y_axis_, title, joined=False, from_zero=False, diagonal=diagonal)
+    return _plane(clouds, curves, across, up, title, joined=False, from_zero=False, diagonal=diagonal)
 
 
 def histogram(

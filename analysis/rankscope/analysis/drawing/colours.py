@@ -19,10 +19,11 @@ CATEGORIES: tuple[str, ...] = (BLUE, ORANGE, GREEN, SKY, PURPLE, VERMILION, GREY
 MISSING = "#8f8f8f"
 INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#d8dee4", "#ffffff"
 
-# Ends of the scale in Oklab (lightness, green–red, blue–yellow). Going straight from one to the other, lightness rises
-# evenly and hue runs along blue–yellow only, the axis that the common kinds of colour blindness keep.
-_DARK = np.array((0.26, 0.01, -0.10))
+# The scale in Oklab (lightness, green–red, blue–yellow), from end to end by way of green: lightness rises evenly, so
+# the order survives any colour blindness and a grey print, and nothing on the way is grey: that stands for "missing".
+_DARK = np.array((0.26, 0.01, -0.11))
 _BRIGHT = np.array((0.94, -0.02, 0.16))
+_BEND = np.array((0.0, -0.11, 0.0))
 _TO_CONE = np.array(
     ((1.0, 0.3963377774, 0.2158037573), (1.0, -0.1055613458, -0.0638541728), (1.0, -0.0894841775, -1.2914855480))
 )
@@ -40,9 +41,9 @@ def category(index: int) -> str:
 
 
 def scale_rgb(share: Floats) -> Bytes3:
-    """Colours (…, 3) of shares from 0 (dark blue) to 1 (bright yellow), evenly spaced to the eye."""
+    """Colours (…, 3) of shares from 0 (dark blue) to 1 (bright yellow); lightness rises evenly."""
     place = np.clip(np.asarray(share, dtype=np.float64), 0.0, 1.0)[..., None]
-    lab = _DARK + (_BRIGHT - _DARK) * place
+    lab = _DARK + (_BRIGHT - _DARK) * place + _BEND * 4 * place * (1 - place)
     linear = np.clip((lab @ _TO_CONE.T) ** 3 @ _TO_LINEAR_RGB.T, 0.0, 1.0)
     encoded = np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
     return np.asarray(np.round(encoded * 255), dtype=np.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,6 +49,8 @@ def heat_map(
     width = max(left + inner_width + _COLOUR_BAR_PIXELS + 20, 16 + text_pixels(title) * 1.2, 320.0)
     shown = display(unit, [bottom, top])
     written = rows * columns <= _WRITTEN_CELLS and wide >= 34 and tall >= 15
+    # Its own name in each picture: one that stands in a folded part of a page cannot be borrowed by the others.
+    hatch = f"missing-{zlib.crc32(grid.tobytes() + title.encode('utf-8', 'replace')):08x}"
     parts = [heading(title)]
     fills = colours.scale_hex(np.nan_to_num(share).ravel())
     cells = zip(grid.ravel().tolist(), share.ravel().tolist(), fills, strict=True)
@@ -59,7 +62,7 @@ def heat_map(
         # A hairline between cells, but none where cells are hairlines themselves.
         gap = 1.0 if min(wide, tall) > 6 else 0.0
         box = {"x": x, "y": y, "width": max(wide - gap, 0.5), "height": max(tall - gap, 0.5)}
-        parts.append(element("rect", hover(note), **box, fill=fill if known else "url(#missing)"))
+        parts.append(element("rect", hover(note), **box, fill=fill if known else f"url(#{hatch})"))
         if written:
             text = number(value / shown.factor) if known else NOT_MEASURED
             ink = colours.ink_on(part) if known else colours.INK
@@ -73,7 +76,7 @@ def heat_map(
     bar_height = max(inner_height, 60.0)
     parts.append(_colour_bar(left + inner_width + 18, head, bar_height, Axis(value_title, unit), bottom, top))
     height = head + bar_height + 46
-    return drawing(width, height, title, _MISSING + "".join(parts))
+    return drawing(width, height, title, _hatching(hatch) + "".join(parts))
 
 
 def shares(grid: Floats, low: float | None = None, high: float | None = None) -> tuple[Floats, float, float]:
@@ -89,11 +92,12 @@ def shares(grid: Floats, low: float | None = None, high: float | None = None) ->
     return np.clip((finite - bottom) / (top - bottom), 0.0, 1.0), bottom, top
 
 
-_MISSING = (
-    '<defs><pattern id="missing" width="6" height="6" patternUnits="userSpaceOnUse">'
-    f'<rect width="6" height="6" fill="{colours.MISSING}" fill-opacity="0.18"/>'
-    f'<path d="M0 6L6 0" stroke="{colours.MISSING}" stroke-width="1"/></pattern></defs>'
-)
+def _hatching(name: str) -> str:
+    return (
+        f'<defs><pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse">'
+        f'<rect width="6" height="6" fill="{colours.MISSING}" fill-opacity="0.18"/>'
+        f'<path d="M0 6L6 0" stroke="{colours.MISSING}" stroke-width="1"/></pattern></defs>'
+    )
 
 
 def _names(

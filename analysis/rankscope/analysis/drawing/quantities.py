@@ -17,6 +17,7 @@ _LADDERS: dict[str, tuple[tuple[float, str], ...]] = {
     "FLOP": ((1.0, "FLOP"), (1e6, "MFLOP"), (1e9, "GFLOP"), (1e12, "TFLOP"), (1e15, "PFLOP"), (1e18, "EFLOP")),
     "FLOP/s": ((1.0, "FLOP/s"), (1e6, "MFLOP/s"), (1e9, "GFLOP/s"), (1e12, "TFLOP/s"), (1e15, "PFLOP/s")),
     "ratio": ((0.01, "%"),),
+    "x": ((1.0, "×"),),
 }
 # Minutes and hours only once the smaller unit would be hard to read.
 _RELUCTANT = {"min": 10.0, "h": 3.0}
