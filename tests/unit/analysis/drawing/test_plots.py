@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import math
+import struct
+import xml.etree.ElementTree as ElementTree
+import zlib
+
+import numpy as np
+import pytest
+
+from rankscope.analysis.drawing import charts, colours
+from rankscope.analysis.drawing.axes import Axis
+from rankscope.analysis.drawing.charts import Cloud, Series
+from rankscope.analysis.drawing.heat_map import heat_map
+from rankscope.analysis.drawing.page import Section, Table, page
+from rankscope.analysis.drawing.png import heat_map_png, palette
+
+SVG = "{http://www.w3.org/2000/svg}"
+HOSTILE = "</title><script>alert(1)</script>\x00\x1b[31m\ud800\u202e\"'&"
+TIME = Axis("time", "us")
+
+
+def _blocks(svg: str) -> dict[str, tuple[float, float, str]]:
+    """What each bar says, where it starts, how long it is, and its colour."""
+    found = {}
+    for block in ElementTree.fromstring(svg).iter(f"{SVG}rect"):
+        title = block.find(f"{SVG}title")
+        if title is not None and title.text:
+            found[title.text] = (float(block.attrib["x"]), float(block.attrib["width"]), block.attrib["fill"])
+    return found
+
+
+def test_bars_are_as_long_as_their_values_and_the_marked_one_stands_out() -> None:
+    blocks = _blocks(charts.bars(["a", "b", "c"], [100.0, 50.0, None], axis=TIME, marked=[1]))
+    assert list(blocks) == ["a: 100 µs", "b: 50 µs"]
+    assert blocks["b: 50 µs"][1] == pytest.approx(blocks["a: 100 µs"][1] / 2, abs=0.02)
+    assert blocks["b: 50 µs"][2] == colours.VERMILION != blocks["a: 100 µs"][2]
+
+
+def test_stacked_parts_follow_each_other_without_gap_or_overlap() -> None:
+    series = [Series("compute", [60.0, 10.0]), Series("idle", [40.0, math.nan]), Series("copy", [20.0, 5.0])]
+    blocks = list(_blocks(charts.stacked_bars(["0", "1"], series, axis=TIME)).values())
+    for before, after in ((blocks[0], blocks[1]), (blocks[1], blocks[2]), (blocks[3], blocks[4])):
+        assert before[0] + before[1] == pytest.approx(after[0], abs=0.02)
+    assert len({colour for _, _, colour in blocks}) == 3
+
+
+def test_a_missing_value_breaks_a_line_and_a_log_axis_leaves_zero_out() -> None:
+    svg = charts.lines([0, 1, 2, 3, 4], [Series("r", [1.0, 2.0, None, 1.0, 3.0])], across=Axis("step"), up=TIME)
+    assert len(list(ElementTree.fromstring(svg).iter(f"{SVG}polyline"))) == 2
+    clouds = [Cloud("ops", [0.0, 10.0, 1000.0], [1.0, 10.0, math.inf], notes=["zero", "shown", "infinite"])]
+    svg = charts.scatter(clouds, across=Axis("size", "B", log=True), up=Axis("time", "us", log=True))
+    assert [title.text for title in ElementTree.fromstring(svg).iter(f"{SVG}title")] == ["ops: shown"]
+
+
+def test_a_histogram_counts_every_value_once() -> None:
+    values = np.random.default_rng(1).gamma(2.0, 300.0, 1000)
+    blocks = _blocks(charts.histogram([*values.tolist(), math.nan], axis=TIME))
+    assert sum(int(text.rpartition(": ")[2]) for text in blocks) == 1000
+
+
+def test_a_heat_map_tells_every_cell_and_hatches_the_missing() -> None:
+    values = np.array([[1.0, 2.0], [np.nan, 3.0]])
+    blocks = _blocks(heat_map(values, row_labels=["s0", "s1"], column_labels=["d0", "d1"], unit="x"))
+    assert list(blocks) == ["s0, d0: 1 ×", "s0, d1: 2 ×", "s1, d0: not measured", "s1, d1: 3 ×"]
+    fills = [colour for _, _, colour in blocks.values()]
+    assert fills[2].startswith("url(#missing")
+    assert [fills[0], fills[3]] == colours.scale_hex([0.0, 1.0])
+
+
+def test_cells_that_are_all_alike_are_not_painted_as_an_alarm() -> None:
+    blocks = _blocks(heat_map(np.ones((2, 2)), row_labels=["a", "b"], column_labels=["c", "d"]))
+    assert {colour for _, _, colour in blocks.values()} == set(colours.scale_hex([0.0]))
+
+
+def test_lightness_rises_evenly_along_the_scale_and_no_colour_of_it_is_grey() -> None:
+    rgb = colours.scale_rgb(np.linspace(0, 1, 64)).astype(float) / 255
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    lightness = np.cbrt(linear @ (0.2126, 0.7152, 0.0722))
+    steps = np.diff(lightness)
+    assert steps.min() > 0 and steps.max() < 3 * np.median(steps)
+    assert (rgb.max(axis=1) - rgb.min(axis=1)).min() > 0.15
+
+
+def test_the_png_holds_the_colours_of_the_values() -> None:
+    content = heat_map_png(np.array([[0.0, 1.0], [np.nan, 0.5]]), cell_pixels=4)
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    chunks, at = {}, 8
+    while at < len(content):
+        (length,) = struct.unpack(">I", content[at : at + 4])
+        kind, body = content[at + 4 : at + 8], content[at + 8 : at + 8 + length]
+        assert struct.unpack(">I", content[at + 8 + length : at + 12 + length])[0] == zlib.crc32(kind + body)
+        chunks[kind] = body
+        at += 12 + length
+    assert struct.unpack(">II", chunks[b"IHDR"][:8]) == (8, 8)
+    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(8, 9)[:, 1:]
+    table = palette()
+    assert table[rows[0, 0]].tolist() == colours.scale_rgb(np.array(0.0)).tolist()
+    assert table[rows[0, 7]].tolist() == colours.scale_rgb(np.array(1.0)).tolist()
+    assert table[rows[7, 0]].tolist() == list(colours.rgb(colours.MISSING))
+
+
+def test_a_picture_of_a_hundred_thousand_steps_keeps_its_peak_and_stays_small() -> None:
+    values = np.zeros((3, 100_000))
+    values[1, 77_777] = 9.0
+    content = heat_map_png(values)
+    assert len(content) < 50_000 and struct.unpack(">I", content[16:20])[0] <= 2048
+    idat = content[content.index(b"IDAT") + 4 : content.index(b"IEND") - 8]
+    assert 255 in zlib.decompressobj().decompress(idat)
+
+
+def test_names_out_of_a_hostile_file_are_shown_and_never_run() -> None:
+    plots = [
+        charts.bars([HOSTILE], [1.0], axis=TIME, title=HOSTILE),
+        charts.stacked_bars([HOSTILE], [Series(HOSTILE, [1.0])], axis=Axis(HOSTILE, HOSTILE)),
+        charts.scatter([Cloud(HOSTILE, [1.0], [1.0], notes=[HOSTILE])], across=TIME, up=TIME, diagonal=True),
+        heat_map(np.ones((1, 1)), row_labels=[HOSTILE], column_labels=[HOSTILE], title=HOSTILE),
+    ]
+    for plot in plots:
+        tags = {node.tag.removeprefix(SVG) for node in ElementTree.fromstring(plot).iter()}
+        assert "script" not in tags
+    text = page(HOSTILE, [Section(HOSTILE, [HOSTILE], [Table([HOSTILE], [[HOSTILE]])], plots)], lead=HOSTILE)
+    text.encode("utf-8")
+    assert "<script" not in text and "\x00" not in text and "http:" not in text and "https:" not in text
