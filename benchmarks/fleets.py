@@ -71,7 +71,7 @@ class Fleet:
             "transfer_seconds": np.full(shape, TRANSFER_SECONDS),
             "self_spread_ratio": np.full(shape, 1.03),
             "input_seconds": 0.02 * base,
-            "forward_seconds": 0.3 * base + np.maximum(own - base * 1.1, 0.0),
+            "forward_seconds": 0.3 * base + (own - base),
             "backward_seconds": 0.5 * base,
             "optimizer_seconds": 0.1 * base,
             "checkpoint_seconds": np.zeros(shape),

@@ -48,17 +48,21 @@ class JobJudge:
         self._pending.append(window)
         if len(self._pending) > PENDING_KEPT:
             del self._pending[0]
-        if np.isnan(window.columns.steps).all():
-            return None
-        ready = merge_windows(self._pending)
-        if not ready.columns.steps.min(initial=np.inf) >= STEPS_PER_WINDOW:
+        ready = window
+        if len(self._pending) > 1:
+            if np.isnan(window.columns.steps).all():
+                return None
+            ready = merge_windows(self._pending)
+        if not ready.columns.steps.min(initial=np.inf) >= STEPS_PER_WINDOW:  # nor where a rank's are not known
             return None
         self._pending.clear()
         return ready
 
     def judge(self, ready: ReadyWindow | None) -> Verdict:
         """The verdict after the window last absorbed."""
-        self.verdict = self._with_loss(self._hung() or self._judge_ranks(ready))
+        # Who has steps to be judged by is moving.
+        hung = self._hung() if ready is None else None
+        self.verdict = self._with_loss(hung or self._judge_ranks(ready))
         return self.verdict
 
     def _with_loss(self, verdict: Verdict) -> Verdict:

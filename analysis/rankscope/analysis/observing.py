@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +18,7 @@ from rankscope.analysis.transfers import SlowTransfer, TransferBaseline
 from rankscope.analysis.windows import JobWindow, RankColumns
 
 
-@dataclass(frozen=True)
-class ReadyWindow:
+class ReadyWindow(NamedTuple):
     """What `absorb` returned, with what the comparison of all ranks said about it."""
 
     window: JobWindow
@@ -31,8 +31,9 @@ class ReadyWindow:
         return self.all_ranks.take(self.rows)
 
 
-@dataclass(frozen=True)
-class Observation:
+class Observation(NamedTuple):
+    """A tuple, as one is made for every job at every tick of a fleet."""
+
     columns: RankColumns
     # Kept only where a rank stands out: nobody will ask for the stacks of the others, and a large job's would be
     # gigabytes over the windows that are remembered.

@@ -32,12 +32,14 @@ class RecentWindows:
         self._recent: deque[Observation] = deque(maxlen=policy.windows_kept)
         self._before = HEALTHY
         self._cause_age = 0
+        self._unremarkable = 0  # windows since some rule wanted to look
 
     def decide(self, observation: Observation, standing: Verdict) -> Verdict:
         """The verdict with one more window; `standing` is the one before it, for hysteresis."""
         self._recent.append(observation)
         self._before = standing
-        if not self._before.kind.is_finding and not any(observation.remarkable for observation in self._recent):
+        self._unremarkable = 0 if observation.remarkable else self._unremarkable + 1
+        if self._unremarkable >= len(self._recent) and not standing.kind.is_finding:
             return HEALTHY
         for rule in (self._slow_ranks, self._slow_stage, self._slow_communication, self._imbalance, self._input_bound):
             verdict = rule()
@@ -97,11 +99,10 @@ class RecentWindows:
     def _cause(
         self, windows: list[JobWindow], columns: RankColumns, screened: Screen, culprits: tuple[int, ...]
     ) -> Cause:
-        """Looked for anew only now and then once it has settled: reading stacks is most of what a slow job costs."""
+        """Looked for anew only now and then once the same ranks have stood accused for a while: reading stacks is most of what a slow job costs."""
         before = self._before
         same = before.kind is Kind.SLOW_RANK and before.culprits == culprits
-        complete = same and before.cause.phase != "unknown" and bool(before.cause.frames)
-        self._cause_age = self._cause_age + 1 if complete else 0
+        self._cause_age = self._cause_age + 1 if same else 0
         if self._cause_age > self._policy.windows_kept and self._cause_age % CAUSE_KEPT_WINDOWS:
             return before.cause
         rows = np.isin(columns.rank, culprits)

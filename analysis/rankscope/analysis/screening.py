@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 import numpy as np
 
@@ -126,6 +127,6 @@ def _compare(
 
 def concatenate(parts: list[RankColumns]) -> RankColumns:
     """One table of several jobs' windows; `job` is renumbered by position."""
-    made = {f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(RankColumns)}
+    made = {f.name: np.concatenate([*map(attrgetter(f.name), parts)]) for f in fields(RankColumns)}
     made["job"] = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     return RankColumns(**made)

@@ -18,7 +18,7 @@ WAITING_PHASES = frozenset({"communication", "device_sync", "backward"})
 EXCUSED_PHASES = frozenset({"checkpoint", "compile"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankColumns:
     """A row per rank; seconds are per step. NaN means that it was not measured."""
 
@@ -102,7 +102,7 @@ class RankEvidence:
     window_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class JobWindow:
     """One window of one job. Rows of `columns` are in the order of `rank`."""
 
