@@ -99,7 +99,8 @@ class RecentWindows:
     def _cause(
         self, windows: list[JobWindow], columns: RankColumns, screened: Screen, culprits: tuple[int, ...]
     ) -> Cause:
-        """Looked for anew only now and then once the same ranks have stood accused for a while: reading stacks is most of what a slow job costs."""
+        """Once the same ranks have stood accused for a while, it is looked for only now and then: reading stacks is
+        most of what a slow job costs."""
         before = self._before
         same = before.kind is Kind.SLOW_RANK and before.culprits == culprits
         self._cause_age = self._cause_age + 1 if same else 0
