@@ -40,7 +40,7 @@ def element_bytes(element_type: str) -> int | None:
     word = " ".join(element_type.strip().lower().split())
     for prefix in _PREFIXES:
         word = word.removeprefix(prefix).replace(f"<{prefix}", "<")
-    if word.startswith("float8") or word.startswith("float4"):
+    if word.startswith(("float8", "float4")):
         return 1  # float8_e4m3fn, float8_e5m2, … and float4_e2m1fn_x2, which packs two into a byte
     return _BYTES_BY_SPELLING.get(word)
 

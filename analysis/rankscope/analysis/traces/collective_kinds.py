@@ -31,6 +31,7 @@ class CollectiveKind(IntEnum):
 
 # After removing everything but letters. Longer words stand before the words they contain.
 _WORDS: tuple[tuple[str, CollectiveKind], ...] = (
+    ("barrier", CollectiveKind.BARRIER),  # NCCL's is built from an all-reduce, and may be called so
     ("allreduce", CollectiveKind.ALL_REDUCE),
     ("reducescatter", CollectiveKind.REDUCE_SCATTER),
     ("allgather", CollectiveKind.ALL_GATHER),
@@ -38,7 +39,6 @@ _WORDS: tuple[tuple[str, CollectiveKind], ...] = (
     ("broadcast", CollectiveKind.BROADCAST),
     ("sendrecv", CollectiveKind.SEND_RECV),
     ("coalesced", CollectiveKind.COALESCED),
-    ("barrier", CollectiveKind.BARRIER),
     ("gather", CollectiveKind.GATHER),
     ("scatter", CollectiveKind.SCATTER),
     ("reduce", CollectiveKind.REDUCE),
@@ -48,13 +48,9 @@ _WORDS: tuple[tuple[str, CollectiveKind], ...] = (
 )
 # What a host notes that moves no data.
 _SILENT = ("wait", "init", "synchronize", "groupstart", "groupend", "startcoalescing", "endcoalescing")
-_KERNEL = re.compile(r"^(?:void )?(?:nccl|rccl|msccl)\w*(?:Kernel|kernel)", re.ASCII)
 _ANNOTATION = re.compile(r"^(nccl|rccl|gloo|mpi|ucc|xccl|ccl|hccl):(.+)", re.ASCII)
+_PEER = re.compile(r":(?:send|recv) \d+(?:->|<-)(\d+)", re.ASCII)
 _HOST_OPERATOR = re.compile(r"^(?:c10d|_c10d_functional)::", re.ASCII)
-
-
-def is_communication_kernel(name: str) -> bool:
-    return _KERNEL.match(name) is not None
 
 
 def kind_of_kernel(name: str) -> CollectiveKind:
@@ -71,6 +67,12 @@ def annotated_backend(name: str) -> str:
 def kind_of_annotation(name: str) -> CollectiveKind | None:
     match = _ANNOTATION.match(name)
     return kind_of_note(match[2]) if match else None
+
+
+def annotated_peer(name: str) -> int | None:
+    """1 of `nccl:send 0->1` and of `nccl:recv 0<-1`."""
+    match = _PEER.search(name)
+    return int(match[1]) if match else None
 
 
 def kind_of_host_operator(name: str) -> CollectiveKind | None:
