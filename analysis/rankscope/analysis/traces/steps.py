@@ -1,0 +1,138 @@
+"""Steps of a trace, and which step each event belongs to: work on the device belongs to the step that launched it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from rankscope.analysis.robust import Bools, Ints
+from rankscope.analysis.traces.columns import ABSENT, Category, Trace
+from rankscope.analysis.traces.intervals import merge
+from rankscope.analysis.traces.kernels import names_like
+
+_PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d+)")
+_OPTIMIZER_STEP = re.compile(r"Optimizer\.step#")
+_BACKWARD = re.compile(r"autograd::engine::evaluate_function")
+NO_STEP = -1
+_LARGEST = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Windows on the host, sorted and disjoint. `number` is the profiler's own where it gave one, else from 0."""
+
+    number: Ints
+    start_ns: Ints
+    end_ns: Ints
+    source: str  # ProfilerStep, Optimizer.step, or empty where the trace shows no steps
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def at(self, moments_ns: Ints) -> Ints:
+        """Position (not number) of the step each moment lies in; NO_STEP outside of all."""
+        if len(self) == 0:
+            return np.full(len(moments_ns), NO_STEP, dtype=np.int64)
+        position = np.searchsorted(self.start_ns, moments_ns, "right") - 1
+        inside = (position >= 0) & (moments_ns < self.end_ns[np.maximum(position, 0)])
+        return np.where(inside, position, NO_STEP)
+
+
+NO_STEPS = Steps(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), "")
+
+
+def find_steps(trace: Trace) -> Steps:
+    on_host = trace.of(Category.USER_ANNOTATION, Category.CPU_OP) & (trace.stream == ABSENT)
+    marked = on_host & names_like(trace, _PROFILER_STEP)[trace.name]
+    if marked.any():
+        return _profiler_steps(trace, np.flatnonzero(marked))
+    optimizers = on_host & names_like(trace, _OPTIMIZER_STEP)[trace.name]
+    return _optimizer_steps(trace, np.flatnonzero(optimizers)) if optimizers.any() else NO_STEPS
+
+
+def launch_rows(trace: Trace) -> Ints:
+    """Of each row, the row of the host call that launched it; -1 where it is no device event or the call is not in
+    the trace. Many kernels may have one launch (a graph)."""
+    found = np.full(len(trace), ABSENT, dtype=np.int64)
+    calls = np.flatnonzero(trace.of(Category.RUNTIME, Category.DRIVER) & (trace.correlation != ABSENT))
+    work = np.flatnonzero(
+        trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.SYNC) & (trace.correlation != ABSENT)
+    )
+    if len(calls) == 0 or len(work) == 0:
+        return found
+    calls = calls[np.argsort(trace.correlation[calls], kind="stable")]
+    known = trace.correlation[calls]
+    place = np.minimum(np.searchsorted(known, trace.correlation[work]), len(known) - 1)
+    same = known[place] == trace.correlation[work]
+    found[work[same]] = calls[place[same]]
+    return found
+
+
+def step_of_rows(trace: Trace, steps: Steps, launches: Ints | None = None) -> Ints:
+    """Position of each row's step: of host events by their start, of device events by the start of their launch. Work
+    whose launch is not in the trace was launched before it began and belongs to no step, unless no launch was traced
+    at all."""
+    launches = launch_rows(trace) if launches is None else launches
+    positions = steps.at(trace.start_ns)
+    launched = launches != ABSENT
+    if launched.any():
+        on_device = trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.SYNC)
+        positions = np.where(launched, positions[launches], np.where(on_device, NO_STEP, positions))
+    return positions
+
+
+def _profiler_steps(trace: Trace, rows: Ints) -> Steps:
+    numbers = np.array([int(_number(trace.named(name))) for name in trace.name[rows]], dtype=np.int64)
+    start, end = trace.start_ns[rows], trace.end_ns[rows]
+    # A step may be annotated on several threads: one window from the first start to the last end.
+    number, position = np.unique(numbers, return_inverse=True)
+    first, last = np.full(len(number), _LARGEST), np.full(len(number), -_LARGEST)
+    np.minimum.at(first, position, start)
+    np.maximum.at(last, position, end)
+    order = np.argsort(first, kind="stable")
+    number, first, last = number[order], first[order], last[order]
+    last[:-1] = np.minimum(last[:-1], first[1:])
+    return Steps(number, first, last, "ProfilerStep")
+
+
+def _number(name: str) -> str:
+    found = _PROFILER_STEP.match(name)
+    return found[1] if found else "0"
+
+
+def _optimizer_steps(trace: Trace, rows: Ints) -> Steps:
+    """A step ends where its optimizer does, and the next one begins there. The first begins with the trace, and may be
+    cut short by it."""
+    # Optimizers that call each other are one.
+    start, end = merge(trace.start_ns[rows], trace.end_ns[rows])
+    backward = np.flatnonzero(trace.of(Category.CPU_OP) & names_like(trace, _BACKWARD)[trace.name])
+    last = _lasts_of_steps(start, end, trace.start_ns[backward], trace.name[rows], trace.start_ns[rows])
+    end = end[last]
+    host = ~trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.SYNC, Category.GPU_ANNOTATION)
+    begin = int(trace.start_ns[host & ~trace.of(Category.OVERHEAD, Category.OTHER)].min())
+    starts = np.concatenate(([begin], end[:-1]))
+    return Steps(np.arange(len(end)), starts, end, "Optimizer.step")
+
+
+def _lasts_of_steps(start: Ints, end: Ints, backward: Ints, names: Ints, named_at: Ints) -> Bools:
+    """Which of the optimizer calls end a step: those that a backward pass, or the first optimizer's next turn, follows.
+    Several optimizers take turns in a step (one for embeddings, one that keeps a mean), each perhaps after a backward
+    pass of its own (a generator and its critic)."""
+    last = np.ones(len(end), dtype=bool)
+    if len(end) < 2:
+        return last
+    if len(backward):
+        # Calls without a backward pass in between belong together.
+        passes = np.searchsorted(np.sort(backward), end)
+        last[:-1] = passes[1:] != passes[:-1]
+    heads = np.flatnonzero(np.concatenate(([True], last[:-1])))
+    first_name = names[np.searchsorted(named_at, start[heads])]
+    distinct = len(np.unique(first_name))
+    turns = first_name[: len(first_name) // distinct * distinct].reshape(-1, distinct)
+    if distinct > 1 and len(turns) > 1 and (turns == turns[0]).all() and len(np.unique(turns[0])) == distinct:
+        ends = np.flatnonzero(last)
+        last[:] = False
+        last[ends[distinct - 1 :: distinct]] = True
+    return last
