@@ -75,5 +75,5 @@ def _before_last_step(trace: Trace) -> Bools | None:
     if not (is_step & ~is_device).any():
         return np.zeros(len(trace), dtype=bool)
     before = ~is_device & (start < start[is_step & ~is_device].max())
-    launched = is_device & np.isin(trace.correlation, trace.correlation[before])
-    return np.logical_or(launched, before)
+    kept: Bools = before | (is_device & np.isin(trace.correlation, trace.correlation[before]))
+    return kept
