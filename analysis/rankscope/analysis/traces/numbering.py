@@ -1,0 +1,95 @@
+"""Columns of numbers from what a trace says: integers, floats, numbers as texts, nothing at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import numpy as np
+
+from rankscope.analysis.robust import Bools, Ints
+from rankscope.analysis.traces.columns import ABSENT
+
+# Up to here a float of microseconds tells one nanosecond from the next: half its spacing is below half of 0.001.
+_FLOAT_LIMIT_US = float(1 << 43)
+# Two of these still add up within 64 bits.
+_TIME_LIMIT_US = float(1 << 62) / 1000
+_UNSIGNED_MINUS_ONE = (1 << 32) - 1
+
+
+def integers(values: list[Any]) -> Ints:
+    """Integers, ABSENT where a value is none."""
+    try:
+        column = np.array(values, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):
+        column = np.array([_integer(value) for value in values], dtype=np.int64)
+    if column.ndim != 1:
+        column = np.array([_integer(value) for value in values], dtype=np.int64)
+    return column
+
+
+def identifiers(values: list[Any]) -> Ints:
+    """Integers of which some profilers write -1 as an unsigned number."""
+    column = integers(values)
+    column[column == _UNSIGNED_MINUS_ONE] = ABSENT
+    return column
+
+
+def _integer(value: Any) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return ABSENT
+    return number if -(1 << 63) <= number < 1 << 63 else ABSENT
+
+
+def times_ns(values: list[Any], written: Callable[[], list[bytes]]) -> tuple[Ints, Bools]:
+    """Nanoseconds of times in microseconds, and where there is a time at all. `written` gives the same values as they
+    stand in the file; it is asked only where a float cannot hold all digits."""
+    try:
+        microseconds = np.array(values, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        microseconds = np.array([_float(value) for value in values], dtype=np.float64)
+    if microseconds.ndim != 1:
+        microseconds = np.array([_float(value) for value in values], dtype=np.float64)
+    known = np.abs(microseconds) < _TIME_LIMIT_US  # False for NaN
+    usable = np.where(known, microseconds, 0.0)
+    whole = np.floor(usable)
+    nanoseconds = whole.astype(np.int64) * 1000 + np.rint((usable - whole) * 1000).astype(np.int64)
+    coarse = known & (np.abs(microseconds) >= _FLOAT_LIMIT_US)
+    if coarse.any() and not all(type(values[index]) is int for index in np.flatnonzero(coarse).tolist()):
+        nanoseconds = np.where(coarse, _exact_ns(written(), coarse), nanoseconds)
+    return nanoseconds, known
+
+
+def _exact_ns(texts: list[bytes], wanted: Bools) -> Ints:
+    """Written decimals as nanoseconds; at once where all have three places, as torch writes them."""
+    joined = b",".join(texts)
+    letters = np.frombuffer(joined, dtype=np.uint8)
+    points, commas = np.flatnonzero(letters == ord(".")), np.flatnonzero(letters == ord(","))
+    ends = np.append(commas, len(joined))
+    if len(points) == len(ends) and np.array_equal(ends - points, np.full(len(ends), 4)) and _only_digits(letters):
+        return np.array(joined.replace(b".", b"").split(b","), dtype=np.int64)
+    return np.array(
+        [_decimal_ns(text) if want else 0 for text, want in zip(texts, wanted.tolist(), strict=True)], dtype=np.int64
+    )
+
+
+def _only_digits(letters: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
+    allowed = (letters >= ord("0")) & (letters <= ord("9")) | (letters == ord(".")) | (letters == ord(","))
+    return bool(allowed.all())
+
+
+def _decimal_ns(text: bytes) -> int:
+    try:
+        return round(Decimal(text.decode().strip('" ')) * 1000)
+    except (InvalidOperation, ValueError, OverflowError):
+        return 0
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return float("nan")
