@@ -1,0 +1,204 @@
+"""Which call of one rank is which of another, when the profiler numbered none: the shift that fits best. A capture may
+begin a few collectives earlier on one rank, and a sampled one may lack some."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from rankscope.analysis.robust import Bools, Floats, Ints
+
+# Shifts are tried so far around those that starts, ends and clocks suggest, on so many calls of each.
+SHIFTS_TRIED = 64
+CALLS_TRIED = 128
+TOKENS_ALIKE_RATIO = 0.9
+# Another shift must fit so much worse; and ends of different collectives must lie so much closer than their distance.
+CLEARLY_WORSE = 3.0
+SPREAD_TO_GAP_RATIO = 0.25
+CLOSE_NS = 2_000.0
+# Ends that lie within such a window of each other vote for one clock difference.
+VOTING_WINDOWS_NS = (50_000, 500_000, 5_000_000)
+VOTES_NEEDED = 3
+VOTES_NEEDED_RATIO = 0.3
+PAIRS_TRIED = 4_000_000
+KEPT_RATIO = 0.8  # of the differences, when the spread is taken
+
+
+class Basis(Enum):
+    ORDER = "order"  # one shift fits, and no other
+    ENDS = "ends"  # the calls have gaps, but their ends agree on one clock difference
+    HINT = "hint"  # several shifts would fit; step numbers or the ranks' clocks decide
+    AMBIGUOUS = "ambiguous"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The calls of one rank in one group, in order."""
+
+    token: Ints
+    end_ns: Ints
+    step: Ints  # number of the profiler's step; -1 where not known
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+
+@dataclass(frozen=True)
+class Fit:
+    basis: Basis
+    left: Ints  # positions that are one collective with …
+    right: Ints  # … these
+    offset_ns: int = 0  # added to the right's clock gives the left's
+
+    @property
+    def found(self) -> bool:
+        return self.basis in (Basis.ORDER, Basis.ENDS, Basis.HINT)
+
+
+@dataclass(frozen=True)
+class _Shifts:
+    shift: Ints
+    overlap: Ints
+    offset_ns: Ints
+    spread_ns: Floats
+    same_step_ratio: Floats
+
+    def take(self, rows: Ints | Bools) -> _Shifts:
+        return _Shifts(
+            self.shift[rows],
+            self.overlap[rows],
+            self.offset_ns[rows],
+            self.spread_ns[rows],
+            self.same_step_ratio[rows],
+        )
+
+
+def fit_runs(left: Run, right: Run) -> Fit:
+    nothing = np.zeros(0, dtype=np.int64)
+    if not len(left) or not len(right):
+        return Fit(Basis.NONE, nothing, nothing)
+    tried = _try_shifts(left, right)
+    best = _contenders(tried)
+    gap = float(np.median(np.diff(np.sort(left.end_ns)))) if len(left) > 1 else np.inf
+    sharp = len(best.shift) == 1 and best.spread_ns[0] <= SPREAD_TO_GAP_RATIO * gap
+    if sharp and best.overlap[0] >= VOTES_NEEDED:
+        return _by_shift(left, right, best, Basis.ORDER)
+    voted = _vote(left, right)
+    if voted is not None:
+        return voted
+    hinted = _decide_by_hints(best)
+    if len(hinted.shift) == 1:
+        return _by_shift(left, right, hinted, Basis.HINT)
+    return Fit(Basis.AMBIGUOUS if len(hinted.shift) else Basis.NONE, nothing, nothing)
+
+
+def _by_shift(left: Run, right: Run, chosen: _Shifts, basis: Basis) -> Fit:
+    shift = int(chosen.shift[0])
+    mine = np.arange(max(0, -shift), min(len(right), len(left) - shift))
+    mine = mine[right.token[mine] == left.token[mine + shift]]
+    return Fit(basis, mine + shift, mine, int(chosen.offset_ns[0]))
+
+
+def _try_shifts(left: Run, right: Run) -> _Shifts:
+    """Every shift near those that suggest themselves under which the kinds and sizes agree."""
+    by_clock = int(np.searchsorted(left.end_ns, right.end_ns[0]))
+    around = np.arange(-SHIFTS_TRIED, SHIFTS_TRIED + 1)
+    shift = np.unique(np.concatenate([around, around + len(left) - len(right), around + by_clock]))
+    first = np.maximum(0, -shift)
+    overlap = np.minimum(len(right), len(left) - shift) - first
+    shorter = min(len(left), len(right))
+    enough = overlap >= max((shorter + 1) // 2, min(VOTES_NEEDED, shorter))
+    shift, first, overlap = shift[enough], first[enough], overlap[enough]
+    steps = np.linspace(0, 1, CALLS_TRIED)
+    mine = first[:, None] + np.rint(steps * (overlap - 1)[:, None]).astype(np.int64)
+    theirs = mine + shift[:, None]
+    difference = left.end_ns[theirs] - right.end_ns[mine]
+    # Differences of clocks may be years of nanoseconds: exact only as integers.
+    relative = (difference - difference[:, :1]).astype(np.float64)
+    middle = np.median(relative, axis=1)
+    deviation = np.sort(np.abs(relative - middle[:, None]), axis=1)[:, : int(KEPT_RATIO * CALLS_TRIED)]
+    same_step = (left.step[theirs] == right.step[mine]) & (right.step[mine] >= 0)
+    alike = (left.token[theirs] == right.token[mine]).mean(axis=1) >= TOKENS_ALIKE_RATIO
+    tried = _Shifts(
+        shift,
+        overlap,
+        difference[:, 0] + np.rint(middle).astype(np.int64),
+        deviation.mean(axis=1),
+        same_step.mean(axis=1),
+    )
+    return tried.take(alike)
+
+
+def _contenders(tried: _Shifts) -> _Shifts:
+    least = tried.spread_ns.min(initial=np.inf)
+    return tried.take(tried.spread_ns <= max(CLEARLY_WORSE * least, least + CLOSE_NS))
+
+
+def _decide_by_hints(contenders: _Shifts) -> _Shifts:
+    """Step numbers first: they are the same on all ranks. Then clocks, where one shift needs far less of an offset."""
+    if len(contenders.shift) < 2:
+        return contenders
+    most = contenders.same_step_ratio.max()
+    if most >= 0.5:
+        contenders = contenders.take(contenders.same_step_ratio == most)
+    if len(contenders.shift) < 2:
+        return contenders
+    nearest = np.argsort(np.abs(contenders.offset_ns))
+    first, second = np.abs(contenders.offset_ns[nearest[:2]]).tolist()
+    return contenders.take(nearest[:1]) if second >= CLEARLY_WORSE * first else contenders
+
+
+def _vote(left: Run, right: Run) -> Fit | None:
+    """The clock difference for which most ends coincide, if no other comes near."""
+    chosen = np.arange(len(right))
+    if len(left) * len(right) > PAIRS_TRIED:
+        chosen = np.linspace(0, len(right) - 1, max(PAIRS_TRIED // len(left), 1)).astype(np.int64)
+    theirs, mine = np.nonzero(left.token[:, None] == right.token[chosen][None, :])
+    mine = chosen[mine]
+    difference = left.end_ns[theirs] - right.end_ns[mine]
+    order = np.argsort(difference, kind="stable")
+    difference, theirs, mine = difference[order], theirs[order], mine[order]
+    needed = max(VOTES_NEEDED, VOTES_NEEDED_RATIO * min(len(left), len(chosen)))
+    for window in VOTING_WINDOWS_NS:
+        past = np.searchsorted(difference, difference + window, side="right")
+        votes = past - np.arange(len(difference))
+        if not len(votes) or votes.max() < needed:
+            continue
+        best = int(np.argmax(votes))
+        inside = slice(best, int(past[best]))
+        distinct = min(len(np.unique(theirs[inside])), len(np.unique(mine[inside])))
+        apart = (difference < difference[best] - window) | (difference > difference[best] + window)
+        if distinct < needed or 2 * votes[apart].max(initial=0) >= distinct:
+            continue
+        middle = difference[inside][(inside.stop - inside.start) // 2]
+        matched = _nearest(left, right, int(middle), window)
+        return Fit(Basis.ENDS, *matched, int(middle))
+    return None
+
+
+def _nearest(left: Run, right: Run, offset_ns: int, window_ns: int) -> tuple[Ints, Ints]:
+    """Pairs of equal tokens that are each other's nearest, no further apart than the window."""
+    lefts, rights = [], []
+    for token in np.intersect1d(left.token, right.token):
+        theirs, mine = np.flatnonzero(left.token == token), np.flatnonzero(right.token == token)
+        theirs = theirs[np.argsort(left.end_ns[theirs], kind="stable")]
+        mine = mine[np.argsort(right.end_ns[mine], kind="stable")]
+        there, here = left.end_ns[theirs], right.end_ns[mine] + offset_ns
+        to_left, to_right = _nearest_of(there, here), _nearest_of(here, there)
+        mutual = to_right[to_left] == np.arange(len(here))
+        close = mutual & (np.abs(there[to_left] - here) <= window_ns)
+        lefts.append(theirs[to_left[close]])
+        rights.append(mine[close])
+    found_left, found_right = np.concatenate(lefts), np.concatenate(rights)
+    order = np.argsort(found_right)
+    return found_left[order], found_right[order]
+
+
+def _nearest_of(times: Ints, wanted: Ints) -> Ints:
+    after = np.clip(np.searchsorted(times, wanted), 1, max(len(times) - 1, 1))
+    before = after - 1
+    after = np.minimum(after, len(times) - 1)
+    return np.where(np.abs(times[after] - wanted) < np.abs(wanted - times[before]), after, before)
