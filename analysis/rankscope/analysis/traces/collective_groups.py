@@ -70,6 +70,10 @@ def _sizes(trace: Trace, noted: Noted, group: Ints, groups: tuple[ProcessGroup, 
             guess = _by_growth(noted, mine)
         if guess < 0 and trace.world_size and each.description == "default_pg":
             guess = trace.world_size
+        # Whichever of the trace's groups it was, that is how many ranks it has.
+        sizes = {len(known.ranks) for known in trace.groups}
+        if guess < 0 and not each.name and len(sizes) == 1:
+            guess = sizes.pop() or ABSENT
         size[mine & (size <= 0)] = guess
     return size
 

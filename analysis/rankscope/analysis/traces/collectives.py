@@ -15,6 +15,7 @@ from rankscope.analysis.traces.collective_transfers import find_transfers
 from rankscope.analysis.traces.columns import ABSENT, Category, ProcessGroup, Trace
 from rankscope.analysis.traces.intervals import Intervals, covered_until, union
 from rankscope.analysis.traces.kernels import Kind, classify
+from rankscope.analysis.traces.occupying import occupy_host
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,10 @@ def find_collectives(trace: Trace) -> Collectives:
 
 def hiding_intervals(trace: Trace) -> Intervals:
     """When work ran that communication could hide behind: compute kernels, or in a trace without any kernel the
-    host's operators, less those that only wait or communicate."""
-    kinds = classify(trace)
-    rows = kinds == Kind.COMPUTE
+    host's operators, less those that communicate."""
     if not np.any(trace.of(Category.KERNEL)):
-        talking = np.array(
-            [name.startswith(("c10d::", "_c10d_functional::", "record_param_comms")) for name in trace.names],
-            dtype=bool,
-        )
-        rows = trace.of(Category.CPU_OP) & ~talking[trace.name]
+        return occupy_host(trace).covering
+    rows = classify(trace) == Kind.COMPUTE
     return union(trace.start_ns[rows], trace.end_ns[rows])
 
 

@@ -229,6 +229,14 @@ def test_learns_a_nameless_group_s_size_from_what_a_gather_gains() -> None:
     assert found.groups[0].name == "" and found.groups[0].description == "stream 20"
 
 
+def test_knows_the_size_of_a_group_it_cannot_name_if_all_have_the_same() -> None:
+    events: list[Event] = [("gloo:all_reduce", NOTE, 5, 100, {"thread": 2})]
+    alike = (ProcessGroup("0", "default_pg", (0, 1)), ProcessGroup("1", "", (0, 1)))
+    assert list(find_collectives(make_trace(events, groups=alike)).group_size) == [2]
+    unlike = (ProcessGroup("0", "default_pg", (0, 1, 2)), ProcessGroup("1", "", (0, 1)))
+    assert list(find_collectives(make_trace(events, groups=unlike)).group_size) == [-1]
+
+
 def test_finds_nothing_in_a_trace_without_communication() -> None:
     assert len(find_collectives(make_trace([("aten::mm", OP, 0, 5), ("gemm", KERNEL, 1, 5)]))) == 0
     assert len(find_collectives(make_trace([]))) == 0
