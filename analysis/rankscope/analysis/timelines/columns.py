@@ -1,0 +1,141 @@
+"""A timeline as columns: one row is one operation of one rank in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.analysis.robust import Floats, Ints
+
+REQUIRED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
+OPTIONAL = ("rank", "seq_id", "mc", "gmc", "mb_id")
+MOST_ROWS = 20_000_000
+_LARGEST = 2**53
+
+
+class TimelineError(ValueError):
+    """The timeline cannot be analysed; the message says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class JobSizes:
+    """What the job's metadata declares; None is not declared."""
+
+    pipeline: int | None = None
+    data: int | None = None
+    tensor: int | None = None
+    chunks: int | None = None
+    world: int | None = None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    data_rank: Ints
+    stage: Ints
+    rank: Ints
+    step: Ints
+    operation: Ints  # index into `names`
+    names: tuple[str, ...]
+    start_seconds: Floats
+    duration_seconds: Floats
+    order: Ints  # as recorded; -1 where the file has none
+    chunk: Ints  # local model chunk, -1 where it has none
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+def read_columns(table: Mapping[str, npt.NDArray[Any]], *, seconds_per_unit: float = 1.0) -> Timeline:
+    """Check a table's columns and make a timeline of them; raises TimelineError with the first thing that is wrong."""
+    missing = [name for name in REQUIRED if name not in table]
+    if missing:
+        found = ", ".join(sorted(map(str, table))[:12]) or "none"
+        raise TimelineError(f"no column {', '.join(missing)} (found: {found}); it needs {', '.join(REQUIRED)}")
+    rows = len(table["step"])
+    if rows == 0:
+        raise TimelineError("no rows; record at least a few steps of two ranks")
+    if rows > MOST_ROWS:
+        raise TimelineError(f"{rows:,} rows, more than {MOST_ROWS:,}; cut it to fewer steps")
+    stage = _integers(table, "stage")
+    data_rank = _integers(table, "dp_rank")
+    _refuse(stage < 0, "stage", "is negative")
+    _refuse(data_rank < 0, "dp_rank", "is negative")
+    start = _numbers(table, "start_ts") * seconds_per_unit
+    duration = _numbers(table, "duration") * seconds_per_unit
+    _refuse(duration < 0, "duration", "is negative")
+    words = np.asarray(table["optype"])
+    if words.dtype.kind not in "OUST":
+        raise TimelineError("column optype holds numbers; it needs names such as forward-compute")
+    names, operation = np.unique(words.astype(str), return_inverse=True)
+    if "rank" in table:
+        rank = _integers(table, "rank")
+    else:
+        rank = stage * (int(data_rank.max()) + 1) + data_rank
+    return Timeline(
+        data_rank=data_rank,
+        stage=stage,
+        rank=rank,
+        step=_integers(table, "step"),
+        operation=operation.astype(np.int64),
+        names=tuple(str(name).strip() for name in names),
+        start_seconds=start,
+        duration_seconds=duration,
+        order=_integers(table, "seq_id", rows),
+        chunk=_chunks(table, stage, rows),
+    )
+
+
+def _chunks(table: Mapping[str, npt.NDArray[Any]], stage: Ints, rows: int) -> Ints:
+    """The local chunk; from the global one where only that is there."""
+    if "mc" in table or "gmc" not in table:
+        return _integers(table, "mc", rows)
+    whole = _integers(table, "gmc", rows)
+    return np.where(whole < 0, -1, whole // (int(stage.max()) + 1))
+
+
+def _integers(table: Mapping[str, npt.NDArray[Any]], name: str, rows: int = 0) -> Ints:
+    """A column of whole numbers; an optional one (`rows` given) is -1 where it is absent or empty."""
+    if name not in table:
+        return np.full(rows, -1, dtype=np.int64)
+    column = np.asarray(table[name])
+    if column.dtype.kind in "iub":
+        return column.astype(np.int64)
+    values = _floats(column, name)
+    if rows:
+        values = np.where(np.isnan(values), -1.0, values)
+    _refuse(~np.isfinite(values) | (np.abs(values) > _LARGEST), name, "is not a number")
+    _refuse(values != np.floor(values), name, "is not a whole number")
+    return values.astype(np.int64)
+
+
+def _numbers(table: Mapping[str, npt.NDArray[Any]], name: str) -> Floats:
+    values = _floats(np.asarray(table[name]), name)
+    _refuse(~np.isfinite(values), name, "is not a number")
+    return values
+
+
+def _floats(column: npt.NDArray[Any], name: str) -> Floats:
+    try:
+        return column.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise TimelineError(f"column {name} holds text where a number is needed ({_first_text(column)})") from error
+
+
+def _first_text(column: npt.NDArray[Any]) -> str:
+    for row, value in enumerate(column.tolist()):
+        try:
+            float(value)
+        except (TypeError, ValueError):
+            return f"row {row + 1}: {str(value)[:40]!r}"
+    return "somewhere"
+
+
+def _refuse(wrong: npt.NDArray[np.bool_], name: str, what: str) -> None:
+    rows = np.flatnonzero(wrong)
+    if len(rows):
+        more = f", and in {len(rows) - 1:,} more rows" if len(rows) > 1 else ""
+        raise TimelineError(f"column {name} {what} in row {rows[0] + 1}{more}; drop or repair those rows")

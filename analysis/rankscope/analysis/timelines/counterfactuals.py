@@ -1,0 +1,141 @@
+"""What would come back: the job replayed with one thing put right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rankscope.analysis.policy import Policy
+from rankscope.analysis.robust import Bools, Floats
+from rankscope.analysis.timelines.modelling import Model, replay_taken
+
+# Replayed data holds no noise of waiting, so less is needed than of the waits of a live job.
+IMBALANCE_IMPACT_RATIO = 0.05
+IMBALANCE_RATIO = 1.15
+SLOW_STEPS_RATIO = 0.4
+ONE_PLACE_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class SlowStage:
+    stage: int
+    own_seconds: float
+    others_seconds: float
+    impact_ratio: float
+
+    @property
+    def ratio(self) -> float:
+        return self.own_seconds / self.others_seconds
+
+
+@dataclass(frozen=True)
+class Imbalance:
+    spread_ratio: float  # slowest rank of a step against the usual one
+    slowest_often_ratio: float  # share of steps in which the most frequent slowest rank is it
+    impact_ratio: float
+
+
+@dataclass(frozen=True)
+class SlowTransfer:
+    family: str
+    stage: int | None  # where it is slow, if in one place
+    ratio: float
+    impact_ratio: float
+
+
+def like_peers(model: Model, culprits: Bools) -> list[Floats]:
+    """Durations with the own work of the culprits [stage, data, tensor] replaced by the median of their cohort."""
+    made = []
+    for part in model.parts:
+        taken = part.taken_seconds.copy()
+        for stage in np.flatnonzero(culprits.any(axis=(1, 2))):
+            healthy = ~culprits[stage]
+            for node in np.flatnonzero((part.stage == stage) & part.own_work):
+                rest = np.median(taken[node][:, healthy], axis=1, keepdims=True)
+                taken[node][:, culprits[stage]] = rest
+        made.append(taken)
+    return made
+
+
+def find_slow_stage(model: Model, taken: list[Floats], own: Floats, policy: Policy) -> SlowStage | None:
+    """`own` is [step, stage, data, tensor] of the same durations."""
+    level = np.median(own, axis=(2, 3))  # [step, stage]
+    stages = level.shape[1]
+    if stages < 2:
+        return None
+    usual = np.median(level, axis=0)
+    found: list[SlowStage] = []
+    whole = replay_taken(model, taken).mean()
+    for stage in range(stages):
+        others = float(np.median(np.delete(usual, stage)))
+        if others <= 0 or usual[stage] < policy.stage_ratio * others:
+            continue
+        fixed = []
+        for part, seconds in zip(model.parts, taken, strict=True):
+            nodes = (part.stage == stage) & part.own_work
+            fixed.append(np.where(nodes[:, None, None, None], seconds * (others / usual[stage]), seconds))
+        impact = 1 - float(replay_taken(model, fixed).mean() / whole)
+        if impact >= policy.impact_ratio:
+            found.append(SlowStage(stage, float(usual[stage]), others, impact))
+    return max(found, key=lambda slow: slow.impact_ratio, default=None)
+
+
+def find_imbalance(model: Model, taken: list[Floats], own: Floats) -> Imbalance | None:
+    """In most steps some rank takes much longer than usual for its stage, and another one each time."""
+    usual = own.mean(axis=(0, 2, 3), keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = np.where(usual > 0, own / usual, 1.0).reshape(len(own), -1)  # [step, rank]
+    if relative.shape[1] < 2:
+        return None
+    ordered = np.sort(relative, axis=1)
+    middle = ordered[:, (relative.shape[1] - 1) // 2]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        spread = float(np.median(np.where(middle > 0, ordered[:, -1] / middle, 1.0)))
+    if spread < IMBALANCE_RATIO:
+        return None
+    factor = relative.mean(axis=1)  # the work of the step stays what it was
+    even, at = [], 0
+    for part, seconds in zip(model.parts, taken, strict=True):
+        steps = slice(at, at + len(part.table.steps))
+        at += len(part.table.steps)
+        made = seconds.copy()
+        for key in np.unique(part.stage * len(model.families) + part.family):
+            nodes = (part.stage * len(model.families) + part.family == key) & part.own_work
+            if nodes.any():
+                made[nodes] = seconds[nodes].mean() * factor[steps][None, :, None, None]
+        even.append(made)
+    impact = float(np.median(1 - replay_taken(model, even) / replay_taken(model, taken)))
+    if impact < IMBALANCE_IMPACT_RATIO:
+        return None
+    _, times = np.unique(np.argmax(relative, axis=1), return_counts=True)
+    return Imbalance(spread, float(times.max() / len(relative)), impact)
+
+
+def find_slow_transfer(model: Model, taken: list[Floats], policy: Policy) -> SlowTransfer | None:
+    """Transfers that take longer than is usual for their type, and hold the job up."""
+    whole = replay_taken(model, taken)
+    best: SlowTransfer | None = None
+    for family, name in enumerate(model.families):
+        fixed, excess, usual = [], np.zeros(model.layout.lanes.stages), 0.0
+        for part, seconds in zip(model.parts, taken, strict=True):
+            nodes = (part.family == family) & ~part.own_work
+            limit = part.typical_seconds[:, None, None, None]
+            slow = nodes[:, None, None, None] & (seconds > policy.communication_ratio * limit)
+            made = np.where(slow, limit, seconds)
+            np.add.at(excess, part.stage, (seconds - made).sum(axis=(1, 2, 3)))
+            usual += float(made[nodes].sum())
+            fixed.append(made)
+        if not excess.any():
+            continue
+        gain = 1 - replay_taken(model, fixed) / whole
+        persistent = float((gain >= policy.communication_impact_ratio).mean()) >= SLOW_STEPS_RATIO
+        impact = float(gain.mean())
+        if not persistent or impact < policy.communication_impact_ratio:
+            continue
+        if best is None or impact > best.impact_ratio:
+            place = int(np.argmax(excess))
+            lonely = excess[place] >= ONE_PLACE_SHARE * excess.sum() and len(excess) > 1
+            ratio = (usual + float(excess.sum())) / usual if usual > 0 else float("inf")
+            best = SlowTransfer(name, place if lonely else None, ratio, impact)
+    return best

@@ -1,0 +1,148 @@
+"""A job ready to be replayed: graphs, what every operation took by itself, and what is typical of each type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rankscope.analysis.robust import Bools, Floats, Ints
+from rankscope.analysis.timelines.laying import Layout, StepTable
+from rankscope.analysis.timelines.operations import describe
+from rankscope.analysis.timelines.replaying import replay, transfer_seconds
+from rankscope.analysis.timelines.wiring import Graph, wire
+
+# Arrays of this many numbers stay in a core's cache; larger batches of scenarios only cost memory.
+LANES_AT_ONCE = 1 << 15
+
+
+@dataclass(frozen=True)
+class Part:
+    """Steps of one shape."""
+
+    table: StepTable
+    graph: Graph
+    taken_seconds: Floats  # [node, step, data, tensor]
+    typical_seconds: Floats  # [node]
+    stage: Ints  # [node]
+    family: Ints  # [node], index into Model.families
+    own_work: Bools  # [node]
+
+
+@dataclass(frozen=True)
+class Model:
+    layout: Layout
+    parts: tuple[Part, ...]
+    families: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def steps(self) -> Ints:
+        return np.concatenate([part.table.steps for part in self.parts])
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """The operations of `workers` (of `families` only, if given) as recorded and all others typical, or turned round:
+    those typical, and all others as recorded."""
+
+    workers: Bools | None = None  # [stage, data, tensor]
+    family: int | None = None
+    typical: bool = False
+
+
+def build_model(layout: Layout) -> Model:
+    names = sorted({node.name for table in layout.tables for node in table.nodes})
+    families = sorted({describe(name).family for name in names})
+    number_of = {name: number for number, name in enumerate(names)}
+    wired = [(table, wire(table.nodes, layout.lanes.stages)) for table in layout.tables]
+    taken = [transfer_seconds(table, graph) for table, graph in wired]
+    kinds = [np.array([number_of[node.name] for node in table.nodes]) for table, _ in wired]
+    typical = np.zeros(len(names))
+    for number, name in enumerate(names):
+        seen = np.concatenate([seconds[kind == number].ravel() for seconds, kind in zip(taken, kinds, strict=True)])
+        typical[number] = seen.mean() if describe(name).own_work else np.median(seen)
+    family_of = np.array([families.index(describe(name).family) for name in names])
+    own = np.array([describe(name).own_work for name in names])
+    parts = tuple(
+        Part(
+            table,
+            graph,
+            seconds,
+            typical[kind],
+            np.array([node.stage for node in table.nodes]),
+            family_of[kind],
+            own[kind],
+        )
+        for (table, graph), seconds, kind in zip(wired, taken, kinds, strict=True)
+    )
+    notes = dict.fromkeys(note for _, graph in wired for note in graph.notes)
+    return Model(layout, parts, tuple(families), tuple(notes))
+
+
+def replay_recorded(model: Model) -> Floats:
+    """Seconds of each step with recorded durations and transfer times, and no delay before any operation."""
+    return replay_taken(model, [part.taken_seconds for part in model.parts])
+
+
+def replay_taken(model: Model, taken: list[Floats]) -> Floats:
+    """The same with other durations, per part [node, step, data, tensor]."""
+    return np.concatenate([replay(part.graph, own.__getitem__) for part, own in zip(model.parts, taken, strict=True)])
+
+
+def replay_typical(model: Model) -> Floats:
+    """Seconds of each step with every operation typical: the same for all steps of one shape."""
+    made = []
+    for part in model.parts:
+        seconds = replay(part.graph, part.typical_seconds[:, None, None, None].__getitem__)
+        made.append(np.repeat(seconds, len(part.table.steps)))
+    return np.concatenate(made)
+
+
+def replay_scenarios(model: Model, scenarios: list[Scenario]) -> Floats:
+    """[scenario, step] seconds."""
+    made = []
+    for part in model.parts:
+        lanes = part.taken_seconds[0].size
+        batch = max(1, LANES_AT_ONCE // lanes)
+        rows = [_replay_batch(part, scenarios[at : at + batch]) for at in range(0, len(scenarios), batch)]
+        made.append(np.concatenate(rows) if rows else np.zeros((0, len(part.table.steps))))
+    return np.concatenate(made, axis=1)
+
+
+def _replay_batch(part: Part, scenarios: list[Scenario]) -> Floats:
+    everyone = np.ones((1, 1, 1), dtype=bool)
+    stages = int(part.stage.max()) + 1
+    shape = (stages, *part.taken_seconds.shape[2:])
+    workers = np.stack(
+        [np.broadcast_to(everyone if s.workers is None else s.workers, shape) for s in scenarios]
+    )  # [scenario, stage, data, tensor]
+    typical = np.array([s.typical for s in scenarios])
+    family = np.array([-1 if s.family is None else s.family for s in scenarios])
+
+    def duration_of(node: int) -> Floats:
+        chosen = workers[:, part.stage[node]]
+        chosen = chosen & ((family < 0) | (family == part.family[node]))[:, None, None]
+        recorded = (chosen != typical[:, None, None])[:, None]
+        durations: Floats = np.where(recorded, part.taken_seconds[node], part.typical_seconds[node])
+        return durations
+
+    return replay(part.graph, duration_of)
+
+
+def replay_replicas(model: Model) -> Floats:
+    """[data rank, step] seconds with one data-parallel rank as recorded and all others typical.
+
+    The others are alike, so one stands for all of them: two lanes instead of as many as there are ranks."""
+    made = []
+    for part in model.parts:
+        ranks = part.taken_seconds.shape[2]
+
+        def duration_of(node: int, part: Part = part, ranks: int = ranks) -> Floats:
+            recorded: Floats = part.taken_seconds[node].transpose(1, 0, 2)[:, :, None]  # [data rank, step, 1, tensor]
+            if ranks == 1:
+                return recorded
+            return np.concatenate([recorded, np.full_like(recorded, part.typical_seconds[node])], axis=2)
+
+        made.append(replay(part.graph, duration_of))
+    return np.concatenate(made, axis=1)
