@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import msgspec
 from rankscope.analysis.traces.columns import ABSENT, Device, ProcessGroup
 from rankscope.analysis.traces.decoding import DECODE_ERRORS, explain
 from rankscope.analysis.traces.mending import mend
+from rankscope.analysis.traces.naming import COMMUNICATION_CALL
 from rankscope.analysis.traces.refusing import Repairs
 
 _UNKNOWN_BACKENDS = ("", "undefined", "unknown", "none")
@@ -118,7 +118,7 @@ def backend_of(description: Description, names: list[str]) -> str:
     backend = told.get("backend")
     if isinstance(backend, str) and backend.lower() not in _UNKNOWN_BACKENDS:
         return backend
-    prefixes = {text.split(":", 1)[0] for text in names if re.match(r"([a-z]*ccl|gloo|mpi):[a-z_]", text)}
+    prefixes = {text.split(":", 1)[0] for text in names if COMMUNICATION_CALL.match(text)}
     return min(prefixes) if len(prefixes) == 1 else "nccl" if "nccl" in prefixes else ""
 
 

@@ -12,29 +12,16 @@ from rankscope.analysis.traces.categories import CategoryTable
 from rankscope.analysis.traces.columns import ABSENT, Category
 from rankscope.analysis.traces.decoding import Arguments, Batch, Event
 from rankscope.analysis.traces.describing import Membership, whole
+from rankscope.analysis.traces.naming import NameTable
 from rankscope.analysis.traces.noting import notes_of
 from rankscope.analysis.traces.numbering import identifiers, integers, times_ns
 from rankscope.analysis.traces.refusing import Repairs
 
 _NO_ARGUMENTS = Arguments()
+# Operators, Python and annotations run on the host whatever a user noted about them; they are most of a trace.
+_HOST_ONLY = (Category.CPU_OP, Category.PYTHON, Category.USER_ANNOTATION)
 _DEVICE_WORK = (Category.KERNEL, Category.MEMCPY, Category.MEMSET)
 _ALLOCATION = "[memory]"
-
-
-class NameTable(dict[Any, int]):
-    """Numbers texts in the order they come. What is no text is known by how it is written."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def __missing__(self, name: Any) -> int:
-        if isinstance(name, str):
-            number = len(self.texts)
-            self.texts.append(name)
-        else:
-            number = self["" if name is None else str(name)]
-        self[name] = number
-        return number
 
 
 class Growing:
@@ -87,7 +74,7 @@ class Gatherer:
         self.repairs.note("event without a usable duration taken as lasting 0", int(np.sum(~measured & kept)))
         self.repairs.note("negative duration taken as 0", int(np.sum(negative & kept)))
         columns["duration_ns"] = np.where(measured & ~negative, duration, 0)
-        notes, memberships = notes_of(arguments, [event.name for event in events], self.names.__getitem__)
+        notes, memberships = notes_of(arguments, columns["name"], self.names)
         self.memberships.update(dict.fromkeys(memberships))
         if len(notes["row"]):
             noted = kept[notes["row"]]
@@ -110,11 +97,8 @@ class Gatherer:
             "name": np.array(_looked_up(self.names, [event.name for event in events]), dtype=np.int64),
             "process": integers([event.pid for event in events]),
             "thread": integers([event.tid for event in events]),
-            "device": identifiers([each.device for each in arguments]),
-            "stream": identifiers([each.stream for each in arguments]),
-            "correlation": identifiers([each.correlation for each in arguments]),
-            "external_id": _either(arguments),
-            "size_bytes": integers([each.size_bytes for each in arguments]),
+            "external_id": _external_ids(arguments),
+            **_device_columns(arguments, category),
         }
         _place_on_device(columns)
         return columns, timed
@@ -124,7 +108,8 @@ class Gatherer:
             times = {id(event): each for event, each in zip(batch.events, batch.written_times(), strict=True)}
             return [bytes(getattr(times[id(event)], field)) for event in events]
 
-        return times_ns([getattr(event, field) for event in events], written)
+        values = [event.ts for event in events] if field == "ts" else [event.dur for event in events]
+        return times_ns(values, written)
 
     def _add_others(self, batch: Batch, events: list[Event]) -> list[Event]:
         """Takes allocations and half events; gives back those that are whole ones but do not say so."""
@@ -170,12 +155,26 @@ def _looked_up(table: dict[Any, int], values: list[Any]) -> list[int]:
         return [table[value if isinstance(value, str) or value is None else str(value)] for value in values]
 
 
-def _either(arguments: list[Arguments]) -> Ints:
+def _external_ids(arguments: list[Arguments]) -> Ints:
     external = identifiers([each.external_id for each in arguments])
-    missing = external == ABSENT
-    if missing.any():
-        external[missing] = identifiers([each.old_external_id for each in arguments])[missing]
+    missing = np.flatnonzero(external == ABSENT)
+    external[missing] = identifiers([arguments[row].old_external_id for row in missing.tolist()])
     return external
+
+
+def _device_columns(arguments: list[Arguments], category: npt.NDArray[np.int8]) -> dict[str, Ints]:
+    rows = np.flatnonzero(~np.isin(category, _HOST_ONLY))
+    asked = [arguments[row] for row in rows.tolist()]
+    told = {
+        "device": identifiers([each.device for each in asked]),
+        "stream": identifiers([each.stream for each in asked]),
+        "correlation": identifiers([each.correlation for each in asked]),
+        "size_bytes": integers([each.size_bytes for each in asked]),
+    }
+    columns = {key: np.full(len(arguments), ABSENT, dtype=np.int64) for key in told}
+    for key, column in columns.items():
+        column[rows] = told[key]
+    return columns
 
 
 def _place_on_device(columns: dict[str, npt.NDArray[Any]]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,53 +12,47 @@ from rankscope.analysis.robust import Ints
 from rankscope.analysis.traces.columns import ABSENT
 from rankscope.analysis.traces.decoding import DECODE_ERRORS, Arguments
 from rankscope.analysis.traces.describing import Membership
+from rankscope.analysis.traces.naming import COMMUNICATION_CALL, NameTable
 from rankscope.analysis.traces.numbering import identifiers, integers
 
-_CALL = re.compile(r"(?:[a-z]*ccl|gloo|mpi):([A-Za-z_]\w*)")
 _NO_TENSOR = ("", "Scalar", "ScalarList", "GenericList", "int", "bool")
 _LONGEST_DIMS_BYTES = 1 << 20
 
 
-def notes_of(
-    arguments: list[Arguments], names: list[Any], intern: Callable[[Any], int]
-) -> tuple[dict[str, Ints], list[Membership]]:
+def notes_of(arguments: list[Arguments], name: Ints, names: NameTable) -> tuple[dict[str, Ints], list[Membership]]:
     """Columns of CollectiveColumns for those events that note anything, `row` counting from the first one given."""
-    noted = [
-        row
-        for row, each in enumerate(arguments)
-        if each.collective is not None or each.group is not None or each.in_elements != -1
-    ]
+    noted = [row for row, each in enumerate(arguments) if each.collective is not None or each.group is not None]
     columns: dict[str, list[Any]] = {key: [] for key in _FIELDS}
     members: dict[tuple[str, str], Membership] = {}
     for row in noted:
         each = arguments[row]
         columns["row"].append(row)
-        columns["collective"].append(_index(each.collective, intern))
-        columns["group"].append(_index(each.group, intern))
-        columns["group_description"].append(_index(each.group_description, intern))
-        columns["element_type"].append(_index(each.element_type, intern))
+        columns["collective"].append(_index(each.collective, names))
+        columns["group"].append(_index(each.group, names))
+        columns["group_description"].append(_index(each.group_description, names))
+        columns["element_type"].append(_index(each.element_type, names))
         columns["group_size"].append(each.group_size)
         columns["sequence"].append(each.sequence)
         columns["in_elements"].append(each.in_elements)
         columns["out_elements"].append(each.out_elements)
-        columns["peer"].append(each.destination if each.destination != -1 else each.source)
+        columns["peer"].append(each.destination if each.destination != ABSENT else each.source)
         columns["asynchronous"].append(_switch(each.asynchronous))
-        if each.group is not None:
-            place = (str(each.group), str(each.group_ranks))
-            if place not in members:
-                members[place] = _membership(each)
-    for row, each in enumerate(arguments):
-        if each.input_dims and each.collective is None and each.group is None and each.in_elements == -1:
-            call = _CALL.match(names[row]) if isinstance(names[row], str) else None
-            if call:
-                elements, element_type = _size_of_inputs(each)
-                columns["row"].append(row)
-                columns["collective"].append(intern(call[1]))
-                columns["in_elements"].append(elements)
-                columns["element_type"].append(_index(element_type, intern))
-                for key in ("group", "group_description", "group_size", "sequence", "out_elements", "peer"):
-                    columns[key].append(ABSENT)
-                columns["asynchronous"].append(ABSENT)
+        place = (str(each.group), str(each.group_ranks))
+        if each.group is not None and place not in members:
+            members[place] = _membership(each)
+    for row in np.flatnonzero(names.communication_calls()[name]).tolist():
+        each = arguments[row]
+        call = COMMUNICATION_CALL.match(names.texts[name[row]])
+        if call and len(each.input_dims) and each.collective is None and each.group is None:
+            elements, element_type = _size_of_inputs(each)
+            told = {
+                "row": row,
+                "collective": names[call[1]],
+                "in_elements": elements,
+                "element_type": _index(element_type, names),
+            }
+            for key in _FIELDS:
+                columns[key].append(told.get(key, ABSENT))
     return {key: _column(key, values) for key, values in columns.items()}, list(members.values())
 
 
@@ -84,8 +76,8 @@ def _column(key: str, values: list[Any]) -> Ints:
     return np.maximum(column, ABSENT)
 
 
-def _index(text: Any, intern: Callable[[Any], int]) -> int:
-    return ABSENT if text is None or text == "" else intern(str(text))
+def _index(text: Any, names: NameTable) -> int:
+    return ABSENT if text is None or text == "" else names[str(text)]
 
 
 def _switch(value: Any) -> int:

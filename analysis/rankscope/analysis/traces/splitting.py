@@ -23,6 +23,7 @@ PIECE_BYTES = 2 << 20
 EVENT_LIMIT_BYTES = 32 << 20
 
 _LIKELY_CUT = re.compile(rb"\}\s*,\s*(?=\{)")
+_LIKELY_END = re.compile(rb"\}\s*\]")
 _CUT_SEARCH_BYTES = 16 << 10
 
 
@@ -63,7 +64,7 @@ def batches(text: Text, ending: Ending) -> Iterator[Batch]:
     wanted = PIECE_BYTES
     while not (ending.closed or ending.cut):
         text.hold(wanted)
-        batch = _decode_likely(text)
+        batch = _decode_likely(text, ending)
         if batch is not None:
             wanted = PIECE_BYTES
             yield batch
@@ -88,20 +89,22 @@ def batches(text: Text, ending: Ending) -> Iterator[Batch]:
             text.drop(starts[-1] if following is None else following)
 
 
-def _decode_likely(text: Text) -> Batch | None:
-    """Cuts where it looks like the end of an event, and lets the decoder prove it: much cheaper than counting
-    brackets. None where that was no place to cut, where the array ends, or where something is broken."""
-    if text.ended:
-        return None
-    cuts = list(_LIKELY_CUT.finditer(text.held, max(0, len(text.held) - _CUT_SEARCH_BYTES)))
+def _decode_likely(text: Text, ending: Ending) -> Batch | None:
+    """Cuts where an event, or the array, seems to end, and lets the decoder prove it: much cheaper than counting
+    brackets. None where that was no place to cut, or where something is broken."""
+    pattern = _LIKELY_END if text.ended else _LIKELY_CUT
+    cuts = list(pattern.finditer(text.held, max(0, len(text.held) - _CUT_SEARCH_BYTES)))
     if not cuts:
         return None
+    # What follows the array holds such brackets too, events seldom do.
+    cut = cuts[0] if text.ended else cuts[-1]
     try:
-        with memoryview(text.held) as view, view[: cuts[-1].start() + 1] as elements:
+        with memoryview(text.held) as view, view[: cut.start() + 1] as elements:
             batch = decode(elements)
     except DECODE_ERRORS:
         return None
-    text.drop(cuts[-1].end())
+    text.drop(cut.end())
+    ending.closed = text.ended
     return batch
 
 
