@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +49,12 @@ class Timeline:
         return len(self.step)
 
 
-def read_columns(table: Mapping[str, npt.NDArray[Any]], *, seconds_per_unit: float = 1.0) -> Timeline:
-    """Check a table's columns and make a timeline of them; raises TimelineError with the first thing that is wrong."""
+def read_columns(
+    table: Mapping[str, npt.NDArray[Any]], *, names: Sequence[str] | None = None, seconds_per_unit: float = 1.0
+) -> Timeline:
+    """Check a table's columns and make a timeline of them; raises TimelineError with the first thing that is wrong.
+
+    With `names`, the optype column holds indices into it (-1 where the file has nothing)."""
     missing = [name for name in REQUIRED if name not in table]
     if missing:
         found = ", ".join(sorted(map(str, table))[:12]) or "none"
@@ -67,10 +71,7 @@ def read_columns(table: Mapping[str, npt.NDArray[Any]], *, seconds_per_unit: flo
     start = _numbers(table, "start_ts") * seconds_per_unit
     duration = _numbers(table, "duration") * seconds_per_unit
     _refuse(duration < 0, "duration", "is negative")
-    words = np.asarray(table["optype"])
-    if words.dtype.kind not in "OUST":
-        raise TimelineError("column optype holds numbers; it needs names such as forward-compute")
-    names, operation = np.unique(words.astype(str), return_inverse=True)
+    operation, kinds = _operations(np.asarray(table["optype"]), names)
     if "rank" in table:
         rank = _integers(table, "rank")
     else:
@@ -80,13 +81,28 @@ def read_columns(table: Mapping[str, npt.NDArray[Any]], *, seconds_per_unit: flo
         stage=stage,
         rank=rank,
         step=_integers(table, "step"),
-        operation=operation.astype(np.int64),
-        names=tuple(str(name).strip() for name in names),
+        operation=operation,
+        names=kinds,
         start_seconds=start,
         duration_seconds=duration,
         order=_integers(table, "seq_id", rows),
         chunk=_chunks(table, stage, rows),
     )
+
+
+def _operations(column: npt.NDArray[Any], names: Sequence[str] | None) -> tuple[Ints, tuple[str, ...]]:
+    if names is None:
+        if column.dtype.kind not in "OUT":
+            raise TimelineError("column optype holds numbers; it needs names such as forward-compute")
+        found, column = np.unique(column.astype(str), return_inverse=True)
+        names = [str(name) for name in found]
+    _refuse(column < 0, "optype", "is empty")
+    # Spelled with blanks around it, one operation would be two.
+    used = np.unique(column).tolist()
+    kinds = sorted({names[number].strip() for number in used})
+    renumbered = np.zeros(len(names), dtype=np.int64)
+    renumbered[used] = [kinds.index(names[number].strip()) for number in used]
+    return renumbered[column], tuple(kinds)
 
 
 def _chunks(table: Mapping[str, npt.NDArray[Any]], stage: Ints, rows: int) -> Ints:

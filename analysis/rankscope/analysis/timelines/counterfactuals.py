@@ -9,6 +9,7 @@ import numpy as np
 from rankscope.analysis.policy import Policy
 from rankscope.analysis.robust import Bools, Floats
 from rankscope.analysis.timelines.modelling import Model, replay_taken
+from rankscope.analysis.timelines.standing_out import median_of_others
 
 # Replayed data holds no noise of waiting, so less is needed than of the waits of a live job.
 IMBALANCE_IMPACT_RATIO = 0.05
@@ -58,26 +59,53 @@ def like_peers(model: Model, culprits: Bools) -> list[Floats]:
     return made
 
 
+def peers_of_each(model: Model) -> list[Floats]:
+    """Durations with everybody's own work replaced by the median of the others of the same stage."""
+    made = []
+    for part in model.parts:
+        taken = part.taken_seconds.copy()
+        lanes = taken.shape[2] * taken.shape[3]
+        if lanes > 1:
+            own = taken[part.own_work]
+            taken[part.own_work] = median_of_others(own.reshape(*own.shape[:2], lanes)).reshape(own.shape)
+        made.append(taken)
+    return made
+
+
+def stages_like_others(model: Model, taken: list[Floats], level: Floats) -> list[Floats]:
+    """Durations with the own work of every stage scaled to the median of the other stages; `level` is per stage."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factor = median_of_others(level) / level
+    factor = np.where(np.isfinite(factor), factor, 1.0)
+    return [
+        seconds * np.where(part.own_work, factor[part.stage], 1.0)[:, None, None, None]
+        for part, seconds in zip(model.parts, taken, strict=True)
+    ]
+
+
+def stage_levels(own: Floats) -> Floats:
+    """What a rank of each stage usually works in a step, from [step, stage, data, tensor]."""
+    level: Floats = np.median(np.median(own, axis=(2, 3)), axis=0)
+    return level
+
+
 def find_slow_stage(model: Model, taken: list[Floats], own: Floats, policy: Policy) -> SlowStage | None:
     """`own` is [step, stage, data, tensor] of the same durations."""
-    level = np.median(own, axis=(2, 3))  # [step, stage]
-    stages = level.shape[1]
-    if stages < 2:
+    usual = stage_levels(own)
+    if len(usual) < 2:
         return None
-    usual = np.median(level, axis=0)
-    found: list[SlowStage] = []
+    others = median_of_others(usual)
+    balanced = stages_like_others(model, taken, usual)
     whole = replay_taken(model, taken).mean()
-    for stage in range(stages):
-        others = float(np.median(np.delete(usual, stage)))
-        if others <= 0 or usual[stage] < policy.stage_ratio * others:
-            continue
-        fixed = []
-        for part, seconds in zip(model.parts, taken, strict=True):
-            nodes = (part.stage == stage) & part.own_work
-            fixed.append(np.where(nodes[:, None, None, None], seconds * (others / usual[stage]), seconds))
+    found: list[SlowStage] = []
+    for stage in np.flatnonzero((others > 0) & (usual >= policy.stage_ratio * others)).tolist():
+        fixed = [
+            np.where((part.stage == stage)[:, None, None, None], better, seconds)
+            for part, better, seconds in zip(model.parts, balanced, taken, strict=True)
+        ]
         impact = 1 - float(replay_taken(model, fixed).mean() / whole)
         if impact >= policy.impact_ratio:
-            found.append(SlowStage(stage, float(usual[stage]), others, impact))
+            found.append(SlowStage(stage, float(usual[stage]), float(others[stage]), impact))
     return max(found, key=lambda slow: slow.impact_ratio, default=None)
 
 

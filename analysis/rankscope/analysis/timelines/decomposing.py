@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.analysis.robust import Bools, Floats
+from rankscope.analysis.timelines.counterfactuals import peers_of_each, stage_levels, stages_like_others
 from rankscope.analysis.timelines.modelling import (
     Model,
     Scenario,
@@ -15,6 +16,7 @@ from rankscope.analysis.timelines.modelling import (
     replay_scenarios,
     replay_typical,
 )
+from rankscope.analysis.timelines.standing_out import own_seconds
 
 # Ranks for which "what if it ran like its peers" is answered; of more, those of highest score.
 RANKS_ASKED = 256
@@ -25,7 +27,8 @@ LEAST_SLOWDOWN = 1e-9
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Slowdowns are ratios to the typical step; `if_…` are seconds of a step with that group typical."""
+    """Slowdowns are ratios to the typical step. `if_…` are seconds of a step with one rank like the others of its
+    stage, one stage like the other stages, one type of operation always typical."""
 
     step_seconds: Floats  # per step, replayed as recorded
     typical_seconds: Floats  # per step
@@ -36,7 +39,7 @@ class Decomposition:
     m_w: float | None
     m_s: float | None
     if_worker: Floats  # [stage, data], NaN where not asked
-    if_stage: Floats
+    if_stage: Floats  # NaN where there is one stage only
     if_family: Floats
 
     @property
@@ -52,16 +55,16 @@ def decompose(model: Model) -> Decomposition:
     families = range(len(model.families))
     asked = [Scenario(workers) for workers in by_stage]
     asked += [Scenario(family=family) for family in families]
-    asked += [Scenario(workers, typical=True) for workers in by_stage]
-    asked += [Scenario(family=family, typical=True) for family in families]
+    asked += [Scenario(family=family, turned=True) for family in families]
+    asked += [Scenario(by_stage[-1], turned=True)]
     seconds = replay_scenarios(model, asked).mean(axis=1)
     stage_slowdown, rest = seconds[:stages] / ideal, seconds[stages:]
     family_slowdown, rest = rest[: len(families)] / ideal, rest[len(families) :]
-    if_stage, if_family = rest[:stages], rest[stages:]
+    if_family, if_last = rest[: len(families)], float(rest[-1])
     replica_slowdown = replay_replicas(model).mean(axis=1) / ideal
     score = np.minimum(stage_slowdown[:, None], replica_slowdown[None, :])
     worst = _worst(score, model.layout.lanes.rank[:, :, 0])
-    if_worst = float(replay_scenarios(model, [Scenario(worst[:, :, None], typical=True)]).mean())
+    if_worst = float(replay_scenarios(model, [Scenario(worst[:, :, None], turned=True)]).mean())
     lost = float(recorded.mean()) - ideal
     known = lost > LEAST_SLOWDOWN * ideal
     return Decomposition(
@@ -72,9 +75,9 @@ def decompose(model: Model) -> Decomposition:
         family_slowdown,
         score,
         (float(recorded.mean()) - if_worst) / lost if known else None,
-        (float(recorded.mean()) - float(if_stage[-1])) / lost if known else None,
+        (float(recorded.mean()) - if_last) / lost if known else None,
         _ask_workers(model, score),
-        if_stage,
+        _ask_stages(model, by_stage),
         if_family,
     )
 
@@ -100,7 +103,18 @@ def _ask_workers(model: Model, score: Floats) -> Floats:
     order = np.argsort(-score, axis=None, kind="stable")[:count]
     shape = model.layout.lanes.rank.shape
     places = [(int(at) // score.shape[1], int(at) % score.shape[1]) for at in order]
-    asked = [Scenario(_workers(shape, stage, replica), typical=True) for stage, replica in places]
+    asked = [Scenario(_workers(shape, stage, replica), turned=True) for stage, replica in places]
     seconds = np.full(score.size, np.nan)
-    seconds[order] = replay_scenarios(model, asked).mean(axis=1)
+    if shape[1] * shape[2] > 1:
+        seconds[order] = replay_scenarios(model, asked, peers_of_each(model)).mean(axis=1)
     return seconds.reshape(score.shape)
+
+
+def _ask_stages(model: Model, by_stage: list[Bools]) -> Floats:
+    if len(by_stage) < 2:
+        return np.full(len(by_stage), np.nan)
+    balanced = stages_like_others(model, [part.taken_seconds for part in model.parts], stage_levels(own_seconds(model)))
+    seconds: Floats = replay_scenarios(model, [Scenario(stage, turned=True) for stage in by_stage], balanced).mean(
+        axis=1
+    )
+    return seconds

@@ -43,12 +43,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Scenario:
-    """The operations of `workers` (of `families` only, if given) as recorded and all others typical, or turned round:
-    those typical, and all others as recorded."""
+    """The operations of `workers` (of `family` only, if given) as recorded and all others not, or turned round."""
 
     workers: Bools | None = None  # [stage, data, tensor]
     family: int | None = None
-    typical: bool = False
+    turned: bool = False
 
 
 def build_model(layout: Layout) -> Model:
@@ -99,32 +98,34 @@ def replay_typical(model: Model) -> Floats:
     return np.concatenate(made)
 
 
-def replay_scenarios(model: Model, scenarios: list[Scenario]) -> Floats:
-    """[scenario, step] seconds."""
+def replay_scenarios(model: Model, scenarios: list[Scenario], instead: list[Floats] | None = None) -> Floats:
+    """[scenario, step] seconds. What is not as recorded is typical, or as `instead` has it, per part [node, step, data,
+    tensor]."""
     made = []
-    for part in model.parts:
+    for number, part in enumerate(model.parts):
+        other = part.typical_seconds[:, None, None, None] if instead is None else instead[number]
         lanes = part.taken_seconds[0].size
         batch = max(1, LANES_AT_ONCE // lanes)
-        rows = [_replay_batch(part, scenarios[at : at + batch]) for at in range(0, len(scenarios), batch)]
+        rows = [_replay_batch(part, scenarios[at : at + batch], other) for at in range(0, len(scenarios), batch)]
         made.append(np.concatenate(rows) if rows else np.zeros((0, len(part.table.steps))))
     return np.concatenate(made, axis=1)
 
 
-def _replay_batch(part: Part, scenarios: list[Scenario]) -> Floats:
+def _replay_batch(part: Part, scenarios: list[Scenario], other: Floats) -> Floats:
     everyone = np.ones((1, 1, 1), dtype=bool)
     stages = int(part.stage.max()) + 1
     shape = (stages, *part.taken_seconds.shape[2:])
     workers = np.stack(
         [np.broadcast_to(everyone if s.workers is None else s.workers, shape) for s in scenarios]
     )  # [scenario, stage, data, tensor]
-    typical = np.array([s.typical for s in scenarios])
+    turned = np.array([s.turned for s in scenarios])
     family = np.array([-1 if s.family is None else s.family for s in scenarios])
 
     def duration_of(node: int) -> Floats:
         chosen = workers[:, part.stage[node]]
         chosen = chosen & ((family < 0) | (family == part.family[node]))[:, None, None]
-        recorded = (chosen != typical[:, None, None])[:, None]
-        durations: Floats = np.where(recorded, part.taken_seconds[node], part.typical_seconds[node])
+        recorded = (chosen != turned[:, None, None])[:, None]
+        durations: Floats = np.where(recorded, part.taken_seconds[node], other[node])
         return durations
 
     return replay(part.graph, duration_of)

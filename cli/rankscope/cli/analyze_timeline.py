@@ -1,0 +1,96 @@
+"""`rankscope analyze timeline`: what would the step be without its slow rank, stage or operation?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+HELP = "replay a pipeline-parallel job: what would it be without its slow rank, stage or operation?"
+PICTURES = (".png", ".svg")
+UNITS = ("s", "ms", "us", "ns")
+
+_EPILOG = """\
+examples:
+  rankscope analyze timeline trace.parquet --meta meta.yaml
+  rankscope analyze timeline trace.csv --json | jq .verdict
+  rankscope analyze timeline trace.parquet --heatmap ranks.png --html report.html
+
+A row of FILE is one operation of one rank in one step: dp_rank, stage, step, optype, start_ts, duration (seconds), and
+if there are, rank, seq_id, mc or gmc (model chunk). --meta is YAML with pp_size, dp_size, tp_size; without it, the
+rows tell. Columns, numbers and JSON keys: docs/analyze-timeline.md.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("file", type=Path, metavar="FILE", help="parquet or CSV, a row per operation")
+    parser.add_argument("--meta", type=Path, metavar="YAML", help="sizes of the job: pp_size, dp_size, tp_size …")
+    parser.add_argument("--unit", choices=UNITS, default="s", help="of start_ts and duration (default: s)")
+    parser.add_argument("--min-steps", type=int, metavar="N", help="steps needed for a verdict (default: 20)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--heatmap", type=Path, metavar="FILE", help="write stage × dp rank to FILE.png or FILE.svg")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # Here, because `rankscope analyze trace` asks this module for its arguments, too.
+    from rankscope.analysis.policy import DEFAULT_POLICY
+    from rankscope.analysis.timelines.analyzing import NOT_DECLARED, analyze
+    from rankscope.analysis.timelines.columns import TimelineError
+    from rankscope.cli.timeline_files import FileError, read_sizes, read_timeline
+
+    if arguments.heatmap and arguments.heatmap.suffix.lower() not in PICTURES:
+        return _fail(arguments.heatmap, "a heat map is a .png or .svg file; give it one of these endings")
+    policy = DEFAULT_POLICY
+    if arguments.min_steps is not None:
+        if arguments.min_steps < 1:
+            return _fail("--min-steps", "must be 1 or more")
+        policy = replace(policy, steps_needed=arguments.min_steps)
+    try:
+        sizes = read_sizes(arguments.meta) if arguments.meta else NOT_DECLARED
+    except FileError as error:
+        return _fail(arguments.meta, error)
+    try:
+        report = analyze(read_timeline(arguments.file, arguments.unit), sizes, policy)
+    except (FileError, TimelineError) as error:
+        return _fail(arguments.file, error)
+    except MemoryError:
+        return _fail(arguments.file, "does not fit into memory; cut it to fewer steps")
+    for path in (arguments.heatmap, arguments.html):
+        if path is None:
+            continue
+        try:
+            if path is arguments.html:
+                from rankscope.cli.timeline_pictures import make_page
+
+                path.write_text(make_page(report, arguments.file.name), encoding="utf-8")
+            elif path.suffix.lower() == ".svg":
+                from rankscope.cli.timeline_pictures import draw_svg
+
+                path.write_text(draw_svg(report), encoding="utf-8")
+            else:
+                from rankscope.cli.timeline_pictures import draw_png
+
+                path.write_bytes(draw_png(report))
+        except OSError as error:
+            return _fail(path, f"{error.strerror or error}; choose a place that can be written")
+    if arguments.json:
+        from rankscope.cli.timeline_json import to_json
+
+        print(json.dumps(to_json(report), allow_nan=False))
+        return 0
+    from rich.console import Console
+
+    from rankscope.cli.timeline_report import print_report
+
+    print_report(report, Console(highlight=False, soft_wrap=True))
+    return 0
+
+
+def _fail(what: object, why: object) -> int:
+    print(f"error: {what}: {why}", file=sys.stderr)
+    return 2
