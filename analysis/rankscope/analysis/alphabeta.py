@@ -21,7 +21,7 @@ from rankscope.analysis.traces.collective_kinds import CollectiveKind
 
 # Two unknowns need more than two sizes, and a line through neighbours says nothing about either end.
 SIZES_NEEDED = 3
-SIZE_SPAN_NEEDED = 8.0
+SIZE_SPAN_NEEDED = 4.0
 OBSERVATIONS_NEEDED = 5
 
 
