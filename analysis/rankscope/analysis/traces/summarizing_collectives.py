@@ -1,0 +1,86 @@
+"""The collectives of one rank by kind and group: how many, how large, how long, how fast, how well hidden."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rankscope.analysis.robust import Floats, number_groups
+from rankscope.analysis.traces.bandwidth import algorithm_gbps, bus_gbps
+from rankscope.analysis.traces.buckets import find_buckets
+from rankscope.analysis.traces.collective_kinds import CollectiveKind
+from rankscope.analysis.traces.collectives import Collectives
+from rankscope.analysis.traces.columns import Trace
+from rankscope.analysis.traces.rebucketing import try_other_caps
+from rankscope.analysis.traces.summarizing_records import BucketsSummary, BucketSummary, CapSummary, CollectiveSummary
+
+
+def summarize_collectives(found: Collectives) -> tuple[CollectiveSummary, ...]:
+    """Longest in total first. Bandwidths are medians over calls whose size is known; a duration that includes waiting
+    for other ranks makes them look slower than the links are."""
+    numbers, count = number_groups(found.group, found.kind)
+    algorithm = algorithm_gbps(found.bytes, found.duration_ns)
+    bus = bus_gbps(found.kind, found.bytes, found.duration_ns, found.group_size)
+    summaries = []
+    for number in range(count):
+        rows = np.flatnonzero(numbers == number)
+        measured = rows[found.measured[rows]]
+        sized = rows[found.bytes[rows] >= 0]
+        group = found.groups[int(found.group[rows[0]])] if found.group[rows[0]] >= 0 else None
+        duration = found.duration_ns[measured] / 1000
+        size = int(found.group_size[rows].max())
+        summaries.append(
+            CollectiveSummary(
+                kind=CollectiveKind(int(found.kind[rows[0]])).label,
+                group=group.name if group else "",
+                group_description=group.description if group else "",
+                group_size=size if size > 0 else None,
+                count=len(rows),
+                measured_count=len(measured),
+                bytes_total=int(found.bytes[sized].sum()) if len(sized) else None,
+                bytes_median=float(np.median(found.bytes[sized])) if len(sized) else None,
+                total_us=float(duration.sum()),
+                median_us=float(np.median(duration)) if len(duration) else None,
+                longest_us=float(duration.max()) if len(duration) else None,
+                exposed_us=float(found.exposed_ns[measured].sum()) / 1000,
+                algbw_gbps=_median(algorithm[measured]),
+                busbw_gbps=_median(bus[measured]),
+            )
+        )
+    return tuple(sorted(summaries, key=lambda summary: -summary.total_us))
+
+
+def summarize_buckets(trace: Trace, collectives: Collectives) -> BucketsSummary | None:
+    """None where the trace shows no DDP."""
+    found = find_buckets(trace, collectives)
+    other = try_other_caps(trace, found)
+    if other is None:
+        return None
+    buckets = []
+    for order in np.unique(found.order).tolist():
+        rows = found.order == order
+        measured = rows & found.measured
+        size = int(found.bytes[rows].max())
+        buckets.append(
+            BucketSummary(
+                order=order,
+                bytes=size if size >= 0 else None,
+                duration_us=_median(found.duration_ns[measured] / 1000),
+                hidden_ratio=_median(found.hidden_ratio[measured]),
+            )
+        )
+    return BucketsSummary(
+        buckets=tuple(buckets),
+        cap_mb=other.cap_mb,
+        communication_us=other.communication_ns / 1000,
+        exposed_us=other.exposed_ns / 1000,
+        other_caps=tuple(CapSummary(cap.cap_mb, cap.buckets, cap.exposed_ns / 1000) for cap in other.predictions),
+        recommended_cap_mb=other.recommended_cap_mb,
+        gain_us=None if other.gain_ns is None else other.gain_ns / 1000,
+        advice=other.advice,
+        reason=other.reason,
+    )
+
+
+def _median(values: Floats) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else None

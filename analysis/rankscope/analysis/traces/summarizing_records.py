@@ -1,0 +1,164 @@
+"""The numbers of one rank. Field names are the keys of the JSON output (docs/analyze-trace.md). Times are µs as
+measured, None was not measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class IdleSplit:
+    """Why nothing ran; sums to the idle time."""
+
+    host_bound_us: float  # the host had not launched the next kernel yet
+    host_bound_after_synchronisation_us: (
+        float | None
+    )  # part of host_bound: it could not, as it had waited for the device
+    input_us: float
+    synchronisation_us: float
+    communication_us: float  # the host communicated itself (gloo)
+    other_us: float  # launched but not started, or nobody knows; and rounding to whole µs
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    number: int
+    duration_us: float
+    host_us: float
+    compute_us: float
+    non_compute_us: float
+    idle_us: float
+    communication_us: float
+    exposed_communication_us: float
+    overlap_ratio: float | None
+    memory_copy_us: float
+    idle: IdleSplit
+
+
+@dataclass(frozen=True)
+class KernelSummary:
+    name: str
+    kind: str
+    tensor_core: bool
+    count: int
+    total_us: float
+    mean_us: float
+    longest_us: float
+    share_ratio: float
+
+
+@dataclass(frozen=True)
+class CollectiveSummary:
+    kind: str
+    group: str
+    group_description: str
+    group_size: int | None
+    count: int
+    measured_count: int
+    bytes_total: int | None
+    bytes_median: float | None
+    total_us: float
+    median_us: float | None
+    longest_us: float | None
+    exposed_us: float
+    algbw_gbps: float | None
+    busbw_gbps: float | None
+
+
+@dataclass(frozen=True)
+class LaunchSummary:
+    count: int
+    kernel_count: int
+    call_median_us: float
+    call_total_us: float
+    delay_median_us: float
+    unqueued_ratio: float
+    queue_median: int
+    short_kernel_count: int
+
+
+@dataclass(frozen=True)
+class ComputeSummary:
+    """How the time in computation kernels divides."""
+
+    kernel_count: int
+    kernel_median_us: float
+    tensor_core_ratio: float
+    plain_matrix_ratio: float  # matrix products on the plain FP32 units
+    moving_ratio: float  # kernels that only move data: elementwise, copies, norms, reductions
+    unfused_ratio: float  # of these, not fused by a compiler
+
+
+@dataclass(frozen=True)
+class BucketSummary:
+    """One of DDP's buckets, by its place in the step; medians over steps."""
+
+    order: int
+    bytes: int | None
+    duration_us: float | None
+    hidden_ratio: float | None
+
+
+@dataclass(frozen=True)
+class CapSummary:
+    cap_mb: int
+    buckets: int
+    exposed_us: float
+
+
+@dataclass(frozen=True)
+class BucketsSummary:
+    """Per step."""
+
+    buckets: tuple[BucketSummary, ...]
+    cap_mb: int | None
+    communication_us: float
+    exposed_us: float
+    other_caps: tuple[CapSummary, ...]
+    recommended_cap_mb: int | None
+    gain_us: float | None
+    advice: str
+    reason: str  # why nothing is predicted of other caps
+
+
+@dataclass(frozen=True)
+class MemorySummary:
+    """Device memory, as far as the trace tells (profile_memory=True)."""
+
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    fragmentation_ratio: float | None  # 1 − allocated ÷ reserved, at the peak of what is reserved
+    device_bytes: int | None
+    allocator_calls: int  # cudaMalloc, cudaFree and the like in the trace
+    allocator_us: float
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    rank: int | None  # None: neither the trace nor the file's name tells
+    file: str
+    backend: str
+    device: str
+    world_size: int | None
+    on_host: bool  # no device in the trace: operators are the computation
+    span_us: float
+    compute_us: float
+    non_compute_us: float
+    idle_us: float
+    communication_us: float
+    exposed_communication_us: float
+    overlap_ratio: float | None
+    memory_copy_us: float
+    steps_in_totals: int  # HTA leaves the last of several ProfilerSteps out, and so do the totals above
+    parts_us: dict[str, float]  # the span, divided without overlap: what the diagnosis reads
+    idle: IdleSplit
+    idle_gap_longest_us: float
+    tensor_core_ratio: float | None
+    compute: ComputeSummary | None
+    launch: LaunchSummary | None
+    steps: tuple[StepSummary, ...]
+    top_kernels: tuple[KernelSummary, ...]
+    collectives: tuple[CollectiveSummary, ...]
+    buckets: BucketsSummary | None
+    memory: MemorySummary
+    repairs: tuple[str, ...]

@@ -1,0 +1,117 @@
+"""The whole report on some traces, as one object: what `--json` prints, and what table and page are made of.
+
+Field names are the keys of the JSON output; docs/analyze-trace.md describes each, and a test holds the two together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from rankscope.analysis.traces.aligning import ClockShift
+from rankscope.analysis.traces.diagnosing import diagnose
+from rankscope.analysis.traces.diagnosing_evidence import Finding
+from rankscope.analysis.traces.joining import GroupWaits, Join, RankWaits, join_traces
+from rankscope.analysis.traces.summarizing_records import RankSummary
+from rankscope.cli.trace_reducing import Reduced, ReducedFiles
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class BrokenReport:
+    file: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class JoinReport:
+    clock_residual_us: float | None
+    collectives_matched: int
+    close_arrivals: int
+    last_arrivals: Mapping[int, int]
+    verdict: str
+    culprits: tuple[int, ...]
+    stage: int | None
+    impact_ratio: float | None
+    confidence: str
+    reason: str
+    world_size: int
+    clock_offsets_us: Mapping[int, float]
+    waits: Mapping[int, RankWaits]
+    groups: tuple[GroupWaits, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    schema_version: int
+    bound: str
+    sentence: str
+    shares: dict[str, float]
+    findings: tuple[Finding, ...]
+    join: JoinReport | None
+    ranks: tuple[RankSummary, ...]
+    broken: tuple[BrokenReport, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    report: Report
+    shifts: Mapping[int, ClockShift]  # onto a common clock
+
+
+def make_report(files: ReducedFiles, stage_of: Mapping[int, int] | None = None) -> Outcome:
+    joined = _join(files.ranks, stage_of)
+    summaries = tuple(one.summary for one in files.ranks)
+    diagnosis = diagnose(summaries, joined)
+    report = Report(
+        schema_version=SCHEMA_VERSION,
+        bound=diagnosis.bound,
+        sentence=diagnosis.sentence,
+        shares=diagnosis.shares,
+        findings=diagnosis.findings,
+        join=_join_report(joined) if joined else None,
+        ranks=summaries,
+        broken=tuple(BrokenReport(str(one.path), one.reason) for one in files.broken),
+    )
+    return Outcome(report, joined.clocks.shifts if joined else {})
+
+
+def to_json(report: Report) -> bytes:
+    """One object. What is not a number is null: JSON has no NaN."""
+    return msgspec.json.encode(report)
+
+
+def _join(ranks: Sequence[Reduced], stage_of: Mapping[int, int] | None) -> Join | None:
+    """None for one rank: there is nobody to compare it with."""
+    known = {one.summary.rank: one for one in ranks if one.summary.rank is not None}
+    if len(known) < 2:
+        return None
+    return join_traces(
+        {rank: one.trace for rank, one in known.items()},
+        {rank: one.collectives for rank, one in known.items()},
+        breakdowns={rank: one.breakdown for rank, one in known.items()},
+        stage_of=stage_of,
+    )
+
+
+def _join_report(join: Join) -> JoinReport:
+    return JoinReport(
+        clock_residual_us=join.clock_residual_us,
+        collectives_matched=join.collectives_matched,
+        close_arrivals=join.close_arrivals,
+        last_arrivals=join.last_arrivals,
+        verdict=join.verdict.value,
+        culprits=join.culprits,
+        stage=join.stage,
+        impact_ratio=join.impact_ratio,
+        confidence=join.confidence.value,
+        reason=join.reason,
+        world_size=join.world_size,
+        clock_offsets_us={rank: shift.offset_ns / 1000 for rank, shift in join.clocks.shifts.items()},
+        waits=join.waits,
+        groups=join.groups,
+        notes=join.notes,
+    )
