@@ -14,8 +14,13 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u
 
 
 def clean(text: str) -> str:
-    """Escaped for element content and attributes; what XML forbids (and what turns text around) is shown as �."""
-    return html.escape(_UNPRINTABLE.sub("\ufffd", text))
+    """Escaped for element content and attributes."""
+    return html.escape(printable(text))
+
+
+def printable(text: str) -> str:
+    """What XML forbids, what a terminal would obey and what turns text around is shown as �."""
+    return _UNPRINTABLE.sub("\ufffd", text)
 
 
 def element(tag: str, content: str = "", **attributes: str | float | None) -> str:

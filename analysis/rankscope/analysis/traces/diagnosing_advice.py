@@ -37,6 +37,10 @@ NEXT = {
     "traces that are missing, to tell uneven work from a slow rank.",
 }
 
+_GATHERS = (
+    "Parameters are gathered too late: let FSDP prefetch (forward_prefetch=True, backward_prefetch=BACKWARD_PRE), or "
+    "keep them between forward and backward (reshard_after_forward=False) where memory allows."
+)
 _OVERLAP = (
     "Start collectives earlier so that they run beside computation (DDP's buckets, FSDP's prefetch, async_op=True), "
     "send less (bf16 gradients, accumulating over micro-batches under no_sync()), and compare busbw with what the "
@@ -57,6 +61,10 @@ def communication_next(ranks: Sequence[RankSummary]) -> str:
             f"Most of it is {most.count} {most.kind} of {quantity(most.bytes_median, 'B')}: latency, not bandwidth. "
             "Coalesce them (larger bucket_cap_mb, flattened parameters, one call in place of many)."
         )
+    if rank.sharding is not None and rank.sharding.framework:
+        late = [one for one in rank.sharding.gathers if one.kind == "all_gather"]
+        if sum(one.exposed_us for one in late) > exposed / 2:
+            return _GATHERS
     return _OVERLAP
 
 

@@ -10,7 +10,11 @@ from rankscope.analysis.traces.columns import Category, Trace
 from rankscope.analysis.traces.idleness import Idleness, IdleParts, split_idle
 from rankscope.analysis.traces.kernels import Kind, classify
 from rankscope.analysis.traces.launches import measure_launches
-from rankscope.analysis.traces.summarizing_collectives import summarize_buckets, summarize_collectives
+from rankscope.analysis.traces.summarizing_collectives import (
+    summarize_buckets,
+    summarize_collectives,
+    summarize_sharding,
+)
 from rankscope.analysis.traces.summarizing_kernels import mix_compute
 from rankscope.analysis.traces.summarizing_memory import summarize_memory
 from rankscope.analysis.traces.summarizing_records import (
@@ -55,6 +59,7 @@ def summarize(
         top_kernels=_kernels(trace, top),
         collectives=summarize_collectives(collectives),
         buckets=summarize_buckets(trace, collectives),
+        sharding=summarize_sharding(trace, collectives),
         memory=summarize_memory(trace),
         repairs=trace.repairs,
     )

@@ -10,8 +10,16 @@ from rankscope.analysis.traces.buckets import find_buckets
 from rankscope.analysis.traces.collective_kinds import CollectiveKind
 from rankscope.analysis.traces.collectives import Collectives
 from rankscope.analysis.traces.columns import Trace
+from rankscope.analysis.traces.gathers import find_gathers
 from rankscope.analysis.traces.rebucketing import try_other_caps
-from rankscope.analysis.traces.summarizing_records import BucketsSummary, BucketSummary, CapSummary, CollectiveSummary
+from rankscope.analysis.traces.summarizing_records import (
+    BucketsSummary,
+    BucketSummary,
+    CapSummary,
+    CollectiveSummary,
+    GatherSummary,
+    ShardingSummary,
+)
 
 
 def summarize_collectives(found: Collectives) -> tuple[CollectiveSummary, ...]:
@@ -79,6 +87,29 @@ def summarize_buckets(trace: Trace, collectives: Collectives) -> BucketsSummary 
         advice=other.advice,
         reason=other.reason,
     )
+
+
+def summarize_sharding(trace: Trace, collectives: Collectives) -> ShardingSummary | None:
+    """None where nothing was gathered or scattered."""
+    found = find_gathers(trace, collectives)
+    if found is None:
+        return None
+    gathers = []
+    for kind in sorted({gathering.kind for gathering in found.steps}):
+        steps = [gathering for gathering in found.steps if gathering.kind == kind]
+        sizes = [gathering.bytes for gathering in steps]
+        count = sum(gathering.count for gathering in steps)
+        gathers.append(
+            GatherSummary(
+                kind=kind.label,
+                count=count,
+                bytes=None if None in sizes else sum(size or 0 for size in sizes),
+                duration_us=sum(gathering.duration_ns for gathering in steps) / 1000,
+                exposed_us=sum(gathering.exposed_ns for gathering in steps) / 1000,
+                prefetched_ratio=sum(gathering.prefetched for gathering in steps) / count,
+            )
+        )
+    return ShardingSummary(found.framework, tuple(gathers))
 
 
 def _median(values: Floats) -> float | None:

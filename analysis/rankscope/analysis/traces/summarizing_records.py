@@ -122,6 +122,24 @@ class BucketsSummary:
 
 
 @dataclass(frozen=True)
+class GatherSummary:
+    """All-gathers or reduce-scatters of sharded parameters, over the whole trace."""
+
+    kind: str
+    count: int
+    bytes: int | None
+    duration_us: float
+    exposed_us: float
+    prefetched_ratio: float  # began while computation ran
+
+
+@dataclass(frozen=True)
+class ShardingSummary:
+    framework: str  # fsdp, zero; empty where the trace does not say
+    gathers: tuple[GatherSummary, ...]
+
+
+@dataclass(frozen=True)
 class MemorySummary:
     """Device memory, as far as the trace tells (profile_memory=True)."""
 
@@ -160,5 +178,6 @@ class RankSummary:
     top_kernels: tuple[KernelSummary, ...]
     collectives: tuple[CollectiveSummary, ...]
     buckets: BucketsSummary | None
+    sharding: ShardingSummary | None
     memory: MemorySummary
     repairs: tuple[str, ...]

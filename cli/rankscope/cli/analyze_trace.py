@@ -1,0 +1,112 @@
+"""`rankscope analyze trace`: torch-profiler traces broken down, joined across ranks, and what to do about them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rankscope.cli.trace_report import Outcome
+
+_EPILOG = """\
+examples:
+  rankscope analyze trace trace.json.gz                    one rank: where its time went and what to try
+  rankscope analyze trace traces/ --html report.html       all ranks below a directory, as one page with plots
+  rankscope analyze trace 'r*.json.gz' --json | jq .join   for scripts; keys are in docs/analyze-trace.md
+  rankscope analyze trace traces/ --merged all.json.gz     one trace of all ranks for ui.perfetto.dev
+
+Traces are what torch.profiler writes (export_chrome_trace, tensorboard_trace_handler) or a Rankscope capture.
+Broken files are named and left out; the exit code is 2 if nothing could be read.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("paths", nargs="+", metavar="FILE|DIR", help="traces (.json, .json.gz), directories or globs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a self-contained page with plots")
+    parser.add_argument(
+        "--merged", metavar="FILE", type=Path, help="write all ranks as one trace for Perfetto (.json or .json.gz)"
+    )
+    layout = parser.add_mutually_exclusive_group()
+    layout.add_argument(
+        "--parallelism",
+        metavar="pp=P,dp=D,tp=T",
+        help="how ranks are laid out, pipeline stages outermost as Megatron and torchtitan number them; "
+        "stages are then told apart",
+    )
+    layout.add_argument("--stages", metavar="S,S,…", help="pipeline stage of rank 0, 1, …, for any other layout")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="kernels listed (default: 10)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rankscope.cli.trace_layout import LayoutError, stages_by_rank
+    from rankscope.cli.trace_reducing import reduce_files
+    from rankscope.cli.trace_report import make_report, to_json
+
+    if arguments.top < 1:
+        return _refuse(f"--top {arguments.top}: at least one kernel is needed; next step: --top 10")
+    files = reduce_files(arguments.paths, top=arguments.top, progress=_progress())
+    for one in files.broken:
+        print(f"warning: {one.path}: {one.reason}", file=sys.stderr)
+    if not files.ranks:
+        wanted = arguments.paths[0] if len(arguments.paths) == 1 else f"{len(arguments.paths)} paths"
+        return _refuse(
+            f"{wanted}: no trace could be read; next step: name files that torch.profiler wrote (.json or .json.gz)"
+        )
+    if files.broken:
+        total = len(files.ranks) + len(files.broken)
+        print(f"warning: {len(files.broken)} of {total} left out, {len(files.ranks)} analysed", file=sys.stderr)
+    ranks = [one.summary.rank for one in files.ranks if one.summary.rank is not None]
+    try:
+        stage_of = stages_by_rank(arguments.parallelism, arguments.stages, ranks)
+    except LayoutError as error:
+        return _refuse(str(error))
+    outcome = make_report(files, stage_of)
+    try:
+        _write(arguments, outcome, {one.summary.rank: one.path for one in files.ranks if one.summary.rank is not None})
+    except OSError as error:
+        return _refuse(f"{error.filename}: cannot be written: {error.strerror}; next step: name another file")
+    if arguments.json:
+        sys.stdout.buffer.write(to_json(outcome.report) + b"\n")
+        sys.stdout.buffer.flush()
+        return 0
+    from rankscope.cli.trace_printing import print_report
+
+    print_report(outcome.report)
+    return 0
+
+
+def _write(arguments: argparse.Namespace, outcome: Outcome, paths: Mapping[int, Path]) -> None:
+    if arguments.html is not None:
+        from rankscope.cli.trace_page import make_page
+
+        arguments.html.write_text(make_page(outcome.report), encoding="utf-8")
+        print(f"wrote {arguments.html}", file=sys.stderr)
+    if arguments.merged is not None:
+        from rankscope.cli.trace_merging import write_merged
+
+        write_merged(arguments.merged, paths, outcome.shifts)
+        print(f"wrote {arguments.merged}: open it at ui.perfetto.dev", file=sys.stderr)
+
+
+def _progress() -> _Progress | None:
+    return _Progress() if sys.stderr.isatty() else None
+
+
+class _Progress:
+    """One line that is overwritten, and gone at the end."""
+
+    def __call__(self, done: int, total: int) -> None:
+        if total > 1:
+            end = "\r\x1b[K" if done == total else ""
+            print(f"\r\x1b[Kread {done} of {total} traces{end}", end="", file=sys.stderr, flush=True)
+
+
+def _refuse(text: str) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    return 2
