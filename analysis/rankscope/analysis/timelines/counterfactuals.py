@@ -9,12 +9,11 @@ import numpy as np
 from rankscope.analysis.policy import Policy
 from rankscope.analysis.robust import Bools, Floats
 from rankscope.analysis.timelines.modelling import Model, replay_taken
-from rankscope.analysis.timelines.standing_out import median_of_others
+from rankscope.analysis.timelines.standing_out import STEPS_SLOW_RATIO, median_of_others
 
-# Replayed data holds no noise of waiting, so less is needed than of the waits of a live job.
-IMBALANCE_IMPACT_RATIO = 0.05
-IMBALANCE_RATIO = 1.15
-SLOW_STEPS_RATIO = 0.4
+# The slowest rank of a step against the usual one. Of many noisy ranks one is always slow by some per cent.
+IMBALANCE_RATIO = 1.2
+SLOW_TRANSFERS_RATIO = 0.4  # of the steps
 ONE_PLACE_SHARE = 0.8
 
 
@@ -84,21 +83,26 @@ def stages_like_others(model: Model, taken: list[Floats], level: Floats) -> list
 
 
 def stage_levels(own: Floats) -> Floats:
-    """What a rank of each stage usually works in a step, from [step, stage, data, tensor]."""
-    level: Floats = np.median(np.median(own, axis=(2, 3)), axis=0)
+    """What a rank of each stage works in each step, from [step, stage, data, tensor].
+
+    The lower median: of two ranks, one that has a bad step does not make its stage slow."""
+    ordered = np.sort(own.reshape(*own.shape[:2], -1), axis=2)
+    level: Floats = ordered[:, :, (ordered.shape[2] - 1) // 2]
     return level
 
 
 def find_slow_stage(model: Model, taken: list[Floats], own: Floats, policy: Policy) -> SlowStage | None:
     """`own` is [step, stage, data, tensor] of the same durations."""
-    usual = stage_levels(own)
+    levels = stage_levels(own)
+    usual = np.median(levels, axis=0)
     if len(usual) < 2:
         return None
     others = median_of_others(usual)
+    slow = (others > 0) & (usual >= policy.stage_ratio * others) & _persistent(levels, policy)
     balanced = stages_like_others(model, taken, usual)
     whole = replay_taken(model, taken).mean()
     found: list[SlowStage] = []
-    for stage in np.flatnonzero((others > 0) & (usual >= policy.stage_ratio * others)).tolist():
+    for stage in np.flatnonzero(slow).tolist():
         fixed = [
             np.where((part.stage == stage)[:, None, None, None], better, seconds)
             for part, better, seconds in zip(model.parts, balanced, taken, strict=True)
@@ -109,7 +113,18 @@ def find_slow_stage(model: Model, taken: list[Floats], own: Floats, policy: Poli
     return max(found, key=lambda slow: slow.impact_ratio, default=None)
 
 
-def find_imbalance(model: Model, taken: list[Floats], own: Floats) -> Imbalance | None:
+def _persistent(levels: Floats, policy: Policy) -> Bools:
+    """Stages that are slower than the others in most steps, and by more than chance makes of bad steps here and there;
+    `levels` is [step, stage]."""
+    rest = median_of_others(levels)
+    excess = levels - rest
+    chance = excess.std(axis=0, ddof=1) / np.sqrt(len(levels)) if len(levels) > 1 else np.zeros(levels.shape[1])
+    often = (levels >= policy.stage_ratio * rest).mean(axis=0) >= STEPS_SLOW_RATIO
+    persistent: Bools = often & (excess.mean(axis=0) >= policy.rank_score * chance)
+    return persistent
+
+
+def find_imbalance(model: Model, taken: list[Floats], own: Floats, policy: Policy) -> Imbalance | None:
     """In most steps some rank takes much longer than usual for its stage, and another one each time."""
     usual = own.mean(axis=(0, 2, 3), keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -134,7 +149,7 @@ def find_imbalance(model: Model, taken: list[Floats], own: Floats) -> Imbalance 
                 made[nodes] = seconds[nodes].mean() * factor[steps][None, :, None, None]
         even.append(made)
     impact = float(np.median(1 - replay_taken(model, even) / replay_taken(model, taken)))
-    if impact < IMBALANCE_IMPACT_RATIO:
+    if impact < policy.impact_ratio:
         return None
     _, times = np.unique(np.argmax(relative, axis=1), return_counts=True)
     return Imbalance(spread, float(times.max() / len(relative)), impact)
@@ -157,7 +172,7 @@ def find_slow_transfer(model: Model, taken: list[Floats], policy: Policy) -> Slo
         if not excess.any():
             continue
         gain = 1 - replay_taken(model, fixed) / whole
-        persistent = float((gain >= policy.communication_impact_ratio).mean()) >= SLOW_STEPS_RATIO
+        persistent = float((gain >= policy.communication_impact_ratio).mean()) >= SLOW_TRANSFERS_RATIO
         impact = float(gain.mean())
         if not persistent or impact < policy.communication_impact_ratio:
             continue

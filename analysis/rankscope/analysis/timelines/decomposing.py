@@ -113,8 +113,8 @@ def _ask_workers(model: Model, score: Floats) -> Floats:
 def _ask_stages(model: Model, by_stage: list[Bools]) -> Floats:
     if len(by_stage) < 2:
         return np.full(len(by_stage), np.nan)
-    balanced = stages_like_others(model, [part.taken_seconds for part in model.parts], stage_levels(own_seconds(model)))
-    seconds: Floats = replay_scenarios(model, [Scenario(stage, turned=True) for stage in by_stage], balanced).mean(
-        axis=1
-    )
+    taken = [part.taken_seconds for part in model.parts]
+    balanced = stages_like_others(model, taken, np.median(stage_levels(own_seconds(model)), axis=0))
+    asked = [Scenario(stage, turned=True) for stage in by_stage]
+    seconds: Floats = replay_scenarios(model, asked, balanced).mean(axis=1)
     return seconds

@@ -126,7 +126,7 @@ def _job_wide(model: Model, taken: list[Floats], policy: Policy) -> list[Verdict
         found.append(
             Verdict(Kind.SLOW_STAGE, reason, Severity.ALARM, stage=stage.stage, impact_ratio=stage.impact_ratio)
         )
-    imbalance = find_imbalance(model, taken, own)
+    imbalance = find_imbalance(model, taken, own, policy)
     if imbalance is not None:
         reason = (
             f"in the middle step the slowest rank works {imbalance.spread_ratio:.2f}× as long as the others, and it is "
