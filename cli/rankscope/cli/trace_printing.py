@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.analysis.drawing.quantities import NOT_MEASURED, display, quantity
+from rankscope.analysis.drawing.quantities import NOT_MEASURED, display, quantity, shorten
 from rankscope.analysis.drawing.svg import printable
 from rankscope.analysis.traces.summarizing_records import RankSummary
 from rankscope.cli.trace_report import Report
@@ -20,6 +20,7 @@ MOST_ROWS = 16
 _MOST_COLLECTIVES = 8
 # A pipe has no width; what reads it wants whole lines.
 _PIPE_COLUMNS = 140
+_KERNEL_NUMBERS_COLUMNS = 64
 
 _COLUMNS: tuple[tuple[str, str, Callable[[RankSummary], float | None]], ...] = (
     ("step", "us", lambda rank: median_step_us(rank)),
@@ -116,7 +117,7 @@ def _print_kernels(report: Report, console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("share", "total", "count", "mean", "longest", "kind"):
         table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
-    table.add_column(f"top {what} of rank {name_of(rank)}", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column(f"top {what} of rank {name_of(rank)}", no_wrap=True)
     shown = display("us", [kernel.total_us for kernel in rank.top_kernels])
     for kernel in rank.top_kernels:
         table.add_row(
@@ -126,7 +127,7 @@ def _print_kernels(report: Report, console: Console) -> None:
             quantity(kernel.mean_us, "us"),
             quantity(kernel.longest_us, "us"),
             "tensor" if kernel.tensor_core else kernel.kind,
-            Text(printable(kernel.name)),
+            Text(shorten(printable(kernel.name), max(16, console.width - _KERNEL_NUMBERS_COLUMNS))),
         )
     console.print()
     console.print(table)
@@ -140,7 +141,7 @@ def _print_collectives(report: Report, console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("count", "size", "median", "exposed", "algbw", "busbw"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column(f"collectives of rank {name_of(rank)}", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column(f"collectives of rank {name_of(rank)}", no_wrap=True)
     for one in found[:_MOST_COLLECTIVES]:
         ranks = f" of {one.group_size}" if one.group_size else ""
         group = f" in {one.group or one.group_description}" if one.group or one.group_description else ""
@@ -151,7 +152,7 @@ def _print_collectives(report: Report, console: Console) -> None:
             quantity(one.exposed_us, "us"),
             gbps(one.algbw_gbps),
             gbps(one.busbw_gbps),
-            Text(printable(f"{one.kind}{ranks}{group}")),
+            Text(shorten(printable(f"{one.kind}{ranks}{group}"), 60)),
         )
     console.print()
     console.print(table)

@@ -130,7 +130,9 @@ def _lying(
     row = min(_ROW_PIXELS, max(1.5, _BARS_PIXELS / max(len(labels), 1)))
     shown = [shorten(text, _LABEL_CHARACTERS) for text in labels]
     left = min(max((text_pixels(text) for text in shown), default=40.0) + 34, 340.0)
-    inside = frame(row * max(len(labels), 1) + 4, left=left, title=title, legend=legend)
+    inside = frame(
+        row * max(len(labels), 1) + 4, left=left, title=title, names=[one.name for one in series] if legend else ()
+    )
     fills = [one.colour or colours.category(index) for index, one in enumerate(series)]
     drawn = [[_positive(value) for value in one.values] for one in series]
     totals = [sum(column) for column in zip(*drawn, strict=True)] if legend else _known(series[0].values)
@@ -179,7 +181,7 @@ def _plane(
     named = [one for one in everything if one.name]
     fills = {id(one): one.colour or colours.category(index) for index, one in enumerate(everything)}
     legend = len(named) > 1
-    inside = frame(_PLOT_PIXELS, left=84, title=title, legend=legend)
+    inside = frame(_PLOT_PIXELS, left=84, title=title, names=[one.name for one in named] if legend else ())
     xs = [value for one in everything for value in one.x]
     ys = [value for one in everything for value in one.y]
     across = scale(x, xs, inside.left, inside.right, most=8)

@@ -14,6 +14,7 @@ WIDTH = 860.0
 _TITLE_PIXELS = 30.0
 _LEGEND_PIXELS = 22.0
 _AXIS_PIXELS = 44.0
+_NAME_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
@@ -28,25 +29,36 @@ class Frame:
     height: float
 
 
-def frame(inner_height: float, *, left: float, title: str, legend: bool = False, width: float = WIDTH) -> Frame:
-    top = 12.0 + (_TITLE_PIXELS if title else 0.0) + (_LEGEND_PIXELS if legend else 0.0)
+def frame(inner_height: float, *, left: float, title: str, names: Sequence[str] = (), width: float = WIDTH) -> Frame:
+    """`names` are those of the legend: as many lines are left free as it takes."""
+    lines = max((line for line, _ in _legend_places(names)), default=-1) + 1
+    top = 12.0 + (_TITLE_PIXELS if title else 0.0) + lines * _LEGEND_PIXELS
     bottom = top + inner_height
-    return Frame(left, width - 24.0, top, bottom, width, bottom + _AXIS_PIXELS)
+    return Frame(left, width - 34.0, top, bottom, width, bottom + _AXIS_PIXELS)
 
 
 def heading(title: str, names: Sequence[str] = (), colours: Sequence[str] = ()) -> str:
     """The title at the left, and below it what each colour stands for."""
     parts = [label(16, 26, title, bold=True, pixels=14)] if title else []
-    x, y = 16.0, 12.0 + (_TITLE_PIXELS if title else 0.0) + 8.0
-    for name, colour in zip(names, colours, strict=True):
-        short = shorten(name, 40)
-        if x > 16 and x + text_pixels(short) > WIDTH - 60:
-            parts.append(label(x, y, "…", muted=True))
-            break
+    first = 12.0 + (_TITLE_PIXELS if title else 0.0) + 8.0
+    for name, colour, (line, x) in zip(names, colours, _legend_places(names), strict=True):
+        short, y = shorten(name, _NAME_CHARACTERS), first + line * _LEGEND_PIXELS
         parts.append(element("rect", x=x, y=y - 9, width=10, height=10, rx=2, fill=colour))
         parts.append(label(x + 15, y, short, muted=True, tooltip=name if short != name else ""))
-        x += 15 + text_pixels(short) + 18
     return "".join(parts)
+
+
+def _legend_places(names: Sequence[str]) -> list[tuple[int, float]]:
+    """Line and position of each name."""
+    places = []
+    line, x = 0, 16.0
+    for name in names:
+        wide = 15 + text_pixels(shorten(name, _NAME_CHARACTERS))
+        if x > 16 and x + wide > WIDTH - 16:
+            line, x = line + 1, 16.0
+        places.append((line, x))
+        x += wide + 18
+    return places
 
 
 def x_axis(inside: Frame, scale: Scale) -> str:

@@ -46,7 +46,7 @@ def heat_map(
     wide = min(_CELL_PIXELS * 1.6, max(_LEAST_PIXELS, (WIDTH - left - _COLOUR_BAR_PIXELS - 20) / max(columns, 1)))
     tall = min(_CELL_PIXELS, max(_LEAST_PIXELS, _HEIGHT_PIXELS / max(rows, 1)))
     inner_width, inner_height = wide * columns, tall * rows
-    width = max(left + inner_width + _COLOUR_BAR_PIXELS + 20, 16 + text_pixels(title) * 1.2, 320.0)
+    width = max(left + inner_width + _COLOUR_BAR_PIXELS + 20, 32 + text_pixels(title) * 1.35, 320.0)
     shown = display(unit, [bottom, top])
     written = rows * columns <= _WRITTEN_CELLS and wide >= 34 and tall >= 15
     # Its own name in each picture: one that stands in a folded part of a page cannot be borrowed by the others.
