@@ -136,7 +136,8 @@ def _below(folder: Path, broken: list[BrokenFile]) -> list[Path]:
 def _read_file(path: Path, salvage: bool, tracker: _Tracker | None = None) -> Trace | str:
     """A trace, or in words why there is none."""
     try:
-        return read_trace(_blocks(path, tracker), salvage=salvage)
+        trace = read_trace(_blocks(path, tracker), salvage=salvage)
+        return trace if len(trace) else "it holds no event with a duration: nothing was recorded"
     except TraceError as error:
         return error.reason
     except OSError as error:

@@ -110,7 +110,10 @@ def decode_pieces(
         first, last = waiting.pop()
         start, end = starts[first], ends[last - 1]
         try:
-            batches.append(_decode_mended(text[start:end], repairs, offset=offset + start))
+            batch = _decode_mended(text[start:end], repairs, offset=offset + start)
+            if not batch.events:
+                repairs.note("comma without an event behind it", byte=offset + start)
+            batches.append(batch)
             continue
         except DECODE_ERRORS as error:
             reason = error
@@ -118,10 +121,7 @@ def decode_pieces(
             middle = (first + last) // 2
             waiting += [(middle, last), (first, middle)]
             continue
-        if not text[start:end].strip():
-            repairs.note("comma without an event behind it", byte=offset + start)
-            continue
-        note_unreadable(repairs, explain(reason), byte=offset + start)
+        note_unreadable(repairs, explain(reason), byte=offset + end - len(text[start:end].lstrip()))
         # The last piece ends where the array seems to, which a stray quote may have feigned.
         following = next_event(text, start, len(text) if last == len(starts) else end)
         if following is not None:
@@ -143,9 +143,9 @@ def note_unreadable(repairs: Repairs, reason: str, *, byte: int) -> None:
 def _decode_mended(elements: bytes, repairs: Repairs, *, offset: int) -> Batch:
     try:
         return decode(elements)
-    except RecursionError:
-        raise
-    except DECODE_ERRORS:
+    except DECODE_ERRORS as error:
+        if not _may_be_mended(error):
+            raise
         mends = Repairs()
         mended = mend(elements, mends, offset=offset)
         if mended == elements:
@@ -153,6 +153,12 @@ def _decode_mended(elements: bytes, repairs: Repairs, *, offset: int) -> Batch:
         batch = decode(mended)
         repairs.add(mends)
         return batch
+
+
+def _may_be_mended(error: Exception) -> bool:
+    if isinstance(error, msgspec.ValidationError):
+        return "range" in str(error)  # a number that no float holds; else there is no event where one should be
+    return not isinstance(error, RecursionError)
 
 
 def explain(error: Exception) -> str:

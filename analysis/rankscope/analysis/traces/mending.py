@@ -21,10 +21,10 @@ _PAIR_OR_HALF = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
 )
 _BACKSLASH = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})?')
-_WORD = re.compile(rb"[-+]?(?:nan(?:\([a-z0-9]*\))?|inf(?:inity)?)(?![a-z0-9])", re.IGNORECASE)
-# The look behind keeps a megabyte of digits from being tried from each of them.
+# Both begin at what precedes a value: a search from every letter, or from every digit of a long number, takes ages.
+_WORD = re.compile(rb"[:,\[]\s*([-+]?(?:[Nn]a[Nn](?:\([a-z0-9]*\))?|[Ii]nf(?:inity)?|NAN|INF))(?![A-Za-z0-9])")
 _LONG_NUMBER = re.compile(
-    rb"(?<![0-9.])(?:-?[0-9]{300,}(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|-?[0-9.]+[eE]\+?[0-9]{3,})(?![0-9.])"
+    rb"[:,\[]\s*(-?[0-9]{300,}(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|-?[0-9.]+[eE]\+?[0-9]{3,})(?![0-9.])"
 )
 
 
@@ -83,11 +83,12 @@ def _mend_values(text: bytes, pattern: re.Pattern[bytes], words: str, repairs: R
     matches = list(pattern.finditer(text))
     if not matches:
         return text
-    inside = lay_out(text).within_texts(np.array([match.start() for match in matches]))
+    inside = lay_out(text).within_texts(np.array([match.start(1) for match in matches]))
     found = [match for match, within in zip(matches, inside.tolist(), strict=True) if not within]
+    if found:
+        repairs.note(words, len(found), byte=offset + found[0].start(1))
     pieces, done = [], 0
     for match in found:
-        pieces += [text[done : match.start()], b"null"]
+        pieces += [text[done : match.start(1)], b"null"]
         done = match.end()
-        repairs.note(words, byte=offset + match.start())
     return b"".join([*pieces, text[done:]])

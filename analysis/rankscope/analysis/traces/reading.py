@@ -14,7 +14,7 @@ from rankscope.analysis.robust import Ints
 from rankscope.analysis.traces import describing
 from rankscope.analysis.traces.categories import correct_by_name
 from rankscope.analysis.traces.columns import CollectiveColumns, MemoryColumns, Trace
-from rankscope.analysis.traces.decoding import DECODE_ERRORS, explain
+from rankscope.analysis.traces.decoding import DECODE_ERRORS, UNREADABLE, explain, place_of
 from rankscope.analysis.traces.describing import Description
 from rankscope.analysis.traces.gathering import Gatherer
 from rankscope.analysis.traces.inflating import TEXT_LIMIT_BYTES, blocks_of, inflate
@@ -69,8 +69,10 @@ def _read(blocks: Iterable[bytes | memoryview], *, salvage: bool, text_limit_byt
     gatherer, ending = Gatherer(repairs), Ending()
     for batch in batches(text, ending):
         gatherer.add(batch)
+    if not gatherer.events and repairs.total(UNREADABLE):
+        raise TraceError(f"nothing in traceEvents can be read: {repairs.in_words()[0]}")
     if ending.cut:
-        _judge_cut(text, gatherer, ending, salvage=salvage)
+        _judge_cut(text, gatherer, salvage=salvage)
     elif in_object:
         description = description.joined(_rest(text))
         if description.second is not None:
@@ -113,7 +115,7 @@ def _open(text: Text) -> tuple[Description, bool]:
 def _not_json(beginning: bytes) -> str:
     if re.match(rb"<(!doctype|html|\?xml|!--)", beginning, re.IGNORECASE):
         return "this is a web page or XML, not a trace: a download that asked for a login?"
-    return f"this is not JSON: it begins with {beginning[:16].decode(errors='replace')!r}"
+    return f"this is no JSON object or array: it begins with {beginning[:16].decode(errors='replace')!r}"
 
 
 def _without_events(text: Text) -> TraceError:
@@ -121,12 +123,13 @@ def _without_events(text: Text) -> TraceError:
         keys = list(msgspec.json.decode(bytes(text.held), type=dict[str, msgspec.Raw]))
     except DECODE_ERRORS as error:
         reason = "it was cut off before its events" if "truncated" in str(error) else explain(error)
-        return TraceError(f"no traceEvents found, and what is there is not valid JSON: {reason}", byte=len(text.held))
+        place = text.offset + (place_of(error) or len(text.held))
+        return TraceError(f"no traceEvents found, and what is there is not valid JSON: {reason}", byte=place)
     listed = ", ".join(keys[:5]) + (", …" if len(keys) > 5 else "")
     return TraceError(f"JSON without traceEvents (its keys: {listed or 'none'}): not a Kineto trace")
 
 
-def _judge_cut(text: Text, gatherer: Gatherer, ending: Ending, *, salvage: bool) -> None:
+def _judge_cut(text: Text, gatherer: Gatherer, *, salvage: bool) -> None:
     count = f"{gatherer.events} complete events before the cut"
     if not gatherer.events:
         raise TraceError("the file is cut off before its first event is complete", byte=text.offset)

@@ -55,7 +55,6 @@ class Text:
 class Ending:
     closed: bool = False
     cut: bool = False  # the text ended before the array did
-    lost_bytes: int = 0  # of an event that was cut
 
 
 def batches(text: Text, ending: Ending) -> Iterator[Batch]:
@@ -130,9 +129,7 @@ def _finish_cut(text: Text, held: bytes, layout: Layout, ending: Ending) -> list
             found.append(decode(last))
         except DECODE_ERRORS:
             following = next_event(held, starts[-1], len(held))
-            if following is None:
-                ending.lost_bytes = len(last)
-            else:
+            if following is not None:
                 note_unreadable(text.repairs, "a quote is missing or one too many", byte=text.offset + starts[-1])
     ending.cut = following is None
     text.drop(len(held) if following is None else following)
