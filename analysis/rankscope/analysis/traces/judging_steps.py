@@ -46,6 +46,7 @@ def judge_steps(
     missing = _abstain(times, world_size, traced, collectives_matched, clock_residual_us, policy)
     if missing:
         return Verdict(Kind.INSUFFICIENT_DATA, missing, confidence=Confidence.LOW)
+    times = times.take(_unmatched_ratio(times) <= UNMATCHED_RATIO_MAX)
     count = len(times.step)
     needed = max(2, ceil(count * policy.windows_for_alarm / policy.windows_kept))
     policy = replace(policy, windows_kept=count, windows_for_alarm=needed, windows_for_warning=needed)
@@ -82,13 +83,19 @@ def _abstain(
     complete = (~np.isnan(times.step_ns)).sum(axis=0) >= policy.ranks_seen_ratio * world_size
     if complete.sum() < STEPS_NEEDED:
         return f"{int(complete.sum())} complete steps in common, {STEPS_NEEDED} needed"
-    with np.errstate(invalid="ignore", divide="ignore"):
-        unmatched = np.nansum(times.unmatched_ns, axis=1) / np.nansum(times.step_ns, axis=1)
-    if np.median(unmatched) > UNMATCHED_RATIO_MAX:
-        return f"{percent(float(np.median(unmatched)))} of a step is communication that could not be matched"
+    unmatched = _unmatched_ratio(times)
+    clear = unmatched <= UNMATCHED_RATIO_MAX
+    if clear.sum() < policy.ranks_seen_ratio * world_size:
+        blurred = times.rank[~clear].tolist()
+        share = percent(float(np.median(unmatched[~clear])))
+        return f"{ranks_in_words(blurred)}: {share} of a step is communication that could not be matched"
     if clock_residual_us is not None and clock_residual_us * 1000 > np.nanmedian(times.step_ns):
         return "the clocks could not be aligned to within a step"
     return ""
+
+
+def _unmatched_ratio(times: StepTimes) -> Floats:
+    return np.asarray(np.nansum(times.unmatched_ns, axis=1) / np.maximum(np.nansum(times.step_ns, axis=1), 1.0))
 
 
 def _spread(times: StepTimes) -> Floats:

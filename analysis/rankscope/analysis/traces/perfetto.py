@@ -24,7 +24,6 @@ _MISSING = msgspec.Raw(b"")
 _NO_TEXT = msgspec.Raw(b'""')
 _BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*"?(-?\d+)')
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
-_TS = re.compile(rb'"ts"\s*:\s*"?(-?[0-9.eE+]+)')
 _PLAIN = re.compile(rb"(-?)(\d+)(?:\.(\d*))?")
 _EVENTS = msgspec.json.Decoder(list[RawEvent])
 _ENCODER = msgspec.json.Encoder()
@@ -35,27 +34,40 @@ def merge_for_perfetto(
 ) -> Iterator[bytes]:
     """Pieces of one JSON text, from (rank, file) in the order in which the ranks are to stand; a file may be gzip. At
     no time is more than one file's piece held, so that `files` may open them one by one. A rank without a shift keeps
-    its clock. Every event is kept but for the names that files give to processes, and what describes unused ones."""
+    its clock, unless that is more than ten minutes from the first rank's. Every event is kept, but for the names that
+    files give to processes and to threads without events."""
     origin: int | None = None
+    separator = b""
     for position, (rank, data) in enumerate(files):
         base = _base_ns(data)
         shift = shifts.get(rank, ClockShift())
         text = Text(inflate(blocks_of(data)), Repairs())
         _go_to_events(text)
-        if origin is None:
-            origin = _first_ns(text, base, shift) - BEFORE_FIRST_NS
-            head = {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": origin}
-            yield _ENCODER.encode(head)[:-1] + b',"traceEvents":[\n'
-            separator = b""
-        writer = _RankWriter(RankTracks(position, rank), base, origin, shift)
+        writer: _RankWriter | None = None
         for batch in batches(text, Ending()):
-            events = [event for event in map(writer.rewritten, _EVENTS.decode(batch.text)) if event]
-            if events:
-                yield separator + _ENCODER.encode(events)[1:-1]
+            events = _EVENTS.decode(batch.text)
+            if writer is None:
+                first = _first_ns(events, base) + shift.offset_ns
+                if origin is None:
+                    origin = first - BEFORE_FIRST_NS
+                    yield _head(origin)
+                elif abs(first - origin - BEFORE_FIRST_NS) > BEFORE_FIRST_NS:
+                    # Nothing aligned this clock, and what it says cannot be: shown from the first rank's beginning.
+                    shift = ClockShift(shift.offset_ns + origin + BEFORE_FIRST_NS - first)
+                writer = _RankWriter(RankTracks(position, rank), base, origin, shift)
+            kept = [event for event in map(writer.rewritten, events) if event]
+            if kept:
+                yield separator + _ENCODER.encode(kept)[1:-1]
                 separator = b",\n"
-        yield separator + _ENCODER.encode(list(writer.tracks.notes()))[1:-1]
-        separator = b",\n"
+        if writer is not None:
+            yield separator + _ENCODER.encode(list(writer.tracks.notes()))[1:-1]
+            separator = b",\n"
     yield b"\n]}" if origin is not None else b'{"traceEvents":[]}'
+
+
+def _head(origin_ns: int) -> bytes:
+    head = {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": origin_ns}
+    return _ENCODER.encode(head)[:-1] + b',"traceEvents":[\n'
 
 
 class _RankWriter:
@@ -151,8 +163,10 @@ def _go_to_events(text: Text) -> None:
         text.hold(2 * len(text.held))
 
 
-def _first_ns(text: Text, base_ns: int, shift: ClockShift) -> int:
-    text.hold(_HEAD_BYTES)
-    found = _TS.search(text.held)
-    first = nanoseconds(found[1]) if found else None
-    return base_ns + (first or 0) + shift.offset_ns
+def _first_ns(events: list[RawEvent], base_ns: int) -> int:
+    """Of what happened, not of what describes: notes may bear any time."""
+    for event in events:
+        start = nanoseconds(bytes(event.get("ts", _MISSING)))
+        if start is not None and bytes(event.get("ph", _MISSING)) != b'"M"':
+            return base_ns + start
+    return base_ns

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.analysis.robust import Floats, Ints
+from rankscope.analysis.robust import Bools, Floats, Ints
 from rankscope.analysis.traces.aligning import Clocks
 from rankscope.analysis.traces.arrivals import Arrivals
 from rankscope.analysis.traces.breakdown import Breakdown
@@ -18,6 +18,7 @@ from rankscope.analysis.traces.matching import Matched
 
 # A first step that the capture cut to less than this share of the others is no step to compare.
 CUT_STEP_RATIO = 0.5
+_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class StepTimes:
     @property
     def self_ns(self) -> Floats:
         return self.step_ns - self.wait_ns
+
+    def take(self, ranks: Bools | slice = _ALL, steps: slice = _ALL) -> StepTimes:
+        table = (self.step_ns, self.wait_ns, self.transfer_ns, self.unmatched_ns)
+        return StepTimes(self.rank[ranks], self.step[steps], *(column[ranks][:, steps] for column in table))
 
 
 @dataclass(frozen=True)
@@ -130,14 +135,7 @@ def _without_cut_step(times: StepTimes) -> StepTimes:
     lengths = np.array([np.nanmedian(column) for column in times.step_ns.T])
     if len(lengths) < 2 or lengths[0] >= CUT_STEP_RATIO * np.median(lengths[1:]):
         return times
-    return StepTimes(
-        times.rank,
-        times.step[1:],
-        times.step_ns[:, 1:],
-        times.wait_ns[:, 1:],
-        times.transfer_ns[:, 1:],
-        times.unmatched_ns[:, 1:],
-    )
+    return times.take(steps=slice(1, None))
 
 
 def _rank_times(

@@ -1,0 +1,40 @@
+"""A DDP job over gloo whose every rank profiles itself: rank, world size, folder, slow rank (or -1), its sleep."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
+
+WARM_UP, PROFILED = 2, 6
+
+
+def main() -> None:
+    rank, world, folder, slow, seconds = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    layers = [torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    profiler = profile(
+        activities=[ProfilerActivity.CPU],
+        schedule=schedule(wait=0, warmup=WARM_UP, active=PROFILED),
+        on_trace_ready=lambda done: done.export_chrome_trace(str(Path(folder) / f"rank{rank}.json")),
+    )
+    with profiler:
+        for _ in range(WARM_UP + PROFILED):
+            if rank == slow:
+                time.sleep(float(seconds))
+            optimizer.zero_grad()
+            model(torch.randn(32, 64)).sum().backward()
+            optimizer.step()
+            profiler.step()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import numpy as np
+
+from rankscope.analysis.traces.aligning import Clocks, ClockShift
+from rankscope.analysis.traces.arrivals import Arrivals, find_arrivals
+from rankscope.analysis.traces.channels import Calls, Channel
+from rankscope.analysis.traces.collective_kinds import CollectiveKind
+from rankscope.analysis.traces.matching import Matched
+
+
+def _arrivals(
+    members: list[tuple[int, int, int, int]],
+    kind: CollectiveKind = CollectiveKind.ALL_REDUCE,
+    offsets: dict[int, int] | None = None,
+) -> Arrivals:
+    """Members are (collective, rank, start, end)."""
+    collective, rank, start, end = np.array(members, dtype=np.int64).T
+    nothing = np.zeros(len(rank), dtype=np.int64)
+    channels = (Channel("0", size=3),)
+    calls = Calls(rank, nothing, nothing, nothing + kind, nothing, nothing, start, end, channels)
+    count = int(collective.max()) + 1
+    together = np.full(count, kind is CollectiveKind.ALL_REDUCE)
+    zero = np.zeros(count, dtype=np.int64)
+    matched = Matched(collective, calls, zero, zero + kind, together, channels, ())
+    shifts = {int(r): ClockShift((offsets or {}).get(int(r), 0)) for r in np.unique(rank)}
+    return find_arrivals(matched, Clocks(shifts, 0.0, ()))
+
+
+def test_transfer_is_what_it_takes_when_all_are_there_and_the_rest_is_waiting() -> None:
+    found = _arrivals([(0, 0, 0, 50), (0, 1, 10, 51), (0, 2, 30, 52), (1, 0, 100, 130), (1, 1, 90, 130)])
+    assert found.transfer_ns.tolist() == [20, 30]
+    assert found.wait_ns.tolist() == [30, 21, 2, 0, 10]
+    assert found.last.tolist() == [2, 3]
+    assert found.lead_ns.tolist() == [20, 10]
+    assert found.spread_ns.tolist() == [30, 10]
+
+
+def test_arrivals_are_told_on_the_common_clock() -> None:
+    found = _arrivals([(0, 0, 1000, 1050), (0, 1, 10, 50)], offsets={0: -1000})
+    assert found.last.tolist() == [1]
+    assert found.wait_ns.tolist() == [10, 0]
+
+
+def test_a_root_that_left_before_the_last_came_waits_no_negative_time() -> None:
+    found = _arrivals([(0, 0, 0, 20), (0, 1, 30, 60)], CollectiveKind.BROADCAST)
+    assert found.transfer_ns.tolist() == [0]
+    assert found.wait_ns.tolist() == [20, 30]
+    assert found.possible.all()
+
+
+def test_nobody_leaves_an_all_reduce_before_all_have_come() -> None:
+    apart = [(0, 0, 0, 20_000), (0, 1, 80_000, 99_000), (1, 0, 200_000, 290_000), (1, 1, 280_000, 290_000)]
+    assert _arrivals(apart).possible.tolist() == [False, True]

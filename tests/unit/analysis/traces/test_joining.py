@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankscope.analysis.traces.collectives import find_collectives
+from rankscope.analysis.traces.joining import join_traces
+from rankscope.analysis.traces.reading import read_trace
+from rankscope.analysis.verdict import Confidence, Kind
+from tests.shared_data import H200, shared
+from tests.unit.analysis.traces.planted_jobs import PlantedJob
+
+HOUR_US = 3.6e9
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    ranks=st.integers(3, 8),
+    slow=st.integers(0, 7),
+    factor=st.floats(1.3, 3.0),
+    offsets=st.lists(st.floats(-5 * HOUR_US, 5 * HOUR_US), min_size=8, max_size=8),
+    jitter_us=st.floats(0.0, 50.0),
+    numbered=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_names_exactly_the_planted_slow_rank_whatever_the_clocks(
+    ranks: int, slow: int, factor: float, offsets: list[float], jitter_us: float, numbered: bool, seed: int
+) -> None:
+    job = PlantedJob(ranks, jitter_us=jitter_us, offsets_us=dict(enumerate(offsets)), numbered=numbered, seed=seed)
+    found = job.but(slow={slow % ranks: factor}).join()
+    assert (found.verdict, found.culprits) == (Kind.SLOW_RANK, (slow % ranks,)), found.reason
+    assert found.collectives_matched == 5 * 4
+    assert found.last_arrivals[slow % ranks] == 5 * 4
+    assert found.clock_residual_us is not None and found.clock_residual_us <= 1 + jitter_us
+    healthy = job.join()
+    assert (healthy.verdict, healthy.culprits) == (Kind.HEALTHY, ()), healthy.reason
+
+
+def test_self_time_and_impact_are_what_was_planted() -> None:
+    found = PlantedJob(noise=0.0, slow={2: 1.5}).join()
+    assert found.waits[2].self_us_per_step == pytest.approx(1.5 * found.waits[0].self_us_per_step, rel=0.05)
+    step = 1.5 * 20_000 * 1.025 + 4 * 500
+    assert found.impact_ratio == pytest.approx(0.5 * 20_000 * 1.025 / step, rel=0.05)
+    assert found.waits[0].wait_us == pytest.approx(5 * 0.5 * 20_000 * 1.025, rel=0.05)
+    assert found.waits[2].wait_us < 500
+
+
+def test_a_rank_late_in_one_step_only_is_not_named() -> None:
+    found = PlantedJob(slow_steps={(1, 2): 2.0}).join()
+    assert (found.verdict, found.culprits) == (Kind.HEALTHY, ())
+
+
+def test_another_rank_late_each_step_is_uneven_data_and_nobodys_fault() -> None:
+    job = PlantedJob(steps=8, slow_steps={(step % 4, step): 1.8 for step in range(8)})
+    found = job.join()
+    assert (found.verdict, found.culprits) == (Kind.DATA_IMBALANCE, ()), found.reason
+
+
+def test_a_long_stage_is_a_stage_and_not_its_ranks() -> None:
+    stages = {rank: rank // 4 for rank in range(8)}
+    job = PlantedJob(8, slow=dict.fromkeys(range(4, 8), 1.5))
+    found = job.join(stage_of=stages)
+    assert (found.verdict, found.stage, found.culprits) == (Kind.SLOW_STAGE, 1, (4, 5, 6, 7)), found.reason
+    worker = job.but(slow=dict.fromkeys(range(4, 8), 1.5) | {1: 1.5}).join(stage_of=stages)
+    assert (worker.verdict, worker.culprits) == (Kind.SLOW_RANK, (1,)), worker.reason
+
+
+def test_a_slow_node_is_named_as_such_when_nodes_are_known() -> None:
+    job = PlantedJob(8, slow=dict.fromkeys(range(4), 1.4))
+    found = job.join(place_of={rank: rank // 4 for rank in range(8)})
+    assert (found.verdict, found.culprits) == (Kind.SLOW_RANK, (0, 1, 2, 3)), found.reason
+
+
+def test_waiting_in_every_group_is_waiting() -> None:
+    """Rank 5 is late to its own pair; the others of that row wait for the pair, not for rank 5 directly."""
+    pairs = tuple((rank, rank + 1) for rank in range(0, 8, 2))
+    rows = ((0, 2, 4, 6), (1, 3, 5, 7))
+    found = PlantedJob(8, groups=(("tp", pairs), ("dp", rows)), slow={5: 1.6}).join()
+    assert (found.verdict, found.culprits) == (Kind.SLOW_RANK, (5,)), found.reason
+    assert len(found.groups) == 6
+    assert found.collectives_matched == 5 * 4 * 6
+
+
+def test_few_steps_are_told_with_low_confidence_and_one_step_names_nobody() -> None:
+    job = PlantedJob(slow={3: 1.6})
+    assert job.join().confidence is Confidence.HIGH
+    few = job.but(steps=2).join()
+    assert (few.culprits, few.confidence) == ((3,), Confidence.LOW)
+    one = job.but(steps=1).join()
+    assert (one.verdict, one.culprits) == (Kind.INSUFFICIENT_DATA, ())
+    assert "1 complete steps in common, 2 needed" in one.reason
+
+
+def test_too_few_ranks_name_nobody_but_still_tell_who_came_last() -> None:
+    found = PlantedJob(8, slow={3: 2.0}).join(only=[0, 3, 5])
+    assert (found.verdict, found.culprits) == (Kind.INSUFFICIENT_DATA, ())
+    assert "3 of 8 ranks" in found.reason
+    assert found.last_arrivals == {0: 0, 3: 20, 5: 0}
+
+
+def test_one_missing_rank_of_eight_does_not_hide_the_slow_one() -> None:
+    found = PlantedJob(8, slow={3: 2.0}).join(only=[0, 1, 2, 3, 4, 5, 7])
+    assert (found.verdict, found.culprits) == (Kind.SLOW_RANK, (3,))
+
+
+def test_a_rank_without_collectives_is_reported_and_harms_nobody() -> None:
+    found = PlantedJob(8, slow={3: 2.0}, silent=(6,)).join()
+    assert (found.verdict, found.culprits) == (Kind.SLOW_RANK, (3,))
+    assert any("rank 6: no collective in common" in note for note in found.notes)
+    assert found.waits[6].self_us_per_step is None
+    small = PlantedJob(4, slow={3: 2.0}, silent=(1,)).join()
+    assert small.verdict is Kind.INSUFFICIENT_DATA and "rank 1" in small.reason
+
+
+def test_communication_that_cannot_be_matched_is_no_ground_for_a_verdict() -> None:
+    """Every node has a group "tp"; without their ranks nobody can tell how much of it was waiting."""
+    nodes = (tuple(range(4)), tuple(range(4, 8)))
+    job = PlantedJob(8, groups=(("tp", nodes), ("0", (tuple(range(8)),))), slow={3: 2.0}, listed=False)
+    found = job.join()
+    assert (found.verdict, found.culprits) == (Kind.INSUFFICIENT_DATA, ())
+    assert "could not be matched" in found.reason
+    assert any("stands for several groups" in note for note in found.notes)
+    assert job.but(listed=True).join().culprits == (3,)
+
+
+def test_one_trace_alone_and_none_at_all_are_no_error() -> None:
+    alone = PlantedJob(4).join(only=[2])
+    assert (alone.verdict, alone.clock_residual_us, alone.last_arrivals) == (Kind.INSUFFICIENT_DATA, None, {2: 0})
+    assert join_traces({}, {}).verdict is Kind.INSUFFICIENT_DATA
+
+
+def test_two_ranks_over_gloo_match_all_their_buckets() -> None:
+    traces = {rank: read_trace((H200 / f"gloo_2ranks_rank{rank}.json.gz").read_bytes()) for rank in (0, 1)}
+    found = join_traces(traces, {rank: find_collectives(trace) for rank, trace in traces.items()})
+    assert found.collectives_matched == 25
+    # One machine, one clock: what is left is how far apart gloo lets two ranks go.
+    assert abs(found.clocks.shifts[1].offset_ns) < 50_000
+    assert found.clock_residual_us is not None and found.clock_residual_us < 200
+    assert sum(found.last_arrivals.values()) == 25
+    assert found.verdict is Kind.INSUFFICIENT_DATA
+
+
+def test_two_of_128_sampled_ranks_match_where_their_ends_coincide() -> None:
+    folder = shared("hta_pair")
+    traces = {rank: read_trace((folder / f"rank-{rank}.json.gz").read_bytes()) for rank in (0, 1)}
+    found = join_traces(traces, {rank: find_collectives(trace) for rank, trace in traces.items()})
+    assert found.collectives_matched == 5
+    ends = np.sort(found.matched.calls.end_ns.reshape(-1, 2) // 1000 % 100_000_000, axis=0)
+    assert np.abs(np.diff(ends, axis=1)).max() < 500
+    assert found.last_arrivals == {0: 0, 1: 5}
+    assert (found.verdict, found.culprits) == (Kind.INSUFFICIENT_DATA, ())
+    assert "2 of 128 ranks" in found.reason
