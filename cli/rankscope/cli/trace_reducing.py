@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
+
+from msgspec import structs
 
 from rankscope.analysis.traces.breakdown import Breakdown, break_down
 from rankscope.analysis.traces.collectives import Collectives, find_collectives
@@ -65,19 +64,29 @@ def reduce_files(paths: Sequence[str], *, top: int, progress: Callable[[int, int
 def _reduced(files: list[Path], top: int) -> Iterator[tuple[Path, Reduced | str]]:
     salvage = len(files) == 1
     count = min(os.cpu_count() or 1, len(files), _MOST_PROCESSES)
-    left = list(files)
+    done: set[Path] = set()
     if count > 1 and sum(_size(path) for path in files) > _POOL_BYTES:
-        try:
-            # Forked: children need what is imported already, and here nothing else runs yet.
-            with ProcessPoolExecutor(count, mp_context=get_context("fork")) as pool:
-                waiting = {pool.submit(_reduce_file, path, salvage, top): path for path in files}
-                for done in as_completed(waiting):
-                    yield waiting[done], done.result()
-                    left.remove(waiting[done])
-        except BrokenProcessPool:
-            pass  # a child was killed, most likely for its memory: one after the other takes less
-    for path in left:
-        yield path, _reduce_file(path, salvage, top)
+        for path, result in _reduced_in_pool(files, salvage, top, count):
+            done.add(path)
+            yield path, result
+    for path in files:
+        if path not in done:
+            yield path, _reduce_file(path, salvage, top)
+
+
+def _reduced_in_pool(files: list[Path], salvage: bool, top: int, count: int) -> Iterator[tuple[Path, Reduced | str]]:
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from concurrent.futures.process import BrokenProcessPool
+    from multiprocessing import get_context
+
+    try:
+        # Forked: children need what is imported already, and here nothing else runs yet.
+        with ProcessPoolExecutor(count, mp_context=get_context("fork")) as pool:
+            waiting = {pool.submit(_reduce_file, path, salvage, top): path for path in files}
+            for done in as_completed(waiting):
+                yield waiting[done], done.result()
+    except BrokenProcessPool:
+        return  # a child was killed, most likely for its memory: one after the other takes less
 
 
 def _reduce_file(path: Path, salvage: bool, top: int) -> Reduced | str:
@@ -111,7 +120,7 @@ def _read(path: Path, salvage: bool) -> Trace | str:
 
 
 def _ranked(one: Reduced, rank: int | None) -> Reduced:
-    return replace(one, summary=replace(one.summary, rank=rank), trace=replace(one.trace, rank=rank))
+    return replace(one, summary=structs.replace(one.summary, rank=rank), trace=replace(one.trace, rank=rank))
 
 
 def _size(path: Path) -> int:

@@ -5,28 +5,28 @@ Field names are the keys of the JSON output; docs/analyze-trace.md describes eac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from rankscope.analysis.traces.aligning import ClockShift
 from rankscope.analysis.traces.diagnosing import diagnose
 from rankscope.analysis.traces.diagnosing_evidence import Finding
-from rankscope.analysis.traces.joining import GroupWaits, Join, RankWaits, join_traces
 from rankscope.analysis.traces.summarizing_records import RankSummary
 from rankscope.cli.trace_reducing import Reduced, ReducedFiles
+
+if TYPE_CHECKING:
+    from rankscope.analysis.traces.aligning import ClockShift
+    from rankscope.analysis.traces.joining import GroupWaits, Join, RankWaits
 
 SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True)
-class BrokenReport:
+class BrokenReport(msgspec.Struct, frozen=True):
     file: str
     reason: str
 
 
-@dataclass(frozen=True)
-class JoinReport:
+class JoinReport(msgspec.Struct, frozen=True):
     clock_residual_us: float | None
     collectives_matched: int
     close_arrivals: int
@@ -44,8 +44,7 @@ class JoinReport:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     schema_version: int
     bound: str
     sentence: str
@@ -56,8 +55,7 @@ class Report:
     broken: tuple[BrokenReport, ...]
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     report: Report
     shifts: Mapping[int, ClockShift]  # onto a common clock
 
@@ -89,6 +87,9 @@ def _join(ranks: Sequence[Reduced], stage_of: Mapping[int, int] | None) -> Join 
     known = {one.summary.rank: one for one in ranks if one.summary.rank is not None}
     if len(known) < 2:
         return None
+    # Half of the analysis is only needed here, and a command on one rank should not wait for its import.
+    from rankscope.analysis.traces.joining import join_traces
+
     return join_traces(
         {rank: one.trace for rank, one in known.items()},
         {rank: one.collectives for rank, one in known.items()},

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rankscope.analysis.policy import DEFAULT_POLICY, Policy
 from rankscope.analysis.traces.diagnosing_blame import blame, wait_ratios
 from rankscope.analysis.traces.diagnosing_evidence import Evidence, Finding
 from rankscope.analysis.traces.diagnosing_rules import RULES
-from rankscope.analysis.traces.joining import Join
 from rankscope.analysis.traces.summarizing_records import RankSummary
 from rankscope.analysis.wording import ranks as ranks_in_words
+
+if TYPE_CHECKING:
+    from rankscope.analysis.traces.joining import Join
 
 # From here on the device computes more than it does anything else.
 _MOSTLY = 0.5

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from rankscope.analysis.drawing.quantities import quantity
 from rankscope.analysis.policy import Policy
 from rankscope.analysis.traces.diagnosing_advice import NEXT
 from rankscope.analysis.traces.diagnosing_evidence import Evidence, Finding
-from rankscope.analysis.traces.joining import Join
-from rankscope.analysis.verdict import Kind
 from rankscope.analysis.wording import ranks as ranks_in_words
+
+if TYPE_CHECKING:
+    from rankscope.analysis.traces.joining import Join
 
 
 def wait_ratios(join: Join) -> dict[int, float]:
@@ -65,19 +68,20 @@ def blame(join: Join, evidence: Evidence, policy: Policy) -> list[Finding]:
 
 
 def _title(join: Join) -> str:
+    kind = join.verdict.value
     return {
-        Kind.SLOW_RANK: f"waiting for {ranks_in_words(join.culprits)}",
-        Kind.SLOW_STAGE: f"waiting for pipeline stage {join.stage}",
-        Kind.DATA_IMBALANCE: "work spread unevenly over ranks",
-        Kind.SLOW_COMMUNICATION: "communication slower than it should be",
-    }.get(join.verdict, join.verdict.value.replace("_", " "))
+        "slow_rank": f"waiting for {ranks_in_words(join.culprits)}" if join.culprits else "waiting for a slow rank",
+        "slow_stage": f"waiting for pipeline stage {join.stage}",
+        "data_imbalance": "work spread unevenly over ranks",
+        "slow_communication": "communication slower than it should be",
+    }.get(kind, kind.replace("_", " "))
 
 
 def _excess(join: Join, evidence: Evidence, policy: Policy) -> tuple[str, dict[str, float]]:
     """The part of the culprits' time that holds most of what they take longer than the others."""
     guilty = [rank for rank in evidence.ranks if rank.rank in join.culprits]
     innocent = [rank for rank in evidence.ranks if rank.rank not in join.culprits]
-    if join.verdict is not Kind.SLOW_RANK or not guilty or not innocent:
+    if join.verdict.value != "slow_rank" or not guilty or not innocent:
         return "", {}
     excess = {
         part: float(np.median([r.parts_us[part] for r in guilty]) - np.median([r.parts_us[part] for r in innocent]))

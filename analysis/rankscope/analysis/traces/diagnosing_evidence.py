@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from msgspec import Struct
 
 from rankscope.analysis.traces.summarizing_records import RankSummary
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """`saving_us` is per step (of the whole trace where it has no steps), at best; `numbers` is the evidence to compute
     with."""
 
@@ -23,7 +23,7 @@ class Finding:
     saving_ratio: float
     evidence: str
     suggestion: str
-    numbers: dict[str, float] = field(default_factory=dict)
+    numbers: dict[str, float] = {}
     ranks: tuple[int, ...] = ()
 
 

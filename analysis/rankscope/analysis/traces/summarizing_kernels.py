@@ -8,7 +8,7 @@ import numpy as np
 
 from rankscope.analysis.robust import Bools
 from rankscope.analysis.traces.columns import Category, Trace
-from rankscope.analysis.traces.kernels import Kind, classify, names_like, tensor_core
+from rankscope.analysis.traces.kernels import Kind, classify, tensor_core
 from rankscope.analysis.traces.summarizing_records import ComputeSummary
 
 # FP32 products on the plain units; a name that shows tensor cores overrules it.
@@ -34,12 +34,17 @@ def mix_compute(trace: Trace) -> ComputeSummary | None:
     total = float(duration.sum())
     if total <= 0:
         return None
-    names = trace.name[rows]
+    names, name_of = np.unique(trace.name[rows], return_inverse=True)
+
+    def like(pattern: re.Pattern[str]) -> Bools:
+        # Of kernels only: a trace names many more things, and these patterns are slow.
+        return np.array([pattern.search(trace.names[name]) is not None for name in names.tolist()])[name_of]
+
     on_tensor_cores = tensor_core(trace)[rows]
-    dense = names_like(trace, _DENSE, anywhere=True)[names] | on_tensor_cores
-    moving = names_like(trace, _MOVING, anywhere=True)[names] & ~dense
-    plain = names_like(trace, _PLAIN_MATRIX, anywhere=True)[names] & ~on_tensor_cores
-    unfused = moving & ~names_like(trace, _FUSED, anywhere=True)[names]
+    dense = like(_DENSE) | on_tensor_cores
+    moving = like(_MOVING) & ~dense
+    plain = like(_PLAIN_MATRIX) & ~on_tensor_cores
+    unfused = moving & ~like(_FUSED)
 
     def share(which: Bools) -> float:
         return float(duration[which].sum()) / total
