@@ -15,23 +15,27 @@ _JUDGES = 500
 _ITERATIONS = 60
 # Beyond so many deviations a point counts for nothing (Tukey's biweight).
 _TUKEY = 4.685
-# A spread below this is taken as this, or points on an exact line would make their own rounding an outlier.
-_SMALLEST_SPREAD = 0.005
-_SURE_ERRORS = 2.0
+# A spread below this is taken as this: real links are not so straight that a point 10 % off is no part of them.
+_SMALLEST_SPREAD = 0.03
+# A point further off than this (a factor of 2.7) is simply wrong; how wrong says nothing.
+_CAP = 1.0
+# So many standard errors from zero. A slope out of noise would be a bandwidth out of nothing.
+_SURE_OF_ALPHA = 2.0
+_SURE_OF_BETA = 4.0
 _TINY = 1e-15
 
 
 @dataclass(frozen=True)
 class Line:
     alpha_seconds: float  # never below zero
-    beta_bytes_per_second: float | None  # None where nothing grows with the size
+    beta_bytes_per_second: float | None  # None where nothing surely grows with the size
     alpha_resolved: bool  # False: too small to be told from zero by these points
     loss: float  # mean of the capped squared deviations: to compare lines through the same points
 
 
 def fit_line(step_count: Floats, moved: Floats, seconds: Floats) -> Line | None:
     """None where the points carry no line. It starts from the line through two of the points that leaves the smallest
-    median deviation, which half the points cannot spoil, and refines that by those that lie near it."""
+    mean deviation, capped so that no point can spoil it, and refines that by those that lie near it."""
     usable = np.isfinite(seconds) & (seconds > 0) & np.isfinite(moved) & np.isfinite(step_count)
     step_count, moved, seconds = step_count[usable], moved[usable], seconds[usable]
     if len(seconds) < 2 or moved.max(initial=0.0) <= 0:
@@ -52,12 +56,13 @@ def fit_line(step_count: Floats, moved: Floats, seconds: Floats) -> Line | None:
         if np.allclose(before, solution, rtol=1e-10, atol=_TINY):
             break
     deviation = np.log(seconds / np.maximum(columns @ solution, _TINY))
-    alpha, per_unit = float(solution[0]), float(solution[1])
+    alpha, per_unit = solution.tolist()
+    alpha_error, slope_error = np.sqrt(np.diag(covariance)).tolist()
     return Line(
         alpha_seconds=alpha,
-        beta_bytes_per_second=unit / per_unit if per_unit > 0 else None,
-        alpha_resolved=alpha > _SURE_ERRORS * float(np.sqrt(covariance[0, 0])),
-        loss=float(np.mean(np.minimum(np.abs(deviation), 1.0) ** 2)),
+        beta_bytes_per_second=unit / per_unit if per_unit > _SURE_OF_BETA * slope_error else None,
+        alpha_resolved=alpha > _SURE_OF_ALPHA * alpha_error,
+        loss=float(np.mean(np.minimum(np.abs(deviation), _CAP) ** 2)),
     )
 
 
@@ -84,7 +89,7 @@ def _start(columns: Floats, seconds: Floats) -> Floats:
     candidates = np.concatenate([candidates, *pure])
     judges = order[np.unique(np.linspace(0, len(order) - 1, min(len(order), _JUDGES)).astype(int))]
     expected = np.maximum(candidates @ columns[judges].T, _TINY)
-    deviation = np.median(np.abs(np.log(seconds[judges] / expected)), axis=1)
+    deviation = np.minimum(np.abs(np.log(seconds[judges] / expected)), _CAP).mean(axis=1)
     best: Floats = candidates[int(np.argmin(deviation))]
     return best
 
@@ -101,6 +106,8 @@ def _solve(columns: Floats, seconds: Floats, weights: Floats) -> tuple[Floats, F
         kept = int(np.argmax(alone * target))
         solution = np.zeros(2)
         solution[kept] = max(float(alone[kept]), 0.0)
+        inverse = np.zeros((2, 2))
+        inverse[kept, kept] = 1 / max(float(normal[kept, kept]), _TINY)
     left = seconds - columns @ solution
     freedom = max(float(np.count_nonzero(weights)) - 2, 1.0)
     return solution, inverse * (float(np.sum(weights * left**2)) / freedom)

@@ -176,9 +176,9 @@ def _read_nccl_tests(body: str, name: str, op: str | None, ranks: int | None) ->
             microseconds = _number(cells[column], "time", f"line {number}")
             if size > 0 and microseconds > 0:
                 rows.append((size, microseconds * 1e-6))
-                algorithm, bus = float(cells[column + 1]), float(cells[column + 2])
-                if algorithm > 1:
-                    factors.append(bus / algorithm)
+                rates = [_number(cell, "bandwidth", f"line {number}") for cell in cells[column + 1 : column + 3]]
+                if len(rates) == 2 and rates[0] > 1:
+                    factors.append(rates[1] / rates[0])
     if not rows:
         raise UnreadableError("holds no measurement; nccl-tests print a row per size")
     if members < 0:

@@ -50,11 +50,12 @@ def _joined(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives],
     notes = [f"{count} collectives matched over {len(traces)} ranks: times are the transfer alone, without waiting"]
     if len(chosen) < count:
         notes.append(f"{count - len(chosen)} left out: nothing of them is transfer, as far as the clocks can tell")
-    whole = len(traces) if ranks is None else ranks
+    # In a job of which nobody says the size, a collective of all the ranks at hand is of these.
+    told = max((trace.world_size or 0 for trace in traces.values()), default=0)
+    whole = ranks or (len(traces) if told <= len(traces) else -1)
     observations = Observations(
         group=group.astype(np.int64),
         kind=np.where(matched.kind == CollectiveKind.SEND_RECV, CollectiveKind.SEND, matched.kind)[chosen],
-        # A collective of all ranks at hand, in a job of which nobody says the size, has at least these.
         ranks=np.where(members > 0, members, np.where(seen == len(traces), whole, ranks or -1))[chosen],
         bytes=size[chosen],
         seconds=arrivals.transfer_ns[chosen] / 1e9,

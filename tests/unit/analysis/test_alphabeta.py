@@ -18,10 +18,10 @@ def fit(observed: Observations) -> Fit:
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
-    alpha_us=st.floats(0.5, 50),
-    beta_gbps=st.floats(1, 900),
+    alpha_us=st.floats(2, 50),
+    beta_gbps=st.floats(10, 900),
     ranks=st.sampled_from([2, 8, 64]),
     kind=st.sampled_from([ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.SEND]),
     seed=st.integers(0, 1000),
@@ -84,11 +84,11 @@ def test_abstains_with_the_reason(byte_counts: list[int], ranks: int, words: str
         found.predict(size)
 
 
-def test_says_that_a_time_that_never_grows_shows_latency_only() -> None:
-    rng = np.random.default_rng(1)
-    found = fit(observe((2 ** rng.uniform(3, 9, 60)).astype(np.int64), alpha_us=20, beta_gbps=1e9, rng=rng))
-    assert "latency only" in found.reason or found.beta_bytes_per_second is not None
-    assert found.alpha_seconds is None or found.alpha_seconds > 0
+def test_makes_no_bandwidth_out_of_the_noise_of_small_messages() -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        found = fit(observe((2 ** rng.uniform(3, 9, 60)).astype(np.int64), alpha_us=20, beta_gbps=1e6, rng=rng))
+        assert "latency only" in found.reason and found.beta_bytes_per_second is None
 
 
 def test_tells_a_ring_from_a_tree_by_how_time_grows_with_ranks() -> None:

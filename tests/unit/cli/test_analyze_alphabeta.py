@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rankscope.analysis.traces.collective_kinds import CollectiveKind
+from rankscope.cli.main import main
+from tests.shared_data import H200
+from tests.unit.analysis.collective_timings import observe, sizes
+from tests.unit.analysis.test_alphabeta_reading import NCCL_TESTS
+
+
+def write_csv(path: Path, groups: dict[str, float], *, count: int = 60, slow_from: int | None = None) -> Path:
+    """Groups by name, each with its bandwidth in GB/s; from a row on everything takes three times as long."""
+    lines = ["op,bytes,us,ranks,group,time"]
+    for seed, (group, beta_gbps) in enumerate(groups.items()):
+        rng = np.random.default_rng(seed)
+        observed = observe(sizes(rng, count), beta_gbps=beta_gbps, rng=rng)
+        for row, (size, seconds) in enumerate(zip(observed.bytes, observed.seconds, strict=True)):
+            factor = 3.0 if slow_from is not None and row >= slow_from else 1.0
+            lines.append(f"all_reduce,{size},{seconds * 1e6 * factor},8,{group},{row}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    code = main(["analyze", "alphabeta", *map(str, words)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    code, out, err = run(capsys, *words, "--json")
+    assert (code, err) == (0, "")
+    found: dict[str, Any] = json.loads(out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    return found
+
+
+def test_fits_the_output_of_nccl_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "all_reduce_perf.txt"
+    path.write_text(NCCL_TESTS)
+    found = answer(capsys, path, "--at-ranks", 64)
+    (fit,) = found["fits"]
+    assert (fit["op"], fit["ranks"], fit["count"], fit["algorithm"]) == ("all_reduce", 8, 10, "ring")
+    assert fit["beta_gbps"] == pytest.approx(485, rel=0.03) and 1 < fit["alpha_us"] < 3
+    assert found["verdict"] == "healthy" and found["anomalies"] == []
+    seen = [row for row in found["predicted"] if row["ranks"] == 8]
+    assert [row["bytes"] for row in seen] == [8, 65536, 16777216, 1073741824, 17179869184]
+    assert seen[-1]["actual_us"] == pytest.approx(61972) and seen[0]["tree_us"] < seen[0]["ring_us"]
+    other = [row for row in found["predicted"] if row["ranks"] == 64]
+    assert other and all(row["actual_us"] is None for row in other)
+
+
+def test_names_the_slow_link_and_leaves_its_healthy_twin_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    healthy = {f"dp_{n}": 100.0 for n in range(5)}
+    assert answer(capsys, write_csv(tmp_path / "a.csv", healthy))["verdict"] == "healthy"
+    found = answer(capsys, write_csv(tmp_path / "b.csv", healthy | {"dp_3": 40.0}))
+    assert found["verdict"] == "slow_communication"
+    assert [(one["group"], one["against"]) for one in found["anomalies"]] == [("dp_3", "peers")]
+
+
+def test_tells_that_collectives_became_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_csv(tmp_path / "a.csv", {"dp": 100.0}, count=200, slow_from=140)
+    (anomaly,) = answer(capsys, path)["anomalies"]
+    assert anomaly["against"] == "own" and anomaly["ongoing"] is True
+    assert anomaly["since_seconds"] == pytest.approx(140, abs=6)
+    code, out, _ = run(capsys, path)
+    assert code == 0 and "slow_communication" in out and "3.0×" in out
+
+
+def test_compares_groups_of_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [write_csv(tmp_path / f"node{n}.csv", {"": 30.0 if n == 1 else 100.0}) for n in range(4)]
+    found = answer(capsys, *paths)
+    assert [fit["group"] for fit in found["fits"]] == ["node0", "node1", "node2", "node3"]
+    assert [one["group"] for one in found["anomalies"]] == ["node1"]
+
+
+def test_reads_the_transfers_of_two_real_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, H200 / "gloo_2ranks_rank0.json.gz", H200 / "gloo_2ranks_rank1.json.gz")
+    (fit,) = found["fits"]
+    assert (fit["op"], fit["ranks"], fit["count"]) == ("all_reduce", 2, 25)
+    assert fit["beta_gbps"] == pytest.approx(1.06, rel=0.1)
+    assert "25 collectives matched over 2 ranks" in found["notes"][0]
+
+
+def test_abstains_with_the_reason_where_one_rank_does_not_know_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = H200 / "gloo_2ranks_rank0.json.gz"
+    found = answer(capsys, alone)
+    assert found["verdict"] == "insufficient_data"
+    assert found["fits"][0]["reason"] == "the number of ranks is not known"
+    assert found["fits"][0]["alpha_us"] is None and found["predicted"] == []
+    assert answer(capsys, alone, "--ranks", 2)["verdict"] == "healthy"
+
+
+def test_draws_a_plot_and_a_page_that_need_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_csv(tmp_path / "a.csv", {"<b>dp</b>": 100.0})
+    code, _, _ = run(capsys, path, "--svg", tmp_path / "fit.svg", "--html", tmp_path / "fit.html")
+    drawn, written = (tmp_path / "fit.svg").read_text(), (tmp_path / "fit.html").read_text()
+    assert code == 0 and drawn.startswith("<svg") and "predicted" in drawn and "actual" in drawn
+    assert "Predicted against actual" in written and "tree" in written
+    assert "<b>dp</b>" not in written and "http://" not in written.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_draws_a_page_even_where_nothing_was_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("op,bytes,us,ranks\nall_reduce,1024,20,8\n")
+    code, out, _ = run(capsys, path, "--html", tmp_path / "fit.html", "--svg", tmp_path / "fit.svg")
+    assert code == 0 and "1 timed with a known size, 5 are needed" in out
+    assert "insufficient_data" in (tmp_path / "fit.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "said"),
+    [
+        (None, (), "no such file"),
+        (b"", (), "is empty"),
+        (b"\xff\xfe\x00", (), "is no text"),
+        (b"op,bytes,us\nall_reduce,x,1\n", (), "line 2: bytes 'x' is no number"),
+        (b'{"traceEvents": [', (), ""),
+        (b"\x1f\x8b broken", (), ""),
+        (b'{"traceEvents": []}', (), ""),
+        (b"op,bytes,us\nall_reduce,1,1\n", ("--op", "nonsense"), "--op: 'nonsense' is no collective"),
+        (b"op,bytes,us\nall_reduce,1,1\n", ("--ranks", "0"), "--ranks: 0 is no number of ranks"),
+        (b"op,bytes,us\nall_reduce,1,1\n", ("--svg", "/nowhere/at/all.svg"), "choose a place that can be written"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    content: bytes | None, words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "input"
+    if content is not None:
+        path.write_bytes(content)
+    code, out, err = run(capsys, path, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and said in err
+
+
+def test_refuses_to_mix_traces_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_csv(tmp_path / "a.csv", {"dp": 100.0})
+    code, _, err = run(capsys, path, H200 / "gloo_2ranks_rank0.json.gz")
+    assert code == 2 and "cannot be read together" in err
+
+
+def test_damaged_tables_never_give_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dice, path = random.Random(5), tmp_path / "input"
+    whole = [
+        NCCL_TESTS,
+        write_csv(tmp_path / "a.csv", {"dp": 1.0}, count=8).read_text(),
+        '[{"op":"send","bytes":1,"us":1}]',
+    ]
+    for _ in range(80):
+        text = list(dice.choice(whole))
+        for _ in range(dice.randint(1, 6)):
+            text[dice.randrange(len(text))] = dice.choice(["", "\n", ",", "9" * 40, "-", "NaN", "\x00", '"', "[", "é"])
+        path.write_text("".join(text))
+        code, _, err = run(capsys, path, "--json")
+        assert code in (0, 2) and err.count("\n") == (1 if code else 0)
+
+
+def test_every_json_key_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "analyze-alphabeta.md").read_text()
+    found = answer(capsys, H200 / "gloo_2ranks_rank0.json.gz", "--ranks", 2)
+    keys = {*found, *found["fits"][0], *found["predicted"][0]}
+    keys |= {"against", "severity", "windows", "slow_windows", "since_seconds", "ongoing", "lost_us", "lost_ratio"}
+    assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
+    assert CollectiveKind.ALL_TO_ALL.label in page
