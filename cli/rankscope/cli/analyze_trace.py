@@ -44,13 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rankscope.cli.trace_layout import LayoutError, stages_by_rank
+    from rankscope.cli.trace_layout import LayoutError, read_layout
     from rankscope.cli.trace_reducing import reduce_files
     from rankscope.cli.trace_report import make_report, to_json
 
     if arguments.top < 1:
         return _refuse(f"--top {arguments.top}: at least one kernel is needed; next step: --top 10")
-    files = reduce_files(arguments.paths, top=arguments.top, progress=_progress())
+    try:
+        layout = read_layout(arguments.parallelism, arguments.stages)
+    except LayoutError as error:
+        return _refuse(str(error))
+    stages = layout.stages if layout else None
+    files = reduce_files(arguments.paths, top=arguments.top, stages=stages, progress=_progress())
     for one in files.broken:
         print(f"warning: {one.path}: {one.reason}", file=sys.stderr)
     if not files.ranks:
@@ -63,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"warning: {len(files.broken)} of {total} left out, {len(files.ranks)} analysed", file=sys.stderr)
     ranks = [one.summary.rank for one in files.ranks if one.summary.rank is not None]
     try:
-        stage_of = stages_by_rank(arguments.parallelism, arguments.stages, ranks)
+        stage_of = layout.stage_of(ranks) if layout else None
     except LayoutError as error:
         return _refuse(str(error))
     outcome = make_report(files, stage_of)

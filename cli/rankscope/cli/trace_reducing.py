@@ -44,11 +44,24 @@ class ReducedFiles:
     rank_reasons: dict[Path, str]
 
 
-def reduce_files(paths: Sequence[str], *, top: int, progress: Callable[[int, int], None] | None = None) -> ReducedFiles:
+@dataclass(frozen=True)
+class _Wanted:
+    salvage: bool  # read what is left of a file that was cut off
+    top: int
+    stages: int | None
+
+
+def reduce_files(
+    paths: Sequence[str],
+    *,
+    top: int,
+    stages: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ReducedFiles:
     """Never raises for what is wrong with a file. One file's events are in memory at a time (per process)."""
     files, broken = find_files(paths)
     results: dict[Path, Reduced | str] = {}
-    for path, result in _reduced(files, top):
+    for path, result in _reduced(files, _Wanted(len(files) == 1, top, stages)):
         results[path] = result
         if progress:
             progress(len(results), len(files))
@@ -61,20 +74,19 @@ def reduce_files(paths: Sequence[str], *, top: int, progress: Callable[[int, int
     return ReducedFiles(tuple(kept), tuple(broken), assigned.reason)
 
 
-def _reduced(files: list[Path], top: int) -> Iterator[tuple[Path, Reduced | str]]:
-    salvage = len(files) == 1
+def _reduced(files: list[Path], wanted: _Wanted) -> Iterator[tuple[Path, Reduced | str]]:
     count = min(os.cpu_count() or 1, len(files), _MOST_PROCESSES)
     done: set[Path] = set()
     if count > 1 and sum(_size(path) for path in files) > _POOL_BYTES:
-        for path, result in _reduced_in_pool(files, salvage, top, count):
+        for path, result in _reduced_in_pool(files, wanted, count):
             done.add(path)
             yield path, result
     for path in files:
         if path not in done:
-            yield path, _reduce_file(path, salvage, top)
+            yield path, _reduce_file(path, wanted)
 
 
-def _reduced_in_pool(files: list[Path], salvage: bool, top: int, count: int) -> Iterator[tuple[Path, Reduced | str]]:
+def _reduced_in_pool(files: list[Path], wanted: _Wanted, count: int) -> Iterator[tuple[Path, Reduced | str]]:
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
@@ -82,16 +94,16 @@ def _reduced_in_pool(files: list[Path], salvage: bool, top: int, count: int) -> 
     try:
         # Forked: children need what is imported already, and here nothing else runs yet.
         with ProcessPoolExecutor(count, mp_context=get_context("fork")) as pool:
-            waiting = {pool.submit(_reduce_file, path, salvage, top): path for path in files}
+            waiting = {pool.submit(_reduce_file, path, wanted): path for path in files}
             for done in as_completed(waiting):
                 yield waiting[done], done.result()
     except BrokenProcessPool:
         return  # a child was killed, most likely for its memory: one after the other takes less
 
 
-def _reduce_file(path: Path, salvage: bool, top: int) -> Reduced | str:
+def _reduce_file(path: Path, wanted: _Wanted) -> Reduced | str:
     """The file's numbers, or in words why there are none."""
-    trace = _read(path, salvage)
+    trace = _read(path, wanted.salvage)
     if isinstance(trace, str):
         return trace
     try:
@@ -99,7 +111,15 @@ def _reduce_file(path: Path, salvage: bool, top: int) -> Reduced | str:
         if breakdown is None:
             return "it holds no work: neither events of a device nor operators; was anything profiled?"
         collectives = find_collectives(trace)
-        summary = summarize(trace, breakdown, collectives, rank=trace.rank, file=str(path), top=top)
+        summary = summarize(
+            trace,
+            breakdown,
+            collectives,
+            rank=trace.rank,
+            file=str(path),
+            top=wanted.top,
+            stages=wanted.stages,
+        )
         return Reduced(path, summary, breakdown, *keep_essentials(trace, collectives))
     except MemoryError:
         return "there is not enough memory to analyse it"

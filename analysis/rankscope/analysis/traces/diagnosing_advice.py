@@ -26,6 +26,8 @@ NEXT = {
     "unfused_kernels": "Fuse them: torch.compile, fused attention and cross-entropy, a fused optimizer (fused=True).",
     "allocator": "The caching allocator runs out and returns memory: leave it more room (smaller batch, activation "
     "checkpointing), or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation.",
+    "pipeline_bubble": "Use more micro-batches a step, or an interleaved schedule; where stages wait longer than the "
+    "schedule alone explains, even out their layers.",
     "slow_rank": "Look at its machine first: clocks and throttling (nvidia-smi -q -d PERFORMANCE), CPU contention, a "
     "slow disk or link; move the job off it if it stays slow.",
     "slow_stage": "Move layers from the slow pipeline stage to others; the last one also carries the loss and the "

@@ -41,6 +41,29 @@ def _communication(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
+def _bubble(evidence: Evidence) -> Iterator[Finding]:
+    """A part of the exposed communication that has a reason, and a remedy, of its own."""
+    ratio = evidence.typical(lambda rank: rank.bubble.measured_ratio if rank.bubble else None)
+    if ratio is None:
+        return
+    expected = evidence.typical(lambda rank: rank.bubble.theoretical_ratio if rank.bubble else None)
+    words = f"stages wait {quantity(ratio * evidence.step_us, 'us')} a step for their neighbours"
+    numbers = {"bubble_ratio": ratio}
+    if expected is not None:
+        words += f", {quantity(ratio, 'ratio')} of it; the schedule alone costs {quantity(expected, 'ratio')}"
+        numbers["theoretical_bubble_ratio"] = expected
+    yield Finding(
+        kind="pipeline_bubble",
+        bound="communication",
+        title="pipeline stages waiting for each other",
+        saving_us=ratio * evidence.step_us,
+        saving_ratio=ratio,
+        evidence=words,
+        suggestion=NEXT["pipeline_bubble"],
+        numbers=numbers,
+    )
+
+
 def _input(evidence: Evidence) -> Iterator[Finding]:
     saving, ratio = evidence.lost("input")
     yield Finding(
@@ -165,6 +188,7 @@ def _of_compute(evidence: Evidence, ratio: Callable[[ComputeSummary], float]) ->
 # Every way of losing time that is looked for. What each costs decides the order of the findings, not the order here.
 RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     _communication,
+    _bubble,
     _input,
     _launches,
     _synchronisation,

@@ -11,6 +11,7 @@ from rankscope.analysis.traces.idleness import Idleness, IdleParts, split_idle
 from rankscope.analysis.traces.kernels import Kind, classify
 from rankscope.analysis.traces.launches import measure_launches
 from rankscope.analysis.traces.summarizing_collectives import (
+    summarize_bubble,
     summarize_buckets,
     summarize_collectives,
     summarize_sharding,
@@ -29,8 +30,16 @@ from rankscope.analysis.traces.top_kernels import TOP, top_kernels
 
 
 def summarize(
-    trace: Trace, breakdown: Breakdown, collectives: Collectives, *, rank: int | None, file: str, top: int = TOP
+    trace: Trace,
+    breakdown: Breakdown,
+    collectives: Collectives,
+    *,
+    rank: int | None,
+    file: str,
+    top: int = TOP,
+    stages: int | None = None,
 ) -> RankSummary:
+    """`stages` of the pipeline, where the user knows them."""
     idle = split_idle(trace, breakdown)
     compute = mix_compute(trace)
     return RankSummary(
@@ -60,6 +69,7 @@ def summarize(
         collectives=summarize_collectives(collectives),
         buckets=summarize_buckets(trace, collectives),
         sharding=summarize_sharding(trace, collectives),
+        bubble=summarize_bubble(trace, collectives, stages),
         memory=summarize_memory(trace),
         repairs=trace.repairs,
     )

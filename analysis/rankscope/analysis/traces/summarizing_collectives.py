@@ -6,6 +6,7 @@ import numpy as np
 
 from rankscope.analysis.robust import Floats, number_groups
 from rankscope.analysis.traces.bandwidth import algorithm_gbps, bus_gbps
+from rankscope.analysis.traces.bubbles import measure_bubble
 from rankscope.analysis.traces.buckets import find_buckets
 from rankscope.analysis.traces.collective_kinds import CollectiveKind
 from rankscope.analysis.traces.collectives import Collectives
@@ -13,6 +14,7 @@ from rankscope.analysis.traces.columns import Trace
 from rankscope.analysis.traces.gathers import find_gathers
 from rankscope.analysis.traces.rebucketing import try_other_caps
 from rankscope.analysis.traces.summarizing_records import (
+    BubbleSummary,
     BucketsSummary,
     BucketSummary,
     CapSummary,
@@ -110,6 +112,20 @@ def summarize_sharding(trace: Trace, collectives: Collectives) -> ShardingSummar
             )
         )
     return ShardingSummary(found.framework, tuple(gathers))
+
+
+def summarize_bubble(trace: Trace, collectives: Collectives, stages: int | None) -> BubbleSummary | None:
+    """None where the trace shows no pipeline."""
+    found = measure_bubble(trace, collectives, stages=stages)
+    if found is None:
+        return None
+    return BubbleSummary(
+        measured_ratio=found.measured_ratio,
+        waiting_us=found.waiting_ns / 1000,
+        stages=found.stages,
+        microbatches=found.microbatches,
+        theoretical_ratio=found.theoretical_ratio,
+    )
 
 
 def _median(values: Floats) -> float | None:

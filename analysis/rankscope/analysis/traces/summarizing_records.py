@@ -128,6 +128,16 @@ class ShardingSummary(Struct, frozen=True):
     gathers: tuple[GatherSummary, ...]
 
 
+class BubbleSummary(Struct, frozen=True):
+    """Of a pipeline, per step."""
+
+    measured_ratio: float  # of the step, a transfer to or from a neighbouring stage kept it from computing
+    waiting_us: float
+    stages: int | None
+    microbatches: int | None
+    theoretical_ratio: float | None  # of 1F1B
+
+
 class MemorySummary(Struct, frozen=True):
     """Device memory, as far as the trace tells (profile_memory=True)."""
 
@@ -166,5 +176,6 @@ class RankSummary(Struct, frozen=True):
     collectives: tuple[CollectiveSummary, ...]
     buckets: BucketsSummary | None
     sharding: ShardingSummary | None
+    bubble: BubbleSummary | None
     memory: MemorySummary
     repairs: tuple[str, ...]
