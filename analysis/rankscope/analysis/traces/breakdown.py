@@ -14,6 +14,7 @@ from rankscope.analysis.robust import Ints, number_groups
 from rankscope.analysis.traces.columns import ABSENT, Trace
 from rankscope.analysis.traces.intervals import Intervals, covered_until, gaps, intersection, total
 from rankscope.analysis.traces.kernels import Kind
+from rankscope.analysis.traces.launches import traced_launch_ratios
 from rankscope.analysis.traces.occupying import Occupation, occupy_device, occupy_host
 from rankscope.analysis.traces.selecting import DeviceWork, all_device_work, device_work
 from rankscope.analysis.traces.steps import Steps, find_steps, step_of_rows
@@ -50,6 +51,9 @@ class StepParts(Parts):
     host_start_ns: int
     host_end_ns: int
     idle_in_host_window_ns: int  # nothing ran while the host was in this step, whoever's work it was
+    # Share of the step's launches whose kernel is in the trace: where it ends, the device is behind the host, and a
+    # step may lack some of its work or all. None where no launch is in the trace.
+    traced_launch_ratio: float | None
 
     @property
     def host_ns(self) -> int:
@@ -73,12 +77,13 @@ def break_down(trace: Trace) -> Breakdown | None:
         whole = occupy_device(trace, work)
         every = all_device_work(trace)
         windows = _device_windows(trace, steps, every)
-        parts = _step_parts(occupy_device(trace, every), steps, *windows)
+        traced = traced_launch_ratios(trace, steps)
+        parts = _step_parts(occupy_device(trace, every), steps, *windows, traced)
     else:
         whole = occupy_host(trace)
         if not len(whole.anything[0]):
             return None
-        parts = _step_parts(whole, steps, steps.start_ns, steps.end_ns)
+        parts = _step_parts(whole, steps, steps.start_ns, steps.end_ns, [None] * len(steps))
     return Breakdown(
         **vars(_whole_parts(whole)),
         start_ns=int(whole.anything[0][0]),
@@ -106,7 +111,9 @@ def _whole_parts(busy: Occupation) -> Parts:
     )
 
 
-def _step_parts(busy: Occupation, steps: Steps, start: Ints, end: Ints) -> tuple[StepParts, ...]:
+def _step_parts(
+    busy: Occupation, steps: Steps, start: Ints, end: Ints, traced: list[float | None]
+) -> tuple[StepParts, ...]:
     def within(spans: Intervals, begin: Ints = start, finish: Ints = end) -> Ints:
         real = spans[1] > spans[0]
         spans = (spans[0][real], spans[1][real])
@@ -131,7 +138,8 @@ def _step_parts(busy: Occupation, steps: Steps, start: Ints, end: Ints) -> tuple
         steps.end_ns,
         host_idle,
     )
-    return tuple(StepParts(*row) for row in np.column_stack(columns).tolist()) if len(steps) else ()
+    rows = np.column_stack(columns).tolist()
+    return tuple(StepParts(*row, traced_launch_ratio=ratio) for row, ratio in zip(rows, traced, strict=True))
 
 
 def _device_windows(trace: Trace, steps: Steps, work: DeviceWork) -> tuple[Ints, Ints]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
 
 from rankscope.analysis.robust import Ints
 from rankscope.analysis.traces.columns import ABSENT, Category, Trace
-from rankscope.analysis.traces.steps import launch_rows
+from rankscope.analysis.traces.kernels import names_like
+from rankscope.analysis.traces.steps import NO_STEP, Steps, launch_rows
+
+_LAUNCH = re.compile(r"(cuda|cu|hip)\w*Launch(?!Host)")
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,6 @@ def measure_launches(trace: Trace) -> Launches | None:
     delay = trace.start_ns[work] - trace.start_ns[launch[work]]
     depth = _queue_depths(trace, work, launch[work])
     short = trace.of(Category.KERNEL)[work] & (trace.duration_ns[work] < trace.duration_ns[launch[work]])
-    names = np.fromiter((_launches(name) for name in trace.names), dtype=bool, count=len(trace.names))
-    launch_calls = np.flatnonzero(trace.of(Category.RUNTIME, Category.DRIVER) & names[trace.name])
     return Launches(
         count=len(calls),
         kernel_count=len(work),
@@ -66,12 +68,24 @@ def measure_launches(trace: Trace) -> Launches | None:
         short_kernel_count=int(short.sum()),
         short_kernel_ns=int(trace.duration_ns[work[short]].sum()),
         unlaunched_count=int((is_work & (launch == ABSENT)).sum()),
-        untraced_launch_count=len(np.setdiff1d(launch_calls, calls)),
+        untraced_launch_count=len(np.setdiff1d(_launch_calls(trace), calls)),
     )
 
 
-def _launches(name: str) -> bool:
-    return name.startswith(("cuda", "cu", "hip")) and "Launch" in name and "Host" not in name
+def traced_launch_ratios(trace: Trace, steps: Steps) -> list[float | None]:
+    """Of each step, the share of its launches whose kernel is in the trace; None where it launched nothing."""
+    launch = launch_rows(trace)
+    calls = np.union1d(_launch_calls(trace), launch[launch != ABSENT])
+    position = steps.at(trace.start_ns[calls])
+    traced = np.isin(calls, launch)
+    counts = np.bincount(position[position != NO_STEP], minlength=len(steps))
+    found = np.bincount(position[traced & (position != NO_STEP)], minlength=len(steps))
+    return [float(some / every) if every else None for some, every in zip(found, counts, strict=True)]
+
+
+def _launch_calls(trace: Trace) -> Ints:
+    """Calls that by their name launch kernels, whether or not the kernels are in the trace."""
+    return np.flatnonzero(trace.of(Category.RUNTIME, Category.DRIVER) & names_like(trace, _LAUNCH)[trace.name])
 
 
 def _queue_depths(trace: Trace, work: Ints, launch: Ints) -> Ints:
