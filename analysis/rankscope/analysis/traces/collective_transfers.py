@@ -109,7 +109,7 @@ def _calls_within(calls: Calls, span: Ints) -> tuple[Ints, Ints]:
     spans = calls.spans
     keys = spans.key[calls.leaf]
     low = np.searchsorted(keys, taken(spans.key, span), side="left")
-    ends = taken(spans.key + (spans.end_ns - spans.start_ns), span)
+    ends = taken(spans.key_at(spans.row, spans.end_ns), span)
     high = np.searchsorted(keys, ends, side="right")
     return np.where(span >= 0, low, 0), np.where(span >= 0, high, 0)
 

@@ -17,16 +17,21 @@ class Spans:
     row: Ints
     start_ns: Ints
     end_ns: Ints
-    key: Ints  # thread and start as one number that sorts
+    key: Ints  # thread and start as one number that sorts; see key_at
     parent: Ints  # the innermost other span around it; -1 at the top
     thread_of_row: Ints
-    stride: int
+    moments_ns: Ints  # all starts once: keys count these, so that no time is too long for them
+
+    def key_at(self, rows: Ints, moment_ns: Ints) -> Ints:
+        """Sorts after the keys of all spans that began by then on that row's thread."""
+        place = np.searchsorted(self.moments_ns, moment_ns, side="right")
+        return self.thread_of_row[rows] * (len(self.moments_ns) + 1) + place
 
     def around(self, rows: Ints, moment_ns: Ints) -> Ints:
         """The innermost span that holds the moment on the thread of that row; -1 where there is none."""
         if not len(self.row):
             return np.full(len(rows), ABSENT)
-        found = np.searchsorted(self.key, self.thread_of_row[rows] * self.stride + moment_ns, side="right") - 1
+        found = np.searchsorted(self.key, self.key_at(rows, moment_ns), side="right") - 1
         other_thread = (found >= 0) & (self.thread_of_row[self.row[found]] != self.thread_of_row[rows])
         found[other_thread] = ABSENT
         while np.any(outside := (found >= 0) & (self.end_ns[found] < moment_ns)):
@@ -36,11 +41,9 @@ class Spans:
 
 def nest(trace: Trace, rows: Ints) -> Spans:
     """The rows as spans of their threads. Spans that cross, which a broken trace may hold, have no right parent."""
-    threads, count = number_groups(trace.process, trace.thread)
-    stride = int(trace.start_ns.max(initial=0)) + int(trace.duration_ns.max(initial=0)) + 2
-    if count * stride >= 2**62:
-        raise ValueError("the trace's times span too long to be sorted by thread")
-    key = threads[rows] * stride + trace.start_ns[rows]
+    threads, _ = number_groups(trace.process, trace.thread)
+    moments = np.unique(trace.start_ns[rows])
+    key = threads[rows] * (len(moments) + 1) + np.searchsorted(moments, trace.start_ns[rows], side="right")
     # Equal starts: the longer span stands first, as the parent.
     order = np.lexsort((-trace.duration_ns[rows], key))
     rows, key = rows[order], key[order]
@@ -53,4 +56,4 @@ def nest(trace: Trace, rows: Ints) -> Spans:
         if not np.any(outside):
             break
         parent[outside] = parent[parent[outside]]
-    return Spans(rows, start, end, key, parent, threads, stride)
+    return Spans(rows, start, end, key, parent, threads, moments)

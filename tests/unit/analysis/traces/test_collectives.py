@@ -5,6 +5,8 @@ import pytest
 from rankscope.analysis.traces.collective_kinds import CollectiveKind, kind_of_kernel, kind_of_note
 from rankscope.analysis.traces.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.columns import Category, ProcessGroup
+from rankscope.analysis.traces.reading import read_trace
+from tests.shared_data import H200, shared
 from tests.unit.analysis.traces.building import Event, make_trace
 
 OP, RUN, KERNEL, NOTE = Category.CPU_OP, Category.RUNTIME, Category.KERNEL, Category.USER_ANNOTATION
@@ -235,6 +237,38 @@ def test_knows_the_size_of_a_group_it_cannot_name_if_all_have_the_same() -> None
     assert list(find_collectives(make_trace(events, groups=alike)).group_size) == [2]
     unlike = (ProcessGroup("0", "default_pg", (0, 1, 2)), ProcessGroup("1", "", (0, 1)))
     assert list(find_collectives(make_trace(events, groups=unlike)).group_size) == [-1]
+
+
+def test_a_call_at_the_end_of_time_is_still_tied_to_its_kernel() -> None:
+    events = nccl_call(0, 1, 20) + [(f"thread {n}", OP, 9e14 + n, 1, {"thread": n}) for n in range(2, 40)]
+    found = find_collectives(make_trace([*events, *nccl_call(9.1e14, 2, 9.1e14 + 20)]))
+    assert list(found.calls) == [1, 1] and list(found.bytes) == [2 * MEGA, 2 * MEGA]
+
+
+def test_sizes_the_collectives_of_a_real_old_trace_by_the_shapes_of_their_inputs() -> None:
+    trace = read_trace((shared("hta_pair") / "rank-0.json.gz").read_bytes())
+    found = find_collectives(trace)
+    reductions = found.where(found.kind == CollectiveKind.ALL_REDUCE)
+    assert list(reductions.bytes) == [19618307 * 4, 26955536 * 4, 26258430 * 4, 5716654 * 4]
+    exchanges = found.where(found.kind == CollectiveKind.ALL_TO_ALL)
+    assert list(exchanges.bytes) == [384 * 8, 419430400, 419430400, 2846720 * 4]
+    # Every kernel is an old ncclKernel_SendRecv or the like; only the host's calls tell them apart.
+    assert found.measured.all() and list(found.calls) == [1] * 10
+    assert len(found.groups) == 2 and {group.name for group in found.groups} == {""}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sizes_gloo_of_a_real_job_and_sees_its_first_buckets_hidden(rank: int) -> None:
+    found = find_collectives(read_trace((H200 / f"gloo_2ranks_rank{rank}.json.gz").read_bytes()))
+    assert labels(found) == ["all_reduce"] * 25
+    assert list(found.bytes[[0, 24]]) == [33558528, 8192] and found.measured.all()
+    assert found.exposed_ns[0] < found.duration_ns[0] * 0.05 and found.exposed_ns[10] == found.duration_ns[10]
+
+
+def test_finds_the_calls_of_a_real_group_of_one_that_moves_nothing() -> None:
+    found = find_collectives(read_trace((H200 / "nccl_world1_3steps.json.gz").read_bytes()))
+    assert labels(found) == ["all_reduce"] * 75 and set(found.group_size.tolist()) == {1}
+    assert not found.measured.any() and found.groups[0].name == "0"
 
 
 def test_finds_nothing_in_a_trace_without_communication() -> None:
