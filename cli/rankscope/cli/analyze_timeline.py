@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rankscope.analysis.timelines.analyzing import TimelineReport
 
 HELP = "replay a pipeline-parallel job: what would it be without its slow rank, stage or operation?"
 PICTURES = (".png", ".svg")
@@ -60,35 +65,42 @@ def run(arguments: argparse.Namespace) -> int:
         return _fail(arguments.file, error)
     except MemoryError:
         return _fail(arguments.file, "does not fit into memory; cut it to fewer steps")
-    for path in (arguments.heatmap, arguments.html):
-        if path is None:
-            continue
-        try:
-            if path is arguments.html:
-                from rankscope.cli.timeline_pictures import make_page
+    try:
+        _draw(report, arguments)
+    except OSError as error:
+        return _fail(error.filename, f"{error.strerror or error}; choose a place that can be written")
+    try:
+        _print(report, as_json=arguments.json)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read it has seen enough; Python would complain once more when it closes the pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
-                path.write_text(make_page(report, arguments.file.name), encoding="utf-8")
-            elif path.suffix.lower() == ".svg":
-                from rankscope.cli.timeline_pictures import draw_svg
 
-                path.write_text(draw_svg(report), encoding="utf-8")
-            else:
-                from rankscope.cli.timeline_pictures import draw_png
+def _draw(report: TimelineReport, arguments: argparse.Namespace) -> None:
+    if arguments.heatmap is None and arguments.html is None:
+        return
+    from rankscope.cli.timeline_pictures import draw_png, draw_svg, make_page
 
-                path.write_bytes(draw_png(report))
-        except OSError as error:
-            return _fail(path, f"{error.strerror or error}; choose a place that can be written")
-    if arguments.json:
+    if arguments.heatmap is not None:
+        svg = arguments.heatmap.suffix.lower() == ".svg"
+        arguments.heatmap.write_bytes(draw_svg(report).encode() if svg else draw_png(report))
+    if arguments.html is not None:
+        arguments.html.write_text(make_page(report, arguments.file.name), encoding="utf-8")
+
+
+def _print(report: TimelineReport, *, as_json: bool) -> None:
+    if as_json:
         from rankscope.cli.timeline_json import to_json
 
         print(json.dumps(to_json(report), allow_nan=False))
-        return 0
+        return
     from rich.console import Console
 
     from rankscope.cli.timeline_report import print_report
 
     print_report(report, Console(highlight=False, soft_wrap=True))
-    return 0
 
 
 def _fail(what: object, why: object) -> int:

@@ -12,6 +12,7 @@ from rankscope.analysis.timelines.columns import MOST_ROWS, OPTIONAL, REQUIRED, 
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _PARQUET_MAGIC = b"PAR1"
+_NAMES = "optype"
 _LARGEST_YAML = 1 << 20
 # A CSV row of a timeline has some 40 bytes and more.
 _LARGEST_CSV = MOST_ROWS * 100
@@ -51,7 +52,7 @@ def _read_parquet(path: Path) -> tuple[dict[str, npt.NDArray[Any]], list[str] | 
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=[_NAMES]) as file:
             rows = file.metadata.num_rows
             if rows > MOST_ROWS:
                 raise FileError(f"{rows:,} rows, more than {MOST_ROWS:,}; cut it to fewer steps")
@@ -68,7 +69,9 @@ def _read_csv(path: Path) -> tuple[dict[str, npt.NDArray[Any]], list[str] | None
     if path.stat().st_size > _LARGEST_CSV:
         raise FileError(f"{path.stat().st_size / 1e9:.1f} GB of CSV; cut it to fewer steps, or make it a parquet file")
     try:
-        table = pyarrow.csv.read_csv(path)
+        names = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
+        options = pyarrow.csv.ConvertOptions(column_types={_NAMES: names})
+        table = pyarrow.csv.read_csv(path, convert_options=options)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise FileError(f"neither parquet nor CSV ({_short(error)})") from error
     names = [name.strip().lstrip("\ufeff") for name in table.column_names]

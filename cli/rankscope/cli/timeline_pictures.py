@@ -15,6 +15,7 @@ from rankscope.cli.timeline_report import headline, summary, tables
 # The scale spans at least this much, or the noise of a healthy job would look like a finding.
 LEAST_TOP = 1.1
 RANKS_ON_PAGE = 512
+LONG_SIDE_PIXELS = 960
 
 
 def draw_svg(report: TimelineReport) -> str:
@@ -31,7 +32,9 @@ def draw_svg(report: TimelineReport) -> str:
 
 
 def draw_png(report: TimelineReport) -> bytes:
-    return heat_map_png(report.decomposition.worker_score, low=1.0, high=_top(report))
+    score = report.decomposition.worker_score
+    cell = min(max(LONG_SIDE_PIXELS // max(score.shape), 8), 96)
+    return heat_map_png(score, cell_pixels=cell, low=1.0, high=_top(report))
 
 
 def _top(report: TimelineReport) -> float:

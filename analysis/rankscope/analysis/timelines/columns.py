@@ -13,8 +13,10 @@ from rankscope.analysis.robust import Floats, Ints
 
 REQUIRED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
 OPTIONAL = ("rank", "seq_id", "mc", "gmc", "mb_id")
-MOST_ROWS = 20_000_000
+MOST_ROWS = 8_000_000
 _LARGEST = 2**53
+# Timestamps may count from 1970.
+_LONGEST_SECONDS = 1e10
 
 
 class TimelineError(ValueError):
@@ -68,14 +70,17 @@ def read_columns(
     data_rank = _integers(table, "dp_rank")
     _refuse(stage < 0, "stage", "is negative")
     _refuse(data_rank < 0, "dp_rank", "is negative")
-    start = _numbers(table, "start_ts") * seconds_per_unit
+    start = _numbers(table, "start_ts", from_first=True) * seconds_per_unit
     duration = _numbers(table, "duration") * seconds_per_unit
     _refuse(duration < 0, "duration", "is negative")
+    for name, seconds in (("start_ts", start), ("duration", duration)):
+        _refuse(np.abs(seconds) > _LONGEST_SECONDS, name, "is too large for seconds (see --unit)")
     operation, kinds = _operations(np.asarray(table["optype"]), names)
     if "rank" in table:
         rank = _integers(table, "rank")
     else:
-        rank = stage * (int(data_rank.max()) + 1) + data_rank
+        replicas, number = np.unique(data_rank, return_inverse=True)
+        rank = stage * len(replicas) + number
     return Timeline(
         data_rank=data_rank,
         stage=stage,
@@ -96,7 +101,8 @@ def _operations(column: npt.NDArray[Any], names: Sequence[str] | None) -> tuple[
             raise TimelineError("column optype holds numbers; it needs names such as forward-compute")
         found, column = np.unique(column.astype(str), return_inverse=True)
         names = [str(name) for name in found]
-    _refuse(column < 0, "optype", "is empty")
+    blank = [number for number, name in enumerate(names) if not name.strip()]
+    _refuse((column < 0) | np.isin(column, blank), "optype", "is empty")
     # Spelled with blanks around it, one operation would be two.
     used = np.unique(column).tolist()
     kinds = sorted({names[number].strip() for number in used})
@@ -128,8 +134,11 @@ def _integers(table: Mapping[str, npt.NDArray[Any]], name: str, rows: int = 0) -
     return values.astype(np.int64)
 
 
-def _numbers(table: Mapping[str, npt.NDArray[Any]], name: str) -> Floats:
-    values = _floats(np.asarray(table[name]), name)
+def _numbers(table: Mapping[str, npt.NDArray[Any]], name: str, *, from_first: bool = False) -> Floats:
+    column = np.asarray(table[name])
+    if from_first and column.dtype.kind in "iu":
+        column = column - column.min()  # nanoseconds since 1970 do not fit a float
+    values = _floats(column, name)
     _refuse(~np.isfinite(values), name, "is not a number")
     return values
 

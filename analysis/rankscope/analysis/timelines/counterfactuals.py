@@ -12,8 +12,9 @@ from rankscope.analysis.timelines.modelling import Model, replay_taken
 from rankscope.analysis.timelines.standing_out import STEPS_SLOW_RATIO, median_of_others
 
 # The slowest rank of a step against the usual one. Of many noisy ranks one is always slow by some per cent.
-IMBALANCE_RATIO = 1.2
-SLOW_TRANSFERS_RATIO = 0.4  # of the steps
+IMBALANCE_RATIO = 1.15
+# Of the steps; one bad step in twenty is no pattern.
+PATTERN_STEPS_RATIO = 0.4
 ONE_PLACE_SHARE = 0.8
 
 
@@ -125,7 +126,7 @@ def _persistent(levels: Floats, policy: Policy) -> Bools:
 
 
 def find_imbalance(model: Model, taken: list[Floats], own: Floats, policy: Policy) -> Imbalance | None:
-    """In most steps some rank takes much longer than usual for its stage, and another one each time."""
+    """In many steps some rank takes much longer than usual for its stage, and another one each time."""
     usual = own.mean(axis=(0, 2, 3), keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(usual > 0, own / usual, 1.0).reshape(len(own), -1)  # [step, rank]
@@ -134,8 +135,8 @@ def find_imbalance(model: Model, taken: list[Floats], own: Floats, policy: Polic
     ordered = np.sort(relative, axis=1)
     middle = ordered[:, (relative.shape[1] - 1) // 2]
     with np.errstate(divide="ignore", invalid="ignore"):
-        spread = float(np.median(np.where(middle > 0, ordered[:, -1] / middle, 1.0)))
-    if spread < IMBALANCE_RATIO:
+        spread = np.where(middle > 0, ordered[:, -1] / middle, 1.0)
+    if (spread >= IMBALANCE_RATIO).mean() < PATTERN_STEPS_RATIO:
         return None
     factor = relative.mean(axis=1)  # the work of the step stays what it was
     even, at = [], 0
@@ -148,11 +149,11 @@ def find_imbalance(model: Model, taken: list[Floats], own: Floats, policy: Polic
             if nodes.any():
                 made[nodes] = seconds[nodes].mean() * factor[steps][None, :, None, None]
         even.append(made)
-    impact = float(np.median(1 - replay_taken(model, even) / replay_taken(model, taken)))
+    impact = 1 - float(replay_taken(model, even).mean() / replay_taken(model, taken).mean())
     if impact < policy.impact_ratio:
         return None
     _, times = np.unique(np.argmax(relative, axis=1), return_counts=True)
-    return Imbalance(spread, float(times.max() / len(relative)), impact)
+    return Imbalance(float(np.median(spread)), float(times.max() / len(relative)), impact)
 
 
 def find_slow_transfer(model: Model, taken: list[Floats], policy: Policy) -> SlowTransfer | None:
@@ -172,7 +173,7 @@ def find_slow_transfer(model: Model, taken: list[Floats], policy: Policy) -> Slo
         if not excess.any():
             continue
         gain = 1 - replay_taken(model, fixed) / whole
-        persistent = float((gain >= policy.communication_impact_ratio).mean()) >= SLOW_TRANSFERS_RATIO
+        persistent = float((gain >= policy.communication_impact_ratio).mean()) >= PATTERN_STEPS_RATIO
         impact = float(gain.mean())
         if not persistent or impact < policy.communication_impact_ratio:
             continue

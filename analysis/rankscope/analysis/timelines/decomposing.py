@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.analysis.robust import Bools, Floats
+from rankscope.analysis.timelines.columns import TimelineError
 from rankscope.analysis.timelines.counterfactuals import peers_of_each, stage_levels, stages_like_others
 from rankscope.analysis.timelines.modelling import (
     Model,
@@ -50,6 +51,8 @@ class Decomposition:
 def decompose(model: Model) -> Decomposition:
     recorded, typical = replay_recorded(model), replay_typical(model)
     ideal = float(typical.mean())
+    if not ideal > 0:
+        raise TimelineError("all durations are zero; are they in seconds, and rounded?")
     stages, replicas, tensors = model.layout.lanes.rank.shape
     by_stage = [_workers((stages, replicas, tensors), stage=stage) for stage in range(stages)]
     families = range(len(model.families))

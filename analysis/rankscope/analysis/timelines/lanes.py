@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rankscope.analysis.robust import Bools, Ints, number_groups
+from rankscope.analysis.robust import Bools, Ints
 from rankscope.analysis.timelines.columns import JobSizes, Timeline, TimelineError
+from rankscope.analysis.timelines.grouping import number_groups
 from rankscope.analysis.wording import ranks as name_ranks
 
 
@@ -98,7 +99,8 @@ def _trustworthy_ranks(timeline: Timeline) -> tuple[Timeline, list[str]]:
     numbers, counts = np.unique(places[:, 2], return_counts=True)
     if (counts == 1).all():
         return timeline, []
-    made = timeline.stage * (int(timeline.data_rank.max()) + 1) + timeline.data_rank
+    replicas, number = np.unique(timeline.data_rank, return_inverse=True)
+    made = timeline.stage * len(replicas) + number
     twice = tuple(numbers[counts > 1][:3].tolist())
     note = f"the rank column gives several places to {name_ranks(twice)}: ranks numbered by stage and dp_rank instead"
     return replace(timeline, rank=made), [note]

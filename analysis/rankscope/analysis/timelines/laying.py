@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.analysis.robust import Bools, Floats, Ints, number_groups
+from rankscope.analysis.robust import Bools, Floats, Ints
 from rankscope.analysis.timelines.columns import JobSizes, Timeline, TimelineError
+from rankscope.analysis.timelines.grouping import number_groups, pack
 from rankscope.analysis.timelines.lanes import Lanes, find_lanes, take
 from rankscope.analysis.timelines.operations import COMPUTES, is_known
 from rankscope.analysis.timelines.tidying import tidy
@@ -51,11 +52,10 @@ class Layout:
 def lay_out(timeline: Timeline, sizes: JobSizes) -> Layout:
     steps_recorded = len(np.unique(timeline.step))
     timeline, lanes, data, tensor = find_lanes(timeline, sizes)
+    _require_computes(timeline, lanes)
     rows, index, notes = tidy(timeline, data, tensor, lanes)
     timeline, data, tensor = take(timeline, rows), data[rows], tensor[rows]
     in_chain = np.array([name in COMPUTES or not is_known(name) for name in timeline.names])[timeline.operation]
-    if not any(name in COMPUTES for name in timeline.names):
-        raise TimelineError("no forward-compute or backward-compute rows; is it a timeline of operations?")
     code, _ = number_groups(timeline.stage, timeline.operation, index, timeline.chunk)
     block, block_count = number_groups(timeline.step, data, tensor)
     content, order = _fingerprints(timeline, code, block, block_count, in_chain)
@@ -77,7 +77,7 @@ def lay_out(timeline: Timeline, sizes: JobSizes) -> Layout:
         pattern = int(inside_blocks[np.argmax(order[inside_blocks] == kinds[np.argmax(counts)])])
         reordered += int(len(inside_blocks) - counts.max())
         chosen = np.flatnonzero(inside)
-        chosen = chosen[np.lexsort((tensor[chosen], data[chosen], timeline.step[chosen], code[chosen]))]
+        chosen = chosen[_order(code[chosen], timeline.step[chosen], data[chosen], tensor[chosen])]
         tables.append(_table(timeline, chosen, block, pattern, in_chain, np.array(steps), lanes))
     if odd:
         named = ", ".join(map(str, odd[:STEPS_NAMED])) + (", …" if len(odd) > STEPS_NAMED else "")
@@ -92,6 +92,21 @@ def lay_out(timeline: Timeline, sizes: JobSizes) -> Layout:
     return Layout(lanes, tuple(tables), steps_recorded, (*lanes.notes, *notes))
 
 
+def _require_computes(timeline: Timeline, lanes: Lanes) -> None:
+    computes = np.array([name in COMPUTES for name in timeline.names])[timeline.operation]
+    if not computes.any():
+        raise TimelineError("no forward-compute or backward-compute rows; is it a timeline of operations?")
+    idle = np.flatnonzero(np.bincount(timeline.stage[computes], minlength=lanes.stages) == 0)
+    if len(idle):
+        raise TimelineError(f"stage {idle[0]} has no forward-compute or backward-compute rows; record its ranks, too")
+
+
+def _order(*keys: Ints) -> Ints:
+    """Sorts by the first key, then the next …; rows that are alike stay in their order."""
+    packed = pack(*keys)
+    return np.lexsort(keys[::-1]) if packed is None else np.argsort(packed[0], kind="stable")
+
+
 def _blocks_of(step_of_block: Ints, step: int) -> Ints:
     low, high = np.searchsorted(step_of_block, [step, step + 1])  # blocks are numbered by step first
     return np.arange(low, high)
@@ -104,10 +119,10 @@ def _fingerprints(timeline: Timeline, code: Ints, block: Ints, block_count: int,
     with np.errstate(over="ignore"):
         np.add.at(content, block, dice[code])
         chain = np.flatnonzero(in_chain)
-        chain = chain[np.lexsort((timeline.operation[chain], timeline.start_seconds[chain], block[chain]))]
+        chain = chain[np.argsort(timeline.start_seconds[chain], kind="stable")]
         order = np.zeros(block_count, dtype=np.int64)
         # Stages of one block run side by side: the order of each counts, not how they interleave.
-        chain = chain[np.lexsort((np.arange(len(chain)), timeline.stage[chain], block[chain]))]
+        chain = chain[_order(block[chain], timeline.stage[chain])]
         place = np.arange(len(chain)) - np.searchsorted(block[chain], block[chain])
         np.add.at(order, block[chain], dice[code[chain]] * (place + 1))
     return content, order
@@ -137,7 +152,7 @@ def _table(
     duration = timeline.duration_seconds[rows].reshape(shape)
     model = rows[block[rows] == pattern]  # one row per node, in node order
     chained = model[in_chain[model]]
-    running = chained[np.lexsort((timeline.operation[chained], timeline.start_seconds[chained]))]
+    running = chained[np.argsort(timeline.start_seconds[chained], kind="stable")]
     position = {int(row): place for place, row in enumerate(running)}
     counted: dict[tuple[int, int], int] = {}
     nodes = []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from rankscope.analysis.robust import Bools, Ints, number_groups
+from rankscope.analysis.robust import Bools, Ints
 from rankscope.analysis.timelines.columns import Timeline
+from rankscope.analysis.timelines.grouping import number_groups, pack
 from rankscope.analysis.timelines.lanes import Lanes
 from rankscope.analysis.timelines.operations import COMPUTES, GC, OPTIMIZER, is_known
 
@@ -25,7 +26,10 @@ def tidy(timeline: Timeline, data: Ints, tensor: Ints, lanes: Lanes) -> tuple[In
     if _is_constant(order, worker, timeline.operation):
         order = np.full(len(order), -1, dtype=np.int64)
     rows = np.flatnonzero(kept)
-    rows = rows[np.lexsort((timeline.start_seconds[rows], order[rows], timeline.operation[rows], worker[rows]))]
+    rows = rows[np.argsort(timeline.start_seconds[rows], kind="stable")]
+    packed = pack(worker[rows], timeline.operation[rows], order[rows])
+    keys = (order[rows], timeline.operation[rows], worker[rows])
+    rows = rows[np.lexsort(keys) if packed is None else np.argsort(packed[0], kind="stable")]
     same_group = np.r_[False, _same(rows, worker, timeline.operation)]
     same_time = np.r_[False, _same(rows, timeline.start_seconds, timeline.duration_seconds)]
     twice = same_group & np.r_[False, _same(rows, order)] & ((order[rows] >= 0) | same_time)
