@@ -39,11 +39,14 @@ class Clocks:
     components: tuple[tuple[int, ...], ...]  # ranks that could be aligned with each other
 
     def common(self, rank: Ints, time_ns: Ints) -> Ints:
-        result: Ints = time_ns.copy()
-        for each in np.unique(rank).tolist():
-            rows = rank == each
-            result[rows] = self.shifts[each].common(time_ns[rows])
-        return result
+        ranks = np.array(list(self.shifts), dtype=np.int64)
+        table = list(self.shifts.values())
+        order = np.argsort(ranks)
+        index = order[np.searchsorted(ranks[order], rank)]
+        origin = np.array([shift.origin_ns for shift in table], dtype=np.int64)[index]
+        drift = np.array([shift.drift_ratio for shift in table])[index]
+        offset = np.array([shift.offset_ns for shift in table], dtype=np.int64)[index]
+        return np.asarray(time_ns + offset + np.rint(drift * (time_ns - origin)).astype(np.int64))
 
 
 def align(matched: Matched, ranks: list[int]) -> Clocks:

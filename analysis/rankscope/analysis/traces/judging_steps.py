@@ -15,7 +15,7 @@ import numpy as np
 from rankscope.analysis.imbalance import imbalance_impact
 from rankscope.analysis.observing import ReadyWindow, observe
 from rankscope.analysis.policy import Policy
-from rankscope.analysis.robust import Floats
+from rankscope.analysis.robust import Bools, Floats
 from rankscope.analysis.rules import HEALTHY, RecentWindows
 from rankscope.analysis.screening import screen
 from rankscope.analysis.summaries import summarize
@@ -31,6 +31,9 @@ STEPS_FOR_CONFIDENCE = 5
 STEPS_FOR_IMBALANCE = 3
 # Of a rank's steps, in communication of which it is not known how much was waiting for others.
 UNMATCHED_RATIO_MAX = 0.10
+# Ranks that take turns on a CPU wait for each other in turn as well, and a trace does not show the queue. Uneven data
+# must cost several turns of a scheduler a step.
+HOST_IMBALANCE_NS = 50e6
 
 
 def judge_steps(
@@ -46,7 +49,7 @@ def judge_steps(
     missing = _abstain(times, world_size, traced, collectives_matched, clock_residual_us, policy)
     if missing:
         return Verdict(Kind.INSUFFICIENT_DATA, missing, confidence=Confidence.LOW)
-    times = times.take(_unmatched_ratio(times) <= UNMATCHED_RATIO_MAX)
+    times = times.take(_unmatched_ratio(times) <= UNMATCHED_RATIO_MAX, _complete_steps(times, world_size, policy))
     count = len(times.step)
     needed = max(2, ceil(count * policy.windows_for_alarm / policy.windows_kept))
     policy = replace(policy, windows_kept=count, windows_for_alarm=needed, windows_for_warning=needed)
@@ -58,6 +61,8 @@ def judge_steps(
         verdict = recent.decide(observe(_ready(columns, world_size, policy), baseline, policy), HEALTHY)
     if verdict.kind is Kind.HEALTHY and count >= STEPS_FOR_IMBALANCE:
         verdict = _imbalance(times, spread, world_size, stage_of, place_of, policy) or verdict
+    if verdict.kind is Kind.DATA_IMBALANCE and times.on_host and _lost_ns(verdict, times) < HOST_IMBALANCE_NS:
+        verdict = HEALTHY
     confidence = Confidence.HIGH if count >= STEPS_FOR_CONFIDENCE else Confidence.LOW
     return replace(verdict, confidence=confidence)
 
@@ -80,7 +85,7 @@ def _abstain(
     if len(times.rank) < policy.ranks_seen_ratio * world_size:
         silent = sorted(set(traced) - set(times.rank.tolist()))
         return f"{ranks_in_words(silent)}: no steps, or no collective in common with another trace"
-    complete = (~np.isnan(times.step_ns)).sum(axis=0) >= policy.ranks_seen_ratio * world_size
+    complete = _complete_steps(times, world_size, policy)
     if complete.sum() < STEPS_NEEDED:
         return f"{int(complete.sum())} complete steps in common, {STEPS_NEEDED} needed"
     unmatched = _unmatched_ratio(times)
@@ -92,6 +97,14 @@ def _abstain(
     if clock_residual_us is not None and clock_residual_us * 1000 > np.nanmedian(times.step_ns):
         return "the clocks could not be aligned to within a step"
     return ""
+
+
+def _complete_steps(times: StepTimes, world_size: int, policy: Policy) -> Bools:
+    return np.asarray((~np.isnan(times.step_ns)).sum(axis=0) >= policy.ranks_seen_ratio * world_size)
+
+
+def _lost_ns(verdict: Verdict, times: StepTimes) -> float:
+    return (verdict.impact_ratio or 0.0) * float(np.nanmedian(times.step_ns))
 
 
 def _unmatched_ratio(times: StepTimes) -> Floats:

@@ -122,10 +122,10 @@ def _match_ordered(calls: Calls, step: Ints, channel: Channel, notes: list[str])
             f"{channel.label}: collectives are not numbered in the traces, and on {bases[Basis.AMBIGUOUS]} of "
             f"{len(ranks)} ranks their order fits in several ways; left out"
         )
-    if bases[Basis.HINT]:
+    if bases[Basis.CLOCKS]:
         notes.append(
-            f"{channel.label}: collectives are not numbered in the traces; matched by step and clock on "
-            f"{bases[Basis.HINT]} ranks"
+            f"{channel.label}: collectives are not numbered in the traces; matched by their clocks on "
+            f"{bases[Basis.CLOCKS]} ranks"
         )
     return number
 

@@ -18,6 +18,8 @@ TOKENS_ALIKE_RATIO = 0.9
 CLEARLY_WORSE = 3.0
 SPREAD_TO_GAP_RATIO = 0.25
 CLOSE_NS = 2_000.0
+SAME_STEP_RATIO = 0.8
+CONTRADICTION, CONTRADICTING_CALLS = 20.0, 8
 # Ends that lie within such a window of each other vote for one clock difference.
 VOTING_WINDOWS_NS = (50_000, 500_000, 5_000_000)
 VOTES_NEEDED = 3
@@ -29,7 +31,7 @@ KEPT_RATIO = 0.8  # of the differences, when the spread is taken
 class Basis(Enum):
     ORDER = "order"  # one shift fits, and no other
     ENDS = "ends"  # the calls have gaps, but their ends agree on one clock difference
-    HINT = "hint"  # several shifts would fit; step numbers or the ranks' clocks decide
+    CLOCKS = "clocks"  # no shift fits well, or several do; what the ranks' clocks say decides
     AMBIGUOUS = "ambiguous"
     NONE = "none"
 
@@ -55,7 +57,7 @@ class Fit:
 
     @property
     def found(self) -> bool:
-        return self.basis in (Basis.ORDER, Basis.ENDS, Basis.HINT)
+        return self.basis in (Basis.ORDER, Basis.ENDS, Basis.CLOCKS)
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def fit_runs(left: Run, right: Run) -> Fit:
     if not len(left) or not len(right):
         return Fit(Basis.NONE, nothing, nothing)
     tried = _try_shifts(left, right)
-    best = _contenders(tried)
+    best = _contenders(_with_same_steps(tried))
     gap = float(np.median(np.diff(np.sort(left.end_ns)))) if len(left) > 1 else np.inf
     sharp = len(best.shift) == 1 and best.spread_ns[0] <= SPREAD_TO_GAP_RATIO * gap
     if sharp and best.overlap[0] >= VOTES_NEEDED:
@@ -89,10 +91,10 @@ def fit_runs(left: Run, right: Run) -> Fit:
     voted = _vote(left, right)
     if voted is not None:
         return voted
-    hinted = _decide_by_hints(best)
-    if len(hinted.shift) == 1:
-        return _by_shift(left, right, hinted, Basis.HINT)
-    return Fit(Basis.AMBIGUOUS if len(hinted.shift) else Basis.NONE, nothing, nothing)
+    decided = _decide_by_clocks(best)
+    if len(decided.shift) == 1:
+        return _by_shift(left, right, decided, Basis.CLOCKS)
+    return Fit(Basis.AMBIGUOUS if len(decided.shift) else Basis.NONE, nothing, nothing)
 
 
 def _by_shift(left: Run, right: Run, chosen: _Shifts, basis: Basis) -> Fit:
@@ -132,18 +134,26 @@ def _try_shifts(left: Run, right: Run) -> _Shifts:
     return tried.take(alike)
 
 
+def _with_same_steps(tried: _Shifts) -> _Shifts:
+    """Step numbers are the same on all ranks, so that shifts against them are none; unless ends contradict loudly: a
+    profiler may have been started later on one rank."""
+    same = tried.take(tried.same_step_ratio >= SAME_STEP_RATIO)
+    if not len(same.shift):
+        return tried
+    telling = tried.spread_ns[tried.overlap >= CONTRADICTING_CALLS].min(initial=np.inf)
+    contradicted = same.spread_ns.min() > CONTRADICTION * max(telling, CLOSE_NS)
+    return tried if contradicted else same
+
+
 def _contenders(tried: _Shifts) -> _Shifts:
-    least = tried.spread_ns.min(initial=np.inf)
-    return tried.take(tried.spread_ns <= max(CLEARLY_WORSE * least, least + CLOSE_NS))
+    # Few calls fit by chance.
+    weighed = tried.spread_ns * (tried.overlap.max(initial=1) / tried.overlap) ** 2
+    least = weighed.min(initial=np.inf)
+    return tried.take(weighed <= max(CLEARLY_WORSE * least, least + CLOSE_NS))
 
 
-def _decide_by_hints(contenders: _Shifts) -> _Shifts:
-    """Step numbers first: they are the same on all ranks. Then clocks, where one shift needs far less of an offset."""
-    if len(contenders.shift) < 2:
-        return contenders
-    most = contenders.same_step_ratio.max()
-    if most >= 0.5:
-        contenders = contenders.take(contenders.same_step_ratio == most)
+def _decide_by_clocks(contenders: _Shifts) -> _Shifts:
+    """Where one shift needs far less of an offset than the others."""
     if len(contenders.shift) < 2:
         return contenders
     nearest = np.argsort(np.abs(contenders.offset_ns))

@@ -31,14 +31,22 @@ class StepTimes:
     wait_ns: Floats  # for others, with nothing computed meanwhile
     transfer_ns: Floats  # the same of transfers
     unmatched_ns: Floats  # the same of communication of which it is not known how much was waiting
+    on_host: bool  # measured by the host's operators: what a rank queued for a CPU looks like its work
 
     @property
     def self_ns(self) -> Floats:
         return self.step_ns - self.wait_ns
 
-    def take(self, ranks: Bools | slice = _ALL, steps: slice = _ALL) -> StepTimes:
-        table = (self.step_ns, self.wait_ns, self.transfer_ns, self.unmatched_ns)
-        return StepTimes(self.rank[ranks], self.step[steps], *(column[ranks][:, steps] for column in table))
+    def take(self, ranks: Bools | slice = _ALL, steps: Bools | slice = _ALL) -> StepTimes:
+        return StepTimes(
+            self.rank[ranks],
+            self.step[steps],
+            self.step_ns[ranks][:, steps],
+            self.wait_ns[ranks][:, steps],
+            self.transfer_ns[ranks][:, steps],
+            self.unmatched_ns[ranks][:, steps],
+            self.on_host,
+        )
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,9 @@ def measure_steps(
         start, end = starts[rank][in_step], own.end_ns[in_step]
         times = _rank_times(rank, traces[rank], collectives[rank], matched, arrivals, start, end)
         table[:, row, position[rank][in_step]] = times
-    return _without_cut_step(StepTimes(ranks, steps, *table))
+    on_host = any((found := breakdowns[rank]) is not None and found.on_host for rank in windows)
+    measured = _without_cut_step(StepTimes(ranks, steps, table[0], table[1], table[2], table[3], on_host))
+    return measured.take(ranks=np.asarray(~np.isnan(measured.step_ns).all(axis=1)))
 
 
 def _windows(found: Breakdown, numbered: bool) -> _Windows:

@@ -1,21 +1,25 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankscope.analysis.traces.collectives import find_collectives
+from rankscope.analysis.traces.columns import Category, ProcessGroup, Trace
 from rankscope.analysis.traces.joining import join_traces
 from rankscope.analysis.traces.reading import read_trace
 from rankscope.analysis.verdict import Confidence, Kind
 from tests.shared_data import H200, shared
+from tests.unit.analysis.traces.building import Event, make_trace
 from tests.unit.analysis.traces.planted_jobs import PlantedJob
 
 HOUR_US = 3.6e9
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     ranks=st.integers(3, 8),
     slow=st.integers(0, 7),
@@ -152,3 +156,85 @@ def test_two_of_128_sampled_ranks_match_where_their_ends_coincide() -> None:
     assert found.last_arrivals == {0: 0, 1: 5}
     assert (found.verdict, found.culprits) == (Kind.INSUFFICIENT_DATA, ())
     assert "2 of 128 ranks" in found.reason
+
+
+def _pipeline(slow: int | None) -> dict[int, Trace]:
+    """Two stages of two ranks: forward on 0 and 1, across to 2 and 3, backward, across again, then each stage's
+    gradients. Everything waits for everything, so that a slow rank has three victims, one of which (its mate in the
+    other stage) waits for nobody in its own stage's reduction."""
+    now = dict.fromkeys(range(4), 0.0)
+    events: dict[int, list[Event]] = {rank: [] for rank in range(4)}
+    random = np.random.default_rng(1)
+
+    def work(rank: int, lasted: float) -> None:
+        lasted *= (1.5 if rank == slow else 1.0) * (1 + 0.01 * random.random())
+        events[rank].append(("gemm", Category.KERNEL, now[rank], round(lasted, 3), {"stream": 7}))
+        now[rank] = round(now[rank] + lasted, 3)
+
+    def meet(members: tuple[int, ...], kernel: str, notes: dict[int, dict[str, Any]]) -> None:
+        end = round(max(now[rank] for rank in members) + 100.0, 3)
+        for rank in members:
+            note = {"stream": 20, "group_size": len(members), **notes[rank]}
+            events[rank].append((kernel, Category.KERNEL, now[rank], round(end - now[rank], 3), note))
+            now[rank] = end
+
+    for step in range(6):
+        begun = dict(now)
+        for first, second in (((0, 1), (2, 3)), ((2, 3), (0, 1))):
+            for rank in first:
+                work(rank, 9000.0)
+            for sender, receiver in zip(first, second, strict=True):
+                pair = {"group": f"pp{sender % 2}"}
+                notes = {sender: {**pair, "collective": "send", "peer": receiver // 2}}
+                notes[receiver] = {**pair, "collective": "recv", "peer": sender // 2}
+                meet((sender, receiver), "ncclDevKernel_SendRecv(x)", notes)
+        for rank in range(4):
+            work(rank, 4000.0)
+        for members, name in (((0, 1), "dp0"), ((2, 3), "dp1")):
+            note = {"group": name, "collective": "allreduce", "sequence": step}
+            meet(members, "ncclDevKernel_AllReduce_Sum(x)", dict.fromkeys(members, note))
+        for rank in range(4):
+            mark = (f"ProfilerStep#{step}", Category.USER_ANNOTATION, begun[rank], round(now[rank] - begun[rank], 3))
+            events[rank].append(mark)
+    groups = [ProcessGroup("pp0", "", (0, 2)), ProcessGroup("pp1", "", (1, 3))]
+    groups += [ProcessGroup("dp0", "", (0, 1)), ProcessGroup("dp1", "", (2, 3))]
+    return {
+        rank: make_trace(
+            events[rank],
+            rank=rank,
+            world_size=4,
+            base_ns=(7 + rank) * 10**15,
+            groups=tuple(group for group in groups if rank in group.ranks),
+        )
+        for rank in range(4)
+    }
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2, 3, None])
+def test_waiting_for_a_neighbour_in_the_pipeline_is_waiting_too(slow: int | None) -> None:
+    traces = _pipeline(slow)
+    collectives = {rank: find_collectives(trace) for rank, trace in traces.items()}
+    found = join_traces(traces, collectives, stage_of={0: 0, 1: 0, 2: 1, 3: 1})
+    assert found.culprits == (() if slow is None else (slow,)), found.reason
+    assert found.collectives_matched == 6 * (4 + 2)
+    assert found.clocks.components == ((0, 1, 2, 3),)
+
+
+def test_a_wait_that_computation_hides_costs_nothing() -> None:
+    """Rank 0 is there early, but computes meanwhile on another stream: nobody has to hurry for it."""
+
+    def rank(number: int, arrives: float) -> Trace:
+        events: list[Event] = []
+        for step in range(4):
+            at = 10_000.0 * step
+            note = {"stream": 20, "group": "0", "collective": "allreduce", "group_size": 2, "sequence": step}
+            events.append((f"ProfilerStep#{step}", Category.USER_ANNOTATION, at, 10_000.0))
+            events.append(("gemm", Category.KERNEL, at, 9_999.0, {"stream": 7}))
+            events.append(("ncclDevKernel_AllReduce", Category.KERNEL, at + arrives, 9_000.0 - arrives, note))
+        return make_trace(events, rank=number, world_size=2)
+
+    traces = {0: rank(0, 1000.0), 1: rank(1, 8000.0)}
+    found = join_traces(traces, {rank: find_collectives(trace) for rank, trace in traces.items()})
+    assert found.last_arrivals == {0: 0, 1: 4}
+    assert (found.waits[0].wait_us, found.waits[0].exposed_wait_us) == (4 * 7000.0, 0.0)
+    assert (found.verdict, found.culprits) == (Kind.HEALTHY, ())

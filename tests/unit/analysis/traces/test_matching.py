@@ -88,7 +88,7 @@ def test_an_order_that_fits_in_several_ways_is_reported_and_not_guessed() -> Non
     # Clocks that agree decide it, and the note says so.
     agreeing = make_trace(regular[:-1], rank=1, world_size=2, base_ns=40_000)
     decided = _match({0: first, 1: agreeing})
-    assert decided.count == 8 and "by step and clock" in decided.notes[0]
+    assert decided.count == 8 and "by their clocks" in decided.notes[0]
     assert (np.diff(decided.calls.end_ns.reshape(-1, 2), axis=1) == 40_000).all()
 
 
