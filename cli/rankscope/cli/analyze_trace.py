@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,13 +77,17 @@ def run(arguments: argparse.Namespace) -> int:
         _write(arguments, outcome, {one.summary.rank: one.path for one in files.ranks if one.summary.rank is not None})
     except OSError as error:
         return _refuse(f"{error.filename}: cannot be written: {error.strerror}; next step: name another file")
-    if arguments.json:
-        sys.stdout.buffer.write(to_json(outcome.report) + b"\n")
-        sys.stdout.buffer.flush()
-        return 0
-    from rankscope.cli.trace_printing import print_report
+    try:
+        if arguments.json:
+            sys.stdout.buffer.write(to_json(outcome.report) + b"\n")
+        else:
+            from rankscope.cli.trace_printing import print_report
 
-    print_report(outcome.report)
+            print_report(outcome.report)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `| head` has seen enough; what is left in the buffer must not be tried again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -66,7 +66,7 @@ def _findings(report: Report) -> Section:
             finding.title,
             quantity(finding.saving_us, "us"),
             f"{finding.saving_ratio * 100:.0f} %",
-            f"{finding.evidence}.",
+            f"{finding.evidence[:1].upper()}{finding.evidence[1:]}.",
             finding.suggestion,
         ]
         for finding in report.findings

@@ -31,7 +31,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[RankSummary], float | None]], ...] = (
     ("copies", "ratio", lambda rank: rank.memory_copy_us / rank.span_us),
     ("idle", "ratio", lambda rank: rank.idle_us / rank.span_us),
     ("host", "ratio", lambda rank: rank.idle.host_bound_us / rank.span_us),
-    ("input", "ratio", lambda rank: rank.idle.input_us / rank.span_us),
+    ("input", "ratio", lambda rank: rank.idle.input_wait_us / rank.span_us),
     ("sync", "ratio", lambda rank: rank.idle.synchronisation_us / rank.span_us),
     ("tensor", "ratio", lambda rank: rank.tensor_core_ratio),
 )
@@ -169,7 +169,7 @@ def _print_findings(report: Report, console: Console) -> None:
     for number, finding in enumerate(report.findings, 1):
         saving = f"{quantity(finding.saving_us, 'us')} a step, {finding.saving_ratio * 100:.0f} %"
         console.print(Text(f"{number}. {finding.title}: {saving}"))
-        console.print(Padding(Text(printable(finding.evidence) + ".", style="dim"), (0, 0, 0, 3)))
+        console.print(Padding(Text(_sentence(printable(finding.evidence)), style="dim"), (0, 0, 0, 3)))
         console.print(Padding(Text(printable(finding.suggestion)), (0, 0, 0, 3)))
 
 

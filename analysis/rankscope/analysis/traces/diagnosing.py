@@ -80,7 +80,7 @@ def _sentence(bound: str, shares: dict[str, float], findings: Sequence[Finding])
     if not findings:
         return f"{said}; little to gain elsewhere"
     best = findings[0]
-    return f"{said}; most to gain: {best.title}, at best {_percent(best.saving_ratio)} of the step"
+    return f"{said}; most is lost to {best.title}: {_percent(best.saving_ratio)} of the step at best would come back"
 
 
 def _percent(ratio: float) -> str:

@@ -74,14 +74,14 @@ def _input(evidence: Evidence) -> Iterator[Finding]:
         saving_ratio=ratio,
         evidence=f"nothing runs for {quantity(saving, 'us')} a step while the host waits in the data loader",
         suggestion=NEXT["input_wait"],
-        numbers={"input_us": saving},
+        numbers={"input_wait_us": saving},
     )
 
 
 def _launches(evidence: Evidence) -> Iterator[Finding]:
     saving, ratio = evidence.lost("host")
     launches = evidence.typical(lambda rank: rank.launch.count / evidence.all_steps if rank.launch else None)
-    kernel_us = evidence.typical(lambda rank: rank.compute.kernel_median_us if rank.compute else None)
+    kernel_us = evidence.typical(lambda rank: rank.compute_mix.kernel_median_us if rank.compute_mix else None)
     words = f"nothing runs for {quantity(saving, 'us')} a step while the host has not launched what comes next"
     numbers = {"host_bound_us": saving}
     if launches is not None:
@@ -182,7 +182,7 @@ def _allocations(evidence: Evidence) -> Iterator[Finding]:
 
 def _of_compute(evidence: Evidence, ratio: Callable[[ComputeSummary], float]) -> float:
     """A share of computation as a share of the span."""
-    return evidence.typical(lambda r: ratio(r.compute) * r.compute_us / r.span_us if r.compute else None) or 0.0
+    return evidence.typical(lambda r: ratio(r.compute_mix) * r.compute_us / r.span_us if r.compute_mix else None) or 0.0
 
 
 # Every way of losing time that is looked for. What each costs decides the order of the findings, not the order here.

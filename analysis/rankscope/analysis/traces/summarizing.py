@@ -59,10 +59,11 @@ def summarize(
         memory_copy_us=breakdown.memory_ns / 1000,
         steps_in_totals=len(breakdown.steps) - breakdown.without_last_step,
         parts_us=_parts_us(trace, breakdown, idle, compute),
-        idle=_idle(idle, idle.host_bound_after_synchronisation_ns),
+        idle=_idle(idle),
+        host_bound_after_synchronisation_us=idle.host_bound_after_synchronisation_ns / 1000,
         idle_gap_longest_us=idle.longest_gap_ns / 1000,
         tensor_core_ratio=compute.tensor_core_ratio if compute else None,
-        compute=compute,
+        compute_mix=compute,
         launch=_launch(trace),
         steps=tuple(_step(step, parts) for step, parts in zip(breakdown.steps, idle.steps, strict=True)),
         top_kernels=_kernels(trace, top),
@@ -107,15 +108,14 @@ def _step(step: StepParts, idle: IdleParts) -> StepSummary:
         exposed_communication_us=step.exposed_communication_ns / 1000,
         overlap_ratio=step.overlap_ratio,
         memory_copy_us=step.memory_ns / 1000,
-        idle=_idle(idle, None),
+        idle=_idle(idle),
     )
 
 
-def _idle(idle: IdleParts, drained_ns: int | None) -> IdleSplit:
+def _idle(idle: IdleParts) -> IdleSplit:
     return IdleSplit(
         host_bound_us=idle.host_bound_ns / 1000,
-        host_bound_after_synchronisation_us=None if drained_ns is None else drained_ns / 1000,
-        input_us=idle.input_ns / 1000,
+        input_wait_us=idle.input_ns / 1000,
         synchronisation_us=idle.synchronisation_ns / 1000,
         communication_us=idle.communication_ns / 1000,
         other_us=(idle.other_ns + idle.rounding_ns) / 1000,

@@ -10,10 +10,7 @@ class IdleSplit(Struct, frozen=True):
     """Why nothing ran; sums to the idle time."""
 
     host_bound_us: float  # the host had not launched the next kernel yet
-    host_bound_after_synchronisation_us: (
-        float | None
-    )  # part of host_bound: it could not, as it had waited for the device
-    input_us: float
+    input_wait_us: float
     synchronisation_us: float
     communication_us: float  # the host communicated itself (gloo)
     other_us: float  # launched but not started, or nobody knows; and rounding to whole µs
@@ -167,9 +164,10 @@ class RankSummary(Struct, frozen=True):
     steps_in_totals: int  # HTA leaves the last of several ProfilerSteps out, and so do the totals above
     parts_us: dict[str, float]  # the span, divided without overlap: what the diagnosis reads
     idle: IdleSplit
+    host_bound_after_synchronisation_us: float  # part of host_bound: the host had waited for the device until then
     idle_gap_longest_us: float
     tensor_core_ratio: float | None
-    compute: ComputeSummary | None
+    compute_mix: ComputeSummary | None
     launch: LaunchSummary | None
     steps: tuple[StepSummary, ...]
     top_kernels: tuple[KernelSummary, ...]

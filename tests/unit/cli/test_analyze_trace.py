@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope.cli.main import main
+from tests.shared_data import H200, ROOT
+
+NCCL = H200 / "nccl_world1_3steps.json.gz"
+GLOO = [H200 / f"gloo_2ranks_rank{rank}.json.gz" for rank in (0, 1)]
+DOCUMENTED = ROOT / "docs" / "analyze-trace.md"
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m\u0000"
+
+
+def _run(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    try:
+        code = main(["analyze", "trace", *map(str, words)])
+    except SystemExit as left:
+        code = int(left.code or 0)
+    captured = capfd.readouterr()
+    return code, captured.out, captured.err
+
+
+def _json(capfd: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    code, out, _ = _run(capfd, *words, "--json")
+    assert code == 0
+    report = json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+    assert isinstance(report, dict)
+    return report
+
+
+def _rank_trace(rank: int, world: int, *, slow: float = 1.0, kernel: str = "nvjet_sm90_gemm") -> dict[str, Any]:
+    """Five steps of one rank of a data-parallel job whose ranks wait for rank 5 where that is slow."""
+    events: list[dict[str, Any]] = []
+    at, work, transfer = 1000.0, 2000.0, 200.0
+    for step in range(5):
+        own = work * (slow if rank == 5 else 1.0) * (1 + 0.004 * ((rank * 7 + step * 3) % 5))
+        longest = work * 1.016 * slow
+        note = {"Collective name": "allreduce", "Process Group Name": "0", "Group size": world, "Seq": step}
+        note |= {"In msg nelems": 1 << 20, "Out msg nelems": 1 << 20, "dtype": "Float", "stream": 20, "device": 0}
+        end = at + longest + transfer
+        steps = {"name": f"ProfilerStep#{step}", "cat": "user_annotation", "pid": 1, "tid": 1, "ts": at}
+        launch = {"name": "cudaLaunchKernel", "cat": "cuda_runtime", "pid": 1, "tid": 1, "ts": at + 1, "dur": 5}
+        events += [
+            steps | {"dur": longest + transfer},
+            launch | {"args": {"correlation": 2 * step + 1}},
+            launch | {"ts": at + 8, "args": {"correlation": 2 * step + 2}},
+            {"name": kernel, "cat": "kernel", "pid": 0, "tid": 7, "ts": at + 10, "dur": own}
+            | {"args": {"stream": 7, "device": 0, "correlation": 2 * step + 1}},
+            {"name": "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "cat": "kernel", "pid": 0, "tid": 20}
+            | {"ts": at + 10 + own, "dur": end - at - 10 - own, "args": note | {"correlation": 2 * step + 2}},
+        ]
+        at = end
+    about = {"rank": rank, "world_size": world, "backend": "nccl"}
+    return {"distributedInfo": about, "traceEvents": [{"ph": "X"} | event for event in events]}
+
+
+def _job(folder: Path, ranks: int, **options: Any) -> Path:
+    for rank in range(ranks):
+        text = json.dumps(_rank_trace(rank, ranks, **options)).encode()
+        (folder / f"rank-{rank}.json.gz").write_bytes(gzip.compress(text, 1))
+    return folder
+
+
+def test_one_rank_is_broken_down_and_not_joined(capfd: pytest.CaptureFixture[str]) -> None:
+    report = _json(capfd, NCCL)
+    assert report["join"] is None and report["broken"] == [] and report["bound"] == "compute"
+    (rank,) = report["ranks"]
+    named = ("span_us", "compute_us", "non_compute_us", "idle_us", "communication_us", "exposed_communication_us")
+    assert all(isinstance(rank[key], float) for key in named)
+    assert rank["compute_us"] + rank["non_compute_us"] + rank["idle_us"] == pytest.approx(rank["span_us"])
+    assert (rank["rank"], rank["file"], len(rank["steps"])) == (0, str(NCCL), 3)
+    assert sum(rank["parts_us"].values()) == pytest.approx(rank["span_us"])
+
+
+def test_two_ranks_over_gloo_are_joined_and_said_to_be_bound_by_it(capfd: pytest.CaptureFixture[str]) -> None:
+    report = _json(capfd, *GLOO)
+    assert report["bound"] == "communication" and report["findings"][0]["kind"] == "exposed_communication"
+    join = report["join"]
+    assert join["collectives_matched"] == 25 and sum(join["last_arrivals"].values()) == 25
+    assert set(join["last_arrivals"]) == {"0", "1"} and join["clock_residual_us"] > 0
+    assert join["verdict"] == "insufficient_data" and join["culprits"] == []
+
+
+def test_sixty_four_ranks_with_three_broken_files_give_the_other_sixty_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = _job(tmp_path, 64)
+    (folder / "rank-7.json.gz").write_bytes(b"")
+    (folder / "rank-20.json.gz").write_bytes(b"Segmentation fault\n")
+    (folder / "rank-63.json.gz").write_bytes(gzip.compress(b'{"schemaVersion": 1}'))
+    code, out, err = _run(capfd, folder, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert [rank["rank"] for rank in report["ranks"]] == [rank for rank in range(64) if rank not in (7, 20, 63)]
+    reasons = {Path(one["file"]).name: one["reason"] for one in report["broken"]}
+    assert set(reasons) == {"rank-7.json.gz", "rank-20.json.gz", "rank-63.json.gz"}
+    assert "empty" in reasons["rank-7.json.gz"]
+    assert "JSON" in reasons["rank-20.json.gz"]
+    assert "traceEvents" in reasons["rank-63.json.gz"]
+    assert all(f"{name}: {reason}" in err for name, reason in reasons.items())
+    assert "warning: 3 of 64 left out, 61 analysed" in err
+    assert report["join"]["collectives_matched"] == 5 and report["join"]["verdict"] == "healthy"
+
+
+def test_the_slow_rank_of_many_is_said_first_and_stands_in_the_table(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = _run(capfd, _job(tmp_path, 20, slow=1.5))
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0].startswith("Rank 5 is slow; costs ")
+    table = [line.split() for line in lines[lines.index("") + 2 :][:4]]
+    assert [row[0] for row in table] == ["min", "median", "max", "5"]
+    assert "#5" in table[2], "whose the extreme is"
+    assert "1. waiting for rank 5" in out
+
+
+def test_files_that_hold_nothing_are_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_bytes(b"{")
+    empty = tmp_path / "idle.json"
+    empty.write_bytes(b'{"traceEvents": []}')
+    for words in ([bad], [tmp_path / "none.json"], [empty], [tmp_path]):
+        code, out, err = _run(capfd, *words, "--json")
+        assert (code, out) == (2, "")
+        errors = [line for line in err.splitlines() if line.startswith("error:")]
+        assert len(errors) == 1 and "next step" in errors[0]
+        assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--parallelism", "pp=3,dp"),
+        ("--parallelism", "pp=1"),
+        ("--stages", "0,x"),
+        ("--stages", "0"),
+        ("--top", "0"),
+        ("--html", "/nowhere/at/all.html"),
+        ("--merged", "/nowhere/at/all.json.gz"),
+    ],
+)
+def test_an_option_that_cannot_be_is_one_line_and_exit_code_2(
+    words: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = _run(capfd, *GLOO, *words)
+    assert (code, out) == (2, "")
+    assert err.count("error:") == 1 and "next step" in err and "Traceback" not in err
+
+
+def test_stages_are_compared_with_each_other_when_the_layout_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = _job(tmp_path, 8, slow=1.5)
+    assert _json(capfd, folder)["join"]["culprits"] == [5]
+    assert _json(capfd, folder, "--parallelism", "pp=2,dp=4")["join"]["culprits"] == [5]
+    # Alone in its stage it has no peer to be slower than.
+    report = _json(capfd, folder, "--stages", "0,0,0,0,0,1,0,0")
+    assert (report["join"]["verdict"], report["join"]["stage"]) == ("slow_stage", 1)
+
+
+class _Seen(HTMLParser):
+    """What a browser would make of the page: tags in balance, nothing that runs or fetches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += attrs
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def _page(path: Path) -> _Seen:
+    seen = _Seen()
+    seen.feed(path.read_text(encoding="utf-8"))
+    seen.close()
+    assert seen.open == []
+    return seen
+
+
+def test_the_page_is_whole_shows_the_numbers_and_asks_for_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "report.html"
+    report = _json(capfd, *GLOO, "--html", target)
+    seen = _page(target)
+    text = " ".join(seen.text)
+    assert report["sentence"][1:] in text
+    assert f"compute {report['ranks'][0]['parts_us']['compute'] / 1000:.1f} ms" in text, "hover text of the bars"
+    assert "25 collectives matched" in text
+    assert not seen.tags & {"script", "link", "iframe", "object", "base"}
+    raw = target.read_text(encoding="utf-8")
+    assert "http:" not in raw and "https:" not in raw and "url(http" not in raw
+    assert all(name not in ("href", "src") or (value or "").startswith("data:") for name, value in seen.attributes)
+
+
+def test_names_of_a_hostile_trace_do_nothing_to_page_terminal_or_json(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "<img src=x onerror=alert(1)>"
+    folder.mkdir()
+    _job(folder, 2, kernel=HOSTILE)
+    target = tmp_path / "report.html"
+    code, out, _ = _run(capfd, folder, "--html", target)
+    assert code == 0 and "\x1b[31m" not in out and "\x00" not in out and "alert(1)" in out
+    seen = _page(target)
+    assert not seen.tags & {"script", "img"}
+    assert not any(name.startswith("on") for name, _ in seen.attributes)
+    assert HOSTILE in [kernel["name"] for kernel in _json(capfd, folder)["ranks"][0]["top_kernels"]]
+
+
+def test_the_merged_trace_holds_every_rank_as_a_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "merged.json.gz"
+    assert _run(capfd, *GLOO, "--merged", target)[0] == 0
+    events = json.loads(gzip.decompress(target.read_bytes()))["traceEvents"]
+    names = {event["args"]["name"] for event in events if event.get("name") == "process_name"}
+    assert len([name for name in names if "rank 0" in name.lower() or "rank 1" in name.lower()]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["merged.json.gz"], "nothing else is left behind"
+
+
+def _paths(value: object, at: str = "") -> Iterator[str]:
+    """`ranks[].steps[].idle_us`; keys that are ranks or names of parts are written {}."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            open_ended = at.rpartition(".")[2] in {"shares", "parts_us", "numbers"} or key.isdigit()
+            yield from _paths(inner, f"{at}{{}}" if open_ended else f"{at}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _paths(inner, f"{at}[]")
+    if at and not at.endswith(("[]", "{}")):
+        yield at
+
+
+def test_every_key_of_the_json_is_documented_and_every_documented_key_exists(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    produced: set[str] = set()
+    (tmp_path / "broken.json").write_bytes(b"no")
+    for words in ([NCCL], GLOO, [_job(tmp_path, 6, slow=1.5)]):
+        produced |= set(_paths(_json(capfd, *words)))
+    schema = DOCUMENTED.read_text(encoding="utf-8").split("## JSON", 1)[1].split("\n## ", 1)[0]
+    documented = {line.split("`")[1] for line in schema.splitlines() if line.startswith("| `")}
+    assert produced - documented == set(), "not documented"
+    # What these traces do not have: a pipeline, sharded parameters.
+    absent = {path for path in documented - produced if ".bubble." in path or ".sharding." in path}
+    assert documented - produced - absent == set(), "documented, but not there"
+
+
+def test_help_teaches_with_an_example(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = _run(capfd, "--help")
+    assert code == 0 and "rankscope analyze trace traces/ --html report.html" in out
