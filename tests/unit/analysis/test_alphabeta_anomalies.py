@@ -71,10 +71,10 @@ def test_does_not_hold_one_kind_of_group_against_another() -> None:
 
 def test_a_benchmark_that_walks_through_sizes_has_no_windows_in_time() -> None:
     rng = np.random.default_rng(4)
-    # A protocol that changes with the size: every large message is slow, which is no change over time.
-    walked = observe(np.sort(sizes(rng, 60)), rng=rng)
-    walked = replace(slowed(walked, 30, 60, 3.0), in_order=False, time_seconds=np.full(60, np.nan))
-    assert anomalies(walked) == ()
+    # A protocol that is bad at middling sizes: the same at any time.
+    walked = slowed(observe(np.sort(sizes(rng, 60)), rng=rng), 20, 40, 4.0)
+    assert anomalies(walked) != ()  # the same rows one after the other in time would be
+    assert anomalies(replace(walked, in_order=False, time_seconds=np.full(60, np.nan))) == ()
 
 
 def test_says_nothing_about_too_few_observations() -> None:
