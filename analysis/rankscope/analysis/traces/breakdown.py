@@ -138,8 +138,7 @@ def _step_parts(
         steps.end_ns,
         host_idle,
     )
-    rows = np.column_stack(columns).tolist()
-    return tuple(StepParts(*row, traced_launch_ratio=ratio) for row, ratio in zip(rows, traced, strict=True))
+    return tuple(StepParts(*row) for row in zip(*(column.tolist() for column in columns), traced, strict=True))
 
 
 def _device_windows(trace: Trace, steps: Steps, work: DeviceWork) -> tuple[Ints, Ints]:

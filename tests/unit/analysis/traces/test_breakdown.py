@@ -61,7 +61,7 @@ def test_parts_add_up_to_the_span_whatever_the_trace(some_events: list[Event], s
     trace = make_trace(events)
     found = break_down(trace)
     if found is None:
-        assert not any(category in (KERNEL, Category.MEMCPY, MARK) for _, category, *_ in some_events)
+        assert not any(category in (KERNEL, Category.MEMCPY, Category.SYNC) for _, category, *_ in some_events)
         return
     idle = split_idle(trace, found)
     for parts, reasons in ((found, idle), *zip(found.steps, idle.steps, strict=True)):
