@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import glob
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -160,19 +161,25 @@ def _blocks(path: Path, tracker: _Tracker | None) -> Iterator[bytes]:
 def _read_in_pool(files: list[Path], salvage: bool, count: int, tracker: _Tracker) -> dict[Path, Trace | str]:
     """Columns are small beside the text they come from, so that handing them over costs little."""
     read: dict[Path, Trace | str] = {}
+    # Forked: children need what is imported already, and here nothing else runs yet.
+    pool = ProcessPoolExecutor(count, mp_context=get_context("fork"), initializer=_leave_interrupts_to_the_parent)
     try:
-        # Forked: children need what is imported already, and here nothing else runs yet.
-        with ProcessPoolExecutor(count, mp_context=get_context("fork")) as pool:
-            waiting = {pool.submit(_read_file, path, salvage): path for path in files}
-            for done in as_completed(waiting):
-                read[waiting[done]] = done.result()
-                tracker.finish(waiting[done])
+        waiting = {pool.submit(_read_file, path, salvage): path for path in files}
+        for done in as_completed(waiting):
+            read[waiting[done]] = done.result()
+            tracker.finish(waiting[done])
     except BrokenProcessPool:
         # A child was killed, most likely for its memory: one after the other takes less.
         for path in files:
             if path not in read:
                 read[path] = _read_file(path, salvage, tracker)
+    finally:
+        pool.shutdown(cancel_futures=True)
     return read
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _process_count(files: list[Path], asked: int | None) -> int:

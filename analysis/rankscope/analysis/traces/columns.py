@@ -76,7 +76,8 @@ class MemoryColumns:
 
 @dataclass(frozen=True)
 class Trace:
-    """Times are nanoseconds from `base_ns` (unix time where the trace says so), exact to what the file holds.
+    """Times are nanoseconds from `base_ns` (unix time where the trace says so), exact to what the file holds. Each
+    trace has its own base, the whole second of its first event: add it before comparing ranks.
     Rows are sorted by start; events of equal start by falling duration, so that parents stand before children."""
 
     start_ns: Ints
@@ -86,7 +87,7 @@ class Trace:
     process: Ints  # pid of host events, device of device events; -1 where it is no number
     thread: Ints  # tid of host events, stream of device events
     device: Ints
-    stream: Ints
+    stream: Ints  # of device work; -1 for host operators and for annotations on the device, whose stream is `thread`
     correlation: Ints  # ties a kernel to the runtime call that launched it
     external_id: Ints
     size_bytes: Ints  # of memory copies and sets

@@ -277,12 +277,14 @@ NOTED = {
 
 def test_what_the_profiler_notes_about_collectives_is_kept() -> None:
     trace = read_events(
+        span(ts=None, name="left out", args={"Collective name": "barrier"}),
         span(ts=5, name="later", cat="kernel", args={"Collective name": "send", "Dst Rank": 3, "dtype": [1]}),
         span(ts=1, name="record_param_comms", args=NOTED),
         span(ts=2, name="c10d::x", args={"Collective name": None, "Process Group Name": {"an": "object"}, "Seq": None}),
     )
     noted = trace.collectives
     assert noted.row.tolist() == [0, 1, 2]
+    assert [trace.named(int(trace.name[row])) for row in noted.row] == ["record_param_comms", "c10d::x", "later"]
     assert trace.named(int(noted.collective[0])) == "_allgather_base"
     assert (trace.named(int(noted.group[0])), trace.named(int(noted.group_description[0]))) == ("3", "fsdp")
     assert trace.named(int(noted.element_type[0])) == "BFloat16"
@@ -291,6 +293,23 @@ def test_what_the_profiler_notes_about_collectives_is_kept() -> None:
     assert [int(column[2]) for column in columns] == [ABSENT, ABSENT, ABSENT, ABSENT, 3, ABSENT]
     assert trace.groups[0] == ProcessGroup("3", "fsdp", (0, 2, 4, 6))
     assert (trace.rank, trace.world_size) == (4, None), "third of ranks 0, 2, 4, 6"
+
+
+@pytest.mark.parametrize(
+    ("listed", "stride", "ranks"),
+    [
+        ("[5, 1, 3]", 2, (5, 1, 3)),
+        ("[0, 2]", 2, (0, 2, 4)),  # shortened
+        ("[0, 2, ..., 8]", -1, ()),  # shortened, and not regular
+        ([0, 2, 4], 2, (0, 2, 4)),
+    ],
+)
+def test_ranks_of_a_group_are_the_noted_ones_unless_the_list_is_shortened(
+    listed: Any, stride: int, ranks: tuple[int, ...]
+) -> None:
+    noted = {"Process Group Ranks": listed, "Group size": 3, "Global rank start": 0, "Global rank stride": stride}
+    trace = read_events(span(args={"Collective name": "allreduce", "Process Group Name": "9", **noted}))
+    assert trace.groups == (ProcessGroup("9", "", ranks),)
 
 
 @pytest.mark.parametrize(

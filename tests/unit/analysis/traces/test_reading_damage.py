@@ -59,9 +59,9 @@ def test_a_name_that_is_not_json_is_mended(written: str, name: str, repair: str 
 
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "Infinity", "inf", "-nan", "1e999", "9" * 6000])
 def test_a_value_that_is_no_number_is_not_measured(value: str) -> None:
-    mended = '{"ph": "X", "name": "odd NaN, name", "ts": 1, "dur": 5, "args": {"stream": %s, "x": [%s]}}'
+    mended = '{"ph": "X", "name": "odd: NaN, name", "ts": 1, "dur": 5, "args": {"stream": %s, "x": [%s]}}'
     trace = read_trace(whole(good(2), mended % (value, value), good(2, 2)))
-    row = names(trace).index("odd NaN, name")
+    row = names(trace).index("odd: NaN, name")
     assert (len(trace), int(trace.stream[row]), int(trace.duration_ns[row])) == (5, -1, 5000)
     assert len(trace.repairs) == 1
 
