@@ -33,7 +33,7 @@ def make_page(report: Report) -> str:
     numbers = rank_table(report)
     sections.append(Section("All ranks", tables=[numbers], open=len(report.ranks) <= _FOLDED_ABOVE))
     notes = [f"{rank.file}: {repair}" for rank in report.ranks for repair in rank.repairs]
-    notes += report.join.notes if report.join else ()
+    notes += [*report.notes, *(report.join.notes if report.join else ())]
     if report.broken:
         rows = [[one.file, one.reason] for one in report.broken]
         sections.append(Section("Files left out", tables=[Table(["file", "reason"], rows)]))

@@ -38,9 +38,10 @@ _COLUMNS: tuple[tuple[str, str, Callable[[RankSummary], float | None]], ...] = (
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_COLUMNS)
+    if console is None:
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=_PIPE_COLUMNS)
     verdict = verdict_sentence(report)
     if verdict:
         console.print(Text(verdict, style="bold red" if report.join and report.join.culprits else "bold"))
@@ -177,6 +178,5 @@ def _print_notes(report: Report, console: Console) -> None:
     for rank in report.ranks:
         for repair in rank.repairs:
             console.print(Text(f"note: {printable(rank.file)}: {printable(repair)}", style="yellow"))
-    notes = report.join.notes if report.join else ()
-    for note in notes:
+    for note in (*report.notes, *(report.join.notes if report.join else ())):
         console.print(Text(f"note: {printable(note)}", style="dim"))

@@ -24,7 +24,7 @@ from rankscope.cli.trace_ranks import Claim, assign_ranks, rank_in_name
 _POOL_BYTES = 8 << 20
 _MOST_PROCESSES = 8
 _BLOCK_BYTES = 1 << 20
-_SURPRISES = (ArithmeticError, LookupError, TypeError, ValueError)
+SURPRISES = (ArithmeticError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _reduce_file(path: Path, wanted: _Wanted) -> Reduced | str:
         return Reduced(path, summary, breakdown, *keep_essentials(trace, collectives))
     except MemoryError:
         return "there is not enough memory to analyse it"
-    except _SURPRISES as error:
+    except SURPRISES as error:
         # One odd file of many must not stop the others, and what is odd about it is worth telling us.
         return f"it was read but cannot be analysed ({type(error).__name__}: {error}); please report this trace"
 

@@ -12,7 +12,7 @@ import msgspec
 from rankscope.analysis.traces.diagnosing import diagnose
 from rankscope.analysis.traces.diagnosing_evidence import Finding
 from rankscope.analysis.traces.summarizing_records import RankSummary
-from rankscope.cli.trace_reducing import Reduced, ReducedFiles
+from rankscope.cli.trace_reducing import SURPRISES, Reduced, ReducedFiles
 
 if TYPE_CHECKING:
     from rankscope.analysis.traces.aligning import ClockShift
@@ -53,6 +53,7 @@ class Report(msgspec.Struct, frozen=True):
     join: JoinReport | None
     ranks: tuple[RankSummary, ...]
     broken: tuple[BrokenReport, ...]
+    notes: tuple[str, ...]
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -61,7 +62,13 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def make_report(files: ReducedFiles, stage_of: Mapping[int, int] | None = None) -> Outcome:
-    joined = _join(files.ranks, stage_of)
+    notes: tuple[str, ...] = ()
+    try:
+        joined = _join(files.ranks, stage_of)
+    except SURPRISES as error:
+        # What is known of each rank is worth having even where the ranks together are too odd.
+        joined = None
+        notes = (f"ranks cannot be compared ({type(error).__name__}: {error}); please report these traces",)
     summaries = tuple(one.summary for one in files.ranks)
     diagnosis = diagnose(summaries, joined)
     report = Report(
@@ -73,6 +80,7 @@ def make_report(files: ReducedFiles, stage_of: Mapping[int, int] | None = None) 
         join=_join_report(joined) if joined else None,
         ranks=summaries,
         broken=tuple(BrokenReport(str(one.path), one.reason) for one in files.broken),
+        notes=notes,
     )
     return Outcome(report, joined.clocks.shifts if joined else {})
 

@@ -122,6 +122,30 @@ def test_the_slow_rank_of_many_is_said_first_and_stands_in_the_table(
     assert "1. waiting for rank 5" in out
 
 
+def test_ranks_that_cannot_be_compared_are_still_broken_down(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a step of no length")
+
+    monkeypatch.setattr("rankscope.analysis.traces.joining.join_traces", fails)
+    code, out, err = _run(capfd, *GLOO, "--json")
+    report = json.loads(out)
+    assert code == 0 and report["join"] is None and len(report["ranks"]) == 2
+    assert report["notes"] and f"warning: {report['notes'][0]}" in err
+
+
+def test_a_trace_of_unknown_rank_is_analysed_and_not_joined(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, rank in (("one.json", 0), ("two.json", None), ("three.json", 1)):
+        trace = _rank_trace(rank or 0, 2)
+        if rank is None:
+            del trace["distributedInfo"]
+        (tmp_path / name).write_text(json.dumps(trace))
+    report = _json(capfd, tmp_path)
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1, None]
+    assert set(report["join"]["last_arrivals"]) == {"0", "1"}
+
+
 def test_files_that_hold_nothing_are_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     bad = tmp_path / "bad.json"
     bad.write_bytes(b"{")
