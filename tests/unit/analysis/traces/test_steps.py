@@ -33,7 +33,7 @@ def test_optimizers_without_a_backward_pass_between_them_end_one_step() -> None:
     events: list[Event] = []
     for number in range(2):
         begin = 100 * number
-        events += [(BACKWARD, OPERATOR, begin, 5), ("Optimizer.step#AdamW.step", MARK, begin + 10, 5)]
+        events += [(BACKWARD, OPERATOR, begin, 5), ("Optimizer.step#AdamW.step", MARK, begin + 6, 5)]
         events += [
             ("Optimizer.step#AdamW.step", MARK, begin + 16, 5),
             ("Optimizer.step#EMA.step", MARK, begin + 15, 10),
