@@ -36,7 +36,7 @@ def test_optimizers_without_a_backward_pass_between_them_end_one_step() -> None:
         events += [(BACKWARD, OPERATOR, begin, 5), ("Optimizer.step#AdamW.step", MARK, begin + 6, 5)]
         events += [
             ("Optimizer.step#AdamW.step", MARK, begin + 16, 5),
-            ("Optimizer.step#EMA.step", MARK, begin + 15, 10),
+            ("Optimizer.step#AdamW.step", MARK, begin + 15, 10),
         ]
     assert windows(events) == [(0, 0.0, 25.0), (1, 25.0, 125.0)]
 
