@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rankscope.cli.main import main
+from rankscope.cli.trace_layout import LayoutError, read_layout
 from tests.shared_data import H200, ROOT
 
 NCCL = H200 / "nccl_world1_3steps.json.gz"
@@ -177,6 +178,14 @@ def test_an_option_that_cannot_be_is_one_line_and_exit_code_2(
     code, out, err = _run(capfd, *GLOO, *words)
     assert (code, out) == (2, "")
     assert err.count("error:") == 1 and "next step" in err and "Traceback" not in err
+
+
+def test_stages_are_outermost_in_a_layout() -> None:
+    layout = read_layout("dp=2,pp=2,tp=2", None)
+    assert layout is not None and layout.stages == 2
+    assert layout.stage_of(range(8)) == dict(enumerate([0, 0, 0, 0, 1, 1, 1, 1]))
+    with pytest.raises(LayoutError, match="that is 8 ranks, and there is a rank 8"):
+        layout.stage_of([0, 8])
 
 
 def test_stages_are_compared_with_each_other_when_the_layout_is_told(

@@ -185,3 +185,13 @@ def test_joining_the_essentials_of_traces_gives_what_joining_the_traces_gives() 
         for name in ("verdict", "culprits", "impact_ratio", "waits", "groups", "last_arrivals", "clock_residual_us"):
             assert getattr(kept, name) == getattr(whole, name), name
         assert whole.collectives_matched > 0
+        for rank, (trace, found) in small.items():
+            for kept_rows, rows in (
+                (found.call_row, collectives[rank].call_row),
+                (found.kernel_row, collectives[rank].kernel_row),
+            ):
+                there = rows >= 0
+                assert (kept_rows >= 0).tolist() == there.tolist()
+                names = [trace.named(name) for name in trace.name[kept_rows[there]].tolist()]
+                assert names == [traces[rank].named(name) for name in traces[rank].name[rows[there]].tolist()]
+                assert trace.start_ns[kept_rows[there]].tolist() == traces[rank].start_ns[rows[there]].tolist()
