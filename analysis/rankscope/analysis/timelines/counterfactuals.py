@@ -9,12 +9,12 @@ import numpy as np
 from rankscope.analysis.policy import Policy
 from rankscope.analysis.robust import Bools, Floats
 from rankscope.analysis.timelines.modelling import Model, replay_taken
-from rankscope.analysis.timelines.standing_out import STEPS_SLOW_RATIO, median_of_others
+from rankscope.analysis.timelines.standing_out import keeps_slow, median_of_others
 
 # The slowest rank of a step against the usual one. Of many noisy ranks one is always slow by some per cent.
 IMBALANCE_RATIO = 1.15
 # Of the steps; one bad step in twenty is no pattern.
-PATTERN_STEPS_RATIO = 0.4
+PATTERN_STEPS_RATIO = 0.25
 ONE_PLACE_SHARE = 0.8
 
 
@@ -115,12 +115,12 @@ def find_slow_stage(model: Model, taken: list[Floats], own: Floats, policy: Poli
 
 
 def _persistent(levels: Floats, policy: Policy) -> Bools:
-    """Stages that are slower than the others in most steps, and by more than chance makes of bad steps here and there;
-    `levels` is [step, stage]."""
+    """Stages that stay slower than the others, by more than chance makes of bad steps here and there; `levels` is
+    [step, stage]."""
     rest = median_of_others(levels)
     excess = levels - rest
     chance = excess.std(axis=0, ddof=1) / np.sqrt(len(levels)) if len(levels) > 1 else np.zeros(levels.shape[1])
-    often = (levels >= policy.stage_ratio * rest).mean(axis=0) >= STEPS_SLOW_RATIO
+    often = keeps_slow(levels, rest, policy.stage_ratio, policy)
     persistent: Bools = often & (excess.mean(axis=0) >= policy.rank_score * chance)
     return persistent
 

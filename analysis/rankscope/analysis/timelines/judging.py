@@ -19,8 +19,6 @@ from rankscope.analysis.timelines.standing_out import StandingOut, own_seconds, 
 from rankscope.analysis.verdict import Kind, Severity, Verdict
 from rankscope.analysis.wording import percent, ranks
 
-SPLIT_LEAST_WORKERS = 4
-
 
 @dataclass(frozen=True)
 class Judgement:
@@ -33,7 +31,7 @@ class Judgement:
 def judge(model: Model, policy: Policy) -> Judgement:
     own = own_seconds(model)
     found = stand_out(own, policy)
-    outlier, notes = _without_splits(model, found.outlier)
+    outlier, notes = found.outlier, list[str]()
     abstention = _abstain(model, policy)
     candidates: list[Verdict] = []
     taken = [part.taken_seconds for part in model.parts]
@@ -63,18 +61,6 @@ def _abstain(model: Model, policy: Policy) -> Verdict | None:
         reason = f"{layout.steps_used} whole steps of {layout.steps_recorded}, {policy.steps_needed} needed"
         return Verdict(Kind.INSUFFICIENT_DATA, reason)
     return None
-
-
-def _without_splits(model: Model, outlier: Bools) -> tuple[Bools, list[str]]:
-    """Half of a cohort and more is not an exception of it: that is how the work is dealt out."""
-    workers = outlier.any(axis=2)
-    count = workers.shape[1]
-    split = (workers.sum(axis=1) * 2 >= count) & (count >= SPLIT_LEAST_WORKERS)
-    notes = []
-    for stage in np.flatnonzero(split):
-        slow = tuple(model.layout.lanes.rank[stage][outlier[stage]].tolist())
-        notes.append(f"stage {stage} splits in two groups of ranks; slow in all steps: {ranks(slow)}")
-    return outlier & ~split[:, None, None], notes
 
 
 def _slow_ranks(

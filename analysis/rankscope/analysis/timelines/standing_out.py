@@ -10,9 +10,6 @@ from rankscope.analysis.policy import Policy
 from rankscope.analysis.robust import MAD_TO_SIGMA, Bools, Floats
 from rankscope.analysis.timelines.modelling import Model
 
-# A rank that is slow in fewer of the steps is not the one to blame: three of five, as for windows.
-STEPS_SLOW_RATIO = 0.6
-
 
 @dataclass(frozen=True)
 class StandingOut:
@@ -78,8 +75,19 @@ def _compare(own: Floats, policy: Policy) -> StandingOut:
         ratio = np.where(reference > 0, 1 + mean / reference, np.nan)
         score = np.where(spread > 0, mean / spread, 0.0)
     slow = (own >= policy.rank_ratio * others).mean(axis=0)
-    outlier = (ratio >= policy.rank_ratio) & (score >= policy.rank_score) & (slow >= STEPS_SLOW_RATIO)
+    outlier = (ratio >= policy.rank_ratio) & (score >= policy.rank_score)
+    outlier &= keeps_slow(own, others, policy.rank_ratio, policy)
     return StandingOut(ratio, score, slow, outlier)
+
+
+def keeps_slow(own: Floats, others: Floats, ratio: float, policy: Policy) -> Bools:
+    """Whether `own` [step, …] is slower than `others` by that ratio in three of five stretches of the recording."""
+    stretches = [
+        piece for piece in np.array_split(np.arange(len(own)), min(policy.windows_kept, len(own))) if len(piece)
+    ]
+    slow = np.stack([own[piece].mean(axis=0) >= ratio * others[piece].mean(axis=0) for piece in stretches])
+    keeps: Bools = slow.mean(axis=0) >= policy.windows_for_alarm / policy.windows_kept
+    return keeps
 
 
 def median_of_others(values: Floats) -> Floats:

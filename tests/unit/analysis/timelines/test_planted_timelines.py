@@ -128,3 +128,22 @@ def test_of_two_faults_the_costlier_is_the_verdict_and_the_other_a_note() -> Non
     report = judged(Shape(4, 4, micro_batches=8), 1, Fault(compute=compute))
     assert found(report) == (Kind.SLOW_RANK, (1,), 0)
     assert any("slow_stage: stage 3" in note for note in report.notes)
+
+
+def test_a_rank_that_is_slow_now_and_then_is_slow() -> None:
+    fault = Fault(compute=lambda step, place: 2.5 if place == (1, 2, 0) and step % 5 < 2 else 1.0)
+    columns = simulate(Shape(2, 4), 40, fault=fault, seed=1)
+    assert found(analyze(read_columns(columns))) == (Kind.SLOW_RANK, (6,), 1)
+
+
+def test_a_rank_that_was_slow_for_a_while_only_is_not_slow() -> None:
+    fault = Fault(compute=lambda step, place: 2.5 if place == (1, 2, 0) and step < 14 else 1.0)
+    columns = simulate(Shape(2, 4), 40, fault=fault, seed=1)
+    assert found(analyze(read_columns(columns)))[0] is not Kind.SLOW_RANK
+
+
+def test_a_bad_step_here_and_there_does_not_make_a_stage_slow() -> None:
+    def compute(step: int, place: Place) -> float:
+        return 2.0 if place[0] == (step * 7 + step // 3) % 2 else 1.0
+
+    assert found(judged(Shape(2, 1, micro_batches=4), 1, Fault(compute=compute)))[0] is Kind.DATA_IMBALANCE
