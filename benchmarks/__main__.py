@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import daemon_cost, overhead, probe_step, verdict_rules, window_reading
+from benchmarks import daemon_cost, overhead, probe_step, trace_analysis, verdict_rules, window_reading
 from benchmarks.reporting import Row, between, machine, table, write_json
 
 
@@ -22,6 +22,7 @@ BENCHMARKS: Mapping[str, Callable[[], list[Row]]] = {
     "probe": measure_probe,
     "verdicts": verdict_rules.measure,
     "windows": window_reading.measure,
+    "traces": trace_analysis.measure,
     "daemon": daemon_cost.measure,
     "overhead": overhead.measure,
 }

@@ -8,12 +8,13 @@ import pytest
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.fleets import Fleet
 from benchmarks.overhead import Block, _Compared, _orders
+from benchmarks.repeated_traces import repeated
 from benchmarks.reporting import Row, table
 from benchmarks.statistics import paired_ratio, spread_of
 
 
 def test_there_is_a_benchmark_for_every_promise() -> None:
-    assert set(BENCHMARKS) == {"probe", "verdicts", "windows", "daemon", "overhead"}
+    assert set(BENCHMARKS) == {"probe", "verdicts", "windows", "traces", "daemon", "overhead"}
 
 
 def test_the_spread_is_median_and_quartiles() -> None:
@@ -62,3 +63,14 @@ def test_a_made_up_fleet_has_its_slow_ranks_where_it_says() -> None:
     assert {"job-0", "job-1"} <= set(slow)
     assert windows["job-0"].columns.step_seconds.std() == 0.0
     assert windows["job-0"].evidence()[0].stacks is not None
+
+
+def test_a_repeated_trace_is_the_short_one_again_later_and_tied_to_nothing_of_before() -> None:
+    kernel = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1000.5, "dur": 10.25, "args": {"correlation": 7}}
+    flow = {"ph": "s", "id": 3, "ts": 1001.0}
+    made = repeated({"traceEvents": [{"ph": "M", "name": "process_name"}, kernel, flow], "schemaVersion": 1}, 3)
+    assert [event["ts"] for event in made["traceEvents"] if event.get("cat")] == [1000.5, 2010.75, 3021.0]
+    assert [event["args"]["correlation"] for event in made["traceEvents"] if event.get("cat")] == [7, 15, 23]
+    assert [event["id"] for event in made["traceEvents"] if event["ph"] == "s"] == [3, 11, 19]
+    assert sum(event["ph"] == "M" for event in made["traceEvents"]) == 1
+    assert made["schemaVersion"] == 1
