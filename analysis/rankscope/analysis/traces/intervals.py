@@ -41,13 +41,13 @@ def total(start: Ints, end: Ints) -> int:
 
 def intersection(left: Intervals, right: Intervals) -> Intervals:
     """Of two disjoint sorted sets."""
-    moments = np.unique(np.concatenate((*left, *right)))
+    moments = _moments(left, right)
     return _runs(moments, contains(left, moments) & contains(right, moments))
 
 
 def difference(left: Intervals, right: Intervals) -> Intervals:
     """What is in `left` and not in `right`, both disjoint and sorted."""
-    moments = np.unique(np.concatenate((*left, *right)))
+    moments = _moments(left, right)
     return _runs(moments, contains(left, moments) & ~contains(right, moments))
 
 
@@ -82,6 +82,11 @@ def contains(spans: Intervals, moments: Ints) -> Bools:
         return np.zeros(len(moments), dtype=bool)
     last = np.searchsorted(spans[0], moments, "right") - 1
     return (last >= 0) & (moments < spans[1][np.maximum(last, 0)])
+
+
+def _moments(left: Intervals, right: Intervals) -> Ints:
+    """When either set begins or ends, in order. A stable sort merges what is sorted in parts already."""
+    return np.sort(np.concatenate((*left, *right)), kind="stable")
 
 
 def _runs(moments: Ints, inside: Bools) -> Intervals:
