@@ -9,7 +9,12 @@ import numpy as np
 from rankscope.analysis.policy import Policy
 from rankscope.analysis.robust import Bools, Floats
 from rankscope.analysis.timelines.modelling import Model, replay_taken
-from rankscope.analysis.timelines.standing_out import keeps_slow, median_of_others
+from rankscope.analysis.timelines.standing_out import (
+    keeps_ahead,
+    keeps_slow,
+    median_of_others,
+    relative_to_step,
+)
 
 # The slowest rank of a step against the usual one. Of many noisy ranks one is always slow by some per cent.
 IMBALANCE_RATIO = 1.15
@@ -117,12 +122,9 @@ def find_slow_stage(model: Model, taken: list[Floats], own: Floats, policy: Poli
 def _persistent(levels: Floats, policy: Policy) -> Bools:
     """Stages that stay slower than the others, by more than chance makes of bad steps here and there; `levels` is
     [step, stage]."""
-    rest = median_of_others(levels)
-    excess = levels - rest
-    chance = excess.std(axis=0, ddof=1) / np.sqrt(len(levels)) if len(levels) > 1 else np.zeros(levels.shape[1])
-    often = keeps_slow(levels, rest, policy.stage_ratio, policy)
-    persistent: Bools = often & (excess.mean(axis=0) >= policy.rank_score * chance)
-    return persistent
+    relative = relative_to_step(levels)
+    _, apart = keeps_ahead(relative, policy.spread_floor_ratio)
+    return keeps_slow(relative, policy.stage_ratio, policy) & (apart >= policy.rank_score)
 
 
 def find_imbalance(model: Model, taken: list[Floats], own: Floats, policy: Policy) -> Imbalance | None:

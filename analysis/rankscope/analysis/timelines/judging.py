@@ -73,7 +73,6 @@ def _slow_ranks(
     excess = f"{ranks(culprits)}: {worst:.2f}× the own work of the other ranks of the same stage"
     if impact < policy.impact_ratio:
         return None, f"{excess}, but that costs the job {percent(max(impact, 0.0))} only"
-    stage = np.unique(np.argwhere(outlier)[:, 0])
     where = _where(model, outlier)
     return (
         Verdict(
@@ -81,7 +80,6 @@ def _slow_ranks(
             f"{excess}, in {percent(float(found.slow_steps_ratio[outlier].min()))} of the steps{where}",
             Severity.ALARM,
             culprits=culprits,
-            stage=int(stage[0]) if len(stage) == 1 else None,
             impact_ratio=impact,
         ),
         "",

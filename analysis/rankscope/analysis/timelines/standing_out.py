@@ -58,34 +58,49 @@ def _shaped(found: StandingOut, shape: tuple[int, ...]) -> StandingOut:
 
 def _compare(own: Floats, policy: Policy) -> StandingOut:
     """`own` is [step, stage, rank]."""
-    steps, _, ranks = own.shape
-    if ranks < 2:
+    if own.shape[2] < 2:
         nothing = np.full(own.shape[1:], np.nan)
         return StandingOut(nothing, nothing, np.zeros(own.shape[1:]), np.zeros(own.shape[1:], dtype=bool))
-    others = median_of_others(own)
-    excess = own - others
-    mean, reference = excess.mean(axis=0), others.mean(axis=0)
-    # Chance makes ranks of uneven data differ in the mean, too: that is how much it may.
-    chance = excess.std(axis=0, ddof=1) / np.sqrt(steps) if steps > 1 else np.abs(mean)
-    means = own.mean(axis=0)
+    relative = relative_to_step(own)
+    means = relative.mean(axis=0)
     centre = np.median(means, axis=1, keepdims=True)
-    spread = MAD_TO_SIGMA * np.median(np.abs(means - centre), axis=1, keepdims=True) if ranks > 2 else 0.0
-    spread = np.maximum(np.maximum(spread, chance), policy.spread_floor_ratio * reference)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(reference > 0, 1 + mean / reference, np.nan)
-        score = np.where(spread > 0, mean / spread, 0.0)
-    slow = (own >= policy.rank_ratio * others).mean(axis=0)
+    spread = MAD_TO_SIGMA * np.median(np.abs(means - centre), axis=1, keepdims=True) if own.shape[2] > 2 else 0.0
+    ratio, score = keeps_ahead(relative, policy.spread_floor_ratio, spread)
+    slow = (own >= policy.rank_ratio * median_of_others(own)).mean(axis=0)
     outlier = (ratio >= policy.rank_ratio) & (score >= policy.rank_score)
-    outlier &= keeps_slow(own, others, policy.rank_ratio, policy)
+    outlier &= keeps_slow(relative, policy.rank_ratio, policy)
     return StandingOut(ratio, score, slow, outlier)
 
 
-def keeps_slow(own: Floats, others: Floats, ratio: float, policy: Policy) -> Bools:
-    """Whether `own` [step, …] is slower than `others` by that ratio in three of five stretches of the recording."""
-    stretches = [
-        piece for piece in np.array_split(np.arange(len(own)), min(policy.windows_kept, len(own))) if len(piece)
-    ]
-    slow = np.stack([own[piece].mean(axis=0) >= ratio * others[piece].mean(axis=0) for piece in stretches])
+def relative_to_step(own: Floats) -> Floats:
+    """Own work against the usual of the step, along the last axis: what makes a step long for all is nobody's fault.
+
+    The usual one is the lower median: of two, the faster."""
+    usual = np.sort(own, axis=-1)[..., (own.shape[-1] - 1) // 2, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative: Floats = np.where(usual > 0, own / usual, 1.0)
+    return relative
+
+
+def keeps_ahead(relative: Floats, floor: float, spread: Floats | float = 0.0) -> tuple[Floats, Floats]:
+    """Mean over the steps (first axis) against the median of the others' means: the ratio, and how many spreads apart.
+
+    Where all have bad steps by turns, means differ by chance: that much is spread, too."""
+    steps = len(relative)
+    means = relative.mean(axis=0)
+    reference = median_of_others(means)
+    # Against the mean of the others, not their median, which would not see that others have bad steps, too.
+    excess = relative - (relative.sum(axis=-1, keepdims=True) - relative) / (relative.shape[-1] - 1)
+    chance = excess.std(axis=0, ddof=1) / np.sqrt(steps) if steps > 1 else np.zeros(means.shape)
+    apart = (means - reference) / np.maximum(np.maximum(spread, chance), floor * reference)
+    return means / reference, apart
+
+
+def keeps_slow(relative: Floats, ratio: float, policy: Policy) -> Bools:
+    """Whether it is slower than the others by that ratio in three of five stretches of the recording."""
+    stretches = np.array_split(relative, min(policy.windows_kept, len(relative)))
+    means = [stretch.mean(axis=0) for stretch in stretches]
+    slow = np.stack([mean >= ratio * median_of_others(mean) for mean in means])
     keeps: Bools = slow.mean(axis=0) >= policy.windows_for_alarm / policy.windows_kept
     return keeps
 
