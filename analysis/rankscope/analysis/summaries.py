@@ -48,9 +48,10 @@ def summarize(columns: RankColumns, screen: Screen, job_count: int) -> list[JobS
         return np.bincount(job[flags], minlength=job_count)
 
     stage = columns.stage.astype(np.float64)
+    step = median(columns.step_seconds)
     table = np.column_stack(
         [
-            median(columns.step_seconds),
+            np.where(step > 0, step, np.nan),  # a step without a length was not measured
             median(columns.self_seconds),
             median(columns.starved_seconds),
             mean(columns.wait_seconds),

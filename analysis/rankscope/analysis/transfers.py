@@ -43,7 +43,7 @@ class TransferBaseline:
     def compare(self, summary: JobSummary, policy: Policy) -> SlowTransfer | None:
         """Judge one window, and learn from it if it was unremarkable."""
         pace = Pace(summary.least_transfer_seconds, summary.own_seconds, summary.starved_seconds)
-        if isnan(pace.transfer_seconds):
+        if isnan(pace.transfer_seconds) or isnan(summary.step_seconds):
             return None
         if len(self._past) < policy.baseline_windows:
             self._learn(pace)

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     chosen = _BY_NAME.get(words[0]) if words else None
     parser = argparse.ArgumentParser(prog="rankscope", description="Finds what slows a PyTorch training job down.")
-    parser.add_argument("--version", action="version", version=f"rankscope {_version()}")
+    parser.add_argument("--version", action=_PrintVersion)
     places = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     module: ModuleType | None = None
     for subcommand in SUBCOMMANDS:
@@ -82,7 +81,20 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:] + "."
 
 
+class _PrintVersion(argparse.Action):
+    """Asks for the version only when it is wanted: finding it takes longer than most commands need to start."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"rankscope {_version()}")
+        parser.exit()
+
+
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("rankscope")
     except PackageNotFoundError:

@@ -7,10 +7,7 @@ import glob
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 
 from rankscope.analysis.traces.columns import Trace
@@ -160,6 +157,11 @@ def _blocks(path: Path, tracker: _Tracker | None) -> Iterator[bytes]:
 
 def _read_in_pool(files: list[Path], salvage: bool, count: int, tracker: _Tracker) -> dict[Path, Trace | str]:
     """Columns are small beside the text they come from, so that handing them over costs little."""
+    # Most calls read a file or two and need no pool.
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from concurrent.futures.process import BrokenProcessPool
+    from multiprocessing import get_context
+
     read: dict[Path, Trace | str] = {}
     # Forked: children need what is imported already, and here nothing else runs yet.
     pool = ProcessPoolExecutor(count, mp_context=get_context("fork"), initializer=_leave_interrupts_to_the_parent)

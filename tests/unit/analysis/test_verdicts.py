@@ -193,6 +193,12 @@ def test_a_window_without_a_sample_of_the_wait_changes_nothing() -> None:
     assert verdicts[-1].kind is Kind.INSUFFICIENT_DATA  # but not for ever
 
 
+def test_steps_without_a_length_are_not_measured_and_break_nothing() -> None:
+    broken = SyntheticJob(extra={rank: {"step_seconds": 0.0} for rank in range(4)})
+    verdicts = watch((SyntheticJob(), 8), (broken, 6), (SyntheticJob(), 4))
+    assert {verdict.kind for verdict in verdicts[2:]} == {Kind.HEALTHY}
+
+
 class TestHang:
     def judge(
         self, stalls: dict[int, Stall | None], departed: tuple[int, ...] = ()

@@ -111,7 +111,9 @@ class Trace:
         return self.start_ns + self.duration_ns
 
     def of(self, *categories: Category) -> Bools:
-        return np.isin(self.category, categories)
+        wanted = np.zeros(len(Category), dtype=bool)
+        wanted[list(categories)] = True
+        return wanted[self.category]
 
     def named(self, index: int) -> str:
         return self.names[index] if index >= 0 else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -64,8 +65,15 @@ def tensor_core(trace: Trace) -> Bools:
 
 def names_like(trace: Trace, pattern: re.Pattern[str], *, anywhere: bool = False) -> Bools:
     """Of each name of the trace, whether it begins with the pattern (or holds it)."""
+    return _names_like(trace.names, pattern, anywhere)
+
+
+@lru_cache(maxsize=32)  # several modules ask the same of one trace, and matching is most of what they cost
+def _names_like(names: tuple[str, ...], pattern: re.Pattern[str], anywhere: bool) -> Bools:
     matches = pattern.search if anywhere else pattern.match
-    return np.fromiter((matches(name) is not None for name in trace.names), dtype=bool, count=len(trace.names))
+    found = np.fromiter((matches(name) is not None for name in names), dtype=bool, count=len(names))
+    found.flags.writeable = False
+    return found
 
 
 def hta_kinds(trace: Trace) -> Kinds:
