@@ -51,7 +51,8 @@ def estimate(seconds: Floats, correlation_steps: float, statistic: Statistic) ->
     middle = float(statistic(seconds))
     # Where times fall into two groups the median of all may stand in the gap, and what blocks say is not of it.
     variance += (math.log(middle) - float(of_blocks.mean())) ** 2
-    variance += (resolution(seconds) / middle) ** 2 / 12
+    # The median of rounded times may be half a grain off.
+    variance += (resolution(seconds) / middle / 2) ** 2
     return Estimate(variance, blocks - 1, blocks)
 
 
