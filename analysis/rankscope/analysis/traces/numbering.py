@@ -16,6 +16,7 @@ _FLOAT_LIMIT_US = float(1 << 43)
 # Two of these still add up within 64 bits.
 _TIME_LIMIT_US = float(1 << 62) / 1000
 _UNSIGNED_MINUS_ONE = (1 << 32) - 1
+_LARGEST = (1 << 63) - 1
 
 
 def integers(values: list[Any]) -> Ints:
@@ -23,10 +24,14 @@ def integers(values: list[Any]) -> Ints:
     try:
         column = np.array(values, dtype=np.int64)
     except (TypeError, ValueError, OverflowError):
-        column = np.array([_integer(value) for value in values], dtype=np.int64)
-    if column.ndim != 1:
-        column = np.array([_integer(value) for value in values], dtype=np.int64)
-    return column
+        column = _one_by_one(values)
+    return column if column.ndim == 1 else _one_by_one(values)
+
+
+def _one_by_one(values: list[Any]) -> Ints:
+    # As a rule it is a text or two among thousands of numbers ("Spans" for a process).
+    few = [value if type(value) is int and -_LARGEST <= value <= _LARGEST else _integer(value) for value in values]
+    return np.array(few, dtype=np.int64)
 
 
 def identifiers(values: list[Any]) -> Ints:
