@@ -60,7 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
     except FileError as error:
         return _fail(arguments.meta, error)
     try:
-        report = analyze(read_timeline(arguments.file, arguments.unit), sizes, policy)
+        _progress(f"reading {arguments.file.name} …")
+        timeline = read_timeline(arguments.file, arguments.unit)
+        _progress(f"replaying {len(timeline):,} operations …")
+        report = analyze(timeline, sizes, policy)
+        _progress("")
     except (FileError, TimelineError) as error:
         return _fail(arguments.file, error)
     except MemoryError:
@@ -103,6 +107,13 @@ def _print(report: TimelineReport, *, as_json: bool) -> None:
     print_report(report, Console(highlight=False, soft_wrap=True))
 
 
+def _progress(text: str) -> None:
+    """One line that the next one replaces; nothing where nobody watches."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
 def _fail(what: object, why: object) -> int:
+    _progress("")
     print(f"error: {what}: {why}", file=sys.stderr)
     return 2
