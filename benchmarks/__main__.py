@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import daemon_cost, overhead, probe_step, trace_analysis, verdict_rules, window_reading
+from benchmarks import daemon_cost, overhead, probe_step, timeline_replay, trace_analysis, verdict_rules, window_reading
 from benchmarks.reporting import Row, between, machine, table, write_json
 
 
@@ -23,6 +23,7 @@ BENCHMARKS: Mapping[str, Callable[[], list[Row]]] = {
     "verdicts": verdict_rules.measure,
     "windows": window_reading.measure,
     "traces": trace_analysis.measure,
+    "timeline": timeline_replay.measure,
     "daemon": daemon_cost.measure,
     "overhead": overhead.measure,
 }

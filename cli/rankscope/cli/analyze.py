@@ -17,7 +17,7 @@ _KINDS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="what to read", metavar="KIND", dest="kind", required=True)
     for kind, text in _KINDS.items():
-        place = kinds.add_parser(kind, help=text, description=text[0].upper() + text[1:] + ".")
+        place = kinds.add_parser(kind, help=text, description=text[0].upper() + text[1:])
         importlib.import_module(f"rankscope.cli.analyze_{kind}").add_arguments(place)
 
 

@@ -82,6 +82,198 @@ class CaptureOptions(_message.Message):
 Global___CaptureOptions: _TypeAlias = CaptureOptions  # noqa: Y015
 
 @_typing.final
+class StepTimes(_message.Message):
+    """A rank's step time around the capture: profiling may leave a process slower than it was."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEFORE_SECONDS_FIELD_NUMBER: _builtins.int
+    DURING_SECONDS_FIELD_NUMBER: _builtins.int
+    AFTER_SECONDS_FIELD_NUMBER: _builtins.int
+    before_seconds: _builtins.float
+    during_seconds: _builtins.float
+    after_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        before_seconds: _builtins.float | None = ...,
+        during_seconds: _builtins.float | None = ...,
+        after_seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_seconds", b"_after_seconds", "_before_seconds", b"_before_seconds", "_during_seconds", b"_during_seconds", "after_seconds", b"after_seconds", "before_seconds", b"before_seconds", "during_seconds", b"during_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_seconds", b"_after_seconds", "_before_seconds", b"_before_seconds", "_during_seconds", b"_during_seconds", "after_seconds", b"after_seconds", "before_seconds", b"before_seconds", "during_seconds", b"during_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__after_seconds: _TypeAlias = _typing.Literal["after_seconds"]  # noqa: Y015
+    _WhichOneofArgType__after_seconds: _TypeAlias = _typing.Literal["_after_seconds", b"_after_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__before_seconds: _TypeAlias = _typing.Literal["before_seconds"]  # noqa: Y015
+    _WhichOneofArgType__before_seconds: _TypeAlias = _typing.Literal["_before_seconds", b"_before_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__during_seconds: _TypeAlias = _typing.Literal["during_seconds"]  # noqa: Y015
+    _WhichOneofArgType__during_seconds: _TypeAlias = _typing.Literal["_during_seconds", b"_during_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__after_seconds) -> _WhichOneofReturnType__after_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__before_seconds) -> _WhichOneofReturnType__before_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__during_seconds) -> _WhichOneofReturnType__during_seconds | None: ...
+
+Global___StepTimes: _TypeAlias = StepTimes  # noqa: Y015
+
+@_typing.final
+class TraceSummary(_message.Message):
+    """What a trace says in a few numbers; the trace itself stays where it is unless asked for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class CollectivesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SPAN_SECONDS_FIELD_NUMBER: _builtins.int
+    COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
+    COMMUNICATION_SECONDS_FIELD_NUMBER: _builtins.int
+    EXPOSED_COMMUNICATION_SECONDS_FIELD_NUMBER: _builtins.int
+    MEMORY_COPY_SECONDS_FIELD_NUMBER: _builtins.int
+    IDLE_SECONDS_FIELD_NUMBER: _builtins.int
+    STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    OVERLAP_RATIO_FIELD_NUMBER: _builtins.int
+    MFU_RATIO_FIELD_NUMBER: _builtins.int
+    COLLECTIVES_FIELD_NUMBER: _builtins.int
+    TOP_KERNELS_FIELD_NUMBER: _builtins.int
+    FINDINGS_FIELD_NUMBER: _builtins.int
+    span_seconds: _builtins.float
+    compute_seconds: _builtins.float
+    communication_seconds: _builtins.float
+    exposed_communication_seconds: _builtins.float
+    memory_copy_seconds: _builtins.float
+    idle_seconds: _builtins.float
+    step_seconds: _builtins.float
+    overlap_ratio: _builtins.float
+    mfu_ratio: _builtins.float
+    @_builtins.property
+    def collectives(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """kind to count"""
+
+    @_builtins.property
+    def top_kernels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """the longest first"""
+
+    @_builtins.property
+    def findings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """in words, the most worthwhile first"""
+
+    def __init__(
+        self,
+        *,
+        span_seconds: _builtins.float = ...,
+        compute_seconds: _builtins.float = ...,
+        communication_seconds: _builtins.float = ...,
+        exposed_communication_seconds: _builtins.float = ...,
+        memory_copy_seconds: _builtins.float = ...,
+        idle_seconds: _builtins.float = ...,
+        step_seconds: _builtins.float | None = ...,
+        overlap_ratio: _builtins.float | None = ...,
+        mfu_ratio: _builtins.float | None = ...,
+        collectives: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        top_kernels: _abc.Iterable[_builtins.str] | None = ...,
+        findings: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mfu_ratio", b"_mfu_ratio", "_overlap_ratio", b"_overlap_ratio", "_step_seconds", b"_step_seconds", "mfu_ratio", b"mfu_ratio", "overlap_ratio", b"overlap_ratio", "step_seconds", b"step_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mfu_ratio", b"_mfu_ratio", "_overlap_ratio", b"_overlap_ratio", "_step_seconds", b"_step_seconds", "collectives", b"collectives", "communication_seconds", b"communication_seconds", "compute_seconds", b"compute_seconds", "exposed_communication_seconds", b"exposed_communication_seconds", "findings", b"findings", "idle_seconds", b"idle_seconds", "memory_copy_seconds", b"memory_copy_seconds", "mfu_ratio", b"mfu_ratio", "overlap_ratio", b"overlap_ratio", "span_seconds", b"span_seconds", "step_seconds", b"step_seconds", "top_kernels", b"top_kernels"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__mfu_ratio: _TypeAlias = _typing.Literal["mfu_ratio"]  # noqa: Y015
+    _WhichOneofArgType__mfu_ratio: _TypeAlias = _typing.Literal["_mfu_ratio", b"_mfu_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__overlap_ratio: _TypeAlias = _typing.Literal["overlap_ratio"]  # noqa: Y015
+    _WhichOneofArgType__overlap_ratio: _TypeAlias = _typing.Literal["_overlap_ratio", b"_overlap_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__step_seconds: _TypeAlias = _typing.Literal["step_seconds"]  # noqa: Y015
+    _WhichOneofArgType__step_seconds: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mfu_ratio) -> _WhichOneofReturnType__mfu_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlap_ratio) -> _WhichOneofReturnType__overlap_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step_seconds) -> _WhichOneofReturnType__step_seconds | None: ...
+
+Global___TraceSummary: _TypeAlias = TraceSummary  # noqa: Y015
+
+@_typing.final
+class JoinSummary(_message.Message):
+    """What the traces of several ranks say together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LastArrivalsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    CLOCK_RESIDUAL_MICROS_FIELD_NUMBER: _builtins.int
+    COLLECTIVES_MATCHED_FIELD_NUMBER: _builtins.int
+    LAST_ARRIVALS_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    CULPRITS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    clock_residual_micros: _builtins.float
+    collectives_matched: _builtins.int
+    verdict: _builtins.str
+    reason: _builtins.str
+    @_builtins.property
+    def last_arrivals(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """rank to how often it came last"""
+
+    @_builtins.property
+    def culprits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        clock_residual_micros: _builtins.float = ...,
+        collectives_matched: _builtins.int = ...,
+        last_arrivals: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
+        verdict: _builtins.str = ...,
+        culprits: _abc.Iterable[_builtins.int] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_residual_micros", b"clock_residual_micros", "collectives_matched", b"collectives_matched", "culprits", b"culprits", "last_arrivals", b"last_arrivals", "reason", b"reason", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinSummary: _TypeAlias = JoinSummary  # noqa: Y015
+
+@_typing.final
 class RankCapture(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -94,6 +286,11 @@ class RankCapture(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     START_UNIX_MILLIS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    URI_FIELD_NUMBER: _builtins.int
+    STEP_TIMES_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     node: _builtins.str
     backend: _builtins.str
@@ -104,7 +301,17 @@ class RankCapture(_message.Message):
     artifact: _builtins.str
     bytes: _builtins.int
     start_unix_millis: _builtins.int
+    """of the first step recorded, by the rank's clock"""
     steps: _builtins.int
+    uri: _builtins.str
+    """where it was uploaded to"""
+    pid: _builtins.int
+    @_builtins.property
+    def step_times(self) -> Global___StepTimes: ...
+    @_builtins.property
+    def summary(self) -> Global___TraceSummary: ...
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -117,10 +324,15 @@ class RankCapture(_message.Message):
         bytes: _builtins.int = ...,
         start_unix_millis: _builtins.int | None = ...,
         steps: _builtins.int | None = ...,
+        uri: _builtins.str = ...,
+        step_times: Global___StepTimes | None = ...,
+        summary: Global___TraceSummary | None = ...,
+        pid: _builtins.int = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_start_unix_millis", b"_start_unix_millis", "_steps", b"_steps", "start_unix_millis", b"start_unix_millis", "steps", b"steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_start_unix_millis", b"_start_unix_millis", "_steps", b"_steps", "start_unix_millis", b"start_unix_millis", "step_times", b"step_times", "steps", b"steps", "summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start_unix_millis", b"_start_unix_millis", "_steps", b"_steps", "artifact", b"artifact", "backend", b"backend", "bytes", b"bytes", "error", b"error", "node", b"node", "rank", b"rank", "start_unix_millis", b"start_unix_millis", "state", b"state", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start_unix_millis", b"_start_unix_millis", "_steps", b"_steps", "artifact", b"artifact", "backend", b"backend", "bytes", b"bytes", "error", b"error", "node", b"node", "notes", b"notes", "pid", b"pid", "rank", b"rank", "start_unix_millis", b"start_unix_millis", "state", b"state", "step_times", b"step_times", "steps", b"steps", "summary", b"summary", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__start_unix_millis: _TypeAlias = _typing.Literal["start_unix_millis"]  # noqa: Y015
     _WhichOneofArgType__start_unix_millis: _TypeAlias = _typing.Literal["_start_unix_millis", b"_start_unix_millis"]  # noqa: Y015
@@ -142,12 +354,24 @@ class Capture(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     START_SKEW_MILLIS_FIELD_NUMBER: _builtins.int
+    JOIN_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REQUESTED_UNIX_MILLIS_FIELD_NUMBER: _builtins.int
+    REQUESTED_BY_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     job: _builtins.str
     state: Global___CaptureState.ValueType
     start_skew_millis: _builtins.float
+    reason: _builtins.str
+    requested_unix_millis: _builtins.int
+    requested_by: _builtins.str
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCapture]: ...
+    @_builtins.property
+    def join(self) -> Global___JoinSummary: ...
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -156,10 +380,15 @@ class Capture(_message.Message):
         state: Global___CaptureState.ValueType = ...,
         ranks: _abc.Iterable[Global___RankCapture] | None = ...,
         start_skew_millis: _builtins.float | None = ...,
+        join: Global___JoinSummary | None = ...,
+        reason: _builtins.str = ...,
+        requested_unix_millis: _builtins.int = ...,
+        requested_by: _builtins.str = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_start_skew_millis", b"_start_skew_millis", "start_skew_millis", b"start_skew_millis"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_start_skew_millis", b"_start_skew_millis", "join", b"join", "start_skew_millis", b"start_skew_millis"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start_skew_millis", b"_start_skew_millis", "id", b"id", "job", b"job", "ranks", b"ranks", "start_skew_millis", b"start_skew_millis", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start_skew_millis", b"_start_skew_millis", "id", b"id", "job", b"job", "join", b"join", "notes", b"notes", "ranks", b"ranks", "reason", b"reason", "requested_by", b"requested_by", "requested_unix_millis", b"requested_unix_millis", "start_skew_millis", b"start_skew_millis", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__start_skew_millis: _TypeAlias = _typing.Literal["start_skew_millis"]  # noqa: Y015
     _WhichOneofArgType__start_skew_millis: _TypeAlias = _typing.Literal["_start_skew_millis", b"_start_skew_millis"]  # noqa: Y015
@@ -177,12 +406,18 @@ class StartCaptureRequest(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    START_UNIX_MILLIS_FIELD_NUMBER: _builtins.int
+    PATIENCE_SECONDS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     ranks: _builtins.str
     """"all", "0,3-5", "straggler", "straggler+peer" """
     steps: _builtins.int
     seconds: _builtins.float
     reason: _builtins.str
+    start_unix_millis: _builtins.int
+    """When to begin, for whoever starts captures on several nodes at once; by default as soon as all ranks can."""
+    patience_seconds: _builtins.float
+    """How long to wait for ranks that cannot be captured now (a profiler of the user's runs); default 60."""
     @_builtins.property
     def options(self) -> Global___CaptureOptions: ...
     def __init__(
@@ -194,13 +429,24 @@ class StartCaptureRequest(_message.Message):
         seconds: _builtins.float = ...,
         options: Global___CaptureOptions | None = ...,
         reason: _builtins.str = ...,
+        start_unix_millis: _builtins.int | None = ...,
+        patience_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "options", b"options", "seconds", b"seconds", "steps", b"steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_patience_seconds", b"_patience_seconds", "_start_unix_millis", b"_start_unix_millis", "length", b"length", "options", b"options", "patience_seconds", b"patience_seconds", "seconds", b"seconds", "start_unix_millis", b"start_unix_millis", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "length", b"length", "options", b"options", "ranks", b"ranks", "reason", b"reason", "seconds", b"seconds", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patience_seconds", b"_patience_seconds", "_start_unix_millis", b"_start_unix_millis", "job", b"job", "length", b"length", "options", b"options", "patience_seconds", b"patience_seconds", "ranks", b"ranks", "reason", b"reason", "seconds", b"seconds", "start_unix_millis", b"start_unix_millis", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__patience_seconds: _TypeAlias = _typing.Literal["patience_seconds"]  # noqa: Y015
+    _WhichOneofArgType__patience_seconds: _TypeAlias = _typing.Literal["_patience_seconds", b"_patience_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__start_unix_millis: _TypeAlias = _typing.Literal["start_unix_millis"]  # noqa: Y015
+    _WhichOneofArgType__start_unix_millis: _TypeAlias = _typing.Literal["_start_unix_millis", b"_start_unix_millis"]  # noqa: Y015
     _WhichOneofReturnType_length: _TypeAlias = _typing.Literal["steps", "seconds"]  # noqa: Y015
     _WhichOneofArgType_length: _TypeAlias = _typing.Literal["length", b"length"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__patience_seconds) -> _WhichOneofReturnType__patience_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__start_unix_millis) -> _WhichOneofReturnType__start_unix_millis | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_length) -> _WhichOneofReturnType_length | None: ...
 
 Global___StartCaptureRequest: _TypeAlias = StartCaptureRequest  # noqa: Y015

@@ -112,7 +112,7 @@ class Trace:
 
     def of(self, *categories: Category) -> Bools:
         # Comparing a byte column a few times is far cheaper than np.isin or a lookup table.
-        wanted = self.category == categories[0]
+        wanted: Bools = self.category == categories[0]
         for category in categories[1:]:
             wanted |= self.category == category
         return wanted

@@ -1,0 +1,62 @@
+"""A request for a capture, checked: bounds, defaults, and words for what is wrong with it."""
+
+from __future__ import annotations
+
+from rankscope.daemon.captures.orders import (
+    DEFAULT_PATIENCE_SECONDS,
+    PATIENCE_LIMIT_SECONDS,
+    SECONDS_LIMIT,
+    STEPS_LIMIT,
+    CaptureError,
+    Options,
+)
+from rankscope.v1 import capture_service_pb2 as pb
+
+START_AHEAD_LIMIT_SECONDS = 600.0
+
+
+def length_of(request: pb.StartCaptureRequest) -> tuple[int | None, float | None]:
+    """Steps or seconds; one of them is None."""
+    which = request.WhichOneof("length")
+    if which is None:
+        raise CaptureError("say how long: --steps N or --seconds S")
+    if which == "steps":
+        if not 1 <= request.steps <= STEPS_LIMIT:
+            raise CaptureError(f"{request.steps} steps: a capture takes 1 to {STEPS_LIMIT}")
+        return request.steps, None
+    if not 0.05 <= request.seconds <= SECONDS_LIMIT:  # nor NaN
+        raise CaptureError(f"{request.seconds:g} seconds: a capture takes 0.05 to {SECONDS_LIMIT:g}")
+    return None, request.seconds
+
+
+def patience_of(request: pb.StartCaptureRequest) -> float:
+    if not request.HasField("patience_seconds"):
+        return DEFAULT_PATIENCE_SECONDS
+    if not 0 <= request.patience_seconds <= PATIENCE_LIMIT_SECONDS:
+        raise CaptureError(f"a patience of {request.patience_seconds:g} s: 0 to {PATIENCE_LIMIT_SECONDS:g} can be had")
+    return request.patience_seconds
+
+
+def start_of(request: pb.StartCaptureRequest, earliest_unix_seconds: float) -> float:
+    """When all ranks begin: as soon as they can, or when the request says, which must not be sooner."""
+    if not request.HasField("start_unix_millis"):
+        return earliest_unix_seconds
+    asked = request.start_unix_millis / 1000
+    if not earliest_unix_seconds - 0.5 <= asked <= earliest_unix_seconds + START_AHEAD_LIMIT_SECONDS:
+        ahead = asked - earliest_unix_seconds
+        raise CaptureError(
+            f"a start {abs(ahead):.1f} s {'after' if ahead > 0 else 'before'} the earliest these ranks can do; it may "
+            f"be up to {START_AHEAD_LIMIT_SECONDS:g} s after; are the clocks of the nodes right?"
+        )
+    return max(asked, earliest_unix_seconds)
+
+
+def options_of(options: pb.CaptureOptions) -> Options:
+    return Options(
+        options.shapes, options.stacks, options.memory, options.flops, options.modules, options.allow_slowdown
+    )
+
+
+def kept_text(text: str, limit: int = 512) -> str:
+    """Words of a caller as they may be stored and shown: one line, bounded."""
+    return "".join(character if character.isprintable() else " " for character in text[:limit]).strip()

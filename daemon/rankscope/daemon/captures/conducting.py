@@ -1,0 +1,314 @@
+"""Runs captures: sets a back end to work on every rank, follows them to their end, and tells what happened."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from rankscope.daemon.captures.asking import kept_text, length_of, options_of, patience_of, start_of
+from rankscope.daemon.captures.orders import Backend, CancelledError, CaptureError, Order, Recording, Stage
+from rankscope.daemon.captures.records import FINAL, Records
+from rankscope.daemon.captures.selecting import SuspectsOf, choose_job, choose_ranks
+from rankscope.daemon.samples import RankProcess
+from rankscope.v1 import capture_service_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+ACTIVE_LIMIT = 8
+# Between the last rank's poll and the start: libkineto refuses a start that is too near.
+START_MARGIN_SECONDS = 1.5
+# Step time before and after a capture is taken over this much.
+STEP_TIME_SECONDS = 6.0
+_STATES = {Stage.ARMED: pb.CAPTURE_STATE_ARMED, Stage.RUNNING: pb.CAPTURE_STATE_RUNNING}
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """A recording in the store: compressed, annotated, and what it says."""
+
+    artifact: str
+    size_bytes: int
+    uri: str = ""
+    summary: pb.TraceSummary | None = None
+    start_unix_millis: int | None = None
+    steps: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Archive(Protocol):
+    """Where recordings and records go. Any method may raise CaptureError."""
+
+    def workspace(self, capture_id: str) -> Path: ...
+
+    def deliver(self, capture: pb.Capture, rank: RankProcess, recording: Recording) -> Delivered: ...
+
+    def join(self, capture: pb.Capture) -> pb.JoinSummary | None: ...
+
+    def clean(self, capture_id: str) -> None: ...
+
+    def save(self, capture: pb.Capture) -> None: ...
+
+    def load(self) -> Sequence[pb.Capture]: ...
+
+
+class StepSecondsOf(Protocol):
+    """A rank's typical step time over a stretch of the recent past; None where its steps are not seen."""
+
+    def __call__(self, rank: RankProcess, start_unix_seconds: float, end_unix_seconds: float) -> float | None: ...
+
+
+class Conductor:
+    """All methods may be called from any thread. `suspects_of` may be set later, by who correlates ranks."""
+
+    def __init__(
+        self,
+        node: str,
+        backends: Sequence[Backend],
+        archive: Archive,
+        ranks: Callable[[], Sequence[RankProcess]],
+        *,
+        poll_seconds: Callable[[RankProcess], float] = lambda rank: 0.0,
+        step_seconds: StepSecondsOf = lambda rank, start_unix_seconds, end_unix_seconds: None,
+        unix_seconds: Callable[[], float] = time.time,
+    ) -> None:
+        self._node = node
+        self._backends = backends
+        self._archive = archive
+        self._ranks = ranks
+        self._poll_seconds = poll_seconds
+        self._step_seconds = step_seconds
+        self._unix_seconds = unix_seconds
+        self.suspects_of: SuspectsOf = lambda job: None
+        self.records = Records(archive.save, archive.load())
+        self._lock = threading.Lock()
+        self._active: dict[str, threading.Event] = {}
+        self._taken: dict[tuple[str, int], str] = {}  # rank to the capture that has it
+
+    def start(self, request: pb.StartCaptureRequest, requested_by: str = "") -> str:
+        """Begin a capture and return its id. Raises CaptureError if it cannot even be begun."""
+        ranks = self._ranks()
+        job = choose_job(request.job, {rank.job for rank in ranks})
+        here = {rank.rank: rank for rank in ranks if rank.job == job}
+        world_size = max(rank.world_size for rank in here.values())
+        numbers = choose_ranks(request.ranks, job, here.keys(), world_size, self.suspects_of)
+        steps, seconds = length_of(request)
+        patience_seconds, options = patience_of(request), options_of(request.options)
+        now = self._unix_seconds()
+        capture = pb.Capture(
+            id=f"c-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(3)}",
+            job=job,
+            state=pb.CAPTURE_STATE_ACCEPTED,
+            reason=kept_text(request.reason),
+            requested_unix_millis=round(now * 1000),
+            requested_by=kept_text(requested_by),
+        )
+        if request.ranks.strip() in ("", "all") and len(here) < world_size:
+            capture.notes.append(f"{len(here)} of the job's {world_size} ranks run on {self._node}; these were asked")
+        engaged = self._engage(capture, numbers, here)
+        try:
+            polls = [self._poll_seconds(rank) for rank, _ in engaged]
+            start_seconds = start_of(request, now + max(polls, default=0.0) + START_MARGIN_SECONDS)
+            orders = [
+                Order(
+                    capture.id,
+                    rank,
+                    steps,
+                    seconds,
+                    round(start_seconds * 1000),
+                    start_seconds + patience_seconds,
+                    options,
+                    self._step_seconds(rank, now - STEP_TIME_SECONDS, now),
+                )
+                for rank, _ in engaged
+            ]
+            self.records.add(capture)
+            work = [(order, backend) for order, (_, backend) in zip(orders, engaged, strict=True)]
+            name = f"rankscope-{capture.id}"
+            threading.Thread(target=self._conduct, args=(capture.id, work), name=name, daemon=True).start()
+        except BaseException:
+            self._release(capture.id)
+            raise
+        return capture.id
+
+    def cancel(self, capture_id: str) -> pb.Capture | None:
+        """Ask a capture to stop; what its ranks have delivered already stays. None: there is no such capture."""
+        with self._lock:
+            event = self._active.get(capture_id)
+        if event is not None:
+            event.set()
+        return self.records.get(capture_id)
+
+    def close(self) -> None:
+        with self._lock:
+            for event in self._active.values():
+                event.set()
+
+    def _engage(
+        self, capture: pb.Capture, numbers: Sequence[int], here: dict[int, RankProcess]
+    ) -> list[tuple[RankProcess, Backend]]:
+        """Take the ranks for this capture; those that cannot be had are entered as failed, with the reason."""
+        engaged = []
+        with self._lock:
+            if len(self._active) >= ACTIVE_LIMIT:
+                raise CaptureError(f"{ACTIVE_LIMIT} captures are under way on {self._node}; wait for one or cancel it")
+            self._active[capture.id] = threading.Event()
+            for number in numbers:
+                entry = capture.ranks.add(rank=number, node=self._node, state=pb.CAPTURE_STATE_ACCEPTED)
+                try:
+                    rank = self._take(capture, number, here)
+                    backend = self._choose_backend(rank)
+                except CaptureError as error:
+                    entry.state, entry.error = pb.CAPTURE_STATE_FAILED, str(error)
+                    continue
+                self._taken[rank.job, number] = capture.id
+                entry.backend, entry.pid = backend.name, rank.pid
+                engaged.append((rank, backend))
+        return engaged
+
+    def _take(self, capture: pb.Capture, number: int, here: dict[int, RankProcess]) -> RankProcess:
+        if number not in here:
+            raise CaptureError(
+                f"rank {number} does not run on {self._node}; ask the operator, or the daemon of its node"
+            )
+        other = self._taken.get((capture.job, number))
+        if other is not None:
+            raise CaptureError(f"rank {number} is being captured already, by {other}; wait for that or cancel it")
+        return here[number]
+
+    def _choose_backend(self, rank: RankProcess) -> Backend:
+        objections = []
+        for backend in self._backends:
+            objection = backend.objection(rank)
+            if objection is None:
+                return backend
+            objections.append(f"{backend.name}: {objection}")
+        raise CaptureError(f"rank {rank.rank} (pid {rank.pid}) cannot be captured: {'; '.join(objections)}")
+
+    def _release(self, capture_id: str) -> None:
+        with self._lock:
+            self._active.pop(capture_id, None)
+            for place in [place for place, holder in self._taken.items() if holder == capture_id]:
+                del self._taken[place]
+
+    def _conduct(self, capture_id: str, work: Sequence[tuple[Order, Backend]]) -> None:
+        threads = [
+            threading.Thread(target=self._record, args=(order, backend), name=f"rankscope-rank-{order.rank.rank}")
+            for order, backend in work
+        ]
+        try:
+            for thread in threads:
+                thread.daemon = True
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self._measure_aftermath(capture_id, [order for order, _ in work])
+            self._conclude(capture_id)
+        except Exception as error:  # whatever went wrong, whoever follows must learn that it is over
+            log.exception("capture %s", capture_id)
+            self.records.change(capture_id, partial(_fail, error=f"unexpected: {error}; please report this"))
+        finally:
+            self._release(capture_id)
+            self._archive.clean(capture_id)
+
+    def _record(self, order: Order, backend: Backend) -> None:
+        number, capture_id = order.rank.rank, order.capture_id
+
+        def enter(state: pb.CaptureState.ValueType, error: str = "") -> None:
+            def edit(entry: pb.RankCapture) -> None:
+                entry.state, entry.error = state, error
+
+            self.records.change_rank(capture_id, number, edit)
+
+        cancelled = self._active[capture_id]
+        try:
+            recording = backend.record(
+                order, self._archive.workspace(capture_id), lambda stage: enter(_STATES[stage]), cancelled
+            )
+            enter(pb.CAPTURE_STATE_WRITTEN)
+            capture = self.records.get(capture_id)
+            assert capture is not None  # it is active
+            delivered = self._archive.deliver(capture, order.rank, recording)
+            self.records.change_rank(capture_id, number, lambda entry: _enter_delivery(entry, recording, delivered))
+        except CancelledError as error:
+            enter(pb.CAPTURE_STATE_CANCELLED, str(error))
+        except CaptureError as error:
+            enter(pb.CAPTURE_STATE_FAILED, str(error))
+        except OSError as error:
+            enter(pb.CAPTURE_STATE_FAILED, f"rank {number} (pid {order.rank.pid}): {error}")
+        except Exception as error:  # one rank's trouble is not the others'
+            log.exception("capture %s of rank %d", capture_id, number)
+            enter(pb.CAPTURE_STATE_FAILED, f"unexpected: {type(error).__name__}: {error}; please report this")
+
+    def _measure_aftermath(self, capture_id: str, orders: Sequence[Order]) -> None:
+        """Step time before, during and after: a capture may leave its process slower."""
+        seen = [order for order in orders if order.step_seconds is not None]
+        capture = self.records.get(capture_id)
+        if not seen or capture is None or all(rank.state != pb.CAPTURE_STATE_ANALYSED for rank in capture.ranks):
+            return
+        ended = self._unix_seconds()
+        self._active[capture_id].wait(STEP_TIME_SECONDS)
+        for order in seen:
+            during = self._step_seconds(order.rank, order.start_unix_millis / 1000, ended)
+            after = self._step_seconds(order.rank, ended, self._unix_seconds())
+            times = pb.StepTimes(before_seconds=order.step_seconds, during_seconds=during, after_seconds=after)
+
+            def edit(entry: pb.RankCapture, times: pb.StepTimes = times) -> None:
+                entry.step_times.CopyFrom(times)
+
+            self.records.change_rank(capture_id, order.rank.rank, edit)
+
+    def _conclude(self, capture_id: str) -> None:
+        capture = self.records.get(capture_id)
+        assert capture is not None  # it is active
+        note = ""
+        try:
+            join = self._archive.join(capture)
+        except CaptureError as error:
+            join, note = None, f"the ranks' traces could not be joined: {error}"
+        starts = [rank.start_unix_millis for rank in capture.ranks if rank.HasField("start_unix_millis")]
+
+        def edit(record: pb.Capture) -> None:
+            if len(starts) > 1:
+                record.start_skew_millis = max(starts) - min(starts)
+            if join is not None:
+                record.join.CopyFrom(join)
+            if note:
+                record.notes.append(note)
+            record.state = _overall(record)
+
+        self.records.change(capture_id, edit)
+
+
+def _enter_delivery(entry: pb.RankCapture, recording: Recording, delivered: Delivered) -> None:
+    entry.state = pb.CAPTURE_STATE_ANALYSED
+    entry.artifact, entry.bytes, entry.uri = delivered.artifact, delivered.size_bytes, delivered.uri
+    entry.notes.extend([*recording.notes, *delivered.notes])
+    start = delivered.start_unix_millis if delivered.start_unix_millis is not None else recording.start_unix_millis
+    steps = delivered.steps if delivered.steps is not None else recording.steps
+    if start is not None:
+        entry.start_unix_millis = start
+    if steps is not None:
+        entry.steps = steps
+    if delivered.summary is not None:
+        entry.summary.CopyFrom(delivered.summary)
+
+
+def _overall(capture: pb.Capture) -> pb.CaptureState.ValueType:
+    states = [rank.state for rank in capture.ranks]
+    if pb.CAPTURE_STATE_ANALYSED in states:
+        return pb.CAPTURE_STATE_ANALYSED
+    return pb.CAPTURE_STATE_CANCELLED if pb.CAPTURE_STATE_CANCELLED in states else pb.CAPTURE_STATE_FAILED
+
+
+def _fail(capture: pb.Capture, error: str) -> None:
+    capture.state = pb.CAPTURE_STATE_FAILED
+    for rank in capture.ranks:
+        if rank.state not in FINAL:
+            rank.state, rank.error = pb.CAPTURE_STATE_FAILED, error

@@ -1,0 +1,47 @@
+"""A program, not a module: `python -I -S entering.py NAMESPACE_FD CHANNEL_FD` enters a network namespace, binds
+libkineto's daemon socket there and sends its descriptor back over the channel, or the stage and errno of its failure.
+
+A process of its own, because to enter a namespace with a forked copy of the daemon would mean to run on with copies of
+the locks that gRPC's threads held."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import sys
+
+# Of the daemon in libkineto's protocol. The kernel takes the trailing NUL as part of the name.
+ABSTRACT_NAME = b"\0dynolog\0"
+CLONE_NEWNET = 0x40000000
+RECEIVE_BUFFER_BYTES = 256 * 1024
+
+
+def bind_here() -> socket.socket:
+    """libkineto's daemon socket in the network namespace of this process."""
+    endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    try:
+        endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+        endpoint.bind(ABSTRACT_NAME)
+    except OSError:
+        endpoint.close()
+        raise
+    return endpoint
+
+
+def main(namespace: int, channel: socket.socket) -> None:
+    stage = "enter"
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        stage = "bind"
+        with bind_here() as endpoint:
+            socket.send_fds(channel, [b"ok"], [endpoint.fileno()])
+    except OSError as error:
+        channel.send(f"{stage}:{error.errno or 0}".encode())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))

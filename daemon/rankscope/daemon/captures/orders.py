@@ -1,0 +1,88 @@
+"""What a capture asks of one rank, and what a back end hands back: the contract between the two."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+from rankscope.daemon.samples import RankProcess
+
+STEPS_LIMIT = 100
+SECONDS_LIMIT = 60.0
+DEFAULT_PATIENCE_SECONDS = 60.0
+PATIENCE_LIMIT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Options:
+    shapes: bool = False
+    stacks: bool = False
+    memory: bool = False
+    flops: bool = False
+    modules: bool = False
+    allow_slowdown: bool = False
+
+
+@dataclass(frozen=True)
+class Order:
+    """One rank's part of a capture. Either `steps` or `seconds` is set, both within bounds. All ranks of a capture have
+    the same start."""
+
+    capture_id: str
+    rank: RankProcess
+    steps: int | None
+    seconds: float | None
+    start_unix_millis: int
+    give_up_unix_seconds: float  # a rank that cannot be had by then is reported, with the reason
+    options: Options = field(default_factory=Options)
+    step_seconds: float | None = None  # of late, where known
+
+    @property
+    def record_seconds(self) -> float | None:
+        """How long recording takes, as far as that can be told."""
+        if self.seconds is not None:
+            return self.seconds
+        return None if self.step_seconds is None or self.steps is None else self.steps * self.step_seconds
+
+
+class Stage(Enum):
+    ARMED = "armed"
+    RUNNING = "running"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What was recorded: a file of ours (never one that the training process can still reach), not yet compressed."""
+
+    path: Path
+    is_trace: bool  # a Kineto trace; else folded stacks of py-spy
+    start_unix_millis: int | None = None
+    steps: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+class CaptureError(Exception):
+    """Why a rank delivers nothing: the thing, the reason and the next step, for the person who asked."""
+
+
+class CancelledError(CaptureError):
+    pass
+
+
+class Backend(Protocol):
+    """A way to record. `record` blocks, in a thread of its own for every rank; it watches `cancelled` and, whatever
+    happens, leaves the training process as it was."""
+
+    name: str
+
+    def objection(self, rank: RankProcess) -> str | None:
+        """Why this back end cannot record this rank, or None if it can."""
+        ...
+
+    def record(
+        self, order: Order, workspace: Path, report: Callable[[Stage], None], cancelled: threading.Event
+    ) -> Recording: ...

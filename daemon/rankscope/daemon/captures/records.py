@@ -1,0 +1,85 @@
+"""The records of captures: what was asked, what each rank did, and why it failed. A record is the protobuf message
+itself, changed only here under a lock, given out as copies, and saved at every change of state."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+
+from rankscope.v1 import capture_service_pb2 as pb
+
+CAPTURES_REMEMBERED = 256
+FOLLOW_SECONDS = 1.0
+FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, pb.CAPTURE_STATE_CANCELLED})
+
+
+class Records:
+    """All methods may be called from any thread."""
+
+    def __init__(self, save: Callable[[pb.Capture], None], known: Iterable[pb.Capture] = ()) -> None:
+        self._save = save
+        self._captures = OrderedDict((capture.id, capture) for capture in known)
+        self._changed = threading.Condition()
+
+    def add(self, capture: pb.Capture) -> None:
+        with self._changed:
+            self._captures[capture.id] = _copy(capture)
+            finished = [key for key, known in self._captures.items() if known.state in FINAL]
+            for key in finished[: max(0, len(self._captures) - CAPTURES_REMEMBERED)]:
+                del self._captures[key]
+            self._save(capture)
+            self._changed.notify_all()
+
+    def change(self, capture_id: str, edit: Callable[[pb.Capture], None]) -> None:
+        """`edit` gets the record itself; be quick."""
+        with self._changed:
+            capture = self._captures[capture_id]
+            before = [capture.state, *(rank.state for rank in capture.ranks)]
+            edit(capture)
+            if before != [capture.state, *(rank.state for rank in capture.ranks)]:
+                self._save(capture)
+            self._changed.notify_all()
+
+    def change_rank(self, capture_id: str, rank: int, edit: Callable[[pb.RankCapture], None]) -> None:
+        """The capture as a whole is as far as the rank that is least far, until it is concluded."""
+
+        def edit_both(capture: pb.Capture) -> None:
+            edit(next(entry for entry in capture.ranks if entry.rank == rank))
+            under_way = [entry.state for entry in capture.ranks if entry.state not in FINAL]
+            if under_way and capture.state not in FINAL:
+                capture.state = min(under_way)
+
+        self.change(capture_id, edit_both)
+
+    def get(self, capture_id: str) -> pb.Capture | None:
+        with self._changed:
+            capture = self._captures.get(capture_id)
+            return None if capture is None else _copy(capture)
+
+    def all(self, job: str = "") -> list[pb.Capture]:
+        """The latest first."""
+        with self._changed:
+            return [_copy(capture) for capture in reversed(self._captures.values()) if job in ("", capture.job)]
+
+    def follow(self, capture_id: str, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[pb.Capture]:
+        """The capture now and at every change, until it is final or nobody wants it any more."""
+        seen: pb.Capture | None = None
+        while is_wanted():
+            with self._changed:
+                capture = self._captures.get(capture_id)
+                if capture is None:
+                    return
+                if capture == seen:
+                    self._changed.wait(FOLLOW_SECONDS)
+                    continue
+                seen = _copy(capture)
+            yield seen
+            if seen.state in FINAL:
+                return
+
+
+def _copy(capture: pb.Capture) -> pb.Capture:
+    copy = pb.Capture()
+    copy.CopyFrom(capture)
+    return copy
