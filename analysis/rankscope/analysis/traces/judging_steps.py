@@ -87,7 +87,7 @@ def _abstain(
         return f"{ranks_in_words(silent)}: no steps, or no collective in common with another trace"
     complete = _complete_steps(times, world_size, policy)
     if complete.sum() < STEPS_NEEDED:
-        return f"{int(complete.sum())} complete steps in common, {STEPS_NEEDED} needed"
+        return f"complete steps in common: {int(complete.sum())}, needed: {STEPS_NEEDED}"
     unmatched = _unmatched_ratio(times)
     clear = unmatched <= UNMATCHED_RATIO_MAX
     if clear.sum() < policy.ranks_seen_ratio * world_size:

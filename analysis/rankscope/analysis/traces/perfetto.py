@@ -42,7 +42,7 @@ def merge_for_perfetto(
         base = _base_ns(data)
         shift = shifts.get(rank, ClockShift())
         text = Text(inflate(blocks_of(data)), Repairs())
-        _go_to_events(text)
+        go_to_events(text)
         writer: _RankWriter | None = None
         for batch in batches(text, Ending()):
             events = _EVENTS.decode(batch.text)
@@ -147,7 +147,8 @@ def _base_ns(data: bytes | memoryview) -> int:
     return 0
 
 
-def _go_to_events(text: Text) -> None:
+def go_to_events(text: Text) -> None:
+    """Just behind the bracket that opens the events. For texts that `read_trace` took."""
     text.hold(_HEAD_BYTES)
     start = len(text.held) - len(text.held.removeprefix(b"\xef\xbb\xbf").lstrip())
     if text.held[start : start + 1] == b"[":

@@ -28,7 +28,7 @@ def test_clocks_hours_apart_agree_to_less_than_the_jitter_of_the_ends(
     assert found.last_arrivals == job.last_arrivals()
     for rank in range(4):
         planted = (offsets[0] - offsets[rank]) * 1000
-        assert abs(found.clocks.shifts[rank].offset_ns - planted) < 400 * jitter_us + 100
+        assert abs(found.clocks.shifts[rank].offset_ns - planted) < 1000 * jitter_us + 100
     # Uniform jitter has a deviation of 0.29 of its range; the estimate is from 80 ends.
     assert found.clock_residual_us == pytest.approx(0.29 * jitter_us, rel=0.6, abs=0.02)
 

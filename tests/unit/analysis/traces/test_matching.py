@@ -9,6 +9,7 @@ from rankscope.analysis.traces.channels import gather_calls
 from rankscope.analysis.traces.collectives import find_collectives
 from rankscope.analysis.traces.columns import Category, ProcessGroup, Trace
 from rankscope.analysis.traces.matching import Matched, match_calls
+from rankscope.analysis.traces.ordering import Run, fit_runs
 from tests.unit.analysis.traces.building import make_trace
 from tests.unit.analysis.traces.planted_jobs import PlantedJob
 
@@ -90,6 +91,15 @@ def test_an_order_that_fits_in_several_ways_is_reported_and_not_guessed() -> Non
     decided = _match({0: first, 1: agreeing})
     assert decided.count == 8 and "by their clocks" in decided.notes[0]
     assert (np.diff(decided.calls.end_ns.reshape(-1, 2), axis=1) == 40_000).all()
+
+
+def test_step_numbers_decide_where_ends_are_too_noisy_to() -> None:
+    """Ends as four ranks on two busy cores leave them, in ms: by ends alone, the first three fit the last three."""
+    token, step = np.ones(6, dtype=np.int64), np.arange(2, 8)
+    left = Run(token, np.array([23_490, 39_680, 46_220, 63_290, 80_000, 84_890]) * 1000, step)
+    right = Run(token, np.array([22_270, 32_420, 45_070, 60_970, 77_210, 85_110]) * 1000, step)
+    fit = fit_runs(left, right)
+    assert fit.found and fit.left.tolist() == fit.right.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_send_belongs_to_the_receive_of_its_peer_in_order() -> None:

@@ -136,3 +136,16 @@ def test_many_small_pieces_and_no_files_make_valid_json(monkeypatch: pytest.Monk
     assert len(_merged(_real())["traceEvents"]) > 15_000
     with pytest.raises(TraceError, match="no traceEvents"):
         _merged([(0, b'{"events": []}')])
+
+
+def test_events_that_lack_what_others_have_are_kept_as_they_are() -> None:
+    odd = [
+        {"ph": "X", "name": "no place", "ts": 1, "dur": 2},
+        {"ph": "X", "name": "no number", "pid": None, "tid": [1], "ts": "soon"},
+        {"ph": "C", "name": "counter", "pid": -1, "tid": -1, "ts": "5.5", "args": {"x": 1}},
+        {"name": "bare"},
+        {"ph": "b", "name": "asynchronous", "id": "0x12", "pid": 1, "tid": 1, "ts": 1e3},
+    ]
+    merged = _merged([(0, _file(odd)), (1, _file(odd))])["traceEvents"]
+    assert [e["name"] for e in merged if e["name"] not in NAMING] == [e["name"] for e in odd] * 2
+    assert len({e["id"] for e in merged if "id" in e}) == 2
