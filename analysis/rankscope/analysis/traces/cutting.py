@@ -12,8 +12,7 @@ import numpy as np
 from rankscope.analysis.robust import Ints
 from rankscope.analysis.traces.columns import ABSENT, Category, Trace
 from rankscope.analysis.traces.inflating import blocks_of, inflate
-from rankscope.analysis.traces.perfetto import _go_to_events as go_to_events
-from rankscope.analysis.traces.perfetto import nanoseconds
+from rankscope.analysis.traces.perfetto import go_to_events, nanoseconds
 from rankscope.analysis.traces.perfetto_tracks import ON_DEVICE, RawEvent
 from rankscope.analysis.traces.refusing import Repairs
 from rankscope.analysis.traces.splitting import Ending, Text, batches
