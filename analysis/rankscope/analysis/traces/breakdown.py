@@ -17,7 +17,7 @@ from rankscope.analysis.traces.kernels import Kind
 from rankscope.analysis.traces.launches import traced_launch_ratios
 from rankscope.analysis.traces.occupying import Occupation, occupy_device, occupy_host
 from rankscope.analysis.traces.selecting import DeviceWork, all_device_work, device_work
-from rankscope.analysis.traces.steps import Steps, find_steps, step_of_rows
+from rankscope.analysis.traces.steps import Steps, find_steps, launch_rows, step_of_rows
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,11 @@ def break_down(trace: Trace) -> Breakdown | None:
     work = device_work(trace)
     if len(work.row):
         whole = occupy_device(trace, work)
-        every = all_device_work(trace)
-        windows = _device_windows(trace, steps, every)
-        traced = traced_launch_ratios(trace, steps)
-        parts = _step_parts(occupy_device(trace, every), steps, *windows, traced)
+        every = all_device_work(trace) if work.without_last_step else work
+        busy = occupy_device(trace, every) if work.without_last_step else whole
+        launches = launch_rows(trace)
+        windows = _device_windows(trace, steps, every, launches)
+        parts = _step_parts(busy, steps, *windows, traced_launch_ratios(trace, steps, launches))
     else:
         whole = occupy_host(trace)
         if not len(whole.anything[0]):
@@ -141,10 +142,10 @@ def _step_parts(
     return tuple(StepParts(*row) for row in zip(*(column.tolist() for column in columns), traced, strict=True))
 
 
-def _device_windows(trace: Trace, steps: Steps, work: DeviceWork) -> tuple[Ints, Ints]:
+def _device_windows(trace: Trace, steps: Steps, work: DeviceWork, launches: Ints) -> tuple[Ints, Ints]:
     """Start and end of each step on the device. One stream runs in order, so on the busiest the steps do not mix; what
     other streams do meanwhile (a gather that reaches into the next step) counts where it runs."""
-    position = step_of_rows(trace, steps)[work.row]
+    position = step_of_rows(trace, steps, launches)[work.row]
     streams, count = number_groups(trace.device[work.row], trace.stream[work.row])
     computing = np.where(work.kind == Kind.COMPUTE, work.end_ns - work.start_ns, 0)
     main = streams == np.argmax(np.bincount(streams, weights=computing, minlength=max(count, 1)))

@@ -72,9 +72,8 @@ def measure_launches(trace: Trace) -> Launches | None:
     )
 
 
-def traced_launch_ratios(trace: Trace, steps: Steps) -> list[float | None]:
+def traced_launch_ratios(trace: Trace, steps: Steps, launch: Ints) -> list[float | None]:
     """Of each step, the share of its launches whose kernel is in the trace; None where it launched nothing."""
-    launch = launch_rows(trace)
     calls = np.union1d(_launch_calls(trace), launch[launch != ABSENT])
     position = steps.at(trace.start_ns[calls])
     traced = np.isin(calls, launch)

@@ -12,7 +12,7 @@ from rankscope.analysis.traces.columns import ABSENT, Category, Trace
 from rankscope.analysis.traces.intervals import merge
 from rankscope.analysis.traces.kernels import names_like
 
-_PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d+)")
+_PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,18})")
 _OPTIMIZER_STEP = re.compile(r"Optimizer\.step#")
 _BACKWARD = re.compile(r"autograd::engine::evaluate_function")
 NO_STEP = -1
