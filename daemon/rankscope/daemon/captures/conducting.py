@@ -6,13 +6,14 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from rankscope.daemon.captures.asking import kept_text, length_of, options_of, patience_of, start_of
+from rankscope.daemon.captures.engaging import Engagements
 from rankscope.daemon.captures.orders import Backend, CancelledError, CaptureError, Order, Recording, Stage
 from rankscope.daemon.captures.records import FINAL, Records
 from rankscope.daemon.captures.selecting import SuspectsOf, choose_job, choose_ranks
@@ -21,7 +22,6 @@ from rankscope.v1 import capture_service_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-ACTIVE_LIMIT = 8
 # Between the last rank's poll and the start: libkineto refuses a start that is too near.
 START_MARGIN_SECONDS = 1.5
 # Step time before and after a capture is taken over this much.
@@ -39,7 +39,12 @@ class Delivered:
     summary: pb.TraceSummary | None = None
     start_unix_millis: int | None = None
     steps: int | None = None
+    step_seconds: float | None = None  # learned from the trace
+    whole_steps: int | None = None  # that the recording held; fewer than asked for if it was too short
     notes: tuple[str, ...] = ()
+
+
+Recorded = Mapping[int, tuple[RankProcess, Recording]]
 
 
 class Archive(Protocol):
@@ -47,7 +52,11 @@ class Archive(Protocol):
 
     def workspace(self, capture_id: str) -> Path: ...
 
-    def deliver(self, capture: pb.Capture, rank: RankProcess, recording: Recording) -> Delivered: ...
+    def deliver(
+        self, capture: pb.Capture, recorded: Recorded, steps: int | None
+    ) -> Iterator[tuple[int, Delivered | CaptureError]]:
+        """All ranks at once: their traces are cut at the same step."""
+        ...
 
     def join(self, capture: pb.Capture) -> pb.JoinSummary | None: ...
 
@@ -79,7 +88,6 @@ class Conductor:
         unix_seconds: Callable[[], float] = time.time,
     ) -> None:
         self._node = node
-        self._backends = backends
         self._archive = archive
         self._ranks = ranks
         self._poll_seconds = poll_seconds
@@ -87,9 +95,7 @@ class Conductor:
         self._unix_seconds = unix_seconds
         self.suspects_of: SuspectsOf = lambda job: None
         self.records = Records(archive.save, archive.load())
-        self._lock = threading.Lock()
-        self._active: dict[str, threading.Event] = {}
-        self._taken: dict[tuple[str, int], str] = {}  # rank to the capture that has it
+        self._engagements = Engagements(node, backends)
 
     def start(self, request: pb.StartCaptureRequest, requested_by: str = "") -> str:
         """Begin a capture and return its id. Raises CaptureError if it cannot even be begun."""
@@ -111,7 +117,7 @@ class Conductor:
         )
         if request.ranks.strip() in ("", "all") and len(here) < world_size:
             capture.notes.append(f"{len(here)} of the job's {world_size} ranks run on {self._node}; these were asked")
-        engaged = self._engage(capture, numbers, here)
+        engaged = self._engagements.begin(capture, numbers, here)
         try:
             polls = [self._poll_seconds(rank) for rank, _ in engaged]
             start_seconds = start_of(request, now + max(polls, default=0.0) + START_MARGIN_SECONDS)
@@ -133,109 +139,93 @@ class Conductor:
             name = f"rankscope-{capture.id}"
             threading.Thread(target=self._conduct, args=(capture.id, work), name=name, daemon=True).start()
         except BaseException:
-            self._release(capture.id)
+            self._engagements.end(capture.id)
             raise
         return capture.id
 
     def cancel(self, capture_id: str) -> pb.Capture | None:
         """Ask a capture to stop; what its ranks have delivered already stays. None: there is no such capture."""
-        with self._lock:
-            event = self._active.get(capture_id)
-        if event is not None:
-            event.set()
+        self._engagements.cancel(capture_id)
         return self.records.get(capture_id)
 
     def close(self) -> None:
-        with self._lock:
-            for event in self._active.values():
-                event.set()
-
-    def _engage(
-        self, capture: pb.Capture, numbers: Sequence[int], here: dict[int, RankProcess]
-    ) -> list[tuple[RankProcess, Backend]]:
-        """Take the ranks for this capture; those that cannot be had are entered as failed, with the reason."""
-        engaged = []
-        with self._lock:
-            if len(self._active) >= ACTIVE_LIMIT:
-                raise CaptureError(f"{ACTIVE_LIMIT} captures are under way on {self._node}; wait for one or cancel it")
-            self._active[capture.id] = threading.Event()
-            for number in numbers:
-                entry = capture.ranks.add(rank=number, node=self._node, state=pb.CAPTURE_STATE_ACCEPTED)
-                try:
-                    rank = self._take(capture, number, here)
-                    backend = self._choose_backend(rank)
-                except CaptureError as error:
-                    entry.state, entry.error = pb.CAPTURE_STATE_FAILED, str(error)
-                    continue
-                self._taken[rank.job, number] = capture.id
-                entry.backend, entry.pid = backend.name, rank.pid
-                engaged.append((rank, backend))
-        return engaged
-
-    def _take(self, capture: pb.Capture, number: int, here: dict[int, RankProcess]) -> RankProcess:
-        if number not in here:
-            raise CaptureError(
-                f"rank {number} does not run on {self._node}; ask the operator, or the daemon of its node"
-            )
-        other = self._taken.get((capture.job, number))
-        if other is not None:
-            raise CaptureError(f"rank {number} is being captured already, by {other}; wait for that or cancel it")
-        return here[number]
-
-    def _choose_backend(self, rank: RankProcess) -> Backend:
-        objections = []
-        for backend in self._backends:
-            objection = backend.objection(rank)
-            if objection is None:
-                return backend
-            objections.append(f"{backend.name}: {objection}")
-        raise CaptureError(f"rank {rank.rank} (pid {rank.pid}) cannot be captured: {'; '.join(objections)}")
-
-    def _release(self, capture_id: str) -> None:
-        with self._lock:
-            self._active.pop(capture_id, None)
-            for place in [place for place, holder in self._taken.items() if holder == capture_id]:
-                del self._taken[place]
+        self._engagements.cancel_all()
 
     def _conduct(self, capture_id: str, work: Sequence[tuple[Order, Backend]]) -> None:
-        threads = [
-            threading.Thread(target=self._record, args=(order, backend), name=f"rankscope-rank-{order.rank.rank}")
-            for order, backend in work
-        ]
         try:
-            for thread in threads:
-                thread.daemon = True
-                thread.start()
-            for thread in threads:
-                thread.join()
+            learned = self._attempt(capture_id, work)
+            if learned:
+                # Nobody knew how long a step takes, and too few were recorded; now it is known.
+                self._attempt(capture_id, self._anew(work, learned))
             self._measure_aftermath(capture_id, [order for order, _ in work])
             self._conclude(capture_id)
         except Exception as error:  # whatever went wrong, whoever follows must learn that it is over
             log.exception("capture %s", capture_id)
             self.records.change(capture_id, partial(_fail, error=f"unexpected: {error}; please report this"))
         finally:
-            self._release(capture_id)
+            self._engagements.end(capture_id)
             self._archive.clean(capture_id)
 
-    def _record(self, order: Order, backend: Backend) -> None:
-        number, capture_id = order.rank.rank, order.capture_id
+    def _attempt(self, capture_id: str, work: Sequence[tuple[Order, Backend]]) -> dict[int, float]:
+        """Record all ranks at once and deliver what they gave. Returns the step time of ranks of which too few steps
+        were recorded because it was not known."""
+        recorded: dict[int, tuple[RankProcess, Recording]] = {}
+        threads = [
+            threading.Thread(
+                target=self._record, args=(*each, recorded), name=f"rankscope-rank-{each[0].rank.rank}", daemon=True
+            )
+            for each in work
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        capture = self.records.get(capture_id)
+        assert capture is not None  # it is active
+        learned = {}
+        orders = {order.rank.rank: order for order, _ in work}
+        for rank, delivered in self._archive.deliver(capture, recorded, work[0][0].steps) if recorded else ():
+            if isinstance(delivered, CaptureError):
+                self._enter(capture_id, rank, pb.CAPTURE_STATE_FAILED, str(delivered))
+                continue
+            recording = recorded[rank][1]
+            self.records.change_rank(
+                capture_id, rank, partial(_enter_delivery, recording=recording, delivered=delivered)
+            )
+            order = orders[rank]
+            too_few = order.steps is not None and (delivered.whole_steps or 0) < order.steps
+            if too_few and order.step_seconds is None and delivered.step_seconds is not None:
+                learned[rank] = delivered.step_seconds
+        return learned
 
-        def enter(state: pb.CaptureState.ValueType, error: str = "") -> None:
-            def edit(entry: pb.RankCapture) -> None:
-                entry.state, entry.error = state, error
+    def _anew(self, work: Sequence[tuple[Order, Backend]], learned: Mapping[int, float]) -> list[tuple[Order, Backend]]:
+        """The same work with a known step time, for all ranks: they begin together again."""
+        step_seconds = max(learned.values())
+        polls = [self._poll_seconds(order.rank) for order, _ in work]
+        start = self._unix_seconds() + max(polls) + START_MARGIN_SECONDS
+        return [
+            (replace(order, step_seconds=step_seconds, start_unix_millis=round(start * 1000)), backend)
+            for order, backend in work
+        ]
 
-            self.records.change_rank(capture_id, number, edit)
+    def _enter(self, capture_id: str, rank: int, state: pb.CaptureState.ValueType, error: str = "") -> None:
+        def edit(entry: pb.RankCapture) -> None:
+            entry.state, entry.error = state, error
 
-        cancelled = self._active[capture_id]
+        self.records.change_rank(capture_id, rank, edit)
+
+    def _record(self, order: Order, backend: Backend, recorded: dict[int, tuple[RankProcess, Recording]]) -> None:
+        number = order.rank.rank
+        enter = partial(self._enter, order.capture_id, number)
         try:
             recording = backend.record(
-                order, self._archive.workspace(capture_id), lambda stage: enter(_STATES[stage]), cancelled
+                order,
+                self._archive.workspace(order.capture_id),
+                lambda stage: enter(_STATES[stage]),
+                self._engagements.cancelled(order.capture_id),
             )
+            recorded[number] = (order.rank, recording)
             enter(pb.CAPTURE_STATE_WRITTEN)
-            capture = self.records.get(capture_id)
-            assert capture is not None  # it is active
-            delivered = self._archive.deliver(capture, order.rank, recording)
-            self.records.change_rank(capture_id, number, lambda entry: _enter_delivery(entry, recording, delivered))
         except CancelledError as error:
             enter(pb.CAPTURE_STATE_CANCELLED, str(error))
         except CaptureError as error:
@@ -243,7 +233,7 @@ class Conductor:
         except OSError as error:
             enter(pb.CAPTURE_STATE_FAILED, f"rank {number} (pid {order.rank.pid}): {error}")
         except Exception as error:  # one rank's trouble is not the others'
-            log.exception("capture %s of rank %d", capture_id, number)
+            log.exception("capture %s of rank %d", order.capture_id, number)
             enter(pb.CAPTURE_STATE_FAILED, f"unexpected: {type(error).__name__}: {error}; please report this")
 
     def _measure_aftermath(self, capture_id: str, orders: Sequence[Order]) -> None:
@@ -253,7 +243,7 @@ class Conductor:
         if not seen or capture is None or all(rank.state != pb.CAPTURE_STATE_ANALYSED for rank in capture.ranks):
             return
         ended = self._unix_seconds()
-        self._active[capture_id].wait(STEP_TIME_SECONDS)
+        self._engagements.cancelled(capture_id).wait(STEP_TIME_SECONDS)
         for order in seen:
             during = self._step_seconds(order.rank, order.start_unix_millis / 1000, ended)
             after = self._step_seconds(order.rank, ended, self._unix_seconds())
@@ -289,6 +279,7 @@ class Conductor:
 def _enter_delivery(entry: pb.RankCapture, recording: Recording, delivered: Delivered) -> None:
     entry.state = pb.CAPTURE_STATE_ANALYSED
     entry.artifact, entry.bytes, entry.uri = delivered.artifact, delivered.size_bytes, delivered.uri
+    del entry.notes[:]
     entry.notes.extend([*recording.notes, *delivered.notes])
     start = delivered.start_unix_millis if delivered.start_unix_millis is not None else recording.start_unix_millis
     steps = delivered.steps if delivered.steps is not None else recording.steps

@@ -1,0 +1,85 @@
+"""Who is being captured: a rank belongs to one capture at a time, each with the back end that suits it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from rankscope.daemon.captures.orders import Backend, CaptureError
+from rankscope.daemon.samples import RankProcess
+from rankscope.v1 import capture_service_pb2 as pb
+
+ACTIVE_LIMIT = 8
+
+
+class Engagements:
+    """All methods may be called from any thread."""
+
+    def __init__(self, node: str, backends: Sequence[Backend]) -> None:
+        self._node = node
+        self._backends = backends
+        self._lock = threading.Lock()
+        self._cancelled: dict[str, threading.Event] = {}
+        self._taken: dict[tuple[str, int], str] = {}  # rank to the capture that has it
+
+    def begin(
+        self, capture: pb.Capture, numbers: Sequence[int], here: Mapping[int, RankProcess]
+    ) -> list[tuple[RankProcess, Backend]]:
+        """Take the ranks for a capture and enter them in it; those that cannot be had as failed, with the reason."""
+        engaged = []
+        with self._lock:
+            if len(self._cancelled) >= ACTIVE_LIMIT:
+                raise CaptureError(f"{ACTIVE_LIMIT} captures are under way on {self._node}; wait for one or cancel it")
+            self._cancelled[capture.id] = threading.Event()
+            for number in numbers:
+                entry = capture.ranks.add(rank=number, node=self._node, state=pb.CAPTURE_STATE_ACCEPTED)
+                try:
+                    rank = self._take(capture.job, number, here)
+                    backend = self._choose_backend(rank)
+                except CaptureError as error:
+                    entry.state, entry.error = pb.CAPTURE_STATE_FAILED, str(error)
+                    continue
+                self._taken[rank.job, number] = capture.id
+                entry.backend, entry.pid = backend.name, rank.pid
+                engaged.append((rank, backend))
+        return engaged
+
+    def end(self, capture_id: str) -> None:
+        with self._lock:
+            self._cancelled.pop(capture_id, None)
+            for place in [place for place, holder in self._taken.items() if holder == capture_id]:
+                del self._taken[place]
+
+    def cancelled(self, capture_id: str) -> threading.Event:
+        """Set when the capture is to stop."""
+        with self._lock:
+            return self._cancelled[capture_id]
+
+    def cancel(self, capture_id: str) -> None:
+        with self._lock:
+            if capture_id in self._cancelled:
+                self._cancelled[capture_id].set()
+
+    def cancel_all(self) -> None:
+        with self._lock:
+            for event in self._cancelled.values():
+                event.set()
+
+    def _take(self, job: str, number: int, here: Mapping[int, RankProcess]) -> RankProcess:
+        if number not in here:
+            raise CaptureError(
+                f"rank {number} does not run on {self._node}; ask the operator, or the daemon of its own node"
+            )
+        other = self._taken.get((job, number))
+        if other is not None:
+            raise CaptureError(f"rank {number} is being captured already, by {other}; wait for that or cancel it")
+        return here[number]
+
+    def _choose_backend(self, rank: RankProcess) -> Backend:
+        objections = []
+        for backend in self._backends:
+            objection = backend.objection(rank)
+            if objection is None:
+                return backend
+            objections.append(f"{backend.name}: {objection}")
+        raise CaptureError(f"rank {rank.rank} (pid {rank.pid}) cannot be captured: {'; '.join(objections)}")
