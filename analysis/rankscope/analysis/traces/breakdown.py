@@ -16,7 +16,7 @@ from rankscope.analysis.traces.intervals import Intervals, covered_until, gaps, 
 from rankscope.analysis.traces.kernels import Kind
 from rankscope.analysis.traces.launches import traced_launch_ratios
 from rankscope.analysis.traces.occupying import Occupation, occupy_device, occupy_host
-from rankscope.analysis.traces.selecting import DeviceWork, all_device_work, device_work
+from rankscope.analysis.traces.selecting import DeviceWork, all_device_work, device_work, exact
 from rankscope.analysis.traces.steps import Steps, find_steps, launch_rows, step_of_rows
 
 
@@ -75,6 +75,10 @@ def break_down(trace: Trace) -> Breakdown | None:
     work = device_work(trace)
     if len(work.row):
         whole = occupy_device(trace, work)
+        if not _is_plausible(_whole_parts(whole)):
+            # Too little but kernels shorter than a microsecond: HTA fails, and there is no reason to round.
+            work = exact(trace, work)
+            whole = occupy_device(trace, work)
         every = all_device_work(trace) if work.without_last_step else work
         busy = occupy_device(trace, every) if work.without_last_step else whole
         launches = launch_rows(trace)
@@ -110,6 +114,11 @@ def _whole_parts(busy: Occupation) -> Parts:
         overlapped_communication_ns=overlapped,
         memory_ns=total(*busy.memory),
     )
+
+
+def _is_plausible(parts: Parts) -> bool:
+    """What HTA asserts of its own results."""
+    return max(parts.idle_ns, parts.compute_ns) <= parts.span_ns and parts.non_compute_ns >= 0
 
 
 def _step_parts(

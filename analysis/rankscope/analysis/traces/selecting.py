@@ -3,7 +3,7 @@ it, so that totals agree with it to the microsecond."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,6 +45,11 @@ def all_device_work(trace: Trace) -> DeviceWork:
     row = np.flatnonzero(trace.stream != ABSENT)
     start, end = rounded_times(trace, row)
     return DeviceWork(row, start, end, hta_kinds(trace)[row], is_finer_than_microseconds(trace), False)
+
+
+def exact(trace: Trace, work: DeviceWork) -> DeviceWork:
+    """The same work with its times as they are."""
+    return replace(work, start_ns=trace.start_ns[work.row], end_ns=trace.end_ns[work.row], rounded=False)
 
 
 def is_finer_than_microseconds(trace: Trace) -> bool:
