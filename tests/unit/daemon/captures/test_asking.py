@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rankscope.daemon.captures.asking import kept_text, length_of, patience_of, start_of
+from rankscope.daemon.captures.orders import CaptureError
+from rankscope.v1.capture_service_pb2 import StartCaptureRequest
+
+
+def test_a_length_is_steps_or_seconds() -> None:
+    assert length_of(StartCaptureRequest(steps=3)) == (3, None)
+    assert length_of(StartCaptureRequest(seconds=0.5)) == (None, 0.5)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        StartCaptureRequest(),
+        StartCaptureRequest(steps=0),
+        StartCaptureRequest(steps=101),
+        StartCaptureRequest(seconds=0),
+        StartCaptureRequest(seconds=-1),
+        StartCaptureRequest(seconds=61),
+        StartCaptureRequest(seconds=math.nan),
+        StartCaptureRequest(seconds=math.inf),
+    ],
+)
+def test_a_length_out_of_bounds_is_refused(request_: StartCaptureRequest) -> None:
+    with pytest.raises(CaptureError):
+        length_of(request_)
+
+
+def test_patience_is_bounded() -> None:
+    assert patience_of(StartCaptureRequest()) == 60
+    assert patience_of(StartCaptureRequest(patience_seconds=0)) == 0
+    for seconds in (-1.0, 601.0, math.nan):
+        with pytest.raises(CaptureError):
+            patience_of(StartCaptureRequest(patience_seconds=seconds))
+
+
+def test_a_start_is_the_earliest_possible_unless_a_later_one_is_asked_for() -> None:
+    assert start_of(StartCaptureRequest(), 1000.0) == 1000.0
+    assert start_of(StartCaptureRequest(start_unix_millis=1_010_000), 1000.0) == 1010.0
+
+
+@pytest.mark.parametrize("millis", [0, 990_000, 2_000_000])
+def test_a_start_that_ranks_cannot_keep_is_refused_with_the_difference(millis: int) -> None:
+    with pytest.raises(CaptureError, match="clocks of the nodes"):
+        start_of(StartCaptureRequest(start_unix_millis=millis), 1000.0)
+
+
+def test_words_of_a_caller_are_kept_as_one_short_line() -> None:
+    assert kept_text("why\nnot\x1b[31m" + "x" * 1000).startswith("why not")
+    assert len(kept_text("x" * 1000)) == 512

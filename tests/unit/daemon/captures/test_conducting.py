@@ -1,0 +1,230 @@
+"""The life of a capture, with back ends and an archive that do as the test says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from rankscope.daemon.captures.conducting import Conductor, Delivered, Recorded
+from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage
+from rankscope.daemon.captures.selecting import Suspects
+from rankscope.daemon.samples import RankProcess
+from rankscope.v1 import capture_service_pb2 as pb
+
+PATIENCE_SECONDS = 60
+
+
+def rank(number: int, job: str = "job", world_size: int = 4) -> RankProcess:
+    return RankProcess(job, number, number, world_size, 100 + number, 1, (100 + number,))
+
+
+@dataclass
+class ScriptedBackend:
+    name: str = "scripted"
+    unsuited: frozenset[int] = frozenset()
+    failing: dict[int, Exception] = field(default_factory=dict)
+    gate: threading.Event | None = None  # records only when this is set
+    orders: list[Order] = field(default_factory=list)
+
+    def objection(self, process: RankProcess) -> str | None:
+        return "not this one" if process.rank in self.unsuited else None
+
+    def record(
+        self, order: Order, workspace: Path, report: Callable[[Stage], None], cancelled: threading.Event
+    ) -> Recording:
+        self.orders.append(order)
+        report(Stage.ARMED)
+        report(Stage.RUNNING)
+        while self.gate is not None and not self.gate.wait(0.01):
+            if cancelled.is_set():
+                raise CancelledError("cancelled")
+        if order.rank.rank in self.failing:
+            raise self.failing[order.rank.rank]
+        return Recording(workspace / f"rank{order.rank.rank}", True, order.start_unix_millis + order.rank.rank)
+
+
+@dataclass
+class MemoryArchive:
+    root: Path
+    whole_steps: list[int] = field(default_factory=lambda: [9])  # of each delivery
+    refused: dict[int, str] = field(default_factory=dict)
+    saved: list[pb.Capture] = field(default_factory=list)
+    cleaned: list[str] = field(default_factory=list)
+    known: Sequence[pb.Capture] = ()
+
+    def workspace(self, capture_id: str) -> Path:
+        return self.root
+
+    def deliver(
+        self, capture: pb.Capture, recorded: Recorded, steps: int | None
+    ) -> Iterator[tuple[int, Delivered | CaptureError]]:
+        whole = self.whole_steps.pop(0) if len(self.whole_steps) > 1 else self.whole_steps[0]
+        for number in recorded:
+            if number in self.refused:
+                yield number, CaptureError(self.refused[number])
+            else:
+                yield (
+                    number,
+                    Delivered(f"rank{number}", 7, steps=min(whole, steps or 0), step_seconds=0.1, whole_steps=whole),
+                )
+
+    def join(self, capture: pb.Capture) -> pb.JoinSummary | None:
+        return pb.JoinSummary(verdict="healthy") if len(capture.ranks) > 1 else None
+
+    def clean(self, capture_id: str) -> None:
+        self.cleaned.append(capture_id)
+
+    def save(self, capture: pb.Capture) -> None:
+        copy = pb.Capture()
+        copy.CopyFrom(capture)
+        self.saved.append(copy)
+
+    def load(self) -> Sequence[pb.Capture]:
+        return self.known
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> MemoryArchive:
+    return MemoryArchive(tmp_path)
+
+
+def conductor(backend: ScriptedBackend, archive: MemoryArchive, ranks: int = 4) -> Conductor:
+    return Conductor("node-1", [backend], archive, lambda: [rank(number) for number in range(ranks)])
+
+
+def ended(conductor: Conductor, capture_id: str) -> pb.Capture:
+    *_, last = conductor.records.follow(capture_id)
+    return last
+
+
+def test_every_rank_goes_through_its_states_and_the_capture_ends_with_the_skew(archive: MemoryArchive) -> None:
+    conducted = conductor(ScriptedBackend(), archive)
+    seen = list(conducted.records.follow(conducted.start(pb.StartCaptureRequest(steps=3))))
+    assert seen[-1].state == pb.CAPTURE_STATE_ANALYSED
+    assert [entry.state for entry in seen[-1].ranks] == [pb.CAPTURE_STATE_ANALYSED] * 4
+    assert [(entry.rank, entry.backend, entry.pid, entry.steps) for entry in seen[-1].ranks][1] == (
+        1,
+        "scripted",
+        101,
+        3,
+    )
+    assert seen[-1].start_skew_millis == 3
+    assert seen[-1].join.verdict == "healthy"
+    states = [capture.state for capture in seen]
+    assert states == sorted(states)
+
+
+def test_all_ranks_get_the_same_start(archive: MemoryArchive) -> None:
+    backend = ScriptedBackend()
+    conducted = Conductor(
+        "n",
+        [backend],
+        archive,
+        lambda: [rank(0), rank(1)],
+        poll_seconds=lambda process: 5.0,
+        unix_seconds=lambda: 1000.0,
+    )
+    ended(conducted, conducted.start(pb.StartCaptureRequest(steps=1)))
+    assert {order.start_unix_millis for order in backend.orders} == {1_006_500}
+
+
+def test_one_ranks_failure_is_told_and_the_others_deliver(archive: MemoryArchive) -> None:
+    backend = ScriptedBackend(failing={1: CaptureError("the process ended"), 2: RuntimeError("bug")})
+    archive.refused[3] = "not a trace of that process"
+    conducted = conductor(backend, archive)
+    capture = ended(conducted, conducted.start(pb.StartCaptureRequest(seconds=1)))
+    assert capture.state == pb.CAPTURE_STATE_ANALYSED
+    errors = [entry.error for entry in capture.ranks]
+    assert errors[:2] == ["", "the process ended"]
+    assert "bug" in errors[2] and "report this" in errors[2]
+    assert errors[3] == "not a trace of that process"
+
+
+def test_a_rank_elsewhere_and_a_rank_no_back_end_suits_fail_with_the_reason(archive: MemoryArchive) -> None:
+    conducted = conductor(ScriptedBackend(unsuited=frozenset({1})), archive, ranks=2)
+    capture = ended(conducted, conducted.start(pb.StartCaptureRequest(ranks="0-2", steps=1)))
+    assert capture.ranks[0].state == pb.CAPTURE_STATE_ANALYSED
+    assert capture.ranks[1].error == "rank 1 (pid 101) cannot be captured: scripted: not this one"
+    assert "rank 2 does not run on node-1" in capture.ranks[2].error
+
+
+def test_a_rank_is_captured_once_at_a_time_and_is_free_afterwards(archive: MemoryArchive) -> None:
+    gate = threading.Event()
+    conducted = conductor(ScriptedBackend(gate=gate), archive, ranks=2)
+    first = conducted.start(pb.StartCaptureRequest(ranks="0", steps=1))
+    second = ended(conducted, conducted.start(pb.StartCaptureRequest(ranks="0", steps=1)))
+    assert second.state == pb.CAPTURE_STATE_FAILED
+    assert f"already, by {first}" in second.ranks[0].error
+    gate.set()
+    assert ended(conducted, first).state == pb.CAPTURE_STATE_ANALYSED
+    assert (
+        ended(conducted, conducted.start(pb.StartCaptureRequest(ranks="0", steps=1))).state == pb.CAPTURE_STATE_ANALYSED
+    )
+
+
+def test_a_cancelled_capture_stops_and_says_so(archive: MemoryArchive) -> None:
+    conducted = conductor(ScriptedBackend(gate=threading.Event()), archive)
+    capture_id = conducted.start(pb.StartCaptureRequest(steps=1))
+    assert conducted.cancel(capture_id) is not None
+    assert ended(conducted, capture_id).state == pb.CAPTURE_STATE_CANCELLED
+    assert conducted.cancel("c-unknown") is None
+
+
+def test_too_few_steps_are_recorded_once_more_with_the_step_time_that_was_learned(archive: MemoryArchive) -> None:
+    backend = ScriptedBackend()
+    archive.whole_steps = [2, 9]
+    conducted = conductor(backend, archive, ranks=2)
+    capture = ended(conducted, conducted.start(pb.StartCaptureRequest(steps=5)))
+    assert [order.step_seconds for order in backend.orders] == [None, None, 0.1, 0.1]
+    assert [entry.steps for entry in capture.ranks] == [5, 5]
+
+
+def test_a_known_step_time_is_not_tried_twice(archive: MemoryArchive) -> None:
+    backend = ScriptedBackend()
+    archive.whole_steps = [2]
+    conducted = Conductor(
+        "n",
+        [backend],
+        archive,
+        lambda: [rank(0)],
+        step_seconds=lambda process, start_unix_seconds, end_unix_seconds: None,
+    )
+    capture = ended(conducted, conducted.start(pb.StartCaptureRequest(steps=5)))
+    assert len(backend.orders) == 2
+    assert capture.ranks[0].steps == 2
+
+
+def test_the_straggler_is_who_the_correlation_says(archive: MemoryArchive) -> None:
+    backend = ScriptedBackend()
+    conducted = conductor(backend, archive)
+    conducted.suspects_of = lambda job: Suspects((2,), (1,))
+    capture = ended(conducted, conducted.start(pb.StartCaptureRequest(ranks="straggler+peer", steps=1)))
+    assert [entry.rank for entry in capture.ranks] == [1, 2]
+
+
+def test_what_cannot_be_begun_leaves_no_rank_taken(archive: MemoryArchive) -> None:
+    conducted = conductor(ScriptedBackend(), archive)
+    with pytest.raises(CaptureError, match="clocks"):
+        conducted.start(pb.StartCaptureRequest(steps=1, start_unix_millis=5))
+    assert ended(conducted, conducted.start(pb.StartCaptureRequest(steps=1))).state == pb.CAPTURE_STATE_ANALYSED
+    assert len(conducted.records.all()) == 1
+
+
+def test_every_change_of_state_is_saved_and_the_workspace_is_left_clean(archive: MemoryArchive) -> None:
+    conducted = conductor(ScriptedBackend(), archive, ranks=1)
+    capture = ended(conducted, conducted.start(pb.StartCaptureRequest(steps=1, reason="why\nnot")))
+    states = {saved.ranks[0].state for saved in archive.saved}
+    assert states >= {pb.CAPTURE_STATE_ARMED, pb.CAPTURE_STATE_WRITTEN, pb.CAPTURE_STATE_ANALYSED}
+    assert archive.saved[-1].state == pb.CAPTURE_STATE_ANALYSED
+    assert capture.reason == "why not"
+
+
+def test_captures_of_before_are_known_after_a_restart(archive: MemoryArchive) -> None:
+    archive.known = [pb.Capture(id="c-1", job="old", state=pb.CAPTURE_STATE_FAILED)]
+    conducted = conductor(ScriptedBackend(), archive)
+    assert [capture.id for capture in conducted.records.all()] == ["c-1"]
+    assert conducted.records.all("other") == []

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+
+from rankscope.daemon.captures.orders import CaptureError
+from rankscope.daemon.captures.selecting import Suspects, choose_job, choose_ranks
+
+SLOW = Suspects((2,), (3, 0), "rank 2 is slow")
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("all", [0, 1, 2, 3]),
+        ("", [0, 1, 2, 3]),
+        ("1", [1]),
+        ("0,3", [0, 3]),
+        (" 5 - 7".replace(" ", ""), [5, 6, 7]),
+        ("3,1-2,2", [1, 2, 3]),
+        ("straggler", [2]),
+        ("straggler+peer", [2, 3]),
+    ],
+)
+def test_ranks_are_chosen_by_words_numbers_and_ranges(text: str, ranks: list[int]) -> None:
+    assert choose_ranks(text, "job", [3, 1, 0, 2], 8, lambda job: SLOW) == ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("8", "the job has ranks 0 to 7"),
+        ("3-1", "the job has ranks 0 to 7"),
+        ("0-99999999999", "numbers and ranges"),
+        ("1;rm -rf", "numbers and ranges"),
+        ("-1", "numbers and ranges"),
+        ("0," * 3000, "characters"),
+    ],
+)
+def test_what_is_no_rank_is_refused_with_what_is_one(text: str, words: str) -> None:
+    with pytest.raises(CaptureError, match=words):
+        choose_ranks(text, "job", [0], 8, lambda job: None)
+
+
+def test_a_straggler_can_only_be_captured_while_there_is_one() -> None:
+    with pytest.raises(CaptureError, match="no rank of 'job' is slow now: all is well; name ranks"):
+        choose_ranks("straggler", "job", [0, 1], 2, lambda job: Suspects((), (), "all is well"))
+
+
+def test_a_straggler_without_a_healthy_peer_is_said_to_have_none() -> None:
+    with pytest.raises(CaptureError, match="no healthy rank of the same role"):
+        choose_ranks("straggler+peer", "job", [0], 1, lambda job: Suspects((0,), ()))
+
+
+def test_the_job_may_be_left_out_where_there_is_one() -> None:
+    assert choose_job("", {"only"}) == "only"
+    assert choose_job("b", {"a", "b"}) == "b"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "jobs", "words"),
+    [
+        ("", set(), "no training job on this node"),
+        ("", {"a", "b"}, "several jobs.*--job: a, b"),
+        ("c", {"a"}, "no job 'c'.*there is: a"),
+    ],
+)
+def test_a_job_that_is_not_clear_is_asked_for(wanted: str, jobs: set[str], words: str) -> None:
+    with pytest.raises(CaptureError, match=words):
+        choose_job(wanted, jobs)
