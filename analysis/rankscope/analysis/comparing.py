@@ -195,7 +195,8 @@ def _side(runs: Sequence[Floats], dropped: int, correlation: float) -> Side:
 
 
 def _cliffs_delta(a: Floats, b: Floats) -> float:
-    ordered = np.sort(a)
+    # Both sorted, though one would do: ten million lookups in order are many times quicker.
+    ordered, b = np.sort(a), np.sort(b)
     slower = np.searchsorted(ordered, b, "left").sum(dtype=np.float64)
     faster = (len(a) - np.searchsorted(ordered, b, "right")).sum(dtype=np.float64)
     return float((slower - faster) / len(a) / len(b))

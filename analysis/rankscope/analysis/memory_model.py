@@ -148,7 +148,8 @@ def _edges(
     tokens = _tokens(training)
     total = tokens * shape.width * in_flight if is_first and shape.dropout else 0.0
     if is_last:
-        logits = 4 * shape.vocabulary / spread.tensor  # in fp32, as the loss wants them
+        # In fp32, and their log-softmax: what PyTorch's cross entropy keeps. A fused loss keeps less.
+        logits = 8 * shape.vocabulary / spread.tensor
         total += tokens * (2 * training.weight_bytes * shape.width + logits)
     return total
 

@@ -50,7 +50,7 @@ def read_text(path: Path, unit: str | None) -> Floats:
     with _open(path) as file:
         while lines := file.readlines(_CHUNK_BYTES):
             try:
-                values = np.array(lines, dtype=np.float64)
+                values = np.fromiter(map(float, lines), np.float64, len(lines))
             except ValueError:  # something else than numbers is among them
                 values = np.array(list(_numbers_of(path, lines, number)), dtype=np.float64)
             if not (values > 0).all() or not np.isfinite(values).all():

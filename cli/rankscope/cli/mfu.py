@@ -12,6 +12,7 @@ from rankscope.analysis.mfu_peaks import PeakError
 from rankscope.analysis.model_flops import Counting
 from rankscope.analysis.model_flops_fields import ConfigError
 from rankscope.cli.mfu_asking import understand
+from rankscope.cli.mfu_measured import add_measured_arguments, measure
 from rankscope.cli.mfu_memory import add_memory_arguments, memory_json, predict, print_memory
 from rankscope.cli.mfu_printing import print_answer, print_peaks, to_json
 from rankscope.cli.mfu_quantities import QuantityError
@@ -26,6 +27,7 @@ examples:
   rankscope mfu --flops-per-token 6.1e10 --tokens-per-second 5900 --peak-tflops 989 --recompute full --json
   rankscope mfu --config config.json                      parameters and FLOPs alone
   rankscope mfu --config config.json --sequence 4096 --memory --tp 8 --dp 8 --zero 1
+  rankscope mfu --memory-trace trace.json.gz              who held the memory, as a trace measured it
   rankscope mfu --list-gpus                               the peaks it knows
 
 MFU = tokens per second × model FLOPs per token ÷ (GPUs × peak). Model FLOPs per token are 6N + 12·L·H·Q·T (PaLM,
@@ -70,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device.add_argument("--dtype", help="with --gpu: bf16 (default), fp16, tf32, fp8, fp4, int8, fp32, fp64")
     device.add_argument("--list-gpus", action="store_true", help="print the table of peaks")
     add_memory_arguments(parser)
+    add_measured_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -77,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list_gpus:
         print_peaks(as_json=arguments.json)
         return 0
+    if arguments.memory_trace is not None:
+        return measure(arguments.memory_trace, as_json=arguments.json)
     try:
         asked = understand(arguments)
         stages = predict(arguments, asked) if arguments.memory else None

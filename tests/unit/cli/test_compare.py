@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rankscope.cli.main import main
+from tests.shared_data import H200
+
+Capture = pytest.CaptureFixture[str]
+
+
+def times(seed: int, factor: float = 1.0, steps: int = 200) -> list[float]:
+    noise = np.random.default_rng(seed).standard_normal(steps)
+    return [float(value) for value in 0.3 * factor * np.exp(0.02 * noise)]
+
+
+def write(path: Path, values: Iterable[object]) -> Path:
+    path.write_text("".join(f"{value}\n" for value in values))
+    return path
+
+
+@pytest.fixture
+def a(tmp_path: Path) -> Path:
+    return write(tmp_path / "a.txt", times(1))
+
+
+@pytest.fixture
+def slower(tmp_path: Path) -> Path:
+    return write(tmp_path / "b.txt", times(2, 1.05))
+
+
+def answer(words: list[object], capsys: Capture) -> dict[str, Any]:
+    assert main(["compare", *map(str, words), "--json"]) == 0
+    read = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert isinstance(read, dict)
+    return read
+
+
+def test_a_slower_run_is_told_in_a_sentence(a: Path, slower: Path, capsys: Capture) -> None:
+    assert main(["compare", str(a), str(slower)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("B is 4.9 % slower (95 % CI 4.4 – 5.4 %), p < 0.001")
+    assert "one run each" in out
+
+
+def test_the_answer_carries_effect_interval_and_significance(a: Path, slower: Path, capsys: Capture) -> None:
+    read = answer([a, slower], capsys)
+    assert read["difference_ratio"] == pytest.approx(np.median(times(2, 1.05)) / np.median(times(1)) - 1)
+    assert 0 < read["ci_low"] < read["difference_ratio"] < read["ci_high"]
+    assert read["p_value"] < 0.001 and read["significant"] is True
+    assert read["cliffs_delta"] > 0.5
+    assert (read["a"]["steps"], read["b"]["steps"], read["method"]) == (200, 200, "blocks")
+    turned = answer([slower, a], capsys)
+    assert turned["difference_ratio"] < 0 and turned["significant"] is True
+    assert answer([a, slower], capsys) == read
+
+
+def test_a_run_is_not_different_from_itself(a: Path, capsys: Capture) -> None:
+    read = answer([a, a], capsys)
+    assert (read["difference_ratio"], read["p_value"], read["significant"]) == (0, 1, False)
+    assert "stands on both sides" in read["notes"][0]
+    assert main(["compare", str(a), str(a)]) == 0
+    assert capsys.readouterr().out.startswith("No difference found")
+
+
+def test_every_way_of_writing_times_down_says_the_same(a: Path, slower: Path, tmp_path: Path, capsys: Capture) -> None:
+    expected = answer([a, slower], capsys)
+    values = times(2, 1.05)
+    rows = [f"{step},{value * 1000!r},x" for step, value in enumerate(values)]
+    lines = [line for value in values for line in (json.dumps({"step_seconds": value}), '{"eval_loss": 1}')]
+    written = [
+        write(tmp_path / "b.csv", ["step,step_ms,note", *rows]),
+        write(tmp_path / "b.tsv", ["# made by hand", "step_seconds\tloss", "", *(f"{value!r}\t1" for value in values)]),
+        write(tmp_path / "one.csv", ["seconds", *values]),
+        write(tmp_path / "b.jsonl", lines),
+        write(tmp_path / "list.json", [json.dumps(values, indent=1)]),
+        write(tmp_path / "b.json", [json.dumps({"step_seconds": values})]),
+        write(tmp_path / "steps.json", [json.dumps({"steps": [{"step_time": value} for value in values]}, indent=1)]),
+        write(tmp_path / "commented.txt", ["# seconds", "", *values]),
+        tmp_path / "b.txt.gz",
+        tmp_path / "report.json",
+    ]
+    written[-2].write_bytes(gzip.compress(slower.read_bytes()))
+    steps = [{"number": number, "duration_us": value * 1e6} for number, value in enumerate(values)]
+    written[-1].write_text(json.dumps({"ranks": [{"rank": rank, "steps": steps} for rank in (0, 1)]}))
+    for path in written:
+        read = answer([a, path], capsys)
+        assert read["difference_ratio"] == pytest.approx(expected["difference_ratio"], rel=1e-9), path
+        assert read["b"]["steps"] == 200, path
+    column = write(tmp_path / "c.csv", ["loss,mine", *(f"3,{value * 1e6!r}" for value in values)])
+    read = answer([a, column, "--column", "mine", "--unit", "us"], capsys)
+    # The unit holds for both sides.
+    assert read["b"]["median_seconds"] == pytest.approx(expected["b"]["median_seconds"])
+
+
+def test_traces_are_compared_by_their_steps_and_ranks_of_a_directory_are_one_run(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    for rank in (0, 1):
+        name = f"gloo_2ranks_rank{rank}.json.gz"
+        (tmp_path / name).write_bytes((H200 / name).read_bytes())
+    read = answer([H200 / "nccl_world1_3steps.json.gz", tmp_path], capsys)
+    assert read["b"]["runs"] == 1
+    assert read["significant"] is False and read["p_value"] is None
+    assert "8 are needed" in read["reason"]
+
+
+def test_several_runs_a_side_are_compared_as_runs(tmp_path: Path, capsys: Capture) -> None:
+    for side, factor in (("a", 1.0), ("b", 1.2)):
+        folder = tmp_path / side
+        folder.mkdir()
+        for run in range(4):
+            write(folder / f"{run}.txt", times(run, factor * (1 + 0.02 * run), steps=40))
+    read = answer([tmp_path / "a", tmp_path / "b"], capsys)
+    assert (read["method"], read["a"]["runs"], read["significant"]) == ("runs", 4, True)
+    files = [tmp_path / "a" / f"{run}.txt" for run in range(4)]
+    again = answer(["--a", *files, "--b", *(tmp_path / "b" / file.name for file in files)], capsys)
+    assert again["difference_ratio"] == read["difference_ratio"] == pytest.approx(0.2, abs=0.01)
+    lone = answer(["--a", *files, "--b", tmp_path / "b" / "0.txt"], capsys)
+    assert lone["ci_high"] - lone["ci_low"] > read["ci_high"] - read["ci_low"]
+
+
+def test_a_build_can_fail_on_a_slowdown(a: Path, slower: Path) -> None:
+    assert main(["compare", str(a), str(slower), "--fail-if-slower", "3"]) == 1
+    assert main(["compare", str(a), str(slower), "--fail-if-slower", "8%"]) == 0
+    assert main(["compare", str(slower), str(a), "--fail-if-slower", "0"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "empty"),
+        (b"\n \n", "empty"),
+        (b"1\n0\n", "line 2: '0' is no step time"),
+        (b"1\n\n-2\n", "line 3: '-2' is no step time"),
+        (b"1\nnan\n", "line 2: 'nan'"),
+        (b"1\ninf\n", "line 2: 'inf'"),
+        (b"1\n1e400\n", "line 2: '1e400'"),
+        (b"1\n2 s\n", "line 2: '2 s'"),
+        (b"hello there\n", "line 1: 'hello there'"),
+        (b"1e300\n", "no step times"),
+        (bytes(range(256)), "binary"),
+        (b"1\n\xff\xfe\n", "not text"),
+        (b"PAR1\0\0", "binary"),
+        (b"\x1f\x8bnot gzip", "gzip"),
+        (b"loss,acc\n1,2\n", "no column step_seconds; there are loss, acc"),
+        (b"step,step_ms\n", "holds no step times"),
+        (b"step,step_ms\n1\n", "line 2 has no column step_ms"),
+        (b"1,2\n3,4\n", "CSV without a header"),
+        (b'{"loss": 1}\n{"loss": 2}\n', "no line has a key such as step_seconds"),
+        (b'{"loss": [1]}', "without a list step_seconds"),
+        (b'[1, "x"]', "entry 2: 'x'"),
+        (b"[1, true]", "entry 2: 'True'"),
+        (b"[[[", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"ranks": [1]}', "no steps with number"),
+        (b'{"traceEvents": []}', "nothing was recorded"),
+    ],
+)
+def test_a_bad_file_is_one_line_and_exit_code_2(
+    content: bytes, reason: str, a: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    bad = tmp_path / "bad"
+    bad.write_bytes(content)
+    assert main(["compare", str(a), str(bad)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert reason in told.err
+    assert told.err.count("\n") == 1 and told.err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("{a}", "1 files or directories where A and B are needed"),
+        ("{a} {a} {a}", "3 files"),
+        ("--a {a}", "0 files or directories besides"),
+        ("{a} {a}.none", "No such file"),
+        ("{a} {empty}", "the directory is empty"),
+        ("{a} {a} --warmup -1", "--warmup: '-1'"),
+        ("{a} {a} --warmup 1000", "would be dropped as warm-up"),
+        ("{a} {a} --confidence 2", "--confidence"),
+        ("{a} {a} --confidence nan", "--confidence"),
+        ("{a} {a} --fail-if-slower x", "--fail-if-slower"),
+    ],
+)
+def test_a_bad_question_is_one_line_and_exit_code_2(
+    words: str, reason: str, a: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main(["compare", *words.format(a=a, empty=empty).split()]) == 2
+    told = capsys.readouterr()
+    assert reason in told.err and told.err.count("\n") == 1
