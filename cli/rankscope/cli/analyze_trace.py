@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rankscope.cli.trace_files import BrokenFile
     from rankscope.cli.trace_report import Outcome
 
 _EPILOG = """\
@@ -57,13 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
         return _refuse(str(error))
     stages = layout.stages if layout else None
     files = reduce_files(arguments.paths, top=arguments.top, stages=stages, progress=_progress())
+    if not files.ranks:
+        return _refuse(_nothing_read(files.broken))
     for one in files.broken:
         print(f"warning: {one.path}: {one.reason}", file=sys.stderr)
-    if not files.ranks:
-        wanted = arguments.paths[0] if len(arguments.paths) == 1 else f"{len(arguments.paths)} paths"
-        return _refuse(
-            f"{wanted}: no trace could be read; next step: name files that torch.profiler wrote (.json or .json.gz)"
-        )
     if files.broken:
         total = len(files.ranks) + len(files.broken)
         print(f"warning: {len(files.broken)} of {total} left out, {len(files.ranks)} analysed", file=sys.stderr)
@@ -104,6 +102,13 @@ def _write(arguments: argparse.Namespace, outcome: Outcome, paths: Mapping[int, 
 
         write_merged(arguments.merged, paths, outcome.shifts)
         print(f"wrote {arguments.merged}: open it at ui.perfetto.dev", file=sys.stderr)
+
+
+def _nothing_read(broken: Sequence[BrokenFile]) -> str:
+    first = f"{broken[0].path}: {broken[0].reason}"
+    if len(broken) > 1:
+        first = f"none of {len(broken)} files could be read; the first, {first}"
+    return f"{first}; next step: name files that torch.profiler wrote (.json or .json.gz)"
 
 
 def _progress() -> _Progress | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rankscope.analysis.traces.breakdown import Breakdown, StepParts
-from rankscope.analysis.traces.collectives import Collectives
+from rankscope.analysis.traces.collectives import Collectives, hiding_intervals
 from rankscope.analysis.traces.columns import Category, Trace
 from rankscope.analysis.traces.idleness import Idleness, IdleParts, split_idle
 from rankscope.analysis.traces.kernels import Kind, classify
@@ -67,7 +67,7 @@ def summarize(
         launch=_launch(trace),
         steps=tuple(_step(step, parts) for step, parts in zip(breakdown.steps, idle.steps, strict=True)),
         top_kernels=_kernels(trace, top),
-        collectives=summarize_collectives(collectives),
+        collectives=summarize_collectives(collectives, hiding_intervals(trace)),
         buckets=summarize_buckets(trace, collectives),
         sharding=summarize_sharding(trace, collectives),
         bubble=summarize_bubble(trace, collectives, stages),

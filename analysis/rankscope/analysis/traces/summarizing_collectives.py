@@ -12,6 +12,7 @@ from rankscope.analysis.traces.collective_kinds import CollectiveKind
 from rankscope.analysis.traces.collectives import Collectives
 from rankscope.analysis.traces.columns import Trace
 from rankscope.analysis.traces.gathers import find_gathers
+from rankscope.analysis.traces.intervals import Intervals, difference, total, union
 from rankscope.analysis.traces.rebucketing import try_other_caps
 from rankscope.analysis.traces.summarizing_records import (
     BubbleSummary,
@@ -24,8 +25,9 @@ from rankscope.analysis.traces.summarizing_records import (
 )
 
 
-def summarize_collectives(found: Collectives) -> tuple[CollectiveSummary, ...]:
-    """Longest in total first. Bandwidths are medians over calls whose size is known; a duration that includes waiting
+def summarize_collectives(found: Collectives, hiding: Intervals) -> tuple[CollectiveSummary, ...]:
+    """Longest in total first. `hiding` is when there was work to hide behind; what runs at the same time is exposed
+    once (gloo runs several at a time). Bandwidths are medians over calls whose size is known; a duration that includes waiting
     for other ranks makes them look slower than the links are."""
     numbers, count = number_groups(found.group, found.kind)
     algorithm = algorithm_gbps(found.bytes, found.duration_ns)
@@ -51,7 +53,7 @@ def summarize_collectives(found: Collectives) -> tuple[CollectiveSummary, ...]:
                 total_us=float(duration.sum()),
                 median_us=float(np.median(duration)) if len(duration) else None,
                 longest_us=float(duration.max()) if len(duration) else None,
-                exposed_us=float(found.exposed_ns[measured].sum()) / 1000,
+                exposed_us=total(*difference(union(found.start_ns[measured], found.end_ns[measured]), hiding)) / 1000,
                 algbw_gbps=_median(algorithm[measured]),
                 busbw_gbps=_median(bus[measured]),
             )
