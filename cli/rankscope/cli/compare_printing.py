@@ -69,7 +69,7 @@ def print_answer(result: Comparison, notes: list[str]) -> None:
     console.print(table)
     console.print(f"[dim]Cliff's delta {result.cliffs_delta:+.2f}: {_overlap(result.cliffs_delta)}[/dim]")
     for note in notes:
-        console.print(f"[dim]note: {note}[/dim]", soft_wrap=False)
+        console.print(f"note: {note}", style="dim", markup=False)
 
 
 def _words(shift: Shift, confidence: float) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rankscope.analysis.memory_measured import MeasuredMemory, measure_memory
@@ -51,7 +52,8 @@ def measure(path: Path, *, as_json: bool) -> int:
 def _print(path: Path, memory: MeasuredMemory) -> None:
     console = Console(highlight=False)
     where = f"GPU {memory.device}" if memory.on_device else "host memory"
-    console.print(f"[bold]{path.name}, {where}: peak {_mib(memory.peak_allocated_bytes)} allocated[/bold]")
+    title = f"{path.name}, {where}: peak {_mib(memory.peak_allocated_bytes)} allocated"
+    console.print(title, style="bold", markup=False)
     if memory.peak_reserved_bytes is not None and memory.fragmentation_ratio is not None:
         reserved = _mib(memory.peak_reserved_bytes)
         console.print(f"{reserved} reserved, {memory.fragmentation_ratio:.1%} of it not in use (fragmentation)")
@@ -64,7 +66,7 @@ def _print(path: Path, memory: MeasuredMemory) -> None:
         table.add_row(words, _mib(size), f"{size / peak:.1%}", "")
     table.add_section()
     for holder in memory.holders:
-        name = holder.name or "(no operation)"
+        name = escape(holder.name) or "(no operation)"
         table.add_row(f"  {name}", _mib(holder.size_bytes), f"{holder.size_bytes / peak:.1%}", f"{holder.blocks:,}")
     console.print(table)
 

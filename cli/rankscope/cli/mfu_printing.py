@@ -96,7 +96,7 @@ def print_answer(asked: Asked) -> None:
     if table.row_count:
         console.print(table)
     for note in notes_of(asked):
-        console.print(f"[dim]note: {note}[/dim]")
+        console.print(f"note: {note}", style="dim", markup=False)
     if used is None and flops is not None:
         console.print("[dim]for MFU give --tokens-per-second (or --step-seconds, --tokens-per-step) and --gpu[/dim]")
     for warning in warnings_of(asked):

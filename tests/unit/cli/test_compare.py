@@ -69,6 +69,12 @@ def test_a_run_is_not_different_from_itself(a: Path, capsys: Capture) -> None:
     assert capsys.readouterr().out.startswith("No difference found")
 
 
+def test_a_name_that_looks_like_markup_is_a_name(tmp_path: Path, capsys: Capture) -> None:
+    path = write(tmp_path / "run [bold].txt", times(1))
+    assert main(["compare", str(path), str(path)]) == 0
+    assert "[bold].txt" in " ".join(capsys.readouterr().out.split())
+
+
 def test_every_way_of_writing_times_down_says_the_same(a: Path, slower: Path, tmp_path: Path, capsys: Capture) -> None:
     expected = answer([a, slower], capsys)
     values = times(2, 1.05)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.cli.main import main
+from tests.shared_data import H200
 
 PALM = "--params 540e9 --layers 118 --width 12288 --sequence 2048 --tokens-per-second 238300 --gpus 6144"
 LLAMA_3_8B = {
@@ -84,6 +85,36 @@ def test_the_peaks_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(gpus, dict)
     assert gpus["H100 SXM"]["bf16"] == 989.0
     assert gpus["T4"]["fp8"] is None
+
+
+def test_a_trace_tells_who_held_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def memory(ts: float, change: int, total: int) -> dict[str, object]:
+        told = {"Bytes": change, "Total Allocated": total, "Total Reserved": 4096, "Device Type": 1, "Device Id": 0}
+        return {
+            "ph": "i",
+            "cat": "cpu_instant_event",
+            "s": "t",
+            "name": "[memory]",
+            "pid": 1,
+            "tid": 1,
+            "ts": ts,
+            "args": told,
+        }
+
+    hostile = "aten::mm[/bold]"  # no markup, whatever it looks like
+    operation = {"ph": "X", "cat": "cpu_op", "name": hostile, "pid": 1, "tid": 1, "ts": 10.0, "dur": 10.0, "args": {}}
+    path = tmp_path / "t[bold].json"
+    path.write_text(json.dumps({"traceEvents": [operation, memory(12.0, 1024, 3072), memory(30.0, -1024, 2048)]}))
+    told = answer(f"--memory-trace {path}", capsys)["memory"]
+    assert isinstance(told, list)
+    (held,) = told
+    assert (held["peak_allocated_bytes"], held["before_trace_bytes"], held["forward_bytes"]) == (3072, 2048, 1024)
+    assert held["fragmentation_ratio"] == 0.25
+    assert held["holders"] == [{"name": hostile, "size_bytes": 1024, "blocks": 1}]
+    assert main(["mfu", "--memory-trace", str(path)]) == 0
+    assert hostile in capsys.readouterr().out
+    assert main(["mfu", "--memory-trace", str(H200 / "nccl_world1_3steps.json.gz")]) == 2
+    assert "profile_memory=True" in capsys.readouterr().err
 
 
 SHAPE = "--params 8B --layers 32 --width 4096 --sequence 8192"
