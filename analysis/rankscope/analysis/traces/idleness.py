@@ -96,15 +96,13 @@ def split_idle(trace: Trace, breakdown: Breakdown) -> Idleness:
     if breakdown.on_host:
         start, end = gaps(occupy_host(trace).anything)
         whole = _Gaps(start, end, end, np.full(len(start), ABSENT))
-        reasons = of_steps = _explain(host, whole)
+        reasons = of_steps = _all_host_bound(_explain(host, whole))
     else:
         launches = launch_rows(trace)
         whole = _device_gaps(trace, host, device_work(trace).row, launches)
         reasons = of_steps = _explain(host, whole)
         if breakdown.without_last_step:
             of_steps = _explain(host, _device_gaps(trace, host, all_device_work(trace).row, launches))
-    if breakdown.on_host:
-        reasons = of_steps = _all_host_bound(reasons)
     bounds = np.array([[breakdown.start_ns, breakdown.end_ns]])
     (parts,) = _within(reasons, bounds, np.array([breakdown.idle_ns]))
     step_bounds = np.array([(step.start_ns, step.end_ns) for step in breakdown.steps], dtype=np.int64).reshape(-1, 2)
