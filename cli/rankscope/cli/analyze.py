@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
+NAME = "analyze"
 HELP = "read traces, timelines and collectives from files"
 
 _KINDS = {
