@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    # Millions of records are made and none refers to itself: looking for cycles would only cost time.
+    gc.disable()
     from rankscope.cli.trace_layout import LayoutError, read_layout
     from rankscope.cli.trace_reducing import reduce_files
     from rankscope.cli.trace_report import make_report, to_json

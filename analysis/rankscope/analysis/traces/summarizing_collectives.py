@@ -27,8 +27,8 @@ from rankscope.analysis.traces.summarizing_records import (
 
 def summarize_collectives(found: Collectives, hiding: Intervals) -> tuple[CollectiveSummary, ...]:
     """Longest in total first. `hiding` is when there was work to hide behind; what runs at the same time is exposed
-    once (gloo runs several at a time). Bandwidths are medians over calls whose size is known; a duration that includes waiting
-    for other ranks makes them look slower than the links are."""
+    once (gloo runs several at a time). Bandwidths are medians over calls whose size is known; a duration that includes
+    waiting for other ranks makes them look slower than the links are."""
     numbers, count = number_groups(found.group, found.kind)
     algorithm = algorithm_gbps(found.bytes, found.duration_ns)
     bus = bus_gbps(found.kind, found.bytes, found.duration_ns, found.group_size)
