@@ -49,6 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     # Millions of records are made and none refers to itself: looking for cycles would only cost time.
     gc.disable()
+    try:
+        return _run(arguments)
+    finally:
+        gc.enable()
+
+
+def _run(arguments: argparse.Namespace) -> int:
     from rankscope.cli.trace_layout import LayoutError, read_layout
     from rankscope.cli.trace_reducing import reduce_files
     from rankscope.cli.trace_report import make_report, to_json
