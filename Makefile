@@ -43,4 +43,4 @@ bench: setup  ## measure what it costs; prints a table
 	@$(BIN)/python -m benchmarks
 
 clean:  ## remove the virtual environment and caches
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-hta .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
