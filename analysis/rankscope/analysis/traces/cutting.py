@@ -2,96 +2,192 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from rankscope.analysis.robust import Ints
 from rankscope.analysis.traces.columns import ABSENT, Category, Trace
-from rankscope.analysis.traces.inflating import blocks_of, inflate
-from rankscope.analysis.traces.perfetto import go_to_events, nanoseconds
+from rankscope.analysis.traces.decoding import DECODE_ERRORS
+from rankscope.analysis.traces.describing import base_time_ns, describe
+from rankscope.analysis.traces.inflating import inflate
+from rankscope.analysis.traces.perfetto import microseconds, nanoseconds
 from rankscope.analysis.traces.perfetto_tracks import ON_DEVICE, RawEvent
-from rankscope.analysis.traces.refusing import Repairs
+from rankscope.analysis.traces.refusing import Repairs, TraceError
 from rankscope.analysis.traces.splitting import Ending, Text, batches
-from rankscope.analysis.traces.steps import Steps
 
+# What a profiler says before its events takes a few kilobytes; a long list of process groups some hundred.
+HEAD_LIMIT_BYTES = 8 << 20
+_FIRST_HEAD_BYTES = 256 << 10
+_SECOND_NS = 1_000_000_000
+# Given anew, or not the head's to say.
+_REPLACED = ("traceEvents", "distributedInfo", "")
+
+_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _EVENTS = msgspec.json.Decoder(list[RawEvent])
+_HEAD = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENCODER = msgspec.json.Encoder()
 _MISSING = msgspec.Raw(b"")
+_ARROW = b'"ac2g"'
+_FRAME = b'"python_function"'
+_DEVICE_MARK = b'"gpu_user_annotation"'
 
 
-class _Launched(msgspec.Struct, gc=False):
-    correlation: int = ABSENT
+class _Ties(msgspec.Struct, gc=False):
+    """What ties an event on a device to one on the host."""
+
+    correlation: Any = ABSENT
+    external_id: Any = msgspec.field(default=ABSENT, name="External id")
 
 
-_LAUNCHED = msgspec.json.Decoder(_Launched)
+_TIES = msgspec.json.Decoder(_Ties)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What must be kept of a trace to cut its file later."""
+
+    base_ns: int
+    call_start_ns: Ints
+    call_correlation: Ints
+    mark_start_ns: Ints
+    mark_external_id: Ints
+
+    def stretch(self, start_ns: int, end_ns: int) -> Stretch:
+        """Times as in the trace's columns: from its base."""
+        calls = (self.call_start_ns >= start_ns) & (self.call_start_ns < end_ns)
+        marks = (self.mark_start_ns >= start_ns) & (self.mark_start_ns < end_ns)
+        return Stretch(
+            self.base_ns + start_ns,
+            self.base_ns + end_ns,
+            has_calls=len(self.call_start_ns) > 0,
+            correlations=frozenset(self.call_correlation[calls].tolist()),
+            external_ids=frozenset(self.mark_external_id[marks].tolist()),
+        )
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """In the trace's own time, from its base."""
+    """In unix time."""
 
     start_ns: int
     end_ns: int
-    correlations: Ints  # of the calls in it that launch work, sorted
-
-    def launches(self, correlation: int) -> bool:
-        place = int(np.searchsorted(self.correlations, correlation))
-        return place < len(self.correlations) and int(self.correlations[place]) == correlation
+    has_calls: bool  # in the whole trace; without any, work on a device counts by its own time
+    correlations: frozenset[int]  # of the calls in the stretch
+    external_ids: frozenset[int]  # of the annotations on the host in it
 
 
-def stretch_of(trace: Trace, start_ns: int, end_ns: int) -> Stretch:
+def outline(trace: Trace) -> Outline:
     calls = trace.of(Category.RUNTIME, Category.DRIVER) & (trace.correlation != ABSENT)
-    calls &= (trace.start_ns >= start_ns) & (trace.start_ns < end_ns)
-    return Stretch(start_ns, end_ns, np.unique(trace.correlation[calls]))
+    marks = trace.of(Category.USER_ANNOTATION) & (trace.external_id != ABSENT)
+    return Outline(
+        trace.base_ns,
+        trace.start_ns[calls],
+        trace.correlation[calls],
+        trace.start_ns[marks],
+        trace.external_id[marks],
+    )
 
 
-def common_steps(steps_of: Mapping[int, Steps], base_ns_of: Mapping[int, int], count: int) -> dict[int, int] | None:
-    """For each rank the position of its first step of a run of `count` whole ones that begins at the same boundary on
-    all ranks, as early as possible; None if there is no such run.
+def cut(
+    blocks: Iterable[bytes],
+    stretch: Stretch | None,
+    head: Mapping[str, Any],
+    *,
+    distributed: Mapping[str, Any],
+    mark: Mapping[str, Any] | None = None,
+) -> Iterator[bytes]:
+    """Pieces of the JSON text of what is left of a file that `read_trace` took, in blocks; all of its events without a
+    stretch. `head` replaces what the file says under the same names about itself, and `distributed` what it says of
+    its rank; nothing that follows the events is kept. Names of processes and threads are. `mark` is an event to begin
+    with, at the start of the stretch: steps that are bounded by optimizers begin there, and not with the next operator.
 
-    Ranks in step pass a boundary at about the same time. The first step of a trace is never used: the trace may have
-    begun in the middle of it."""
-    starts = {rank: steps.start_ns[1:] + base_ns_of[rank] for rank, steps in steps_of.items()}
-    if not starts or any(len(values) < count for values in starts.values()):
-        return None
-    last_to_begin = max(starts, key=lambda rank: int(starts[rank][0]))
-    # Back by up to half a step the others may have passed the same boundary just before.
-    for position in range(len(starts[last_to_begin]) - count + 1):
-        moment = int(starts[last_to_begin][position])
-        nearest = {rank: int(np.argmin(np.abs(values - moment))) for rank, values in starts.items()}
-        if all(nearest[rank] + count <= len(starts[rank]) for rank in starts):
-            return {rank: place + 1 for rank, place in nearest.items()}
-    return None
-
-
-def cut_events(data: bytes | memoryview, stretch: Stretch, head: Mapping[str, Any]) -> Iterator[bytes]:
-    """Pieces of the JSON text of the trace that is left, with `head` for its description. Notes on processes and
-    threads are kept."""
-    text = Text(inflate(blocks_of(data)), Repairs())
-    go_to_events(text)
-    yield _ENCODER.encode(head)[:-1] + (b"," if head else b"") + b'"traceEvents":[\n'
+    Raises TraceError where the file does not say before its events when they were."""
+    text = Text(inflate(blocks), Repairs())
+    own = _open(text)
+    base_ns = base_time_ns(describe(_ENCODER.encode(own), Repairs(), offset=0), Repairs())
+    kept = {name: value for name, value in own.items() if name not in _REPLACED and name not in head}
+    told = {**_mapping(own.get("distributedInfo")), **distributed}
+    written: dict[str, Any] = {**kept, "baseTimeNanoseconds": base_ns, **head, "distributedInfo": told}
+    yield _ENCODER.encode(written)[:-1] + b',"traceEvents":[\n'
     separator = b""
+    if mark is not None and stretch is not None:
+        yield _ENCODER.encode({**mark, "ts": microseconds(stretch.start_ns - base_ns)})
+        separator = b",\n"
     for batch in batches(text, Ending()):
-        kept = [event for event in _EVENTS.decode(batch.text) if _belongs(event, stretch)]
-        if kept:
-            yield separator + _ENCODER.encode(kept)[1:-1]
+        if stretch is None:
+            left = batch.text[1:-1].strip()
+        else:
+            events = _EVENTS.decode(batch.text)
+            left = _ENCODER.encode([event for event in events if _belongs(event, stretch, base_ns)])[1:-1]
+        if left:
+            yield separator + left
             separator = b",\n"
     yield b"\n]}"
 
 
-def _belongs(event: RawEvent, stretch: Stretch) -> bool:
+def _open(text: Text) -> dict[str, msgspec.Raw]:
+    """Goes to the first event; what stood before it."""
+    text.hold(_FIRST_HEAD_BYTES)
+    while True:
+        for found in _EVENTS_KEY.finditer(bytes(text.held)):
+            before = bytes(text.held[: found.start()]).removeprefix(b"\xef\xbb\xbf")
+            try:
+                head = _HEAD.decode(before + b'"":0}')
+            except DECODE_ERRORS:
+                continue  # within another value
+            text.drop(found.end())
+            return head
+        if text.ended or len(text.held) > HEAD_LIMIT_BYTES:
+            raise TraceError("no traceEvents where a profiler writes them: within the first megabytes of an object")
+        text.hold(2 * len(text.held))
+
+
+def _mapping(value: msgspec.Raw | None) -> dict[str, msgspec.Raw]:
+    try:
+        return {} if value is None else _HEAD.decode(value)
+    except DECODE_ERRORS:
+        return {}
+
+
+def _belongs(event: RawEvent, stretch: Stretch, base_ns: int) -> bool:
     if bytes(event.get("ph", _MISSING)) == b'"M"':
         return True
-    if bytes(event.get("cat", _MISSING)) in ON_DEVICE and "args" in event:
-        try:
-            correlation = _LAUNCHED.decode(event["args"]).correlation
-        except msgspec.DecodeError:
-            correlation = ABSENT
-        if correlation != ABSENT and len(stretch.correlations):
-            return stretch.launches(correlation)
+    category = bytes(event.get("cat", _MISSING))
+    if category == _ARROW and stretch.has_calls:
+        return _whole(event.get("id", _MISSING)) in stretch.correlations
+    if category in ON_DEVICE and stretch.has_calls:
+        return _is_launched(event, category, stretch)
     start = nanoseconds(bytes(event.get("ts", _MISSING)))
-    return start is not None and stretch.start_ns <= start < stretch.end_ns
+    if start is None:
+        return False
+    if category == _FRAME and start + base_ns < stretch.start_ns:
+        return _clip(event, start, stretch.start_ns - base_ns)
+    return stretch.start_ns <= start + base_ns < stretch.end_ns
+
+
+def _is_launched(event: RawEvent, category: bytes, stretch: Stretch) -> bool:
+    try:
+        ties = _TIES.decode(event.get("args", _MISSING))
+    except DECODE_ERRORS:
+        return False
+    if category == _DEVICE_MARK:
+        return isinstance(ties.external_id, int) and ties.external_id in stretch.external_ids
+    return isinstance(ties.correlation, int) and ties.correlation in stretch.correlations
+
+
+def _clip(event: RawEvent, start_ns: int, begin_ns: int) -> bool:
+    """Functions that run on into the stretch begin with it, so that what they called has its callers."""
+    lasted = nanoseconds(bytes(event.get("dur", _MISSING)))
+    if lasted is None or start_ns + lasted <= begin_ns:
+        return False
+    event["ts"], event["dur"] = microseconds(begin_ns), microseconds(start_ns + lasted - begin_ns)
+    return True
+
+
+def _whole(written: msgspec.Raw) -> int:
+    text = bytes(written)
+    return int(text) if text.isdigit() and len(text) < 20 else ABSENT

@@ -1,234 +1,191 @@
-"""What becomes of recorded traces: checked, cut to the steps that were asked for, annotated, compressed and summed up.
+"""What becomes of recordings: checked, cut to the steps that were asked for, annotated, compressed and summed up.
 
-Runs in a process of its own (`python -m rankscope.daemon.captures.processing FOLDER`), at low priority: it takes
-seconds of CPU and hundreds of megabytes, which the daemon's ticks must not feel, and it reads what a container wrote.
-The folder holds job.json and the recordings; results.json is left in it, and the artifacts."""
+Runs in a process of its own (`python -m rankscope.daemon.captures.processing FOLDER`): it takes seconds of CPU and
+hundreds of megabytes, which the daemon's ticks must not feel, and it reads what a container wrote. The folder holds the
+job; an answer is left in it for every rank, and one for all together. One trace's events are in memory at a time."""
 
 from __future__ import annotations
 
 import gzip
-import mmap
-import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import msgspec
-import numpy as np
 
 from rankscope.analysis.traces.breakdown import Breakdown, break_down
 from rankscope.analysis.traces.collectives import Collectives, find_collectives
-from rankscope.analysis.traces.columns import Category, Trace
-from rankscope.analysis.traces.cutting import common_steps, cut_events, stretch_of
-from rankscope.analysis.traces.diagnosing import diagnose
-from rankscope.analysis.traces.joining import Join, join_traces
+from rankscope.analysis.traces.columns import Trace
+from rankscope.analysis.traces.cutting import Stretch, cut
+from rankscope.analysis.traces.joining import join_traces
 from rankscope.analysis.traces.reading import TraceError, read_trace
-from rankscope.analysis.traces.steps import Steps, find_steps
 from rankscope.analysis.traces.summarizing import summarize
-from rankscope.analysis.traces.summarizing_records import RankSummary
+from rankscope.analysis.traces.summarizing_essentials import keep_essentials
+from rankscope.analysis.traces.whole_steps import WholeSteps, common_run
+from rankscope.daemon.captures.checking import SURPRISES, Checked, RefusedError, blocks, check
+from rankscope.daemon.captures.confining import confine
+from rankscope.daemon.captures.processing_records import (
+    Job,
+    Joined,
+    RankJob,
+    RankResult,
+    job_file,
+    join_file,
+    leave,
+    result_file,
+)
+from rankscope.daemon.captures.processing_summary import TOP_KERNELS, joined_of, summary_of
 
-JOB = "job.json"
-RESULTS = "results.json"
-NICENESS = 10
-TOP_KERNELS = 5
-COMPRESSION = 5
-
-
-class RankJob(msgspec.Struct):
-    """One recording. `pid` is what the process calls itself, and what its trace must say."""
-
-    rank: int
-    world_size: int
-    pid: int
-    recording: str
-    artifact: str
-    notes: dict[str, str]
-
-
-class Job(msgspec.Struct):
-    steps: int | None
-    ranks: list[RankJob]
-
-
-class RankResult(msgspec.Struct):
-    rank: int
-    error: str = ""
-    notes: list[str] = []
-    start_unix_millis: int | None = None
-    steps: int | None = None
-    step_seconds: float | None = None
-    summary: dict[str, Any] | None = None
+MEMORY_LIMIT_BYTES: Final = 6 << 30
+CPU_LIMIT_SECONDS: Final = 600
+FILE_LIMIT_BYTES: Final = 4 << 30
+COMPRESSION: Final = 5
+NOTES_LIMIT: Final = 8
+MARK: Final = "rankscope: the steps asked for begin here"
 
 
-class Results(msgspec.Struct):
-    ranks: list[RankResult]
-    join: dict[str, Any] | None = None
-    bound_by: str = ""
+@dataclass(frozen=True)
+class _Essence:
+    """What a join needs of an artifact."""
 
-
-class _RefusedError(Exception):
-    pass
+    trace: Trace
+    collectives: Collectives
+    breakdown: Breakdown
 
 
 def main(folder: Path) -> None:
-    os.nice(NICENESS)
-    job = msgspec.json.decode((folder / JOB).read_bytes(), type=Job)
-    results = {one.rank: RankResult(one.rank) for one in job.ranks}
-    traces: dict[int, Trace] = {}
+    confine(memory_bytes=MEMORY_LIMIT_BYTES, cpu_seconds=CPU_LIMIT_SECONDS, file_bytes=FILE_LIMIT_BYTES)
+    job = msgspec.json.decode(job_file(folder).read_bytes(), type=Job)
+    checked: dict[int, Checked] = {}
     for one in job.ranks:
         try:
-            traces[one.rank] = _read_checked(folder, one)
-        except _RefusedError as refusal:
-            results[one.rank].error = str(refusal)
-    steps = {rank: find_steps(trace) for rank, trace in traces.items()}
+            if one.is_trace:
+                checked[one.rank] = check(one)
+                continue
+            answer = _keep_stacks(one)
+        except RefusedError as refusal:
+            answer = RankResult(one.rank, error=str(refusal))
+        leave(result_file(folder, one.rank), answer)
+    first = _common_first(job, checked)
+    essences: dict[int, _Essence] = {}
     for one in job.ranks:
-        if one.rank in traces:
-            results[one.rank].step_seconds = _step_seconds(steps[one.rank])
-    first = _first_steps(job, traces, steps, results)
-    for one in job.ranks:
-        if one.rank in traces:
-            cut = _window(steps[one.rank], first.get(one.rank), job.steps)
-            _write_artifact(folder, one, traces[one.rank], cut)
-    done = _reread(folder, job, traces, results)
-    text = msgspec.json.encode(done)
-    (folder / (RESULTS + ".part")).write_bytes(text)
-    (folder / (RESULTS + ".part")).rename(folder / RESULTS)
-
-
-def _read_checked(folder: Path, one: RankJob) -> Trace:
-    try:
-        trace = read_trace(_blocks(folder / one.recording), salvage=False)
-    except TraceError as error:
-        raise _RefusedError(f"the process wrote no complete trace: {error}") from error
-    on_host = trace.of(Category.CPU_OP, Category.USER_ANNOTATION, Category.RUNTIME, Category.PYTHON)
-    processes = np.unique(trace.process[on_host])
-    if len(processes) == 0:
-        raise _RefusedError("the trace is empty: the process ran no torch operator meanwhile; is it training?")
-    if one.pid not in processes:
-        raise _RefusedError(f"the file is a trace of process {processes[0]}, not of {one.pid}; it is not kept")
-    return trace
-
-
-def _first_steps(
-    job: Job, traces: Mapping[int, Trace], steps: Mapping[int, Steps], results: Mapping[int, RankResult]
-) -> dict[int, int]:
-    """Where each rank's whole steps begin, the same step on all. Where there are too few, everything is kept."""
-    if job.steps is None or not traces:
-        return {}
-    found = common_steps(steps, {rank: trace.base_ns for rank, trace in traces.items()}, job.steps)
-    if found is not None:
-        return found
-    for rank in traces:
-        whole = max(0, len(steps[rank]) - 1)
-        results[rank].notes.append(f"{whole} whole steps were recorded, of {job.steps}; all that was recorded is kept")
-    return {}
-
-
-def _window(steps: Steps, first: int | None, count: int | None) -> tuple[int, int] | None:
-    if first is None or count is None:
-        return None
-    return int(steps.start_ns[first]), int(steps.end_ns[first + count - 1])
-
-
-def _write_artifact(folder: Path, one: RankJob, trace: Trace, window: tuple[int, int] | None) -> None:
-    start, end = window or (np.iinfo(np.int64).min, np.iinfo(np.int64).max)
-    head = {
-        "schemaVersion": 1,
-        "baseTimeNanoseconds": trace.base_ns,
-        "displayTimeUnit": "ms",
-        "distributedInfo": {"rank": one.rank, "world_size": one.world_size, "backend": trace.backend},
-        "deviceProperties": [
-            {"id": d.index, "name": d.name, "totalGlobalMem": d.memory_bytes, "numSms": d.multiprocessors}
-            for d in trace.devices
-        ],
-        "rankscope": one.notes,
-    }
-    stretch = stretch_of(trace, int(start), int(end))
-    with (folder / one.recording).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        view = memoryview(data)
-        try:
-            with gzip.open(folder / one.artifact, "wb", compresslevel=COMPRESSION) as artifact:
-                for piece in cut_events(view, stretch, head):
-                    artifact.write(piece)
-        finally:
-            view.release()
-    (folder / one.recording).unlink()
-
-
-def _reread(folder: Path, job: Job, traces: dict[int, Trace], results: dict[int, RankResult]) -> Results:
-    """Summed up from the artifacts themselves: what is told is what is kept."""
-    summaries: dict[int, RankSummary] = {}
-    breakdowns: dict[int, Breakdown | None] = {}
-    collectives: dict[int, Collectives] = {}
-    for one in job.ranks:
-        if traces.pop(one.rank, None) is None:
+        if one.rank not in checked:
             continue
-        result = results[one.rank]
-        trace = read_trace(_blocks(folder / one.artifact), salvage=False)
+        try:
+            answer, essence = _keep_trace(one, checked[one.rank], first.get(one.rank), job.steps)
+            if essence is not None:
+                essences[one.rank] = essence
+        except RefusedError as refusal:
+            answer = RankResult(one.rank, error=str(refusal))
+        leave(result_file(folder, one.rank), answer)
+    joined = _join(essences)
+    if joined is not None:
+        leave(join_file(folder), joined)
+
+
+def _common_first(job: Job, checked: Mapping[int, Checked]) -> dict[int, int]:
+    """The position of the first step to keep, by rank; none of a rank that is kept as it was recorded."""
+    if job.steps is None:
+        return {}
+    to_cut = {one.rank for one in job.ranks if one.rank in checked and one.steps is None}
+    # A rank that recorded too few steps must not take the common ones from the others.
+    enough = {rank: checked[rank].whole for rank in to_cut if len(checked[rank].whole) >= job.steps}
+    return common_run(enough, job.steps) or {}
+
+
+def _keep_trace(
+    one: RankJob, checked: Checked, first: int | None, asked: int | None
+) -> tuple[RankResult, _Essence | None]:
+    result = RankResult(one.rank, notes=list(checked.notes[:NOTES_LIMIT]))
+    whole, stretch = checked.whole, None
+    result.start_unix_millis = _millis(checked.start_unix_ns)
+    result.whole_steps = result.steps = len(whole) if one.steps is None else one.steps
+    result.step_seconds = checked.step_seconds
+    if first is not None and asked is not None:
+        whole = whole.run(first, asked)
+        stretch = checked.outline.stretch(int(whole.start_ns[0]), int(whole.end_ns[-1]))
+        result.start_unix_millis, result.steps = _millis(stretch.start_ns), asked
+    elif asked is not None and one.steps is None:
+        result.notes.append(_why_uncut(len(whole), asked))
+    _write_trace(one, stretch, result)
+    essence = _sum_up(one, result, whole)
+    return result, essence
+
+
+def _why_uncut(whole: int, asked: int) -> str:
+    if whole < asked:
+        return f"{whole} whole steps were recorded, of {asked}; all that was recorded is kept"
+    return f"no {asked} steps were recorded that all ranks share: they are not in step; all that was recorded is kept"
+
+
+def _write_trace(one: RankJob, stretch: Stretch | None, result: RankResult) -> None:
+    head = {"rankscope": {**one.notes, "steps": result.steps, "start_unix_millis": result.start_unix_millis}}
+    mark = {"ph": "X", "cat": "user_annotation", "name": MARK, "pid": one.pid, "tid": one.pid, "dur": 0}
+    distributed = {"rank": one.rank, "world_size": one.world_size}
+    try:
+        _compress(one, cut(blocks(Path(one.recording)), stretch, head, distributed=distributed, mark=mark))
+    except (TraceError, msgspec.DecodeError, RecursionError) as error:
+        raise RefusedError(f"the trace cannot be cut: {error}") from error
+
+
+def _keep_stacks(one: RankJob) -> RankResult:
+    _compress(one, blocks(Path(one.recording)))
+    Path(f"{one.artifact}.notes").write_bytes(msgspec.json.encode(one.notes))
+    return RankResult(one.rank, steps=one.steps, whole_steps=one.steps)
+
+
+def _compress(one: RankJob, pieces: Iterable[bytes]) -> None:
+    try:
+        with Path(one.artifact).open("wb") as file, gzip.GzipFile("", "wb", COMPRESSION, file, mtime=0) as artifact:
+            for piece in pieces:
+                artifact.write(piece)
+    except OSError as error:
+        Path(one.artifact).unlink(missing_ok=True)
+        raise RefusedError(f"the artifact cannot be written: {error.strerror or error}") from error
+    except MemoryError:
+        raise RefusedError("the trace is too large to be cut; capture fewer steps, or without stacks") from None
+    Path(one.recording).unlink(missing_ok=True)
+
+
+def _sum_up(one: RankJob, result: RankResult, whole: WholeSteps) -> _Essence | None:
+    """From the artifact itself: what is told is what is kept. A trace that cannot be summed up is kept all the same."""
+    try:
+        trace = read_trace(blocks(Path(one.artifact)), salvage=False)
         breakdown = break_down(trace)
         if breakdown is None:
-            result.error = "nothing ran in the steps that were recorded"
-            continue
-        traces[one.rank] = trace
-        breakdowns[one.rank], collectives[one.rank] = breakdown, find_collectives(trace)
-        summaries[one.rank] = summarize(
-            trace, breakdown, collectives[one.rank], rank=one.rank, file=one.artifact, top=TOP_KERNELS
+            result.notes.append("nothing ran in what was recorded")
+            return None
+        collectives = find_collectives(trace)
+        summary = summarize(trace, breakdown, collectives, rank=one.rank, file="", top=TOP_KERNELS)
+        result.summary = summary_of(summary, whole.seconds, one)
+        return _Essence(*keep_essentials(trace, collectives), breakdown)
+    except TraceError as error:
+        result.notes.append(f"the artifact cannot be read again: {error.reason}; please report this")
+    except MemoryError:
+        result.notes.append("the trace is too large to be summed up here; `rankscope analyze trace` may be able to")
+    except SURPRISES as error:
+        result.notes.append(f"the trace cannot be summed up ({type(error).__name__}: {error}); please report this")
+    return None
+
+
+def _join(essences: Mapping[int, _Essence]) -> Joined | None:
+    if len(essences) < 2:
+        return None
+    try:
+        join = join_traces(
+            {rank: one.trace for rank, one in essences.items()},
+            {rank: one.collectives for rank, one in essences.items()},
+            breakdowns={rank: one.breakdown for rank, one in essences.items()},
         )
-        steps = find_steps(trace)
-        host = trace.of(Category.CPU_OP, Category.USER_ANNOTATION)
-        result.start_unix_millis = round((trace.base_ns + int(trace.start_ns[host].min())) / 1e6)
-        result.steps = len(steps)
-    join = join_traces(traces, collectives, breakdowns=breakdowns) if len(traces) > 1 else None
-    diagnosis = diagnose(list(summaries.values()), join)
-    for rank, summary in summaries.items():
-        results[rank].summary = _summary(
-            summary, [f"{finding.title}: {finding.evidence}" for finding in diagnose([summary]).findings]
-        )
-    return Results(list(results.values()), None if join is None else _join(join), diagnosis.sentence)
+    except (*SURPRISES, MemoryError):
+        return None  # made by one of the traces; what each says by itself is there
+    return joined_of(join)
 
 
-def _summary(summary: RankSummary, findings: list[str]) -> dict[str, Any]:
-    durations = [step.duration_us for step in summary.steps]
-    counts: dict[str, int] = {}
-    for collective in summary.collectives:
-        counts[collective.kind] = counts.get(collective.kind, 0) + collective.count
-    return {
-        "span_seconds": summary.span_us / 1e6,
-        "compute_seconds": summary.compute_us / 1e6,
-        "communication_seconds": summary.communication_us / 1e6,
-        "exposed_communication_seconds": summary.exposed_communication_us / 1e6,
-        "memory_copy_seconds": summary.memory_copy_us / 1e6,
-        "idle_seconds": summary.idle_us / 1e6,
-        "step_seconds": float(np.median(durations)) / 1e6 if durations else None,
-        "overlap_ratio": summary.overlap_ratio,
-        "collectives": counts,
-        "top_kernels": [kernel.name[:200] for kernel in summary.top_kernels],
-        "findings": findings,
-    }
-
-
-def _join(join: Join) -> dict[str, Any]:
-    return {
-        "clock_residual_micros": join.clock_residual_us or 0.0,
-        "collectives_matched": join.collectives_matched,
-        "last_arrivals": {str(rank): count for rank, count in join.last_arrivals.items()},
-        "verdict": join.verdict.value,
-        "culprits": list(join.culprits),
-        "reason": join.reason,
-    }
-
-
-def _step_seconds(steps: Steps) -> float | None:
-    """Of whole steps; the first is cut by the beginning of the trace."""
-    durations = (steps.end_ns - steps.start_ns)[1:]
-    return float(np.median(durations)) / 1e9 if len(durations) else None
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            yield block
+def _millis(unix_ns: int) -> int:
+    return round(unix_ns / 1e6)
 
 
 if __name__ == "__main__":

@@ -1,44 +1,41 @@
-"""Where artifacts are kept on the node: a folder for each capture, within a quota of bytes and of age, and never so
-much that the disk fills up. The oldest captures make room."""
+"""Where captures are kept on the node: a folder for each, with its record and its artifacts, within a quota."""
 
 from __future__ import annotations
 
+import calendar
 import contextlib
+import fcntl
 import logging
 import os
 import re
 import shutil
+import stat
 import tempfile
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 from google.protobuf import json_format
 
+from rankscope.daemon.captures.making_room import Kept, Quota, Usage, choose_to_go
 from rankscope.daemon.captures.orders import CaptureError
+from rankscope.daemon.captures.records import CAPTURES_REMEMBERED, FINAL
 from rankscope.v1 import capture_service_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 # Ids are ours, but they come back in requests: a path is made of nothing else.
-_ID = re.compile(r"c-[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
-RECORD = "capture.json"
-WORKSPACE = "recording"
-RECORD_LIMIT_BYTES = 4 << 20
-
-
-@dataclass(frozen=True)
-class Quota:
-    total_bytes: int = 10 << 30
-    age_seconds: float = 7 * 86400.0
-    # Left free on the disk whatever the quota says: others live on it too.
-    free_ratio: float = 0.05
+_ID: Final = re.compile(r"c-([0-9]{8}-[0-9]{6})-[0-9a-f]{6}")
+RECORD: Final = "capture.json"
+WORKSPACE: Final = "recording"
+RECORD_LIMIT_BYTES: Final = 16 << 20
+LOST: Final = "the daemon restarted during this capture; ask again"
 
 
 class Store:
-    """Safe to use from several threads, but for two that write the same rank of the same capture."""
+    """All methods may be called from any thread."""
 
     def __init__(
         self,
@@ -51,97 +48,133 @@ class Store:
         self._quota = quota
         self._unix_seconds = unix_seconds
         self._disk_usage = disk_usage
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise CaptureError(f"{folder} cannot be made: {error.strerror}; pass another --capture-dir") from error
+        self._room = threading.Lock()
+        self._descriptor = _claim(folder)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def workspace(self, capture_id: str) -> Path:
-        """A private folder for what is being recorded; gone when the capture is over."""
+        """A private folder for what is being recorded; gone when the capture is over. Raises CaptureError where the
+        disk has no room for a recording."""
         path = self._of(capture_id) / WORKSPACE
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise CaptureError(f"{path} cannot be made: {error.strerror}; pass another --capture-dir") from error
+        self.make_room(0, capture_id)
         return path
 
     def clean(self, capture_id: str) -> None:
         shutil.rmtree(self._of(capture_id) / WORKSPACE, ignore_errors=True)
 
-    def artifact(self, capture_id: str, rank: int) -> Path:
-        for suffix in ("json.gz", "folded.gz"):
-            path = self._of(capture_id) / f"rank{int(rank)}.{suffix}"
-            if path.is_file():
-                return path
-        raise CaptureError(
-            f"capture {capture_id} has no artifact of rank {rank}; it failed, or its age was over the quota"
-        )
+    def sweep(self) -> None:
+        """Let go what is over the quota."""
+        with self._room, contextlib.suppress(CaptureError):
+            self._make_room(0, None)
+
+    def make_room(self, needed_bytes: int, capture_id: str) -> None:
+        """Let the oldest captures go until that much more of this one can be kept."""
+        with self._room:
+            self._make_room(needed_bytes, capture_id)
+
+    def keep(self, capture_id: str, path: Path, name: str) -> int:
+        """Take a file out of the workspace for good, if the quota has room for it; returns its size in bytes."""
+        with self._room:
+            size = path.stat().st_size
+            self._make_room(size, capture_id, replaced=name)
+            path.replace(self._of(capture_id) / name)
+            return size
 
     def open(self, capture_id: str, rank: int) -> tuple[BinaryIO, int]:
-        path = self.artifact(capture_id, rank)
-        try:
-            artifact = path.open("rb")
-        except OSError as error:
-            raise CaptureError(f"{path}: {error.strerror}") from error
-        return artifact, os.fstat(artifact.fileno()).st_size
-
-    def make_room(self, needed_bytes: int, keep: str) -> None:
-        """Let the oldest captures go until `needed_bytes` fit; `keep` is the capture that needs them."""
-        captures = sorted((path for path in self._captures() if path.name != keep), key=lambda path: path.name)
-        sizes = {path: _size(path) for path in captures}
-        used = sum(sizes.values()) + _size(self._of(keep))
-        total, _, free = self._disk_usage(self.folder)
-        reserve = self._quota.free_ratio * total
-        now = self._unix_seconds()
-        for path in captures:
-            is_old = now - path.stat().st_mtime > self._quota.age_seconds
-            fits = used + needed_bytes <= self._quota.total_bytes and free - needed_bytes >= reserve
-            if fits and not is_old:
-                continue
-            log.info("capture %s makes room", path.name)
-            shutil.rmtree(path, ignore_errors=True)
-            used, free = used - sizes[path], free + sizes[path]
-        if used + needed_bytes > self._quota.total_bytes:
-            raise CaptureError(
-                f"{needed_bytes} bytes do not fit into the quota of {self._quota.total_bytes} bytes of {self.folder}; "
-                "capture fewer steps or ranks, or raise --capture-quota-bytes"
-            )
-        if free - needed_bytes < reserve:
-            raise CaptureError(
-                f"the disk of {self.folder} is almost full ({free} bytes free); make room, or pass another "
-                "--capture-dir"
-            )
-
-    def write(self, capture_id: str, name: str, write: Callable[[BinaryIO], None]) -> Path:
-        """A file that is there whole or not at all."""
-        folder = self._of(capture_id)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                write(file)
-            path = folder / name
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        return path
+        """A rank's artifact and its size."""
+        for suffix in ("json.gz", "folded.gz"):
+            with contextlib.suppress(FileNotFoundError):
+                artifact = (self._of(capture_id) / f"rank{int(rank)}.{suffix}").open("rb")
+                return artifact, os.fstat(artifact.fileno()).st_size
+        raise CaptureError(
+            f"capture {capture_id} has no artifact of rank {int(rank)}: the rank delivered none, or it made room for "
+            "later captures"
+        )
 
     def save(self, capture: pb.Capture) -> None:
         text = json_format.MessageToJson(capture, preserving_proto_field_name=True).encode()
+        folder = self._of(capture.id)
         try:
-            self.write(capture.id, RECORD, lambda file: void(file.write(text)))
+            folder.mkdir(mode=0o700, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{RECORD}.")
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(text)
+                Path(temporary).replace(folder / RECORD)
+            except BaseException:
+                Path(temporary).unlink(missing_ok=True)
+                raise
         except OSError as error:  # the capture itself goes on; after a restart it would be unknown
             log.warning("record of capture %s cannot be saved: %s", capture.id, error)
 
     def load(self) -> list[pb.Capture]:
-        """The captures that are known from before, oldest first. What is under way has been lost with the daemon."""
+        """The captures known from before, oldest first. To be called once, before any capture begins: what was under
+        way when the daemon ended is lost, but for the ranks that had delivered."""
+        for path in self._captures():
+            shutil.rmtree(path / WORKSPACE, ignore_errors=True)
+        self.sweep()
         known = []
-        for folder in sorted(self._captures()):
-            with contextlib.suppress(OSError, ValueError, json_format.ParseError):
-                text = (folder / RECORD).read_bytes()[:RECORD_LIMIT_BYTES]
-                known.append(json_format.Parse(text, pb.Capture()))
+        for path in sorted(self._captures())[-CAPTURES_REMEMBERED:]:
+            capture = self._read(path)
+            if capture is None:
+                continue
+            if capture.state not in FINAL:
+                _end_lost(capture)
+                self.save(capture)
+            known.append(capture)
         return known
 
+    def _read(self, path: Path) -> pb.Capture | None:
+        try:
+            if (path / RECORD).stat().st_size > RECORD_LIMIT_BYTES:
+                raise ValueError("too long")
+            text = (path / RECORD).read_bytes()
+            capture = json_format.Parse(text, pb.Capture(), ignore_unknown_fields=True)  # of a later version
+            if capture.id != path.name:
+                raise ValueError(f"it is of {capture.id[:64]!r}")
+        except (OSError, ValueError, json_format.ParseError) as error:
+            log.warning("record %s cannot be read and is left out: %s", path / RECORD, error)
+            return None
+        return capture
+
+    def _make_room(self, needed_bytes: int, capture_id: str | None, replaced: str = "") -> None:
+        total, _, free = self._disk_usage(self.folder)
+        kept = [self._kept(path, active=path.name == capture_id) for path in self._captures()]
+        used = sum(one.size_bytes for one in kept)
+        if capture_id is not None and replaced:
+            used -= _size(self._of(capture_id) / replaced)
+        usage = Usage(used, total, free, self._unix_seconds())
+        going, objection = choose_to_go(kept, usage, needed_bytes, self._quota)
+        for one in going:
+            log.info("capture %s makes room", one.name)
+            shutil.rmtree(self.folder / one.name, ignore_errors=True)
+        if objection:
+            raise CaptureError(f"{self.folder}: {objection}")
+
+    def _kept(self, path: Path, active: bool) -> Kept:
+        """Workspaces are not kept, and who has one is at work."""
+        matched = _ID.fullmatch(path.name)
+        assert matched is not None  # of _captures()
+        size = 0
+        with contextlib.suppress(FileNotFoundError):
+            for child in path.iterdir():
+                active = active or child.name == WORKSPACE
+                size += 0 if child.name == WORKSPACE else _size(child)
+        return Kept(path.name, _seconds(matched[1]), size, active)
+
     def _captures(self) -> list[Path]:
-        return [path for path in self.folder.iterdir() if _ID.fullmatch(path.name) and path.is_dir()]
+        try:
+            return [path for path in self.folder.iterdir() if _ID.fullmatch(path.name) and path.is_dir()]
+        except OSError as error:
+            raise CaptureError(f"{self.folder} cannot be read: {error.strerror}") from error
 
     def _of(self, capture_id: str) -> Path:
         if not _ID.fullmatch(capture_id):
@@ -149,9 +182,51 @@ class Store:
         return self.folder / capture_id
 
 
-def void(_: object) -> None:
-    """Drops what a call returns."""
+def _claim(folder: Path) -> int:
+    """A descriptor that marks the folder as in use. What lies there tells about other users' programs: nobody else may
+    read it, and nobody else may have put it there."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise CaptureError(f"{folder} cannot be used: {error.strerror}; pass another --capture-dir") from error
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise CaptureError(f"{folder} belongs to another user (uid {status.st_uid}); pass another --capture-dir")
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            os.fchmod(descriptor, 0o700)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except CaptureError:
+        os.close(descriptor)
+        raise
+    except OSError as error:
+        os.close(descriptor)
+        reason = "in use by another daemon" if isinstance(error, BlockingIOError) else error.strerror
+        raise CaptureError(f"{folder} cannot be used: {reason}; pass another --capture-dir") from error
+    return descriptor
 
 
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def _end_lost(capture: pb.Capture) -> None:
+    delivered = any(rank.state == pb.CAPTURE_STATE_ANALYSED for rank in capture.ranks)
+    capture.state = pb.CAPTURE_STATE_ANALYSED if delivered else pb.CAPTURE_STATE_FAILED
+    capture.notes.append(LOST)
+    for rank in capture.ranks:
+        if rank.state not in FINAL:
+            rank.state, rank.error = pb.CAPTURE_STATE_FAILED, LOST
+
+
+def _seconds(stamp: str) -> float:
+    try:
+        return float(calendar.timegm(time.strptime(stamp, "%Y%m%d-%H%M%S")))
+    except ValueError:
+        return 0.0  # not of our making: the first to go
+
+
+def _size(path: Path) -> int:
+    """On the disk, where a little file takes a whole block."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return 0
+    return max(status.st_size, status.st_blocks * 512)

@@ -1,0 +1,74 @@
+"""A module of ours as a process of its own, at low priority and within limits: what it reads or waits for is not ours,
+and whatever becomes of it, the daemon goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Final
+
+from rankscope.daemon.captures.orders import CaptureError
+
+NICENESS: Final = 10
+MESSAGE_LIMIT: Final = 300
+
+
+def run_module(module: str, folder: Path, *, seconds: float, what: str) -> None:
+    """Have the module work in a folder, from which it reads its orders and where it leaves what it did. Raises
+    CaptureError if it fails, is killed or takes too long; what it left until then is there."""
+    # Several numeric threads would each reserve address space, of which there is a limit, and take others' CPUs.
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    with tempfile.TemporaryFile(dir=folder) as messages:
+        try:
+            done = subprocess.run(
+                [*_DIE_WITH_PARENT, sys.executable, "-m", module, str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=messages,
+                timeout=seconds,
+                cwd="/",
+                env=environment,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise CaptureError(f"{what} took longer than {seconds:g} s and was ended; is the node busy?") from None
+        except OSError as error:
+            raise CaptureError(f"{what} could not be started: {error.strerror}") from error
+        if done.returncode != 0:
+            how = f"exit status {done.returncode}" if done.returncode >= 0 else f"signal {-done.returncode}"
+            raise CaptureError(f"{what} failed ({how}): {_last_line(messages)}")
+
+
+def _last_line(messages: IO[bytes]) -> str:
+    messages.seek(max(0, messages.seek(0, os.SEEK_END) - 8192))
+    lines = messages.read().decode(errors="replace").strip().splitlines()
+    last = lines[-1] if lines else "no message"
+    return "".join(letter if letter.isprintable() else "?" for letter in last)[:MESSAGE_LIMIT]
+
+
+def confine(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
+    """To be called by such a process, before it reads anything."""
+    os.nice(NICENESS)
+    for limit, value in (
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_CPU, cpu_seconds),
+        (resource.RLIMIT_FSIZE, file_bytes),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        with contextlib.suppress(ValueError, OSError):  # a lower limit is in force
+            resource.setrlimit(limit, (value, value))
+
+
+def _die_with_parent() -> tuple[str, ...]:
+    # By a program, not by a preexec_fn: that would fork a process that runs gRPC threads.
+    setpriv = shutil.which("setpriv")
+    return (setpriv, "--pdeathsig", "KILL", "--") if setpriv else ()
+
+
+_DIE_WITH_PARENT: Final = _die_with_parent()

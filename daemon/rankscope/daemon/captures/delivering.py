@@ -1,0 +1,234 @@
+"""From recordings to artifacts: processed in a process of its own, kept within the quota, uploaded where configured."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from rankscope.daemon.captures import processing_records as records
+from rankscope.daemon.captures.conducting import Delivered, Recorded
+from rankscope.daemon.captures.confining import run_module
+from rankscope.daemon.captures.orders import CaptureError, Recording
+from rankscope.daemon.captures.store import Store
+from rankscope.daemon.captures.uploading import Order, Upload, Uploaded, answer_file, order_file, shown, target_url
+from rankscope.daemon.samples import RankProcess
+from rankscope.probe.declaring import PEAK_EXAMPLE, BadValueError, flops_from_environment, quantity
+from rankscope.v1 import capture_service_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+PROCESSING_SECONDS_LIMIT: Final = 600.0
+UPLOADING_SECONDS_LIMIT: Final = 600.0
+_NOTES_VERSION: Final = 1
+
+
+class LocalArchive:
+    """The conductor's archive: a store on this node, and an upload URL if there is one."""
+
+    def __init__(self, store: Store, node: str, upload_url: str = "", proc_root: Path = Path("/proc")) -> None:
+        self._store = store
+        self._node = node
+        self._upload_url = upload_url
+        self._boot_id = _boot_id(proc_root)
+        self._lock = threading.Lock()
+        self._joins: dict[str, pb.JoinSummary] = {}
+
+    def workspace(self, capture_id: str) -> Path:
+        return self._store.workspace(capture_id)
+
+    def deliver(
+        self, capture: pb.Capture, recorded: Recorded, steps: int | None
+    ) -> Iterator[tuple[int, Delivered | CaptureError]]:
+        folder = self._store.workspace(capture.id)
+        jobs = {rank: self._job(capture, folder, *pair) for rank, pair in recorded.items()}
+        self._forget(capture.id)
+        try:
+            crash = self._process(folder, records.Job(steps, list(jobs.values())))
+        finally:
+            # A second recording of the same rank goes to the same place.
+            for _, recording in recorded.values():
+                recording.path.unlink(missing_ok=True)
+        self._remember_join(capture.id, folder)
+        kept: dict[int, Delivered] = {}
+        for rank, (process, _) in recorded.items():
+            try:
+                kept[rank] = self._keep(capture.id, folder, jobs[rank], process, crash)
+            except CaptureError as error:
+                yield rank, error
+        yield from self._upload(capture, folder, kept).items()
+
+    def join(self, capture: pb.Capture) -> pb.JoinSummary | None:
+        with self._lock:
+            return self._joins.get(capture.id)
+
+    def clean(self, capture_id: str) -> None:
+        self._forget(capture_id)
+        self._store.clean(capture_id)
+
+    def save(self, capture: pb.Capture) -> None:
+        self._store.save(capture)
+
+    def load(self) -> Sequence[pb.Capture]:
+        return self._store.load()
+
+    def _job(self, capture: pb.Capture, folder: Path, process: RankProcess, recording: Recording) -> records.RankJob:
+        flops, peak = _declared(process.environment)
+        backend = next((entry.backend for entry in capture.ranks if entry.rank == process.rank), "")
+        return records.RankJob(
+            rank=process.rank,
+            world_size=process.world_size,
+            pid=process.namespace_pids[-1],
+            recording=str(recording.path),
+            artifact=str(folder / _artifact(process.rank, recording)),
+            is_trace=recording.is_trace,
+            notes=self._notes(capture, process, backend),
+            steps=recording.steps,
+            flops_per_step=None if flops is None else flops / process.world_size,
+            peak_flops_per_second=peak,
+        )
+
+    def _notes(self, capture: pb.Capture, process: RankProcess, backend: str) -> dict[str, Any]:
+        """What an artifact tells by itself, wherever it is copied to."""
+        return {
+            "version": _NOTES_VERSION,
+            "capture": capture.id,
+            "job": process.job,
+            "rank": process.rank,
+            "local_rank": process.local_rank,
+            "world_size": process.world_size,
+            "node": self._node,
+            "pod": process.pod,
+            "namespace": process.namespace,
+            "pid": process.pid,
+            "container_pid": process.namespace_pids[-1],
+            "backend": backend,
+            # Artifacts of one boot share one clock; those of others are to be aligned by their collectives.
+            "clock": {"name": "CLOCK_REALTIME", "boot_id": self._boot_id, "unix_seconds": time.time()},
+        }
+
+    def _process(self, folder: Path, job: records.Job) -> CaptureError | None:
+        """What ended it early, if something did: answers that it left until then count."""
+        for one in job.ranks:
+            records.result_file(folder, one.rank).unlink(missing_ok=True)
+        records.join_file(folder).unlink(missing_ok=True)
+        records.leave(records.job_file(folder), job)
+        try:
+            run_module(
+                "rankscope.daemon.captures.processing",
+                folder,
+                seconds=PROCESSING_SECONDS_LIMIT,
+                what="working on the traces",
+            )
+        except CaptureError as error:
+            return error
+        return None
+
+    def _keep(
+        self, capture_id: str, folder: Path, job: records.RankJob, process: RankProcess, crash: CaptureError | None
+    ) -> Delivered:
+        who = f"rank {process.rank} (pid {process.pid})"
+        result = records.find(records.result_file(folder, process.rank), records.RankResult)
+        if result is None or result.rank != process.rank:
+            raise CaptureError(f"{who}: {crash or 'its trace was left without an answer; please report this'}")
+        if result.error:
+            raise CaptureError(f"{who}: {result.error}")
+        artifact = Path(job.artifact)
+        try:
+            size = self._store.keep(capture_id, artifact, artifact.name)
+            notes = artifact.with_name(f"{artifact.name}.notes")
+            if notes.exists():
+                self._store.keep(capture_id, notes, notes.name)
+            summary = None if result.summary is None else _summary(result.summary)
+        except OSError as error:
+            raise CaptureError(f"{who}: its artifact cannot be kept: {error.strerror or error}") from error
+        except (TypeError, ValueError) as error:
+            raise CaptureError(f"{who}: its summary cannot be told ({error}); please report this") from error
+        return Delivered(
+            artifact=artifact.name,
+            size_bytes=size,
+            summary=summary,
+            start_unix_millis=result.start_unix_millis,
+            steps=result.steps,
+            step_seconds=result.step_seconds,
+            whole_steps=result.whole_steps,
+            notes=tuple(result.notes),
+        )
+
+    def _upload(self, capture: pb.Capture, folder: Path, kept: Mapping[int, Delivered]) -> dict[int, Delivered]:
+        """A failed upload is a note: the artifact is here."""
+        if not self._upload_url or not kept:
+            return dict(kept)
+        uploads = []
+        for rank, delivered in kept.items():
+            for name in (delivered.artifact, f"{delivered.artifact}.notes"):
+                path = self._store.folder / capture.id / name
+                if path.exists():
+                    uploads.append(Upload(rank, str(path), target_url(self._upload_url, capture.job, capture.id, name)))
+        for number in range(len(uploads)):
+            answer_file(folder, number).unlink(missing_ok=True)
+        records.leave(order_file(folder), Order(uploads))
+        late = "not tried"
+        try:
+            run_module("rankscope.daemon.captures.uploading", folder, seconds=UPLOADING_SECONDS_LIMIT, what="uploading")
+        except CaptureError as error:
+            late = str(error)
+        done = dict(kept)
+        for number, one in enumerate(uploads):
+            answer = records.find(answer_file(folder, number), Uploaded) or Uploaded(f"{shown(one.url)}: {late}")
+            delivered = done[one.rank]
+            if answer.error:
+                note = f"not uploaded, kept on {self._node}: {answer.error}"
+                done[one.rank] = replace(delivered, notes=(*delivered.notes, note))
+            elif Path(one.path).name == delivered.artifact:
+                done[one.rank] = replace(delivered, uri=shown(one.url))
+        return done
+
+    def _remember_join(self, capture_id: str, folder: Path) -> None:
+        joined = records.find(records.join_file(folder), records.Joined)
+        if joined is None:
+            return
+        try:
+            summary = pb.JoinSummary(**msgspec.structs.asdict(joined))
+        except (TypeError, ValueError) as error:
+            log.warning("join of capture %s cannot be told: %s", capture_id, error)
+            return
+        with self._lock:
+            self._joins[capture_id] = summary
+
+    def _forget(self, capture_id: str) -> None:
+        with self._lock:
+            self._joins.pop(capture_id, None)
+
+
+def _artifact(rank: int, recording: Recording) -> str:
+    return f"rank{rank}.json.gz" if recording.is_trace else f"rank{rank}.folded.gz"
+
+
+def _summary(summary: records.Summary) -> pb.TraceSummary:
+    return pb.TraceSummary(**msgspec.structs.asdict(summary))
+
+
+def _declared(environment: Mapping[str, str]) -> tuple[float | None, float | None]:
+    """The job's FLOPs per step and the device's peak, where the user told them. Bad values are the probe's to tell."""
+    flops = peak = None
+    with contextlib.suppress(BadValueError):
+        flops = flops_from_environment(environment)
+    with contextlib.suppress(BadValueError):
+        if "RANKSCOPE_PEAK_FLOPS" in environment:
+            peak = quantity("RANKSCOPE_PEAK_FLOPS", environment["RANKSCOPE_PEAK_FLOPS"], PEAK_EXAMPLE)
+    return flops, peak
+
+
+def _boot_id(proc_root: Path) -> str | None:
+    try:
+        return (proc_root / "sys/kernel/random/boot_id").read_text().strip()[:64]
+    except OSError:
+        return None
