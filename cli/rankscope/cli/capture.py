@@ -1,0 +1,204 @@
+"""`rankscope capture`: a deep recording of chosen ranks, at the same moment, without a change to their code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import sys
+import time
+from pathlib import Path
+
+import grpc
+
+from rankscope.cli.capture_connecting import (
+    CALL_SECONDS,
+    EndpointError,
+    add_endpoint_argument,
+    explain,
+    open_channel,
+    target_of,
+)
+from rankscope.cli.capture_downloading import DownloadError, prepare
+from rankscope.cli.capture_fetching import Fetched, fetch
+from rankscope.cli.capture_following import FINAL, LostError, follow, follow_again
+from rankscope.cli.capture_json import to_object
+from rankscope.cli.capture_printing import print_capture
+from rankscope.cli.capture_progress import Progress, make_progress
+from rankscope.cli.capture_table import make_console
+from rankscope.cli.capture_wording import delivered, is_complete
+from rankscope.v1 import capture_service_pb2 as pb
+from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
+
+NAME = "capture"
+HELP = "record chosen ranks in depth, all at the same moment"
+# How long a cancelled capture is watched, to tell what became of its ranks.
+CANCEL_SECONDS = 10.0
+_STEPS_MOST = 1_000_000
+_EPILOG = """\
+examples:
+  rankscope capture --steps 3 --output traces/             all ranks of the one job on this machine
+  rankscope capture --job bert --ranks 0,4-7 --seconds 2   some ranks, by time
+  rankscope capture --ranks straggler+peer --steps 5       the slow rank, and a healthy one to compare it with
+
+Jobs started with KINETO_USE_DAEMON=1 TEARDOWN_CUPTI=1 are recorded by torch's own profiler; docs/captures.md tells
+what is done for the others. Ctrl-C cancels the capture. Exit code: 0 if every rank delivered, 1 if some did not, 2 if
+nothing could be asked for.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    add_endpoint_argument(parser)
+    parser.add_argument("--job", default="", metavar="J", help="may be left out when there is one job")
+    parser.add_argument("--ranks", default="all", metavar="R", help="all (default), 0,3-5, straggler or straggler+peer")
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--steps", type=int, metavar="N", help="how many training steps to record")
+    length.add_argument("--seconds", type=float, metavar="S", help="how long to record")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="download the recordings into this directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; progress on stderr")
+    parser.add_argument("--shapes", action="store_true", help="record the shapes of operators' inputs")
+    parser.add_argument("--stacks", action="store_true", help="record Python stacks (costs most)")
+    parser.add_argument("--memory", action="store_true", help="record allocations")
+    parser.add_argument("--flops", action="store_true", help="record estimated FLOPs of operators")
+    parser.add_argument("--modules", action="store_true", help="record which module calls an operator")
+    parser.add_argument(
+        "--allow-slowdown",
+        action="store_true",
+        help="record CUDA processes started without TEARDOWN_CUPTI=1: they may stay up to 30 %% slower",
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        metavar="S",
+        help="wait this long for ranks that cannot be had at once (default: 60)",
+    )
+    parser.add_argument("--reason", default="", metavar="TEXT", help="kept with the capture")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # A shell starts background programs with SIGINT ignored; a capture that Ctrl-C cannot end is a trap.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        request = _request(arguments)
+        target = target_of(arguments.endpoint)
+        if arguments.output is not None:
+            prepare(arguments.output)
+    except (EndpointError, DownloadError, ValueError) as error:
+        return _refuse(str(error))
+    with open_channel(target) as channel:
+        return _Asked(CaptureServiceStub(channel), target, arguments).run(request)
+
+
+class _Asked:
+    """One capture from the request to the result."""
+
+    def __init__(self, stub: CaptureServiceStub, target: str, arguments: argparse.Namespace) -> None:
+        self._stub = stub
+        self._target = target
+        self._json: bool = arguments.json
+        self._output: Path | None = arguments.output
+        self._capture: pb.Capture | None = None
+
+    def run(self, request: pb.StartCaptureRequest) -> int:
+        fetched: Fetched | None = None
+        try:
+            with make_progress(make_console(stderr=True)) as progress:
+                for capture in follow(self._stub, request, progress.say):
+                    self._capture = capture
+                    progress.show(capture)
+                if self._output is not None:
+                    fetched = self._fetch(self._output, progress)
+        except KeyboardInterrupt:
+            return self._interrupted()
+        except grpc.RpcError as error:
+            return _refuse(explain(self._target, error))
+        except (LostError, DownloadError) as error:
+            self._tell(None)
+            return _refuse(str(error))
+        self._tell(fetched)
+        assert self._capture is not None  # follow() ends with a final capture or raises
+        return 0 if is_complete(self._capture) and not (fetched and fetched.errors) else 1
+
+    def _fetch(self, output: Path, progress: Progress) -> Fetched:
+        assert self._capture is not None  # follow() ended with a final capture
+        return fetch(self._stub, self._target, self._capture, delivered(self._capture), output, progress)
+
+    def _interrupted(self) -> int:
+        capture = self._capture
+        if capture is None:
+            _warn("interrupted before the daemon answered; `rankscope captures ls` shows whether a capture began")
+        elif capture.state in FINAL:
+            where = self._output or "DIR"
+            _warn(f"interrupted; `rankscope captures get {capture.id} --output {where}` continues the download")
+        else:
+            self._cancel(capture.id)
+        return 130
+
+    def _cancel(self, capture_id: str) -> None:
+        try:
+            self._stub.CancelCapture(pb.CancelCaptureRequest(id=capture_id), timeout=CALL_SECONDS)
+            _warn(f"interrupted; asked the daemon to cancel capture {capture_id}. What was recorded by now is kept")
+            deadline = time.monotonic() + CANCEL_SECONDS
+            for capture in follow_again(self._stub, capture_id, lambda: time.monotonic() < deadline):
+                self._capture = capture
+        except grpc.RpcError as error:
+            _warn(
+                f"interrupted, and capture {capture_id} could not be cancelled: {explain(self._target, error)}; "
+                f"next: rankscope captures cancel {capture_id}"
+            )
+        except (LostError, KeyboardInterrupt):
+            _warn(f"`rankscope captures show {capture_id}` tells how it ended")
+        self._tell(None)
+
+    def _tell(self, fetched: Fetched | None) -> None:
+        if self._capture is None:
+            return
+        if self._json:
+            files, errors = (None, None) if fetched is None else (fetched.files, fetched.errors)
+            print(json.dumps(to_object(self._capture, files, errors)), flush=True)
+        else:
+            print_capture(self._capture, fetched)
+
+
+def _request(arguments: argparse.Namespace) -> pb.StartCaptureRequest:
+    request = pb.StartCaptureRequest(
+        job=arguments.job,
+        ranks=arguments.ranks,
+        reason=arguments.reason,
+        options=pb.CaptureOptions(
+            shapes=arguments.shapes,
+            stacks=arguments.stacks,
+            memory=arguments.memory,
+            flops=arguments.flops,
+            modules=arguments.modules,
+            allow_slowdown=arguments.allow_slowdown,
+        ),
+    )
+    # How much is too much is for the daemon to say; here only what the contract cannot hold.
+    if arguments.steps is not None:
+        if not 1 <= arguments.steps <= _STEPS_MOST:
+            raise ValueError(f"--steps {arguments.steps}: at least one step, as in --steps 3")
+        request.steps = arguments.steps
+    else:
+        request.seconds = _seconds("--seconds", arguments.seconds)
+    if arguments.patience is not None:
+        request.patience_seconds = _seconds("--patience", arguments.patience)
+    return request
+
+
+def _seconds(option: str, value: float) -> float:
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{option} {value:g}: a number of seconds is needed, as in {option} 2")
+    return value
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _refuse(text: str) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    return 2

@@ -1,0 +1,139 @@
+"""`rankscope captures`: the captures a daemon remembers: list, show, download, cancel."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+
+import grpc
+
+from rankscope.cli.capture_connecting import (
+    CALL_SECONDS,
+    EndpointError,
+    add_endpoint_argument,
+    explain,
+    open_channel,
+    target_of,
+)
+from rankscope.cli.capture_downloading import DownloadError, prepare
+from rankscope.cli.capture_fetching import fetch
+from rankscope.cli.capture_following import FINAL
+from rankscope.cli.capture_json import to_object
+from rankscope.cli.capture_printing import print_capture
+from rankscope.cli.capture_progress import make_progress
+from rankscope.cli.capture_table import list_table, make_console
+from rankscope.cli.capture_wording import delivered, state_word
+from rankscope.daemon.captures.orders import CaptureError
+from rankscope.daemon.captures.selecting import choose_ranks
+from rankscope.v1 import capture_service_pb2 as pb
+from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
+
+NAME = "captures"
+HELP = "list, show, download and cancel captures"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
+    listing = actions.add_parser("ls", help="list captures, the latest first")
+    listing.add_argument("--job", default="", metavar="J", help="of this job only")
+    listing.add_argument("--json", action="store_true", help="print one JSON object")
+    showing = actions.add_parser("show", help="tell what each rank of a capture did")
+    showing.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
+    showing.add_argument("--json", action="store_true", help="print one JSON object")
+    getting = actions.add_parser("get", help="download the recordings; what was begun is continued")
+    getting.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
+    getting.add_argument("--rank", default="all", metavar="R", help="of these ranks, as in 0,3-5 (default: all)")
+    getting.add_argument("--output", type=Path, metavar="DIR", help="where to (default: a directory named ID, here)")
+    cancelling = actions.add_parser("cancel", help="end a capture; what it has recorded is kept")
+    cancelling.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
+    for action in (listing, showing, getting, cancelling):
+        add_endpoint_argument(action)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        target = target_of(arguments.endpoint)
+    except EndpointError as error:
+        return _refuse(str(error))
+    try:
+        with open_channel(target) as channel:
+            stub = CaptureServiceStub(channel)
+            if arguments.action == "ls":
+                return _list(stub, arguments)
+            if arguments.action == "show":
+                return _show(stub, arguments)
+            if arguments.action == "get":
+                return _get(stub, target, arguments)
+            return _cancel(stub, arguments)
+    except grpc.RpcError as error:
+        return _refuse(explain(target, error))
+    except (DownloadError, CaptureError) as error:
+        return _refuse(str(error))
+
+
+def _list(stub: CaptureServiceStub, arguments: argparse.Namespace) -> int:
+    captures = stub.ListCaptures(pb.ListCapturesRequest(job=arguments.job), timeout=CALL_SECONDS).captures
+    if arguments.json:
+        print(json.dumps({"captures": [to_object(capture) for capture in captures]}))
+    elif captures:
+        make_console().print(list_table(captures))
+    else:
+        of_job = f" of {arguments.job}" if arguments.job else ""
+        print(f"no capture{of_job} yet; `rankscope capture --steps 3` takes one")
+    return 0
+
+
+def _show(stub: CaptureServiceStub, arguments: argparse.Namespace) -> int:
+    capture = _find(stub, arguments.id)
+    if arguments.json:
+        print(json.dumps(to_object(capture)))
+    else:
+        print_capture(capture)
+    return 0
+
+
+def _get(stub: CaptureServiceStub, target: str, arguments: argparse.Namespace) -> int:
+    capture = _find(stub, arguments.id)
+    entries = {entry.rank: entry for entry in capture.ranks}
+    most = max(entries, default=-1) + 1
+    wanted = choose_ranks(arguments.rank, capture.job, entries.keys(), most, lambda job: None)
+    unknown = [rank for rank in wanted if rank not in entries]
+    if unknown:
+        return _refuse(f"rank {unknown[0]} was not part of capture {capture.id}; it has {sorted(entries)}")
+    here = [entry for entry in delivered(capture) if entry.rank in wanted]
+    if not here:
+        print_capture(capture)
+        return 1
+    folder: Path = arguments.output or Path(capture.id)
+    prepare(folder)
+    with make_progress(make_console(stderr=True)) as progress:
+        try:
+            fetched = fetch(stub, target, capture, here, folder, progress)
+        except KeyboardInterrupt:
+            progress.say("interrupted; the same command continues the download")
+            return 130
+    print_capture(capture, fetched)
+    return 0 if set(fetched.files) == set(wanted) else 1
+
+
+def _cancel(stub: CaptureServiceStub, arguments: argparse.Namespace) -> int:
+    capture = stub.CancelCapture(pb.CancelCaptureRequest(id=arguments.id), timeout=CALL_SECONDS).capture
+    if capture.state in FINAL:
+        print(f"capture {capture.id} is over: {state_word(capture.state)}")
+    else:
+        print(f"capture {capture.id} was asked to stop; `rankscope captures show {capture.id}` tells how it ended")
+    return 0
+
+
+def _find(stub: CaptureServiceStub, capture_id: str) -> pb.Capture:
+    capture: pb.Capture = stub.GetCapture(pb.GetCaptureRequest(id=capture_id), timeout=CALL_SECONDS).capture
+    return capture
+
+
+def _refuse(text: str) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    return 2

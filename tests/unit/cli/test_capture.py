@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from rich.console import Console
+
+from rankscope.cli import capture as command
+from rankscope.cli import capture_following, captures
+from rankscope.cli.capture_progress import LineProgress, LiveProgress
+from rankscope.v1 import capture_service_pb2 as pb
+from tests.unit.cli import capture_server as scripted
+from tests.unit.cli.capture_server import (
+    ACCEPTED,
+    ANALYSED,
+    ARMED,
+    CANCELLED,
+    FAILED,
+    ID,
+    RUNNING,
+    WRITTEN,
+    ScriptedCaptures,
+    capture,
+)
+
+HELD = "rank 1 (pid 4101): a profiler of its own was active for 60 s; end it, or ask again with more --patience"
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[ScriptedCaptures]:
+    captures = ScriptedCaptures()
+    server = scripted.serve(captures, f"unix:{tmp_path}/d.sock")
+    yield captures
+    captures.cancelled.set()
+    server.stop(0).wait(5)
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/d.sock"
+
+
+def run(module: ModuleType, *words: str) -> int:
+    parser = argparse.ArgumentParser(prog="rankscope")
+    module.add_arguments(parser)
+    return int(module.run(parser.parse_args(words)))
+
+
+def joined(record: pb.Capture) -> None:
+    record.start_skew_millis = 2.0
+    record.join.verdict, record.join.reason = "slow_rank", "it came last to 58 of 60 collectives"
+    record.join.culprits.append(1)
+    record.join.last_arrivals[1], record.join.last_arrivals[0] = 58, 2
+    for entry in record.ranks:
+        entry.summary.span_seconds = 0.3
+        entry.summary.findings.append(f"communication is exposed on {entry.rank}")
+
+
+def whole_life() -> list[pb.Capture]:
+    return [
+        capture(ACCEPTED, ACCEPTED, ACCEPTED),
+        capture(ACCEPTED, ARMED, ACCEPTED),
+        capture(RUNNING, RUNNING, RUNNING),
+        capture(WRITTEN, WRITTEN, WRITTEN),
+        capture(WRITTEN, ANALYSED, ANALYSED),
+        capture(ANALYSED, ANALYSED, ANALYSED, edit=joined),
+    ]
+
+
+def test_a_capture_of_every_rank_exits_with_0_and_says_what_matters(
+    daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.script = whole_life()
+    assert run(command, "--endpoint", endpoint, "--job", "bert", "--ranks", "0,1", "--steps", "3", "--shapes") == 0
+    asked = daemon.requests[0]
+    assert (asked.job, asked.ranks, asked.steps, asked.options.shapes, asked.options.stacks) == (
+        "bert", "0,1", 3, True, False,
+    )  # fmt: skip
+    shown = capsys.readouterr()
+    assert "2 of 2 ranks delivered, 3 steps each, begun within 2 ms of each other" in shown.out
+    assert "Rank 1 is slow: it came last to 58 of 60 collectives." in shown.out
+    assert "Rank 1: communication is exposed on 1." in shown.out
+    assert f"rankscope captures get {ID} --output DIR" in shown.out
+    lines = [line.partition(":")[2].split(":")[0].strip() for line in shown.err.splitlines() if "rank 0" in line]
+    assert lines == ["armed"]
+    assert "ranks 0 and 1: running" in shown.err
+
+
+def test_a_rank_that_did_not_deliver_makes_it_1_with_its_real_cause(
+    daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(record: pb.Capture) -> None:
+        record.ranks[1].error = HELD
+
+    daemon.script = [capture(ACCEPTED, ACCEPTED, ACCEPTED), capture(ANALYSED, ANALYSED, FAILED, edit=fail)]
+    assert run(command, "--endpoint", endpoint, "--seconds", "0.5") == 1
+    shown = capsys.readouterr()
+    (row,) = (line for line in shown.out.splitlines() if line.lstrip().startswith("1 "))
+    assert "failed" in row and HELD in row
+    assert "1 of 2 ranks delivered" in shown.out
+    assert f"rank 1: failed: {HELD}" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--steps", "0"], "--steps 0"),
+        (["--seconds", "nan"], "--seconds nan"),
+        (["--steps", "3", "--patience", "-1"], "--patience -1"),
+        (["--steps", "3", "--endpoint", "somewhere"], "say HOST:PORT or unix:PATH"),
+        (["--steps", "3", "--endpoint", "unix:/nowhere/d.sock"], "no daemon at /nowhere/d.sock; start `rankscope up`"),
+        (["--steps", "3", "--endpoint", "127.0.0.1:1"], "nobody answers at 127.0.0.1:1"),
+        (["--steps", "3", "--output", "/proc/nowhere"], "/proc/nowhere cannot be made"),
+    ],
+)
+def test_what_cannot_be_asked_exits_with_2_and_the_next_step(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(command, *words) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_refusal_is_told_in_the_daemons_words(
+    daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.refusal = "several jobs run on this node; name one with --job: a, b"
+    assert run(command, "--endpoint", endpoint, "--steps", "3") == 2
+    assert f"error: {daemon.refusal}\n" in capsys.readouterr().err
+
+
+def test_json_has_the_documented_keys_and_null_for_what_was_not_measured(
+    daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def edit(record: pb.Capture) -> None:
+        joined(record)
+        record.ranks[0].step_times.before_seconds = 0.1
+        record.ranks[1].error = HELD
+        record.ranks[1].ClearField("summary")
+
+    daemon.script = [capture(ANALYSED, ANALYSED, FAILED, edit=edit)]
+    assert run(command, "--endpoint", endpoint, "--steps", "3", "--json") == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    told = json.loads(line)
+    assert (told["id"], told["job"], told["state"], told["start_skew_ms"]) == (ID, "bert", "analysed", 2.0)
+    first, second = told["ranks"]
+    assert {"rank", "backend", "state", "error", "file", "bytes", "start_unix_ms", "steps"} <= first.keys()
+    assert (first["state"], first["error"], first["file"], first["bytes"]) == ("analysed", None, "rank0.json.gz", 2500)
+    assert first["step_times"] == {"before_seconds": 0.1, "during_seconds": None, "after_seconds": None}
+    assert first["summary"]["mfu_ratio"] is None and first["summary"]["span_seconds"] == 0.3
+    assert (second["state"], second["error"], second["steps"], second["start_unix_ms"]) == ("failed", HELD, None, None)
+    assert told["summary"]["join"]["last_arrivals"] == {"0": 2, "1": 58}
+    assert [rank["rank"] for rank in told["summary"]["ranks"]] == [0]
+
+
+def test_ctrl_c_cancels_the_capture_at_the_daemon_and_exits_with_130(
+    daemon: ScriptedCaptures, endpoint: str, tmp_path: Path
+) -> None:
+    daemon.script = [capture(ACCEPTED, ACCEPTED), capture(RUNNING, RUNNING)]
+    program = (
+        "import argparse, sys; from rankscope.cli import capture; parser = argparse.ArgumentParser(); "
+        "capture.add_arguments(parser); sys.exit(capture.run(parser.parse_args()))"
+    )
+    words = [sys.executable, "-c", program, "--endpoint", endpoint, "--steps", "3"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as asking:
+        assert asking.stderr is not None
+        # Only once the running state was shown is Ctrl-C sure to come in the middle.
+        for line in asking.stderr:
+            if "running" in line:
+                break
+        asking.send_signal(signal.SIGINT)
+        out, err = asking.communicate(timeout=60)
+    assert asking.returncode == 130
+    assert daemon.cancelled.is_set()
+    assert f"asked the daemon to cancel capture {ID}" in err
+    assert "rank 0 (pid 4100): cancelled" in out
+
+
+class _Restarted(dict[str, pb.Capture]):
+    """What a daemon knows from its store; nothing new is entered."""
+
+    def __setitem__(self, key: str, value: pb.Capture) -> None:
+        return
+
+
+def test_a_daemon_that_restarts_is_asked_again_how_the_capture_ended(
+    daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose(record: pb.Capture) -> None:
+        record.ranks[0].error = "the daemon was restarted during the capture"
+
+    daemon.script = [capture(RUNNING, RUNNING), capture(RUNNING, RUNNING)]
+    daemon.hang_up_after = 1
+    daemon.known = _Restarted({ID: capture(FAILED, FAILED, edit=lose)})
+    assert run(command, "--endpoint", endpoint, "--steps", "3") == 1
+    shown = capsys.readouterr()
+    assert "the connection to the daemon was lost (UNAVAILABLE)" in shown.err
+    assert "the daemon was restarted during the capture" in shown.out
+
+
+def test_a_daemon_that_stays_away_is_an_error_with_the_capture_to_ask_for(
+    daemon: ScriptedCaptures, endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(capture_following, "RECONNECT_SECONDS", 0.1)
+    daemon.script = [capture(RUNNING, RUNNING), capture(RUNNING, RUNNING)]
+    daemon.hang_up_after = 1
+    daemon.is_away = True
+    assert run(command, "--endpoint", endpoint, "--steps", "3") == 2
+    assert f"rankscope captures show {ID}" in capsys.readouterr().err
+
+
+def test_words_of_a_container_neither_steer_the_terminal_nor_pass_for_markup(
+    daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(record: pb.Capture) -> None:
+        record.ranks[0].error = "[bold]x[/] \x1b[2Jgone [Errno 13] Permission denied"
+
+    daemon.script = [capture(FAILED, FAILED, job="evil\x1b]0;title\x07job", edit=fail)]
+    assert run(command, "--endpoint", endpoint, "--steps", "3") == 1
+    shown = capsys.readouterr()
+    assert "\x1b" not in shown.out + shown.err and "\x07" not in shown.out + shown.err
+    assert "[bold]x[/]" in shown.out and "[Errno 13] Permission denied" in shown.out
+
+
+def test_the_live_table_shows_each_ranks_state_and_goes_with_the_terminals_height() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=20, color_system=None)
+    progress = LiveProgress(console)
+    progress.show(capture(RUNNING, *[RUNNING] * 63, FAILED))
+    with console.capture() as shown:
+        console.print(progress._render())
+    lines = shown.get().splitlines()
+    assert any(line.startswith("  63  4163  kineto  failed") for line in lines)
+    assert sum("records" in line for line in lines) == 13
+    assert "64 ranks: 1 failed, 63 running" in lines[-1]
+
+
+def test_many_ranks_get_a_tally_and_failures_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = LineProgress()
+    progress.show(capture(ACCEPTED, *[ACCEPTED] * 64))
+    progress.show(capture(RUNNING, *[RUNNING] * 62, FAILED, FAILED))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1:] == ["64 accepted", "ranks 62 and 63: failed", "2 failed, 62 running"]
+
+
+def test_captures_are_listed_the_latest_first_by_job_and_shown_by_id(
+    daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.known = {ID: capture(ANALYSED, ANALYSED, FAILED, edit=joined)}
+    assert run(captures, "ls", "--endpoint", endpoint) == 0
+    assert [word for word in capsys.readouterr().out.split() if word in (ID, "1/2")] == [ID, "1/2"]
+    assert run(captures, "ls", "--endpoint", endpoint, "--job", "other") == 0
+    assert "no capture of other yet" in capsys.readouterr().out
+    assert run(captures, "ls", "--endpoint", endpoint, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["captures"][0]["id"] == ID
+    assert run(captures, "show", ID, "--endpoint", endpoint, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["ranks"][1]["state"] == "failed"
+    assert run(captures, "show", "c-other", "--endpoint", endpoint) == 2
+    assert "no capture 'c-other'" in capsys.readouterr().err
+
+
+def test_a_capture_is_cancelled_by_id_and_one_that_is_over_is_said_to_be(
+    daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.known = {ID: capture(RUNNING, RUNNING)}
+    assert run(captures, "cancel", ID, "--endpoint", endpoint) == 0
+    assert daemon.known[ID].state == CANCELLED
+    assert "was asked to stop" in capsys.readouterr().out
+    assert run(captures, "cancel", ID, "--endpoint", endpoint) == 0
+    assert "is over: cancelled" in capsys.readouterr().out
