@@ -84,7 +84,12 @@ def _play(job: DemoJob, seconds: float | None, console: Console) -> Outcome:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rankscope-demo-"))
         # Private addresses: a daemon that is already running on this machine is not disturbed.
-        places = {"socket": str(Path(folder) / "daemon.sock"), "metrics_listen": "127.0.0.1:0", "log_level": "error"}
+        places = {
+            "socket": str(Path(folder) / "daemon.sock"),
+            "metrics_listen": "127.0.0.1:0",
+            "capture_dir": str(Path(folder) / "captures"),
+            "log_level": "error",
+        }
         config = resolve(places, {}).config
         console.print(f"[bold]rankscope demo[/]: {job.ranks} ranks of PyTorch over gloo, fault: {job.fault.spec}")
         # The demo draws and launches in the same process; the daemon's budget is charged for the daemon's thread.

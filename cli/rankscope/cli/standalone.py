@@ -6,12 +6,14 @@ from collections.abc import Callable
 from types import TracebackType
 
 from rankscope.analysis.policy import DEFAULT_POLICY, Policy
+from rankscope.daemon.captures.selecting import Suspects
 from rankscope.daemon.config import Config
 from rankscope.daemon.loop import Addresses, Daemon, process_cpu_seconds
 from rankscope.daemon.serving import Service
 from rankscope.operator.correlation.correlator import Correlator
 from rankscope.operator.correlation.serving import JobServicer
 from rankscope.operator.correlation.streams import RankStream
+from rankscope.operator.correlation.suspecting import suspects
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
 
 
@@ -27,6 +29,8 @@ class Standalone:
         self.correlator = Correlator(policy)
         services = (job_service(self.correlator),)
         self._daemon = Daemon(config, services=services, own_cpu_seconds=own_cpu_seconds)
+        if self._daemon.captures is not None:
+            self._daemon.captures.suspect(self._suspects)
         self._stream: RankStream | None = None
 
     @property
@@ -45,6 +49,13 @@ class Standalone:
             self._stream.stop()
         self.correlator.stop()
         self._daemon.stop()
+
+    def _suspects(self, job: str) -> Suspects | None:
+        for state in self.correlator.states:
+            if state.job == job:
+                found = suspects(state)
+                return Suspects(found.culprits, found.peers, found.reason)
+        return None
 
     def __enter__(self) -> Standalone:
         self.start()

@@ -38,6 +38,12 @@ class Config:
     insecure_listen: bool = False
     watch_readers: int = 16
     max_ranks: int = 1024
+    captures: bool = True
+    capture_dir: str = NONE
+    capture_quota_bytes: int = 10 << 30
+    capture_quota_seconds: float = 7 * 86400.0
+    capture_upload_url: str = NONE
+    kineto_socket_dir: str = NONE
     py_spy: str = ""
     proc_root: str = "/proc"
     cgroup_root: str = "/sys/fs/cgroup"
@@ -71,6 +77,14 @@ def default_socket() -> str:
     return f"{runtime}/rankscope/daemon.sock" if runtime else f"/tmp/rankscope-{os.geteuid()}/daemon.sock"
 
 
+def default_capture_dir() -> str:
+    """Where captured traces are kept."""
+    if os.geteuid() == 0:
+        return "/var/lib/rankscope/captures"
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return f"{state}/rankscope/captures"
+
+
 SETTINGS: tuple[Setting, ...] = (
     Setting("node", str, socket.gethostname, "name of this node in windows and metrics"),
     Setting("window_seconds", float, lambda: 2.0, "length of a window; borders are shared by all nodes", 0.5, 60),
@@ -82,6 +96,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("insecure_listen", bool, lambda: False, "allow gRPC without TLS on an address others can reach"),
     Setting("watch_readers", int, lambda: 16, "how many clients may watch windows at once", 1, 256),
     Setting("max_ranks", int, lambda: 1024, "how many ranks of this node are watched and exported", 1, 65536),
+    Setting("captures", bool, lambda: True, "offer deep captures of the ranks of this node"),
+    Setting("capture_dir", str, default_capture_dir, "where captured traces are kept"),
+    Setting("capture_quota_bytes", int, lambda: 10 << 30, "how much captures may take on disk", 1 << 20, 1 << 50),
+    Setting("capture_quota_seconds", float, lambda: 7 * 86400.0, "how long captures are kept", 60, 1e9),
+    Setting("capture_upload_url", str, lambda: NONE, "where to copy captures to, as in s3://bucket/folder; or none"),
+    Setting("kineto_socket_dir", str, lambda: NONE, "serve libkineto by a socket file in this directory as well"),
     Setting("py_spy", str, lambda: "", "path of the py-spy program (default: beside this interpreter, then PATH)"),
     Setting("proc_root", str, lambda: "/proc", "where the host's /proc is mounted"),
     Setting("cgroup_root", str, lambda: "/sys/fs/cgroup", "where the host's cgroups are mounted"),

@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from rankscope.daemon.assembling import bounded
+from rankscope.daemon.captures.exporting import CaptureStatus, capture_metrics
 from rankscope.daemon.phases import OTHER, PHASES
 from rankscope.daemon.tallying import CAUSES, RankReport
 from rankscope.v1.window_pb2 import RankWindow
@@ -45,6 +46,7 @@ class DaemonStatus:
     windows_skipped_total: int = 0
     watch_readers: int = 0
     watch_dropped_total: int = 0
+    captures: CaptureStatus | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Exporter(Collector):
     def collect(self) -> Iterable[Metric]:
         snapshot = self._snapshot()
         yield from _daemon_metrics(snapshot.daemon)
+        if snapshot.daemon.captures is not None:
+            yield from capture_metrics(snapshot.daemon.captures)
         yield from _rank_metrics(snapshot.ranks, snapshot.daemon.node)
 
     def describe(self) -> Iterable[Metric]:

@@ -15,6 +15,8 @@ from pathlib import Path
 from rankscope.analysis.mfu import peak_flops_per_second
 from rankscope.daemon.assembling import RankSamples, assemble, identity_of
 from rankscope.daemon.budget import Budget
+from rankscope.daemon.captures.desk import CaptureDesk
+from rankscope.daemon.captures.orders import CaptureError
 from rankscope.daemon.collecting import describe
 from rankscope.daemon.config import NONE, Config, parse_address
 from rankscope.daemon.exporting import DaemonStatus, Exporter, Snapshot
@@ -85,7 +87,9 @@ class Daemon:
         self._budget = Budget(config.budget_ratio, config.stack_rate_hertz)
         self._ticker = Ticker(self._clock, config.window_seconds)
         self._own_cpu_seconds = own_cpu_seconds
-        self._services = (rank_service(config.node, self.publisher), no_capture_service(), *services)
+        self.captures = _open_captures(config)
+        capturing = no_capture_service() if self.captures is None else self.captures.service
+        self._services = (rank_service(config.node, self.publisher), capturing, *services)
         self._problems = ProblemLog(log, self._clock.monotonic_seconds)
         self._incarnations: dict[RankKey, _Incarnation] = {}
         self._status = DaemonStatus(version=_version(), node=config.node, stack_rate_hertz=self._budget.rate_hertz)
@@ -118,6 +122,8 @@ class Daemon:
         except BaseException:
             self._close()
             raise
+        if self.captures is not None:
+            self.captures.start()
         self._collectors.stacks.set_rate(self._budget.rate_hertz)
         self._ticked_at = self._clock.monotonic_seconds()
         self._thread = threading.Thread(target=self._run, name="rankscope-daemon", daemon=True)
@@ -145,6 +151,8 @@ class Daemon:
         self._stalls.keep_only(windows.keys())
         self._windows_total += len(windows)
         self._keep_within_budget(len(sampled.ranks))
+        if self.captures is not None:
+            self.captures.observe(sampled.ranks, windows)
         tick = Tick(span, windows, departed)
         self._reports = tuple(reports)
         self._status = self._describe(sampled)
@@ -169,6 +177,8 @@ class Daemon:
             steps.append(partial(self._grpc.close, GRPC_GRACE_SECONDS))
         if self._metrics is not None:
             steps.append(self._metrics.close)
+        if self.captures is not None:
+            steps.append(self.captures.stop)
         steps.append(self._collectors.stacks.close)
         if self._socket_lock is not None:
             steps.append(self._socket_lock.release)
@@ -242,6 +252,7 @@ class Daemon:
             windows_skipped_total=self._ticker.skipped_total,
             watch_readers=self.publisher.readers,
             watch_dropped_total=self.publisher.dropped_total,
+            captures=None if self.captures is None else self.captures.status,
         )
 
     def _log_problems(self, sampled: Sampled) -> None:
@@ -256,6 +267,17 @@ class Daemon:
                 if problem.source not in sampled.failures:
                     key = (rank.key, problem.source, problem.kind)
                     self._problems.warn(key, f"job {_quoted(rank)}: {problem.source}: {problem.text}")
+
+
+def _open_captures(config: Config) -> CaptureDesk | None:
+    """None where captures are off or cannot be kept: everything else goes on without them."""
+    if not config.captures or config.capture_dir == NONE:
+        return None
+    try:
+        return CaptureDesk(config)
+    except CaptureError as error:
+        log.warning("no captures: %s", error)
+        return None
 
 
 def _quoted(rank: RankProcess) -> str:

@@ -26,7 +26,8 @@ from rankscope.v1.rank_service_pb2 import (
 # For calls that end at once (lists, health, reflection), beside the readers that each keep a thread.
 SHORT_CALL_THREADS = 8
 NO_CAPTURES = (
-    "this rankscope daemon has no capture back end; run a daemon that has one, or look at the stacks in RankService"
+    "captures are off on this daemon: by --captures false, or because they cannot be kept (its log says why); "
+    "pass another --capture-dir"
 )
 
 

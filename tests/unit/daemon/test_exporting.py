@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope.daemon.assembling import RankSamples, assemble
+from rankscope.daemon.captures.exporting import CaptureStatus
 from rankscope.daemon.exporting import CollectorStatus, DaemonStatus, Exporter, Snapshot
 from rankscope.daemon.samples import ProbeFacts, Problem, RankProcess
 from rankscope.daemon.tallying import RankReport, RankTotals, add_window
@@ -26,6 +27,9 @@ STATUS = DaemonStatus(
     ranks=2,
     windows_total=6,
     watch_readers=1,
+    captures=CaptureStatus(
+        {"delivered": 8, "failed": 1, "cancelled": 0}, {"job-a": 1.01}, clients=8, malformed_total=2, unvouched_total=1
+    ),
 )
 
 

@@ -17,6 +17,7 @@ from rankscope.daemon.captures.engaging import Engagements
 from rankscope.daemon.captures.orders import Backend, CancelledError, CaptureError, Order, Recording, Stage
 from rankscope.daemon.captures.records import FINAL, Records
 from rankscope.daemon.captures.selecting import SuspectsOf, choose_job, choose_ranks
+from rankscope.daemon.captures.tallying import CaptureTally
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
@@ -95,6 +96,7 @@ class Conductor:
         self._unix_seconds = unix_seconds
         self.suspects_of: SuspectsOf = lambda job: None
         self.records = Records(archive.save, archive.load())
+        self.tally = CaptureTally()
         self._engagements = Engagements(node, backends)
 
     def start(self, request: pb.StartCaptureRequest, requested_by: str = "") -> str:
@@ -272,6 +274,7 @@ class Conductor:
             if note:
                 record.notes.append(note)
             record.state = _overall(record)
+            self.tally.count(record)
 
         self.records.change(capture_id, edit)
 

@@ -1,0 +1,94 @@
+"""The daemon's captures as one thing: it is told which ranks there are, and offers CaptureService."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rankscope.daemon.captures.conducting import Conductor
+from rankscope.daemon.captures.delivering import LocalArchive
+from rankscope.daemon.captures.endpoint import Endpoint
+from rankscope.daemon.captures.exporting import CaptureStatus
+from rankscope.daemon.captures.kineto_backend import KinetoBackend
+from rankscope.daemon.captures.making_room import Quota
+from rankscope.daemon.captures.namespaces import network_namespace
+from rankscope.daemon.captures.orders import Backend
+from rankscope.daemon.captures.recent_steps import RecentSteps
+from rankscope.daemon.captures.selecting import SuspectsOf
+from rankscope.daemon.captures.serving import capture_service
+from rankscope.daemon.captures.store import Store
+from rankscope.daemon.config import NONE, Config
+from rankscope.daemon.samples import RankKey, RankProcess
+from rankscope.daemon.serving import Service
+from rankscope.v1.window_pb2 import RankWindow
+
+log = logging.getLogger(__name__)
+
+
+class CaptureDesk:
+    """Raises CaptureError if captures cannot be kept where the configuration says."""
+
+    def __init__(self, config: Config) -> None:
+        proc_root = Path(config.proc_root)
+        self._proc_root = proc_root
+        self._ranks: Sequence[RankProcess] = ()
+        self._steps = RecentSteps()
+        self._store = Store(Path(config.capture_dir), Quota(config.capture_quota_bytes, config.capture_quota_seconds))
+        socket_dir = None if config.kineto_socket_dir == NONE else config.kineto_socket_dir
+        self._endpoint = Endpoint(socket_directory=socket_dir, proc_root=proc_root)
+        kineto = KinetoBackend(self._endpoint, proc_root)
+        backends: list[Backend] = [kineto, *_other_backends(config)]
+        upload_url = "" if config.capture_upload_url == NONE else config.capture_upload_url
+        self._conductor = Conductor(
+            config.node,
+            backends,
+            LocalArchive(self._store, config.node, upload_url, proc_root),
+            lambda: self._ranks,
+            poll_seconds=lambda rank: 0.0 if kineto.objection(rank) else kineto.poll_seconds(rank),
+            step_seconds=self._steps,
+        )
+
+    @property
+    def service(self) -> Service:
+        return capture_service(self._conductor, self._store)
+
+    def suspect(self, suspects_of: SuspectsOf) -> None:
+        """Who is slow is for the correlation to say."""
+        self._conductor.suspects_of = suspects_of
+
+    def start(self) -> None:
+        self._endpoint.start()
+
+    def stop(self) -> None:
+        self._conductor.close()
+        self._endpoint.stop()
+        self._store.close()
+
+    def observe(self, ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> None:
+        """After every tick, in the daemon's thread: quick."""
+        self._ranks = ranks
+        self._steps.add(windows)
+        namespaces: dict[int, int] = {}
+        for rank in ranks:
+            if "KINETO_USE_DAEMON" in rank.environment:
+                try:
+                    namespaces.setdefault(network_namespace(rank.pid, self._proc_root), rank.pid)
+                except OSError:
+                    continue  # it has just ended
+        self._endpoint.watch(namespaces)
+
+    @property
+    def status(self) -> CaptureStatus:
+        tallies = self._endpoint.tallies
+        return CaptureStatus(
+            results=self._conductor.tally.results,
+            slowdowns=self._conductor.tally.slowdowns,
+            clients=self._endpoint.client_count(),
+            malformed_total=tallies.malformed,
+            unvouched_total=tallies.unvouched,
+        )
+
+
+def _other_backends(config: Config) -> list[Backend]:
+    return []

@@ -1,0 +1,44 @@
+"""What captures do, as Prometheus metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+
+@dataclass(frozen=True)
+class CaptureStatus:
+    results: dict[str, int] = field(default_factory=dict)
+    slowdowns: dict[str, float] = field(default_factory=dict)
+    clients: int = 0
+    malformed_total: int = 0
+    unvouched_total: int = 0
+
+
+def capture_metrics(status: CaptureStatus) -> Iterable[Metric]:
+    ranks = CounterMetricFamily(
+        "rankscope_captured_ranks", "Ranks that were asked for a capture, by what came of it.", labels=["result"]
+    )
+    for result, count in status.results.items():
+        ranks.add_metric([result], count)
+    yield ranks
+    slowdown = GaugeMetricFamily(
+        "rankscope_capture_step_ratio",
+        "Step time after the job's last capture divided by that before it, of the rank it slowed most.",
+        labels=["job"],
+    )
+    for job, ratio in status.slowdowns.items():
+        slowdown.add_metric([job], ratio)
+    yield slowdown
+    yield GaugeMetricFamily(
+        "rankscope_capture_clients", "Processes whose libkineto polls this daemon.", value=status.clients
+    )
+    refused = CounterMetricFamily(
+        "rankscope_capture_datagrams_refused", "Datagrams that were not answered, by reason.", labels=["reason"]
+    )
+    refused.add_metric(["malformed"], status.malformed_total)
+    refused.add_metric(["unvouched"], status.unvouched_total)
+    yield refused
