@@ -68,13 +68,13 @@ def main(folder: Path) -> None:
         except RefusedError as refusal:
             answer = RankResult(one.rank, error=str(refusal))
         leave(result_file(folder, one.rank), answer)
-    first = _common_first(job, checked)
+    plan = _plan(job, checked)
     essences: dict[int, _Essence] = {}
     for one in job.ranks:
         if one.rank not in checked:
             continue
         try:
-            answer, essence = _keep_trace(one, checked[one.rank], first.get(one.rank), job.steps)
+            answer, essence = _keep_trace(one, checked[one.rank], plan, job.steps)
             if essence is not None:
                 essences[one.rank] = essence
         except RefusedError as refusal:
@@ -85,39 +85,43 @@ def main(folder: Path) -> None:
         leave(join_file(folder), joined)
 
 
-def _common_first(job: Job, checked: Mapping[int, Checked]) -> dict[int, int]:
-    """The position of the first step to keep, by rank; none of a rank that is kept as it was recorded."""
-    if job.steps is None:
-        return {}
-    to_cut = {one.rank for one in job.ranks if one.rank in checked and one.steps is None}
+@dataclass(frozen=True)
+class _Plan:
+    first: Mapping[int, int]  # position of the first step to keep, of ranks that are to be cut
+    common_steps: int  # whole ones that the ranks which are to be cut share
+
+
+def _plan(job: Job, checked: Mapping[int, Checked]) -> _Plan:
+    to_cut = [one.rank for one in job.ranks if one.rank in checked and one.steps is None]
+    if job.steps is None or not to_cut:
+        return _Plan({}, 0)
     # A rank that recorded too few steps must not take the common ones from the others.
     enough = {rank: checked[rank].whole for rank in to_cut if len(checked[rank].whole) >= job.steps}
-    return common_run(enough, job.steps) or {}
+    for count in range(job.steps if enough else 0, 0, -1):
+        run = common_run(enough, count)
+        if run is not None:
+            return _Plan(run if count == job.steps else {}, count)
+    return _Plan({}, 0)
 
 
-def _keep_trace(
-    one: RankJob, checked: Checked, first: int | None, asked: int | None
-) -> tuple[RankResult, _Essence | None]:
-    result = RankResult(one.rank, notes=list(checked.notes[:NOTES_LIMIT]))
-    whole, stretch = checked.whole, None
+def _keep_trace(one: RankJob, checked: Checked, plan: _Plan, asked: int | None) -> tuple[RankResult, _Essence | None]:
+    result = RankResult(one.rank, notes=list(checked.notes[:NOTES_LIMIT]), step_seconds=checked.step_seconds)
+    whole, stretch, first = checked.whole, None, plan.first.get(one.rank)
     result.start_unix_millis = _millis(checked.start_unix_ns)
     result.whole_steps = result.steps = len(whole) if one.steps is None else one.steps
-    result.step_seconds = checked.step_seconds
     if first is not None and asked is not None:
         whole = whole.run(first, asked)
         stretch = checked.outline.stretch(int(whole.start_ns[0]), int(whole.end_ns[-1]))
         result.start_unix_millis, result.steps = _millis(stretch.start_ns), asked
     elif asked is not None and one.steps is None:
-        result.notes.append(_why_uncut(len(whole), asked))
+        if len(whole) >= asked:
+            result.whole_steps = plan.common_steps
+            result.notes.append(f"the ranks recorded {plan.common_steps} steps in common, of {asked}; nothing was cut")
+        else:
+            result.notes.append(f"{len(whole)} whole steps were recorded, of {asked}; nothing was cut")
     _write_trace(one, stretch, result)
     essence = _sum_up(one, result, whole)
     return result, essence
-
-
-def _why_uncut(whole: int, asked: int) -> str:
-    if whole < asked:
-        return f"{whole} whole steps were recorded, of {asked}; all that was recorded is kept"
-    return f"no {asked} steps were recorded that all ranks share: they are not in step; all that was recorded is kept"
 
 
 def _write_trace(one: RankJob, stretch: Stretch | None, result: RankResult) -> None:

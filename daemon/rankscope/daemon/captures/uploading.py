@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
@@ -29,6 +29,10 @@ MESSAGE_LIMIT: Final = 300
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 # Trying again changes nothing about these: no such bucket, no permission, no client for this kind of URL, a bad URL.
 _HOPELESS: Final = (PermissionError, FileNotFoundError, NotADirectoryError, ImportError, ValueError)
+
+# Asked for a folder, these would make a bucket, and need a right to it that a writer should not have. They show objects
+# when they are whole.
+_WITHOUT_FOLDERS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "r2"})
 
 
 class UploadError(Exception):
@@ -100,21 +104,20 @@ def _send(path: Path, url: str) -> None:
         raise ImportError("fsspec is not installed; pip install 'rankscope[upload]'") from error
     # Without old listings: what another attempt or a person did must be seen.
     store, target = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
-    store.makedirs(target.rpartition("/")[0], exist_ok=True)
-    if _is_local(store):
+    protocols = {store.protocol} if isinstance(store.protocol, str) else set(store.protocol)
+    if protocols & _WITHOUT_FOLDERS:
+        store.put_file(str(path), target)
+    else:
+        store.makedirs(target.rpartition("/")[0], exist_ok=True)
         # Others must not find half a file.
         store.put_file(str(path), f"{target}.part")
         store.mv(f"{target}.part", target)
-    else:
-        store.put_file(str(path), target)
-    size, arrived = path.stat().st_size, store.info(target)["size"]
-    if size != arrived:
-        raise OSError(f"{arrived} bytes arrived of {size}")
-
-
-def _is_local(store: Any) -> bool:
-    protocol = store.protocol
-    return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+    try:
+        arrived = store.info(target)["size"]
+    except PermissionError:
+        return  # who may write need not be allowed to read
+    if arrived != path.stat().st_size:
+        raise OSError(f"{arrived} bytes arrived of {path.stat().st_size}")
 
 
 def _why(error: Exception, url: str) -> str:

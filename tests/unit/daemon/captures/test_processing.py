@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rankscope.daemon.captures.confining import run_module
+from rankscope.daemon.captures.orders import CaptureError
+from rankscope.daemon.captures.processing_records import (
+    Job,
+    Joined,
+    RankJob,
+    RankResult,
+    find,
+    job_file,
+    join_file,
+    leave,
+    result_file,
+)
+from tests.shared_data import H200, ROOT
+from tests.unit.analysis.traces.step_files import StepFile
+
+PID = 494
+
+
+class Processed:
+    """Recordings by rank, all worked on in one go by the real process."""
+
+    def __init__(self, folder: Path, recordings: dict[int, bytes], asked: int | None, **options: Any) -> None:
+        self.folder = folder
+        jobs = []
+        for rank, data in recordings.items():
+            (folder / f"rank{rank}.json").write_bytes(data)
+            jobs.append(self._job(rank, len(recordings), **options))
+        leave(job_file(folder), Job(asked, jobs))
+        run_module("rankscope.daemon.captures.processing", folder, seconds=120, what="working on the traces")
+
+    def _job(self, rank: int, world_size: int, **options: Any) -> RankJob:
+        recording, artifact = self.folder / f"rank{rank}.json", self.folder / f"rank{rank}.json.gz"
+        plain = {"pid": PID, "is_trace": True, "notes": {"rank": rank, "job": "j"}}
+        return RankJob(
+            rank=rank, world_size=world_size, recording=str(recording), artifact=str(artifact), **{**plain, **options}
+        )
+
+    def result(self, rank: int) -> RankResult:
+        result = find(result_file(self.folder, rank), RankResult)
+        assert result is not None
+        return result
+
+    def artifact(self, rank: int) -> dict[str, Any]:
+        read: dict[str, Any] = json.loads(gzip.decompress((self.folder / f"rank{rank}.json.gz").read_bytes()))
+        return read
+
+
+def test_steps_are_cut_at_the_same_boundary_on_all_ranks_and_the_artifact_tells_whose_it_is(tmp_path: Path) -> None:
+    late = [100.0 * number + 7.0 for number in range(-1, 12)]
+    processed = Processed(
+        tmp_path,
+        {
+            0: StepFile().text(),
+            1: StepFile(begin_ms=-60.0).text(),  # saw one boundary more
+            2: StepFile(begin_ms=103.0, boundaries_ms=late).text(),  # passes boundaries a little later
+        },
+        asked=3,
+        flops_per_step=2e12,
+        peak_flops_per_second=1e14,
+    )
+    starts = []
+    for rank in range(3):
+        result, artifact = processed.result(rank), processed.artifact(rank)
+        assert (result.error, result.notes, result.steps) == ("", [], 3)
+        assert result.step_seconds == pytest.approx(0.1)
+        assert result.summary is not None
+        assert result.summary.step_seconds == pytest.approx(0.1)
+        assert result.summary.mfu_ratio == pytest.approx(2e12 / (0.1 * 1e14))
+        assert result.summary.collectives == {"all_reduce": 3}
+        assert artifact["rankscope"] == {
+            "rank": rank, "job": "j", "steps": 3, "start_unix_millis": result.start_unix_millis,
+        }  # fmt: skip
+        assert artifact["distributedInfo"] == {"rank": rank, "world_size": 3}
+        assert not (tmp_path / f"rank{rank}.json").exists()
+        starts.append(result.start_unix_millis)
+    assert starts[0] == starts[1] == starts[2] - 7  # type: ignore[operator]
+    joined = find(join_file(tmp_path), Joined)
+    assert joined is not None and joined.collectives_matched == 3
+
+
+def test_the_whole_recording_is_kept_when_time_was_asked_for_or_steps_are_missing(tmp_path: Path) -> None:
+    text = StepFile().text()
+    by_time = Processed(tmp_path, {0: text}, asked=None)
+    assert (by_time.result(0).steps, by_time.result(0).notes) == (6, [])
+    assert by_time.artifact(0)["traceEvents"] == StepFile().events()
+    for steps in (7, 100):
+        too_short = Processed(tmp_path, {0: text}, asked=steps).result(0)
+        assert too_short.notes == [f"6 whole steps were recorded, of {steps}; nothing was cut"]
+        assert (too_short.whole_steps, too_short.step_seconds) == (6, pytest.approx(0.1))
+
+
+def test_ranks_that_share_fewer_steps_than_asked_say_how_many(tmp_path: Path) -> None:
+    recordings = {0: StepFile().text(), 1: StepFile(begin_ms=330.0, end_ms=1030.0).text()}
+    processed = Processed(tmp_path, recordings, asked=5)
+    assert processed.result(0).notes == ["the ranks recorded 3 steps in common, of 5; nothing was cut"]
+    assert processed.result(0).whole_steps == 3
+
+
+def test_a_recording_without_a_whole_step_tells_how_long_a_step_takes_at_least(tmp_path: Path) -> None:
+    slow = StepFile(boundaries_ms=(-1000.0, 2000.0, 9000.0), begin_ms=-500.0, end_ms=2500.0)
+    result = Processed(tmp_path, {0: slow.text()}, asked=1).result(0)
+    assert result.whole_steps == 0
+    assert result.step_seconds is not None and 1.0 < result.step_seconds < 3.0
+
+
+def test_a_recording_that_was_stopped_at_a_boundary_is_not_cut(tmp_path: Path) -> None:
+    processed = Processed(tmp_path, {0: StepFile().text()}, 3, steps=3)
+    assert (processed.result(0).steps, processed.result(0).notes) == (3, [])
+    assert len(processed.artifact(0)["traceEvents"]) == len(StepFile().events())
+
+
+def test_device_time_counts_where_there_is_a_device_and_its_peak_is_known_by_name(tmp_path: Path) -> None:
+    processed = Processed(tmp_path, {0: StepFile(lag_ms=12.0).text()}, 3, flops_per_step=1e12)
+    summary = processed.result(0).summary
+    assert summary is not None and summary.step_seconds == pytest.approx(0.1)
+    assert summary.mfu_ratio == pytest.approx(1e12 / (0.1 * 989e12))
+
+
+def test_hostile_recordings_are_refused_one_by_one_each_with_its_reason(tmp_path: Path) -> None:
+    good = StepFile().text()
+    forged = StepFile(head={"rankscope": {"job": "other", "rank": 0}, "distributedInfo": {"rank": 77}}).text()
+    hostile = {
+        "the file is empty": b"",
+        "this is no JSON object": b"\x7fELF" + bytes(200),
+        "the file is cut off inside traceEvents": good[: len(good) // 2],
+        "its end is missing": good[: good.rindex(b"]") + 1] + b', "traceName": "t',
+        "is a trace of process 4711, not of 494": StepFile(pid=4711).text(),
+        "the trace is empty: the process ran no torch operator": b'{"traceEvents": []}',
+        "JSON without traceEvents": b'{"a": 1}',
+        "the gzip data ends early": gzip.compress(good)[:-20],
+        "nothing in traceEvents can be read": b'{"traceEvents": [' + b"[" * 100_000 + b"]" * 100_000 + b"]}",
+    }
+    strange = {
+        50: good.replace(b'"aten::forward_2"', b'"\\u001b[2J\\ud800 <b>"'),
+        51: good.replace(b'"dur": 24000.0', b'"dur": 1e308').replace(b'"dur": 16000.0', b'"dur": -9e99'),
+        52: forged,
+        53: gzip.compress(good),
+    }
+    recordings = dict(enumerate(hostile.values())) | strange
+    processed = Processed(tmp_path, {**recordings, 99: good}, asked=2)
+    for rank, reason in enumerate(hostile):
+        assert reason in processed.result(rank).error
+        assert not (tmp_path / f"rank{rank}.json.gz").exists()
+    for rank in (*strange, 99):
+        assert processed.result(rank).error == ""
+        assert processed.artifact(rank)["rankscope"]["job"] == "j"
+        texts = msgspec.json.encode(processed.result(rank)).decode()
+        assert "\\u001b" not in texts
+    assert "calls itself rank 77 in its trace; its environment says 52" in processed.result(52).notes[0]
+    assert processed.result(99).steps == 2
+
+
+def test_stacks_are_compressed_and_annotated_beside(tmp_path: Path) -> None:
+    stacks = (H200 / "pyspy_50hz_5s.raw").read_bytes()
+    processed = Processed(tmp_path, {0: stacks}, None, is_trace=False)
+    assert processed.result(0).error == ""
+    assert gzip.decompress((tmp_path / "rank0.json.gz").read_bytes()) == stacks
+    assert json.loads((tmp_path / "rank0.json.gz.notes").read_bytes()) == {"rank": 0, "job": "j"}
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("crash", r"testing failed \(signal 6\)"),
+        ("exit", r"testing failed \(exit status 1\): out of order"),
+        ("memory", r"testing failed \(exit status 1\): MemoryError"),
+        ("disk", r"testing failed \(exit status 1\): OSError: \[Errno 27\] File too large"),
+        ("hang", r"testing took longer than 3 s and was ended"),
+    ],
+)
+def test_whatever_becomes_of_a_confined_process_the_daemon_only_hears_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, reason: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "what").write_text(what)
+    with pytest.raises(CaptureError, match=reason):
+        run_module(
+            "tests.unit.daemon.captures.misbehaving", tmp_path, seconds=3 if what == "hang" else 60, what="testing"
+        )
