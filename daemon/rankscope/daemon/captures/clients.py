@@ -4,48 +4,63 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 # libkineto polls every 5 s (1 s where configured); after some missed polls the process is gone or stopped.
-STALE_SECONDS = 30.0
-CLIENTS_LIMIT = 8192
+STALE_SECONDS: Final = 30.0
+# A namespace is a container, or the host: what one of them floods us with displaces its own clients only.
+CLIENTS_PER_NAMESPACE: Final = 1024
+CLIENTS_LIMIT: Final = 16384
 # Clients of one process: a process is one client, but one that reloads libkineto may leave an old one behind.
-CLIENTS_PER_PROCESS = 4
-DEFAULT_POLL_SECONDS = 5.0
+CLIENTS_PER_PROCESS: Final = 4
+DEFAULT_POLL_SECONDS: Final = 5.0
+
+Address: TypeAlias = bytes | str
+_Key: TypeAlias = tuple[int, Address]
 
 
 @dataclass(frozen=True)
 class Client:
     namespace: int
-    address: bytes | str
+    address: Address
     pid: int  # as the kernel told us, in our own pid namespace
     polled_at: float  # monotonic
     poll_seconds: float  # between its last two polls; the default until there were two
     is_ready: bool  # it would take a configuration; False while a profiler runs
 
+    def polls_in_seconds(self, now: float) -> float:
+        """Until its next poll is due; one that is late may come a whole period later."""
+        left = self.polled_at + self.poll_seconds - now
+        return left if left > 0 else self.poll_seconds
+
 
 class Clients:
-    """Bounded: the longest silent client makes room, and a process that opens many only displaces its own."""
+    """Bounded: the longest silent client of a namespace makes room, and a process that opens many only displaces its
+    own."""
 
     def __init__(self) -> None:
-        self._clients: OrderedDict[tuple[int, bytes | str], Client] = OrderedDict()
-        self._of_process: dict[int, list[tuple[int, bytes | str]]] = {}
+        self._clients: OrderedDict[_Key, Client] = OrderedDict()
+        self._of_process: dict[int, list[_Key]] = {}
+        self._of_namespace: dict[int, OrderedDict[_Key, None]] = {}
 
     def __len__(self) -> int:
         return len(self._clients)
 
-    def polled(self, namespace: int, address: bytes | str, pid: int, is_ready: bool, now: float) -> Client:
+    def polled(self, namespace: int, address: Address, pid: int, is_ready: bool, now: float) -> Client:
         key = (namespace, address)
-        before = self._clients.pop(key, None)
+        before = self._clients.get(key)
         if before is not None and before.pid != pid:
-            self._forget_key(key, before.pid)
             before = None
         since = now - before.polled_at if before else 0.0
         # Two polls in a row come at start-up, and a late one after a pause: neither tells the period.
         period = since if 0.5 <= since <= STALE_SECONDS else before.poll_seconds if before else DEFAULT_POLL_SECONDS
         client = Client(namespace, address, pid, now, period, is_ready)
+        if key in self._clients:
+            self._drop(key)
+        self._make_room(namespace, pid)
         self._clients[key] = client
-        if before is None:
-            self._remember_key(key, pid)
+        self._of_process.setdefault(pid, []).append(key)
+        self._of_namespace.setdefault(namespace, OrderedDict())[key] = None
         return client
 
     def of(self, pid: int) -> Client | None:
@@ -61,22 +76,25 @@ class Clients:
             self._drop(key)
 
     def forget_namespace(self, namespace: int) -> None:
-        for key in [key for key in self._clients if key[0] == namespace]:
+        for key in list(self._of_namespace.get(namespace, ())):
             self._drop(key)
 
-    def _remember_key(self, key: tuple[int, bytes | str], pid: int) -> None:
-        keys = self._of_process.setdefault(pid, [])
-        keys.append(key)
-        if len(keys) > CLIENTS_PER_PROCESS:
-            self._drop(keys[0])
-        elif len(self._clients) > CLIENTS_LIMIT:
+    def _make_room(self, namespace: int, pid: int) -> None:
+        of_process = self._of_process.get(pid, [])
+        of_namespace = self._of_namespace.get(namespace, OrderedDict())
+        if len(of_process) >= CLIENTS_PER_PROCESS:
+            self._drop(of_process[0])
+        elif len(of_namespace) >= CLIENTS_PER_NAMESPACE:
+            self._drop(next(iter(of_namespace)))
+        elif len(self._clients) >= CLIENTS_LIMIT:
             self._drop(next(iter(self._clients)))
 
-    def _drop(self, key: tuple[int, bytes | str]) -> None:
-        self._forget_key(key, self._clients.pop(key).pid)
-
-    def _forget_key(self, key: tuple[int, bytes | str], pid: int) -> None:
-        keys = self._of_process[pid]
-        keys.remove(key)
-        if not keys:
-            del self._of_process[pid]
+    def _drop(self, key: _Key) -> None:
+        client = self._clients.pop(key)
+        of_process, of_namespace = self._of_process[client.pid], self._of_namespace[client.namespace]
+        of_process.remove(key)
+        if not of_process:
+            del self._of_process[client.pid]
+        del of_namespace[key]
+        if not of_namespace:
+            del self._of_namespace[client.namespace]

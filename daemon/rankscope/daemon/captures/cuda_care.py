@@ -9,7 +9,7 @@ from rankscope.daemon.captures.orders import Options
 from rankscope.daemon.samples import RankProcess
 
 # A device file that is open means a CUDA context, or one to come.
-_DEVICE = "/dev/nvidia"
+_DEVICES = ("/dev/nvidia", "/dev/dxg")
 _DESCRIPTORS_LIMIT = 4096
 
 
@@ -20,7 +20,7 @@ def uses_cuda(pid: int, proc_root: Path = Path("/proc")) -> bool:
             if number >= _DESCRIPTORS_LIMIT:
                 return True
             try:
-                if str(descriptor.readlink()).startswith(_DEVICE):
+                if str(descriptor.readlink()).startswith(_DEVICES):
                     return True
             except OSError:
                 continue

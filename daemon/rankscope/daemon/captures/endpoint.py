@@ -1,67 +1,60 @@
 """The daemon's side of libkineto's protocol: a thread that answers polls, on one socket per network namespace.
 
 What keeps trainers alive, and is tested: an answer leaves through the very socket on which the poll came in, goes to
-the very address it came from, and only if the kernel vouches for a sender that lives in that namespace. From any other
-socket an answer makes libkineto abort its process. In doubt: silence, which libkineto takes for "nothing to do"."""
+the very address it came from, only if the kernel vouches for a sender that lives in that namespace, and only while the
+sender still waits for it. From any other socket an answer makes libkineto abort its process; one that comes too late is
+taken for the answer to the next poll, and every later one likewise. In doubt: silence, which libkineto takes for
+"nothing to do"."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Final
 
+from rankscope.daemon import procfs
 from rankscope.daemon.captures import wire
+from rankscope.daemon.captures.binding import Binder, Key
 from rankscope.daemon.captures.clients import Client, Clients
-from rankscope.daemon.captures.namespaces import SocketError, bind_here, bind_in, network_namespace
+from rankscope.daemon.captures.places import BATCH, PAUSE_SECONDS, Place
+from rankscope.daemon.captures.receiving import Datagram, receive
+from rankscope.daemon.captures.socket_files import unbind_file
 
 log = logging.getLogger(__name__)
 
-_CREDENTIALS: Final = struct.Struct("=iII")
-# A job polls once a second at most; what comes above this rate on one socket waits, so that a flood costs the daemon
-# two hundredths of a core and nobody in another namespace anything.
-DATAGRAMS_PER_SECOND: Final = 2000
-BATCH: Final = 64
-RETRY_SECONDS: Final = 30.0
 HOUSEKEEPING_SECONDS: Final = 1.0
-PAUSE_SECONDS: Final = BATCH / DATAGRAMS_PER_SECOND
+# libkineto looks for the answer at least five times, 10 ms apart, and then goes away.
+ANSWER_WITHIN_SECONDS: Final = 0.04
+NICENESS: Final = -10
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A configuration that waits for its process to poll. `handed` is called once, in the endpoint's thread."""
+    """A configuration that waits for one incarnation of a process to poll. Both functions are called in the endpoint's
+    thread, under its lock: they must be quick and must not call the endpoint."""
 
-    text: str
-    hand_before: float  # monotonic: later its start time would be too near
-    handed: Callable[[], object]
+    start_ticks: int
+    compose: Callable[[], str | None]  # the text for a process that is ready now; None: not at this poll
+    handed: Callable[[], object]  # called once, when what was composed last has been sent
 
 
 @dataclass(frozen=True)
 class Tallies:
     answered: int = 0
     malformed: int = 0
-    unvouched: int = 0
+    unvouched: int = 0  # not the kernel's word, or not of this namespace or directory
+    late: int = 0
+    unsent: int = 0
     deferred: int = 0  # batches put off by the rate limit
-
-
-@dataclass
-class _Place:
-    """One socket. `socket_directory` is set for file sockets, which serve all namespaces."""
-
-    endpoint: socket.socket
-    namespace: int | None
-    socket_directory: str | None
-    allowance: float = DATAGRAMS_PER_SECOND
-    filled_at: float = 0.0
-    is_paused: bool = False
 
 
 class Endpoint:
@@ -81,12 +74,11 @@ class Endpoint:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
-        self._socket_directory = socket_directory
-        self._places: dict[int | str, _Place] = {}
-        self._failures: dict[int | str, tuple[str, float]] = {}
+        self._changes: SimpleQueue[tuple[Key, socket.socket | None]] = SimpleQueue()
+        self._binder = Binder(self, socket_directory, proc_root, monotonic)
+        self._places: dict[Key, Place] = {}
         self._clients = Clients()
         self._offers: dict[int, Offer] = {}
-        self._wanted: Mapping[int, int] = {}
         self._lock = threading.Lock()
         self._tallies = dict.fromkeys(Tallies.__dataclass_fields__, 0)
         self._stopping = False
@@ -94,22 +86,24 @@ class Endpoint:
 
     def start(self) -> None:
         self._thread.start()
+        self._binder.start()
 
     def stop(self) -> None:
         self._stopping = True
+        self._binder.stop()
         self._wake()
         if self._thread.ident is not None:
             self._thread.join(2.0)
-        for place in list(self._places.values()):
-            self._close(place)
+        self._take_changes()
+        for key in list(self._places):
+            self._let_go(key)
+        self._selector.close()
         self._wake_reader.close()
         self._wake_writer.close()
-        self._selector.close()
 
     def watch(self, namespaces: Mapping[int, int]) -> None:
         """Network namespaces to be present in, each with a process that lives there. Returns at once."""
-        self._wanted = dict(namespaces)
-        self._wake()
+        self._binder.want(namespaces)
 
     def offer(self, pid: int, offer: Offer) -> None:
         with self._lock:
@@ -130,18 +124,34 @@ class Endpoint:
 
     def failure(self, namespace: int) -> str | None:
         """Why there is no socket in a namespace."""
-        found = self._failures.get(namespace) or self._failures.get(self._socket_directory or "")
-        return found[0] if found else None
+        return self._binder.failure(namespace)
+
+    def served_seconds(self, namespace: int) -> float | None:
+        """For how long processes in a namespace could have been heard; None: they cannot be."""
+        places = [place for place in list(self._places.values()) if place.namespace in (None, namespace)]
+        return max((self._monotonic() - place.bound_at for place in places), default=None)
 
     @property
     def tallies(self) -> Tallies:
         return Tallies(**self._tallies)
+
+    def bound(self, key: Key, endpoint: socket.socket) -> None:
+        """For the binder."""
+        self._changes.put((key, endpoint))
+        self._wake()
+
+    def unwanted(self, key: Key) -> None:
+        """For the binder."""
+        self._changes.put((key, None))
+        self._wake()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it will wake anyway
             self._wake_writer.send(b"\0")
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):  # without the privilege it just answers a little later
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while not self._stopping:
             try:
                 self._turn()
@@ -158,154 +168,95 @@ class Endpoint:
             else:
                 self._serve(key.data)
         self._resume()
-        self._settle_places()
+        self._take_changes()
         with self._lock:
             self._clients.forget_stale(self._monotonic())
 
-    def _settle_places(self) -> None:
-        """Sockets where ranks live, and nowhere else."""
-        if self._socket_directory is not None:
-            self._ensure(self._socket_directory, self._bind_file)
-        wanted, here = self._wanted, network_namespace(proc_root=self._proc_root)
-        for namespace, pid in wanted.items():
-            self._ensure(namespace, bind_here if namespace == here else partial(bind_in, pid, self._proc_root))
-        for key in [key for key in self._places if isinstance(key, int) and key not in wanted]:
-            self._close(self._places.pop(key))
-            with self._lock:
-                self._clients.forget_namespace(key)
-        for gone in [key for key in self._failures if isinstance(key, int) and key not in wanted]:
-            del self._failures[gone]
+    def _take_changes(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                key, endpoint = self._changes.get_nowait()
+                if endpoint is None:
+                    self._let_go(key)
+                else:
+                    self._move_in(key, endpoint)
 
-    def _ensure(self, key: int | str, bind: Callable[[], socket.socket]) -> None:
-        if key in self._places:
-            return
-        _, failed_at = self._failures.get(key, ("", float("-inf")))
+    def _move_in(self, key: Key, endpoint: socket.socket) -> None:
         now = self._monotonic()
-        if now - failed_at < RETRY_SECONDS:
-            return
-        try:
-            endpoint = bind()
-        except SocketError as error:
-            if key not in self._failures:
-                log.warning("captures: %s", error)
-            self._failures[key] = (str(error), now)
-            return
-        self._failures.pop(key, None)
-        place = _Place(
-            endpoint,
-            namespace=key if isinstance(key, int) else None,
-            socket_directory=key if isinstance(key, str) else None,
-            filled_at=now,
-        )
+        namespace, directory = (key, None) if isinstance(key, int) else (None, key)
+        place = Place(endpoint, namespace, directory, bound_at=now, filled_at=now)
         self._places[key] = place
         self._selector.register(endpoint, selectors.EVENT_READ, place)
 
-    def _bind_file(self) -> socket.socket:
-        assert self._socket_directory is not None
-        path = f"{self._socket_directory}/dynolog"
-        endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        try:
-            endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            if Path(path).is_socket():
-                Path(path).unlink()  # a stale one: the daemon's own lock says that no other daemon of ours lives
-            endpoint.bind(path)
-            Path(path).chmod(0o666)  # trainers run as other users
-        except OSError as error:
-            endpoint.close()
-            raise SocketError(f"{path} cannot be bound: {error.strerror}; make the directory writable") from error
-        return endpoint
-
-    def _close(self, place: _Place) -> None:
+    def _let_go(self, key: Key) -> None:
+        place = self._places.pop(key)
         if not place.is_paused:
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(place.endpoint)
+            self._selector.unregister(place.endpoint)
+        if place.directory is not None:
+            unbind_file(place.directory, place.endpoint)
         place.endpoint.close()
-        if place.socket_directory is not None:
-            # A socket file that nobody serves would make every trainer wait 8 s at its exit.
-            Path(f"{place.socket_directory}/dynolog").unlink(missing_ok=True)
+        if place.namespace is not None:
+            with self._lock:
+                self._clients.forget_namespace(place.namespace)
 
-    def _serve(self, place: _Place) -> None:
-        now = self._monotonic()
-        place.allowance = min(DATAGRAMS_PER_SECOND, place.allowance + (now - place.filled_at) * DATAGRAMS_PER_SECOND)
-        place.filled_at = now
+    def _serve(self, place: Place) -> None:
+        place.refill(self._monotonic())
         for _ in range(BATCH):
-            if place.allowance < 1:
+            if not place.may_receive():
                 self._tallies["deferred"] += 1
                 self._selector.unregister(place.endpoint)
                 place.is_paused = True
                 return
-            place.allowance -= 1
-            try:
-                datagram, ancillary, flags, address = place.endpoint.recvmsg(
-                    wire.DATAGRAM_LIMIT, socket.CMSG_SPACE(_CREDENTIALS.size)
-                )
-            except (BlockingIOError, InterruptedError):
+            datagram = receive(place.endpoint)
+            if datagram is None:
                 return
-            if flags & socket.MSG_TRUNC:
-                self._tallies["malformed"] += 1
-                continue
-            self._answer(place, datagram, _sender(ancillary), address, now)
+            self._answer(place, datagram)
 
     def _resume(self) -> None:
         now = self._monotonic()
         for place in self._places.values():
-            if place.is_paused and (now - place.filled_at) * DATAGRAMS_PER_SECOND >= BATCH:
+            if place.is_paused and now - place.filled_at >= PAUSE_SECONDS:
                 place.is_paused = False
                 self._selector.register(place.endpoint, selectors.EVENT_READ, place)
 
-    def _answer(self, place: _Place, datagram: bytes, pid: int, address: bytes | str, now: float) -> None:
+    def _answer(self, place: Place, datagram: Datagram) -> None:
         try:
-            message = wire.parse(datagram)
+            if not datagram.is_whole:
+                raise wire.MalformedError("longer than any datagram of this protocol")
+            message = wire.parse(datagram.content)
         except wire.MalformedError:
             self._tallies["malformed"] += 1
             return
-        namespace = self._vouched_namespace(place, pid, address)
+        namespace = place.vouched_namespace(datagram, self._proc_root)
         if namespace is None:
             self._tallies["unvouched"] += 1
             return
-        if isinstance(message, wire.Registration):
-            with self._lock:
-                registered = len(self._clients)
-            self._send(place, wire.count(registered + 1), address)
-            return
         with self._lock:
-            self._clients.polled(namespace, address, pid, message.is_ready, now)
-            offer = self._offers.get(pid)
-        if offer is not None and not (message.is_ready and now < offer.hand_before):
-            offer = None
-        if self._send(place, wire.configuration(offer.text if offer else ""), address) and offer is not None:
-            with self._lock:
-                self._offers.pop(pid, None)
-            offer.handed()
+            if isinstance(message, wire.Registration):
+                self._send(place, wire.count(len(self._clients) + 1), datagram)
+                return
+            self._clients.polled(namespace, datagram.address, datagram.pid, message.is_ready, self._monotonic())
+            offer, text = self._offered(datagram.pid) if message.is_ready else (None, None)
+            if self._send(place, wire.configuration(text or ""), datagram) and offer is not None:
+                del self._offers[datagram.pid]
+                offer.handed()
 
-    def _vouched_namespace(self, place: _Place, pid: int, address: bytes | str) -> int | None:
-        """The namespace of the sender, if it is who it seems to be and can be answered."""
-        if pid <= 0 or not address:
-            return None
-        if place.socket_directory is not None:
-            # libkineto compares the directory as a string, and aborts where it differs.
-            if not isinstance(address, str) or address.rpartition("/")[0] != place.socket_directory:
-                return None
-        elif not isinstance(address, bytes) or address[:1] != b"\0":
-            return None
-        try:
-            namespace = network_namespace(pid, self._proc_root)
-        except OSError:
-            return None
-        return namespace if place.namespace in (None, namespace) else None
+    def _offered(self, pid: int) -> tuple[Offer | None, str | None]:
+        offer = self._offers.get(pid)
+        if offer is None or not procfs.is_alive(f"{self._proc_root}/{pid}", offer.start_ticks):
+            return None, None
+        text = offer.compose()
+        return (None, None) if text is None else (offer, text)
 
-    def _send(self, place: _Place, answer: bytes, address: bytes | str) -> bool:
+    def _send(self, place: Place, answer: bytes, datagram: Datagram) -> bool:
+        # Looked at last: whatever held us up on the way here counts.
+        if not -0.001 <= time.time() - datagram.sent_unix_seconds < ANSWER_WITHIN_SECONDS:
+            self._tallies["late"] += 1
+            return False
         try:
-            place.endpoint.sendto(answer, address)
+            place.endpoint.sendto(answer, socket.MSG_DONTWAIT, datagram.address)
         except OSError:  # gone, or its queue is full: it polls again
+            self._tallies["unsent"] += 1
             return False
         self._tallies["answered"] += 1
         return True
-
-
-def _sender(ancillary: list[tuple[int, int, bytes]]) -> int:
-    """The sender's pid as the kernel knows it, in our pid namespace; 0 if it has none here."""
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS and len(data) >= _CREDENTIALS.size:
-            return int(_CREDENTIALS.unpack_from(data)[0])
-    return 0

@@ -15,15 +15,18 @@ import sys
 ABSTRACT_NAME = b"\0dynolog\0"
 CLONE_NEWNET = 0x40000000
 RECEIVE_BUFFER_BYTES = 256 * 1024
+# Not in Python's socket module. The kernel then says when each datagram was sent.
+SO_TIMESTAMPNS = 35
 
 
-def bind_here() -> socket.socket:
-    """libkineto's daemon socket in the network namespace of this process."""
+def bind_at(name: bytes | str) -> socket.socket:
+    """A socket for libkineto's datagrams that never blocks and tells who sent what when. Raises OSError."""
     endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
     try:
         endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        endpoint.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
-        endpoint.bind(ABSTRACT_NAME)
+        endpoint.bind(name)
     except OSError:
         endpoint.close()
         raise
@@ -37,7 +40,7 @@ def main(namespace: int, channel: socket.socket) -> None:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         stage = "bind"
-        with bind_here() as endpoint:
+        with bind_at(ABSTRACT_NAME) as endpoint:
             socket.send_fds(channel, [b"ok"], [endpoint.fileno()])
     except OSError as error:
         channel.send(f"{stage}:{error.errno or 0}".encode())

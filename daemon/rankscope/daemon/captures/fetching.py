@@ -6,16 +6,17 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import shutil
 import stat
 import struct
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from rankscope.daemon.captures.orders import CaptureError
 
 SIZE_LIMIT_BYTES: Final = 4 << 30
 CHUNK_BYTES: Final = 1 << 20
-_OPENAT2: Final = 437  # the same number on every architecture
+_OPENAT2: Final = 437  # the same number wherever torch runs
 # The container's root is the root of every name, also of absolute links; magic links (/proc/…/fd) are refused.
 _RESOLVE_IN_ROOT: Final = 0x10
 _RESOLVE_NO_MAGICLINKS: Final = 0x02
@@ -30,56 +31,83 @@ class NotThereError(CaptureError):
 def take_file(
     pid: int, path: str, target: Path, proc_root: Path = Path("/proc"), limit_bytes: int = SIZE_LIMIT_BYTES
 ) -> int:
-    """Copy a file that the process sees at `path`; returns its size. The copy is ours: what the process does to its
-    own file afterwards changes nothing."""
-    descriptor = open_in(pid, path, proc_root)
-    with os.fdopen(descriptor, "rb") as source:
-        status = os.fstat(descriptor)
+    """Copy a text file that the process sees at `path`; returns its size. The copy is ours: what the process does to
+    its own file afterwards changes nothing."""
+    what = f"{path} of pid {pid}"
+    place = _locate(pid, path, proc_root, os.O_NOFOLLOW)
+    try:
+        status = os.fstat(place)
         if not stat.S_ISREG(status.st_mode):
-            raise CaptureError(f"{path} of pid {pid} is not a plain file; the container put something else there")
-        copied = 0
-        with target.open("xb") as copy:
-            while chunk := source.read(CHUNK_BYTES):
-                copied += len(chunk)
-                # Read to the size it had when opened: a file that keeps growing must not fill our disk.
-                if copied > min(limit_bytes, status.st_size):
-                    raise CaptureError(
-                        f"{path} of pid {pid} has more than {copied - len(chunk)} bytes and grows, or is too large"
-                    )
-                copy.write(chunk)
-    return copied
+            raise CaptureError(f"{what} is not a plain file; the container put something else there")
+        if status.st_nlink > 1:
+            raise CaptureError(f"{what} has other names as well; it may be a file that is not the process' to give")
+        free_bytes = shutil.disk_usage(target.parent).free
+        if status.st_size > min(limit_bytes, free_bytes // 2):
+            raise CaptureError(
+                f"{what} has {status.st_size} bytes; {limit_bytes} at most are taken, and half of what is free in "
+                f"{target.parent} ({free_bytes}); record less"
+            )
+        # Opened only now: to open a device or a FIFO can do things, or wait.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        source = os.fdopen(os.open(f"/proc/self/fd/{place}", flags), "rb", buffering=0)
+    finally:
+        os.close(place)
+    with source, target.open("xb") as copy:
+        try:
+            _copy(source, copy, status.st_size, what)
+        except BaseException:
+            target.unlink(missing_ok=True)
+            raise
+    return status.st_size
 
 
-def open_in(pid: int, path: str, proc_root: Path = Path("/proc")) -> int:
-    """A descriptor of what the process sees at `path`. Opening does not block on a FIFO and does not touch a device."""
+def _copy(source: BinaryIO, copy: BinaryIO, size_bytes: int, what: str) -> None:
+    """Exactly the size it had: a file that keeps growing must not fill our disk."""
+    copied = 0
+    while chunk := source.read(CHUNK_BYTES):
+        copied += len(chunk)
+        if copied > size_bytes:
+            break
+        # A hole reads as zeros: a huge file that takes no room in the container would take it here.
+        if b"\0" in chunk:
+            raise CaptureError(f"{what} is no text; libkineto did not write it, or its disk was full")
+        copy.write(chunk)
+    if copied != size_bytes:
+        raise CaptureError(f"{what} had {size_bytes} bytes and changed while it was read; it is not kept")
+
+
+def remove_file(pid: int, path: str, proc_root: Path = Path("/proc")) -> bool:
+    """Remove what was written for us, if it is there and can be removed; else it is the container's own loss."""
+    folder, _, name = path.rpartition("/")
+    try:
+        place = _locate(pid, folder or "/", proc_root, os.O_DIRECTORY)
+    except CaptureError:
+        return False
+    try:
+        os.unlink(name, dir_fd=place)
+    except OSError:
+        return False
+    finally:
+        os.close(place)
+    return True
+
+
+def _locate(pid: int, path: str, proc_root: Path, flags: int) -> int:
+    """A descriptor of what the process sees at `path`, good for looking only: nothing has been opened."""
     try:
         root = os.open(proc_root / str(pid) / "root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise CaptureError(f"the file system of pid {pid} cannot be entered: {error.strerror}") from error
     try:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
-        how = _HOW.pack(flags, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
+        how = _HOW.pack(os.O_PATH | os.O_CLOEXEC | flags, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
         descriptor = int(_LIBC.syscall(_OPENAT2, root, os.fsencode(path), how, len(how)))
-        if descriptor >= 0:
-            return descriptor
         number = ctypes.get_errno()
     finally:
         os.close(root)
+    if descriptor >= 0:
+        return descriptor
     if number == errno.ENOENT:
         raise NotThereError(f"{path} of pid {pid} does not exist")
-    raise CaptureError(f"{path} of pid {pid} cannot be opened: {os.strerror(number)}; is it a link?")
-
-
-def remove_file(pid: int, path: str, proc_root: Path = Path("/proc")) -> None:
-    """Remove what was fetched, if it is still there and can be removed; a failure is the container's own loss."""
-    folder, _, name = path.rpartition("/")
-    try:
-        descriptor = open_in(pid, folder or "/", proc_root)
-    except CaptureError:
-        return
-    try:
-        os.unlink(name, dir_fd=descriptor)
-    except OSError:
-        return
-    finally:
-        os.close(descriptor)
+    if number == errno.ENOSYS:
+        raise CaptureError("this kernel has no openat2(); files are not taken from containers without it (Linux 5.6)")
+    raise CaptureError(f"{path} of pid {pid} cannot be reached: {os.strerror(number)}; is a link or a file in its way?")

@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import re
 from pathlib import PurePosixPath
+from typing import Final
 
 from rankscope.daemon.captures.orders import SECONDS_LIMIT, CaptureError, Options
 
-# Without it a busy process refuses a start that it wakes up for too late by a hair.
-WARMUP_SECONDS = 1
 # libkineto of late writes nowhere else unless its environment names another directory.
-DEFAULT_FOLDER = "/tmp"
-_SAFE_PATH = re.compile(r"(/[A-Za-z0-9._-]+)+")
+DEFAULT_FOLDER: Final = "/tmp"
+PATH_LIMIT: Final = 1024
+_SAFE_PATH: Final = re.compile(r"(/[A-Za-z0-9._-]+)+")
 
 
 def log_file(capture_id: str, rank: int, folder: str = "") -> str:
     """The path to ask for, as the training process sees it."""
     path = f"{(folder or DEFAULT_FOLDER).rstrip('/')}/rankscope-{capture_id}-rank{rank}.json"
-    if not _SAFE_PATH.fullmatch(path) or ".." in PurePosixPath(path).parts:
+    if not _is_safe(path):
         raise CaptureError(
             f"KINETO_ONDEMAND_TRACE_DIR={folder[:80]!r} of rank {rank} cannot be used for a trace; name a plain "
             "directory"
@@ -32,14 +32,14 @@ def written_file(asked: str, pid: int) -> str:
 
 
 def configuration(path: str, start_unix_millis: int, seconds: float, options: Options) -> str:
-    millis = round(seconds * 1000)
-    if not 1 <= millis <= SECONDS_LIMIT * 2000 or start_unix_millis <= 0 or not _SAFE_PATH.fullmatch(path):
-        raise ValueError(f"not fit to be sent: {path!r}, start {start_unix_millis}, {millis} ms")
+    if not 0.001 <= seconds <= SECONDS_LIMIT + 1 or start_unix_millis <= 0 or not _is_safe(path):
+        raise ValueError(f"not fit to be sent: {path!r}, start {start_unix_millis}, {seconds} s")
     lines = {
         "ACTIVITIES_LOG_FILE": path,
         "PROFILE_START_TIME": str(start_unix_millis),
-        "ACTIVITIES_DURATION_MSECS": str(millis),
-        "ACTIVITIES_WARMUP_PERIOD_SECS": str(WARMUP_SECONDS),
+        "ACTIVITIES_DURATION_MSECS": str(round(seconds * 1000)),
+        # It prepares up to a second before the start anyway; more would only delay it.
+        "ACTIVITIES_WARMUP_PERIOD_SECS": "0",
         "PROFILE_REPORT_INPUT_SHAPES": _flag(options.shapes),
         "PROFILE_WITH_STACK": _flag(options.stacks),
         "PROFILE_WITH_FLOPS": _flag(options.flops),
@@ -47,6 +47,11 @@ def configuration(path: str, start_unix_millis: int, seconds: float, options: Op
         "PROFILE_PROFILE_MEMORY": _flag(options.memory),
     }
     return "".join(f"{key}={value}\n" for key, value in lines.items())
+
+
+def _is_safe(path: str) -> bool:
+    parts = PurePosixPath(path).parts
+    return len(path) <= PATH_LIMIT and bool(_SAFE_PATH.fullmatch(path)) and ".." not in parts and "." not in parts
 
 
 def _flag(value: bool) -> str:

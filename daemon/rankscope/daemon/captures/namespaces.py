@@ -1,5 +1,5 @@
-"""libkineto's daemon sockets, one in each network namespace where training processes live: abstract names do not cross
-from one to another."""
+"""libkineto's daemon sockets by abstract name, one in each network namespace where training processes live: such names
+do not cross from one to another."""
 
 from __future__ import annotations
 
@@ -27,27 +27,38 @@ def network_namespace(pid: int | None = None, proc_root: Path = Path("/proc")) -
 
 def bind_here() -> socket.socket:
     try:
-        return entering.bind_here()
+        return entering.bind_at(entering.ABSTRACT_NAME)
     except OSError as error:
         raise _bind_error("the daemon's own network namespace", error.strerror) from error
 
 
-def bind_in(pid: int, proc_root: Path = Path("/proc")) -> socket.socket:
-    """The socket in the network namespace of a process. Needs CAP_SYS_ADMIN."""
+def bind_in(pid: int, namespace: int, proc_root: Path = Path("/proc")) -> socket.socket:
+    """The socket in the network namespace of a process, which must be the one named. Needs CAP_SYS_ADMIN; takes a
+    while."""
     where = f"the network namespace of pid {pid}"
     try:
-        namespace = os.open(proc_root / str(pid) / "ns" / "net", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(proc_root / str(pid) / "ns" / "net", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise SocketError(f"{where} cannot be opened: {error.strerror}") from error
+    try:
+        # Since it was looked at, the process may have moved, or its pid become another's.
+        if os.fstat(descriptor).st_ino != namespace:
+            raise SocketError(f"{where} is another by now")
+        return _bind_by_child(descriptor, where)
+    finally:
+        os.close(descriptor)
+
+
+def _bind_by_child(namespace: int, where: str) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
+        command = [sys.executable, "-I", "-S", entering.__file__, str(namespace), str(theirs.fileno())]
         try:
-            command = [sys.executable, "-I", "-S", entering.__file__, str(namespace), str(theirs.fileno())]
             child = subprocess.Popen(
                 command, pass_fds=(namespace, theirs.fileno()), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
-        finally:
-            os.close(namespace)
+        except OSError as error:
+            raise SocketError(f"{where} cannot be entered: no process to do it: {error.strerror}") from error
         theirs.close()
         try:
             return _receive(ours, where)

@@ -1,0 +1,289 @@
+"""libkineto's protocol between real sockets, across network namespaces, with clients that cannot be trusted."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rankscope.daemon.captures import binding
+from rankscope.daemon.captures.clients import CLIENTS_PER_PROCESS
+from rankscope.daemon.captures.endpoint import Endpoint, Offer
+from rankscope.daemon.captures.namespaces import SocketError
+from rankscope.daemon.captures.socket_files import DEAD_AFTER_SECONDS, bind_file, remove_dead_clients
+
+from .kineto_peers import endpoint_for, offer, peer, watch
+from .small_job import wait_for
+
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="to enter network namespaces needs root")
+
+DAEMON = "\0dynolog\0"
+
+
+@pytest.fixture
+def directory() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="ks") as folder:  # a socket's path is short
+        yield folder
+
+
+@contextmanager
+def served_directory(directory: str) -> Iterator[Endpoint]:
+    with endpoint_for(socket_directory=directory) as endpoint:
+        wait_for(lambda: endpoint.served_seconds(0) is not None)
+        yield endpoint
+
+
+def test_a_poll_is_answered_by_the_socket_it_went_to_and_an_offer_is_handed_once() -> None:
+    with peer() as trainer, endpoint_for(trainer) as endpoint:
+        trainer.do(do="hear", seconds=0)
+        handed: list[float] = []
+        endpoint.offer(trainer.pid, offer("A=1\n", trainer, lambda: handed.append(time.time())))
+        assert trainer.do(do="send") == [["dynoconfigclient-0", DAEMON, "req", True, "A=1\n"]]
+        assert len(handed) == 1
+        assert not endpoint.withdraw(trainer.pid)
+        assert trainer.do(do="send") == [["dynoconfigclient-0", DAEMON, "req", True, ""]]
+        assert endpoint.client_count() == 1
+        client = endpoint.client(trainer.pid)
+        assert client is not None and client.is_ready and client.namespace == trainer.namespace
+
+
+def test_nobody_but_the_sender_hears_an_answer() -> None:
+    with peer() as trainer, peer() as neighbour, endpoint_for(trainer, neighbour):
+        bystander = {"name": "dynoconfigclient-1", "poll": {}}
+        assert trainer.do(do="send", **bystander)[0][0] == "dynoconfigclient-1"
+        assert neighbour.polls() == [""]
+        assert [name for name, *_ in trainer.do(do="send", name="dynoconfigclient-0")] == ["dynoconfigclient-0"]
+        assert trainer.do(do="hear", seconds=0.3) == []
+        assert neighbour.do(do="hear", seconds=0.3) == []
+
+
+def test_a_registration_is_answered_with_a_count() -> None:
+    with peer() as trainer, endpoint_for(trainer):
+        registration = struct.pack("<Q32siiq", 16, b"ctxt", 0, 7, 0)
+        ((_, sender, kind, is_whole, text),) = trainer.do(do="send", hex=registration.hex())
+        assert (sender, kind, is_whole) == (DAEMON, "ctxt", True)
+        assert struct.unpack("<i", text.encode("latin-1"))[0] >= 1
+
+
+def test_an_offer_waits_while_a_profiler_of_the_users_own_runs() -> None:
+    with peer() as trainer, endpoint_for(trainer) as endpoint:
+        endpoint.offer(trainer.pid, offer("A=1\n", trainer))
+        assert trainer.polls(mask=1) == [""]
+        client = endpoint.client(trainer.pid)
+        assert client is not None and not client.is_ready
+        assert trainer.polls(mask=0) == [""]
+        assert trainer.polls(mask=2) == ["A=1\n"]
+
+
+def test_an_offer_is_for_one_incarnation_of_one_process_only() -> None:
+    with peer() as trainer, peer() as other, endpoint_for(trainer, other) as endpoint:
+        endpoint.offer(trainer.pid, Offer(trainer.start_ticks + 1, lambda: "A=1\n", lambda: None))
+        assert trainer.polls() == [""], "another process had that pid"
+        endpoint.offer(trainer.pid, offer("B=1\n", trainer))
+        assert trainer.polls(in_child=True) == [""], "a child of the rank, with the rank's own socket"
+        lie = {"pids": [trainer.pid, trainer.own_pid]}
+        assert [text for *_, text in other.do(do="send", poll=lie)] == [""], (
+            "what a message says of pids proves nothing"
+        )
+        assert trainer.polls() == ["B=1\n"]
+
+
+def test_a_process_that_claims_to_be_one_of_another_namespace_is_not_answered() -> None:
+    with peer() as trainer, peer() as liar, endpoint_for(trainer, liar) as endpoint:
+        endpoint.offer(trainer.pid, offer("A=1\n", trainer))
+        assert liar.is_ignored(spoofed_pid=trainer.pid)
+        assert endpoint.tallies.unvouched == 1
+        assert trainer.polls() == ["A=1\n"]
+
+
+def test_pids_are_told_apart_across_pid_namespaces() -> None:
+    with peer("--pid", "--fork", "--kill-child", "--mount-proc") as boxed:
+        children = Path(f"/proc/{boxed.pid}/task/{boxed.pid}/children").read_text().split()
+        pid = int(children[0])
+        with endpoint_for(boxed) as endpoint:
+            assert boxed.own_pid == 1
+            assert boxed.polls() == [""]
+            assert endpoint.client(pid) is not None
+            assert endpoint.client(1) is None
+
+
+MALFORMED = {
+    "nothing": b"",
+    "less than a header": b"\1\2\3",
+    "a header alone that promises more": struct.pack("<Q32s", 100, b"req"),
+    "a huge size": struct.pack("<Q32s", 2**64 - 1, b"req") + bytes(16),
+    "an unknown type": struct.pack("<Q32s", 0, b"evil"),
+    "a type without an end": struct.pack("<Q32s", 16, b"r" * 32) + bytes(16),
+    "2³¹ pids": struct.pack("<Q32siIq", 16, b"req", 3, 2**31, 0),
+    "minus one pid": struct.pack("<Q32siiq", 16, b"req", 3, -1, 0),
+    "fewer pids than announced": struct.pack("<Q32siiqi", 20, b"req", 3, 2, 0, 1),
+    "more pids than any process has ancestors": struct.pack("<Q32siiq", 4016, b"req", 3, 1000, 0) + bytes(4000),
+    "an oversized datagram": struct.pack("<Q32siiq", 65536 + 16, b"req", 3, 16384, 0) + bytes(65536),
+    "a short registration": struct.pack("<Q32si", 4, b"ctxt", 1),
+}
+
+
+def test_malformed_datagrams_are_met_with_silence_and_harm_nobody() -> None:
+    with peer() as trainer, endpoint_for(trainer) as endpoint:
+        for datagram in MALFORMED.values():
+            trainer.tell(do="send", hex=datagram.hex(), seconds=0.05)
+        answers = {name: trainer.answer() for name in MALFORMED}
+        assert not any(answers.values()), answers
+        assert endpoint.tallies.malformed == len(MALFORMED)
+        assert trainer.polls() == [""]
+
+
+def test_descriptors_that_a_sender_passes_along_are_not_kept() -> None:
+    with peer() as trainer, endpoint_for(trainer):
+        assert trainer.polls() == [""]
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(5):
+            assert trainer.polls(with_descriptors=True) == [""]
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_an_answer_that_would_come_too_late_is_not_sent_and_its_offer_stays() -> None:
+    delays = [0.2, 0.0]
+    handed = threading.Event()
+
+    def compose() -> str:
+        time.sleep(delays.pop(0))
+        return "A=1\n"
+
+    with peer() as trainer, endpoint_for(trainer) as endpoint:
+        endpoint.offer(trainer.pid, Offer(trainer.start_ticks, compose, handed.set))
+        # libkineto would take it for the answer to its next poll, and be one behind for ever.
+        assert trainer.is_ignored()
+        assert endpoint.tallies.late == 1
+        assert not handed.is_set()
+        assert trainer.polls() == ["A=1\n"]
+        assert handed.is_set()
+
+
+def test_ten_thousand_clients_in_one_namespace_cost_bounded_memory_and_starve_no_other() -> None:
+    with peer() as flooder, peer() as trainer, endpoint_for(flooder, trainer) as endpoint:
+        flooder.tell(do="flood", clients=10_000, also_noise=True)
+        flooded = threading.Thread(target=flooder.answer)
+        flooded.start()
+        answers = []
+        while flooded.is_alive() or len(answers) < 20:
+            answers.append(trainer.polls(seconds=0.2))
+            time.sleep(0.02)
+        # Some may be late, and not sent, because this machine is busy with other things.
+        assert answers.count([""]) > 0.9 * len(answers), endpoint.tallies
+        assert endpoint.client_count() <= CLIENTS_PER_PROCESS + 1
+        assert endpoint.tallies.malformed > 0
+        assert endpoint.tallies.deferred > 0, "the flood was slowed down"
+
+
+def test_polls_are_answered_while_another_namespace_is_being_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    real = binding.bind_in
+
+    def slow_for_the_second(pid: int, namespace: int, proc_root: Path) -> socket.socket:
+        if pid == second.pid:
+            entered.set()
+            assert leave.wait(60)
+        return real(pid, namespace, proc_root)
+
+    monkeypatch.setattr(binding, "bind_in", slow_for_the_second)
+    with peer() as first, peer() as second, endpoint_for(first) as endpoint:
+        endpoint.watch({first.namespace: first.pid, second.namespace: second.pid})
+        assert entered.wait(60)
+        assert first.polls() == [""]
+        assert endpoint.served_seconds(second.namespace) is None
+        leave.set()
+        wait_for(lambda: endpoint.served_seconds(second.namespace) is not None)
+        assert second.polls() == [""]
+
+
+def test_a_namespace_without_ranks_is_left_and_its_clients_forgotten() -> None:
+    with peer() as trainer, endpoint_for(trainer) as endpoint:
+        assert trainer.polls() == [""]
+        endpoint.watch({})
+        wait_for(lambda: endpoint.served_seconds(trainer.namespace) is None and endpoint.client_count() == 0)
+        assert trainer.do(do="squat") == "squatted", "the name is free again"
+        watch(endpoint, {trainer.namespace: trainer.pid})
+        failure = endpoint.failure(trainer.namespace)
+        assert failure is not None and "Address already in use; is another profiling daemon" in failure
+
+
+def test_a_namespace_that_cannot_be_entered_is_tried_again_with_another_process() -> None:
+    with peer() as moved, peer() as trainer, endpoint_for() as endpoint:
+        watch(endpoint, {trainer.namespace: moved.pid})
+        failure = endpoint.failure(trainer.namespace)
+        assert failure is not None and "is another by now" in failure
+        endpoint.watch({trainer.namespace: trainer.pid})
+        wait_for(lambda: endpoint.failure(trainer.namespace) is None)
+        assert trainer.polls() == [""]
+
+
+def test_file_sockets_serve_clients_of_other_namespaces_that_use_the_same_directory_to_the_letter(
+    directory: str,
+) -> None:
+    link = directory + "-link"
+    Path(link).symlink_to(directory)
+    try:
+        with peer() as trainer, served_directory(directory) as endpoint:
+            endpoint.offer(trainer.pid, offer("A=1\n", trainer))
+            assert trainer.is_ignored(directory=link), "libkineto would abort its process over the sender's name"
+            assert trainer.is_ignored(directory=directory + "/", name="dynoconfigclient-1")
+            assert trainer.is_ignored(to=directory, name="dynoconfigclient-2"), "an abstract client"
+            assert trainer.is_ignored(directory=directory, name="another")
+            assert endpoint.tallies.unvouched == 4
+            answer = trainer.do(do="send", directory=directory, name="dynoconfigclient-3")
+            assert answer == [["dynoconfigclient-3", f"{directory}/dynolog", "req", True, "A=1\n"]]
+            client = endpoint.client(trainer.pid)
+            assert client is not None and client.namespace == trainer.namespace
+    finally:
+        Path(link).unlink()
+
+
+def test_a_client_whose_socket_is_replaced_by_a_link_is_not_answered(directory: str) -> None:
+    with peer() as trainer, served_directory(directory):
+        assert trainer.polls(directory=directory) == [""]
+        path = Path(directory, "dynoconfigclient-0")
+        path.rename(Path(directory, "away"))
+        path.symlink_to("away")
+        assert trainer.is_ignored(directory=directory)
+
+
+def test_a_stale_socket_file_is_replaced_a_served_one_is_not_and_ours_goes_with_us(directory: str) -> None:
+    path = Path(directory, "dynolog")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stale:
+        stale.bind(str(path))
+    with served_directory(directory), pytest.raises(SocketError, match="served by another daemon"):
+        bind_file(directory)
+    assert not path.exists()
+
+
+def test_socket_files_of_dead_clients_are_removed_and_no_others(directory: str) -> None:
+    def client(name: str) -> socket.socket:
+        own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        own.bind(f"{directory}/{name}")
+        return own
+
+    client("dynoconfigclient-dead").close()
+    client("dynoconfigclient-young").close()
+    client("something-else").close()
+    Path(directory, "dynoconfigclient-file").write_text("")
+    with client("dynoconfigclient-alive"):
+        long_ago = time.time() - DEAD_AFTER_SECONDS - 1
+        for entry in Path(directory).iterdir():
+            if entry.name != "dynoconfigclient-young":
+                os.utime(entry, (long_ago, long_ago))
+        remove_dead_clients(directory)
+        assert {entry.name.rpartition("-")[2] for entry in Path(directory).iterdir()} == {
+            "young",
+            "else",
+            "file",
+            "alive",
+        }
