@@ -17,22 +17,24 @@ def print_capture(capture: pb.Capture, fetched: Fetched | None = None) -> None:
     console = make_console()
     console.print(result_table(capture, None if fetched is None else fetched.files))
     console.print()
-    complete = is_complete(capture) and not (fetched and fetched.errors)
+    errors = fetched.errors if fetched else {}
+    complete = is_complete(capture) and not errors
     head = f"{capture.id} ({printable(capture.job)}): {outcome(capture)}"
     if capture.state not in FINAL:
         head += f"; it is {state_word(capture.state)}"
-    console.print(Text(f"{head}.", style="bold green" if complete else "bold"))
-    for text in findings(capture):
-        console.print(Text(f"{text[:1].upper()}{text[1:].rstrip('.')}."))
-    slower = slowdowns(capture)
-    if slower:
-        console.print(Text(f"Warning: {slower}.", style="yellow"))
-    for note in capture.notes:
-        console.print(Text(f"Note: {printable(note)}.", style="dim"))
-    for rank, error in (fetched.errors if fetched else {}).items():
-        console.print(Text(f"Rank {rank}: {error}.", style="red"))
-    for line in _where(capture, fetched):
-        console.print(Text(line))
+    lines = [Text(f"{head}.", style="bold green" if complete else "bold")]
+    lines += [Text(_sentence(text)) for text in findings(capture)]
+    lines += [Text(_sentence(f"warning: {text}"), style="yellow") for text in slowdowns(capture)]
+    lines += [Text(_sentence(f"note: {printable(note)}"), style="dim") for note in capture.notes]
+    lines += [Text(_sentence(f"rank {rank}: {error}"), style="red") for rank, error in errors.items()]
+    lines += [Text(line) for line in _where(capture, fetched)]
+    for line in lines:
+        # The terminal wraps it: what is copied from there must be one line.
+        console.print(line, soft_wrap=True)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 
 def _where(capture: pb.Capture, fetched: Fetched | None) -> list[str]:

@@ -112,7 +112,7 @@ class LineProgress:
                 if len(capture.ranks) <= MOST_ROWS or entry.state in _FAILED:
                     changed.setdefault((entry.state, what_happened(entry)), []).append(entry.rank)
         for (state, words), numbers in changed.items():
-            self.say(f"{ranks_text(numbers)}: {state_word(state)}{': ' + words if words else ''}")
+            self.say(f"{ranks_text(numbers)}: {state_word(state)}{f' ({words})' if words else ''}")
         if len(capture.ranks) > MOST_ROWS and tally(capture) != self._tally:
             self._tally = tally(capture)
             self.say(self._tally)

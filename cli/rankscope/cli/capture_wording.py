@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from rankscope.analysis.drawing.quantities import count, quantity
 from rankscope.analysis.drawing.svg import printable
@@ -38,10 +37,10 @@ def is_complete(capture: pb.Capture) -> bool:
 
 
 def what_happened(entry: pb.RankCapture) -> str:
-    """The cause of a failure, the notes of a success, or what is awaited."""
+    """The cause of a failure, what is awaited, or the notes of a success."""
     if entry.error:
         return printable(entry.error)
-    return printable("; ".join(entry.notes)) or _BEHIND.get(entry.state, "")
+    return _BEHIND.get(entry.state) or printable("; ".join(entry.notes))
 
 
 def tally(capture: pb.Capture) -> str:
@@ -73,8 +72,8 @@ def findings(capture: pb.Capture) -> list[str]:
     return said
 
 
-def slowdowns(capture: pb.Capture) -> str:
-    """`ranks 0 and 2 are slower since: step 7.19 ms before, 9.45 ms after`; empty where none is."""
+def slowdowns(capture: pb.Capture) -> list[str]:
+    """`ranks 0 and 2 took longer for a step after the capture: …`; empty where none did."""
     slower = [
         entry
         for entry in capture.ranks
@@ -83,22 +82,13 @@ def slowdowns(capture: pb.Capture) -> str:
         and entry.step_times.after_seconds > SLOWER_RATIO * entry.step_times.before_seconds
     ]
     if not slower:
-        return ""
+        return []
     worst = max(slower, key=lambda entry: entry.step_times.after_seconds / entry.step_times.before_seconds).step_times
     who = ranks_text([entry.rank for entry in slower])
-    return (
+    return [
         f"{who} took longer for a step after the capture: {quantity(worst.before_seconds, 's')} before, "
         f"{quantity(worst.after_seconds, 's')} in the seconds after"
-    )
-
-
-def failures(capture: pb.Capture) -> list[str]:
-    """Each cause once, with the ranks it befell."""
-    causes: dict[str, list[int]] = {}
-    for entry in capture.ranks:
-        if entry.state in (pb.CAPTURE_STATE_FAILED, pb.CAPTURE_STATE_CANCELLED):
-            causes.setdefault(printable(entry.error) or state_word(entry.state), []).append(entry.rank)
-    return [f"{ranks_text(numbers)}: {cause}" for cause, numbers in causes.items()]
+    ]
 
 
 def sentence(capture: pb.Capture) -> str:
@@ -107,19 +97,21 @@ def sentence(capture: pb.Capture) -> str:
 
 
 def _verdict(join: pb.JoinSummary) -> str:
+    """Of what was recorded: a few steps are no proof of what the job does all day."""
+    reason = printable(join.reason)
     try:
         kind = Kind(join.verdict)
     except ValueError:
-        return printable(f"{join.verdict}: {join.reason}")
+        return f"{printable(join.verdict)}: {reason}"
+    if kind is Kind.INSUFFICIENT_DATA:
+        return f"the ranks cannot be compared: {reason}"
     if kind is Kind.HEALTHY:
-        return "no rank stands out" + _because(join.reason)
-    text = headline(Verdict(kind=kind, reason=printable(join.reason), culprits=_sorted(join.culprits)))
-    return text if kind is Kind.INSUFFICIENT_DATA else text + _because(join.reason)
+        return "in these steps no rank stands out"
+    culprits = tuple(sorted(join.culprits))
+    text = headline(Verdict(kind=kind, reason=reason, culprits=culprits))
+    # The reason may begin with the rank's name, which has just been said.
+    return f"in these steps {text}" + _because(reason.removeprefix(f"{ranks_text(culprits)}: ") if culprits else reason)
 
 
 def _because(reason: str) -> str:
-    return f": {printable(reason)}" if reason else ""
-
-
-def _sorted(numbers: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted(numbers))
+    return f": {reason}" if reason else ""

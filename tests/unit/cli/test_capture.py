@@ -56,7 +56,7 @@ def run(module: ModuleType, *words: str) -> int:
 
 def joined(record: pb.Capture) -> None:
     record.start_skew_millis = 2.0
-    record.join.verdict, record.join.reason = "slow_rank", "it came last to 58 of 60 collectives"
+    record.join.verdict, record.join.reason = "slow_rank", "rank 1: it came last to 58 of 60 collectives"
     record.join.culprits.append(1)
     record.join.last_arrivals[1], record.join.last_arrivals[0] = 58, 2
     for entry in record.ranks:
@@ -86,12 +86,13 @@ def test_a_capture_of_every_rank_exits_with_0_and_says_what_matters(
     )  # fmt: skip
     shown = capsys.readouterr()
     assert "2 of 2 ranks delivered, 3 steps each, begun within 2 ms of each other" in shown.out
-    assert "Rank 1 is slow: it came last to 58 of 60 collectives." in shown.out
+    assert "In these steps rank 1 is slow: it came last to 58 of 60 collectives." in shown.out
     assert "Rank 1: communication is exposed on 1." in shown.out
     assert f"rankscope captures get {ID} --output DIR" in shown.out
-    lines = [line.partition(":")[2].split(":")[0].strip() for line in shown.err.splitlines() if "rank 0" in line]
-    assert lines == ["armed"]
-    assert "ranks 0 and 1: running" in shown.err
+    assert [line.split(" (")[0] for line in shown.err.splitlines()[1:-1]] == [
+        "ranks 0 and 1: accepted", "rank 0: armed", "ranks 0 and 1: running", "ranks 0 and 1: written",
+        "ranks 0 and 1: analysed",
+    ]  # fmt: skip
 
 
 def test_a_rank_that_did_not_deliver_makes_it_1_with_its_real_cause(
@@ -106,7 +107,7 @@ def test_a_rank_that_did_not_deliver_makes_it_1_with_its_real_cause(
     (row,) = (line for line in shown.out.splitlines() if line.lstrip().startswith("1 "))
     assert "failed" in row and HELD in row
     assert "1 of 2 ranks delivered" in shown.out
-    assert f"rank 1: failed: {HELD}" in shown.err
+    assert f"rank 1: failed ({HELD})" in shown.err
 
 
 @pytest.mark.parametrize(
@@ -274,3 +275,16 @@ def test_a_capture_is_cancelled_by_id_and_one_that_is_over_is_said_to_be(
     assert "was asked to stop" in capsys.readouterr().out
     assert run(captures, "cancel", ID, "--endpoint", endpoint) == 0
     assert "is over: cancelled" in capsys.readouterr().out
+
+
+def test_a_rank_that_is_slower_after_the_capture_is_warned_of(
+    daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slow_down(record: pb.Capture) -> None:
+        for entry, after in zip(record.ranks, (0.00945, 0.0073), strict=True):
+            entry.step_times.before_seconds, entry.step_times.after_seconds = 0.00719, after
+
+    daemon.script = [capture(ANALYSED, ANALYSED, ANALYSED, edit=slow_down)]
+    assert run(command, "--endpoint", endpoint, "--steps", "3") == 0
+    (warning,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Warning"))
+    assert warning.startswith("Warning: rank 0 took longer for a step after the capture: 7.19 ms before, 9.45 ms")
