@@ -164,8 +164,8 @@ def _belongs(event: RawEvent, stretch: Stretch, base_ns: int) -> bool:
     start = nanoseconds(bytes(event.get("ts", _MISSING)))
     if start is None:
         return False
-    if category == _FRAME and start + base_ns < stretch.start_ns:
-        return _clip(event, start, stretch.start_ns - base_ns)
+    if category == _FRAME:
+        return _clip(event, start, stretch.start_ns - base_ns, stretch.end_ns - base_ns)
     return stretch.start_ns <= start + base_ns < stretch.end_ns
 
 
@@ -179,12 +179,14 @@ def _is_launched(event: RawEvent, category: bytes, stretch: Stretch) -> bool:
     return isinstance(ties.correlation, int) and ties.correlation in stretch.correlations
 
 
-def _clip(event: RawEvent, start_ns: int, begin_ns: int) -> bool:
-    """Functions that run on into the stretch begin with it, so that what they called has its callers."""
-    lasted = nanoseconds(bytes(event.get("dur", _MISSING)))
-    if lasted is None or start_ns + lasted <= begin_ns:
+def _clip(event: RawEvent, start_ns: int, begin_ns: int, end_ns: int) -> bool:
+    """Functions that run on into the stretch or out of it are shortened, so that what they called has its callers."""
+    end = start_ns + (nanoseconds(bytes(event.get("dur", _MISSING))) or 0)
+    if start_ns >= end_ns or end <= begin_ns:
         return False
-    event["ts"], event["dur"] = microseconds(begin_ns), microseconds(start_ns + lasted - begin_ns)
+    if start_ns < begin_ns or end > end_ns:
+        start = max(start_ns, begin_ns)
+        event["ts"], event["dur"] = microseconds(start), microseconds(min(end, end_ns) - start)
     return True
 
 

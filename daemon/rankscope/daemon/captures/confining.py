@@ -13,9 +13,12 @@ import tempfile
 from pathlib import Path
 from typing import IO, Final
 
+from rankscope.daemon.captures.memory_left import memory_left_bytes
 from rankscope.daemon.captures.orders import CaptureError
 
 NICENESS: Final = 10
+# Of what the container has left; the daemon grows, too.
+SHARE_OF_MEMORY: Final = 0.6
 MESSAGE_LIMIT: Final = 300
 
 
@@ -53,8 +56,11 @@ def _last_line(messages: IO[bytes]) -> str:
 
 
 def confine(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
-    """To be called by such a process, before it reads anything."""
+    """To be called by such a process, before it reads anything. It gets less memory where its container has less."""
     os.nice(NICENESS)
+    left = memory_left_bytes()
+    if left is not None:
+        memory_bytes = min(memory_bytes, _address_space_bytes() + int(SHARE_OF_MEMORY * left))
     for limit, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CPU, cpu_seconds),
@@ -63,6 +69,13 @@ def confine(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
     ):
         with contextlib.suppress(ValueError, OSError):  # a lower limit is in force
             resource.setrlimit(limit, (value, value))
+
+
+def _address_space_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 256 << 20
 
 
 def _die_with_parent() -> tuple[str, ...]:

@@ -47,11 +47,15 @@ class LocalArchive:
     def deliver(
         self, capture: pb.Capture, recorded: Recorded, steps: int | None
     ) -> Iterator[tuple[int, Delivered | CaptureError]]:
-        folder = self._store.workspace(capture.id)
-        jobs = {rank: self._job(capture, folder, *pair) for rank, pair in recorded.items()}
         self._forget(capture.id)
         try:
+            folder = self._store.workspace(capture.id)
+            jobs = {rank: self._job(capture, folder, *pair) for rank, pair in recorded.items()}
             crash = self._process(folder, records.Job(steps, list(jobs.values())))
+        except (CaptureError, OSError) as error:
+            for rank in recorded:
+                yield rank, CaptureError(f"rank {rank}: its recording cannot be worked on: {error}")
+            return
         finally:
             # A second recording of the same rank goes to the same place.
             for _, recording in recorded.values():
@@ -172,13 +176,14 @@ class LocalArchive:
                 path = self._store.folder / capture.id / name
                 if path.exists():
                     uploads.append(Upload(rank, str(path), target_url(self._upload_url, capture.job, capture.id, name)))
-        for number in range(len(uploads)):
-            answer_file(folder, number).unlink(missing_ok=True)
-        records.leave(order_file(folder), Order(uploads))
         late = "not tried"
         try:
-            run_module("rankscope.daemon.captures.uploading", folder, seconds=UPLOADING_SECONDS_LIMIT, what="uploading")
-        except CaptureError as error:
+            for number in range(len(uploads)):
+                answer_file(folder, number).unlink(missing_ok=True)
+            records.leave(order_file(folder), Order(uploads))
+            module = "rankscope.daemon.captures.uploading"
+            run_module(module, folder, seconds=UPLOADING_SECONDS_LIMIT, what="uploading")
+        except (CaptureError, OSError) as error:
             late = str(error)
         done = dict(kept)
         for number, one in enumerate(uploads):

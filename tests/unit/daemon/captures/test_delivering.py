@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 from collections.abc import Iterator
@@ -157,3 +158,15 @@ def test_stacks_are_kept_with_their_notes_beside(store: Store, tmp_path: Path) -
     beside = json.loads((store.folder / ID / "rank0.folded.gz.notes").read_bytes())
     assert (beside["rank"], beside["node"]) == (0, "n")
     assert len(list((tmp_path / "bucket").rglob("rank0.folded.gz*"))) == 2
+
+
+def test_a_disk_that_fills_up_fails_every_rank_in_words(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave_nothing(path: Path, answer: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(delivering.records, "leave", leave_nothing)
+    delivered = _deliver(LocalArchive(store, "n"), [b"{}", b"{}"], 2)
+    for rank, one in delivered.items():
+        assert isinstance(one, CaptureError)
+        assert str(one).startswith(f"rank {rank}: its recording cannot be worked on") and "No space left" in str(one)
+    assert not list(store.workspace(ID).glob("rank*.json"))

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from rankscope.daemon.captures.confining import run_module
+from rankscope.daemon.captures.memory_left import memory_left_bytes
 from rankscope.daemon.captures.orders import CaptureError
 from rankscope.daemon.captures.processing_records import (
     Job,
@@ -188,3 +189,23 @@ def test_whatever_becomes_of_a_confined_process_the_daemon_only_hears_of_it(
         run_module(
             "tests.unit.daemon.captures.misbehaving", tmp_path, seconds=3 if what == "hang" else 60, what="testing"
         )
+
+
+def test_a_container_with_little_memory_left_gives_its_process_less(tmp_path: Path) -> None:
+    membership, group = tmp_path / "membership", tmp_path / "pod" / "daemon"
+    group.mkdir(parents=True)
+    membership.write_text("0::/pod/daemon\n")
+    assert memory_left_bytes(tmp_path, membership) is None
+    for folder, limit in ((group, "max"), (group.parent, "1000")):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text("900\n")
+        (folder / "memory.stat").write_text("anon 100\ninactive_file 300\nactive_file 7\n")
+    assert memory_left_bytes(tmp_path, membership) == 1000 - (900 - 300)
+    (tmp_path / "memory").mkdir()
+    membership.write_text("4:cpu,memory:/\n")
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert memory_left_bytes(tmp_path, membership) is None
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("500\n")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("600\n")
+    (tmp_path / "memory" / "memory.stat").write_text("total_inactive_file 150\n")
+    assert memory_left_bytes(tmp_path, membership) == 50

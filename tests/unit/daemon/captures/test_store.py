@@ -165,3 +165,9 @@ def test_an_artifact_that_is_gone_is_told_as_such(tmp_path: Path) -> None:
         assert len(artifact.read()) == size == 1 << 20
     with pytest.raises(CaptureError, match="no artifact of rank 4: the rank delivered none, or it made room"):
         store.open(FIRST, 4)
+
+
+def test_a_capture_under_way_is_not_too_old_either() -> None:
+    kept = [Kept("a", 0.0, GIGABYTE, True), Kept("b", 1.0, GIGABYTE, False)]
+    usage = Usage(2 * GIGABYTE, 100 * GIGABYTE, GIGABYTE, 1e9)
+    assert [one.name for one in choose_to_go(kept, usage, 0, Quota(age_seconds=1.0))[0]] == ["b"]
