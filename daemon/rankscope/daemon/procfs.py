@@ -167,8 +167,10 @@ def ring_inode(process: str) -> int | None:
     """Which Rankscope ring the process holds. A fork shares its parent's, and so shows the same number."""
     for link in islice(Path(process, "fd").iterdir(), DESCRIPTORS_LIMIT):
         try:
-            # Another daemon has a ring open for an instant as well, but for reading only: the link's mode says which.
-            if str(link.readlink()).startswith(RING_LINK_PREFIX) and link.lstat().st_mode & stat.S_IWUSR:
+            # Another daemon has a ring open for an instant as well, but to read only or to write only: the link's mode
+            # says which.
+            mode = link.lstat().st_mode & (stat.S_IRUSR | stat.S_IWUSR)
+            if str(link.readlink()).startswith(RING_LINK_PREFIX) and mode == stat.S_IRUSR | stat.S_IWUSR:
                 return link.stat().st_ino
         except OSError:
             continue  # closed in between

@@ -80,6 +80,7 @@ class Header:
     records: int
     steps: int
     disabled: bool
+    takes_captures: bool = False
 
 
 @contextlib.contextmanager
@@ -101,7 +102,7 @@ def _find(proc_root: Path, pid: int) -> int | None:
         for link in islice(folder.iterdir(), FDS_SCANNED):
             try:
                 if str(link.readlink()) in LINK_NAMES:
-                    return _open_memfd(link)
+                    return open_memfd(link)
             except FileNotFoundError:
                 continue  # closed since the listing
     except (FileNotFoundError, ProcessLookupError):
@@ -112,18 +113,18 @@ def _find(proc_root: Path, pid: int) -> int | None:
     return None
 
 
-def _open_memfd(link: Path) -> int:
-    """The name proves nothing, and between reading it and opening the file may be exchanged: for a device, whose
-    opening has effects, or for a file on a FUSE mount, whose owner lets us wait for ever. So: a handle that opens
-    nothing, a check that it lies where every memfd of this machine lies, which asks no file system, and only then a
-    real open."""
+def open_memfd(link: Path, flags: int = os.O_RDONLY) -> int:
+    """Opens a memfd of another process by its link in /proc. The name proves nothing, and between reading it and
+    opening the file may be exchanged: for a device, whose opening has effects, or for a file on a FUSE mount, whose
+    owner lets us wait for ever. So: a handle that opens nothing, a check that it lies where every memfd of this machine
+    lies, which asks no file system, and only then a real open."""
     handle = os.open(link, os.O_PATH | os.O_CLOEXEC)
     try:
         if _mount_id(handle) != _memfd_mount_id():
             raise RingError("corrupt", f"{link} is named like a ring but is not a memfd; not touched")
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise RingError("corrupt", f"{link} is named like a ring but is not a regular file; not touched")
-        return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        return os.open(f"/proc/self/fd/{handle}", flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     finally:
         os.close(handle)
 
@@ -144,7 +145,7 @@ def _memfd_mount_id() -> str | None:
 
 def read_header(fd: int) -> Header:
     """Checks everything that holds for the whole ring; raises RingError."""
-    seals = _seals(fd)
+    seals = seals_of(fd)
     if seals & SEALS_NEEDED != SEALS_NEEDED:
         raise RingError("unsealed", "the ring is not sealed against resizing; it was not made by the probe; ignored")
     size = os.fstat(fd).st_size
@@ -168,10 +169,12 @@ def read_header(fd: int) -> Header:
         raise RingError("corrupt", f"the ring's sizes are {found}; version {version} has {expected}")
     records, steps = layout.COUNTERS.unpack_from(start, layout.COUNTERS_OFFSET)
     (state,) = layout.STATE.unpack_from(start, layout.STATE_OFFSET)
-    return Header(ring_id, owner_pid, records, steps, state == layout.STATE_DISABLED)
+    (abilities,) = layout.ABILITIES.unpack_from(start, layout.ABILITIES_OFFSET)
+    takes_captures = bool(abilities & layout.TAKES_CAPTURES)
+    return Header(ring_id, owner_pid, records, steps, state == layout.STATE_DISABLED, takes_captures)
 
 
-def _seals(fd: int) -> int:
+def seals_of(fd: int) -> int:
     try:
         return fcntl.fcntl(fd, layout.F_GET_SEALS)
     except OSError:

@@ -1,6 +1,6 @@
 """The probe: runs inside the training process, so it is standard library only, runs on Python 3.9, and must never
-break, slow or change the user's program. It writes records into a sealed memfd ring; it reads nothing from anyone and
-imports nothing else of ours.
+break, slow or change the user's program. It writes records into a sealed memfd ring, where the daemon may leave a
+command for a capture; it reads nothing else from anyone and imports nothing else of ours.
 
 A script may call `step()` and `declare()`. Both do nothing when the probe is off, so the calls can stay in the code."""
 

@@ -32,7 +32,7 @@ def complain(text: str) -> None:
 def disable(error: BaseException) -> None:
     """Switch the probe off for good, unless the exception is the user's own: a signal handler may raise (a time-out,
     say) while a hook happens to be running, and that exception has to arrive."""
-    if _raised_by_a_signal_handler(error):
+    if raised_by_a_signal_handler(error):
         raise error
     if not switch.on:
         return
@@ -45,7 +45,7 @@ def disable(error: BaseException) -> None:
             complain("probe: {}".format(second))
 
 
-def _raised_by_a_signal_handler(error: BaseException) -> bool:
+def raised_by_a_signal_handler(error: BaseException) -> bool:
     codes = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()} - {None}
     trace = error.__traceback__
     while codes and trace is not None:

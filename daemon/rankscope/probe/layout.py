@@ -3,8 +3,11 @@
       0  fixed part   magic, version, header bytes, record bytes, capacity, owner's pid, ring id; crc32
      64  counters     u64 records written so far, u64 steps so far; record n (from 1) lies in slot (n - 1) % capacity
      80  state        u32: 1 running, 2 the probe has disabled itself
+     84  abilities    u32 of bits; 0 in rings of probes that cannot capture
     128  live part    refreshed about once a second; crc32
     256  facts        u32 length, u32 crc32, JSON
+   3072  command      the one part that the daemon writes: u32 number, which moves last, then the command; crc32
+   3328  answer       how far the probe is with the command; crc32
    4096  records
 
 A record covers one step, or several that together took 10 ms: microsecond steps are not worth a record each, and so the
@@ -35,6 +38,9 @@ STATE = struct.Struct("<I")
 STATE_OFFSET = 80
 STATE_RUNNING = 1
 STATE_DISABLED = 2
+ABILITIES = struct.Struct("<I")
+ABILITIES_OFFSET = 84
+TAKES_CAPTURES = 1
 
 # CLOCK_MONOTONIC and unix time of one moment, then bytes allocated, reserved, peak allocated, device total, then
 # collectives enqueued and completed over all process groups; -1 is "not measured".
@@ -43,7 +49,32 @@ LIVE_OFFSET = 128
 
 FACTS_HEAD = struct.Struct("<II")
 FACTS_OFFSET = 256
-FACTS_BYTES = HEADER_BYTES - FACTS_OFFSET - FACTS_HEAD.size
+COMMAND_OFFSET = 3072
+FACTS_BYTES = COMMAND_OFFSET - FACTS_OFFSET - FACTS_HEAD.size
+
+# The number alone, as the probe looks at it, and behind it the whole command: number again, verb, options; when to
+# begin: unix ns, or that step if it is not 0; steps to wait after that, steps of warm-up; how much: steps, but not
+# longer than ns; when to give up, unix ns. A number is drawn at random and is never 0.
+COMMAND_NUMBER = struct.Struct("<I")
+COMMAND = struct.Struct("<IIIqqIIIqq")
+COMMAND_BODY_OFFSET = COMMAND_OFFSET + 8
+VERB_CAPTURE = 1
+VERB_DROP = 2  # forget the capture of the number that stands in the place of the step: cancelled, or fetched
+OPTIONS = ("record_shapes", "with_stack", "profile_memory", "with_flops", "with_modules")  # bit 0 first
+
+# number of the command, phase, first step, unix ns of its beginning, steps, descriptor and bytes of the trace, ns that
+# starting, stopping and writing took, length of the text; then the text
+ANSWER = struct.Struct("<IIqqIiqqqqI")
+ANSWER_OFFSET = 3328
+ANSWER_TEXT_BYTES = HEADER_BYTES - ANSWER_OFFSET - ANSWER.size - 4
+TRACE_NAME = "rankscope-trace"
+PHASE_ARMED = 1
+PHASE_HELD = 2  # another profiler is active
+PHASE_RUNNING = 3
+PHASE_WRITING = 4
+PHASE_WRITTEN = 5
+PHASE_FAILED = 6
+PHASE_OFF = 7  # captures have failed in an unexpected way, and are not tried again
 
 # sequence, end_monotonic_ns, span_ns; seconds: input, blocking communication, optimizer, checkpoint; seconds of the
 # record before: ddp forward, backward, communication, overlap; flags, steps
@@ -59,3 +90,4 @@ F_GET_SEALS = 1034
 F_SEAL_SEAL = 1
 F_SEAL_SHRINK = 2
 F_SEAL_GROW = 4
+F_SEAL_WRITE = 8

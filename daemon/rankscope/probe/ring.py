@@ -29,6 +29,7 @@ class Ring:
         self.records = 0
         self.steps = 0
         self._write_state(layout.STATE_RUNNING)
+        layout.ABILITIES.pack_into(self._memory, layout.ABILITIES_OFFSET, layout.TAKES_CAPTURES)
         self.write_live((-1, -1, -1, -1), (-1, -1))
         fixed = layout.FIXED.pack(
             layout.MAGIC,
@@ -74,6 +75,18 @@ class Ring:
         head = layout.FACTS_HEAD.pack(len(text), zlib.crc32(text))
         self._memory[layout.FACTS_OFFSET : layout.FACTS_OFFSET + len(head) + len(text)] = head + text
         self._facts = text
+
+    def command_mark(self) -> bytes:
+        """Changes when the daemon has left a command."""
+        return self._memory[layout.COMMAND_OFFSET : layout.COMMAND_OFFSET + 4]
+
+    def read_command(self) -> bytes:
+        start = layout.COMMAND_BODY_OFFSET
+        return self._memory[start : start + layout.COMMAND.size + 4]
+
+    def write_answer(self, answer: bytes) -> None:
+        end = layout.ANSWER_OFFSET + len(answer) + 4
+        self._memory[layout.ANSWER_OFFSET : end] = answer + layout.CHECKSUM.pack(zlib.crc32(answer))
 
     def _write_state(self, state: int) -> None:
         self._memory[layout.STATE_OFFSET : layout.STATE_OFFSET + 4] = layout.STATE.pack(state)

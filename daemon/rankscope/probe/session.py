@@ -10,6 +10,7 @@ import time
 from typing import Any, Optional
 
 from . import layout
+from .capturing import Captures
 from .counters import UNKNOWN_COLLECTIVES, UNKNOWN_MEMORY, read_collectives, read_memory
 from .ddp import NOT_MEASURED, DdpSampler, Figures
 from .facts import Facts
@@ -31,6 +32,7 @@ class Session:
         self.tally = Tally()
         self.sampler = DdpSampler()
         self.facts = Facts(torch)
+        self._captures = Captures(torch)
         self._ring: Optional[Ring] = None
         self._flags = 0
         self._count = FlopCount() if os.environ.get("RANKSCOPE_COUNT_FLOPS") == "1" else None
@@ -46,6 +48,15 @@ class Session:
 
     def flush(self, now_ns: int) -> int:
         """Writes a record about the steps since the last one; returns when to come again. Never waits."""
+        again_ns = self._record(now_ns)
+        ring, captures = self._ring, self._captures
+        if ring is not None and (captures.active or ring.command_mark() != captures.mark):
+            is_inside_step = not self._flags & layout.FLAG_EXPLICIT
+            captures.at_boundary(ring, self.tally.ledger[STEPS], self.tally.thread_id, is_inside_step)
+            return now_ns if captures.active else again_ns
+        return again_ns
+
+    def _record(self, now_ns: int) -> int:
         if not self._lock.acquire(blocking=False):
             return now_ns
         try:
@@ -93,7 +104,7 @@ class Session:
         self._written = self.tally.ledger[:]
         self._written[STEPS] = 0
         ring = self._ring = Ring()
-        os.register_at_fork(after_in_child=self._after_fork_in_child)
+        os.register_at_fork(before=self._captures.before_fork, after_in_child=self._after_fork_in_child)
         switch.when_disabled.append(ring.mark_disabled)
         return ring
 
@@ -101,6 +112,7 @@ class Session:
         # A child of a process that trains is a data-loader worker or a helper, not a rank.
         switch.on = False
         self.tally.thread_id = 0
+        self._captures.after_fork_in_child()
         if self._ring is not None:
             self._ring.abandon()
 

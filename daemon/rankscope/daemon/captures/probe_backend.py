@@ -1,0 +1,218 @@
+"""Captures by the probe (level 2): torch.profiler, started and stopped at step boundaries by the process itself, on a
+command left in its ring. For processes without libkineto's own thread."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from rankscope.daemon import rings
+from rankscope.daemon.captures import probe_commands as commands
+from rankscope.daemon.captures.cuda_care import slowdown_objection, uses_cuda
+from rankscope.daemon.captures.fetching import SIZE_LIMIT_BYTES
+from rankscope.daemon.captures.orders import SECONDS_LIMIT, CancelledError, CaptureError, Order, Recording, Stage
+from rankscope.daemon.captures.probe_commands import Answer, Command
+from rankscope.daemon.procfs import is_alive
+from rankscope.daemon.samples import RankProcess
+from rankscope.probe import layout
+
+TICK_SECONDS: Final = 0.05
+# Beyond the length that was asked for: a step that is long, and the writing of a large trace.
+STEP_SECONDS_ALLOWED: Final = 60.0
+WRITE_SECONDS: Final = 60.0
+# Ranks that count steps alike begin at a step that is a multiple of this, where steps are short: daemons of several
+# nodes that each reckon when the start will be come to the same one, but for few cases.
+ROUND_STEPS: Final = 8
+ROUND_SECONDS: Final = 1.0
+AGREEMENTS_KEPT: Final = 64
+RECORDS_LOOKED_AT: Final = 64
+
+
+@dataclass(frozen=True)
+class _Agreement:
+    """The step at which all ranks of a capture begin, and by what count."""
+
+    start_step: int
+    steps: int
+    unix_seconds: float
+    step_seconds: float
+
+
+class ProbeBackend:
+    name = "probe"
+
+    def __init__(self, proc_root: Path = Path("/proc")) -> None:
+        self._proc_root = proc_root
+        self._lock = threading.Lock()
+        self._agreements: OrderedDict[tuple[str, int], _Agreement] = OrderedDict()
+
+    def objection(self, rank: RankProcess) -> str | None:
+        try:
+            with commands.opened(rank, self._proc_root) as (ring, _):
+                answer = commands.read_answer(ring)
+        except CaptureError as error:
+            return str(error)
+        if answer is not None and answer.phase == layout.PHASE_OFF:
+            return f"the probe has given captures up in this process: {answer.text}"
+        return None
+
+    def record(
+        self, order: Order, workspace: Path, report: Callable[[Stage], None], cancelled: threading.Event
+    ) -> Recording:
+        objection = slowdown_objection(order.rank, order.options, self._proc_root)
+        if objection is not None:
+            raise CaptureError(objection)
+        with commands.opened(order.rank, self._proc_root) as (ring, header):
+            start_step = self._agreed_step(order, ring, header)
+            return _Attempt(self._proc_root, order, ring, start_step, workspace, report, cancelled).run()
+
+    def _agreed_step(self, order: Order, ring: int, header: rings.Header) -> int:
+        """The same step for all ranks that count alike; 0 where that cannot be said, then they begin by time."""
+        step_seconds = order.step_seconds or _recent_step_seconds(ring, header)
+        if step_seconds is None or step_seconds <= 0:
+            return 0
+        now = time.time()
+        key = (order.capture_id, order.start_unix_millis)
+        with self._lock:
+            agreement = self._agreements.get(key)
+            if agreement is None:
+                start_step = _start_step(header.steps, order.start_unix_millis / 1000 - now, step_seconds)
+                agreement = _Agreement(start_step, header.steps, now, step_seconds)
+                self._agreements[key] = agreement
+                if len(self._agreements) > AGREEMENTS_KEPT:
+                    self._agreements.popitem(last=False)
+        expected = agreement.steps + (now - agreement.unix_seconds) / agreement.step_seconds
+        return agreement.start_step if abs(header.steps - expected) < 2 else 0
+
+
+def _start_step(steps: int, seconds_left: float, step_seconds: float) -> int:
+    # The count in the ring may be one behind, and the first step after the start is the first that is whole.
+    step = steps + 1 + math.ceil(max(0.0, seconds_left) / step_seconds)
+    if step_seconds * ROUND_STEPS <= ROUND_SECONDS:
+        step = math.ceil(step / ROUND_STEPS) * ROUND_STEPS
+    return step
+
+
+def _recent_step_seconds(ring: int, header: rings.Header) -> float | None:
+    if not 0 < header.records < 1 << 53:
+        return None
+    first = max(1, header.records - RECORDS_LOOKED_AT + 1)
+    records, whole = rings.read_records(ring, first, header.records)
+    usable = whole & (records["span_ns"] > 0) & (records["span_ns"] < 1 << 50) & (records["steps"] > 0)
+    if not usable.any():
+        return None
+    return float(np.median(records["span_ns"][usable] / records["steps"][usable])) / 1e9
+
+
+class _Attempt:
+    def __init__(
+        self,
+        proc_root: Path,
+        order: Order,
+        ring: int,
+        start_step: int,
+        workspace: Path,
+        report: Callable[[Stage], None],
+        cancelled: threading.Event,
+    ) -> None:
+        self._proc_root = proc_root
+        self._order = order
+        self._ring = ring
+        self._workspace = workspace
+        self._report = report
+        self._cancelled = cancelled
+        self._who = f"rank {order.rank.rank} (pid {order.rank.pid})"
+        self._length_seconds = SECONDS_LIMIT if order.seconds is None else order.seconds
+        self._command = Command(
+            number=commands.new_number(),
+            start_unix_nanos=order.start_unix_millis * 1_000_000,
+            start_step=start_step,
+            warmup_steps=1 if uses_cuda(order.rank.pid, proc_root) else 0,
+            steps=order.steps or 0,
+            length_nanos=round(self._length_seconds * 1e9),
+            give_up_unix_nanos=round(order.give_up_unix_seconds * 1e9),
+            options=order.options,
+        )
+
+    def run(self) -> Recording:
+        commands.write_command(self._ring, self._command)
+        try:
+            answer = self._follow()
+            target = self._workspace / f"rank{self._order.rank.rank}.json"
+            commands.take_trace(self._order.rank, answer, target, SIZE_LIMIT_BYTES, self._proc_root)
+        finally:
+            # Fetched, failed, cancelled or late: in any case the process is done with it.
+            commands.drop(self._ring, self._command)
+        return Recording(
+            target,
+            is_trace=True,
+            start_unix_millis=round(answer.start_unix_nanos / 1e6),
+            steps=answer.steps,
+            notes=self._notes(answer),
+        )
+
+    def _follow(self) -> Answer:
+        """Until the trace is written."""
+        phase = 0
+        deadline = self._order.give_up_unix_seconds
+        while True:
+            answer = commands.read_answer(self._ring)
+            if answer is not None and answer.number == self._command.number and commands.plausible(answer):
+                if answer.phase == layout.PHASE_WRITTEN:
+                    return answer
+                if answer.phase in (layout.PHASE_FAILED, layout.PHASE_OFF):
+                    raise CaptureError(f"{self._who}: {answer.text}")
+                if answer.phase != phase:
+                    phase = answer.phase
+                    self._enter(phase)
+                    if phase == layout.PHASE_RUNNING:
+                        deadline = time.time() + self._length_seconds + STEP_SECONDS_ALLOWED
+                    elif phase == layout.PHASE_WRITING:
+                        deadline = time.time() + WRITE_SECONDS
+            if self._cancelled.wait(TICK_SECONDS):
+                raise CancelledError(f"{self._who}: cancelled")
+            if not is_alive(str(self._proc_root / str(self._order.rank.pid)), self._order.rank.start_ticks):
+                raise CaptureError(f"{self._who}: the process ended during the capture")
+            if time.time() > deadline:
+                raise CaptureError(f"{self._who}: {self._why_late(phase, answer)}")
+
+    def _enter(self, phase: int) -> None:
+        if phase in (layout.PHASE_ARMED, layout.PHASE_HELD):
+            self._report(Stage.ARMED)
+        elif phase == layout.PHASE_RUNNING:
+            self._report(Stage.RUNNING)
+
+    def _why_late(self, phase: int, answer: Answer | None) -> str:
+        if phase == layout.PHASE_HELD:
+            return "a profiler of the user's own is active; stop it, or ask again with more patience"
+        if phase == layout.PHASE_RUNNING:
+            return f"no step has ended for {STEP_SECONDS_ALLOWED:g} s in the middle of the capture; does it hang?"
+        if phase == layout.PHASE_WRITING:
+            return f"the trace was not written within {WRITE_SECONDS:g} s; capture fewer steps"
+        if phase == layout.PHASE_ARMED:
+            return "no step has ended since the capture was to begin; does it hang? `rankscope top` shows what it does"
+        if answer is not None and answer.number != self._command.number and answer.phase < layout.PHASE_WRITTEN:
+            return "the probe is busy with another capture, of another daemon"
+        return "no step has ended since the capture was asked for; does it hang? `rankscope top` shows what it does"
+
+    def _notes(self, answer: Answer) -> tuple[str, ...]:
+        notes = [
+            f"recorded by the probe: starting and stopping took {(answer.start_nanos + answer.stop_nanos) / 1e6:.0f} "
+            f"ms of training, writing {answer.write_nanos / 1e6:.0f} ms beside it"
+        ]
+        late_steps = answer.first_step - 1 - self._command.start_step
+        if self._command.start_step and late_steps:
+            notes.append(f"began at step {answer.first_step}, {late_steps} after the one agreed on")
+        if self._order.steps is not None and answer.steps != self._order.steps:
+            notes.append(
+                f"{answer.steps} steps were recorded, of {self._order.steps}: {self._length_seconds:g} s are the limit"
+            )
+        return tuple(notes)

@@ -1,0 +1,273 @@
+"""Captures on request: starts and stops torch.profiler at step boundaries, on the training thread, for a daemon that
+asks through the ring. A failure ends captures in this process, never the training and never the probe."""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from typing import Any, Callable, Optional
+
+from . import layout
+from .commanding import Answer, Command, read_command, refusal
+from .failing import complain, raised_by_a_signal_handler
+from .profiling import AfterStep, Profile, UserProfilers, timed_ns
+from .ring import Ring
+
+# How long a trace is kept for the daemon, which copies it as soon as it is there. It is memory of the container's.
+KEEP_SECONDS = 60.0
+# A command for another capture means that the trace is not wanted any more, but perhaps not by everybody.
+KEEP_AT_LEAST_SECONDS = 2.0
+KEEP_AT_EXIT_SECONDS = 0.5
+POLL_SECONDS = 0.05
+
+
+class Captures:
+    """Made once in a process. `mark` is the command that was looked at last; `active` asks to be called at every
+    boundary."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._users = UserProfilers(sys.modules["torch.autograd.profiler"])
+        self._users.give_way = self._give_way
+        self._after_step = AfterStep(self._users._module.record_function)
+        self.mark = bytes(4)
+        self.active = False
+        self._off = False
+        self._ring: Optional[Ring] = None
+        self._command: Optional[Command] = None
+        self._answer: Optional[Answer] = None
+        self._profile: Optional[Profile] = None
+        self._thread_id = 0
+        self._due_step: Optional[int] = None  # when recording begins, once that is known
+        self._first_step: Optional[int] = None  # the first that is recorded, once it is
+        self._stop_at_ns = 0
+        self._held = False
+        self._writing = threading.Lock()  # held by the thread that writes
+        self._trace_fd = -1
+        self._trace_inode = -1
+        self._at_exit = False
+
+    def at_boundary(self, ring: Ring, step: int, thread_id: int, is_inside_step: bool) -> None:
+        """`step` steps have ended. `is_inside_step`: torch is still inside the optimizer's step."""
+        try:
+            mark = ring.command_mark()
+            if mark != self.mark and not self._writing.locked():
+                self.mark = mark
+                self._ring = ring
+                self._take(ring, mark, thread_id)
+            if self._command is None or threading.get_ident() != self._thread_id:
+                return
+            self._at_the_end_of_the_step(step, is_inside_step)
+        except Exception as error:
+            self._fail(error)
+
+    def _at_the_end_of_the_step(self, step: int, is_inside_step: bool) -> None:
+        after_step = self._after_step
+        if after_step.is_waiting:  # since the boundary before this one: there is no such end here
+            after_step.works = False
+        if is_inside_step and after_step.works:
+            after_step.then(lambda: self._guard(lambda: self._act(step)))
+            return
+        self._act(step)
+        if is_inside_step and self._command is not None:
+            after_step.then(lambda: None)  # finds out whether there is an end to wait for
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._fail(error)
+
+    def _take(self, ring: Ring, mark: bytes, thread_id: int) -> None:
+        command = read_command(ring, mark)
+        if command is None or self._off:
+            return
+        if command.verb == layout.VERB_DROP:
+            if self._command is not None and command.start_step == self._command.number:
+                self._end("cancelled")
+            return
+        if command.verb != layout.VERB_CAPTURE or self._command is not None:
+            return  # the first one wins; whoever asks sees that the answer is not about his
+        answer = Answer(ring, command.number)
+        wrong = refusal(command, time.time_ns())
+        if wrong is None and threading.get_ident() != thread_id:
+            wrong = "steps end on a thread of autograd's own, where nothing else could be seen"
+        if wrong is not None:
+            answer.tell(layout.PHASE_FAILED, "the probe refused: " + wrong)
+            return
+        self._command, self._answer = command, answer
+        self._thread_id = thread_id
+        self._due_step = self._first_step = None
+        self._held = False
+        self.active = True
+        self._after_step.install()
+        if not self._at_exit:
+            self._at_exit = True
+            atexit.register(self._leave)
+        answer.tell(layout.PHASE_ARMED)
+
+    def _act(self, step: int) -> None:
+        """At a boundary: what is due."""
+        command = self._command
+        if command is None or self._is_capturing_a_graph():
+            return
+        if self._first_step is None:
+            self._approach(command, step)
+        else:
+            self._go_on(command, step)
+
+    def _approach(self, command: Command, step: int) -> None:
+        assert self._answer is not None
+        now_ns = time.time_ns()
+        if now_ns > command.give_up_unix_ns:
+            why = "another profiler was active all the time" if self._held else "no step ended in time"
+            self._end(why)
+            return
+        if self._profile is None and self._users.active():
+            if not self._held:
+                self._held = True
+                self._answer.tell(layout.PHASE_HELD)
+            return
+        if self._due_step is None:
+            begun = step >= command.start_step if command.start_step else now_ns >= command.start_unix_ns
+            # A warm-up comes before the step that was agreed on, where that is known.
+            early = command.start_step and step + command.warmup_steps >= command.start_step
+            if not begun and not early:
+                return
+            start = max(step, command.start_step) if command.start_step else step + command.warmup_steps
+            self._due_step = start + command.wait_steps
+        if self._profile is None and step + command.warmup_steps >= self._due_step:
+            self._profile = Profile(self._torch, self._users, command.options)
+            if step < self._due_step:
+                self._profile.prepare()
+        if self._profile is not None and step >= self._due_step:
+            self._start(command, self._profile, step)
+
+    def _start(self, command: Command, profile: Profile, step: int) -> None:
+        assert self._answer is not None
+        start_ns = timed_ns(profile.start)
+        self._first_step = step + 1
+        self._stop_at_ns = time.monotonic_ns() + command.length_ns
+        unix_ns = time.time_ns()
+        profile.annotate(step + 1)
+        self._answer.tell(layout.PHASE_RUNNING, first_step=step + 1, start_unix_ns=unix_ns, start_ns=start_ns, steps=0)
+
+    def _go_on(self, command: Command, step: int) -> None:
+        assert self._answer is not None and self._first_step is not None and self._profile is not None
+        steps = step - self._first_step + 1
+        if steps < (command.steps or steps + 1) and time.monotonic_ns() < self._stop_at_ns:
+            self._profile.annotate(step + 1)
+            return
+        profile, answer = self._profile, self._answer
+        stop_ns = timed_ns(profile.stop)
+        self._forget()
+        answer.tell(layout.PHASE_WRITING, steps=steps, stop_ns=stop_ns)
+        self._writing.acquire()
+        # Not threading.Thread: it would show up in the user's threading.enumerate().
+        _thread.start_new_thread(self._write, (profile, answer))
+
+    def _write(self, profile: Profile, answer: Answer) -> None:
+        """On a thread of its own: libkineto holds the GIL while it writes, but training can meanwhile be inside an
+        operator, a collective, a backward pass."""
+        try:
+            start_ns = time.monotonic_ns()
+            self._trace_fd = profile.write()
+            status = os.fstat(self._trace_fd)
+            self._trace_inode = status.st_ino
+            answer.tell(
+                layout.PHASE_WRITTEN,
+                fd=self._trace_fd,
+                size=status.st_size,
+                write_ns=time.monotonic_ns() - start_ns,
+            )
+            self._keep(answer.number)
+        except Exception as error:
+            self._fail(error, answer)
+        finally:
+            self._close_trace()
+            self._writing.release()
+
+    def _keep(self, number: int) -> None:
+        start = time.monotonic()
+        while self._ring is not None and time.monotonic() < start + KEEP_SECONDS:
+            command = read_command(self._ring, self._ring.command_mark())
+            if command is not None and command.verb == layout.VERB_DROP and command.start_step == number:
+                return
+            is_another = command is not None and command.verb == layout.VERB_CAPTURE and command.number != number
+            if is_another and time.monotonic() > start + KEEP_AT_LEAST_SECONDS:
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _close_trace(self) -> None:
+        """The number may have been closed and used again by the user."""
+        fd, self._trace_fd = self._trace_fd, -1
+        with contextlib.suppress(OSError):
+            if fd >= 0 and os.fstat(fd).st_ino == self._trace_inode:
+                os.close(fd)
+
+    def _forget(self) -> None:
+        self._command = self._answer = self._profile = None
+        self._first_step = None
+        self.active = False
+        self._after_step.remove()
+
+    def _end(self, why: str) -> None:
+        """Leave things as they were before the capture."""
+        profile, answer = self._profile, self._answer
+        self._forget()
+        if profile is not None:
+            profile.stop()
+        if answer is not None:
+            answer.tell(layout.PHASE_FAILED, why)
+
+    def _give_way(self) -> None:
+        if self._profile is not None and threading.get_ident() == self._thread_id:
+            self._guard(lambda: self._end("the user's own profiler began, and went first"))
+
+    def _is_capturing_a_graph(self) -> bool:
+        # Profilers synchronise the device, which would ruin the user's graph.
+        cuda = self._torch.cuda
+        return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
+
+    def _fail(self, error: BaseException, answer: Optional[Answer] = None) -> None:
+        if raised_by_a_signal_handler(error):
+            raise error
+        self._off = True
+        profile, answer = self._profile, answer or self._answer
+        self._forget()
+        text = "{}: {}".format(type(error).__name__, error)
+        complain("captures disabled: {}; training is not affected".format(text))
+        if profile is not None:
+            with contextlib.suppress(Exception):
+                profile.stop()
+        if answer is not None:
+            with contextlib.suppress(Exception):
+                answer.tell(layout.PHASE_OFF, text)
+
+    def before_fork(self) -> None:
+        """A child would go on recording, for ever: its copy of the profiler cannot be stopped safely."""
+        if self._profile is not None and threading.get_ident() == self._thread_id:
+            self._guard(
+                lambda: self._end("the process forked during the capture (a data loader's workers?); ask again")
+            )
+
+    def after_fork_in_child(self) -> None:
+        if self._profile is not None and self._profile.with_stack:
+            sys.setprofile(None)
+        self._off = True
+        self._ring = None
+        self._command = self._answer = self._profile = None
+        self._close_trace()
+
+    def _leave(self) -> None:
+        """At the interpreter's end."""
+        if self._profile is not None and threading.get_ident() == self._thread_id:
+            self._guard(lambda: self._end("the process ended during the capture"))
+        # Who waits for the trace gets a moment to fetch it. While it is being written, nothing else runs anyway.
+        if self._writing.acquire(timeout=KEEP_AT_EXIT_SECONDS):
+            self._writing.release()
