@@ -19,7 +19,7 @@ from rankscope.analysis.drawing.svg import printable
 from rankscope.analysis.wording import ranks as ranks_text
 from rankscope.cli.capture_following import FINAL
 from rankscope.cli.capture_table import state_table
-from rankscope.cli.capture_wording import state_word, tally, what_happened
+from rankscope.cli.capture_wording import delivered, state_word, tally, what_happened
 from rankscope.v1 import capture_service_pb2 as pb
 
 MOST_ROWS = 16
@@ -132,7 +132,7 @@ def headline(capture: pb.Capture | None) -> str:
     if capture is None:
         return "asking the daemon"
     text = f"capture {capture.id} of {ranks_text([entry.rank for entry in capture.ranks])} of {capture.job}"
-    if capture.ranks and capture.state not in FINAL and all(entry.state in FINAL for entry in capture.ranks):
+    if delivered(capture) and capture.state not in FINAL and all(entry.state in FINAL for entry in capture.ranks):
         text += ": recorded; comparing the ranks, and step times before and after"
     return printable(text)
 
