@@ -104,7 +104,7 @@ def serving(
     folder.mkdir(parents=True, exist_ok=True)
     log_path, output_path = folder / "log", folder / "output"
     settings = ("--metrics-listen", "127.0.0.1:0", "--socket", str(folder / "s" / "d.sock"), "--window-seconds", "0.5")
-    command = [*launcher, subcommand, *settings, *flags]
+    command = [*launcher, subcommand, *settings, "--capture-dir", str(folder / "captures"), *flags]
     with log_path.open("w") as log, output_path.open("w") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=log, text=True, env={**os.environ, **(environment or {})}

@@ -15,6 +15,8 @@ from rankscope.analysis.traces.reading import TraceError, read_trace
 from rankscope.cli.trace_ranks import Claim, assign_ranks, rank_in_name
 
 _SUFFIXES = (".json", ".json.gz")
+# `rankscope capture --output` leaves it beside the traces.
+_CAPTURE_SUMMARY = "summary.json"
 _BLOCK_BYTES = 1 << 20
 # Below this, starting processes costs more than they save.
 _POOL_TEXT_BYTES = 64 << 20
@@ -123,7 +125,7 @@ def _below(folder: Path, broken: list[BrokenFile]) -> list[Path]:
         Path(place) / name
         for place, _, names in os.walk(folder, onerror=note)
         for name in names
-        if name.endswith(_SUFFIXES) and not name.startswith(".")
+        if name.endswith(_SUFFIXES) and not name.startswith(".") and name != _CAPTURE_SUMMARY
     ]
     broken += problems
     if not found and not problems:
