@@ -139,7 +139,8 @@ class RunningDaemon:
 @contextlib.contextmanager
 def daemon(*flags: str) -> Iterator[RunningDaemon]:
     with tempfile.TemporaryDirectory(prefix="rankscope-bench-") as folder:
-        settings = ("--metrics-listen", "127.0.0.1:0", "--socket", f"{folder}/daemon.sock", *flags)
+        settings = ("--metrics-listen", "127.0.0.1:0", "--socket", f"{folder}/daemon.sock")
+        settings += ("--capture-dir", f"{folder}/captures", *flags)
         environment = {key: value for key, value in os.environ.items() if not key.startswith("RANKSCOPE_")}
         log = Path(folder) / "log"
         with log.open("w") as writing:

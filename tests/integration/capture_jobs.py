@@ -1,4 +1,4 @@
-"""Real 4-rank DDP jobs for captures, each in network and mount namespaces of its own, as a pod would be."""
+"""Real 4-rank DDP jobs for captures, each in network, mount and pid namespaces of its own, as in a pod."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, wa
 SCRIPT = Path(__file__).parent / "jobs" / "capture_ddp.py"
 RANKS = 4
 # Its own loopback, and a /tmp that nobody else sees.
+# Processes of its own, which end with the first of them: torchrun's ranks outlive a torchrun that is killed.
+ENTER_NAMESPACES = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 ENTER = 'ip link set lo up && mount -t tmpfs none /tmp && exec "$@"'
 CAPTURE_SECONDS = 240.0
 
@@ -55,7 +57,7 @@ def capture_job(folder: Path, run_id: str, *, slow_rank: int = -1, probe: bool =
     # The folder is outside of /tmp, which is another one in there.
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            ["unshare", "--net", "--mount", "bash", "-c", ENTER, "bash", *launch],
+            [*ENTER_NAMESPACES, "bash", "-c", ENTER, "bash", *launch],
             env=environment,
             stdout=log,
             stderr=log,

@@ -282,8 +282,7 @@ class Conductor:
 def _enter_delivery(entry: pb.RankCapture, recording: Recording, delivered: Delivered) -> None:
     entry.state = pb.CAPTURE_STATE_ANALYSED
     entry.artifact, entry.bytes, entry.uri = delivered.artifact, delivered.size_bytes, delivered.uri
-    del entry.notes[:]
-    entry.notes.extend([*recording.notes, *delivered.notes])
+    entry.notes.extend(note for note in (*recording.notes, *delivered.notes) if note not in entry.notes)
     start = delivered.start_unix_millis if delivered.start_unix_millis is not None else recording.start_unix_millis
     steps = delivered.steps if delivered.steps is not None else recording.steps
     if start is not None:

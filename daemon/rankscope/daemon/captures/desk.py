@@ -14,9 +14,11 @@ from rankscope.daemon.captures.kineto_backend import KinetoBackend
 from rankscope.daemon.captures.making_room import Quota
 from rankscope.daemon.captures.namespaces import network_namespace
 from rankscope.daemon.captures.orders import Backend
+from rankscope.daemon.captures.probe_backend import ProbeBackend
 from rankscope.daemon.captures.recent_steps import RecentSteps
 from rankscope.daemon.captures.selecting import SuspectsOf
 from rankscope.daemon.captures.serving import capture_service
+from rankscope.daemon.captures.stacks_backend import StacksBackend
 from rankscope.daemon.captures.store import Store
 from rankscope.daemon.config import NONE, Config
 from rankscope.daemon.samples import RankKey, RankProcess
@@ -38,7 +40,8 @@ class CaptureDesk:
         socket_dir = None if config.kineto_socket_dir == NONE else config.kineto_socket_dir
         self._endpoint = Endpoint(socket_directory=socket_dir, proc_root=proc_root)
         kineto = KinetoBackend(self._endpoint, proc_root)
-        backends: list[Backend] = [kineto, *_other_backends(config)]
+        # The best one that suits a rank is used.
+        backends: list[Backend] = [kineto, ProbeBackend(proc_root), StacksBackend(config.py_spy or None, proc_root)]
         upload_url = "" if config.capture_upload_url == NONE else config.capture_upload_url
         self._conductor = Conductor(
             config.node,
@@ -88,7 +91,3 @@ class CaptureDesk:
             malformed_total=tallies.malformed,
             unvouched_total=tallies.unvouched,
         )
-
-
-def _other_backends(config: Config) -> list[Backend]:
-    return []

@@ -35,12 +35,13 @@ class Engagements:
                 entry = capture.ranks.add(rank=number, node=self._node, state=pb.CAPTURE_STATE_ACCEPTED)
                 try:
                     rank = self._take(capture.job, number, here)
-                    backend = self._choose_backend(rank)
+                    backend, objections = self._choose_backend(rank)
                 except CaptureError as error:
                     entry.state, entry.error = pb.CAPTURE_STATE_FAILED, str(error)
                     continue
                 self._taken[rank.job, number] = capture.id
                 entry.backend, entry.pid = backend.name, rank.pid
+                entry.notes.extend(f"not by {objection}" for objection in objections)
                 engaged.append((rank, backend))
         return engaged
 
@@ -75,11 +76,12 @@ class Engagements:
             raise CaptureError(f"rank {number} is being captured already, by {other}; wait for that or cancel it")
         return here[number]
 
-    def _choose_backend(self, rank: RankProcess) -> Backend:
-        objections = []
+    def _choose_backend(self, rank: RankProcess) -> tuple[Backend, list[str]]:
+        """The first that suits, and why those before it do not."""
+        objections: list[str] = []
         for backend in self._backends:
             objection = backend.objection(rank)
             if objection is None:
-                return backend
+                return backend, objections
             objections.append(f"{backend.name}: {objection}")
         raise CaptureError(f"rank {rank.rank} (pid {rank.pid}) cannot be captured: {'; '.join(objections)}")
