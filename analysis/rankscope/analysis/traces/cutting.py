@@ -14,6 +14,7 @@ from rankscope.analysis.traces.columns import ABSENT, Category, Trace
 from rankscope.analysis.traces.decoding import DECODE_ERRORS
 from rankscope.analysis.traces.describing import base_time_ns, describe
 from rankscope.analysis.traces.inflating import inflate
+from rankscope.analysis.traces.mending import mend
 from rankscope.analysis.traces.perfetto import microseconds, nanoseconds
 from rankscope.analysis.traces.perfetto_tracks import ON_DEVICE, RawEvent
 from rankscope.analysis.traces.refusing import Repairs, TraceError
@@ -118,10 +119,12 @@ def cut(
         yield _ENCODER.encode({**mark, "ts": microseconds(stretch.start_ns - base_ns)})
         separator = b",\n"
     for batch in batches(text, Ending()):
+        # A reader that skips a text does not mind its encoding; others would.
+        plain = batch.text if batch.text.isascii() else batch.text.decode(errors="replace").encode()
         if stretch is None:
-            left = batch.text[1:-1].strip()
+            left = plain[1:-1].strip()
         else:
-            events = _EVENTS.decode(batch.text)
+            events = _EVENTS.decode(plain)
             left = _ENCODER.encode([event for event in events if _belongs(event, stretch, base_ns)])[1:-1]
         if left:
             yield separator + left
@@ -134,9 +137,9 @@ def _open(text: Text) -> dict[str, msgspec.Raw]:
     text.hold(_FIRST_HEAD_BYTES)
     while True:
         for found in _EVENTS_KEY.finditer(bytes(text.held)):
-            before = bytes(text.held[: found.start()]).removeprefix(b"\xef\xbb\xbf")
+            before = bytes(text.held[: found.start()]).removeprefix(b"\xef\xbb\xbf") + b'"":0}'
             try:
-                head = _HEAD.decode(before + b'"":0}')
+                head = _HEAD.decode(mend(before, Repairs(), offset=0))
             except DECODE_ERRORS:
                 continue  # within another value
             text.drop(found.end())

@@ -19,6 +19,7 @@ from rankscope.analysis.traces.breakdown import Breakdown, break_down
 from rankscope.analysis.traces.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.columns import Trace
 from rankscope.analysis.traces.cutting import Stretch, cut
+from rankscope.analysis.traces.decoding import DECODE_ERRORS
 from rankscope.analysis.traces.joining import join_traces
 from rankscope.analysis.traces.reading import TraceError, read_trace
 from rankscope.analysis.traces.summarizing import summarize
@@ -130,7 +131,7 @@ def _write_trace(one: RankJob, stretch: Stretch | None, result: RankResult) -> N
     distributed = {"rank": one.rank, "world_size": one.world_size}
     try:
         _compress(one, cut(blocks(Path(one.recording)), stretch, head, distributed=distributed, mark=mark))
-    except (TraceError, msgspec.DecodeError, RecursionError) as error:
+    except (TraceError, *DECODE_ERRORS) as error:
         raise RefusedError(f"the trace cannot be cut: {error}") from error
 
 

@@ -91,6 +91,18 @@ def test_what_a_file_says_of_itself_stays_but_for_its_rank_and_what_only_we_say(
     assert left["traceEvents"] == StepFile().events()
 
 
+@pytest.mark.parametrize("count", [None, 2])
+def test_what_is_left_is_json_even_if_the_file_was_not_quite(count: int | None) -> None:
+    data = StepFile(head={"host_name": "HOST"}).text().replace(b"HOST", b"caf\xe9\n")
+    data = data.replace(b'"args": {}', b'"args": {}, "caf\xe9": "\xff"')
+    trace = read_trace(data)
+    run = _whole(trace).run(0, count or 1)
+    stretch = outline(trace).stretch(int(run.start_ns[0]), int(run.end_ns[-1])) if count else None
+    left = json.loads(b"".join(cut([data], stretch, {}, distributed={})))
+    assert left["host_name"] == "caf\ufffd "
+    assert sum(event.get("caf\ufffd") == "\ufffd" for event in left["traceEvents"]) >= 6
+
+
 def test_a_file_whose_events_are_not_where_a_profiler_writes_them_is_refused() -> None:
     with pytest.raises(TraceError, match="no traceEvents"):
         list(cut([b'{"a": "\\"traceEvents\\": [", "b": 1}'], None, {}, distributed={}))
