@@ -66,7 +66,7 @@ def peer(*unshare: str) -> Iterator[Peer]:
 
 @contextmanager
 def endpoint_for(*peers: Peer, **more: Any) -> Iterator[Endpoint]:
-    endpoint = Endpoint(**more)
+    endpoint = Endpoint(**{"shy_seconds": 0.0, **more})
     endpoint.start()
     try:
         watch(endpoint, {each.namespace: each.pid for each in peers})

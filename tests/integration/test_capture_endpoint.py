@@ -168,6 +168,27 @@ def test_an_answer_that_would_come_too_late_is_not_sent_and_its_offer_stays() ->
         assert handed.is_set()
 
 
+def test_the_first_word_of_a_client_to_a_young_socket_is_not_answered() -> None:
+    # It may be libkineto's last try to send, after which it does not wait for an answer.
+    with peer() as trainer, endpoint_for(trainer, shy_seconds=3600.0) as endpoint:
+        endpoint.offer(trainer.pid, offer("A=1\n", trainer))
+        assert trainer.is_ignored()
+        assert endpoint.client(trainer.pid) is not None, "but heard"
+        assert trainer.polls() == ["A=1\n"]
+        assert trainer.polls() == [""]
+        assert trainer.is_ignored(name="dynoconfigclient-1"), "another client"
+
+
+def test_a_client_that_seems_to_be_an_answer_behind_is_left_without_one_once() -> None:
+    with peer() as trainer, endpoint_for(trainer) as endpoint:
+        assert trainer.polls() == [""]
+        endpoint.offer(trainer.pid, offer("A=1\n", trainer))
+        endpoint.hush(trainer.pid)
+        assert trainer.is_ignored()
+        assert not endpoint.is_hushed(trainer.pid)
+        assert trainer.polls() == ["A=1\n"]
+
+
 def test_ten_thousand_clients_in_one_namespace_cost_bounded_memory_and_starve_no_other() -> None:
     with peer() as flooder, peer() as trainer, endpoint_for(flooder, trainer) as endpoint:
         flooder.tell(do="flood", clients=10_000, also_noise=True)

@@ -2,9 +2,9 @@
 
 What keeps trainers alive, and is tested: an answer leaves through the very socket on which the poll came in, goes to
 the very address it came from, only if the kernel vouches for a sender that lives in that namespace, and only while the
-sender still waits for it. From any other socket an answer makes libkineto abort its process; one that comes too late is
-taken for the answer to the next poll, and every later one likewise. In doubt: silence, which libkineto takes for
-"nothing to do"."""
+sender waits for it. From any other socket an answer makes libkineto abort its process. One that it does not wait for it
+takes for the answer to its next poll, and so on for ever: every configuration then comes a poll too late. In doubt:
+silence, which libkineto takes for "nothing to do", and which sets such a client right again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from typing import Final
 from rankscope.daemon import procfs
 from rankscope.daemon.captures import wire
 from rankscope.daemon.captures.binding import Binder, Key
-from rankscope.daemon.captures.clients import Client, Clients
+from rankscope.daemon.captures.clients import CLIENTS_LIMIT, Client, Clients
 from rankscope.daemon.captures.places import BATCH, PAUSE_SECONDS, Place
 from rankscope.daemon.captures.receiving import Datagram, receive
 from rankscope.daemon.captures.socket_files import unbind_file
@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 HOUSEKEEPING_SECONDS: Final = 1.0
 # libkineto looks for the answer at least five times, 10 ms apart, and then goes away.
 ANSWER_WITHIN_SECONDS: Final = 0.04
+# libkineto tries to send for 10 s, sleeping for half of that before its last try. If that one succeeds, it takes it for
+# failed and does not wait for the answer. So the first datagram of a client on a young socket is not answered.
+SHY_SECONDS: Final = 15.0
 NICENESS: Final = -10
 
 
@@ -53,6 +56,7 @@ class Tallies:
     malformed: int = 0
     unvouched: int = 0  # not the kernel's word, or not of this namespace or directory
     late: int = 0
+    hushed: int = 0
     unsent: int = 0
     deferred: int = 0  # batches put off by the rate limit
 
@@ -66,8 +70,10 @@ class Endpoint:
         socket_directory: str | None = None,
         proc_root: Path = Path("/proc"),
         monotonic: Callable[[], float] = time.monotonic,
+        shy_seconds: float = SHY_SECONDS,
     ) -> None:
         self._proc_root = proc_root
+        self._shy_seconds = shy_seconds
         self._monotonic = monotonic
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -79,6 +85,7 @@ class Endpoint:
         self._places: dict[Key, Place] = {}
         self._clients = Clients()
         self._offers: dict[int, Offer] = {}
+        self._hushed: set[int] = set()
         self._lock = threading.Lock()
         self._tallies = dict.fromkeys(Tallies.__dataclass_fields__, 0)
         self._stopping = False
@@ -113,6 +120,16 @@ class Endpoint:
         """Whether the offer was still there: False means that it has been handed out."""
         with self._lock:
             return self._offers.pop(pid, None) is not None
+
+    def hush(self, pid: int) -> None:
+        """Do not answer the next poll of a process: for one that seems to be an answer behind."""
+        with self._lock:
+            if len(self._hushed) < CLIENTS_LIMIT:
+                self._hushed.add(pid)
+
+    def is_hushed(self, pid: int) -> bool:
+        with self._lock:
+            return pid in self._hushed
 
     def client(self, pid: int) -> Client | None:
         with self._lock:
@@ -231,11 +248,18 @@ class Endpoint:
         if namespace is None:
             self._tallies["unvouched"] += 1
             return
+        now = self._monotonic()
+        is_shy = place.is_stranger(datagram.address, now - place.bound_at < self._shy_seconds)
         with self._lock:
+            if isinstance(message, wire.Request):
+                self._clients.polled(namespace, datagram.address, datagram.pid, message.is_ready, now)
+            if is_shy or datagram.pid in self._hushed:
+                self._hushed.discard(datagram.pid)
+                self._tallies["hushed"] += 1
+                return
             if isinstance(message, wire.Registration):
                 self._send(place, wire.count(len(self._clients) + 1), datagram)
                 return
-            self._clients.polled(namespace, datagram.address, datagram.pid, message.is_ready, self._monotonic())
             offer, text = self._offered(datagram.pid) if message.is_ready else (None, None)
             if self._send(place, wire.configuration(text or ""), datagram) and offer is not None:
                 del self._offers[datagram.pid]

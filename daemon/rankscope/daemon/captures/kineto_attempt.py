@@ -66,6 +66,7 @@ class Attempt:
         self._seconds = seconds_to_record(order)
 
     def run(self, target: Path) -> Recording:
+        target.unlink(missing_ok=True)  # of an earlier attempt
         asked = start = self._order.start_unix_millis / 1000
         notes: list[str] = []
         for _ in range(ATTEMPTS):
@@ -88,6 +89,7 @@ class Attempt:
                     target, is_trace=True, start_unix_millis=round(window.start * 1000), notes=tuple(notes)
                 )
             self._pasts.refused(self._process)
+            self._endpoint.hush(self._rank.pid)  # perhaps the configuration reached it a poll too late
             if time.time() >= self._order.give_up_unix_seconds:
                 break
             notes.append("took a configuration and recorded nothing, so it was asked again")
@@ -135,6 +137,8 @@ class Attempt:
         """The next poll is sure to be in time for it."""
         client, now = self._endpoint.client(self._rank.pid), time.time()
         polls_in = DEFAULT_POLL_SECONDS if client is None else client.polls_in_seconds(time.monotonic())
+        if self._endpoint.is_hushed(self._rank.pid):
+            polls_in += DEFAULT_POLL_SECONDS if client is None else client.poll_seconds
         earliest = max(now + polls_in, self._pasts.busy_until(self._process) + DEFAULT_POLL_SECONDS)
         return earliest + LEAD_SECONDS + POLL_ALLOWANCE_SECONDS
 

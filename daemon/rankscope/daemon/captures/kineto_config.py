@@ -4,7 +4,6 @@ runs all the same: so every value is checked here, before anything is sent."""
 from __future__ import annotations
 
 import re
-from pathlib import PurePosixPath
 from typing import Final
 
 from rankscope.daemon.captures.orders import SECONDS_LIMIT, CaptureError, Options
@@ -50,8 +49,7 @@ def configuration(path: str, start_unix_millis: int, seconds: float, options: Op
 
 
 def _is_safe(path: str) -> bool:
-    parts = PurePosixPath(path).parts
-    return len(path) <= PATH_LIMIT and bool(_SAFE_PATH.fullmatch(path)) and ".." not in parts and "." not in parts
+    return len(path) <= PATH_LIMIT and bool(_SAFE_PATH.fullmatch(path)) and not {".", ".."} & set(path.split("/"))
 
 
 def _flag(value: bool) -> str:

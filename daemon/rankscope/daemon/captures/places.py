@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from rankscope.daemon.captures.clients import Address
 from rankscope.daemon.captures.namespaces import network_namespace
 from rankscope.daemon.captures.receiving import Datagram
 from rankscope.daemon.captures.socket_files import belongs_to_client
@@ -15,6 +16,7 @@ from rankscope.daemon.captures.socket_files import belongs_to_client
 # some hundredths of a core and nobody in another namespace anything.
 DATAGRAMS_PER_SECOND: Final = 2000
 BATCH: Final = 64
+KNOWN_LIMIT: Final = 4096
 PAUSE_SECONDS: Final = BATCH / DATAGRAMS_PER_SECOND
 
 
@@ -29,6 +31,7 @@ class Place:
     filled_at: float
     allowance: float = DATAGRAMS_PER_SECOND
     is_paused: bool = False
+    known: set[Address] = field(default_factory=set)
 
     def refill(self, now: float) -> None:
         self.allowance = min(DATAGRAMS_PER_SECOND, self.allowance + (now - self.filled_at) * DATAGRAMS_PER_SECOND)
@@ -38,6 +41,17 @@ class Place:
         if self.allowance < 1:
             return False
         self.allowance -= 1
+        return True
+
+    def is_stranger(self, address: Address, is_young: bool) -> bool:
+        """Whether this is the first that is heard of a client while the socket is young."""
+        if not is_young:
+            self.known.clear()
+            return False
+        if address in self.known:
+            return False
+        if len(self.known) < KNOWN_LIMIT:
+            self.known.add(address)
         return True
 
     def vouched_namespace(self, datagram: Datagram, proc_root: Path) -> int | None:

@@ -1,0 +1,220 @@
+"""Taking a trace out of a container that would rather give something else. A directory stands for the container's root:
+/proc/<pid>/root is a link to it, as the kernel's own is."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rankscope.daemon.captures import fetching
+from rankscope.daemon.captures.fetching import NotThereError, remove_file, take_file
+from rankscope.daemon.captures.orders import CaptureError
+
+PID = 7
+TRACE = "/tmp/rankscope-c-1-rank0_7.json"
+SECRET = "root:$6$secret"
+
+
+class Box:
+    """A container, a machine around it with a secret, and where traces are taken to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proc_root = folder / "proc"
+        self.root = folder / "box"
+        self.host = folder / "host"
+        self.target = folder / "taken.json"
+        (self.proc_root / str(PID)).mkdir(parents=True)
+        (self.root / "tmp").mkdir(parents=True)
+        self.host.mkdir()
+        (self.host / "shadow").write_text(SECRET)
+        (self.proc_root / str(PID) / "root").symlink_to(self.root)
+        self.trace = self.root / TRACE[1:]
+
+    def take(self, **more: int) -> int:
+        return take_file(PID, TRACE, self.target, self.proc_root, **more)
+
+    def refuses(self, words: str, **more: int) -> None:
+        with pytest.raises(CaptureError, match=words) as refusal:
+            self.take(**more)
+        assert not isinstance(refusal.value, NotThereError)
+        assert not self.target.exists()
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Box:
+    return Box(tmp_path)
+
+
+def test_a_plain_file_is_copied_and_then_removed_at_its_place(box: Box) -> None:
+    box.trace.write_text('{"traceEvents": []}')
+    assert box.take() == 19
+    assert box.target.read_text() == '{"traceEvents": []}'
+    assert remove_file(PID, TRACE, box.proc_root)
+    assert not box.trace.exists()
+    assert not remove_file(PID, TRACE, box.proc_root)
+
+
+def test_a_file_that_is_not_there_yet_is_told_from_every_other_trouble(box: Box) -> None:
+    with pytest.raises(NotThereError):
+        box.take()
+    box.trace.parent.rmdir()
+    with pytest.raises(NotThereError):
+        box.take()
+    box.trace.parent.write_text("")
+    box.refuses("cannot be reached: Not a directory")
+
+
+def test_a_process_that_is_gone_has_no_file_system(box: Box) -> None:
+    with pytest.raises(CaptureError, match="the file system of pid 8 cannot be entered"):
+        take_file(8, TRACE, box.target, box.proc_root)
+    assert not remove_file(8, TRACE, box.proc_root)
+
+
+@pytest.mark.parametrize("link", ["/etc/shadow", "{host}/shadow", "../../host/shadow", "decoy"])
+def test_a_link_in_place_of_the_trace_is_not_followed(box: Box, link: str) -> None:
+    (box.root / "tmp" / "decoy").write_text("inside")
+    box.trace.symlink_to(link.format(host=box.host))
+    box.refuses("is not a plain file")
+
+
+@pytest.mark.parametrize("link", ["{host}", "../host", "../../../../../../../../../..{host}"])
+def test_a_link_in_place_of_the_folder_leads_no_further_than_the_containers_root(box: Box, link: str) -> None:
+    (box.host / box.trace.name).write_text(SECRET)
+    (box.root / "tmp").rmdir()
+    (box.root / "tmp").symlink_to(link.format(host=box.host))
+    with pytest.raises(CaptureError):
+        box.take()
+    assert not remove_file(PID, TRACE, box.proc_root)
+    assert (box.host / box.trace.name).read_text() == SECRET
+
+
+def test_a_link_within_the_container_is_the_containers_own_affair(box: Box) -> None:
+    (box.root / "tmp").rename(box.root / "scratch")
+    (box.root / "tmp").symlink_to("/scratch")
+    (box.root / "scratch" / box.trace.name).write_text("{}")
+    assert box.take() == 2
+    assert remove_file(PID, TRACE, box.proc_root)
+
+
+def test_a_way_through_proc_is_refused(box: Box) -> None:
+    (box.root / "tmp").rmdir()
+    (box.root / "proc").mkdir()
+    descriptor = os.open(box.host, os.O_RDONLY)
+    try:
+        (box.host / box.trace.name).write_text(SECRET)
+        # A link of the kernel's own would leave any root.
+        take_from = f"/proc/self/fd/{descriptor}/{box.trace.name}"
+        (box.proc_root / str(PID) / "root").unlink()
+        (box.proc_root / str(PID) / "root").symlink_to("/")
+        with pytest.raises(CaptureError, match="cannot be reached"):
+            take_file(PID, take_from, box.target, box.proc_root)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Fails a test that waits for ever in a thread of its own."""
+    timer = threading.Timer(30, os._exit, (9,))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def test_a_fifo_a_socket_and_a_folder_are_refused_without_waiting(box: Box) -> None:
+    with at_once():
+        os.mkfifo(box.trace)
+        box.refuses("is not a plain file")
+        box.trace.unlink()
+        os.mknod(box.trace, stat.S_IFSOCK | 0o600)
+        box.refuses("is not a plain file")
+        box.trace.unlink()
+        box.trace.mkdir()
+        box.refuses("is not a plain file")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="to make a device needs root")
+def test_a_device_is_refused_and_not_even_opened(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Opening /dev/watchdog, say, would restart the machine soon.
+    os.mknod(box.trace, stat.S_IFCHR | 0o600, os.makedev(1, 5))
+    opened: list[object] = []
+    real = os.open
+
+    def watched(path: Path, flags: int) -> int:
+        if not flags & os.O_PATH:
+            opened.append(path)
+        return real(path, flags)
+
+    monkeypatch.setattr(fetching.os, "open", watched)
+    box.refuses("is not a plain file")
+    assert opened == []
+
+
+def test_a_file_with_a_second_name_is_refused(box: Box) -> None:
+    (box.root / "tmp" / "somebody-elses").write_text(SECRET)
+    os.link(box.root / "tmp" / "somebody-elses", box.trace)
+    box.refuses("has other names as well")
+
+
+def test_a_file_that_keeps_growing_is_given_up(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.trace.write_bytes(b"x" * 1000)
+    monkeypatch.setattr(fetching, "CHUNK_BYTES", 100)
+    disk_usage = fetching.shutil.disk_usage
+
+    def growing(place: str) -> object:
+        with box.trace.open("ab") as file:
+            file.write(b"x" * 1000)
+        return disk_usage(place)
+
+    monkeypatch.setattr(fetching.shutil, "disk_usage", growing)
+    box.refuses("had 1000 bytes and changed while it was read")
+
+
+def test_a_file_that_shrinks_is_given_up(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.trace.write_bytes(b"x" * 1000)
+    disk_usage = fetching.shutil.disk_usage
+
+    def shrinking(place: str) -> object:
+        os.truncate(box.trace, 10)
+        return disk_usage(place)
+
+    monkeypatch.setattr(fetching.shutil, "disk_usage", shrinking)
+    box.refuses("had 1000 bytes and changed while it was read")
+
+
+def test_a_huge_file_of_holes_costs_no_disk(box: Box) -> None:
+    with box.trace.open("wb") as file:
+        file.write(b"{")
+        file.truncate(8 << 30)
+    box.refuses("8589934592 bytes; .* at most are taken")
+    os.truncate(box.trace, 16 << 20)
+    box.refuses("is no text")
+
+
+def test_a_file_beyond_the_limit_or_half_the_free_disk_is_refused(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.trace.write_text("{}" * 100)
+    box.refuses("200 bytes; 199 at most are taken", limit_bytes=199)
+
+    class Usage:
+        free = 399
+
+    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda place: Usage)
+    box.refuses("half of what is free")
+    Usage.free = 400
+    assert box.take() == 200
+
+
+def test_a_copy_never_replaces_a_file_of_ours(box: Box) -> None:
+    box.trace.write_text("{}")
+    box.target.write_text("ours")
+    with pytest.raises(FileExistsError):
+        box.take()
+    assert box.target.read_text() == "ours"
