@@ -140,7 +140,7 @@ class _Asked:
     def _cancel(self, capture_id: str) -> None:
         try:
             self._stub.CancelCapture(pb.CancelCaptureRequest(id=capture_id), timeout=CALL_SECONDS)
-            _warn(f"interrupted; asked the daemon to cancel capture {capture_id}. What was recorded by now is kept")
+            _warn(f"interrupted; asked the daemon to cancel capture {capture_id}. What was delivered by now is kept")
             deadline = time.monotonic() + CANCEL_SECONDS
             for capture in follow_again(self._stub, capture_id, lambda: time.monotonic() < deadline):
                 self._capture = capture

@@ -9,8 +9,10 @@ from rankscope.analysis.drawing.svg import printable
 from rankscope.cli.capture_fetching import Fetched, next_steps
 from rankscope.cli.capture_following import FINAL
 from rankscope.cli.capture_table import make_console, result_table
-from rankscope.cli.capture_wording import delivered, findings, is_complete, outcome, slowdowns, state_word
+from rankscope.cli.capture_wording import delivered, findings, is_complete, notes, outcome, slowdowns, state_word
 from rankscope.v1 import capture_service_pb2 as pb
+
+MOST_NOTES = 8
 
 
 def print_capture(capture: pb.Capture, fetched: Fetched | None = None) -> None:
@@ -25,7 +27,10 @@ def print_capture(capture: pb.Capture, fetched: Fetched | None = None) -> None:
     lines = [Text(f"{head}.", style="bold green" if complete else "bold")]
     lines += [Text(_sentence(text)) for text in findings(capture)]
     lines += [Text(_sentence(f"warning: {text}"), style="yellow") for text in slowdowns(capture)]
-    lines += [Text(_sentence(f"note: {printable(note)}"), style="dim") for note in capture.notes]
+    noted = notes(capture)
+    lines += [Text(_sentence(f"note: {note}"), style="dim") for note in noted[:MOST_NOTES]]
+    if len(noted) > MOST_NOTES:
+        lines.append(Text(f"… and {len(noted) - MOST_NOTES} more notes: rankscope captures show {capture.id} --json"))
     lines += [Text(_sentence(f"rank {rank}: {error}"), style="red") for rank, error in errors.items()]
     lines += [Text(line) for line in _where(capture, fetched)]
     for line in lines:

@@ -51,9 +51,7 @@ def result_table(capture: pb.Capture, files: Mapping[int, Path] | None = None) -
     table = _table("rank", *node_column, "by", "state", "steps", "start", "size", *time_columns, "")
     starts = [entry.start_unix_millis for entry in capture.ranks if entry.HasField("start_unix_millis")]
     for entry in capture.ranks:
-        words = what_happened(entry)
-        if files and entry.rank in files:
-            words = f"{files[entry.rank].name}{'; ' + words if words else ''}"
+        words = files[entry.rank].name if files and entry.rank in files else what_happened(entry)
         _add(
             table,
             str(entry.rank),

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     getting.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
     getting.add_argument("--rank", default="all", metavar="R", help="of these ranks, as in 0,3-5 (default: all)")
     getting.add_argument("--output", type=Path, metavar="DIR", help="where to (default: a directory named ID, here)")
-    cancelling = actions.add_parser("cancel", help="end a capture; what it has recorded is kept")
+    cancelling = actions.add_parser("cancel", help="end a capture; what its ranks have delivered is kept")
     cancelling.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
     for action in (listing, showing, getting, cancelling):
         add_endpoint_argument(action)

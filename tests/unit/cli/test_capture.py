@@ -288,3 +288,21 @@ def test_a_rank_that_is_slower_after_the_capture_is_warned_of(
     assert run(command, "--endpoint", endpoint, "--steps", "3") == 0
     (warning,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Warning"))
     assert warning.startswith("Warning: rank 0 took longer for a step after the capture: 7.19 ms before, 9.45 ms")
+
+
+def test_a_note_is_told_once_with_the_ranks_it_is_about(
+    daemon: ScriptedCaptures, endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def note(record: pb.Capture) -> None:
+        record.notes.append("2 of the job's 8 ranks run on node-a; these were asked")
+        for entry in record.ranks:
+            entry.notes.extend(["not by kineto: it was started without KINETO_USE_DAEMON=1", f"writing {entry.pid} ms"])
+
+    many = [ANALYSED] * 10
+    daemon.script = [capture(ANALYSED, *many, edit=note)]
+    assert run(command, "--endpoint", endpoint, "--steps", "3") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("Note", "…"))]
+    assert lines[0] == "Note: 2 of the job's 8 ranks run on node-a; these were asked."
+    assert lines[1] == "Note: 10 ranks (0, 1, 2 …): not by kineto: it was started without KINETO_USE_DAEMON=1."
+    assert lines[2] == "Note: rank 0: writing 4100 ms."
+    assert lines[-1].startswith("… and 4 more notes: rankscope captures show") and len(lines) == 9
