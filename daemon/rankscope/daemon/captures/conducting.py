@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rankscope.daemon.captures.asking import kept_text, length_of, options_of, patience_of, start_of
-from rankscope.daemon.captures.engaging import Engagements
+from rankscope.daemon.captures.engaging import NOT_BY, Engagements
 from rankscope.daemon.captures.orders import Backend, CancelledError, CaptureError, Order, Recording, Stage
 from rankscope.daemon.captures.records import FINAL, Records
 from rankscope.daemon.captures.selecting import SuspectsOf, choose_job, choose_ranks
@@ -156,8 +156,9 @@ class Conductor:
     def _conduct(self, capture_id: str, work: Sequence[tuple[Order, Backend]]) -> None:
         try:
             learned = self._attempt(capture_id, work)
-            if learned:
+            if learned and not self._engagements.cancelled(capture_id).is_set():
                 # Nobody knew how long a step takes, and too few were recorded; now it is known.
+                self.records.change(capture_id, _forget_first_attempt)
                 self._attempt(capture_id, self._anew(work, learned))
             self._measure_aftermath(capture_id, [order for order, _ in work])
             self._conclude(capture_id)
@@ -291,6 +292,13 @@ def _enter_delivery(entry: pb.RankCapture, recording: Recording, delivered: Deli
         entry.steps = steps
     if delivered.summary is not None:
         entry.summary.CopyFrom(delivered.summary)
+
+
+def _forget_first_attempt(capture: pb.Capture) -> None:
+    for entry in capture.ranks:
+        lasting = [note for note in entry.notes if note.startswith(NOT_BY)]
+        del entry.notes[:]
+        entry.notes.extend(lasting)
 
 
 def _overall(capture: pb.Capture) -> pb.CaptureState.ValueType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +28,9 @@ from rankscope.v1.window_pb2 import RankWindow
 
 log = logging.getLogger(__name__)
 
+# How often captures that are too old are looked for.
+SWEEP_SECONDS = 3600.0
+
 
 class CaptureDesk:
     """Raises CaptureError if captures cannot be kept where the configuration says."""
@@ -36,6 +40,7 @@ class CaptureDesk:
         self._proc_root = proc_root
         self._ranks: Sequence[RankProcess] = ()
         self._steps = RecentSteps()
+        self._sweep_at = time.monotonic() + SWEEP_SECONDS
         self._store = Store(Path(config.capture_dir), Quota(config.capture_quota_bytes, config.capture_quota_seconds))
         socket_dir = None if config.kineto_socket_dir == NONE else config.kineto_socket_dir
         self._endpoint = Endpoint(socket_directory=socket_dir, proc_root=proc_root)
@@ -80,6 +85,9 @@ class CaptureDesk:
                 except OSError:
                     continue  # it has just ended
         self._endpoint.watch(namespaces)
+        if time.monotonic() >= self._sweep_at:
+            self._sweep_at = time.monotonic() + SWEEP_SECONDS
+            self._store.sweep()
 
     @property
     def status(self) -> CaptureStatus:

@@ -10,6 +10,8 @@ from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
 ACTIVE_LIMIT = 8
+# Begins the note on a back end that was passed over.
+NOT_BY = "not by "
 
 
 class Engagements:
@@ -41,7 +43,7 @@ class Engagements:
                     continue
                 self._taken[rank.job, number] = capture.id
                 entry.backend, entry.pid = backend.name, rank.pid
-                entry.notes.extend(f"not by {objection}" for objection in objections)
+                entry.notes.extend(f"{NOT_BY}{objection}" for objection in objections)
                 engaged.append((rank, backend))
         return engaged
 
