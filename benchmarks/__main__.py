@@ -8,7 +8,16 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import daemon_cost, overhead, probe_step, timeline_replay, trace_analysis, verdict_rules, window_reading
+from benchmarks import (
+    capture_latency,
+    daemon_cost,
+    overhead,
+    probe_step,
+    timeline_replay,
+    trace_analysis,
+    verdict_rules,
+    window_reading,
+)
 from benchmarks.reporting import Row, between, machine, table, write_json
 
 
@@ -24,6 +33,7 @@ BENCHMARKS: Mapping[str, Callable[[], list[Row]]] = {
     "windows": window_reading.measure,
     "traces": trace_analysis.measure,
     "timeline": timeline_replay.measure,
+    "captures": capture_latency.measure,
     "daemon": daemon_cost.measure,
     "overhead": overhead.measure,
 }

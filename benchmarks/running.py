@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,8 +73,9 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(script: str, ranks: int) -> Iterator[Job]:
-    """Ranks with the probe, each one past its first steps. They end when the control byte, or their parent, is gone."""
+def job(script: str, ranks: int, environment: Mapping[str, str] | None = None) -> Iterator[Job]:
+    """Ranks with the probe, each one past its first steps, and more in their environment if asked. They end when the
+    control byte, or their parent, is gone."""
     with tempfile.TemporaryDirectory(prefix="rankscope-bench-") as name:
         folder = Path(name)
         control = Control(folder / "control")
@@ -88,6 +89,7 @@ def job(script: str, ranks: int) -> Iterator[Job]:
             "MASTER_PORT": str(_free_port()),
             "TORCHELASTIC_RUN_ID": folder.name,
             "GLOO_SOCKET_IFNAME": "lo",
+            **(environment or {}),
         }
         processes = []
         for rank in range(ranks):

@@ -14,7 +14,7 @@ from benchmarks.statistics import paired_ratio, spread_of
 
 
 def test_there_is_a_benchmark_for_every_promise() -> None:
-    assert set(BENCHMARKS) == {"probe", "verdicts", "windows", "traces", "timeline", "daemon", "overhead"}
+    assert set(BENCHMARKS) == {"probe", "verdicts", "windows", "traces", "timeline", "captures", "daemon", "overhead"}
 
 
 def test_the_spread_is_median_and_quartiles() -> None:
