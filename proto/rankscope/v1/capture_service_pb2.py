@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rankscope/v1/capture_service.proto\x12\x0crankscope.v1\"x\n\x0e\x43\x61ptureOptions\x12\x0e\n\x06shapes\x18\x01 \x01(\x08\x12\x0e\n\x06stacks\x18\x02 \x01(\x08\x12\x0e\n\x06memory\x18\x03 \x01(\x08\x12\r\n\x05\x66lops\x18\x04 \x01(\x08\x12\x0f\n\x07modules\x18\x05 \x01(\x08\x12\x16\n\x0e\x61llow_slowdown\x18\x06 \x01(\x08\"\x99\x01\n\tStepTimes\x12\x1b\n\x0e\x62\x65\x66ore_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x1b\n\x0e\x64uring_seconds\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rafter_seconds\x18\x03 \x01(\x01H\x02\x88\x01\x01\x42\x11\n\x0f_before_secondsB\x11\n\x0f_during_secondsB\x10\n\x0e_after_seconds\"\xd3\x03\n\x0cTraceSummary\x12\x14\n\x0cspan_seconds\x18\x01 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\x02 \x01(\x01\x12\x1d\n\x15\x63ommunication_seconds\x18\x03 \x01(\x01\x12%\n\x1d\x65xposed_communication_seconds\x18\x04 \x01(\x01\x12\x1b\n\x13memory_copy_seconds\x18\x05 \x01(\x01\x12\x14\n\x0cidle_seconds\x18\x06 \x01(\x01\x12\x19\n\x0cstep_seconds\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\roverlap_ratio\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\tmfu_ratio\x18\t \x01(\x01H\x02\x88\x01\x01\x12@\n\x0b\x63ollectives\x18\n \x03(\x0b\x32+.rankscope.v1.TraceSummary.CollectivesEntry\x12\x13\n\x0btop_kernels\x18\x0b \x03(\t\x12\x10\n\x08\x66indings\x18\x0c \x03(\t\x1a\x32\n\x10\x43ollectivesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x42\x0f\n\r_step_secondsB\x10\n\x0e_overlap_ratioB\x0c\n\n_mfu_ratio\"\xf5\x01\n\x0bJoinSummary\x12\x1d\n\x15\x63lock_residual_micros\x18\x01 \x01(\x01\x12\x1b\n\x13\x63ollectives_matched\x18\x02 \x01(\r\x12\x42\n\rlast_arrivals\x18\x03 \x03(\x0b\x32+.rankscope.v1.JoinSummary.LastArrivalsEntry\x12\x0f\n\x07verdict\x18\x04 \x01(\t\x12\x10\n\x08\x63ulprits\x18\x05 \x03(\x05\x12\x0e\n\x06reason\x18\x06 \x01(\t\x1a\x33\n\x11LastArrivalsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xec\x02\n\x0bRankCapture\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.rankscope.v1.CaptureState\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x10\n\x08\x61rtifact\x18\x06 \x01(\t\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12\x1e\n\x11start_unix_millis\x18\x08 \x01(\x03H\x00\x88\x01\x01\x12\x12\n\x05steps\x18\t \x01(\rH\x01\x88\x01\x01\x12\x0b\n\x03uri\x18\n \x01(\t\x12+\n\nstep_times\x18\x0b \x01(\x0b\x32\x17.rankscope.v1.StepTimes\x12+\n\x07summary\x18\x0c \x01(\x0b\x32\x1a.rankscope.v1.TraceSummary\x12\x0b\n\x03pid\x18\r \x01(\x05\x12\r\n\x05notes\x18\x0e \x03(\tB\x14\n\x12_start_unix_millisB\x08\n\x06_steps\"\xaa\x02\n\x07\x43\x61pture\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.rankscope.v1.CaptureState\x12(\n\x05ranks\x18\x04 \x03(\x0b\x32\x19.rankscope.v1.RankCapture\x12\x1e\n\x11start_skew_millis\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\'\n\x04join\x18\x06 \x01(\x0b\x32\x19.rankscope.v1.JoinSummary\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x1d\n\x15requested_unix_millis\x18\x08 \x01(\x03\x12\x14\n\x0crequested_by\x18\t \x01(\t\x12\r\n\x05notes\x18\n \x03(\tB\x14\n\x12_start_skew_millis\"\x88\x02\n\x13StartCaptureRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x01(\t\x12\x0f\n\x05steps\x18\x03 \x01(\rH\x00\x12\x11\n\x07seconds\x18\x04 \x01(\x01H\x00\x12-\n\x07options\x18\x05 \x01(\x0b\x32\x1c.rankscope.v1.CaptureOptions\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x1e\n\x11start_unix_millis\x18\x07 \x01(\x03H\x01\x88\x01\x01\x12\x1d\n\x10patience_seconds\x18\x08 \x01(\x01H\x02\x88\x01\x01\x42\x08\n\x06lengthB\x14\n\x12_start_unix_millisB\x13\n\x11_patience_seconds\">\n\x14StartCaptureResponse\x12&\n\x07\x63\x61pture\x18\x01 \x01(\x0b\x32\x15.rankscope.v1.Capture\"\x1f\n\x11GetCaptureRequest\x12\n\n\x02id\x18\x01 \x01(\t\"<\n\x12GetCaptureResponse\x12&\n\x07\x63\x61pture\x18\x01 \x01(\x0b\x32\x15.rankscope.v1.Capture\"\"\n\x13ListCapturesRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"?\n\x14ListCapturesResponse\x12\'\n\x08\x63\x61ptures\x18\x01 \x03(\x0b\x32\x15.rankscope.v1.Capture\"\"\n\x14\x43\x61ncelCaptureRequest\x12\n\n\x02id\x18\x01 \x01(\t\"?\n\x15\x43\x61ncelCaptureResponse\x12&\n\x07\x63\x61pture\x18\x01 \x01(\x0b\x32\x15.rankscope.v1.Capture\"C\n\x17\x44ownloadArtifactRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0e\n\x06offset\x18\x03 \x01(\x04\">\n\x18\x44ownloadArtifactResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04*\xeb\x01\n\x0c\x43\x61ptureState\x12\x1d\n\x19\x43\x41PTURE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43\x41PTURE_STATE_ACCEPTED\x10\x01\x12\x17\n\x13\x43\x41PTURE_STATE_ARMED\x10\x02\x12\x19\n\x15\x43\x41PTURE_STATE_RUNNING\x10\x03\x12\x19\n\x15\x43\x41PTURE_STATE_WRITTEN\x10\x04\x12\x1a\n\x16\x43\x41PTURE_STATE_ANALYSED\x10\x05\x12\x18\n\x14\x43\x41PTURE_STATE_FAILED\x10\x06\x12\x1b\n\x17\x43\x41PTURE_STATE_CANCELLED\x10\x07\x32\xd0\x03\n\x0e\x43\x61ptureService\x12W\n\x0cStartCapture\x12!.rankscope.v1.StartCaptureRequest\x1a\".rankscope.v1.StartCaptureResponse0\x01\x12O\n\nGetCapture\x12\x1f.rankscope.v1.GetCaptureRequest\x1a .rankscope.v1.GetCaptureResponse\x12U\n\x0cListCaptures\x12!.rankscope.v1.ListCapturesRequest\x1a\".rankscope.v1.ListCapturesResponse\x12X\n\rCancelCapture\x12\".rankscope.v1.CancelCaptureRequest\x1a#.rankscope.v1.CancelCaptureResponse\x12\x63\n\x10\x44ownloadArtifact\x12%.rankscope.v1.DownloadArtifactRequest\x1a&.rankscope.v1.DownloadArtifactResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rankscope/v1/capture_service.proto\x12\x0crankscope.v1\"x\n\x0e\x43\x61ptureOptions\x12\x0e\n\x06shapes\x18\x01 \x01(\x08\x12\x0e\n\x06stacks\x18\x02 \x01(\x08\x12\x0e\n\x06memory\x18\x03 \x01(\x08\x12\r\n\x05\x66lops\x18\x04 \x01(\x08\x12\x0f\n\x07modules\x18\x05 \x01(\x08\x12\x16\n\x0e\x61llow_slowdown\x18\x06 \x01(\x08\"\x99\x01\n\tStepTimes\x12\x1b\n\x0e\x62\x65\x66ore_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x1b\n\x0e\x64uring_seconds\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rafter_seconds\x18\x03 \x01(\x01H\x02\x88\x01\x01\x42\x11\n\x0f_before_secondsB\x11\n\x0f_during_secondsB\x10\n\x0e_after_seconds\"\xd3\x03\n\x0cTraceSummary\x12\x14\n\x0cspan_seconds\x18\x01 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\x02 \x01(\x01\x12\x1d\n\x15\x63ommunication_seconds\x18\x03 \x01(\x01\x12%\n\x1d\x65xposed_communication_seconds\x18\x04 \x01(\x01\x12\x1b\n\x13memory_copy_seconds\x18\x05 \x01(\x01\x12\x14\n\x0cidle_seconds\x18\x06 \x01(\x01\x12\x19\n\x0cstep_seconds\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\roverlap_ratio\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\tmfu_ratio\x18\t \x01(\x01H\x02\x88\x01\x01\x12@\n\x0b\x63ollectives\x18\n \x03(\x0b\x32+.rankscope.v1.TraceSummary.CollectivesEntry\x12\x13\n\x0btop_kernels\x18\x0b \x03(\t\x12\x10\n\x08\x66indings\x18\x0c \x03(\t\x1a\x32\n\x10\x43ollectivesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x42\x0f\n\r_step_secondsB\x10\n\x0e_overlap_ratioB\x0c\n\n_mfu_ratio\"\xb5\x02\n\x0bJoinSummary\x12\x1d\n\x15\x63lock_residual_micros\x18\x01 \x01(\x01\x12\x1b\n\x13\x63ollectives_matched\x18\x02 \x01(\r\x12\x42\n\rlast_arrivals\x18\x03 \x03(\x0b\x32+.rankscope.v1.JoinSummary.LastArrivalsEntry\x12\x0f\n\x07verdict\x18\x04 \x01(\t\x12\x10\n\x08\x63ulprits\x18\x05 \x03(\x05\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x12\n\nconfidence\x18\x07 \x01(\t\x12\x19\n\x0cimpact_ratio\x18\x08 \x01(\x01H\x00\x88\x01\x01\x1a\x33\n\x11LastArrivalsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x42\x0f\n\r_impact_ratio\"\xec\x02\n\x0bRankCapture\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.rankscope.v1.CaptureState\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x10\n\x08\x61rtifact\x18\x06 \x01(\t\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12\x1e\n\x11start_unix_millis\x18\x08 \x01(\x03H\x00\x88\x01\x01\x12\x12\n\x05steps\x18\t \x01(\rH\x01\x88\x01\x01\x12\x0b\n\x03uri\x18\n \x01(\t\x12+\n\nstep_times\x18\x0b \x01(\x0b\x32\x17.rankscope.v1.StepTimes\x12+\n\x07summary\x18\x0c \x01(\x0b\x32\x1a.rankscope.v1.TraceSummary\x12\x0b\n\x03pid\x18\r \x01(\x05\x12\r\n\x05notes\x18\x0e \x03(\tB\x14\n\x12_start_unix_millisB\x08\n\x06_steps\"\xaa\x02\n\x07\x43\x61pture\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.rankscope.v1.CaptureState\x12(\n\x05ranks\x18\x04 \x03(\x0b\x32\x19.rankscope.v1.RankCapture\x12\x1e\n\x11start_skew_millis\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\'\n\x04join\x18\x06 \x01(\x0b\x32\x19.rankscope.v1.JoinSummary\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x1d\n\x15requested_unix_millis\x18\x08 \x01(\x03\x12\x14\n\x0crequested_by\x18\t \x01(\t\x12\r\n\x05notes\x18\n \x03(\tB\x14\n\x12_start_skew_millis\"\x88\x02\n\x13StartCaptureRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x01(\t\x12\x0f\n\x05steps\x18\x03 \x01(\rH\x00\x12\x11\n\x07seconds\x18\x04 \x01(\x01H\x00\x12-\n\x07options\x18\x05 \x01(\x0b\x32\x1c.rankscope.v1.CaptureOptions\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x1e\n\x11start_unix_millis\x18\x07 \x01(\x03H\x01\x88\x01\x01\x12\x1d\n\x10patience_seconds\x18\x08 \x01(\x01H\x02\x88\x01\x01\x42\x08\n\x06lengthB\x14\n\x12_start_unix_millisB\x13\n\x11_patience_seconds\">\n\x14StartCaptureResponse\x12&\n\x07\x63\x61pture\x18\x01 \x01(\x0b\x32\x15.rankscope.v1.Capture\"\x1f\n\x11GetCaptureRequest\x12\n\n\x02id\x18\x01 \x01(\t\"<\n\x12GetCaptureResponse\x12&\n\x07\x63\x61pture\x18\x01 \x01(\x0b\x32\x15.rankscope.v1.Capture\"\"\n\x13ListCapturesRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"?\n\x14ListCapturesResponse\x12\'\n\x08\x63\x61ptures\x18\x01 \x03(\x0b\x32\x15.rankscope.v1.Capture\"\"\n\x14\x43\x61ncelCaptureRequest\x12\n\n\x02id\x18\x01 \x01(\t\"?\n\x15\x43\x61ncelCaptureResponse\x12&\n\x07\x63\x61pture\x18\x01 \x01(\x0b\x32\x15.rankscope.v1.Capture\"C\n\x17\x44ownloadArtifactRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0e\n\x06offset\x18\x03 \x01(\x04\">\n\x18\x44ownloadArtifactResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04*\xeb\x01\n\x0c\x43\x61ptureState\x12\x1d\n\x19\x43\x41PTURE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43\x41PTURE_STATE_ACCEPTED\x10\x01\x12\x17\n\x13\x43\x41PTURE_STATE_ARMED\x10\x02\x12\x19\n\x15\x43\x41PTURE_STATE_RUNNING\x10\x03\x12\x19\n\x15\x43\x41PTURE_STATE_WRITTEN\x10\x04\x12\x1a\n\x16\x43\x41PTURE_STATE_ANALYSED\x10\x05\x12\x18\n\x14\x43\x41PTURE_STATE_FAILED\x10\x06\x12\x1b\n\x17\x43\x41PTURE_STATE_CANCELLED\x10\x07\x32\xd0\x03\n\x0e\x43\x61ptureService\x12W\n\x0cStartCapture\x12!.rankscope.v1.StartCaptureRequest\x1a\".rankscope.v1.StartCaptureResponse0\x01\x12O\n\nGetCapture\x12\x1f.rankscope.v1.GetCaptureRequest\x1a .rankscope.v1.GetCaptureResponse\x12U\n\x0cListCaptures\x12!.rankscope.v1.ListCapturesRequest\x1a\".rankscope.v1.ListCapturesResponse\x12X\n\rCancelCapture\x12\".rankscope.v1.CancelCaptureRequest\x1a#.rankscope.v1.CancelCaptureResponse\x12\x63\n\x10\x44ownloadArtifact\x12%.rankscope.v1.DownloadArtifactRequest\x1a&.rankscope.v1.DownloadArtifactResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRACESUMMARY_COLLECTIVESENTRY']._serialized_options = b'8\001'
   _globals['_JOINSUMMARY_LASTARRIVALSENTRY']._loaded_options = None
   _globals['_JOINSUMMARY_LASTARRIVALSENTRY']._serialized_options = b'8\001'
-  _globals['_CAPTURESTATE']._serialized_start=2478
-  _globals['_CAPTURESTATE']._serialized_end=2713
+  _globals['_CAPTURESTATE']._serialized_start=2542
+  _globals['_CAPTURESTATE']._serialized_end=2777
   _globals['_CAPTUREOPTIONS']._serialized_start=52
   _globals['_CAPTUREOPTIONS']._serialized_end=172
   _globals['_STEPTIMES']._serialized_start=175
@@ -46,33 +46,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRACESUMMARY_COLLECTIVESENTRY']._serialized_start=699
   _globals['_TRACESUMMARY_COLLECTIVESENTRY']._serialized_end=749
   _globals['_JOINSUMMARY']._serialized_start=801
-  _globals['_JOINSUMMARY']._serialized_end=1046
-  _globals['_JOINSUMMARY_LASTARRIVALSENTRY']._serialized_start=995
-  _globals['_JOINSUMMARY_LASTARRIVALSENTRY']._serialized_end=1046
-  _globals['_RANKCAPTURE']._serialized_start=1049
-  _globals['_RANKCAPTURE']._serialized_end=1413
-  _globals['_CAPTURE']._serialized_start=1416
-  _globals['_CAPTURE']._serialized_end=1714
-  _globals['_STARTCAPTUREREQUEST']._serialized_start=1717
-  _globals['_STARTCAPTUREREQUEST']._serialized_end=1981
-  _globals['_STARTCAPTURERESPONSE']._serialized_start=1983
-  _globals['_STARTCAPTURERESPONSE']._serialized_end=2045
-  _globals['_GETCAPTUREREQUEST']._serialized_start=2047
-  _globals['_GETCAPTUREREQUEST']._serialized_end=2078
-  _globals['_GETCAPTURERESPONSE']._serialized_start=2080
-  _globals['_GETCAPTURERESPONSE']._serialized_end=2140
-  _globals['_LISTCAPTURESREQUEST']._serialized_start=2142
-  _globals['_LISTCAPTURESREQUEST']._serialized_end=2176
-  _globals['_LISTCAPTURESRESPONSE']._serialized_start=2178
-  _globals['_LISTCAPTURESRESPONSE']._serialized_end=2241
-  _globals['_CANCELCAPTUREREQUEST']._serialized_start=2243
-  _globals['_CANCELCAPTUREREQUEST']._serialized_end=2277
-  _globals['_CANCELCAPTURERESPONSE']._serialized_start=2279
-  _globals['_CANCELCAPTURERESPONSE']._serialized_end=2342
-  _globals['_DOWNLOADARTIFACTREQUEST']._serialized_start=2344
-  _globals['_DOWNLOADARTIFACTREQUEST']._serialized_end=2411
-  _globals['_DOWNLOADARTIFACTRESPONSE']._serialized_start=2413
-  _globals['_DOWNLOADARTIFACTRESPONSE']._serialized_end=2475
-  _globals['_CAPTURESERVICE']._serialized_start=2716
-  _globals['_CAPTURESERVICE']._serialized_end=3180
+  _globals['_JOINSUMMARY']._serialized_end=1110
+  _globals['_JOINSUMMARY_LASTARRIVALSENTRY']._serialized_start=1042
+  _globals['_JOINSUMMARY_LASTARRIVALSENTRY']._serialized_end=1093
+  _globals['_RANKCAPTURE']._serialized_start=1113
+  _globals['_RANKCAPTURE']._serialized_end=1477
+  _globals['_CAPTURE']._serialized_start=1480
+  _globals['_CAPTURE']._serialized_end=1778
+  _globals['_STARTCAPTUREREQUEST']._serialized_start=1781
+  _globals['_STARTCAPTUREREQUEST']._serialized_end=2045
+  _globals['_STARTCAPTURERESPONSE']._serialized_start=2047
+  _globals['_STARTCAPTURERESPONSE']._serialized_end=2109
+  _globals['_GETCAPTUREREQUEST']._serialized_start=2111
+  _globals['_GETCAPTUREREQUEST']._serialized_end=2142
+  _globals['_GETCAPTURERESPONSE']._serialized_start=2144
+  _globals['_GETCAPTURERESPONSE']._serialized_end=2204
+  _globals['_LISTCAPTURESREQUEST']._serialized_start=2206
+  _globals['_LISTCAPTURESREQUEST']._serialized_end=2240
+  _globals['_LISTCAPTURESRESPONSE']._serialized_start=2242
+  _globals['_LISTCAPTURESRESPONSE']._serialized_end=2305
+  _globals['_CANCELCAPTUREREQUEST']._serialized_start=2307
+  _globals['_CANCELCAPTUREREQUEST']._serialized_end=2341
+  _globals['_CANCELCAPTURERESPONSE']._serialized_start=2343
+  _globals['_CANCELCAPTURERESPONSE']._serialized_end=2406
+  _globals['_DOWNLOADARTIFACTREQUEST']._serialized_start=2408
+  _globals['_DOWNLOADARTIFACTREQUEST']._serialized_end=2475
+  _globals['_DOWNLOADARTIFACTRESPONSE']._serialized_start=2477
+  _globals['_DOWNLOADARTIFACTRESPONSE']._serialized_end=2539
+  _globals['_CAPTURESERVICE']._serialized_start=2780
+  _globals['_CAPTURESERVICE']._serialized_end=3244
 # @@protoc_insertion_point(module_scope)

@@ -245,10 +245,16 @@ class JoinSummary(_message.Message):
     VERDICT_FIELD_NUMBER: _builtins.int
     CULPRITS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    CONFIDENCE_FIELD_NUMBER: _builtins.int
+    IMPACT_RATIO_FIELD_NUMBER: _builtins.int
     clock_residual_micros: _builtins.float
     collectives_matched: _builtins.int
     verdict: _builtins.str
     reason: _builtins.str
+    confidence: _builtins.str
+    """"low": a few steps only"""
+    impact_ratio: _builtins.float
+    """share of the steps that would come back"""
     @_builtins.property
     def last_arrivals(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
         """rank to how often it came last"""
@@ -264,12 +270,16 @@ class JoinSummary(_message.Message):
         verdict: _builtins.str = ...,
         culprits: _abc.Iterable[_builtins.int] | None = ...,
         reason: _builtins.str = ...,
+        confidence: _builtins.str = ...,
+        impact_ratio: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_impact_ratio", b"_impact_ratio", "impact_ratio", b"impact_ratio"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_residual_micros", b"clock_residual_micros", "collectives_matched", b"collectives_matched", "culprits", b"culprits", "last_arrivals", b"last_arrivals", "reason", b"reason", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_impact_ratio", b"_impact_ratio", "clock_residual_micros", b"clock_residual_micros", "collectives_matched", b"collectives_matched", "confidence", b"confidence", "culprits", b"culprits", "impact_ratio", b"impact_ratio", "last_arrivals", b"last_arrivals", "reason", b"reason", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__impact_ratio: _TypeAlias = _typing.Literal["impact_ratio"]  # noqa: Y015
+    _WhichOneofArgType__impact_ratio: _TypeAlias = _typing.Literal["_impact_ratio", b"_impact_ratio"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__impact_ratio) -> _WhichOneofReturnType__impact_ratio | None: ...
 
 Global___JoinSummary: _TypeAlias = JoinSummary  # noqa: Y015
 

@@ -54,6 +54,8 @@ class Joined(msgspec.Struct, frozen=True):
     verdict: str
     culprits: list[int]
     reason: str
+    confidence: str = ""
+    impact_ratio: float | None = None
 
 
 class RankResult(msgspec.Struct):

@@ -48,6 +48,8 @@ def joined_of(join: Join) -> Joined:
         verdict=join.verdict.value,
         culprits=list(join.culprits),
         reason=printable(join.reason, SENTENCE_LIMIT),
+        confidence=join.confidence.value,
+        impact_ratio=join.impact_ratio,
     )
 
 
