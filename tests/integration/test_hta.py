@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from rankscope.analysis.traces.breakdown import break_down
-from rankscope.analysis.traces.reading import read_trace
+from rankscope.analysis.traces.breakdowns.breakdown import break_down
+from rankscope.analysis.traces.reading.reader import read_trace
 from tests.integration import trace_variants
 from tests.integration.trace_variants import varied
 from tests.shared_data import H200, ROOT, shared

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.analysis.traces.collectives import find_collectives
-from rankscope.analysis.traces.joining import Join, join_traces
-from rankscope.analysis.traces.reading import read_trace
+from rankscope.analysis.traces.communication.collectives import find_collectives
+from rankscope.analysis.traces.joins.joining import Join, join_traces
+from rankscope.analysis.traces.reading.reader import read_trace
 from rankscope.analysis.verdict import Kind
 
 SCRIPT = Path(__file__).parent / "jobs" / "profiled_ddp.py"

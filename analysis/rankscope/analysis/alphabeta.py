@@ -16,8 +16,8 @@ from rankscope.analysis.alphabeta_predicting import (
     steps,
 )
 from rankscope.analysis.robust import Bools, Floats, Ints, number_groups
-from rankscope.analysis.traces.bandwidth import bus_factor
-from rankscope.analysis.traces.collective_kinds import CollectiveKind
+from rankscope.analysis.traces.communication.bandwidth import bus_factor
+from rankscope.analysis.traces.communication.kinds import CollectiveKind
 
 # Two unknowns need more than two sizes, and a line through neighbours says nothing about either end.
 SIZES_NEEDED = 3

@@ -8,8 +8,8 @@ from enum import Enum
 import numpy as np
 
 from rankscope.analysis.robust import Floats, Ints
-from rankscope.analysis.traces.bandwidth import bus_factor
-from rankscope.analysis.traces.collective_kinds import CollectiveKind
+from rankscope.analysis.traces.communication.bandwidth import bus_factor
+from rankscope.analysis.traces.communication.kinds import CollectiveKind
 
 
 class Algorithm(str, Enum):

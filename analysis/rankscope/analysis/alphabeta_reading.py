@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from rankscope.analysis.alphabeta import Observations
-from rankscope.analysis.traces.bandwidth import bus_factor
-from rankscope.analysis.traces.collective_kinds import CollectiveKind, kind_of_note
+from rankscope.analysis.traces.communication.bandwidth import bus_factor
+from rankscope.analysis.traces.communication.kinds import CollectiveKind, kind_of_note
 
 # What a column may be called; the first that is there counts.
 _OP = ("op", "operation", "collective", "kind", "coll", "name")

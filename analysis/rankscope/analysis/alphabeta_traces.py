@@ -9,11 +9,11 @@ import numpy as np
 
 from rankscope.analysis.alphabeta import Observations
 from rankscope.analysis.robust import Ints
-from rankscope.analysis.traces.channels import Channel
-from rankscope.analysis.traces.collective_kinds import CollectiveKind
-from rankscope.analysis.traces.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.columns import ProcessGroup, Trace
-from rankscope.analysis.traces.joining import join_traces
+from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
+from rankscope.analysis.traces.communication.kinds import CollectiveKind
+from rankscope.analysis.traces.joins.channels import Channel
+from rankscope.analysis.traces.joins.joining import join_traces
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from rankscope.analysis.alphabeta_predicting import has_tree
 from rankscope.analysis.drawing.quantities import quantity
-from rankscope.analysis.traces.collective_kinds import CollectiveKind
+from rankscope.analysis.traces.communication.kinds import CollectiveKind
 from rankscope.analysis.verdict import Kind
 from rankscope.cli.alphabeta_report import Report
 

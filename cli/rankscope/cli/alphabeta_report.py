@@ -12,7 +12,7 @@ import numpy as np
 from rankscope.analysis.alphabeta import Fit, Observations, fit_collectives
 from rankscope.analysis.alphabeta_anomalies import Anomaly, anomalies
 from rankscope.analysis.alphabeta_predicting import Algorithm, crossover_bytes, has_tree
-from rankscope.analysis.traces.collective_kinds import CollectiveKind
+from rankscope.analysis.traces.communication.kinds import CollectiveKind
 from rankscope.analysis.verdict import Kind, Severity
 
 _MOST_SIZES = 32

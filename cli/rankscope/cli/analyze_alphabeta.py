@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     # Here, because `rankscope analyze trace` asks this module for its arguments, too.
-    from rankscope.analysis.traces.collective_kinds import kind_of_note
+    from rankscope.analysis.traces.communication.kinds import kind_of_note
     from rankscope.cli.alphabeta_files import FileError, read_collectives
     from rankscope.cli.alphabeta_report import make_report, to_json
 

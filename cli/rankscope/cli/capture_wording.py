@@ -118,7 +118,9 @@ def _verdict(join: pb.JoinSummary) -> str:
     text = headline(Verdict(kind=kind, reason=reason, culprits=culprits))
     # The reason may begin with the rank's name, which has just been said.
     unsure = " (low confidence)" if join.confidence == "low" else ""
-    return f"in these steps {text}{unsure}" + _because(reason.removeprefix(f"{ranks_text(culprits)}: ") if culprits else reason)
+    return f"in these steps {text}{unsure}" + _because(
+        reason.removeprefix(f"{ranks_text(culprits)}: ") if culprits else reason
+    )
 
 
 def _because(reason: str) -> str:

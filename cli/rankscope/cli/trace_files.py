@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rankscope.analysis.traces.columns import Trace
-from rankscope.analysis.traces.reading import TraceError, read_trace
+from rankscope.analysis.traces.reading.reader import TraceError, read_trace
 from rankscope.cli.trace_ranks import Claim, assign_ranks, rank_in_name
 
 _SUFFIXES = (".json", ".json.gz")

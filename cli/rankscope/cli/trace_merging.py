@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, cast
 
-from rankscope.analysis.traces.aligning import ClockShift
-from rankscope.analysis.traces.perfetto import merge_for_perfetto
+from rankscope.analysis.traces.joins.aligning import ClockShift
+from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto
 
 
 def write_merged(target: Path, paths: Mapping[int, Path], shifts: Mapping[int, ClockShift]) -> None:

@@ -10,7 +10,7 @@ from rankscope.analysis.drawing.charts import Series, bars, lines, stacked_bars
 from rankscope.analysis.drawing.heat_map import heat_map
 from rankscope.analysis.drawing.page import Table
 from rankscope.analysis.drawing.quantities import NOT_MEASURED, quantity
-from rankscope.analysis.traces.summarizing_records import RankSummary
+from rankscope.analysis.traces.summaries.records import RankSummary
 from rankscope.cli.trace_report import JoinReport, Report
 from rankscope.cli.trace_wording import gbps, name_of
 

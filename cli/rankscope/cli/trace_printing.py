@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rankscope.analysis.drawing.quantities import NOT_MEASURED, display, quantity, shorten
 from rankscope.analysis.drawing.svg import printable
-from rankscope.analysis.traces.summarizing_records import RankSummary
+from rankscope.analysis.traces.summaries.records import RankSummary
 from rankscope.cli.trace_report import Report
 from rankscope.cli.trace_wording import facts, gbps, name_of, shown_rank, verdict_sentence
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from msgspec import structs
 
-from rankscope.analysis.traces.breakdown import Breakdown, break_down
-from rankscope.analysis.traces.collectives import Collectives, find_collectives
+from rankscope.analysis.traces.breakdowns.breakdown import Breakdown, break_down
 from rankscope.analysis.traces.columns import Trace
-from rankscope.analysis.traces.reading import TraceError, read_trace
-from rankscope.analysis.traces.summarizing import summarize
-from rankscope.analysis.traces.summarizing_essentials import keep_essentials
-from rankscope.analysis.traces.summarizing_records import RankSummary
+from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
+from rankscope.analysis.traces.reading.reader import TraceError, read_trace
+from rankscope.analysis.traces.summaries.essentials import keep_essentials
+from rankscope.analysis.traces.summaries.records import RankSummary
+from rankscope.analysis.traces.summaries.summarizing import summarize
 from rankscope.cli.trace_files import BrokenFile, find_files
 from rankscope.cli.trace_ranks import Claim, assign_ranks, rank_in_name
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rankscope.analysis.traces.diagnosing import diagnose
-from rankscope.analysis.traces.diagnosing_evidence import Finding
-from rankscope.analysis.traces.summarizing_records import RankSummary
+from rankscope.analysis.traces.diagnosis.diagnosing import diagnose
+from rankscope.analysis.traces.diagnosis.evidence import Finding
+from rankscope.analysis.traces.summaries.records import RankSummary
 from rankscope.cli.trace_reducing import SURPRISES, Reduced, ReducedFiles
 
 if TYPE_CHECKING:
-    from rankscope.analysis.traces.aligning import ClockShift
-    from rankscope.analysis.traces.joining import GroupWaits, Join, RankWaits
+    from rankscope.analysis.traces.joins.aligning import ClockShift
+    from rankscope.analysis.traces.joins.joining import GroupWaits, Join, RankWaits
 
 SCHEMA_VERSION = 1
 
@@ -96,7 +96,7 @@ def _join(ranks: Sequence[Reduced], stage_of: Mapping[int, int] | None) -> Join 
     if len(known) < 2:
         return None
     # Half of the analysis is only needed here, and a command on one rank should not wait for its import.
-    from rankscope.analysis.traces.joining import join_traces
+    from rankscope.analysis.traces.joins.joining import join_traces
 
     return join_traces(
         {rank: one.trace for rank, one in known.items()},

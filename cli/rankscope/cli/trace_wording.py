@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rankscope.analysis.drawing.quantities import NOT_MEASURED, count, quantity
-from rankscope.analysis.traces.summarizing_records import RankSummary
+from rankscope.analysis.traces.summaries.records import RankSummary
 from rankscope.analysis.verdict import Confidence, Kind, Verdict
 from rankscope.cli.sentences import headline, loss
 from rankscope.cli.trace_report import Report

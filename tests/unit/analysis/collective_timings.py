@@ -7,7 +7,7 @@ import numpy as np
 from rankscope.analysis.alphabeta import Observations
 from rankscope.analysis.alphabeta_predicting import Algorithm, predicted_seconds
 from rankscope.analysis.robust import Ints
-from rankscope.analysis.traces.collective_kinds import CollectiveKind
+from rankscope.analysis.traces.communication.kinds import CollectiveKind
 
 
 def sizes(rng: np.random.Generator, count: int) -> Ints:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rankscope.analysis.alphabeta import Fit, Observations, fit_collectives
 from rankscope.analysis.alphabeta_predicting import Algorithm, crossover_bytes, predicted_seconds, steps
-from rankscope.analysis.traces.collective_kinds import CollectiveKind
+from rankscope.analysis.traces.communication.kinds import CollectiveKind
 from tests.unit.analysis.collective_timings import observe, sizes, together
 
 ALL_REDUCE = CollectiveKind.ALL_REDUCE

@@ -129,7 +129,7 @@ def test_ranks_that_cannot_be_compared_are_still_broken_down(
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a step of no length")
 
-    monkeypatch.setattr("rankscope.analysis.traces.joining.join_traces", fails)
+    monkeypatch.setattr("rankscope.analysis.traces.joins.joining.join_traces", fails)
     code, out, err = _run(capfd, *GLOO, "--json")
     report = json.loads(out)
     assert code == 0 and report["join"] is None and len(report["ranks"]) == 2

@@ -11,14 +11,14 @@ import msgspec
 
 from rankscope.analysis.robust import Ints
 from rankscope.analysis.traces.columns import ABSENT, Category, Trace
-from rankscope.analysis.traces.decoding import DECODE_ERRORS
-from rankscope.analysis.traces.describing import base_time_ns, describe
-from rankscope.analysis.traces.inflating import inflate
-from rankscope.analysis.traces.mending import mend
-from rankscope.analysis.traces.perfetto import microseconds, nanoseconds
-from rankscope.analysis.traces.perfetto_tracks import ON_DEVICE, RawEvent
-from rankscope.analysis.traces.refusing import Repairs, TraceError
-from rankscope.analysis.traces.splitting import Ending, Text, batches
+from rankscope.analysis.traces.joins.perfetto import microseconds, nanoseconds
+from rankscope.analysis.traces.joins.perfetto_tracks import ON_DEVICE, RawEvent
+from rankscope.analysis.traces.reading.decoding import DECODE_ERRORS
+from rankscope.analysis.traces.reading.describing import base_time_ns, describe
+from rankscope.analysis.traces.reading.inflating import inflate
+from rankscope.analysis.traces.reading.mending import mend
+from rankscope.analysis.traces.reading.refusing import Repairs, TraceError
+from rankscope.analysis.traces.reading.splitting import Ending, Text, batches
 
 # What a profiler says before its events takes a few kilobytes; a long list of process groups some hundred.
 HEAD_LIMIT_BYTES = 8 << 20

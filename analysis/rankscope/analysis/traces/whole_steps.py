@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.analysis.robust import Ints
-from rankscope.analysis.traces.breakdown import Breakdown
+from rankscope.analysis.traces.breakdowns.breakdown import Breakdown
 from rankscope.analysis.traces.columns import Trace
 from rankscope.analysis.traces.steps import Steps
 

@@ -15,15 +15,15 @@ from typing import Final
 
 import msgspec
 
-from rankscope.analysis.traces.breakdown import Breakdown, break_down
-from rankscope.analysis.traces.collectives import Collectives, find_collectives
+from rankscope.analysis.traces.breakdowns.breakdown import Breakdown, break_down
 from rankscope.analysis.traces.columns import Trace
+from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.cutting import Stretch, cut
-from rankscope.analysis.traces.decoding import DECODE_ERRORS
-from rankscope.analysis.traces.joining import join_traces
-from rankscope.analysis.traces.reading import TraceError, read_trace
-from rankscope.analysis.traces.summarizing import summarize
-from rankscope.analysis.traces.summarizing_essentials import keep_essentials
+from rankscope.analysis.traces.joins.joining import join_traces
+from rankscope.analysis.traces.reading.decoding import DECODE_ERRORS
+from rankscope.analysis.traces.reading.reader import TraceError, read_trace
+from rankscope.analysis.traces.summaries.essentials import keep_essentials
+from rankscope.analysis.traces.summaries.summarizing import summarize
 from rankscope.analysis.traces.whole_steps import WholeSteps, common_run
 from rankscope.daemon.captures.checking import SURPRISES, Checked, RefusedError, blocks, check
 from rankscope.daemon.captures.confining import confine

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from rankscope.analysis.mfu import peak_flops_per_second
-from rankscope.analysis.traces.diagnosing import diagnose
-from rankscope.analysis.traces.joining import Join
-from rankscope.analysis.traces.summarizing_records import RankSummary
+from rankscope.analysis.traces.diagnosis.diagnosing import diagnose
+from rankscope.analysis.traces.joins.joining import Join
+from rankscope.analysis.traces.summaries.records import RankSummary
 from rankscope.daemon.captures.processing_records import Joined, RankJob, Summary
 from rankscope.daemon.environments import printable
 

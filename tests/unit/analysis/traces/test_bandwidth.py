@@ -3,8 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.analysis.traces.bandwidth import algorithm_gbps, bus_factor, bus_gbps, element_bytes, size_bytes
-from rankscope.analysis.traces.collective_kinds import CollectiveKind
+from rankscope.analysis.traces.communication.bandwidth import (
+    algorithm_gbps,
+    bus_factor,
+    bus_gbps,
+    element_bytes,
+    size_bytes,
+)
+from rankscope.analysis.traces.communication.kinds import CollectiveKind
 
 
 def one(value: int) -> np.ndarray:

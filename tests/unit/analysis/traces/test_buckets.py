@@ -3,11 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.analysis.traces.buckets import find_buckets
-from rankscope.analysis.traces.collectives import find_collectives
 from rankscope.analysis.traces.columns import Category, Trace
-from rankscope.analysis.traces.reading import read_trace
-from rankscope.analysis.traces.rebucketing import Rebucketing, try_other_caps
+from rankscope.analysis.traces.communication.buckets import find_buckets
+from rankscope.analysis.traces.communication.collectives import find_collectives
+from rankscope.analysis.traces.communication.rebucketing import Rebucketing, try_other_caps
+from rankscope.analysis.traces.reading.reader import read_trace
 from tests.shared_data import H200
 from tests.unit.analysis.traces.building import Event, make_trace
 

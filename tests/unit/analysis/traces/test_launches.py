@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from rankscope.analysis.traces.breakdowns.launches import measure_launches
+from rankscope.analysis.traces.breakdowns.top_kernels import tensor_core_ratio, top_kernels
 from rankscope.analysis.traces.columns import Category
 from rankscope.analysis.traces.kernels import Kind
-from rankscope.analysis.traces.launches import measure_launches
-from rankscope.analysis.traces.top_kernels import tensor_core_ratio, top_kernels
 from tests.unit.analysis.traces.building import Event, make_trace
 
 CALL, KERNEL = Category.RUNTIME, Category.KERNEL

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.analysis.traces.channels import gather_calls
-from rankscope.analysis.traces.collectives import find_collectives
 from rankscope.analysis.traces.columns import Category, ProcessGroup, Trace
-from rankscope.analysis.traces.matching import Matched, match_calls
-from rankscope.analysis.traces.ordering import Run, fit_runs
+from rankscope.analysis.traces.communication.collectives import find_collectives
+from rankscope.analysis.traces.joins.channels import gather_calls
+from rankscope.analysis.traces.joins.matching import Matched, match_calls
+from rankscope.analysis.traces.joins.ordering import Run, fit_runs
 from tests.unit.analysis.traces.building import make_trace
 from tests.unit.analysis.traces.planted_jobs import PlantedJob
 

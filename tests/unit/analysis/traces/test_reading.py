@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rankscope.analysis.traces import splitting
 from rankscope.analysis.traces.columns import ABSENT, Category, ProcessGroup, Trace
-from rankscope.analysis.traces.reading import read_trace
+from rankscope.analysis.traces.reading import splitting
+from rankscope.analysis.traces.reading.reader import read_trace
 from tests.shared_data import H200, shared
 
 CATEGORIES = {

@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from rankscope.analysis.traces import splitting
 from rankscope.analysis.traces.columns import Trace
-from rankscope.analysis.traces.reading import TraceError, read_trace
+from rankscope.analysis.traces.reading import splitting
+from rankscope.analysis.traces.reading.reader import TraceError, read_trace
 from tests.shared_data import H200
 
 EVENT = '{"ph": "X", "cat": "kernel", "name": "n%d", "pid": 0, "tid": 7, "ts": %d.5, "dur": 2, "args": {"stream": 7}}'

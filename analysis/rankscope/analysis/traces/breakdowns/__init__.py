@@ -1,0 +1,1 @@
+"""Where one rank's time went: computing, communicating, copying, idle and why."""

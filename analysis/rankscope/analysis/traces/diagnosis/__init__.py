@@ -1,0 +1,1 @@
+"""What bounds a job, in words, and what to try next."""

@@ -1,0 +1,178 @@
+"""Who talks to whom: the communication of all ranks in one table, and which group or pair each call belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from rankscope.analysis.robust import Bools, Ints, number_groups
+from rankscope.analysis.traces.columns import Trace
+from rankscope.analysis.traces.communication.collectives import Collectives
+from rankscope.analysis.traces.communication.kinds import CollectiveKind
+
+_POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV)
+# Of these every rank passes the same number of bytes, so that different numbers are different collectives. An
+# all-to-all may be uneven, and a root may count differently from the others.
+_EVEN = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A process group, or one direction between two of its ranks. Names repeat (every node may have a group "tp"), so
+    that the ranks are part of the identity where the traces tell them, and else the size."""
+
+    group: str
+    ranks: tuple[int, ...] = ()  # empty where not known
+    size: int = -1
+    stream: int = -1  # tells groups without a name apart
+    pair: tuple[int, int] | None = None  # sender, receiver
+
+    @property
+    def label(self) -> str:
+        name = f"group {self.group!r}" if self.group else "the group without a name"
+        if self.stream >= 0:
+            name += f" on stream {self.stream}"
+        return name if self.pair is None else f"{name}, rank {self.pair[0]} to {self.pair[1]}"
+
+
+@dataclass(frozen=True)
+class Calls:
+    """A row per call that was measured, sorted by rank and start. Times are absolute, by the rank's own clock."""
+
+    rank: Ints
+    row: Ints  # of the rank's Collectives
+    channel: Ints
+    kind: Ints  # a CollectiveKind; a send and its receive both have SEND_RECV
+    token: Ints  # calls of different tokens cannot be one collective
+    sequence: Ints  # -1 where the profiler noted none
+    start_ns: Ints
+    end_ns: Ints
+    channels: tuple[Channel, ...]
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def take(self, rows: Ints | Bools) -> Calls:
+        columns = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "channels"}
+        return Calls(**columns, channels=self.channels)
+
+
+def gather_calls(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives]) -> Calls:
+    """The calls of all ranks that a trace measured; alone in one's group is no communication."""
+    identities = _identify_groups(traces, collectives)
+    local_peers = _peers_are_local(collectives, identities)
+    numbers: dict[Channel, int] = {}
+    parts: list[Calls] = []
+    for rank in sorted(traces):
+        rows = collectives[rank]
+        channel = np.full(len(rows), -1, dtype=np.int64)
+        kind = rows.kind.copy()
+        paired = _paired(rows)
+        kind[paired] = CollectiveKind.SEND_RECV
+        for index in range(len(rows.groups)):
+            identity = identities[rank, index]
+            in_group = (rows.group == index) & rows.measured & (rows.group_size != 1)
+            if (in_group & ~paired).any():
+                channel[in_group & ~paired] = numbers.setdefault(identity, len(numbers))
+            for sends in (True, False):
+                direction = in_group & paired & ((rows.kind == CollectiveKind.SEND) == sends)
+                for peer in np.unique(rows.peer[direction]).tolist():
+                    other = _global_rank(peer, identity, local_peers[identity])
+                    ends = (rank, other) if sends else (other, rank)
+                    pair = Channel(identity.group, identity.ranks, 2, identity.stream, ends)
+                    channel[direction & (rows.peer == peer)] = numbers.setdefault(pair, len(numbers))
+        used = np.flatnonzero(channel >= 0)
+        parts.append(_columns(rank, traces[rank].base_ns, rows, used, channel[used], kind[used]))
+    return _concatenate(parts, tuple(numbers))
+
+
+def _paired(rows: Collectives) -> Bools:
+    return np.isin(rows.kind, _POINT_TO_POINT) & (rows.peer >= 0)
+
+
+def _columns(rank: int, base_ns: int, rows: Collectives, used: Ints, channel: Ints, kind: Ints) -> Calls:
+    start = rows.start_ns[used] + base_ns
+    noted = rows.sequence_noted[used] & (rows.peer[used] < 0)  # a pair's two ends count their calls separately
+    return Calls(
+        rank=np.full(len(used), rank, dtype=np.int64),
+        row=used,
+        channel=channel,
+        kind=kind,
+        token=rows.bytes[used],
+        sequence=np.where(noted, rows.sequence[used], -1),
+        start_ns=start,
+        end_ns=start + rows.duration_ns[used],
+        channels=(),
+    )
+
+
+def _concatenate(parts: list[Calls], channels: tuple[Channel, ...]) -> Calls:
+    nothing = np.zeros(0, dtype=np.int64)
+    names = [f.name for f in fields(Calls) if f.name != "channels"]
+    columns = {name: np.concatenate([nothing, *(getattr(part, name) for part in parts)]) for name in names}
+    columns["token"] = _tokens(columns["channel"], columns["kind"], columns["token"])
+    return Calls(**columns, channels=channels)
+
+
+def _tokens(channel: Ints, kind: Ints, size_bytes: Ints) -> Ints:
+    # All-to-all is a kernel of sends and receives; which of the names it has depends on what else was traced.
+    alike = np.where(kind == CollectiveKind.ALL_TO_ALL, int(CollectiveKind.SEND_RECV), kind)
+    stretch, count = number_groups(channel, alike)
+    # Sizes tell calls apart only where all are known.
+    known = np.ones(count, dtype=bool)
+    known[stretch[(size_bytes < 0) | ~np.isin(kind, _EVEN)]] = False
+    return np.where(known[stretch], size_bytes, 0) * len(CollectiveKind) + alike
+
+
+def _identify_groups(
+    traces: Mapping[int, Trace], collectives: Mapping[int, Collectives]
+) -> dict[tuple[int, int], Channel]:
+    """By rank and index of its group."""
+    world = max((trace.world_size or 0 for trace in traces.values()), default=0)
+    known: dict[str, set[tuple[int, ...]]] = {}  # rank sets by name, as far as any trace tells them
+    for rank, rows in collectives.items():
+        for group in rows.groups:
+            if group.name and rank in group.ranks:
+                known.setdefault(group.name, set()).add(tuple(sorted(group.ranks)))
+    identities = {}
+    for rank, rows in collectives.items():
+        for index, group in enumerate(rows.groups):
+            members = rows.group == index
+            size = int(rows.group_size[members].max(initial=-1))
+            stream = -1 if group.name else int(rows.stream[members].max(initial=-1))
+            # A list that is cut short, or that numbers ranks in its own way, identifies nothing.
+            sets: Iterable[tuple[int, ...]] = known.get(group.name, set())
+            if group.ranks:
+                sets = [tuple(sorted(group.ranks))]
+            fitting = [ranks for ranks in sets if rank in ranks and size in (-1, len(ranks))]
+            ranks = fitting[0] if len(fitting) == 1 else tuple(range(world)) if size == world > 1 else ()
+            identities[rank, index] = Channel(group.name, ranks, len(ranks) or size, stream)
+    return identities
+
+
+def _global_rank(peer: int, group: Channel, local: bool) -> int:
+    return group.ranks[peer] if local and peer < len(group.ranks) else peer
+
+
+def _peers_are_local(
+    collectives: Mapping[int, Collectives], identities: Mapping[tuple[int, int], Channel]
+) -> dict[Channel, bool]:
+    """Does a group number its peers from 0, or by their rank in the job? What gives more sends a receiver is right."""
+    sends: dict[Channel, set[tuple[int, int]]] = {group: set() for group in identities.values()}
+    receives: dict[Channel, set[tuple[int, int]]] = {group: set() for group in identities.values()}
+    for (rank, index), group in identities.items():
+        rows = collectives[rank]
+        for kind, found in ((CollectiveKind.SEND, sends), (CollectiveKind.RECV, receives)):
+            peers = rows.peer[(rows.group == index) & _paired(rows) & (rows.kind == kind)]
+            found[group].update((rank, peer) for peer in np.unique(peers).tolist())
+    decided = {}
+    for group in sends:
+        met = []
+        for local in (True, False):
+            sent = {(rank, _global_rank(peer, group, local)) for rank, peer in sends[group]}
+            received = {(_global_rank(peer, group, local), rank) for rank, peer in receives[group]}
+            met.append(len(sent & received))
+        decided[group] = met[0] >= met[1]
+    return decided
