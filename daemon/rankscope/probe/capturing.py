@@ -15,6 +15,7 @@ from typing import Any, Callable, Optional
 from . import layout
 from .commanding import Answer, Command, read_command, refusal
 from .failing import complain, raised_by_a_signal_handler
+from .headroom import memory_left_bytes, resident_bytes
 from .profiling import AfterStep, Profile, UserProfilers, timed_ns
 from .ring import Ring
 
@@ -24,6 +25,19 @@ KEEP_SECONDS = 60.0
 KEEP_AT_LEAST_SECONDS = 2.0
 KEEP_AT_EXIT_SECONDS = 0.5
 POLL_SECONDS = 0.05
+# Stopping needs six times the memory that recording took, and the trace once more (measured, torch 2.13).
+MEMORY_FACTOR = 8
+MEMORY_AT_LEAST_BYTES = 256 << 20
+
+
+class _AtThreadEnd:
+    """Kept in a threading.local: collected by a thread that ends, while that can still stop its profiler."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+
+    def __del__(self) -> None:
+        self._action()
 
 
 class Captures:
@@ -46,6 +60,8 @@ class Captures:
         self._due_step: Optional[int] = None  # when recording begins, once that is known
         self._first_step: Optional[int] = None  # the first that is recorded, once it is
         self._stop_at_ns = 0
+        self._resident_limit_bytes: Optional[int] = None
+        self._of_thread = threading.local()
         self._held = False
         self._writing = threading.Lock()  # held by the thread that writes
         self._trace_fd = -1
@@ -106,6 +122,7 @@ class Captures:
         self._held = False
         self.active = True
         self._after_step.install()
+        self._of_thread.end = _AtThreadEnd(self._thread_ends)
         if not self._at_exit:
             self._at_exit = True
             atexit.register(self._leave)
@@ -142,6 +159,12 @@ class Captures:
             start = max(step, command.start_step) if command.start_step else step + command.warmup_steps
             self._due_step = start + command.wait_steps
         if self._profile is None and step + command.warmup_steps >= self._due_step:
+            left_bytes = memory_left_bytes()
+            if left_bytes is not None and left_bytes < MEMORY_AT_LEAST_BYTES:
+                self._end("only {} MB of memory are left, too little for a trace".format(left_bytes >> 20))
+                return
+            allowed = None if left_bytes is None else resident_bytes() + left_bytes // MEMORY_FACTOR
+            self._resident_limit_bytes = allowed
             self._profile = Profile(self._torch, self._users, command.options)
             if step < self._due_step:
                 self._profile.prepare()
@@ -160,18 +183,21 @@ class Captures:
     def _go_on(self, command: Command, step: int) -> None:
         assert self._answer is not None and self._first_step is not None and self._profile is not None
         steps = step - self._first_step + 1
-        if steps < (command.steps or steps + 1) and time.monotonic_ns() < self._stop_at_ns:
+        wants_more = steps < (command.steps or steps + 1) and time.monotonic_ns() < self._stop_at_ns
+        fits = self._resident_limit_bytes is None or resident_bytes() < self._resident_limit_bytes
+        if wants_more and fits:
             self._profile.annotate(step + 1)
             return
+        text = "" if fits else "stopped early: memory would have become short"
         profile, answer = self._profile, self._answer
         stop_ns = timed_ns(profile.stop)
         self._forget()
-        answer.tell(layout.PHASE_WRITING, steps=steps, stop_ns=stop_ns)
+        answer.tell(layout.PHASE_WRITING, text, steps=steps, stop_ns=stop_ns)
         self._writing.acquire()
         # Not threading.Thread: it would show up in the user's threading.enumerate().
-        _thread.start_new_thread(self._write, (profile, answer))
+        _thread.start_new_thread(self._write, (profile, answer, text))
 
-    def _write(self, profile: Profile, answer: Answer) -> None:
+    def _write(self, profile: Profile, answer: Answer, text: str) -> None:
         """On a thread of its own: libkineto holds the GIL while it writes, but training can meanwhile be inside an
         operator, a collective, a backward pass."""
         try:
@@ -181,6 +207,7 @@ class Captures:
             self._trace_inode = status.st_ino
             answer.tell(
                 layout.PHASE_WRITTEN,
+                text,
                 fd=self._trace_fd,
                 size=status.st_size,
                 write_ns=time.monotonic_ns() - start_ns,
@@ -221,7 +248,7 @@ class Captures:
         profile, answer = self._profile, self._answer
         self._forget()
         if profile is not None:
-            profile.stop()
+            profile.abandon()
         if answer is not None:
             answer.tell(layout.PHASE_FAILED, why)
 
@@ -244,7 +271,7 @@ class Captures:
         complain("captures disabled: {}; training is not affected".format(text))
         if profile is not None:
             with contextlib.suppress(Exception):
-                profile.stop()
+                profile.abandon()
         if answer is not None:
             with contextlib.suppress(Exception):
                 answer.tell(layout.PHASE_OFF, text)
@@ -263,6 +290,10 @@ class Captures:
         self._ring = None
         self._command = self._answer = self._profile = None
         self._close_trace()
+
+    def _thread_ends(self) -> None:
+        if self._profile is not None and threading.get_ident() == self._thread_id:
+            self._guard(lambda: self._end("the training thread ended during the capture"))
 
     def _leave(self) -> None:
         """At the interpreter's end."""

@@ -141,14 +141,26 @@ class Profile:
             annotation.__exit__(None, None, None)
 
     def stop(self) -> None:
-        state, self._state = self._state, ""
         self.end_annotation()
         with self._users.as_ours():
-            if state == "prepared":
+            if self._state == "prepared":
                 # Only what has been started can be stopped.
                 self._profile.start_trace()
-            if state:
+            if self._state:
                 self._profile.stop_trace()
+        self._state = ""
+
+    def abandon(self) -> None:
+        """Stop by all means: a process that ends with a profiler enabled dies of SIGSEGV (seen, torch 2.13)."""
+        if not self._state:
+            return
+        try:
+            self.stop()
+        except Exception:
+            self._state = ""
+            if self._torch.autograd._profiler_enabled():
+                with self._users.as_ours():
+                    self._torch.autograd._disable_profiler()
 
     def write(self) -> int:
         """A descriptor of the trace, in memory and sealed: a container may have no writable disk, or a small one, and

@@ -23,8 +23,6 @@ from rankscope.v1 import capture_service_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# Between the last rank's poll and the start: libkineto refuses a start that is too near.
-START_MARGIN_SECONDS = 1.5
 # Step time before and after a capture is taken over this much.
 STEP_TIME_SECONDS = 6.0
 _STATES = {Stage.ARMED: pb.CAPTURE_STATE_ARMED, Stage.RUNNING: pb.CAPTURE_STATE_RUNNING}
@@ -84,14 +82,14 @@ class Conductor:
         archive: Archive,
         ranks: Callable[[], Sequence[RankProcess]],
         *,
-        poll_seconds: Callable[[RankProcess], float] = lambda rank: 0.0,
+        earliest_start: Callable[[Sequence[RankProcess], float], float] = lambda ranks, now: now,
         step_seconds: StepSecondsOf = lambda rank, start_unix_seconds, end_unix_seconds: None,
         unix_seconds: Callable[[], float] = time.time,
     ) -> None:
         self._node = node
         self._archive = archive
         self._ranks = ranks
-        self._poll_seconds = poll_seconds
+        self._earliest_start = earliest_start
         self._step_seconds = step_seconds
         self._unix_seconds = unix_seconds
         self.suspects_of: SuspectsOf = lambda job: None
@@ -121,8 +119,7 @@ class Conductor:
             capture.notes.append(f"{len(here)} of the job's {world_size} ranks run on {self._node}; these were asked")
         engaged = self._engagements.begin(capture, numbers, here)
         try:
-            polls = [self._poll_seconds(rank) for rank, _ in engaged]
-            start_seconds = start_of(request, now + max(polls, default=0.0) + START_MARGIN_SECONDS)
+            start_seconds = start_of(request, self._earliest_start([rank for rank, _ in engaged], now))
             orders = [
                 Order(
                     capture.id,
@@ -204,8 +201,7 @@ class Conductor:
     def _anew(self, work: Sequence[tuple[Order, Backend]], learned: Mapping[int, float]) -> list[tuple[Order, Backend]]:
         """The same work with a known step time, for all ranks: they begin together again."""
         step_seconds = max(learned.values())
-        polls = [self._poll_seconds(order.rank) for order, _ in work]
-        start = self._unix_seconds() + max(polls) + START_MARGIN_SECONDS
+        start = self._earliest_start([order.rank for order, _ in work], self._unix_seconds())
         return [
             (replace(order, step_seconds=step_seconds, start_unix_millis=round(start * 1000)), backend)
             for order, backend in work

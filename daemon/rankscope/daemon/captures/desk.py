@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from rankscope.daemon.captures.conducting import Conductor
@@ -27,6 +28,9 @@ from rankscope.daemon.serving import Service
 from rankscope.v1.window_pb2 import RankWindow
 
 log = logging.getLogger(__name__)
+
+# Between the last rank's poll and the start: libkineto refuses a start that is too near.
+START_MARGIN_SECONDS = 1.5
 
 # How often captures that are too old are looked for.
 SWEEP_SECONDS = 3600.0
@@ -53,7 +57,7 @@ class CaptureDesk:
             backends,
             LocalArchive(self._store, config.node, upload_url, proc_root),
             lambda: self._ranks,
-            poll_seconds=lambda rank: 0.0 if kineto.objection(rank) else kineto.poll_seconds(rank),
+            earliest_start=partial(_earliest_start, kineto),
             step_seconds=self._steps,
         )
 
@@ -99,3 +103,12 @@ class CaptureDesk:
             malformed_total=tallies.malformed,
             unvouched_total=tallies.unvouched,
         )
+
+
+def _earliest_start(kineto: KinetoBackend, ranks: Sequence[RankProcess], now_unix_seconds: float) -> float:
+    """The first moment at which all ranks can begin: those of libkineto once they have polled."""
+    polling = [rank for rank in ranks if kineto.objection(rank) is None]
+    earliest = now_unix_seconds + START_MARGIN_SECONDS
+    if not polling:
+        return earliest
+    return kineto.common_start(polling, earliest + max(map(kineto.poll_seconds, polling)))

@@ -166,13 +166,13 @@ class _Attempt:
         while True:
             answer = commands.read_answer(self._ring)
             if answer is not None and answer.number == self._command.number and commands.plausible(answer):
-                if answer.phase == layout.PHASE_WRITTEN:
-                    return answer
                 if answer.phase in (layout.PHASE_FAILED, layout.PHASE_OFF):
                     raise CaptureError(f"{self._who}: {answer.text}")
                 if answer.phase != phase:
+                    self._enter(phase, answer.phase)
                     phase = answer.phase
-                    self._enter(phase)
+                    if phase == layout.PHASE_WRITTEN:
+                        return answer
                     if phase == layout.PHASE_RUNNING:
                         deadline = time.time() + self._length_seconds + STEP_SECONDS_ALLOWED
                     elif phase == layout.PHASE_WRITING:
@@ -184,10 +184,11 @@ class _Attempt:
             if time.time() > deadline:
                 raise CaptureError(f"{self._who}: {self._why_late(phase, answer)}")
 
-    def _enter(self, phase: int) -> None:
-        if phase in (layout.PHASE_ARMED, layout.PHASE_HELD):
+    def _enter(self, before: int, phase: int) -> None:
+        """Short captures are over before we look: every stage is reported all the same."""
+        if before == 0:
             self._report(Stage.ARMED)
-        elif phase == layout.PHASE_RUNNING:
+        if before < layout.PHASE_RUNNING <= phase:
             self._report(Stage.RUNNING)
 
     def _why_late(self, phase: int, answer: Answer | None) -> str:
@@ -212,7 +213,8 @@ class _Attempt:
         if self._command.start_step and late_steps:
             notes.append(f"began at step {answer.first_step}, {late_steps} after the one agreed on")
         if self._order.steps is not None and answer.steps != self._order.steps:
-            notes.append(
-                f"{answer.steps} steps were recorded, of {self._order.steps}: {self._length_seconds:g} s are the limit"
-            )
+            why = answer.text or f"{self._length_seconds:g} s are the limit"
+            notes.append(f"{answer.steps} steps were recorded, of {self._order.steps}; {why}")
+        elif answer.text:
+            notes.append(answer.text)
         return tuple(notes)

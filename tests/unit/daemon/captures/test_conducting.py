@@ -125,11 +125,11 @@ def test_all_ranks_get_the_same_start(archive: MemoryArchive) -> None:
         [backend],
         archive,
         lambda: [rank(0), rank(1)],
-        poll_seconds=lambda process: 5.0,
+        earliest_start=lambda ranks, now: now + len(ranks),
         unix_seconds=lambda: 1000.0,
     )
     ended(conducted, conducted.start(pb.StartCaptureRequest(steps=1)))
-    assert {order.start_unix_millis for order in backend.orders} == {1_006_500}
+    assert {order.start_unix_millis for order in backend.orders} == {1_002_000}
 
 
 def test_one_ranks_failure_is_told_and_the_others_deliver(archive: MemoryArchive) -> None:
