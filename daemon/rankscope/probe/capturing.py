@@ -3,10 +3,8 @@ asks through the ring. A failure ends captures in this process, never the traini
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -15,16 +13,13 @@ from typing import Any, Callable, Optional
 from . import layout
 from .commanding import Answer, Command, read_command, refusal
 from .failing import complain, raised_by_a_signal_handler
+from .handing_over import Handover
 from .headroom import memory_left_bytes, resident_bytes
 from .profiling import AfterStep, Profile, UserProfilers, timed_ns
 from .ring import Ring
+from .stepping import training_thread_id
 
-# How long a trace is kept for the daemon, which copies it as soon as it is there. It is memory of the container's.
-KEEP_SECONDS = 60.0
-# A command for another capture means that the trace is not wanted any more, but perhaps not by everybody.
-KEEP_AT_LEAST_SECONDS = 2.0
 KEEP_AT_EXIT_SECONDS = 0.5
-POLL_SECONDS = 0.05
 # Stopping needs six times the memory that recording took, and the trace once more (measured, torch 2.13).
 MEMORY_FACTOR = 8
 MEMORY_AT_LEAST_BYTES = 256 << 20
@@ -63,19 +58,17 @@ class Captures:
         self._resident_limit_bytes: Optional[int] = None
         self._of_thread = threading.local()
         self._held = False
-        self._writing = threading.Lock()  # held by the thread that writes
-        self._trace_fd = -1
-        self._trace_inode = -1
+        self._handover = Handover()
         self._at_exit = False
 
-    def at_boundary(self, ring: Ring, step: int, thread_id: int, is_inside_step: bool) -> None:
+    def at_boundary(self, ring: Ring, step: int, is_inside_step: bool) -> None:
         """`step` steps have ended. `is_inside_step`: torch is still inside the optimizer's step."""
         try:
             mark = ring.command_mark()
-            if mark != self.mark and not self._writing.locked():
+            if mark != self.mark and not self._handover.is_busy:
                 self.mark = mark
                 self._ring = ring
-                self._take(ring, mark, thread_id)
+                self._take(ring, mark)
             if self._command is None or threading.get_ident() != self._thread_id:
                 return
             self._at_the_end_of_the_step(step, is_inside_step)
@@ -99,25 +92,27 @@ class Captures:
         except Exception as error:
             self._fail(error)
 
-    def _take(self, ring: Ring, mark: bytes, thread_id: int) -> None:
+    def _take(self, ring: Ring, mark: bytes) -> None:
         command = read_command(ring, mark)
         if command is None or self._off:
             return
+        here = threading.get_ident()
         if command.verb == layout.VERB_DROP:
-            if self._command is not None and command.start_step == self._command.number:
+            is_this = self._command is not None and command.start_step == self._command.number
+            if is_this and here == self._thread_id:
                 self._end("cancelled")
             return
         if command.verb != layout.VERB_CAPTURE or self._command is not None:
             return  # the first one wins; whoever asks sees that the answer is not about his
         answer = Answer(ring, command.number)
         wrong = refusal(command, time.time_ns())
-        if wrong is None and threading.get_ident() != thread_id:
+        if wrong is None and here != training_thread_id():
             wrong = "steps end on a thread of autograd's own, where nothing else could be seen"
         if wrong is not None:
             answer.tell(layout.PHASE_FAILED, "the probe refused: " + wrong)
             return
         self._command, self._answer = command, answer
-        self._thread_id = thread_id
+        self._thread_id = here
         self._due_step = self._first_step = None
         self._held = False
         self.active = True
@@ -142,8 +137,8 @@ class Captures:
         assert self._answer is not None
         now_ns = time.time_ns()
         if now_ns > command.give_up_unix_ns:
-            why = "another profiler was active all the time" if self._held else "no step ended in time"
-            self._end(why)
+            held = "a profiler of the user's own is active; stop it, or ask again with more patience"
+            self._end(held if self._held else "the step to begin with was not reached in time; ask again")
             return
         if self._profile is None and self._users.active():
             if not self._held:
@@ -181,7 +176,8 @@ class Captures:
         self._answer.tell(layout.PHASE_RUNNING, first_step=step + 1, start_unix_ns=unix_ns, start_ns=start_ns, steps=0)
 
     def _go_on(self, command: Command, step: int) -> None:
-        assert self._answer is not None and self._first_step is not None and self._profile is not None
+        assert self._answer is not None and self._first_step is not None
+        assert self._profile is not None and self._ring is not None
         steps = step - self._first_step + 1
         wants_more = steps < (command.steps or steps + 1) and time.monotonic_ns() < self._stop_at_ns
         fits = self._resident_limit_bytes is None or resident_bytes() < self._resident_limit_bytes
@@ -193,49 +189,7 @@ class Captures:
         stop_ns = timed_ns(profile.stop)
         self._forget()
         answer.tell(layout.PHASE_WRITING, text, steps=steps, stop_ns=stop_ns)
-        self._writing.acquire()
-        # Not threading.Thread: it would show up in the user's threading.enumerate().
-        _thread.start_new_thread(self._write, (profile, answer, text))
-
-    def _write(self, profile: Profile, answer: Answer, text: str) -> None:
-        """On a thread of its own: libkineto holds the GIL while it writes, but training can meanwhile be inside an
-        operator, a collective, a backward pass."""
-        try:
-            start_ns = time.monotonic_ns()
-            self._trace_fd = profile.write()
-            status = os.fstat(self._trace_fd)
-            self._trace_inode = status.st_ino
-            answer.tell(
-                layout.PHASE_WRITTEN,
-                text,
-                fd=self._trace_fd,
-                size=status.st_size,
-                write_ns=time.monotonic_ns() - start_ns,
-            )
-            self._keep(answer.number)
-        except Exception as error:
-            self._fail(error, answer)
-        finally:
-            self._close_trace()
-            self._writing.release()
-
-    def _keep(self, number: int) -> None:
-        start = time.monotonic()
-        while self._ring is not None and time.monotonic() < start + KEEP_SECONDS:
-            command = read_command(self._ring, self._ring.command_mark())
-            if command is not None and command.verb == layout.VERB_DROP and command.start_step == number:
-                return
-            is_another = command is not None and command.verb == layout.VERB_CAPTURE and command.number != number
-            if is_another and time.monotonic() > start + KEEP_AT_LEAST_SECONDS:
-                return
-            time.sleep(POLL_SECONDS)
-
-    def _close_trace(self) -> None:
-        """The number may have been closed and used again by the user."""
-        fd, self._trace_fd = self._trace_fd, -1
-        with contextlib.suppress(OSError):
-            if fd >= 0 and os.fstat(fd).st_ino == self._trace_inode:
-                os.close(fd)
+        self._handover.start(self._ring, profile, answer, text, lambda error: self._fail(error, answer))
 
     def _forget(self) -> None:
         self._command = self._answer = self._profile = None
@@ -289,7 +243,7 @@ class Captures:
         self._off = True
         self._ring = None
         self._command = self._answer = self._profile = None
-        self._close_trace()
+        self._handover.close()
 
     def _thread_ends(self) -> None:
         if self._profile is not None and threading.get_ident() == self._thread_id:
@@ -300,5 +254,4 @@ class Captures:
         if self._profile is not None and threading.get_ident() == self._thread_id:
             self._guard(lambda: self._end("the process ended during the capture"))
         # Who waits for the trace gets a moment to fetch it. While it is being written, nothing else runs anyway.
-        if self._writing.acquire(timeout=KEEP_AT_EXIT_SECONDS):
-            self._writing.release()
+        self._handover.wait(KEEP_AT_EXIT_SECONDS)

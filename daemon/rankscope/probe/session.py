@@ -52,7 +52,7 @@ class Session:
         ring, captures = self._ring, self._captures
         if ring is not None and (captures.active or ring.command_mark() != captures.mark):
             is_inside_step = not self._flags & layout.FLAG_EXPLICIT
-            captures.at_boundary(ring, self.tally.ledger[STEPS], self.tally.thread_id, is_inside_step)
+            captures.at_boundary(ring, self.tally.ledger[STEPS], is_inside_step)
             return now_ns if captures.active else again_ns
         return again_ns
 

@@ -67,7 +67,7 @@ class ProbeBackend:
     def record(
         self, order: Order, workspace: Path, report: Callable[[Stage], None], cancelled: threading.Event
     ) -> Recording:
-        objection = slowdown_objection(order.rank, order.options, self._proc_root)
+        objection = self.objection(order.rank) or slowdown_objection(order.rank, order.options, self._proc_root)
         if objection is not None:
             raise CaptureError(objection)
         with commands.opened(order.rank, self._proc_root) as (ring, header):
@@ -206,8 +206,9 @@ class _Attempt:
 
     def _notes(self, answer: Answer) -> tuple[str, ...]:
         notes = [
-            f"recorded by the probe: starting and stopping took {(answer.start_nanos + answer.stop_nanos) / 1e6:.0f} "
-            f"ms of training, writing {answer.write_nanos / 1e6:.0f} ms beside it"
+            "recorded by the probe: its starting and stopping held training up by "
+            f"{(answer.start_nanos + answer.stop_nanos) / 1e6:.0f} ms, and while it wrote the trace, for "
+            f"{answer.write_nanos / 1e6:.0f} ms, no Python code could run"
         ]
         late_steps = answer.first_step - 1 - self._command.start_step
         if self._command.start_step and late_steps:

@@ -1,0 +1,181 @@
+"""Training processes with the probe that do what a test tells them, line by line, between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rankscope.daemon.captures.orders import CaptureError, Options, Order, Recording, Stage
+from rankscope.daemon.captures.probe_backend import ProbeBackend
+from rankscope.daemon.procfs import read_stat
+from rankscope.daemon.samples import RankProcess
+from rankscope.probe import injecting
+
+DEADLINE_SECONDS = 120.0
+LIBKINETOS_OWN = ("USDT:", "ERROR: External init callback")
+
+SCRIPT = """
+import os, queue, sys, threading, time, torch
+import torch.distributed as distributed
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)])
+if world > 1:
+    distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=world)
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+orders = queue.SimpleQueue()
+threading.Thread(target=lambda: [orders.put(line) for line in sys.stdin], daemon=True).start()
+ended = torch.zeros(1)
+steps = 0
+while not ended.item():
+    model(torch.ones(8, 32)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    steps += 1
+    time.sleep(0.005)
+    while not orders.empty():
+        order = orders.get()
+        if order == "end\\n":
+            ended.fill_(1)
+        else:
+            exec(order)
+        print("did", order, end="", flush=True)
+    if world > 1:
+        distributed.all_reduce(ended)
+print("ended", steps, flush=True)
+"""
+
+
+class CapturedJob:
+    def __init__(self, folder: Path, ranks: int = 1, script: str = SCRIPT, **environment: str) -> None:
+        path = folder / "train.py"
+        path.write_text(script)
+        self.folder = folder
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        dropped = ("RANKSCOPE", "KINETO")
+        base = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+        base |= {"PYTHONPATH": injecting.inject_folder(), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(path), str(folder / "rendezvous")],
+                env=base | environment | {"RANK": str(rank), "WORLD_SIZE": str(ranks)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        self.ranks = [
+            RankProcess("job", rank, rank, ranks, process.pid, ticks(process.pid), (process.pid,))
+            for rank, process in enumerate(self.processes)
+        ]
+        self.backend = ProbeBackend()
+        self._captures = 0
+
+    def wait_until_it_steps(self) -> None:
+        wait_for(lambda: all(self.backend.objection(rank) is None for rank in self.ranks), self.processes)
+
+    def tell(self, order: str) -> None:
+        """Done between two steps; returns when it has been."""
+        for process in self.processes:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(order + "\n")
+            process.stdin.flush()
+        for process in self.processes:
+            assert process.stdout is not None and process.stderr is not None
+            line = process.stdout.readline()
+            assert line == f"did {order}\n", line + process.stderr.read()
+
+    def capture(
+        self,
+        steps: int | None = 3,
+        seconds: float | None = None,
+        patience_seconds: float = 60.0,
+        options: Options = Options(),  # noqa: B008 - frozen
+        when_running: Callable[[], None] = lambda: None,
+    ) -> list[Recording | CaptureError]:
+        """Of all ranks at once, each in a thread, as the conductor does it."""
+        self._captures += 1
+        workspace = self.folder / f"capture{self._captures}"
+        workspace.mkdir()
+        start = time.time() + 1.0
+        results: dict[int, Recording | CaptureError] = {}
+        running = threading.Event()
+
+        def record(rank: RankProcess) -> None:
+            order = Order(workspace.name, rank, steps, seconds, round(start * 1000), start + patience_seconds, options)
+            try:
+                results[rank.rank] = self.backend.record(
+                    order,
+                    workspace,
+                    lambda stage: running.set() if stage is Stage.RUNNING else None,
+                    threading.Event(),
+                )
+            except CaptureError as error:
+                results[rank.rank] = error
+
+        threads = [threading.Thread(target=record, args=(rank,)) for rank in self.ranks]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads) and not running.wait(0.05):
+            pass
+        if running.is_set():
+            when_running()
+        for thread in threads:
+            thread.join(DEADLINE_SECONDS)
+        return [results[rank.rank] for rank in self.ranks]
+
+    def end(self) -> list[tuple[int, str]]:
+        """Exit code and stderr of each, without libkineto's own lines."""
+        self.tell("end")
+        return self.ends()
+
+    def ends(self) -> list[tuple[int, str]]:
+        ends = []
+        for process in self.processes:
+            _, errors = process.communicate(timeout=DEADLINE_SECONDS)
+            ours = [line for line in errors.splitlines() if not line.startswith(LIBKINETOS_OWN)]
+            ends.append((process.returncode, "\n".join(ours)))
+        return ends
+
+
+@contextlib.contextmanager
+def captured_job(folder: Path, ranks: int = 1, script: str = SCRIPT, **environment: str) -> Iterator[CapturedJob]:
+    job = CapturedJob(folder, ranks, script, **environment)
+    try:
+        job.wait_until_it_steps()
+        yield job
+    finally:
+        for process in job.processes:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+def ticks(pid: int) -> int:
+    return read_stat(f"/proc/{pid}").start_ticks
+
+
+def wait_for(condition: Callable[[], bool], processes: list[subprocess.Popen[str]]) -> None:
+    end = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        for process in processes:
+            assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def holds_a_trace(pid: int) -> bool:
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if "rankscope-trace" in str(link.readlink()):
+                return True
+    return False

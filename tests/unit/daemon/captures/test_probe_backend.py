@@ -1,0 +1,270 @@
+"""The daemon's side of captures by the probe; rings and answers here are made by the test, rightly and wrongly."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rankscope.daemon.captures import probe_backend, probe_commands
+from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage
+from rankscope.daemon.captures.probe_backend import ProbeBackend
+from rankscope.daemon.procfs import read_stat
+from rankscope.probe import commanding, layout
+from rankscope.probe.commanding import Answer, Command
+from tests.unit.daemon.ring_writing import ME, Writer
+
+RANK = replace(ME, start_ticks=read_stat("/proc/self").start_ticks)
+ALL_SEALS = layout.F_SEAL_SHRINK | layout.F_SEAL_GROW | layout.F_SEAL_WRITE | layout.F_SEAL_SEAL
+
+
+@pytest.fixture
+def writer() -> Iterator[Writer]:
+    writer = Writer()
+    yield writer
+    writer.ring.abandon()
+
+
+def order(patience_seconds: float = 30.0, **changes: object) -> Order:
+    start = time.time()
+    made = Order("c", RANK, 3, None, round(start * 1000), start + patience_seconds)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+@contextmanager
+def sealed(content: bytes, name: str = layout.TRACE_NAME, seals: int = ALL_SEALS) -> Iterator[int]:
+    fd = os.memfd_create(name, os.MFD_ALLOW_SEALING)
+    try:
+        os.write(fd, content)
+        fcntl.fcntl(fd, layout.F_ADD_SEALS, seals)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class Probe:
+    """Plays the probe: waits for a command, and answers it as the test says."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._ring = writer.ring
+        self.commands: list[Command] = []
+        self._mark = bytes(4)
+
+    def next_command(self) -> Command:
+        end = time.monotonic() + 30
+        while True:
+            assert time.monotonic() < end
+            mark = self._ring.command_mark()
+            if mark != self._mark:
+                command = commanding.read_command(self._ring, mark)
+                assert command is not None
+                self._mark = mark
+                self.commands.append(command)
+                return command
+            time.sleep(0.005)
+
+    def tell(self, phase: int, text: str = "", **fields: int) -> None:
+        Answer(self._ring, self.commands[0].number).tell(phase, text, **fields)
+
+
+class Capture:
+    """A record() under way."""
+
+    def __init__(self, workspace: Path, asked: Order) -> None:
+        self.cancelled = threading.Event()
+        self.stages: list[Stage] = []
+        self.result: Recording | CaptureError | None = None
+
+        def record() -> None:
+            try:
+                self.result = ProbeBackend().record(asked, workspace, self.stages.append, self.cancelled)
+            except CaptureError as error:
+                self.result = error
+
+        self.thread = threading.Thread(target=record)
+        self.thread.start()
+
+    def end(self) -> Recording | CaptureError | None:
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        return self.result
+
+
+def test_a_trace_is_fetched_and_the_probe_told_that_it_may_go(writer: Writer, tmp_path: Path) -> None:
+    probe, capture = Probe(writer), Capture(tmp_path, order())
+    command = probe.next_command()
+    assert (command.verb, command.steps, command.start_step) == (layout.VERB_CAPTURE, 3, 0)
+    with sealed(b"the trace") as fd:
+        # Short captures are over before the daemon looks; every stage is told all the same.
+        probe.tell(layout.PHASE_WRITTEN, steps=3, fd=fd, size=9, first_step=7, start_unix_ns=5_000_000)
+        dropped = probe.next_command()
+        result = capture.end()
+    assert isinstance(result, Recording), result
+    assert result.path.read_bytes() == b"the trace"
+    assert (result.steps, result.start_unix_millis, result.is_trace) == (3, 5, True)
+    assert capture.stages == [Stage.ARMED, Stage.RUNNING]
+    assert (dropped.verb, dropped.start_step) == (layout.VERB_DROP, command.number)
+
+
+@pytest.mark.parametrize(
+    ("name", "seals", "words"),
+    [
+        ("somebody-elses", ALL_SEALS, "not a trace of the probe's"),
+        (layout.TRACE_NAME, layout.F_SEAL_GROW, "not sealed"),
+    ],
+)
+def test_what_is_not_a_sealed_trace_is_not_touched(
+    name: str, seals: int, words: str, writer: Writer, tmp_path: Path
+) -> None:
+    probe, capture = Probe(writer), Capture(tmp_path, order())
+    probe.next_command()
+    with sealed(b"secret", name, seals) as fd:
+        probe.tell(layout.PHASE_WRITTEN, fd=fd)
+        assert words in str(capture.end())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_on_disk_that_is_named_like_a_trace_is_not_touched(writer: Writer, tmp_path: Path) -> None:
+    probe, capture = Probe(writer), Capture(tmp_path, order())
+    probe.next_command()
+    fd = os.open("/etc/passwd", os.O_RDONLY)
+    try:
+        probe.tell(layout.PHASE_WRITTEN, fd=fd)
+        assert "not a trace" in str(capture.end())
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("fd", [-1, 1 << 30, 99_999])
+def test_a_forged_descriptor_is_an_error_and_nothing_else(fd: int, writer: Writer, tmp_path: Path) -> None:
+    probe, capture = Probe(writer), Capture(tmp_path, order())
+    probe.next_command()
+    probe.tell(layout.PHASE_WRITTEN, fd=fd)
+    assert isinstance(capture.end(), CaptureError)
+
+
+def test_a_trace_beyond_the_limit_is_refused(writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_backend, "SIZE_LIMIT_BYTES", 4)
+    probe, capture = Probe(writer), Capture(tmp_path, order())
+    probe.next_command()
+    with sealed(b"12345") as fd:
+        probe.tell(layout.PHASE_WRITTEN, fd=fd)
+        assert "capture fewer steps" in str(capture.end())
+
+
+def test_what_the_probe_says_went_wrong_is_told_without_control_characters(writer: Writer, tmp_path: Path) -> None:
+    probe, capture = Probe(writer), Capture(tmp_path, order())
+    probe.next_command()
+    probe.tell(layout.PHASE_FAILED, "no \x1b[31mmemory")
+    assert str(capture.end()) == f"rank 3 (pid {RANK.pid}): no ?[31mmemory"
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        (0, "no step has ended since the capture was asked for"),
+        (layout.PHASE_ARMED, "no step has ended since the capture was to begin"),
+        (layout.PHASE_HELD, "a profiler of the user's own is active"),
+    ],
+)
+def test_a_rank_that_cannot_be_had_in_time_is_told_with_the_reason_and_let_go(
+    phase: int, words: str, writer: Writer, tmp_path: Path
+) -> None:
+    probe, capture = Probe(writer), Capture(tmp_path, order(patience_seconds=0.5))
+    probe.next_command()
+    if phase:
+        probe.tell(phase)
+    assert words in str(capture.end())
+    assert probe.next_command().verb == layout.VERB_DROP
+
+
+def test_a_rank_that_stands_still_in_mid_capture_is_told(
+    writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe_backend, "STEP_SECONDS_ALLOWED", 0.2)
+    probe, capture = Probe(writer), Capture(tmp_path, order(steps=None, seconds=0.1))
+    probe.next_command()
+    probe.tell(layout.PHASE_RUNNING)
+    assert "in the middle of the capture" in str(capture.end())
+
+
+def test_cancelling_lets_the_process_go(writer: Writer, tmp_path: Path) -> None:
+    probe, capture = Probe(writer), Capture(tmp_path, order())
+    probe.next_command()
+    probe.tell(layout.PHASE_RUNNING)
+    capture.cancelled.set()
+    assert isinstance(capture.end(), CancelledError)
+    assert probe.next_command().verb == layout.VERB_DROP
+
+
+def test_a_process_that_ends_is_told(writer: Writer, tmp_path: Path) -> None:
+    gone = replace(RANK, start_ticks=RANK.start_ticks + 1)  # its pid is another's by now
+    capture = Capture(tmp_path, order(rank=gone))
+    assert "ended during the capture" in str(capture.end())
+
+
+def test_fewer_steps_than_asked_for_are_noted_with_the_reason(writer: Writer, tmp_path: Path) -> None:
+    probe, capture = Probe(writer), Capture(tmp_path, order())
+    probe.next_command()
+    with sealed(b"x") as fd:
+        probe.tell(layout.PHASE_WRITTEN, "memory would have become short", steps=2, fd=fd)
+        result = capture.end()
+    assert isinstance(result, Recording)
+    assert any("2 steps were recorded, of 3; memory" in note for note in result.notes)
+
+
+def test_ranks_are_objected_to_by_what_their_ring_says(writer: Writer) -> None:
+    backend = ProbeBackend()
+    assert backend.objection(RANK) is None
+    assert "runs without the probe" in str(backend.objection(replace(RANK, pid=os.getppid())))
+    assert "belongs to pid" in str(backend.objection(replace(RANK, namespace_pids=(1,))))
+    Answer(writer.ring, 1).tell(layout.PHASE_OFF, "ValueError: broken")
+    assert "ValueError: broken" in str(backend.objection(RANK))
+    writer.ring.mark_disabled()
+    assert "disabled itself" in str(backend.objection(RANK))
+
+
+def test_a_ring_of_a_probe_from_before_captures_is_read_and_told_to_be_too_old(writer: Writer) -> None:
+    layout.ABILITIES.pack_into(writer.write, layout.ABILITIES_OFFSET, 0)
+    writer.step()
+    assert "too old to capture" in str(ProbeBackend().objection(RANK))
+
+
+@pytest.mark.parametrize("place", range(layout.ANSWER_OFFSET, layout.ANSWER_OFFSET + layout.ANSWER.size + 8, 4))
+def test_a_damaged_answer_is_none(place: int, writer: Writer) -> None:
+    Answer(writer.ring, 7).tell(layout.PHASE_FAILED, "text")
+    assert probe_commands.read_answer(writer.ring._fd) is not None
+    writer.write[place : place + 4] = bytes(b ^ 0xFF for b in writer.write[place : place + 4])
+    assert probe_commands.read_answer(writer.ring._fd) is None
+
+
+def test_ranks_that_count_alike_begin_at_the_same_step_and_others_by_time(tmp_path: Path) -> None:
+    backend, steps = ProbeBackend(), []
+    asked = order(step_seconds=0.5)
+    for counted in (100, 101, 57):
+        writer = Writer()
+        writer.step(steps=counted)
+        try:
+            with probe_commands.opened(RANK) as (ring, header):
+                steps.append(backend._agreed_step(asked, ring, header))
+        finally:
+            writer.ring.abandon()
+    assert steps[0] == steps[1] > 100
+    assert steps[2] == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds_left", "step_seconds", "expected"),
+    [(100, 2.0, 0.5, 105), (100, 2.0, 0.1, 128), (100, -5.0, 2.0, 101), (0, 0.0, 10.0, 1)],
+)
+def test_the_step_to_begin_with_lies_after_the_start_and_short_ones_are_rounded_up(
+    steps: int, seconds_left: float, step_seconds: float, expected: int
+) -> None:
+    assert probe_backend._start_step(steps, seconds_left, step_seconds) == expected
