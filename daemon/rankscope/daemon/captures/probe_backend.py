@@ -8,7 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +32,11 @@ WRITE_SECONDS: Final = 60.0
 # nodes that each reckon when the start will be come to the same one, but for few cases.
 ROUND_STEPS: Final = 8
 ROUND_SECONDS: Final = 1.0
+# A command is left this long before the start: enough for every rank to see it.
+LEAD_SECONDS: Final = 0.4
+LEAD_STEPS: Final = 2
+# Ranks whose counts differ by this much at a time do not count alike.
+STEPS_APART: Final = 1.5
 AGREEMENTS_KEPT: Final = 64
 RECORDS_LOOKED_AT: Final = 64
 
@@ -42,7 +47,7 @@ class _Agreement:
 
     start_step: int
     steps: int
-    unix_seconds: float
+    unix_seconds: float  # when that many steps had ended
     step_seconds: float
 
 
@@ -71,37 +76,54 @@ class ProbeBackend:
         if objection is not None:
             raise CaptureError(objection)
         with commands.opened(order.rank, self._proc_root) as (ring, header):
-            start_step = self._agreed_step(order, ring, header)
-            return _Attempt(self._proc_root, order, ring, start_step, workspace, report, cancelled).run()
+            step_seconds = order.step_seconds or _recent_step_seconds(ring, header)
+            attempt = _Attempt(self._proc_root, order, ring, workspace, report, cancelled)
+            # Late, so that what is reckoned holds: daemons of several nodes are to come to the same step.
+            attempt.wait_until(order.start_unix_millis / 1000 - LEAD_SECONDS - LEAD_STEPS * (step_seconds or 0.0))
+            return attempt.run(self._agreed_step(order, ring, step_seconds))
 
-    def _agreed_step(self, order: Order, ring: int, header: rings.Header) -> int:
+    def _agreed_step(self, order: Order, ring: int, step_seconds: float | None) -> int:
         """The same step for all ranks that count alike; 0 where that cannot be said, then they begin by time."""
-        step_seconds = order.step_seconds or _recent_step_seconds(ring, header)
-        if step_seconds is None or step_seconds <= 0:
+        if step_seconds is None:
             return 0
         now = time.time()
+        header = rings.read_header(ring)
+        since_last = _seconds_since_last_step(ring, header)
         key = (order.capture_id, order.start_unix_millis)
         with self._lock:
             agreement = self._agreements.get(key)
             if agreement is None:
-                start_step = _start_step(header.steps, order.start_unix_millis / 1000 - now, step_seconds)
-                agreement = _Agreement(start_step, header.steps, now, step_seconds)
+                left = order.start_unix_millis / 1000 - now
+                start_step = _start_step(header.steps, since_last, left, step_seconds)
+                agreement = _Agreement(start_step, header.steps, now - since_last, step_seconds)
                 self._agreements[key] = agreement
                 if len(self._agreements) > AGREEMENTS_KEPT:
                     self._agreements.popitem(last=False)
-        expected = agreement.steps + (now - agreement.unix_seconds) / agreement.step_seconds
-        return agreement.start_step if abs(header.steps - expected) < 2 else 0
+        expected = agreement.steps + (now - since_last - agreement.unix_seconds) / agreement.step_seconds
+        return agreement.start_step if abs(header.steps - expected) < STEPS_APART else 0
 
 
-def _start_step(steps: int, seconds_left: float, step_seconds: float) -> int:
-    # The count in the ring may be one behind, and the first step after the start is the first that is whole.
-    step = steps + 1 + math.ceil(max(0.0, seconds_left) / step_seconds)
+def _start_step(steps: int, since_last_seconds: float, left_seconds: float, step_seconds: float) -> int:
+    """The first step that ends at or after the start, and not so soon that a rank could miss it."""
+    margin_seconds = min(1.0, 2 * step_seconds) + 0.05
+    step = steps + math.ceil((since_last_seconds + max(left_seconds, margin_seconds)) / step_seconds)
     if step_seconds * ROUND_STEPS <= ROUND_SECONDS:
         step = math.ceil(step / ROUND_STEPS) * ROUND_STEPS
     return step
 
 
+def _seconds_since_last_step(ring: int, header: rings.Header) -> float:
+    if 0 < header.records < 1 << 53:
+        records, whole = rings.read_records(ring, header.records, header.records)
+        if whole.all() and len(records):
+            since = (time.monotonic_ns() - int(records["end_ns"][0])) / 1e9
+            if 0 <= since < 3600:
+                return since
+    return 0.0
+
+
 def _recent_step_seconds(ring: int, header: rings.Header) -> float | None:
+    """What the ring says; None before there were two steps."""
     if not 0 < header.records < 1 << 53:
         return None
     first = max(1, header.records - RECORDS_LOOKED_AT + 1)
@@ -118,7 +140,6 @@ class _Attempt:
         proc_root: Path,
         order: Order,
         ring: int,
-        start_step: int,
         workspace: Path,
         report: Callable[[Stage], None],
         cancelled: threading.Event,
@@ -134,7 +155,7 @@ class _Attempt:
         self._command = Command(
             number=commands.new_number(),
             start_unix_nanos=order.start_unix_millis * 1_000_000,
-            start_step=start_step,
+            start_step=0,
             warmup_steps=1 if uses_cuda(order.rank.pid, proc_root) else 0,
             steps=order.steps or 0,
             length_nanos=round(self._length_seconds * 1e9),
@@ -142,7 +163,13 @@ class _Attempt:
             options=order.options,
         )
 
-    def run(self) -> Recording:
+    def wait_until(self, unix_seconds: float) -> None:
+        while (left := unix_seconds - time.time()) > 0:
+            self._check()
+            self._cancelled.wait(min(TICK_SECONDS, left))
+
+    def run(self, start_step: int) -> Recording:
+        self._command = replace(self._command, start_step=start_step)
         commands.write_command(self._ring, self._command)
         try:
             answer = self._follow()
@@ -177,12 +204,16 @@ class _Attempt:
                         deadline = time.time() + self._length_seconds + STEP_SECONDS_ALLOWED
                     elif phase == layout.PHASE_WRITING:
                         deadline = time.time() + WRITE_SECONDS
-            if self._cancelled.wait(TICK_SECONDS):
-                raise CancelledError(f"{self._who}: cancelled")
-            if not is_alive(str(self._proc_root / str(self._order.rank.pid)), self._order.rank.start_ticks):
-                raise CaptureError(f"{self._who}: the process ended during the capture")
+            self._cancelled.wait(TICK_SECONDS)
+            self._check()
             if time.time() > deadline:
                 raise CaptureError(f"{self._who}: {self._why_late(phase, answer)}")
+
+    def _check(self) -> None:
+        if self._cancelled.is_set():
+            raise CancelledError(f"{self._who}: cancelled")
+        if not is_alive(str(self._proc_root / str(self._order.rank.pid)), self._order.rank.start_ticks):
+            raise CaptureError(f"{self._who}: the process ended during the capture")
 
     def _enter(self, before: int, phase: int) -> None:
         """Short captures are over before we look: every stage is reported all the same."""

@@ -247,13 +247,14 @@ def test_a_damaged_answer_is_none(place: int, writer: Writer) -> None:
 
 def test_ranks_that_count_alike_begin_at_the_same_step_and_others_by_time(tmp_path: Path) -> None:
     backend, steps = ProbeBackend(), []
-    asked = order(step_seconds=0.5)
+    asked = order()
     for counted in (100, 101, 57):
         writer = Writer()
-        writer.step(steps=counted)
+        writer.end_ns = time.monotonic_ns() - 100_000_000
+        writer.step(milliseconds=10, steps=counted)
         try:
-            with probe_commands.opened(RANK) as (ring, header):
-                steps.append(backend._agreed_step(asked, ring, header))
+            with probe_commands.opened(RANK) as (ring, _):
+                steps.append(backend._agreed_step(asked, ring, 0.5))
         finally:
             writer.ring.abandon()
     assert steps[0] == steps[1] > 100
@@ -261,10 +262,17 @@ def test_ranks_that_count_alike_begin_at_the_same_step_and_others_by_time(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("steps", "seconds_left", "step_seconds", "expected"),
-    [(100, 2.0, 0.5, 105), (100, 2.0, 0.1, 128), (100, -5.0, 2.0, 101), (0, 0.0, 10.0, 1)],
+    ("since_last", "left", "step_seconds", "expected"),
+    [
+        (0.1, 2.0, 0.5, 105),  # the first that ends at or after the start
+        (0.0, 2.0, 0.5, 104),
+        (0.1, 0.2, 0.5, 103),  # one that every rank can still see coming
+        (0.05, 2.0, 0.1, 128),  # rounded up
+        (3.0, 1.5, 10.0, 101),
+        (9.5, 1.5, 10.0, 102),
+    ],
 )
 def test_the_step_to_begin_with_lies_after_the_start_and_short_ones_are_rounded_up(
-    steps: int, seconds_left: float, step_seconds: float, expected: int
+    since_last: float, left: float, step_seconds: float, expected: int
 ) -> None:
-    assert probe_backend._start_step(steps, seconds_left, step_seconds) == expected
+    assert probe_backend._start_step(100, since_last, left, step_seconds) == expected
