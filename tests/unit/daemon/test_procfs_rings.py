@@ -5,25 +5,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rankscope.daemon import procfs
 from rankscope.daemon.discovery import RankDiscovery
 from rankscope.probe import layout
 
-# What a second daemon on the same machine does in every window, held open.
+# What a second daemon on the same machine does in every window, or when it leaves a command, held open.
 READER = """
 import os, sys
-descriptor = os.open(sys.argv[1], os.O_RDONLY)
+descriptor = os.open(sys.argv[1], int(sys.argv[2]))
 print("reading", flush=True)
 sys.stdin.read()
 """
 
 
-def test_who_reads_a_ring_is_not_who_keeps_it() -> None:
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY])
+def test_who_looks_into_a_ring_is_not_who_keeps_it(flags: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     ring = os.memfd_create(layout.RING_NAME)
     try:
         with subprocess.Popen(
-            [sys.executable, "-c", READER, f"/proc/{os.getpid()}/fd/{ring}"],
+            [sys.executable, "-c", READER, f"/proc/{os.getpid()}/fd/{ring}", str(flags)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
