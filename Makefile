@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup demo test lint proto bench clean
+.PHONY: help setup demo test captures lint proto bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -24,6 +24,9 @@ test: setup lint  ## lint, then all tests
 	@$(BIN)/python -m pytest -q tests/integration
 	@echo "==> end-to-end tests (real training jobs)"
 	@$(BIN)/python -m pytest -q tests/e2e
+
+captures: setup  ## captures of real jobs in namespaces of their own; needs root, takes six minutes
+	@$(BIN)/python -m pytest -q tests/captures
 
 lint: setup  ## ruff, mypy --strict, the layer contract, fresh protobuf code
 	@echo "==> ruff"

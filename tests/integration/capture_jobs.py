@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, wait_until
+from tests.integration.private_tmp import PRIVATE_TMP
 
 SCRIPT = Path(__file__).parent / "jobs" / "capture_ddp.py"
+LOOPBACK = Path(__file__).parent / "jobs" / "loopback_up.py"
 RANKS = 4
 # Its own loopback, and a /tmp that nobody else sees.
 # Processes of its own, which end with the first of them: torchrun's ranks outlive a torchrun that is killed.
 ENTER_NAMESPACES = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-ENTER = 'ip link set lo up && mount -t tmpfs none /tmp && exec "$@"'
+ENTER = f'"$1" {LOOPBACK} && {PRIVATE_TMP} && exec "$@"'
 CAPTURE_SECONDS = 240.0
 
 

@@ -21,6 +21,9 @@ CLIENT = Path(__file__).parent / "jobs" / "kineto_client.py"
 SILENCE_SECONDS = 0.5
 
 
+TRIES = 20
+
+
 class Peer:
     """`sends` returns what its sockets hear: [[its name, the sender, the type, is whole, the text], …]."""
 
@@ -47,7 +50,16 @@ class Peer:
 
     def polls(self, mask: int = 3, **order: Any) -> list[str]:
         """The texts that it gets for a poll."""
-        return [text for *_, text in self.do(do="send", poll={"mask": mask}, **order)]
+        return self.texts(poll={"mask": mask}, **order)
+
+    def texts(self, **order: Any) -> list[str]:
+        """What it is answered. On a busy machine an answer may be so late that the endpoint keeps it back: then it
+        asks again, as libkineto does."""
+        for _ in range(TRIES):
+            texts = [text for *_, text in self.do(do="send", **order)]
+            if texts:
+                return texts
+        return []
 
     def is_ignored(self, **order: Any) -> bool:
         return self.do(do="send", seconds=SILENCE_SECONDS, **order) == []

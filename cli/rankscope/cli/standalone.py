@@ -29,8 +29,6 @@ class Standalone:
         self.correlator = Correlator(policy)
         services = (job_service(self.correlator),)
         self._daemon = Daemon(config, services=services, own_cpu_seconds=own_cpu_seconds)
-        if self._daemon.captures is not None:
-            self._daemon.captures.suspect(self._suspects)
         self._stream: RankStream | None = None
 
     @property
@@ -39,6 +37,8 @@ class Standalone:
 
     def start(self) -> None:
         self._daemon.start()
+        if self._daemon.captures is not None:
+            self._daemon.captures.suspect(self._suspects)
         self.correlator.start()
         # Through the socket like any other operator, so that what a laptop shows is what a cluster does.
         self._stream = RankStream(self.addresses.grpc_targets[0], self.correlator.accept)

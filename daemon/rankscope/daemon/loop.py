@@ -87,9 +87,8 @@ class Daemon:
         self._budget = Budget(config.budget_ratio, config.stack_rate_hertz)
         self._ticker = Ticker(self._clock, config.window_seconds)
         self._own_cpu_seconds = own_cpu_seconds
-        self.captures = _open_captures(config)
-        capturing = no_capture_service() if self.captures is None else self.captures.service
-        self._services = (rank_service(config.node, self.publisher), capturing, *services)
+        self._services = (rank_service(config.node, self.publisher), *services)
+        self.captures: CaptureDesk | None = None  # once started, if they can be had
         self._problems = ProblemLog(log, self._clock.monotonic_seconds)
         self._incarnations: dict[RankKey, _Incarnation] = {}
         self._status = DaemonStatus(version=_version(), node=config.node, stack_rate_hertz=self._budget.rate_hertz)
@@ -166,10 +165,11 @@ class Daemon:
             self._socket_lock = SocketLock(Path(self.config.socket))
         if address is not None:
             self._metrics = MetricsServer(*address, Exporter(self.snapshot), self._is_alive)
+        self.captures = _open_captures(self.config)
+        capturing = no_capture_service() if self.captures is None else self.captures.service
         if self._socket_lock is not None or self.config.grpc_listen != NONE:
-            self._grpc = GrpcServer(
-                self._services, self._socket_lock, self.config.grpc_listen, self.config.watch_readers
-            )
+            services = (*self._services, capturing)
+            self._grpc = GrpcServer(services, self._socket_lock, self.config.grpc_listen, self.config.watch_readers)
 
     def _close(self) -> None:
         steps: list[Callable[[], None]] = [self.publisher.close]

@@ -24,18 +24,18 @@ from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order
 from rankscope.daemon.captures.starting import LEAD_SECONDS
 from rankscope.daemon.procfs import read_stat, read_status
 from rankscope.daemon.samples import RankProcess
-
-from .small_job import wait_for
+from tests.integration.private_tmp import PRIVATE_TMP
+from tests.integration.small_job import wait_for
 
 pytestmark = [
     pytest.mark.skipif(os.getuid() != 0, reason="to enter namespaces needs root"),
     pytest.mark.slow,
 ]
 
-SCRIPT = Path(__file__).parent / "jobs" / "kineto_trainer.py"
+SCRIPT = Path(__file__).parent.parent / "integration" / "jobs" / "kineto_trainer.py"
 # A /tmp that nobody else sees, and polls every second.
-PRIVATE_TMP = """
-mount -t tmpfs none /tmp && echo ON_DEMAND_CONFIG_UPDATE_INTERVAL_SECS=1 >/tmp/kineto.conf && exec "$0" "$@"
+ENTER = f"""
+{PRIVATE_TMP} && echo ON_DEMAND_CONFIG_UPDATE_INTERVAL_SECS=1 >/tmp/kineto.conf && exec "$0" "$@"
 """
 ENVIRONMENT = {"KINETO_USE_DAEMON": "1"}
 
@@ -76,7 +76,7 @@ class Capturing:
 def trainer(number: int, *unshare: str) -> Iterator[Trainer]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "MASTER_"))}
     environment |= ENVIRONMENT | {"KINETO_CONFIG": "/tmp/kineto.conf", "OMP_NUM_THREADS": "1"}
-    command = ["unshare", "--net", "--mount", *unshare, "sh", "-c", PRIVATE_TMP, sys.executable, str(SCRIPT)]
+    command = ["unshare", "--net", "--mount", *unshare, "sh", "-c", ENTER, sys.executable, str(SCRIPT)]
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
