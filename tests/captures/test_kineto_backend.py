@@ -53,7 +53,7 @@ class Trainer:
 
     def files(self) -> list[str]:
         """That captures have left in it."""
-        return sorted(entry.name for entry in Path(f"/proc/{self.rank.pid}/root/tmp").glob("rankscope*"))
+        return sorted(entry.name for entry in Path("/proc", str(self.rank.pid), "root", "tmp").glob("rankscope*"))
 
 
 @dataclass

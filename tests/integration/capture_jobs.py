@@ -40,7 +40,7 @@ class CaptureJob:
 
     def files_left(self, pid: int) -> list[str]:
         """Traces left behind in the job's own /tmp."""
-        return sorted(path.name for path in Path(f"/proc/{pid}/root/tmp").glob("rankscope-*"))
+        return sorted(path.name for path in Path("/proc", str(pid), "root", "tmp").glob("rankscope-*"))
 
 
 @contextmanager
