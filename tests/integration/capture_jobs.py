@@ -67,7 +67,10 @@ def capture_job(folder: Path, run_id: str, *, slow_rank: int = -1, probe: bool =
         )
     try:
         ready = folder / "READY"
-        log_text = lambda: (folder / "log").read_text(errors="replace")  # noqa: E731 - read when it is too late
+
+        def log_text() -> str:
+            return (folder / "log").read_text(errors="replace")
+
         wait_until(lambda: ready.exists() or process.poll() is not None, log_text, 3 * PATIENCE_SECONDS)
         assert process.poll() is None, log_text()
         yield CaptureJob(process, folder, run_id)
