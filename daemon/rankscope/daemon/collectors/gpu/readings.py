@@ -1,0 +1,104 @@
+"""What a source of GPU counters hands over: plain frozen data. `None`: this GPU, driver or source does not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+
+class SourceState(str, Enum):
+    """Of a whole source, as a bounded label."""
+
+    STARTING = "starting"
+    OK = "ok"
+    NO_DRIVER = "no_driver"
+    NO_GPU = "no_gpu"
+    HANGING = "hanging"  # a call into the driver does not return
+    FAILED = "failed"
+
+
+class GpuState(str, Enum):
+    OK = "ok"
+    LOST = "lost"  # fell off the bus, or the driver says so
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    pid: int  # as the node sees it
+    used_bytes: int | None
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """One GPU, or one MIG instance of it, at one moment. Counters grow from the daemon's start unless said otherwise."""
+
+    uuid: str
+    index: int
+    name: str
+    parent_uuid: str | None = None  # of a MIG instance
+    state: GpuState = GpuState.OK
+
+    utilization_ratio: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    energy_joules: float | None = None  # since the driver was loaded
+    temperature_celsius: float | None = None
+    sm_clock_hertz: float | None = None
+    sm_clock_max_hertz: float | None = None
+    memory_clock_hertz: float | None = None
+    memory_clock_max_hertz: float | None = None
+    throttled_seconds: Mapping[str, float] = field(default_factory=dict)  # by reason, see throttling.py
+    pcie_transmit_bytes_per_second: float | None = None
+    pcie_receive_bytes_per_second: float | None = None
+    nvlink_transmit_bytes_per_second: float | None = None
+    nvlink_receive_bytes_per_second: float | None = None
+    # (counter: volatile or aggregate, kind: corrected or uncorrected) to errors
+    ecc_errors: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    remapped_rows: Mapping[str, int] = field(default_factory=dict)  # correctable, uncorrectable
+    remapping_pending: bool | None = None
+    remapping_failed: bool | None = None
+    retired_pages: Mapping[str, int] = field(default_factory=dict)  # single_bit, double_bit: before Ampere
+    xid_errors: Mapping[int, int] = field(default_factory=dict)
+
+    # GPM (Hopper and later) or dcgm-exporter: shares of the time since the reading before
+    sm_active_ratio: float | None = None
+    sm_occupancy_ratio: float | None = None
+    tensor_active_ratio: Mapping[str, float] = field(default_factory=dict)  # any, hmma, imma, dfma
+    pipe_active_ratio: Mapping[str, float] = field(default_factory=dict)  # fp64, fp32, fp16
+    dram_active_ratio: float | None = None
+
+    processes: tuple[GpuProcess, ...] | None = None
+
+
+@dataclass(frozen=True)
+class GpuSnapshot:
+    """Everything a source saw at one moment."""
+
+    source: str  # "nvml" or "dcgm"
+    state: SourceState
+    reason: str = ""  # why it is not OK, with the next step
+    driver_version: str | None = None
+    taken_unix_nanos: int = 0
+    gpus: tuple[GpuReading, ...] = ()
+    polls_total: int = 0
+    poll_seconds_total: float = 0.0  # time spent reading
+    problems: tuple[str, ...] = ()
+
+
+class GpuSource(Protocol):
+    """Reads in a thread or process of its own from `start` to `close`; asking it never blocks."""
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def latest(self) -> GpuSnapshot: ...
+
+    def since(self, unix_nanos: int) -> Sequence[GpuSnapshot]:
+        """What was taken after that moment and is still kept (about a minute), oldest first."""
+        ...
