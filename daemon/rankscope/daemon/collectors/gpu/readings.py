@@ -33,7 +33,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One GPU, or one MIG instance of it, at one moment. Counters grow from the daemon's start unless said otherwise."""
+    """One GPU, or one MIG instance of it, at one moment. Counters begin with the daemon unless said otherwise."""
 
     uuid: str
     index: int
