@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup demo test captures lint proto bench clean
+.PHONY: help setup prometheus demo test captures lint proto bench clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(STAMP)  ## make .venv with everything for development
 
@@ -14,10 +14,13 @@ $(STAMP): pyproject.toml constraints.txt tools/setup.sh
 	@PYTHON="$(PYTHON)" tools/setup.sh
 	@touch $(STAMP)
 
+prometheus:  ## Prometheus, Alertmanager and their tools in .prometheus, for tests (nothing is installed)
+	@tools/setup_prometheus.sh
+
 demo: setup  ## a real 4-rank job with a slow rank, and Rankscope finding it
 	@$(BIN)/rankscope demo
 
-test: setup lint  ## lint, then all tests
+test: setup prometheus lint  ## lint, then all tests
 	@echo "==> unit tests"
 	@$(BIN)/python -m pytest -q tests/unit
 	@echo "==> integration tests (real processes)"
@@ -42,8 +45,8 @@ lint: setup  ## ruff, mypy --strict, the layer contract, fresh protobuf code
 proto: setup  ## regenerate the Python code of proto/
 	@$(BIN)/python tools/generate_protos.py
 
-bench: setup  ## measure what it costs; prints a table
+bench: setup prometheus  ## measure what it costs; prints a table
 	@$(BIN)/python -m benchmarks
 
 clean:  ## remove the virtual environment and caches
-	rm -rf .venv .venv-hta .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-hta .prometheus .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Puts prometheus, promtool, alertmanager and amtool into .prometheus/bin, for the tests of the rules and the dashboards.
+# Debian's own packages are unpacked there and nowhere else: nothing is installed, no service starts, no root is needed.
+# Binaries that the machine already has (a folder in RANKSCOPE_PROMETHEUS_DIR, or the PATH) are used instead.
+# Safe to run again: does nothing, and says nothing, when all is there.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+folder=$PWD/.prometheus
+binaries=(prometheus promtool alertmanager amtool)
+
+# Debian names one of them differently.
+names_of() { if [ "$1" = alertmanager ]; then echo "alertmanager prometheus-alertmanager"; else echo "$1"; fi; }
+
+found_elsewhere() {
+    local binary name
+    for binary in "${binaries[@]}"; do
+        for name in $(names_of "$binary"); do
+            [ -n "${RANKSCOPE_PROMETHEUS_DIR:-}" ] && [ -x "$RANKSCOPE_PROMETHEUS_DIR/$name" ] && continue 2
+            command -v "$name" >/dev/null && continue 2
+        done
+        return 1
+    done
+}
+
+is_ready() {
+    local binary
+    for binary in "${binaries[@]}"; do [ -x "$folder/bin/$binary" ] || return 1; done
+}
+
+is_ready && exit 0
+found_elsewhere && exit 0
+command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || {
+    echo "error: ${binaries[*]}: not on the PATH, and there is no apt to get them with; next step: install Prometheus and Alertmanager and name their folder in RANKSCOPE_PROMETHEUS_DIR" >&2
+    exit 1
+}
+mkdir -p "$folder"
+echo '*' >"$folder/.gitignore"
+exec 9>"$folder/.lock"
+flock 9  # two tests may both want them
+is_ready && exit 0
+echo "==> unpacking Prometheus and Alertmanager into .prometheus (once, a few seconds)" >&2
+unpacking=$(mktemp -d "$folder/unpacking.XXXXXX")
+trap 'rm -rf "$unpacking"' EXIT
+# The sandbox user of apt may not be allowed to write below this checkout.
+apt_get() { (cd "$unpacking" && apt-get -qq -o APT::Sandbox::User="$(id -un)" "$@"); }
+packages=(prometheus prometheus-alertmanager)
+if ! apt_get download "${packages[@]}" >/dev/null 2>"$unpacking/refused"; then
+    # No package lists, or old ones. Fresh lists of our own, so that neither root nor the machine's state is touched.
+    mkdir -p "$unpacking/lists/partial" "$unpacking/cache/archives/partial"
+    own=(-o Dir::State::lists="$unpacking/lists" -o Dir::Cache="$unpacking/cache")
+    apt_get "${own[@]}" update >/dev/null && apt_get "${own[@]}" download "${packages[@]}" >/dev/null || {
+        echo "error: apt could not download ${packages[*]} (see above, and first: $(head -1 "$unpacking/refused")); next step: check the network and the machine's apt sources, then run tools/setup_prometheus.sh" >&2
+        exit 1
+    }
+fi
+for package in "$unpacking"/*.deb; do dpkg-deb -x "$package" "$unpacking/root"; done
+mv "$unpacking/root/usr/bin/prometheus-alertmanager" "$unpacking/root/usr/bin/alertmanager"
+for binary in "${binaries[@]}"; do
+    "$unpacking/root/usr/bin/$binary" --version >/dev/null 2>&1 || {
+        echo "error: $binary from Debian's package does not run on this machine; next step: name a folder with binaries that do in RANKSCOPE_PROMETHEUS_DIR" >&2
+        exit 1
+    }
+done
+mkdir -p "$folder/bin"
+for binary in "${binaries[@]}"; do mv -f "$unpacking/root/usr/bin/$binary" "$folder/bin/$binary"; done
