@@ -18,6 +18,7 @@ from rankscope.daemon.config import SETTINGS
 from rankscope.daemon.samples import Problem
 from tests.unit.daemon import test_exporting as exporting
 from tests.unit.daemon import window_makers as make
+from tests.unit.operator import test_exporting as job_exporting
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -42,7 +43,7 @@ def exported() -> dict[str, tuple[str, frozenset[str]]]:
     """Type and labels of every metric, from a rank of which all is known and one with a problem."""
     known = exporting.full_rank(0)
     broken = exporting.report(make.rank(1), RankSamples(problems=(Problem("stacks", "missing", ""),)))
-    families = text_string_to_metric_families(exporting.scrape(known, broken))
+    families = text_string_to_metric_families(exporting.scrape(known, broken) + job_exporting.scrape_everything())
     return {sample.name: (family.type, frozenset(sample.labels)) for family in families for sample in family.samples}
 
 
@@ -53,6 +54,7 @@ def test_the_metrics_page_lists_what_is_exported_and_nothing_else() -> None:
             labels = frozenset(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", cells[2])))
             name = cells[0].strip("`")
             identity = {"job", "rank"} if name.startswith("rankscope_rank_") else set()
+            identity |= {"job", "namespace"} if name.startswith("rankscope_job_") else set()
             described[name] = (cells[1], labels | identity)
     assert described == exported()
 

@@ -11,6 +11,8 @@ from rankscope.daemon.config import Config
 from rankscope.daemon.loop import Addresses, Daemon, process_cpu_seconds
 from rankscope.daemon.serving import Service
 from rankscope.operator.correlation.correlator import Correlator
+from rankscope.operator.correlation.exporting import JobExporter
+from rankscope.operator.correlation.losing import LostSeconds
 from rankscope.operator.correlation.serving import JobServicer
 from rankscope.operator.correlation.streams import RankStream
 from rankscope.operator.correlation.suspecting import suspects
@@ -28,7 +30,10 @@ class Standalone:
     ) -> None:
         self.correlator = Correlator(policy)
         services = (job_service(self.correlator),)
-        self._daemon = Daemon(config, services=services, own_cpu_seconds=own_cpu_seconds)
+        lost = LostSeconds()
+        self.correlator.listen(lost)
+        metrics = (JobExporter(lambda: self.correlator.states, lost, policy.mfu_target_ratio),)
+        self._daemon = Daemon(config, services=services, metrics=metrics, own_cpu_seconds=own_cpu_seconds)
         self._stream: RankStream | None = None
 
     @property

@@ -12,6 +12,8 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from prometheus_client.registry import Collector
+
 from rankscope.analysis.mfu import peak_flops_per_second
 from rankscope.daemon.assembling import RankSamples, assemble, identity_of
 from rankscope.daemon.budget import Budget
@@ -66,8 +68,9 @@ def process_cpu_seconds() -> float:
 class Daemon:
     """`start` listens and begins to watch in a thread of its own; `stop` ends both within two seconds.
 
-    To embed it: pass `services` to offer more on the same gRPC server, `subscribe` to get every tick in-process, and
-    `own_cpu_seconds=time.thread_time` when the process does other work that the budget should not be charged for."""
+    To embed it: pass `services` to offer more on the same gRPC server and `metrics` for the same page, `subscribe` to
+    get every tick in-process, and `own_cpu_seconds=time.thread_time` when the process does other work that the budget
+    should not be charged for."""
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class Daemon:
         collectors: Collectors | None = None,
         clock: Clock | None = None,
         services: Sequence[Service] = (),
+        metrics: Sequence[Collector] = (),
         own_cpu_seconds: Callable[[], float] = process_cpu_seconds,
     ) -> None:
         self.config = config
@@ -88,6 +92,7 @@ class Daemon:
         self._ticker = Ticker(self._clock, config.window_seconds)
         self._own_cpu_seconds = own_cpu_seconds
         self._services = (rank_service(config.node, self.publisher), *services)
+        self._more_metrics = tuple(metrics)
         self.captures: CaptureDesk | None = None  # once started, if they can be had
         self._problems = ProblemLog(log, self._clock.monotonic_seconds)
         self._incarnations: dict[RankKey, _Incarnation] = {}
@@ -164,7 +169,7 @@ class Daemon:
         if self.config.socket != NONE:
             self._socket_lock = SocketLock(Path(self.config.socket))
         if address is not None:
-            self._metrics = MetricsServer(*address, Exporter(self.snapshot), self._is_alive)
+            self._metrics = MetricsServer(*address, (Exporter(self.snapshot), *self._more_metrics), self._is_alive)
         self.captures = _open_captures(self.config)
         capturing = no_capture_service() if self.captures is None else self.captures.service
         if self._socket_lock is not None or self.config.grpc_listen != NONE:

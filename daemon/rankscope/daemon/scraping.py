@@ -25,9 +25,10 @@ REQUEST_SECONDS = 10
 class MetricsServer:
     """Serves from the moment it is made until `close`. Port 0 chooses a free one; `url` tells which."""
 
-    def __init__(self, host: str, port: int, collector: Collector, is_alive: Callable[[], bool]) -> None:
+    def __init__(self, host: str, port: int, collectors: Iterable[Collector], is_alive: Callable[[], bool]) -> None:
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(collector)
+        for collector in collectors:
+            registry.register(collector)
         try:
             self._server = _Server((host, port), _Handler, ipv6=":" in host)
         except OSError as error:
