@@ -15,6 +15,8 @@ from pathlib import Path
 ENVIRONMENT_PREFIX = "RANKSCOPE_DAEMON_"
 DEFAULT_FILE = Path("/etc/rankscope/rankscope.toml")
 NONE = "none"
+DEFAULT_KUBELET_SOCKET = "/var/lib/kubelet/pod-resources/kubelet.sock"
+METRICS_DETAILS = ("standard", "full")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 Value = str | float | int | bool
@@ -44,6 +46,11 @@ class Config:
     capture_quota_seconds: float = 7 * 86400.0
     capture_upload_url: str = NONE
     kineto_socket_dir: str = NONE
+    gpu: bool = True
+    gpu_interval_seconds: float = 1.0
+    dcgm_url: str = NONE
+    kubelet_socket: str = DEFAULT_KUBELET_SOCKET
+    metrics_detail: str = "standard"
     py_spy: str = ""
     proc_root: str = "/proc"
     cgroup_root: str = "/sys/fs/cgroup"
@@ -102,6 +109,11 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("capture_quota_seconds", float, lambda: 7 * 86400.0, "how long captures are kept", 60, 1e9),
     Setting("capture_upload_url", str, lambda: NONE, "where to copy captures to, as in s3://bucket/folder; or none"),
     Setting("kineto_socket_dir", str, lambda: NONE, "serve libkineto by a socket file in this directory as well"),
+    Setting("gpu", bool, lambda: True, "read the counters of the node's GPUs"),
+    Setting("gpu_interval_seconds", float, lambda: 1.0, "how often the GPUs are read", 0.1, 60),
+    Setting("dcgm_url", str, lambda: NONE, "/metrics of a dcgm-exporter on this node, for GPUs without GPM; or none"),
+    Setting("kubelet_socket", str, lambda: DEFAULT_KUBELET_SOCKET, "kubelet's pod-resources socket; or none"),
+    Setting("metrics_detail", str, lambda: "standard", "which series /metrics has", choices=METRICS_DETAILS),
     Setting("py_spy", str, lambda: "", "path of the py-spy program (default: beside this interpreter, then PATH)"),
     Setting("proc_root", str, lambda: "/proc", "where the host's /proc is mounted"),
     Setting("cgroup_root", str, lambda: "/sys/fs/cgroup", "where the host's cgroups are mounted"),

@@ -14,7 +14,9 @@ WORLD_SIZE_LIMIT: Final = 10_000_000
 VALUE_LENGTH_LIMIT: Final = 4096
 
 # The only variables that leave this module with a RankProcess: an environment holds secrets.
-_KEPT_NAMES: Final = frozenset({"TEARDOWN_CUPTI", "CUDA_VISIBLE_DEVICES"})
+_KEPT_NAMES: Final = frozenset(
+    {"TEARDOWN_CUPTI", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES"}
+)
 _KEPT_PREFIXES: Final = ("RANKSCOPE_", "KINETO_")
 _NO_MASTER: Final = "unnamed"
 

@@ -70,6 +70,7 @@ class RankIdentity(_message.Message):
     COORDINATES_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    POD_NAME_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """MASTER_ADDR:MASTER_PORT/run id; the same on every rank of one launch."""
     rank: _builtins.int
@@ -85,6 +86,8 @@ class RankIdentity(_message.Message):
     of the same rank (another incarnation) from the process that went before it.
     """
     incarnation: _builtins.int
+    pod_name: _builtins.str
+    """As the kubelet names it; `pod` is the uid."""
     @_builtins.property
     def coordinates(self) -> Global___ParallelCoordinates: ...
     def __init__(
@@ -102,10 +105,11 @@ class RankIdentity(_message.Message):
         coordinates: Global___ParallelCoordinates | None = ...,
         pid: _builtins.int = ...,
         incarnation: _builtins.int = ...,
+        pod_name: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_model", b"_gpu_model", "_gpu_uuid", b"_gpu_uuid", "_namespace", b"_namespace", "_pod", b"_pod", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "namespace", b"namespace", "pod", b"pod"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_model", b"_gpu_model", "_gpu_uuid", b"_gpu_uuid", "_namespace", b"_namespace", "_pod", b"_pod", "_pod_name", b"_pod_name", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "namespace", b"namespace", "pod", b"pod", "pod_name", b"pod_name"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_model", b"_gpu_model", "_gpu_uuid", b"_gpu_uuid", "_namespace", b"_namespace", "_pod", b"_pod", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "incarnation", b"incarnation", "job", b"job", "local_rank", b"local_rank", "namespace", b"namespace", "node", b"node", "pid", b"pid", "pod", b"pod", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_model", b"_gpu_model", "_gpu_uuid", b"_gpu_uuid", "_namespace", b"_namespace", "_pod", b"_pod", "_pod_name", b"_pod_name", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "incarnation", b"incarnation", "job", b"job", "local_rank", b"local_rank", "namespace", b"namespace", "node", b"node", "pid", b"pid", "pod", b"pod", "pod_name", b"pod_name", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gpu_model: _TypeAlias = _typing.Literal["gpu_model"]  # noqa: Y015
     _WhichOneofArgType__gpu_model: _TypeAlias = _typing.Literal["_gpu_model", b"_gpu_model"]  # noqa: Y015
@@ -115,6 +119,8 @@ class RankIdentity(_message.Message):
     _WhichOneofArgType__namespace: _TypeAlias = _typing.Literal["_namespace", b"_namespace"]  # noqa: Y015
     _WhichOneofReturnType__pod: _TypeAlias = _typing.Literal["pod"]  # noqa: Y015
     _WhichOneofArgType__pod: _TypeAlias = _typing.Literal["_pod", b"_pod"]  # noqa: Y015
+    _WhichOneofReturnType__pod_name: _TypeAlias = _typing.Literal["pod_name"]  # noqa: Y015
+    _WhichOneofArgType__pod_name: _TypeAlias = _typing.Literal["_pod_name", b"_pod_name"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_model) -> _WhichOneofReturnType__gpu_model | None: ...
     @_typing.overload
@@ -123,5 +129,7 @@ class RankIdentity(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__namespace) -> _WhichOneofReturnType__namespace | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pod) -> _WhichOneofReturnType__pod | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pod_name) -> _WhichOneofReturnType__pod_name | None: ...
 
 Global___RankIdentity: _TypeAlias = RankIdentity  # noqa: Y015

@@ -285,6 +285,141 @@ class ProcessUsage(_message.Message):
 Global___ProcessUsage: _TypeAlias = ProcessUsage  # noqa: Y015
 
 @_typing.final
+class GpuUsage(_message.Message):
+    """The GPU of a rank: means over the readings of the window. Figures are there only when the process uses exactly one
+    GPU; they are that GPU's, so where it is shared they are not the rank's alone.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ThrottledSecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    GPUS_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
+    UTILIZATION_RATIO_FIELD_NUMBER: _builtins.int
+    SM_ACTIVE_RATIO_FIELD_NUMBER: _builtins.int
+    TENSOR_ACTIVE_RATIO_FIELD_NUMBER: _builtins.int
+    DRAM_ACTIVE_RATIO_FIELD_NUMBER: _builtins.int
+    POWER_WATTS_FIELD_NUMBER: _builtins.int
+    SM_CLOCK_HERTZ_FIELD_NUMBER: _builtins.int
+    SM_CLOCK_RATIO_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_CELSIUS_FIELD_NUMBER: _builtins.int
+    THROTTLED_SECONDS_FIELD_NUMBER: _builtins.int
+    MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    ESTIMATED_FLOPS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    gpus: _builtins.int
+    """how many GPUs, or slices of GPUs, the process uses"""
+    shared: _builtins.bool
+    """other ranks use one of them too"""
+    utilization_ratio: _builtins.float
+    """time with any kernel running"""
+    sm_active_ratio: _builtins.float
+    tensor_active_ratio: _builtins.float
+    """any tensor pipe; no share of the peak, see the estimate"""
+    dram_active_ratio: _builtins.float
+    power_watts: _builtins.float
+    sm_clock_hertz: _builtins.float
+    sm_clock_ratio: _builtins.float
+    """of the maximum"""
+    temperature_celsius: _builtins.float
+    memory_used_bytes: _builtins.int
+    """all processes"""
+    memory_total_bytes: _builtins.int
+    estimated_flops_per_second: _builtins.float
+    """tensor pipe, corrected by the clock; never called MFU"""
+    @_builtins.property
+    def throttled_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """by reason, in the window"""
+
+    def __init__(
+        self,
+        *,
+        gpus: _builtins.int = ...,
+        shared: _builtins.bool = ...,
+        utilization_ratio: _builtins.float | None = ...,
+        sm_active_ratio: _builtins.float | None = ...,
+        tensor_active_ratio: _builtins.float | None = ...,
+        dram_active_ratio: _builtins.float | None = ...,
+        power_watts: _builtins.float | None = ...,
+        sm_clock_hertz: _builtins.float | None = ...,
+        sm_clock_ratio: _builtins.float | None = ...,
+        temperature_celsius: _builtins.float | None = ...,
+        throttled_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        memory_used_bytes: _builtins.int | None = ...,
+        memory_total_bytes: _builtins.int | None = ...,
+        estimated_flops_per_second: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dram_active_ratio", b"_dram_active_ratio", "_estimated_flops_per_second", b"_estimated_flops_per_second", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_power_watts", b"_power_watts", "_sm_active_ratio", b"_sm_active_ratio", "_sm_clock_hertz", b"_sm_clock_hertz", "_sm_clock_ratio", b"_sm_clock_ratio", "_temperature_celsius", b"_temperature_celsius", "_tensor_active_ratio", b"_tensor_active_ratio", "_utilization_ratio", b"_utilization_ratio", "dram_active_ratio", b"dram_active_ratio", "estimated_flops_per_second", b"estimated_flops_per_second", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "power_watts", b"power_watts", "sm_active_ratio", b"sm_active_ratio", "sm_clock_hertz", b"sm_clock_hertz", "sm_clock_ratio", b"sm_clock_ratio", "temperature_celsius", b"temperature_celsius", "tensor_active_ratio", b"tensor_active_ratio", "utilization_ratio", b"utilization_ratio"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dram_active_ratio", b"_dram_active_ratio", "_estimated_flops_per_second", b"_estimated_flops_per_second", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_power_watts", b"_power_watts", "_sm_active_ratio", b"_sm_active_ratio", "_sm_clock_hertz", b"_sm_clock_hertz", "_sm_clock_ratio", b"_sm_clock_ratio", "_temperature_celsius", b"_temperature_celsius", "_tensor_active_ratio", b"_tensor_active_ratio", "_utilization_ratio", b"_utilization_ratio", "dram_active_ratio", b"dram_active_ratio", "estimated_flops_per_second", b"estimated_flops_per_second", "gpus", b"gpus", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "power_watts", b"power_watts", "shared", b"shared", "sm_active_ratio", b"sm_active_ratio", "sm_clock_hertz", b"sm_clock_hertz", "sm_clock_ratio", b"sm_clock_ratio", "temperature_celsius", b"temperature_celsius", "tensor_active_ratio", b"tensor_active_ratio", "throttled_seconds", b"throttled_seconds", "utilization_ratio", b"utilization_ratio"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dram_active_ratio: _TypeAlias = _typing.Literal["dram_active_ratio"]  # noqa: Y015
+    _WhichOneofArgType__dram_active_ratio: _TypeAlias = _typing.Literal["_dram_active_ratio", b"_dram_active_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__estimated_flops_per_second: _TypeAlias = _typing.Literal["estimated_flops_per_second"]  # noqa: Y015
+    _WhichOneofArgType__estimated_flops_per_second: _TypeAlias = _typing.Literal["_estimated_flops_per_second", b"_estimated_flops_per_second"]  # noqa: Y015
+    _WhichOneofReturnType__memory_total_bytes: _TypeAlias = _typing.Literal["memory_total_bytes"]  # noqa: Y015
+    _WhichOneofArgType__memory_total_bytes: _TypeAlias = _typing.Literal["_memory_total_bytes", b"_memory_total_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__memory_used_bytes: _TypeAlias = _typing.Literal["memory_used_bytes"]  # noqa: Y015
+    _WhichOneofArgType__memory_used_bytes: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__power_watts: _TypeAlias = _typing.Literal["power_watts"]  # noqa: Y015
+    _WhichOneofArgType__power_watts: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts"]  # noqa: Y015
+    _WhichOneofReturnType__sm_active_ratio: _TypeAlias = _typing.Literal["sm_active_ratio"]  # noqa: Y015
+    _WhichOneofArgType__sm_active_ratio: _TypeAlias = _typing.Literal["_sm_active_ratio", b"_sm_active_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__sm_clock_hertz: _TypeAlias = _typing.Literal["sm_clock_hertz"]  # noqa: Y015
+    _WhichOneofArgType__sm_clock_hertz: _TypeAlias = _typing.Literal["_sm_clock_hertz", b"_sm_clock_hertz"]  # noqa: Y015
+    _WhichOneofReturnType__sm_clock_ratio: _TypeAlias = _typing.Literal["sm_clock_ratio"]  # noqa: Y015
+    _WhichOneofArgType__sm_clock_ratio: _TypeAlias = _typing.Literal["_sm_clock_ratio", b"_sm_clock_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__temperature_celsius: _TypeAlias = _typing.Literal["temperature_celsius"]  # noqa: Y015
+    _WhichOneofArgType__temperature_celsius: _TypeAlias = _typing.Literal["_temperature_celsius", b"_temperature_celsius"]  # noqa: Y015
+    _WhichOneofReturnType__tensor_active_ratio: _TypeAlias = _typing.Literal["tensor_active_ratio"]  # noqa: Y015
+    _WhichOneofArgType__tensor_active_ratio: _TypeAlias = _typing.Literal["_tensor_active_ratio", b"_tensor_active_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__utilization_ratio: _TypeAlias = _typing.Literal["utilization_ratio"]  # noqa: Y015
+    _WhichOneofArgType__utilization_ratio: _TypeAlias = _typing.Literal["_utilization_ratio", b"_utilization_ratio"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dram_active_ratio) -> _WhichOneofReturnType__dram_active_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__estimated_flops_per_second) -> _WhichOneofReturnType__estimated_flops_per_second | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_total_bytes) -> _WhichOneofReturnType__memory_total_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_used_bytes) -> _WhichOneofReturnType__memory_used_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__power_watts) -> _WhichOneofReturnType__power_watts | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sm_active_ratio) -> _WhichOneofReturnType__sm_active_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sm_clock_hertz) -> _WhichOneofReturnType__sm_clock_hertz | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sm_clock_ratio) -> _WhichOneofReturnType__sm_clock_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature_celsius) -> _WhichOneofReturnType__temperature_celsius | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tensor_active_ratio) -> _WhichOneofReturnType__tensor_active_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__utilization_ratio) -> _WhichOneofReturnType__utilization_ratio | None: ...
+
+Global___GpuUsage: _TypeAlias = GpuUsage  # noqa: Y015
+
+@_typing.final
 class FrameShare(_message.Message):
     """One place in the source, with the share of the samples of the training thread that passed through it."""
 
@@ -486,6 +621,7 @@ class RankWindow(_message.Message):
     PROCESS_FIELD_NUMBER: _builtins.int
     STACKS_FIELD_NUMBER: _builtins.int
     STALL_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
@@ -522,6 +658,8 @@ class RankWindow(_message.Message):
     @_builtins.property
     def stall(self) -> Global___Stall: ...
     @_builtins.property
+    def gpu(self) -> Global___GpuUsage: ...
+    @_builtins.property
     def sources(self) -> _containers.ScalarMap[_builtins.str, Global___Source.ValueType]:
         """Field name to the source that produced it; a name that is missing was not measured."""
 
@@ -551,12 +689,13 @@ class RankWindow(_message.Message):
         process: Global___ProcessUsage | None = ...,
         stacks: Global___StackSummary | None = ...,
         stall: Global___Stall | None = ...,
+        gpu: Global___GpuUsage | None = ...,
         sources: _abc.Mapping[_builtins.str, Global___Source.ValueType] | None = ...,
         problems: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_peak_flops_per_second", b"_peak_flops_per_second", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "causes", b"causes", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "self", b"self", "stacks", b"stacks", "stall", b"stall", "step", b"step", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait", b"wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_peak_flops_per_second", b"_peak_flops_per_second", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "causes", b"causes", "gpu", b"gpu", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "self", b"self", "stacks", b"stacks", "stall", b"stall", "step", b"step", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_peak_flops_per_second", b"_peak_flops_per_second", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "causes", b"causes", "end_unix_nanos", b"end_unix_nanos", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "self", b"self", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step", b"step", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_peak_flops_per_second", b"_peak_flops_per_second", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "causes", b"causes", "end_unix_nanos", b"end_unix_nanos", "gpu", b"gpu", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "self", b"self", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step", b"step", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_step_unix_nanos: _TypeAlias = _typing.Literal["last_step_unix_nanos"]  # noqa: Y015
     _WhichOneofArgType__last_step_unix_nanos: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos"]  # noqa: Y015
