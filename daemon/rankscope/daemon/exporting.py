@@ -78,7 +78,9 @@ def label(text: str) -> str:
 
 
 def _daemon_metrics(status: DaemonStatus) -> Iterator[Metric]:
-    yield _gauge("build_info", "The daemon's version and node.", {"version": status.version, "node": status.node}, 1)
+    yield _gauge(
+        "build_info", "The daemon's version and node, value 1.", {"version": status.version, "node": status.node}, 1
+    )
     duration = GaugeMetricFamily(
         "rankscope_collector_duration_seconds", "Time a source took for the last window.", labels=["collector"]
     )
@@ -97,17 +99,25 @@ def _daemon_metrics(status: DaemonStatus) -> Iterator[Metric]:
     yield cpu
     gauges: list[tuple[str, str, float | None]] = [
         ("daemon_resident_bytes", "Memory of the daemon.", status.resident_bytes),
-        ("daemon_budget_ratio", "CPU use over the last seconds as a ratio of the budget.", status.budget_used_ratio),
+        (
+            "daemon_budget_ratio",
+            "CPU use over the last seconds as a ratio of the budget; above 1, stacks are sampled less often.",
+            status.budget_used_ratio,
+        ),
         ("daemon_stack_rate_hertz", "Stack samples per second and rank at present.", status.stack_rate_hertz),
         ("daemon_ranks", "Ranks found on this node.", status.ranks),
         ("daemon_ranks_cut", "Ranks found but not watched: over max_ranks.", status.ranks_cut),
-        ("daemon_rank_conflicts", "Ranks that more than one process claims to be.", status.rank_conflicts),
+        (
+            "daemon_rank_conflicts",
+            "Ranks that more than one process claims to be; the oldest is watched.",
+            status.rank_conflicts,
+        ),
         (
             "daemon_discovery_problems",
             "Processes that may be ranks but could not be read.",
             status.discovery_problems,
         ),
-        ("daemon_watch_readers", "Clients that watch windows.", status.watch_readers),
+        ("daemon_watch_readers", "gRPC clients that watch windows.", status.watch_readers),
     ]
     for name, text, value in gauges:
         if value is not None:
@@ -116,7 +126,7 @@ def _daemon_metrics(status: DaemonStatus) -> Iterator[Metric]:
         ("daemon_windows", "Windows assembled.", status.windows_total),
         (
             "daemon_windows_skipped",
-            "Borders passed over because the daemon was late.",
+            "Window borders passed over because the daemon was late.",
             status.windows_skipped_total,
         ),
         ("daemon_watch_dropped", "Messages dropped because a reader was slow.", status.watch_dropped_total),
@@ -181,7 +191,11 @@ def _add_rank(families: _Families, report: RankReport, who: Mapping[str, str], n
     }
     for axis in ("pipeline", "tensor", "data"):
         info[axis] = str(getattr(identity.coordinates, axis)) if identity.coordinates.HasField(axis) else ""
-    families.gauge("rank_info", "Identity of a rank; join on job and rank.", info, 1)
+    text = (
+        "Identity of a rank, value 1; join on job and rank. pipeline, tensor and data are its place in the parallel "
+        "layout. A label is empty where it is not known."
+    )
+    families.gauge("rank_info", text, info, 1)
     families.gauge("rank_up", "1 if any source could measure the rank.", who, float(bool(window.sources)))
     for problem in dict.fromkeys((label(p.source), label(p.kind)) for p in report.problems[:PROBLEMS_PER_RANK]):
         labels = {**who, "source": problem[0], "kind": problem[1]}
@@ -189,8 +203,10 @@ def _add_rank(families: _Families, report: RankReport, who: Mapping[str, str], n
     _add_steps(families, window, who)
     for cause in CAUSES:
         seconds = totals.cause_seconds.get(cause)
-        families.counter("rank_cause_seconds", "Time of a rank by cause.", {**who, "cause": cause}, seconds)
-    families.counter("rank_steps_lost", "Steps overwritten before they were read.", who, totals.steps_lost)
+        text = "Time by cause. self + wait is the step; communication overlaps with backward, so not all causes add up."
+        families.counter("rank_cause_seconds", text, {**who, "cause": cause}, seconds)
+    text = "Steps overwritten in the ring before the daemon read them."
+    families.counter("rank_steps_lost", text, who, totals.steps_lost)
     _add_process(families, report, who)
     _add_stacks(families, report, who)
 
@@ -204,28 +220,39 @@ def _add_steps(families: _Families, window: RankWindow, who: Mapping[str, str]) 
     stalled = float(window.HasField("stall")) if window.sources else None
     families.gauge("rank_stalled", "1 while the rank makes no progress.", who, stalled)
     for name, text, statistics in (
-        ("step", "Step time in the last window.", window.step),
-        ("self", "Step time less waiting on others, in the last window.", window.self),
+        (
+            "step",
+            "Step time in the last window. In synchronous training it is the same on every rank.",
+            window.step,
+        ),
+        ("self", "Step time less waiting on others, in the last window. The one to compare.", window.self),
     ):
         if statistics.ListFields():
             for quantile, value in (("0.5", statistics.p50_seconds), ("0.9", statistics.p90_seconds)):
                 families.gauge(f"rank_{name}_seconds", text, {**who, "quantile": quantile}, value)
     for name, text in (
-        ("model_flops_per_step", "Model FLOPs of this rank per step."),
-        ("peak_flops_per_second", "Peak of the rank's device."),
-        ("mfu_ratio", "Model FLOPs utilisation in the last window."),
+        (
+            "model_flops_per_step",
+            "Model FLOPs of this rank per step: declared FLOPs of the job by world size, or counted.",
+        ),
+        ("peak_flops_per_second", "Peak of the rank's device: declared, or dense bf16 by the device's name."),
+        (
+            "mfu_ratio",
+            "Model FLOPs utilisation in the last window. Absent unless the FLOPs and the peak are known.",
+        ),
     ):
         families.gauge(f"rank_{name}", text, who, _optional(window, name))
     for kind in ("allocated", "reserved", "peak_allocated", "total"):
         amount = _optional(window.memory, f"{kind}_bytes")
-        families.gauge("rank_device_memory_bytes", "Memory of the rank's device.", {**who, "kind": kind}, amount)
+        text = "Memory of the rank's device: its total, and what torch's allocator has of it. CUDA only."
+        families.gauge("rank_device_memory_bytes", text, {**who, "kind": kind}, amount)
 
 
 def _add_process(families: _Families, report: RankReport, who: Mapping[str, str]) -> None:
     for name, text in (
         ("cpu_seconds", "CPU time of the process."),
         ("run_delay_seconds", "Time the training thread was runnable but not running."),
-        ("throttled_seconds", "Time the cgroup was out of quota."),
+        ("throttled_seconds", "Time the rank's cgroup was out of CPU quota."),
         ("stopped_seconds", "Time the process was seen stopped by a signal."),
         ("involuntary_switches", "Times the process was preempted."),
         ("voluntary_switches", "Times the process gave the CPU up."),
