@@ -22,6 +22,7 @@ class SourceState(str, Enum):
 class GpuState(str, Enum):
     OK = "ok"
     LOST = "lost"  # fell off the bus, or the driver says so
+    HANGING = "hanging"  # a call for this GPU does not return; the others go on
     FAILED = "failed"
 
 
@@ -33,12 +34,13 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One GPU, or one MIG instance of it, at one moment. Counters begin with the daemon unless said otherwise."""
+    """One GPU, or one MIG instance of it, at one moment. Counters begin with the daemon unless said otherwise. A GPU
+    that is not OK keeps its identity and its counters; what is measured is None then."""
 
     uuid: str
     index: int
     name: str
-    parent_uuid: str | None = None  # of a MIG instance
+    parent_uuid: str | None = None  # of a MIG instance, whose index is its parent's
     state: GpuState = GpuState.OK
 
     utilization_ratio: float | None = None
@@ -46,7 +48,7 @@ class GpuReading:
     memory_total_bytes: int | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
-    energy_joules: float | None = None  # since the driver was loaded
+    energy_joules: float | None = None  # since the driver was loaded; read every 30 s, for that read is dear
     temperature_celsius: float | None = None
     sm_clock_hertz: float | None = None
     sm_clock_max_hertz: float | None = None
@@ -72,6 +74,7 @@ class GpuReading:
     pipe_active_ratio: Mapping[str, float] = field(default_factory=dict)  # fp64, fp32, fp16
     dram_active_ratio: float | None = None
 
+    # Of a GPU in MIG mode None: its instances tell.
     processes: tuple[GpuProcess, ...] | None = None
 
 
