@@ -1,0 +1,31 @@
+"""The file that steers the stub, and the environment that makes a process use it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+VARIABLE = "RANKSCOPE_NVML_STUB"
+
+
+class Script:
+    """What the stub says from now on; the keys are listed at the top of `libnvidia_ml_stub.c`."""
+
+    def __init__(self, path: Path, **lines: object) -> None:
+        self.path = path
+        self._lines: dict[str, object] = {}
+        self.set(lines)
+
+    def set(self, lines: Mapping[str, object]) -> None:
+        """None takes a line back."""
+        self._lines.update(lines)
+        self._lines = {key: value for key, value in self._lines.items() if value is not None}
+        # Renamed into place: the stub reads at any moment and must not see half of it.
+        writing = self.path.with_suffix(".writing")
+        writing.write_text("".join(f"{key}={value}\n" for key, value in self._lines.items()))
+        writing.replace(self.path)
+
+    def environment(self, library: Path) -> dict[str, str]:
+        """For a process that is to find the stub instead of a driver."""
+        return {**os.environ, VARIABLE: str(self.path), "LD_LIBRARY_PATH": str(library.parent)}
