@@ -1,0 +1,94 @@
+"""A pod as far as it matters here, read out of the API server's JSON. Whoever may create pods writes that JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+LABELS_KEPT = 64
+TEXT_CHARACTERS = 253
+
+
+@dataclass(frozen=True)
+class Owner:
+    api_version: str
+    kind: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
+class Pod:
+    uid: str
+    name: str
+    namespace: str
+    node: str = ""  # empty until it is scheduled
+    address: str = ""
+    phase: str = ""
+    ready: bool = False
+    deleting: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)  # ours only
+    owner: Owner | None = None
+    created: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase in ("Succeeded", "Failed")
+
+
+def read_pod(document: Mapping[str, Any]) -> Pod | None:
+    """None for what is no pod of ours to know: the API server vouches for the shape, not for every field."""
+    metadata, spec, status = (_mapping(document.get(part)) for part in ("metadata", "spec", "status"))
+    uid, name, namespace = (_text(metadata.get(part)) for part in ("uid", "name", "namespace"))
+    if not uid or not name or not namespace:
+        return None
+    conditions = status.get("conditions")
+    return Pod(
+        uid=uid,
+        name=name,
+        namespace=namespace,
+        node=_text(spec.get("nodeName")),
+        address=_text(status.get("podIP")),
+        phase=_text(status.get("phase")),
+        ready=isinstance(conditions, list) and any(_is_ready(condition) for condition in conditions),
+        deleting=bool(metadata.get("deletionTimestamp")),
+        labels=_texts(metadata.get("labels")),
+        annotations={k: v for k, v in _texts(metadata.get("annotations"), 1024).items() if "rankscope.dev/" in k},
+        owner=_owner(metadata.get("ownerReferences")),
+        created=_text(metadata.get("creationTimestamp")),
+    )
+
+
+def _owner(references: object) -> Owner | None:
+    """The controller; else the first there is."""
+    if not isinstance(references, list):
+        return None
+    known = [_mapping(reference) for reference in references]
+    known.sort(key=lambda reference: not reference.get("controller"))
+    for reference in known:
+        parts = [_text(reference.get(part)) for part in ("apiVersion", "kind", "name", "uid")]
+        if all(parts):
+            return Owner(*parts)
+    return None
+
+
+def _is_ready(condition: object) -> bool:
+    held = _mapping(condition)
+    return held.get("type") == "Ready" and held.get("status") == "True"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) and len(value) <= TEXT_CHARACTERS else ""
+
+
+def _texts(value: object, characters: int = TEXT_CHARACTERS) -> dict[str, str]:
+    pairs = [(k, v) for k, v in _mapping(value).items() if isinstance(k, str) and isinstance(v, str)]
+    # Those that group pods into runs must survive a pod with hundreds of labels.
+    pairs.sort(key=lambda pair: "/" not in pair[0])
+    return {k: v[:characters] for k, v in pairs[:LABELS_KEPT]}

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rankscope.operator.kube.grouping import NAME_CHARACTERS, RunKey, run_of
+from rankscope.operator.kube.pods import LABELS_KEPT, Pod, read_pod
+
+
+def pod(labels: dict[str, str], owner: tuple[str, str, str] | None = None, **metadata: Any) -> Pod:
+    document: dict[str, Any] = {
+        "metadata": {"uid": "u-1", "name": "pod-0", "namespace": "team", "labels": labels, **metadata},
+        "spec": {"nodeName": "node-1"},
+        "status": {"phase": "Running"},
+    }
+    if owner is not None:
+        api_version, kind, name = owner
+        reference = {"apiVersion": api_version, "kind": kind, "name": name, "uid": "o-1", "controller": True}
+        document["metadata"]["ownerReferences"] = [reference]
+    read = read_pod(document)
+    assert read is not None
+    return read
+
+
+@pytest.mark.parametrize(
+    ("labels", "owner", "kind", "name", "uid"),
+    [
+        (
+            {"training.kubeflow.org/job-name": "llama", "training.kubeflow.org/replica-type": "worker"},
+            ("kubeflow.org/v1", "PyTorchJob", "llama"),
+            "PyTorchJob",
+            "llama",
+            "o-1",
+        ),
+        (
+            {"training.kubeflow.org/job-name": "llama", "job-name": "llama-worker-0"},
+            ("kubeflow.org/v1", "MPIJob", "llama"),
+            "MPIJob",
+            "llama",
+            "o-1",
+        ),
+        (
+            {
+                "jobset.sigs.k8s.io/jobset-name": "llama",
+                "jobset.sigs.k8s.io/jobset-uid": "s-1",
+                "jobset.sigs.k8s.io/replicatedjob-name": "node",
+                "batch.kubernetes.io/job-name": "llama-node-0",
+                "trainer.kubeflow.org/trainjob-ancestor-step": "trainer",
+            },
+            ("batch/v1", "Job", "llama-node-0"),
+            "TrainJob",
+            "llama",
+            "s-1",
+        ),
+        (
+            {"jobset.sigs.k8s.io/jobset-name": "llama", "batch.kubernetes.io/job-name": "llama-workers-0"},
+            ("batch/v1", "Job", "llama-workers-0"),
+            "JobSet",
+            "llama",
+            "",
+        ),
+        (
+            {"volcano.sh/job-name": "llama", "volcano.sh/task-index": "0"},
+            ("batch.volcano.sh/v1alpha1", "Job", "llama"),
+            "VolcanoJob",
+            "llama",
+            "o-1",
+        ),
+        (
+            {"ray.io/cluster": "llama", "ray.io/node-type": "worker"},
+            ("ray.io/v1", "RayCluster", "llama"),
+            "RayCluster",
+            "llama",
+            "o-1",
+        ),
+        ({"batch.kubernetes.io/job-name": "llama"}, ("batch/v1", "Job", "llama"), "Job", "llama", "o-1"),
+        ({"job-name": "llama"}, ("batch/v1", "Job", "llama"), "Job", "llama", "o-1"),
+        ({"rankscope.dev/run": "mine", "job-name": "llama"}, ("batch/v1", "Job", "llama"), "Run", "mine", ""),
+        ({"app": "x"}, ("apps/v1", "StatefulSet", "trainer"), "StatefulSet", "trainer", "o-1"),
+    ],
+)
+def test_a_pod_belongs_to_what_a_person_calls_the_job(
+    labels: dict[str, str], owner: tuple[str, str, str], kind: str, name: str, uid: str
+) -> None:
+    key = run_of(pod(labels, owner))
+    assert key is not None
+    assert (key.namespace, key.kind, key.name, key.uid) == ("team", kind, name, uid)
+
+
+def test_a_pod_that_fetches_the_data_set_is_no_rank_of_the_run() -> None:
+    labels = {
+        "jobset.sigs.k8s.io/jobset-name": "llama",
+        "jobset.sigs.k8s.io/replicatedjob-name": "dataset-initializer",
+        "trainer.kubeflow.org/trainjob-ancestor-step": "dataset-initializer",
+    }
+    assert run_of(pod(labels, ("batch/v1", "Job", "llama-dataset-initializer-0"))) is None
+
+
+def test_a_pod_of_nobody_belongs_to_no_run() -> None:
+    assert run_of(pod({"app": "shell"})) is None
+
+
+def test_two_workloads_never_share_an_object_name() -> None:
+    long = "x" * 200
+    keys = [
+        RunKey("n", "Job", "a"),
+        RunKey("n", "JobSet", "a"),
+        RunKey("n", "Job", "a.b"),
+        RunKey("n", "Job", "a-b"),
+        RunKey("n", "Job", long + "1"),
+        RunKey("n", "Job", long + "2"),
+    ]
+    names = [key.object_name for key in keys]
+    assert len(set(names)) == len(names)
+    assert all(len(name) <= NAME_CHARACTERS and name == name.lower() for name in names)
+    assert names[0] == "job-a"
+
+
+def test_a_pod_with_thousands_of_labels_still_belongs_to_its_run() -> None:
+    labels = {f"noise{i}": "x" for i in range(5000)}
+    read = pod({**labels, "training.kubeflow.org/job-name": "llama"})
+    assert len(read.labels) == LABELS_KEPT
+    assert run_of(read) == RunKey("team", "PyTorchJob", "llama", "kubeflow.org/v1")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"metadata": None},
+        {"metadata": {"uid": 5, "name": "a", "namespace": "b"}},
+        {"metadata": {"uid": "u", "name": "a", "namespace": "b" * 5000}},
+    ],
+)
+def test_what_is_no_pod_is_left_alone(document: dict[str, Any]) -> None:
+    assert read_pod(document) is None
+
+
+def test_odd_fields_of_a_pod_count_as_missing() -> None:
+    document = {
+        "metadata": {
+            "uid": "u",
+            "name": "a",
+            "namespace": "b",
+            "labels": {"x": 1, "job-name": "j"},
+            "ownerReferences": [None, {"kind": "Job"}],
+        },
+        "spec": None,
+        "status": {"conditions": [None, "x"]},
+    }
+    read = read_pod(document)
+    assert read is not None
+    assert (read.labels, read.owner, read.ready) == ({"job-name": "j"}, None, False)
