@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup prometheus demo test captures lint proto bench clean
+.PHONY: help setup prometheus demo test captures lint proto docs bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,6 +21,7 @@ demo: setup  ## a real 4-rank job with a slow rank, and Rankscope finding it
 	@$(BIN)/rankscope demo
 
 test: setup prometheus lint  ## lint, then all tests
+	@tools/setup_grafana_schema.sh
 	@echo "==> unit tests"
 	@$(BIN)/python -m pytest -q tests/unit
 	@echo "==> integration tests (real processes)"
@@ -31,7 +32,7 @@ test: setup prometheus lint  ## lint, then all tests
 captures: setup  ## captures of real jobs in namespaces of their own; needs root, takes six minutes
 	@$(BIN)/python -m pytest -q tests/captures
 
-lint: setup  ## ruff, mypy --strict, the layer contract, fresh protobuf code
+lint: setup  ## ruff, mypy --strict, the layer contract, fresh generated files
 	@echo "==> ruff"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -41,12 +42,17 @@ lint: setup  ## ruff, mypy --strict, the layer contract, fresh protobuf code
 	@$(BIN)/lint-imports
 	@echo "==> generated protobuf code"
 	@$(BIN)/python tools/generate_protos.py --check
+	@echo "==> generated page of metrics"
+	@$(BIN)/python -m tools.generate_metrics_page --check
 
 proto: setup  ## regenerate the Python code of proto/
 	@$(BIN)/python tools/generate_protos.py
+
+docs: setup  ## regenerate docs/metrics.md from the exporters
+	@$(BIN)/python -m tools.generate_metrics_page
 
 bench: setup prometheus  ## measure what it costs; prints a table
 	@$(BIN)/python -m benchmarks
 
 clean:  ## remove the virtual environment and caches
-	rm -rf .venv .venv-hta .prometheus .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-hta .prometheus .grafana-schema .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -10,15 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope.cli.main import SUBCOMMANDS
-from rankscope.daemon.assembling import RankSamples
 from rankscope.daemon.config import SETTINGS
-from rankscope.daemon.samples import Problem
-from tests.unit.daemon import test_exporting as exporting
-from tests.unit.daemon import window_makers as make
-from tests.unit.operator import test_exporting as job_exporting
+from tools import generate_metrics_page
+from tools.exported_metrics import exported_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -39,29 +35,16 @@ def rows(text: str) -> Iterator[list[str]]:
             yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def exported() -> dict[str, tuple[str, frozenset[str]]]:
-    """Type and labels of every metric, from a rank of which all is known and one with a problem."""
-    known = exporting.full_rank(0)
-    broken = exporting.report(make.rank(1), RankSamples(problems=(Problem("stacks", "missing", ""),)))
-    families = text_string_to_metric_families(exporting.scrape(known, broken) + job_exporting.scrape_everything())
-    return {sample.name: (family.type, frozenset(sample.labels)) for family in families for sample in family.samples}
-
-
-def test_the_metrics_page_lists_what_is_exported_and_nothing_else() -> None:
-    described = {}
-    for cells in rows(document("metrics.md")):
-        if cells[0].startswith("`rankscope_"):
-            labels = frozenset(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", cells[2])))
-            name = cells[0].strip("`")
-            identity = {"job", "rank"} if name.startswith("rankscope_rank_") else set()
-            identity |= {"job", "namespace"} if name.startswith("rankscope_job_") else set()
-            described[name] = (cells[1], labels | identity)
-    assert described == exported()
+def test_the_page_of_metrics_is_made_from_what_the_exporters_export() -> None:
+    """`make docs` makes it anew."""
+    assert generate_metrics_page.PAGE.read_text() == generate_metrics_page.page(
+        generate_metrics_page.TEMPLATE.read_text(), exported_metrics()
+    )
 
 
 def test_every_metric_named_in_a_document_exists() -> None:
     for path in DOCUMENTS:
-        unknown = set(re.findall(r"`(rankscope_[a-z_]+)", path.read_text())) - set(exported())
+        unknown = set(re.findall(r"`(rankscope_[a-z_]+)", path.read_text())) - set(exported_metrics())
         assert not unknown, path
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -47,6 +48,7 @@ def full_rank(number: int = 0) -> RankReport:
     names = ("wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint")
     columns = {name: [0.125, 0.125] for name in names}
     sample = make.steps(1.0, 1.0, steps_total=40, facts=facts, allocated_bytes=1_000, **columns)
+    sample = replace(sample, reserved_bytes=2_000, peak_allocated_bytes=1_500, device_total_bytes=4_000)
     return report(make.rank(number), RankSamples(sample, make.process(), make.stacks()), Stall(seconds_since_step=9))
 
 

@@ -68,13 +68,21 @@ class JobExporter(Collector):
         # A job that hangs has no pace; what was last known would read as if it went on.
         pace = state if verdict.kind is not Kind.HANG else None
         for name, text in (
-            ("step_seconds", "Step time, median of the ranks."),
-            ("mfu_ratio", "Model FLOPs utilisation, median of the ranks."),
-            ("exposed_communication_ratio", "Share of the step spent waiting on others, mean of the ranks."),
+            ("step_seconds", "Step time, median of the ranks. Absent while the job hangs."),
+            ("mfu_ratio", "Model FLOPs utilisation, median of the ranks. Absent while the job hangs."),
+            (
+                "exposed_communication_ratio",
+                "Share of the step spent waiting on others, mean of the ranks. Absent while the job hangs.",
+            ),
         ):
             families.gauge(name, text, job, None if pace is None else getattr(pace, name))
-        families.gauge("mfu_target_ratio", "MFU below which low_mfu is raised.", job, self._mfu_target_ratio)
-        text = "GPU time that findings cost since the job was first seen: their impact times ranks and time."
+        families.gauge(
+            "mfu_target_ratio", "MFU below which low_mfu is raised, where it was given.", job, self._mfu_target_ratio
+        )
+        text = (
+            "GPU time that findings cost since the job was first seen: their impact times ranks and time. Restarts of "
+            "the job do not reset it."
+        )
         families.counter("lost_gpu_seconds", text, job, self._lost.of(state.job))
         if verdict.kind.is_finding and verdict.severity is not Severity.NONE:
             _add_finding(families, state, job)
@@ -82,7 +90,7 @@ class JobExporter(Collector):
 
 def _add_finding(families: _Families, state: JobState, job: Mapping[str, str]) -> None:
     verdict = state.verdict
-    text = "Share of the job's time that would come back without the finding."
+    text = "Share of the job's time that would come back without the finding, while one stands."
     families.gauge("impact_ratio", text, job, verdict.impact_ratio)
     families.gauge("culprit_stage", "Number of the pipeline stage that the verdict names.", job, verdict.stage)
     windows = {window.identity.rank: window for window in state.windows}
@@ -96,7 +104,7 @@ def _add_finding(families: _Families, state: JobState, job: Mapping[str, str]) -
             "phase": label(verdict.cause.phase),
             "verdict": verdict.kind.value,
         }
-        text = f"A rank that the verdict names, value 1; at most {CULPRITS_SHOWN} of a job."
+        text = f"A rank that the verdict names, value 1, while it warns or alarms; at most {CULPRITS_SHOWN} of a job."
         families.gauge("culprit", text, labels, 1)
 
 
