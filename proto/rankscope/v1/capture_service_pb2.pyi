@@ -56,6 +56,9 @@ class CaptureOptions(_message.Message):
     FLOPS_FIELD_NUMBER: _builtins.int
     MODULES_FIELD_NUMBER: _builtins.int
     ALLOW_SLOWDOWN_FIELD_NUMBER: _builtins.int
+    WAIT_STEPS_FIELD_NUMBER: _builtins.int
+    WARMUP_STEPS_FIELD_NUMBER: _builtins.int
+    REPEAT_FIELD_NUMBER: _builtins.int
     shapes: _builtins.bool
     stacks: _builtins.bool
     memory: _builtins.bool
@@ -63,6 +66,14 @@ class CaptureOptions(_message.Message):
     modules: _builtins.bool
     allow_slowdown: _builtins.bool
     """Accept that a CUDA process started without TEARDOWN_CUPTI=1 may stay slower after the capture."""
+    wait_steps: _builtins.int
+    """As torch.profiler.schedule has it, in steps; the length asked for is that of one window. Back ends that cannot keep
+    to it say so in the rank's notes.
+    """
+    warmup_steps: _builtins.int
+    """by default 1 on a GPU, else 0"""
+    repeat: _builtins.int
+    """windows; 0: one"""
     def __init__(
         self,
         *,
@@ -72,14 +83,59 @@ class CaptureOptions(_message.Message):
         flops: _builtins.bool = ...,
         modules: _builtins.bool = ...,
         allow_slowdown: _builtins.bool = ...,
+        wait_steps: _builtins.int = ...,
+        warmup_steps: _builtins.int | None = ...,
+        repeat: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_warmup_steps", b"_warmup_steps", "warmup_steps", b"warmup_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_slowdown", b"allow_slowdown", "flops", b"flops", "memory", b"memory", "modules", b"modules", "shapes", b"shapes", "stacks", b"stacks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_warmup_steps", b"_warmup_steps", "allow_slowdown", b"allow_slowdown", "flops", b"flops", "memory", b"memory", "modules", b"modules", "repeat", b"repeat", "shapes", b"shapes", "stacks", b"stacks", "wait_steps", b"wait_steps", "warmup_steps", b"warmup_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__warmup_steps: _TypeAlias = _typing.Literal["warmup_steps"]  # noqa: Y015
+    _WhichOneofArgType__warmup_steps: _TypeAlias = _typing.Literal["_warmup_steps", b"_warmup_steps"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__warmup_steps) -> _WhichOneofReturnType__warmup_steps | None: ...
 
 Global___CaptureOptions: _TypeAlias = CaptureOptions  # noqa: Y015
+
+@_typing.final
+class CaptureWindow(_message.Message):
+    """A further window of a rank that recorded several; each is a trace by itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARTIFACT_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    START_UNIX_MILLIS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    URI_FIELD_NUMBER: _builtins.int
+    artifact: _builtins.str
+    bytes: _builtins.int
+    start_unix_millis: _builtins.int
+    steps: _builtins.int
+    uri: _builtins.str
+    def __init__(
+        self,
+        *,
+        artifact: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        start_unix_millis: _builtins.int | None = ...,
+        steps: _builtins.int | None = ...,
+        uri: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_start_unix_millis", b"_start_unix_millis", "_steps", b"_steps", "start_unix_millis", b"start_unix_millis", "steps", b"steps"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start_unix_millis", b"_start_unix_millis", "_steps", b"_steps", "artifact", b"artifact", "bytes", b"bytes", "start_unix_millis", b"start_unix_millis", "steps", b"steps", "uri", b"uri"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__start_unix_millis: _TypeAlias = _typing.Literal["start_unix_millis"]  # noqa: Y015
+    _WhichOneofArgType__start_unix_millis: _TypeAlias = _typing.Literal["_start_unix_millis", b"_start_unix_millis"]  # noqa: Y015
+    _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
+    _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__start_unix_millis) -> _WhichOneofReturnType__start_unix_millis | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
+
+Global___CaptureWindow: _TypeAlias = CaptureWindow  # noqa: Y015
 
 @_typing.final
 class StepTimes(_message.Message):
@@ -157,6 +213,10 @@ class TraceSummary(_message.Message):
     COLLECTIVES_FIELD_NUMBER: _builtins.int
     TOP_KERNELS_FIELD_NUMBER: _builtins.int
     FINDINGS_FIELD_NUMBER: _builtins.int
+    EACH_STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    EACH_COMMUNICATION_SECONDS_FIELD_NUMBER: _builtins.int
+    EACH_EXPOSED_COMMUNICATION_SECONDS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
     span_seconds: _builtins.float
     compute_seconds: _builtins.float
     communication_seconds: _builtins.float
@@ -166,6 +226,8 @@ class TraceSummary(_message.Message):
     step_seconds: _builtins.float
     overlap_ratio: _builtins.float
     mfu_ratio: _builtins.float
+    events: _builtins.int
+    """in the trace: recording cost about that many times a few microseconds"""
     @_builtins.property
     def collectives(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """kind to count"""
@@ -178,6 +240,14 @@ class TraceSummary(_message.Message):
     def findings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """in words, the most worthwhile first"""
 
+    @_builtins.property
+    def each_step_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One value for each whole step, by the device's work where there is a device."""
+
+    @_builtins.property
+    def each_communication_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def each_exposed_communication_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
@@ -193,10 +263,14 @@ class TraceSummary(_message.Message):
         collectives: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         top_kernels: _abc.Iterable[_builtins.str] | None = ...,
         findings: _abc.Iterable[_builtins.str] | None = ...,
+        each_step_seconds: _abc.Iterable[_builtins.float] | None = ...,
+        each_communication_seconds: _abc.Iterable[_builtins.float] | None = ...,
+        each_exposed_communication_seconds: _abc.Iterable[_builtins.float] | None = ...,
+        events: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_mfu_ratio", b"_mfu_ratio", "_overlap_ratio", b"_overlap_ratio", "_step_seconds", b"_step_seconds", "mfu_ratio", b"mfu_ratio", "overlap_ratio", b"overlap_ratio", "step_seconds", b"step_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mfu_ratio", b"_mfu_ratio", "_overlap_ratio", b"_overlap_ratio", "_step_seconds", b"_step_seconds", "collectives", b"collectives", "communication_seconds", b"communication_seconds", "compute_seconds", b"compute_seconds", "exposed_communication_seconds", b"exposed_communication_seconds", "findings", b"findings", "idle_seconds", b"idle_seconds", "memory_copy_seconds", b"memory_copy_seconds", "mfu_ratio", b"mfu_ratio", "overlap_ratio", b"overlap_ratio", "span_seconds", b"span_seconds", "step_seconds", b"step_seconds", "top_kernels", b"top_kernels"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mfu_ratio", b"_mfu_ratio", "_overlap_ratio", b"_overlap_ratio", "_step_seconds", b"_step_seconds", "collectives", b"collectives", "communication_seconds", b"communication_seconds", "compute_seconds", b"compute_seconds", "each_communication_seconds", b"each_communication_seconds", "each_exposed_communication_seconds", b"each_exposed_communication_seconds", "each_step_seconds", b"each_step_seconds", "events", b"events", "exposed_communication_seconds", b"exposed_communication_seconds", "findings", b"findings", "idle_seconds", b"idle_seconds", "memory_copy_seconds", b"memory_copy_seconds", "mfu_ratio", b"mfu_ratio", "overlap_ratio", b"overlap_ratio", "span_seconds", b"span_seconds", "step_seconds", b"step_seconds", "top_kernels", b"top_kernels"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mfu_ratio: _TypeAlias = _typing.Literal["mfu_ratio"]  # noqa: Y015
     _WhichOneofArgType__mfu_ratio: _TypeAlias = _typing.Literal["_mfu_ratio", b"_mfu_ratio"]  # noqa: Y015
@@ -301,6 +375,7 @@ class RankCapture(_message.Message):
     SUMMARY_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
+    MORE_WINDOWS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     node: _builtins.str
     backend: _builtins.str
@@ -322,6 +397,10 @@ class RankCapture(_message.Message):
     def summary(self) -> Global___TraceSummary: ...
     @_builtins.property
     def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def more_windows(self) -> _containers.RepeatedCompositeFieldContainer[Global___CaptureWindow]:
+        """After the first window, which artifact, bytes, start and uri are of. Steps and the summary are of all together."""
+
     def __init__(
         self,
         *,
@@ -339,10 +418,11 @@ class RankCapture(_message.Message):
         summary: Global___TraceSummary | None = ...,
         pid: _builtins.int = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
+        more_windows: _abc.Iterable[Global___CaptureWindow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_start_unix_millis", b"_start_unix_millis", "_steps", b"_steps", "start_unix_millis", b"start_unix_millis", "step_times", b"step_times", "steps", b"steps", "summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start_unix_millis", b"_start_unix_millis", "_steps", b"_steps", "artifact", b"artifact", "backend", b"backend", "bytes", b"bytes", "error", b"error", "node", b"node", "notes", b"notes", "pid", b"pid", "rank", b"rank", "start_unix_millis", b"start_unix_millis", "state", b"state", "step_times", b"step_times", "steps", b"steps", "summary", b"summary", "uri", b"uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start_unix_millis", b"_start_unix_millis", "_steps", b"_steps", "artifact", b"artifact", "backend", b"backend", "bytes", b"bytes", "error", b"error", "more_windows", b"more_windows", "node", b"node", "notes", b"notes", "pid", b"pid", "rank", b"rank", "start_unix_millis", b"start_unix_millis", "state", b"state", "step_times", b"step_times", "steps", b"steps", "summary", b"summary", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__start_unix_millis: _TypeAlias = _typing.Literal["start_unix_millis"]  # noqa: Y015
     _WhichOneofArgType__start_unix_millis: _TypeAlias = _typing.Literal["_start_unix_millis", b"_start_unix_millis"]  # noqa: Y015
@@ -605,19 +685,23 @@ class DownloadArtifactRequest(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     rank: _builtins.int
     offset: _builtins.int
+    window: _builtins.int
+    """0: the first"""
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
         rank: _builtins.int = ...,
         offset: _builtins.int = ...,
+        window: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "offset", b"offset", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "offset", b"offset", "rank", b"rank", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

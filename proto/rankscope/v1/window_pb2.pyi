@@ -629,7 +629,9 @@ class RankWindow(_message.Message):
     start_unix_nanos: _builtins.int
     end_unix_nanos: _builtins.int
     steps: _builtins.int
-    """that ended in the window"""
+    """That ended in the window. With SOURCE_CAPTURE: that a capture recorded, shortly before the window; the statistics
+    and causes are of these steps alone, and each capture is told of in one window.
+    """
     steps_total: _builtins.int
     """since the process started"""
     last_step_unix_nanos: _builtins.int

@@ -27,23 +27,27 @@ from rankscope.analysis.traces.summaries.summarizing import summarize
 from rankscope.analysis.traces.whole_steps import WholeSteps, common_run
 from rankscope.daemon.captures.checking import SURPRISES, Checked, RefusedError, blocks, check
 from rankscope.daemon.captures.confining import confine
+from rankscope.daemon.captures.probe_windows import window_file
 from rankscope.daemon.captures.processing_records import (
     Job,
     Joined,
     RankJob,
     RankResult,
+    WindowResult,
     job_file,
     join_file,
     leave,
     result_file,
 )
 from rankscope.daemon.captures.processing_summary import TOP_KERNELS, joined_of, summary_of
+from rankscope.daemon.captures.processing_windows import together
 
 MEMORY_LIMIT_BYTES: Final = 6 << 30
 CPU_LIMIT_SECONDS: Final = 600
 FILE_LIMIT_BYTES: Final = 4 << 30
 COMPRESSION: Final = 5
 NOTES_LIMIT: Final = 8
+EACH_STEP_LIMIT: Final = 100
 MARK: Final = "rankscope: the steps asked for begin here"
 
 
@@ -120,13 +124,37 @@ def _keep_trace(one: RankJob, checked: Checked, plan: _Plan, asked: int | None) 
             result.notes.append(f"the ranks recorded {plan.common_steps} steps in common, of {asked}; nothing was cut")
         else:
             result.notes.append(f"{len(whole)} whole steps were recorded, of {asked}; nothing was cut")
-    _write_trace(one, stretch, result)
+    _write_trace(one, stretch, result.steps if not one.more_windows else len(whole), result)
     essence = _sum_up(one, result, whole)
+    _keep_more_windows(one, len(whole), result)
     return result, essence
 
 
-def _write_trace(one: RankJob, stretch: Stretch | None, result: RankResult) -> None:
-    head = {"rankscope": {**one.notes, "steps": result.steps, "start_unix_millis": result.start_unix_millis}}
+def _keep_more_windows(one: RankJob, first_steps: int, result: RankResult) -> None:
+    """Each is an artifact by itself; one that cannot be kept is noted, and the others are."""
+    summaries = [] if result.summary is None else [(first_steps, result.summary)]
+    for number, recording in enumerate(one.more_windows, 1):
+        artifact = str(window_file(Path(one.artifact), number))
+        window = msgspec.structs.replace(one, recording=recording, artifact=artifact, more_windows=[])
+        told = RankResult(one.rank)
+        try:
+            checked = check(window)
+            told.start_unix_millis = _millis(checked.start_unix_ns)
+            _write_trace(window, None, len(checked.whole), told)
+            _sum_up(window, told, checked.whole)
+        except RefusedError as refusal:
+            result.notes.append(f"window {number + 1} is not kept: {refusal}")
+            continue
+        result.more_windows.append(WindowResult(number, told.start_unix_millis, len(checked.whole)))
+        if told.summary is not None:
+            summaries.append((len(checked.whole), told.summary))
+    if one.more_windows:
+        result.steps = result.whole_steps = first_steps + sum(window.steps for window in result.more_windows)
+        result.summary = together(summaries) if summaries else None
+
+
+def _write_trace(one: RankJob, stretch: Stretch | None, steps: int | None, result: RankResult) -> None:
+    head = {"rankscope": {**one.notes, "steps": steps, "start_unix_millis": result.start_unix_millis}}
     mark = {"ph": "X", "cat": "user_annotation", "name": MARK, "pid": one.pid, "tid": one.pid, "dur": 0}
     distributed = {"rank": one.rank, "world_size": one.world_size}
     try:
@@ -164,7 +192,9 @@ def _sum_up(one: RankJob, result: RankResult, whole: WholeSteps) -> _Essence | N
             return None
         collectives = find_collectives(trace)
         summary = summarize(trace, breakdown, collectives, rank=one.rank, file="", top=TOP_KERNELS)
-        result.summary = summary_of(summary, whole.seconds, one)
+        # A first or last step that was cut by the recording's borders says nothing about a step.
+        steps = breakdown.steps if len(breakdown.steps) == result.steps else ()
+        result.summary = summary_of(summary, whole.seconds, one, steps[:EACH_STEP_LIMIT], len(trace))
         return _Essence(*keep_essentials(trace, collectives), breakdown)
     except TraceError as error:
         result.notes.append(f"the artifact cannot be read again: {error.reason}; please report this")

@@ -23,6 +23,7 @@ class RankJob(msgspec.Struct, frozen=True):
     is_trace: bool
     notes: dict[str, Any]  # to be written into the artifact
     steps: int | None = None  # the recording begins and ends at boundaries, and holds so many: not to be cut
+    more_windows: list[str] = []  # further recordings like the first; `steps` are of all together
     flops_per_step: float | None = None  # of this rank
     peak_flops_per_second: float | None = None  # declared; else by the device's name
 
@@ -45,6 +46,11 @@ class Summary(msgspec.Struct, frozen=True):
     collectives: dict[str, int]
     top_kernels: list[str]
     findings: list[str]
+    # One value for each step of the artifact; none where the artifact holds more than whole steps.
+    each_step_seconds: list[float] = []
+    each_communication_seconds: list[float] = []
+    each_exposed_communication_seconds: list[float] = []
+    events: int = 0
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -58,6 +64,14 @@ class Joined(msgspec.Struct, frozen=True):
     impact_ratio: float | None = None
 
 
+class WindowResult(msgspec.Struct, frozen=True):
+    """Of a further window, which is kept beside the first."""
+
+    number: int  # 1 is the second
+    start_unix_millis: int
+    steps: int
+
+
 class RankResult(msgspec.Struct):
     rank: int
     error: str = ""
@@ -67,6 +81,7 @@ class RankResult(msgspec.Struct):
     whole_steps: int | None = None  # in the recording
     step_seconds: float | None = None
     summary: Summary | None = None
+    more_windows: list[WindowResult] = msgspec.field(default_factory=list)
 
 
 def job_file(folder: Path) -> Path:

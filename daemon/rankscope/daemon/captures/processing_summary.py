@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from rankscope.analysis.mfu import peak_flops_per_second
+from rankscope.analysis.traces.breakdowns.breakdown import StepParts
 from rankscope.analysis.traces.diagnosis.diagnosing import diagnose
 from rankscope.analysis.traces.joins.joining import Join
 from rankscope.analysis.traces.summaries.records import RankSummary
@@ -17,7 +19,10 @@ NAME_LIMIT, SENTENCE_LIMIT = 160, 400
 _COUNT_LIMIT = (1 << 32) - 1
 
 
-def summary_of(summary: RankSummary, step_seconds: float | None, job: RankJob) -> Summary:
+def summary_of(
+    summary: RankSummary, step_seconds: float | None, job: RankJob, steps: Sequence[StepParts] = (), events: int = 0
+) -> Summary:
+    """`steps` are the whole ones of the artifact."""
     counts: dict[str, int] = {}
     for collective in summary.collectives:
         kind = printable(collective.kind, NAME_LIMIT)
@@ -37,6 +42,10 @@ def summary_of(summary: RankSummary, step_seconds: float | None, job: RankJob) -
         collectives=counts,
         top_kernels=[printable(kernel.name, NAME_LIMIT) for kernel in summary.top_kernels[:TOP_KERNELS]],
         findings=[printable(finding, SENTENCE_LIMIT) for finding in findings[:FINDINGS_LIMIT]],
+        each_step_seconds=[step.span_ns / 1e9 for step in steps],
+        each_communication_seconds=[step.communication_ns / 1e9 for step in steps],
+        each_exposed_communication_seconds=[step.exposed_communication_ns / 1e9 for step in steps],
+        events=events,
     )
 
 

@@ -79,6 +79,11 @@ def test_steps_are_cut_at_the_same_boundary_on_all_ranks_and_the_artifact_tells_
         assert result.summary.step_seconds == pytest.approx(0.1)
         assert result.summary.mfu_ratio == pytest.approx(2e12 / (0.1 * 1e14))
         assert result.summary.collectives == {"all_reduce": 3}
+        assert result.summary.each_step_seconds == pytest.approx([0.1] * 3, rel=0.2)
+        assert len(result.summary.each_exposed_communication_seconds) == 3
+        assert max(result.summary.each_exposed_communication_seconds) <= max(result.summary.each_communication_seconds)
+        assert min(result.summary.each_communication_seconds) > 0
+        assert result.summary.events > 0
         assert artifact["rankscope"] == {
             "rank": rank, "job": "j", "steps": 3, "start_unix_millis": result.start_unix_millis,
         }  # fmt: skip
@@ -94,6 +99,8 @@ def test_the_whole_recording_is_kept_when_time_was_asked_for_or_steps_are_missin
     text = StepFile().text()
     by_time = Processed(tmp_path, {0: text}, asked=None)
     assert (by_time.result(0).steps, by_time.result(0).notes) == (6, [])
+    by_time_summary = by_time.result(0).summary
+    assert by_time_summary is not None and by_time_summary.each_step_seconds == []  # its first step is cut
     assert by_time.artifact(0)["traceEvents"] == StepFile().events()
     for steps in (7, 100):
         too_short = Processed(tmp_path, {0: text}, asked=steps).result(0)
