@@ -14,8 +14,9 @@ SHAPES = {"launch-bound": (12, 256, 128, 8), "compute-bound": (8, 4096, 2048, 4)
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, causal: bool = True) -> None:
         super().__init__()
+        self.causal = causal
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -23,7 +24,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, sequence, width = x.shape
         q, k, v = self.qkv(self.first(x)).view(batch, sequence, 3, -1, 64).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, sequence, width))
         return x + self.down(nn.functional.gelu(self.up(self.second(x))))
 

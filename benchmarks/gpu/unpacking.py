@@ -1,5 +1,5 @@
-"""Wheels into a folder that PYTHONPATH can name, with nothing but the standard library: a GPU machine may have no pip and
-reach no index.
+"""Wheels into a folder that PYTHONPATH can name, with nothing but the standard library: a GPU machine may have no pip,
+and reach no index.
 
     python3 benchmarks/gpu/unpacking.py gpu-wheels TARGET     prints what to put on PYTHONPATH and on PATH, a line each
     python3 benchmarks/gpu/unpacking.py --check gpu-wheels 3.12 x86_64

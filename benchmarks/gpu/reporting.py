@@ -1,0 +1,115 @@
+"""Rows of measurements as Markdown and JSON, written after every part: a run that is cut short leaves what it had."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    what: str
+    measured: str
+    target: str = ""
+    met: bool | None = None
+
+
+class Report:
+    def __init__(self, title: str, folder: Path, name: str, budget_seconds: float) -> None:
+        self.title = title
+        self.folder = folder
+        self.raw: dict[str, Any] = {"machine": machine(), "began_unix_seconds": time.time()}
+        self._path = folder / f"{name}.json"
+        self._rows: list[Row] = []
+        self._ends_at = time.monotonic() + budget_seconds
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def seconds_left(self) -> float:
+        return self._ends_at - time.monotonic()
+
+    def add(self, what: str, measured: str, target: str = "", met: bool | None = None) -> None:
+        self._rows.append(Row(what, measured, target, met))
+        mark = {None: " ", True: "+", False: "!"}[met]
+        print(f"  {mark} {what}: {measured}{f' (target {target})' if target else ''}", flush=True)
+
+    @contextlib.contextmanager
+    def part(self, name: str, needs_seconds: float = 0.0) -> Iterator[None]:
+        """Whatever goes wrong inside is a row, and the next part gets its turn."""
+        began = time.monotonic()
+        print(f"## {name} ({self.seconds_left:.0f} s left)", flush=True)
+        try:
+            if self.seconds_left < needs_seconds:
+                raise OutOfTimeError(f"left out: {self.seconds_left:.0f} s left, it takes about {needs_seconds:.0f}")
+            yield
+        except OutOfTimeError as error:
+            self.add(name, str(error), met=False)
+        except Exception as error:  # noqa: BLE001  the other parts have their turn, whatever it was
+            self.raw.setdefault("failures", {})[name] = traceback.format_exc()
+            self.add(name, f"failed: {type(error).__name__}: {str(error)[-600:]}", met=False)
+            traceback.print_exc(limit=-3, file=sys.stdout)
+        self.raw.setdefault("seconds", {})[name] = round(time.monotonic() - began, 1)
+        self.save()
+
+    def save(self) -> None:
+        self.raw["rows"] = [asdict(row) for row in self._rows]
+        self._path.write_text(json.dumps(self.raw, indent=1, default=str))
+
+    def markdown(self) -> str:
+        lines = [f"### {self.title}", "", self.raw["machine"]["text"], "", "| what | measured | target | met |"]
+        lines.append("|---|---|---|---|")
+        for row in self._rows:
+            met = {None: "", True: "yes", False: "NO"}[row.met]
+            lines.append("| " + " | ".join(_cell(text) for text in (row.what, row.measured, row.target, met)) + " |")
+        return "\n".join(lines)
+
+    def finish(self) -> int:
+        """Print and keep the table; the exit code is 1 if a target was missed."""
+        self.save()
+        text = self.markdown()
+        self._path.with_suffix(".md").write_text(text + "\n")
+        print(f"\n{text}\n", flush=True)
+        return int(any(row.met is False for row in self._rows))
+
+
+class OutOfTimeError(Exception):
+    pass
+
+
+def machine() -> dict[str, Any]:
+    gpu = first_line(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"])
+    found = {
+        "date": time.strftime("%-d %B %Y", time.gmtime()),
+        "gpu": gpu,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "architecture": platform.machine(),
+    }
+    found["text"] = (
+        f"{found['date']}, {gpu or 'no GPU'}, {found['cores']} {found['architecture']} cores, "
+        f"Python {found['python']}, Linux {found['kernel']}"
+    )
+    return found
+
+
+def first_line(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.splitlines()), None)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
