@@ -64,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", action="store_true", help="record allocations")
     parser.add_argument("--flops", action="store_true", help="record estimated FLOPs of operators")
     parser.add_argument("--modules", action="store_true", help="record which module calls an operator")
+    parser.add_argument("--wait", type=int, default=0, metavar="N", help="let so many steps pass before each window")
+    parser.add_argument("--warmup", type=int, metavar="N", help="steps to warm the profiler up (default: 1 on a GPU)")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="record so many windows (default: 1)")
     parser.add_argument(
         "--allow-slowdown",
         action="store_true",
@@ -178,6 +181,10 @@ def _request(arguments: argparse.Namespace) -> pb.StartCaptureRequest:
         ),
     )
     # How much is too much is for the daemon to say; here only what the contract cannot hold.
+    request.options.wait_steps = _count("--wait", arguments.wait, 0)
+    request.options.repeat = _count("--repeat", arguments.repeat, 1)
+    if arguments.warmup is not None:
+        request.options.warmup_steps = _count("--warmup", arguments.warmup, 0)
     if arguments.steps is not None:
         if not 1 <= arguments.steps <= _STEPS_MOST:
             raise ValueError(f"--steps {arguments.steps}: at least one step, as in --steps 3")
@@ -187,6 +194,12 @@ def _request(arguments: argparse.Namespace) -> pb.StartCaptureRequest:
     if arguments.patience is not None:
         request.patience_seconds = _seconds("--patience", arguments.patience)
     return request
+
+
+def _count(option: str, value: int, least: int) -> int:
+    if not least <= value <= _STEPS_MOST:
+        raise ValueError(f"{option} {value}: a number from {least} on is needed, as in {option} 3")
+    return value
 
 
 def _seconds(option: str, value: float) -> float:

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -26,10 +27,29 @@ class DownloadError(Exception):
     pass
 
 
-def file_name(capture: pb.Capture, entry: pb.RankCapture) -> str:
+@dataclass(frozen=True)
+class Artifact:
+    """A file of a rank's: the recording, or one of several windows."""
+
+    rank: int
+    window: int  # from 0
+    name: str  # to be given here
+    size_bytes: int
+
+
+def artifacts(capture: pb.Capture, entry: pb.RankCapture) -> list[Artifact]:
+    more = [
+        Artifact(entry.rank, number, file_name(capture, entry, number), window.bytes)
+        for number, window in enumerate(entry.more_windows, 1)
+    ]
+    return [Artifact(entry.rank, 0, file_name(capture, entry), entry.bytes), *more]
+
+
+def file_name(capture: pb.Capture, entry: pb.RankCapture, window: int = 0) -> str:
     """A job's name may hold anything, also `../`: what a path or a shell would mind is left out."""
     kind = "folded.gz" if entry.artifact.endswith(".folded.gz") else "json.gz"
-    return f"{stem(capture)}-rank{entry.rank}.{kind}"
+    which = f".window{window + 1}" if window else ""
+    return f"{stem(capture)}-rank{entry.rank}{which}.{kind}"
 
 
 def stem(capture: pb.Capture) -> str:
@@ -49,28 +69,29 @@ def prepare(folder: Path) -> None:
 def download(
     stub: CaptureServiceStub,
     target: str,
-    capture: pb.Capture,
-    entry: pb.RankCapture,
+    capture_id: str,
+    artifact: Artifact,
     folder: Path,
     advance: Callable[[int], None] = lambda size_bytes: None,
 ) -> Path:
     """`advance` is told how many bytes more are here."""
-    path = folder / file_name(capture, entry)
+    path = folder / artifact.name
+    request = pb.DownloadArtifactRequest(id=capture_id, rank=artifact.rank, window=artifact.window)
     part = path.with_name(path.name + ".part")
     try:
-        if path.is_file() and path.stat().st_size == entry.bytes:
-            advance(entry.bytes)
+        if path.is_file() and path.stat().st_size == artifact.size_bytes:
+            advance(artifact.size_bytes)
             return path
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(part, flags, 0o644), "ab") as file:
             _lock(file.fileno(), part)
-            _fill(stub, target, pb.DownloadArtifactRequest(id=capture.id, rank=entry.rank), file.fileno(), advance)
+            _fill(stub, target, request, file.fileno(), advance)
             size = os.fstat(file.fileno()).st_size
-            if entry.bytes and size != entry.bytes:
+            if artifact.size_bytes and size != artifact.size_bytes:
                 part.unlink()
                 raise DownloadError(
-                    f"rank {entry.rank}: {size} bytes came, the capture's record says {entry.bytes}; the partial file "
-                    "was removed: get it again"
+                    f"rank {artifact.rank}: {size} bytes came, the capture's record says {artifact.size_bytes}; the "
+                    "partial file was removed: get it again"
                 )
         part.replace(path)
     except OSError as error:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rankscope.cli.capture_downloading import DownloadError, download, stem
+from rankscope.cli.capture_downloading import DownloadError, artifacts, download, stem
 from rankscope.cli.capture_json import SUMMARY_FILE, to_object
 from rankscope.cli.capture_progress import Progress
 from rankscope.v1 import capture_service_pb2 as pb
@@ -18,7 +18,7 @@ from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 @dataclass(frozen=True)
 class Fetched:
     folder: Path
-    files: Mapping[int, Path] = field(default_factory=dict)
+    files: Mapping[int, Sequence[Path]] = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -31,9 +31,9 @@ def fetch(
     progress: Progress,
 ) -> Fetched:
     """One rank's trouble is not the others'. Raises DownloadError if not even the summary can be written."""
-    files: dict[int, Path] = {}
+    files: dict[int, Sequence[Path]] = {}
     errors: dict[int, str] = {}
-    total = sum(entry.bytes for entry in entries)
+    total = sum(artifact.size_bytes for entry in entries for artifact in artifacts(capture, entry))
     done = 0
 
     def advance(size_bytes: int) -> None:
@@ -43,7 +43,9 @@ def fetch(
 
     for entry in entries:
         try:
-            files[entry.rank] = download(stub, target, capture, entry, folder, advance)
+            files[entry.rank] = [
+                download(stub, target, capture.id, artifact, folder, advance) for artifact in artifacts(capture, entry)
+            ]
         except DownloadError as error:
             errors[entry.rank] = f"recorded, but not downloaded: {error}"
     fetched = Fetched(folder, files, errors)
@@ -53,7 +55,7 @@ def fetch(
 
 def next_steps(capture: pb.Capture, fetched: Fetched) -> list[str]:
     """`rankscope analyze trace DIR`, or what else suits the files."""
-    names = [path.name for path in fetched.files.values()]
+    names = [path.name for paths in fetched.files.values() for path in paths]
     steps = []
     if any(name.endswith(".json.gz") for name in names):
         others = [path for path in fetched.folder.glob("*.json.gz") if path.name not in names]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ SUMMARY_FILE = "summary.json"
 
 
 def to_object(
-    capture: pb.Capture, files: Mapping[int, Path] | None = None, download_errors: Mapping[int, str] | None = None
+    capture: pb.Capture,
+    files: Mapping[int, Sequence[Path]] | None = None,
+    download_errors: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
-    """`files` are those fetched to this machine, by rank; without them, files are where the daemon keeps them."""
+    """`files` are those fetched to this machine, by rank, the first window's first; without them, files are where the
+    daemon keeps them."""
     ranks = [_rank(entry, files, (download_errors or {}).get(entry.rank, "")) for entry in capture.ranks]
     return {
         "id": capture.id,
@@ -37,11 +40,11 @@ def to_object(
     }
 
 
-def _rank(entry: pb.RankCapture, files: Mapping[int, Path] | None, download_error: str) -> dict[str, Any]:
+def _rank(entry: pb.RankCapture, files: Mapping[int, Sequence[Path]] | None, download_error: str) -> dict[str, Any]:
     if files is None:
-        file = entry.artifact or None
+        names = [entry.artifact, *(window.artifact for window in entry.more_windows)] if entry.artifact else []
     else:
-        file = str(files[entry.rank]) if entry.rank in files else None
+        names = [str(path) for path in files.get(entry.rank, ())]
     return {
         "rank": entry.rank,
         "node": entry.node,
@@ -49,7 +52,8 @@ def _rank(entry: pb.RankCapture, files: Mapping[int, Path] | None, download_erro
         "backend": entry.backend or None,
         "state": state_word(entry.state),
         "error": entry.error or download_error or None,
-        "file": file,
+        "file": names[0] if names else None,
+        "more_files": names[1:],
         "bytes": entry.bytes,
         "uri": entry.uri or None,
         "start_unix_ms": _value(entry, "start_unix_millis"),

@@ -51,6 +51,7 @@ def _where(capture: pb.Capture, fetched: Fetched | None) -> list[str]:
         return [*uris, "The daemon keeps the files; next:", f"  rankscope captures get {capture.id} --output DIR"]
     if not fetched.files:
         return []
-    size = quantity(sum(path.stat().st_size for path in fetched.files.values()), "B")
+    files = [path for paths in fetched.files.values() for path in paths]
+    size = quantity(sum(path.stat().st_size for path in files), "B")
     steps = [f"  {step}" for step in next_steps(capture, fetched)]
-    return [f"{count(len(fetched.files), 'file')}, {size}, in {fetched.folder}; next:", *steps]
+    return [f"{count(len(files), 'file')}, {size}, in {fetched.folder}; next:", *steps]

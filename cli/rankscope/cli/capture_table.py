@@ -42,7 +42,7 @@ def state_table(entries: Iterable[pb.RankCapture]) -> Table:
     return table
 
 
-def result_table(capture: pb.Capture, files: Mapping[int, Path] | None = None) -> Table:
+def result_table(capture: pb.Capture, files: Mapping[int, Sequence[Path]] | None = None) -> Table:
     """At the end: what each rank did."""
     nodes = len({entry.node for entry in capture.ranks}) > 1
     timed = any(entry.HasField("step_times") for entry in capture.ranks)
@@ -51,7 +51,9 @@ def result_table(capture: pb.Capture, files: Mapping[int, Path] | None = None) -
     table = _table("rank", *node_column, "by", "state", "steps", "start", "size", *time_columns, "")
     starts = [entry.start_unix_millis for entry in capture.ranks if entry.HasField("start_unix_millis")]
     for entry in capture.ranks:
-        words = files[entry.rank].name if files and entry.rank in files else what_happened(entry)
+        paths = files.get(entry.rank, ()) if files else ()
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        words = f"{paths[0].name}{more}" if paths else what_happened(entry)
         _add(
             table,
             str(entry.rank),

@@ -8,13 +8,14 @@ import contextlib
 import sys
 import threading
 import time
-from typing import Any, Callable, Optional
+from typing import Any, Callable, List, Optional
 
 from . import layout
 from .commanding import Answer, Command, read_command, refusal
 from .failing import complain, raised_by_a_signal_handler
 from .handing_over import Handover
 from .headroom import memory_left_bytes, resident_bytes
+from .packing import write_windows
 from .profiling import AfterStep, Profile, UserProfilers, timed_ns
 from .ring import Ring
 from .stepping import training_thread_id
@@ -55,6 +56,9 @@ class Captures:
         self._due_step: Optional[int] = None  # when recording begins, once that is known
         self._first_step: Optional[int] = None  # the first that is recorded, once it is
         self._stop_at_ns = 0
+        self._recorded: List[Profile] = []  # windows that are over, of several
+        self._more_by_ns = 0
+        self._steps = self._start_ns = self._stop_ns = 0  # of all windows so far
         self._resident_limit_bytes: Optional[int] = None
         self._of_thread = threading.local()
         self._held = False
@@ -114,6 +118,8 @@ class Captures:
         self._command, self._answer = command, answer
         self._thread_id = here
         self._due_step = self._first_step = None
+        self._recorded = []
+        self._steps = self._start_ns = self._stop_ns = 0
         self._held = False
         self.active = True
         self._after_step.install()
@@ -136,12 +142,15 @@ class Captures:
     def _approach(self, command: Command, step: int) -> None:
         assert self._answer is not None
         now_ns = time.time_ns()
-        if now_ns > command.give_up_unix_ns:
+        late = time.monotonic_ns() > self._more_by_ns if self._recorded else now_ns > command.give_up_unix_ns
+        if late:
             held = "a profiler of the user's own is active; stop it, or ask again with more patience"
-            self._end(held if self._held else "the step to begin with was not reached in time; ask again")
+            self._give_up(command, held if self._held else "the step to begin with was not reached in time; ask again")
             return
         if self._profile is None and self._users.active():
-            if not self._held:
+            if self._recorded:
+                self._give_up(command, "a profiler of the user's own began, and went first")
+            elif not self._held:
                 self._held = True
                 self._answer.tell(layout.PHASE_HELD)
             return
@@ -156,10 +165,12 @@ class Captures:
         if self._profile is None and step + command.warmup_steps >= self._due_step:
             left_bytes = memory_left_bytes()
             if left_bytes is not None and left_bytes < MEMORY_AT_LEAST_BYTES:
-                self._end("only {} MB of memory are left, too little for a trace".format(left_bytes >> 20))
+                why = "only {} MB of memory are left, too little for a trace".format(left_bytes >> 20)
+                self._give_up(command, why)
                 return
             allowed = None if left_bytes is None else resident_bytes() + left_bytes // MEMORY_FACTOR
-            self._resident_limit_bytes = allowed
+            if not self._recorded:  # all windows are in memory until the last is over
+                self._resident_limit_bytes = allowed
             self._profile = Profile(self._torch, self._users, command.options)
             if step < self._due_step:
                 self._profile.prepare()
@@ -168,31 +179,60 @@ class Captures:
 
     def _start(self, command: Command, profile: Profile, step: int) -> None:
         assert self._answer is not None
-        start_ns = timed_ns(profile.start)
+        self._start_ns += timed_ns(profile.start)
         self._first_step = step + 1
         self._stop_at_ns = time.monotonic_ns() + command.length_ns
         unix_ns = time.time_ns()
         profile.annotate(step + 1)
-        self._answer.tell(layout.PHASE_RUNNING, first_step=step + 1, start_unix_ns=unix_ns, start_ns=start_ns, steps=0)
+        if self._recorded:
+            self._answer.tell(layout.PHASE_RUNNING, start_ns=self._start_ns, steps=self._steps)
+            return
+        self._more_by_ns = time.monotonic_ns() + layout.WINDOWS_SECONDS * 10**9
+        self._answer.tell(
+            layout.PHASE_RUNNING, first_step=step + 1, start_unix_ns=unix_ns, start_ns=self._start_ns, steps=0
+        )
 
     def _go_on(self, command: Command, step: int) -> None:
-        assert self._answer is not None and self._first_step is not None
-        assert self._profile is not None and self._ring is not None
+        assert self._first_step is not None and self._profile is not None
         steps = step - self._first_step + 1
         wants_more = steps < (command.steps or steps + 1) and time.monotonic_ns() < self._stop_at_ns
         fits = self._resident_limit_bytes is None or resident_bytes() < self._resident_limit_bytes
         if wants_more and fits:
             self._profile.annotate(step + 1)
             return
-        text = "" if fits else "stopped early: memory would have become short"
-        profile, answer = self._profile, self._answer
-        stop_ns = timed_ns(profile.stop)
+        self._stop_ns += timed_ns(self._profile.stop)
+        self._recorded.append(self._profile)
+        self._steps += steps
+        self._profile = self._first_step = None
+        if not fits:
+            self._hand_over(command, "stopped early: memory would have become short")
+        elif len(self._recorded) == command.windows:
+            self._hand_over(command)
+        else:
+            self._due_step = step + command.wait_steps + command.warmup_steps
+            self._approach(command, step)  # it may begin here and now
+
+    def _give_up(self, command: Command, why: str) -> None:
+        """Windows that were recorded by now are worth having."""
+        if self._recorded:
+            self._hand_over(command, "stopped early: " + why)
+        else:
+            self._end(why)
+
+    def _hand_over(self, command: Command, text: str = "") -> None:
+        assert self._answer is not None and self._ring is not None
+        answer, recorded = self._answer, self._recorded
         self._forget()
-        answer.tell(layout.PHASE_WRITING, text, steps=steps, stop_ns=stop_ns)
-        self._handover.start(self._ring, profile, answer, text, lambda error: self._fail(error, answer))
+        answer.tell(layout.PHASE_WRITING, text, steps=self._steps, start_ns=self._start_ns, stop_ns=self._stop_ns)
+
+        def write() -> int:
+            return recorded[0].write() if command.windows == 1 else write_windows(recorded)
+
+        self._handover.start(self._ring, write, answer, text, lambda error: self._fail(error, answer))
 
     def _forget(self) -> None:
         self._command = self._answer = self._profile = None
+        self._recorded = []
         self._first_step = None
         self.active = False
         self._after_step.remove()
@@ -246,7 +286,7 @@ class Captures:
         self._handover.close()
 
     def _thread_ends(self) -> None:
-        if self._profile is not None and threading.get_ident() == self._thread_id:
+        if (self._profile is not None or self._recorded) and threading.get_ident() == self._thread_id:
             self._guard(lambda: self._end("the training thread ended during the capture"))
 
     def _leave(self) -> None:

@@ -30,6 +30,10 @@ class Command(NamedTuple):
     def options(self) -> Dict[str, bool]:
         return {name: True for bit, name in enumerate(layout.OPTIONS) if self.option_bits >> bit & 1}
 
+    @property
+    def windows(self) -> int:
+        return (self.option_bits >> layout.MORE_WINDOWS_SHIFT) + 1
+
 
 def read_command(ring: Ring, mark: bytes) -> Optional[Command]:
     """None for anything that is not whole, or not what the mark announced."""
@@ -43,7 +47,9 @@ def read_command(ring: Ring, mark: bytes) -> Optional[Command]:
 
 def refusal(command: Command, now_unix_ns: int) -> Optional[str]:
     """What is wrong with a request for a capture."""
-    if command.option_bits >> len(layout.OPTIONS):
+    if command.windows > layout.WINDOWS_LIMIT:
+        return "asks for more than {} windows".format(layout.WINDOWS_LIMIT)
+    if (command.option_bits & (1 << layout.MORE_WINDOWS_SHIFT) - 1) >> len(layout.OPTIONS):
         return "asks for options that this probe does not know; upgrade the probe"
     if not 0 < command.length_ns <= LENGTH_LIMIT_NS or command.steps > STEPS_LIMIT:
         return "asks for more than {} steps or {} s".format(STEPS_LIMIT, LENGTH_LIMIT_NS // 10**9)

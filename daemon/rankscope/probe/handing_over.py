@@ -11,7 +11,6 @@ from typing import Callable
 
 from . import layout
 from .commanding import Answer, read_command
-from .profiling import Profile
 from .ring import Ring
 
 # How long a trace is kept for the daemon, which copies it as soon as it is there. It is memory of the container's.
@@ -34,12 +33,13 @@ class Handover:
         return self._busy.locked()
 
     def start(
-        self, ring: Ring, profile: Profile, answer: Answer, text: str, failed: Callable[[Exception], None]
+        self, ring: Ring, write: Callable[[], int], answer: Answer, text: str, failed: Callable[[Exception], None]
     ) -> None:
+        """`write` returns a descriptor of the trace."""
         self._busy.acquire()
         try:
             # Not threading.Thread: it would show up in the user's threading.enumerate().
-            _thread.start_new_thread(self._run, (ring, profile, answer, text, failed))
+            _thread.start_new_thread(self._run, (ring, write, answer, text, failed))
         except BaseException:
             self._busy.release()
             raise
@@ -49,13 +49,13 @@ class Handover:
             self._busy.release()
 
     def _run(
-        self, ring: Ring, profile: Profile, answer: Answer, text: str, failed: Callable[[Exception], None]
+        self, ring: Ring, write: Callable[[], int], answer: Answer, text: str, failed: Callable[[Exception], None]
     ) -> None:
         """libkineto holds the GIL while it writes, but training can meanwhile be inside an operator, a collective, a
         backward pass."""
         try:
             start_ns = time.monotonic_ns()
-            self._fd = profile.write()
+            self._fd = write()
             status = os.fstat(self._fd)
             self._inode = status.st_ino
             write_ns = time.monotonic_ns() - start_ns

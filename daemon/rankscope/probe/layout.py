@@ -61,6 +61,12 @@ COMMAND_BODY_OFFSET = COMMAND_OFFSET + 8
 VERB_CAPTURE = 1
 VERB_DROP = 2  # forget the capture of the number that stands in the place of the step: cancelled, or fetched
 OPTIONS = ("record_shapes", "with_stack", "profile_memory", "with_flops", "with_modules")  # bit 0 first
+# Above them: how many windows to record after the first, each after as many steps of waiting and warm-up. A probe that
+# cannot takes it for an option that it does not know, and says so.
+MORE_WINDOWS_SHIFT = 8
+WINDOWS_LIMIT = 20
+# The last window begins within this much of the first.
+WINDOWS_SECONDS = 600
 
 # number of the command, phase, first step, unix ns of its beginning, steps, descriptor and bytes of the trace, ns that
 # starting, stopping and writing took, length of the text; then the text
@@ -68,6 +74,11 @@ ANSWER = struct.Struct("<IIqqIiqqqqI")
 ANSWER_OFFSET = 3328
 ANSWER_TEXT_BYTES = HEADER_BYTES - ANSWER_OFFSET - ANSWER.size - 4
 TRACE_NAME = "rankscope-trace"
+# Where several windows were asked for: their traces one after the other, then u64 bytes of each, then this: how many
+# there are, and the mark.
+WINDOW_BYTES = struct.Struct("<Q")
+WINDOWS = struct.Struct("<I8s")
+WINDOWS_MARK = b"RNKWINDS"
 PHASE_ARMED = 1
 PHASE_HELD = 2  # another profiler is active
 PHASE_RUNNING = 3

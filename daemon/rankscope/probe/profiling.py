@@ -175,14 +175,19 @@ class Profile:
             self._profile.export_chrome_trace(path)
             if os.fstat(fd).st_size == 0:
                 raise OSError("torch wrote no trace; its own message stands before this one")
-            seals = layout.F_SEAL_SHRINK | layout.F_SEAL_GROW | layout.F_SEAL_WRITE | layout.F_SEAL_SEAL
-            fcntl.fcntl(fd, layout.F_ADD_SEALS, seals)
+            seal(fd)
             return fd
         except BaseException:
             os.close(fd)
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def seal(fd: int) -> None:
+    """What has been written stays as it is."""
+    seals = layout.F_SEAL_SHRINK | layout.F_SEAL_GROW | layout.F_SEAL_WRITE | layout.F_SEAL_SEAL
+    fcntl.fcntl(fd, layout.F_ADD_SEALS, seals)
 
 
 def _private_folder() -> str:

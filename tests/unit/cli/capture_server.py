@@ -26,7 +26,7 @@ class ScriptedCaptures(capture_service_pb2_grpc.CaptureServiceServicer):
         self.script: Sequence[pb.Capture] = ()
         self.refusal = ""
         self.known: dict[str, pb.Capture] = {}
-        self.artifacts: dict[int, bytes] = {}
+        self.artifacts: dict[int | tuple[int, int], bytes] = {}  # rank, or rank and window
         self.requests: list[pb.StartCaptureRequest] = []
         self.offsets: list[int] = []
         self.break_off_after = 0  # chunks of a download, once
@@ -73,9 +73,10 @@ class ScriptedCaptures(capture_service_pb2_grpc.CaptureServiceServicer):
         self, request: pb.DownloadArtifactRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.DownloadArtifactResponse]:
         self.offsets.append(request.offset)
-        if request.rank not in self.artifacts:
+        key = (request.rank, request.window) if request.window else request.rank
+        if key not in self.artifacts:
             context.abort(grpc.StatusCode.NOT_FOUND, f"capture {request.id} has no artifact of rank {request.rank}")
-        data = self.artifacts[request.rank]
+        data = self.artifacts[key]
         if request.offset > len(data):
             context.abort(grpc.StatusCode.OUT_OF_RANGE, "behind the end")
         left = data[request.offset :]

@@ -10,7 +10,7 @@ import pytest
 
 from rankscope.cli import capture as command
 from rankscope.cli import capture_downloading, captures
-from rankscope.cli.capture_downloading import DownloadError, download, file_name
+from rankscope.cli.capture_downloading import DownloadError, artifacts, download, file_name
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 from tests.unit.cli import capture_server as scripted
 from tests.unit.cli.capture_server import ANALYSED, FAILED, ID, ScriptedCaptures, capture
@@ -55,6 +55,22 @@ def test_output_gets_every_ranks_file_and_a_summary_and_names_the_next_command(
     assert f"rankscope analyze trace {folder}\n" in capsys.readouterr().out
 
 
+def test_every_window_of_a_rank_that_recorded_several_is_fetched(
+    daemon: ScriptedCaptures, endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.artifacts[(0, 1)] = b"the second window"
+    window = daemon.script[0].ranks[0].more_windows.add(artifact="rank0.window2.json.gz", bytes=17)
+    assert run(command, "--endpoint", endpoint, "--steps", "1", "--repeat", "2", "--wait", "5", "--json",
+               "--output", str(tmp_path / "traces")) == 0  # fmt: skip
+    told = json.loads(capsys.readouterr().out)
+    (second,) = told["ranks"][0]["more_files"]
+    assert Path(second).name == f"bert-{ID}-rank0.window2.json.gz"
+    assert Path(second).read_bytes() == b"the second window" and window.bytes == 17
+    assert told["ranks"][1]["more_files"] == []
+    options = daemon.requests[0].options
+    assert (options.wait_steps, options.repeat, options.HasField("warmup_steps")) == (5, 2, False)
+
+
 def test_beside_other_traces_the_next_command_names_this_captures_own(
     daemon: ScriptedCaptures, endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,7 +97,7 @@ def test_a_partial_file_continues_where_it_ended(
 ) -> None:
     made = daemon.script[0]
     (tmp_path / f"bert-{ID}-rank0.json.gz.part").write_bytes(DATA[0][:700])
-    path = download(stub, "d", made, made.ranks[0], tmp_path)
+    path = download(stub, "d", made.id, artifacts(made, made.ranks[0])[0], tmp_path)
     assert path.read_bytes() == DATA[0]
     assert daemon.offsets == [700]
     assert not path.with_name(path.name + ".part").exists()
@@ -92,7 +108,7 @@ def test_a_transfer_that_breaks_off_is_taken_up_again(
 ) -> None:
     daemon.break_off_after = 2
     made = daemon.script[0]
-    assert download(stub, "d", made, made.ranks[0], tmp_path).read_bytes() == DATA[0]
+    assert download(stub, "d", made.id, artifacts(made, made.ranks[0])[0], tmp_path).read_bytes() == DATA[0]
     assert daemon.offsets == [0, 2 * scripted.CHUNK]
 
 
@@ -101,7 +117,7 @@ def test_a_partial_file_that_is_too_long_is_begun_anew(
 ) -> None:
     made = daemon.script[0]
     (tmp_path / f"bert-{ID}-rank0.json.gz.part").write_bytes(b"x" * 9999)
-    assert download(stub, "d", made, made.ranks[0], tmp_path).read_bytes() == DATA[0]
+    assert download(stub, "d", made.id, artifacts(made, made.ranks[0])[0], tmp_path).read_bytes() == DATA[0]
 
 
 def test_a_file_of_another_size_than_recorded_is_not_kept(
@@ -110,7 +126,7 @@ def test_a_file_of_another_size_than_recorded_is_not_kept(
     daemon.artifacts[0] = DATA[0][:100]
     made = daemon.script[0]
     with pytest.raises(DownloadError, match="100 bytes came, the capture's record says 2500"):
-        download(stub, "d", made, made.ranks[0], tmp_path)
+        download(stub, "d", made.id, artifacts(made, made.ranks[0])[0], tmp_path)
     assert not list(tmp_path.glob("*.gz*"))
 
 
@@ -118,8 +134,8 @@ def test_what_is_here_already_is_not_fetched_again(
     daemon: ScriptedCaptures, stub: CaptureServiceStub, tmp_path: Path
 ) -> None:
     made = daemon.script[0]
-    first = download(stub, "d", made, made.ranks[0], tmp_path)
-    assert download(stub, "d", made, made.ranks[0], tmp_path) == first
+    first = download(stub, "d", made.id, artifacts(made, made.ranks[0])[0], tmp_path)
+    assert download(stub, "d", made.id, artifacts(made, made.ranks[0])[0], tmp_path) == first
     assert len(daemon.offsets) == 1
 
 
@@ -131,7 +147,7 @@ def test_a_link_in_place_of_the_partial_file_is_not_followed(
     (tmp_path / f"bert-{ID}-rank0.json.gz.part").symlink_to(victim)
     made = daemon.script[0]
     with pytest.raises(DownloadError, match="symbolic"):
-        download(stub, "d", made, made.ranks[0], tmp_path)
+        download(stub, "d", made.id, artifacts(made, made.ranks[0])[0], tmp_path)
     assert victim.read_text() == "mine"
 
 

@@ -203,6 +203,48 @@ def test_where_steps_have_no_annotation_the_boundary_itself_will_do(loop: Loop) 
     assert "5 stop" in loop.profiled
 
 
+def test_windows_follow_each_other_after_as_many_steps_and_are_handed_over_together(loop: Loop) -> None:
+    loop.ask(start_step=4, wait_steps=2, warmup_steps=1, steps=2, windows=3)
+    loop.steps(17)
+    assert [event for event in loop.profiled if event.endswith(("prepare", "start", "stop"))] == [
+        "5 prepare", "6 start", "8 stop",
+        "10 prepare", "11 start", "13 stop",
+        "15 prepare", "16 start",
+    ]  # fmt: skip
+    loop.steps(1)
+    answer = loop.wait_for(layout.PHASE_WRITTEN)
+    assert (answer.first_step, answer.steps) == (7, 6)
+    packed = os.pread(answer.fd, 100, 0)
+    assert packed.startswith(b"{}{}{}") and packed.endswith(layout.WINDOWS_MARK)
+    assert not loop.captures.active
+
+
+def test_windows_without_a_pause_begin_where_the_one_before_ended(loop: Loop) -> None:
+    loop.ask(start_step=2, steps=1, windows=2)
+    loop.steps(5)
+    assert [event for event in loop.profiled if event.endswith(("start", "stop"))] == [
+        "2 start", "3 stop", "3 start", "4 stop",
+    ]  # fmt: skip
+
+
+def test_a_profiler_of_the_users_between_windows_ends_the_capture_with_what_there_is(loop: Loop) -> None:
+    loop.ask(start_step=2, wait_steps=3, steps=1, windows=2)
+    loop.steps(7)
+    loop.notes.profiler._prepare_profiler()
+    loop.steps(4)
+    answer = loop.wait_for(layout.PHASE_WRITTEN)
+    assert answer.steps == 1 and "stopped early: a profiler of the user's own began" in answer.text
+    assert [event for event in loop.profiled if event.endswith("start")] == ["5 start"]
+
+
+def test_a_thread_that_ends_between_windows_ends_the_capture(loop: Loop) -> None:
+    loop.ask(start_step=2, wait_steps=5, steps=1, windows=2)
+    loop.steps(9)
+    loop.captures._thread_ends()
+    assert loop.phase == layout.PHASE_FAILED
+    assert not loop.captures.active
+
+
 def test_waiting_and_warming_up_come_before_recording(loop: Loop) -> None:
     loop.ask(start_step=4, wait_steps=3, warmup_steps=2, steps=1)
     loop.steps(9)
@@ -283,6 +325,7 @@ def test_a_capture_that_is_dropped_leaves_nothing_running(loop: Loop) -> None:
         {"length_nanos": -1},
         {"start_step": -5},
         {"warmup_steps": 100_000},
+        {"windows": 21},
         {"give_up_unix_nanos": time.time_ns() - SECOND},
         {"give_up_unix_nanos": 1 << 62},
     ],

@@ -5,8 +5,11 @@ from __future__ import annotations
 from rankscope.daemon.captures.orders import (
     DEFAULT_PATIENCE_SECONDS,
     PATIENCE_LIMIT_SECONDS,
+    REPEAT_LIMIT,
     SECONDS_LIMIT,
     STEPS_LIMIT,
+    WAIT_STEPS_LIMIT,
+    WARMUP_STEPS_LIMIT,
     CaptureError,
     Options,
 )
@@ -51,9 +54,32 @@ def start_of(request: pb.StartCaptureRequest, earliest_unix_seconds: float) -> f
     return max(asked, earliest_unix_seconds)
 
 
-def options_of(options: pb.CaptureOptions) -> Options:
+def options_of(request: pb.StartCaptureRequest) -> Options:
+    options = request.options
+    warmup_steps = options.warmup_steps if options.HasField("warmup_steps") else None
+    for asked, limit, what in (
+        (options.wait_steps, WAIT_STEPS_LIMIT, "steps of waiting"),
+        (warmup_steps or 0, WARMUP_STEPS_LIMIT, "steps of warm-up"),
+        (options.repeat, REPEAT_LIMIT, "windows"),
+    ):
+        if asked > limit:
+            raise CaptureError(f"{asked} {what}: {limit} at most")
+    repeat = max(1, options.repeat)
+    # All windows are in the process' memory until the last is over.
+    if repeat * request.steps > STEPS_LIMIT or repeat * request.seconds > SECONDS_LIMIT:
+        raise CaptureError(
+            f"{repeat} windows of that length: a capture takes {STEPS_LIMIT} steps or {SECONDS_LIMIT:g} s in all"
+        )
     return Options(
-        options.shapes, options.stacks, options.memory, options.flops, options.modules, options.allow_slowdown
+        options.shapes,
+        options.stacks,
+        options.memory,
+        options.flops,
+        options.modules,
+        options.allow_slowdown,
+        options.wait_steps,
+        warmup_steps,
+        repeat,
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rankscope.daemon.captures.asking import kept_text, length_of, options_of, patience_of, start_of
-from rankscope.daemon.captures.engaging import NOT_BY, Engagements
+from rankscope.daemon.captures.engaging import LASTING, Engagements
 from rankscope.daemon.captures.orders import Backend, CancelledError, CaptureError, Order, Recording, Stage
 from rankscope.daemon.captures.records import FINAL, Records
 from rankscope.daemon.captures.selecting import SuspectsOf, choose_job, choose_ranks
@@ -41,6 +41,7 @@ class Delivered:
     step_seconds: float | None = None  # learned from the trace
     whole_steps: int | None = None  # that the recording held; fewer than asked for if it was too short
     notes: tuple[str, ...] = ()
+    more_windows: tuple[pb.CaptureWindow, ...] = ()
 
 
 Recorded = Mapping[int, tuple[RankProcess, Recording]]
@@ -97,15 +98,18 @@ class Conductor:
         self.tally = CaptureTally()
         self._engagements = Engagements(node, backends)
 
-    def start(self, request: pb.StartCaptureRequest, requested_by: str = "") -> str:
-        """Begin a capture and return its id. Raises CaptureError if it cannot even be begun."""
+    def start(
+        self, request: pb.StartCaptureRequest, requested_by: str = "", usual_step_seconds: float | None = None
+    ) -> str:
+        """Begin a capture and return its id. Raises CaptureError if it cannot even be begun. `usual_step_seconds` is
+        for ranks whose steps are not seen."""
         ranks = self._ranks()
         job = choose_job(request.job, {rank.job for rank in ranks})
         here = {rank.rank: rank for rank in ranks if rank.job == job}
         world_size = max(rank.world_size for rank in here.values())
         numbers = choose_ranks(request.ranks, job, here.keys(), world_size, self.suspects_of)
         steps, seconds = length_of(request)
-        patience_seconds, options = patience_of(request), options_of(request.options)
+        patience_seconds, options = patience_of(request), options_of(request)
         now = self._unix_seconds()
         capture = pb.Capture(
             id=f"c-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(3)}",
@@ -117,7 +121,7 @@ class Conductor:
         )
         if request.ranks.strip() in ("", "all") and len(here) < world_size:
             capture.notes.append(f"{len(here)} of the job's {world_size} ranks run on {self._node}; these were asked")
-        engaged = self._engagements.begin(capture, numbers, here)
+        engaged = self._engagements.begin(capture, numbers, here, options)
         try:
             start_seconds = start_of(request, self._earliest_start([rank for rank, _ in engaged], now))
             orders = [
@@ -129,7 +133,7 @@ class Conductor:
                     round(start_seconds * 1000),
                     start_seconds + patience_seconds,
                     options,
-                    self._step_seconds(rank, now - STEP_TIME_SECONDS, now),
+                    self._step_seconds(rank, now - STEP_TIME_SECONDS, now) or usual_step_seconds,
                 )
                 for rank, _ in engaged
             ]
@@ -146,6 +150,10 @@ class Conductor:
         """Ask a capture to stop; what its ranks have delivered already stays. None: there is no such capture."""
         self._engagements.cancel(capture_id)
         return self.records.get(capture_id)
+
+    def is_busy(self, job: str) -> bool:
+        """Whether a rank of the job is being captured."""
+        return self._engagements.is_busy(job)
 
     def close(self) -> None:
         self._engagements.cancel_all()
@@ -237,16 +245,20 @@ class Conductor:
 
     def _measure_aftermath(self, capture_id: str, orders: Sequence[Order]) -> None:
         """Step time before, during and after: a capture may leave its process slower."""
-        seen = [order for order in orders if order.step_seconds is not None]
         capture = self.records.get(capture_id)
-        if not seen or capture is None or all(rank.state != pb.CAPTURE_STATE_ANALYSED for rank in capture.ranks):
+        if capture is None or all(rank.state != pb.CAPTURE_STATE_ANALYSED for rank in capture.ranks):
+            return
+        asked = capture.requested_unix_millis / 1000
+        before = {order.rank.rank: self._step_seconds(order.rank, asked - STEP_TIME_SECONDS, asked) for order in orders}
+        seen = [order for order in orders if before[order.rank.rank] is not None]
+        if not seen:
             return
         ended = self._unix_seconds()
         self._engagements.cancelled(capture_id).wait(STEP_TIME_SECONDS)
         for order in seen:
             during = self._step_seconds(order.rank, order.start_unix_millis / 1000, ended)
             after = self._step_seconds(order.rank, ended, self._unix_seconds())
-            times = pb.StepTimes(before_seconds=order.step_seconds, during_seconds=during, after_seconds=after)
+            times = pb.StepTimes(before_seconds=before[order.rank.rank], during_seconds=during, after_seconds=after)
 
             def edit(entry: pb.RankCapture, times: pb.StepTimes = times) -> None:
                 entry.step_times.CopyFrom(times)
@@ -286,13 +298,15 @@ def _enter_delivery(entry: pb.RankCapture, recording: Recording, delivered: Deli
         entry.start_unix_millis = start
     if steps is not None:
         entry.steps = steps
+    del entry.more_windows[:]
+    entry.more_windows.extend(delivered.more_windows)
     if delivered.summary is not None:
         entry.summary.CopyFrom(delivered.summary)
 
 
 def _forget_first_attempt(capture: pb.Capture) -> None:
     for entry in capture.ranks:
-        lasting = [note for note in entry.notes if note.startswith(NOT_BY)]
+        lasting = [note for note in entry.notes if note.startswith(LASTING)]
         del entry.notes[:]
         entry.notes.extend(lasting)
 

@@ -17,6 +17,8 @@ from rankscope.daemon.captures import processing_records as records
 from rankscope.daemon.captures.conducting import Delivered, Recorded
 from rankscope.daemon.captures.confining import run_module
 from rankscope.daemon.captures.orders import CaptureError, Recording
+from rankscope.daemon.captures.probe_windows import window_file
+from rankscope.daemon.captures.records import DUTY_CYCLE
 from rankscope.daemon.captures.store import Store
 from rankscope.daemon.captures.uploading import Order, Upload, Uploaded, answer_file, order_file, shown, target_url
 from rankscope.daemon.samples import RankProcess
@@ -59,12 +61,14 @@ class LocalArchive:
         finally:
             # A second recording of the same rank goes to the same place.
             for _, recording in recorded.values():
-                recording.path.unlink(missing_ok=True)
+                for path in (recording.path, *recording.more_windows):
+                    path.unlink(missing_ok=True)
         self._remember_join(capture.id, folder)
         kept: dict[int, Delivered] = {}
         for rank, (process, _) in recorded.items():
             try:
-                kept[rank] = self._keep(capture.id, folder, jobs[rank], process, crash)
+                keeps = capture.requested_by != DUTY_CYCLE
+                kept[rank] = self._keep(capture.id, folder, jobs[rank], process, crash, keeps_artifact=keeps)
             except CaptureError as error:
                 yield rank, error
         yield from self._upload(capture, folder, kept).items()
@@ -95,6 +99,7 @@ class LocalArchive:
             is_trace=recording.is_trace,
             notes=self._notes(capture, process, backend),
             steps=recording.steps,
+            more_windows=[str(path) for path in recording.more_windows],
             flops_per_step=None if flops is None else flops / process.world_size,
             peak_flops_per_second=peak,
         )
@@ -136,8 +141,16 @@ class LocalArchive:
         return None
 
     def _keep(
-        self, capture_id: str, folder: Path, job: records.RankJob, process: RankProcess, crash: CaptureError | None
+        self,
+        capture_id: str,
+        folder: Path,
+        job: records.RankJob,
+        process: RankProcess,
+        crash: CaptureError | None,
+        *,
+        keeps_artifact: bool = True,
     ) -> Delivered:
+        """Without its artifact, which is left in the workspace, a recording takes no room from others."""
         who = f"rank {process.rank} (pid {process.pid})"
         result = records.find(records.result_file(folder, process.rank), records.RankResult)
         if result is None or result.rank != process.rank:
@@ -146,17 +159,18 @@ class LocalArchive:
             raise CaptureError(f"{who}: {result.error}")
         artifact = Path(job.artifact)
         try:
-            size = self._store.keep(capture_id, artifact, artifact.name)
+            size = self._store.keep(capture_id, artifact, artifact.name) if keeps_artifact else 0
             notes = artifact.with_name(f"{artifact.name}.notes")
             if notes.exists():
                 self._store.keep(capture_id, notes, notes.name)
+            more_windows = tuple(self._keep_window(capture_id, artifact, window) for window in result.more_windows)
             summary = None if result.summary is None else _summary(result.summary)
         except OSError as error:
             raise CaptureError(f"{who}: its artifact cannot be kept: {error.strerror or error}") from error
         except (TypeError, ValueError) as error:
             raise CaptureError(f"{who}: its summary cannot be told ({error}); please report this") from error
         return Delivered(
-            artifact=artifact.name,
+            artifact=artifact.name if keeps_artifact else "",
             size_bytes=size,
             summary=summary,
             start_unix_millis=result.start_unix_millis,
@@ -164,6 +178,16 @@ class LocalArchive:
             step_seconds=result.step_seconds,
             whole_steps=result.whole_steps,
             notes=tuple(result.notes),
+            more_windows=more_windows,
+        )
+
+    def _keep_window(self, capture_id: str, first: Path, window: records.WindowResult) -> pb.CaptureWindow:
+        path = window_file(first, window.number)
+        return pb.CaptureWindow(
+            artifact=path.name,
+            bytes=self._store.keep(capture_id, path, path.name),
+            start_unix_millis=window.start_unix_millis,
+            steps=window.steps,
         )
 
     def _upload(self, capture: pb.Capture, folder: Path, kept: Mapping[int, Delivered]) -> dict[int, Delivered]:
@@ -172,7 +196,10 @@ class LocalArchive:
             return dict(kept)
         uploads = []
         for rank, delivered in kept.items():
-            for name in (delivered.artifact, f"{delivered.artifact}.notes"):
+            if not delivered.artifact:
+                continue
+            more = (window.artifact for window in delivered.more_windows)
+            for name in (delivered.artifact, f"{delivered.artifact}.notes", *more):
                 path = self._store.folder / capture.id / name
                 if path.exists():
                     uploads.append(Upload(rank, str(path), target_url(self._upload_url, capture.job, capture.id, name)))
@@ -194,6 +221,9 @@ class LocalArchive:
                 done[one.rank] = replace(delivered, notes=(*delivered.notes, note))
             elif Path(one.path).name == delivered.artifact:
                 done[one.rank] = replace(delivered, uri=shown(one.url))
+            for window in delivered.more_windows:
+                if not answer.error and Path(one.path).name == window.artifact:
+                    window.uri = shown(one.url)
         return done
 
     def _remember_join(self, capture_id: str, folder: Path) -> None:

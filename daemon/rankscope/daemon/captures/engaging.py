@@ -5,13 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 
-from rankscope.daemon.captures.orders import Backend, CaptureError
+from rankscope.daemon.captures.orders import Backend, CaptureError, Options
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
 ACTIVE_LIMIT = 8
 # Begins the note on a back end that was passed over.
 NOT_BY = "not by "
+# Begins the note on a back end that was taken although it cannot keep to the schedule.
+ONCE = "recorded once, from the start on"
+# These notes hold for every attempt.
+LASTING = (NOT_BY, ONCE)
+NO_SCHEDULES = "it knows no --wait, --warmup and --repeat"
 
 
 class Engagements:
@@ -25,7 +30,11 @@ class Engagements:
         self._taken: dict[tuple[str, int], str] = {}  # rank to the capture that has it
 
     def begin(
-        self, capture: pb.Capture, numbers: Sequence[int], here: Mapping[int, RankProcess]
+        self,
+        capture: pb.Capture,
+        numbers: Sequence[int],
+        here: Mapping[int, RankProcess],
+        options: Options = Options(),  # noqa: B008 - frozen
     ) -> list[tuple[RankProcess, Backend]]:
         """Take the ranks for a capture and enter them in it; those that cannot be had as failed, with the reason."""
         engaged = []
@@ -37,13 +46,15 @@ class Engagements:
                 entry = capture.ranks.add(rank=number, node=self._node, state=pb.CAPTURE_STATE_ACCEPTED)
                 try:
                     rank = self._take(capture.job, number, here)
-                    backend, objections = self._choose_backend(rank)
+                    backend, objections = self._choose_backend(rank, options)
                 except CaptureError as error:
                     entry.state, entry.error = pb.CAPTURE_STATE_FAILED, str(error)
                     continue
                 self._taken[rank.job, number] = capture.id
                 entry.backend, entry.pid = backend.name, rank.pid
                 entry.notes.extend(f"{NOT_BY}{objection}" for objection in objections)
+                if options.is_scheduled and not backend.keeps_schedules:
+                    entry.notes.append(f"{ONCE}: by {backend.name}, and {NO_SCHEDULES}")
                 engaged.append((rank, backend))
         return engaged
 
@@ -52,6 +63,10 @@ class Engagements:
             self._cancelled.pop(capture_id, None)
             for place in [place for place, holder in self._taken.items() if holder == capture_id]:
                 del self._taken[place]
+
+    def is_busy(self, job: str) -> bool:
+        with self._lock:
+            return any(taken == job for taken, _ in self._taken)
 
     def cancelled(self, capture_id: str) -> threading.Event:
         """Set when the capture is to stop."""
@@ -78,12 +93,20 @@ class Engagements:
             raise CaptureError(f"rank {number} is being captured already, by {other}; wait for that or cancel it")
         return here[number]
 
-    def _choose_backend(self, rank: RankProcess) -> tuple[Backend, list[str]]:
-        """The first that suits, and why those before it do not."""
+    def _choose_backend(self, rank: RankProcess, options: Options) -> tuple[Backend, list[str]]:
+        """The first that suits, and why those before it do not. One that keeps to a schedule suits better than one that
+        does not, where one is asked for."""
         objections: list[str] = []
+        unfit: list[Backend] = []
         for backend in self._backends:
             objection = backend.objection(rank)
-            if objection is None:
+            if objection is not None:
+                objections.append(f"{backend.name}: {objection}")
+            elif options.is_scheduled and not backend.keeps_schedules:
+                unfit.append(backend)
+            else:
+                objections.extend(f"{better.name}: {NO_SCHEDULES}" for better in unfit)
                 return backend, objections
-            objections.append(f"{backend.name}: {objection}")
+        if unfit:
+            return unfit[0], objections
         raise CaptureError(f"rank {rank.rank} (pid {rank.pid}) cannot be captured: {'; '.join(objections)}")

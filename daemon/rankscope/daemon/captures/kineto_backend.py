@@ -25,6 +25,7 @@ SILENCE_SECONDS: Final = 4 * DEFAULT_POLL_SECONDS
 
 class KinetoBackend:
     name = "kineto"
+    keeps_schedules = False  # libkineto takes a configuration for one window
 
     def __init__(self, endpoint: Endpoint, proc_root: Path = Path("/proc")) -> None:
         self._endpoint = endpoint

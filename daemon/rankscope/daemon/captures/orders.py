@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Protocol
 
 from rankscope.daemon.samples import RankProcess
+from rankscope.probe import layout
 
 STEPS_LIMIT = 100
+WAIT_STEPS_LIMIT = 1000
+WARMUP_STEPS_LIMIT = 100
+REPEAT_LIMIT = layout.WINDOWS_LIMIT
 SECONDS_LIMIT = 60.0
 DEFAULT_PATIENCE_SECONDS = 60.0
 PATIENCE_LIMIT_SECONDS = 600.0
@@ -25,6 +29,13 @@ class Options:
     flops: bool = False
     modules: bool = False
     allow_slowdown: bool = False
+    wait_steps: int = 0
+    warmup_steps: int | None = None  # None: as the back end sees fit
+    repeat: int = 1
+
+    @property
+    def is_scheduled(self) -> bool:
+        return self.wait_steps > 0 or self.warmup_steps is not None or self.repeat > 1
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class Recording:
     start_unix_millis: int | None = None
     steps: int | None = None
     notes: tuple[str, ...] = ()
+    more_windows: tuple[Path, ...] = ()  # files like the first; `steps` are of all together
 
 
 class CaptureError(Exception):
@@ -78,6 +90,7 @@ class Backend(Protocol):
     happens, leaves the training process as it was."""
 
     name: str
+    keeps_schedules: bool  # waits, warms up and repeats as the options say
 
     def objection(self, rank: RankProcess) -> str | None:
         """Why this back end cannot record this rank, or None if it can."""

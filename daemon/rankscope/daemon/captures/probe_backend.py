@@ -20,6 +20,7 @@ from rankscope.daemon.captures.cuda_care import slowdown_objection, uses_cuda
 from rankscope.daemon.captures.fetching import SIZE_LIMIT_BYTES
 from rankscope.daemon.captures.orders import SECONDS_LIMIT, CancelledError, CaptureError, Order, Recording, Stage
 from rankscope.daemon.captures.probe_commands import Answer, Command
+from rankscope.daemon.captures.probe_windows import take_apart
 from rankscope.daemon.procfs import is_alive
 from rankscope.daemon.samples import RankProcess
 from rankscope.probe import layout
@@ -39,6 +40,7 @@ LEAD_STEPS: Final = 2
 STEPS_APART: Final = 1.5
 AGREEMENTS_KEPT: Final = 64
 RECORDS_LOOKED_AT: Final = 64
+UNKNOWN_STEP_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class _Agreement:
 
 class ProbeBackend:
     name = "probe"
+    keeps_schedules = True
 
     def __init__(self, proc_root: Path = Path("/proc")) -> None:
         self._proc_root = proc_root
@@ -79,11 +82,13 @@ class ProbeBackend:
             step_seconds = order.step_seconds or _recent_step_seconds(ring, header)
             attempt = _Attempt(self._proc_root, order, ring, workspace, report, cancelled)
             # Late, so that what is reckoned holds: daemons of several nodes are to come to the same step.
-            attempt.wait_until(order.start_unix_millis / 1000 - LEAD_SECONDS - LEAD_STEPS * (step_seconds or 0.0))
-            return attempt.run(self._agreed_step(order, ring, step_seconds))
+            lead_seconds = LEAD_SECONDS + (LEAD_STEPS + attempt.early_steps) * (step_seconds or 0.0)
+            attempt.wait_until(order.start_unix_millis / 1000 - lead_seconds)
+            return attempt.run(self._agreed_step(order, ring, step_seconds, attempt.early_steps), step_seconds)
 
-    def _agreed_step(self, order: Order, ring: int, step_seconds: float | None) -> int:
-        """The same step for all ranks that count alike; 0 where that cannot be said, then they begin by time."""
+    def _agreed_step(self, order: Order, ring: int, step_seconds: float | None, early_steps: int = 0) -> int:
+        """The same step for all ranks that count alike; 0 where that cannot be said, then they begin by time. The probe
+        begins to warm up `early_steps` before it."""
         if step_seconds is None:
             return 0
         now = time.time()
@@ -93,7 +98,7 @@ class ProbeBackend:
         with self._lock:
             agreement = self._agreements.get(key)
             if agreement is None:
-                left = order.start_unix_millis / 1000 - now
+                left = max(order.start_unix_millis / 1000 - now, (LEAD_STEPS + early_steps) * step_seconds)
                 start_step = _start_step(header.steps, since_last, left, step_seconds)
                 agreement = _Agreement(start_step, header.steps, now - since_last, step_seconds)
                 self._agreements[key] = agreement
@@ -152,29 +157,42 @@ class _Attempt:
         self._cancelled = cancelled
         self._who = f"rank {order.rank.rank} (pid {order.rank.pid})"
         self._length_seconds = SECONDS_LIMIT if order.seconds is None else order.seconds
+        options = order.options
+        warmup_steps = options.warmup_steps
+        if warmup_steps is None:
+            warmup_steps = 1 if uses_cuda(order.rank.pid, proc_root) else 0
+        self.early_steps = max(0, warmup_steps - options.wait_steps)
         self._command = Command(
             number=commands.new_number(),
             start_unix_nanos=order.start_unix_millis * 1_000_000,
             start_step=0,
-            warmup_steps=1 if uses_cuda(order.rank.pid, proc_root) else 0,
+            wait_steps=options.wait_steps,
+            warmup_steps=warmup_steps,
+            windows=options.repeat,
             steps=order.steps or 0,
             length_nanos=round(self._length_seconds * 1e9),
             give_up_unix_nanos=round(order.give_up_unix_seconds * 1e9),
-            options=order.options,
+            options=options,
         )
+        self._give_up_unix_seconds = order.give_up_unix_seconds
 
     def wait_until(self, unix_seconds: float) -> None:
         while (left := unix_seconds - time.time()) > 0:
             self._check()
             self._cancelled.wait(min(TICK_SECONDS, left))
 
-    def run(self, start_step: int) -> Recording:
-        self._command = replace(self._command, start_step=start_step)
+    def run(self, start_step: int, step_seconds: float | None) -> Recording:
+        # What is to go by before the first window is not the caller's patience.
+        schedule_steps = self._command.wait_steps + self._command.warmup_steps
+        self._give_up_unix_seconds += schedule_steps * (step_seconds or UNKNOWN_STEP_SECONDS)
+        give_up_unix_nanos = round(self._give_up_unix_seconds * 1e9)
+        self._command = replace(self._command, start_step=start_step, give_up_unix_nanos=give_up_unix_nanos)
         commands.write_command(self._ring, self._command)
         try:
             answer = self._follow()
             target = self._workspace / f"rank{self._order.rank.rank}.json"
             commands.take_trace(self._order.rank, answer, target, SIZE_LIMIT_BYTES, self._proc_root)
+            windows = take_apart(target, self._command.windows, self._who) if self._command.windows > 1 else (target,)
         finally:
             # Fetched, failed, cancelled or late: in any case the process is done with it.
             commands.drop(self._ring, self._command)
@@ -184,12 +202,14 @@ class _Attempt:
             start_unix_millis=round(answer.start_unix_nanos / 1e6),
             steps=answer.steps,
             notes=self._notes(answer),
+            more_windows=windows[1:],
         )
 
     def _follow(self) -> Answer:
         """Until the trace is written."""
         phase = 0
-        deadline = self._order.give_up_unix_seconds
+        deadline = self._give_up_unix_seconds
+        windows_seconds = layout.WINDOWS_SECONDS if self._command.windows > 1 else 0.0
         while True:
             answer = commands.read_answer(self._ring)
             if answer is not None and answer.number == self._command.number and commands.plausible(answer):
@@ -201,7 +221,7 @@ class _Attempt:
                     if phase == layout.PHASE_WRITTEN:
                         return answer
                     if phase == layout.PHASE_RUNNING:
-                        deadline = time.time() + self._length_seconds + STEP_SECONDS_ALLOWED
+                        deadline = time.time() + self._length_seconds + windows_seconds + STEP_SECONDS_ALLOWED
                     elif phase == layout.PHASE_WRITING:
                         deadline = time.time() + WRITE_SECONDS
             self._cancelled.wait(TICK_SECONDS)
@@ -244,9 +264,10 @@ class _Attempt:
         late_steps = answer.first_step - 1 - self._command.start_step
         if self._command.start_step and late_steps:
             notes.append(f"began at step {answer.first_step}, {late_steps} after the one agreed on")
-        if self._order.steps is not None and answer.steps != self._order.steps:
+        asked = None if self._order.steps is None else self._order.steps * self._command.windows
+        if asked is not None and answer.steps != asked:
             why = answer.text or f"{self._length_seconds:g} s are the limit"
-            notes.append(f"{answer.steps} steps were recorded, of {self._order.steps}; {why}")
+            notes.append(f"{answer.steps} steps were recorded, of {asked}; {why}")
         elif answer.text:
             notes.append(answer.text)
         return tuple(notes)

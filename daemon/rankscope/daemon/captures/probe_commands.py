@@ -34,6 +34,7 @@ class Command:
     give_up_unix_nanos: int
     options: Options
     wait_steps: int = 0
+    windows: int = 1
     verb: int = layout.VERB_CAPTURE
 
 
@@ -87,7 +88,8 @@ def write_command(ring: int, command: Command) -> None:
     body = layout.COMMAND.pack(
         command.number,
         command.verb,
-        sum(1 << bit for bit, is_chosen in enumerate(chosen) if is_chosen),
+        sum(1 << bit for bit, is_chosen in enumerate(chosen) if is_chosen)
+        | (command.windows - 1) << layout.MORE_WINDOWS_SHIFT,
         command.start_unix_nanos,
         command.start_step,
         command.wait_steps,

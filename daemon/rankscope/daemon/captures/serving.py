@@ -17,7 +17,7 @@ CHUNK_BYTES = 256 * 1024
 
 
 class Artifacts(Protocol):
-    def open(self, capture_id: str, rank: int) -> tuple[BinaryIO, int]:
+    def open(self, capture_id: str, rank: int, window: int = 0) -> tuple[BinaryIO, int]:
         """The artifact and its size. Raises CaptureError if there is none."""
         ...
 
@@ -60,7 +60,7 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
     ) -> Iterator[pb.DownloadArtifactResponse]:
         """Resumable: `offset` is what the caller has already."""
         try:
-            artifact, size = self._artifacts.open(request.id, request.rank)
+            artifact, size = self._artifacts.open(request.id, request.rank, request.window)
         except CaptureError as error:
             _abort(context, grpc.StatusCode.NOT_FOUND, str(error))
         with artifact:

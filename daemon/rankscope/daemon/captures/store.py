@@ -21,6 +21,7 @@ from google.protobuf import json_format
 
 from rankscope.daemon.captures.making_room import Kept, Quota, Usage, choose_to_go
 from rankscope.daemon.captures.orders import CaptureError
+from rankscope.daemon.captures.probe_windows import window_file
 from rankscope.daemon.captures.records import CAPTURES_REMEMBERED, FINAL
 from rankscope.v1 import capture_service_pb2 as pb
 
@@ -70,6 +71,10 @@ class Store:
     def clean(self, capture_id: str) -> None:
         shutil.rmtree(self._of(capture_id) / WORKSPACE, ignore_errors=True)
 
+    def remove(self, capture_id: str) -> None:
+        with self._room:
+            shutil.rmtree(self._of(capture_id), ignore_errors=True)
+
     def sweep(self) -> None:
         """Let go what is over the quota."""
         with self._room, contextlib.suppress(CaptureError):
@@ -88,11 +93,12 @@ class Store:
             path.replace(self._of(capture_id) / name)
             return size
 
-    def open(self, capture_id: str, rank: int) -> tuple[BinaryIO, int]:
+    def open(self, capture_id: str, rank: int, window: int = 0) -> tuple[BinaryIO, int]:
         """A rank's artifact and its size."""
         for suffix in ("json.gz", "folded.gz"):
             with contextlib.suppress(FileNotFoundError):
-                artifact = (self._of(capture_id) / f"rank{int(rank)}.{suffix}").open("rb")
+                path = window_file(self._of(capture_id) / f"rank{int(rank)}.{suffix}", int(window))
+                artifact = path.open("rb")
                 return artifact, os.fstat(artifact.fileno()).st_size
         raise CaptureError(
             f"capture {capture_id} has no artifact of rank {int(rank)}: the rank delivered none, or it made room for "

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from rankscope.daemon.captures.asking import kept_text, length_of, patience_of, start_of
+from rankscope.daemon.captures.asking import kept_text, length_of, options_of, patience_of, start_of
 from rankscope.daemon.captures.orders import CaptureError
-from rankscope.v1.capture_service_pb2 import StartCaptureRequest
+from rankscope.v1.capture_service_pb2 import CaptureOptions, StartCaptureRequest
 
 
 def test_a_length_is_steps_or_seconds() -> None:
@@ -30,6 +30,23 @@ def test_a_length_is_steps_or_seconds() -> None:
 def test_a_length_out_of_bounds_is_refused(request_: StartCaptureRequest) -> None:
     with pytest.raises(CaptureError):
         length_of(request_)
+
+
+def test_a_schedule_is_bounded_and_so_is_all_that_it_records() -> None:
+    plain = options_of(StartCaptureRequest(steps=100))
+    assert (plain.wait_steps, plain.warmup_steps, plain.repeat, plain.is_scheduled) == (0, None, 1, False)
+    schedule = CaptureOptions(wait_steps=1000, warmup_steps=0, repeat=20)
+    asked = options_of(StartCaptureRequest(steps=5, options=schedule))
+    assert (asked.wait_steps, asked.warmup_steps, asked.repeat, asked.is_scheduled) == (1000, 0, 20, True)
+    for request in (
+        StartCaptureRequest(steps=6, options=schedule),
+        StartCaptureRequest(seconds=3.1, options=schedule),
+        StartCaptureRequest(steps=1, options=CaptureOptions(wait_steps=1001)),
+        StartCaptureRequest(steps=1, options=CaptureOptions(warmup_steps=101)),
+        StartCaptureRequest(steps=1, options=CaptureOptions(repeat=21)),
+    ):
+        with pytest.raises(CaptureError):
+            options_of(request)
 
 
 def test_patience_is_bounded() -> None:

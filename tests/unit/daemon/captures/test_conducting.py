@@ -29,6 +29,7 @@ class ScriptedBackend:
     failing: dict[int, Exception] = field(default_factory=dict)
     gate: threading.Event | None = None  # records only when this is set
     orders: list[Order] = field(default_factory=list)
+    keeps_schedules: bool = False
 
     def objection(self, process: RankProcess) -> str | None:
         return "not this one" if process.rank in self.unsuited else None
@@ -150,6 +151,18 @@ def test_a_rank_elsewhere_and_a_rank_no_back_end_suits_fail_with_the_reason(arch
     assert capture.ranks[0].state == pb.CAPTURE_STATE_ANALYSED
     assert capture.ranks[1].error == "rank 1 (pid 101) cannot be captured: scripted: not this one"
     assert "rank 2 does not run on node-1" in capture.ranks[2].error
+
+
+def test_who_keeps_to_a_schedule_goes_first_and_who_cannot_says_so(archive: MemoryArchive) -> None:
+    best, able = ScriptedBackend("best"), ScriptedBackend("able", unsuited=frozenset({1}), keeps_schedules=True)
+    conducted = Conductor("n", [best, able], archive, lambda: [rank(0), rank(1)])
+    scheduled = pb.StartCaptureRequest(steps=1, options=pb.CaptureOptions(repeat=2))
+    capture = ended(conducted, conducted.start(scheduled))
+    assert [entry.backend for entry in capture.ranks] == ["able", "best"]
+    assert list(capture.ranks[0].notes) == ["not by best: it knows no --wait, --warmup and --repeat"]
+    assert "recorded once, from the start on: by best, and it knows no --wait" in capture.ranks[1].notes[1]
+    plain = ended(conducted, conducted.start(pb.StartCaptureRequest(steps=1)))
+    assert [(entry.backend, list(entry.notes)) for entry in plain.ranks] == [("best", [])] * 2
 
 
 def test_a_rank_is_captured_once_at_a_time_and_is_free_afterwards(archive: MemoryArchive) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from rankscope.daemon.captures import probe_backend, probe_commands
-from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage
+from rankscope.daemon.captures.orders import CancelledError, CaptureError, Options, Order, Recording, Stage
 from rankscope.daemon.captures.probe_backend import ProbeBackend
+from rankscope.daemon.captures.probe_windows import take_apart
 from rankscope.daemon.procfs import read_stat
 from rankscope.probe import commanding, layout
 from rankscope.probe.commanding import Answer, Command
@@ -111,6 +112,50 @@ def test_a_trace_is_fetched_and_the_probe_told_that_it_may_go(writer: Writer, tm
     assert (result.steps, result.start_unix_millis, result.is_trace) == (3, 5, True)
     assert capture.stages == [Stage.ARMED, Stage.RUNNING]
     assert (dropped.verb, dropped.start_step) == (layout.VERB_DROP, command.number)
+
+
+def packed(*windows: bytes, mark: bytes = layout.WINDOWS_MARK, count: int | None = None) -> bytes:
+    sizes = b"".join(layout.WINDOW_BYTES.pack(len(window)) for window in windows)
+    return b"".join(windows) + sizes + layout.WINDOWS.pack(len(windows) if count is None else count, mark)
+
+
+def test_a_schedule_is_passed_on_and_the_windows_are_taken_apart(writer: Writer, tmp_path: Path) -> None:
+    options = Options(shapes=True, wait_steps=7, warmup_steps=2, repeat=3)
+    probe, capture = Probe(writer), Capture(tmp_path, order(options=options))
+    command = probe.next_command()
+    assert (command.wait_steps, command.warmup_steps, command.windows, command.steps) == (7, 2, 3, 3)
+    assert command.options == {"record_shapes": True}
+    with sealed(packed(b"first", b"", b"the third")) as fd:
+        probe.tell(layout.PHASE_WRITTEN, steps=9, fd=fd)
+        result = capture.end()
+    assert isinstance(result, Recording), result
+    assert [path.name for path in (result.path, *result.more_windows)] == [
+        "rank3.json", "rank3.window2.json", "rank3.window3.json",
+    ]  # fmt: skip
+    assert [path.read_bytes() for path in (result.path, *result.more_windows)] == [b"first", b"", b"the third"]
+    assert result.steps == 9 and not any("of 9" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"x",
+        b"a trace without sizes",
+        packed(b"a", mark=b"ANOTHER!"),
+        packed(b"a", count=2),
+        packed(b"a", count=0),
+        packed(b"a", count=(1 << 32) - 1),
+        packed(b"a", b"b", b"c", b"d"),  # more than were asked for
+        b"more" + packed(b"a"),
+        packed(b"a")[1:],
+    ],
+)
+def test_windows_that_the_probe_did_not_pack_are_not_kept(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rank3.json"
+    path.write_bytes(content)
+    with pytest.raises(CaptureError, match="rank 3: what the probe handed over is not a trace of several windows"):
+        take_apart(path, 3, "rank 3")
 
 
 @pytest.mark.parametrize(

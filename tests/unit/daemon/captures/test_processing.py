@@ -95,6 +95,32 @@ def test_steps_are_cut_at_the_same_boundary_on_all_ranks_and_the_artifact_tells_
     assert joined is not None and joined.collectives_matched == 3
 
 
+def test_windows_of_one_rank_are_kept_each_and_summed_up_together(tmp_path: Path) -> None:
+    for number, begin_ms in ((2, 1030.0), (3, 2030.0)):
+        later = StepFile(begin_ms=begin_ms, end_ms=begin_ms + 700, boundaries_ms=[100.0 * n for n in range(9, 35)])
+        (tmp_path / f"rank0.window{number}.json").write_bytes(later.text())
+    (tmp_path / "rank0.window4.json").write_text("not a trace")
+    further = [str(tmp_path / f"rank0.window{number}.json") for number in (2, 3, 4)]
+    alone = Processed(tmp_path, {0: StepFile().text()}, asked=None, steps=6).result(0)
+    processed = Processed(tmp_path, {0: StepFile().text()}, asked=6, steps=18, more_windows=further)
+    result = processed.result(0)
+    assert result.summary is not None and alone.summary is not None
+    assert [(window.number, window.steps) for window in result.more_windows] == [(1, 6), (2, 6)]
+    assert result.start_unix_millis is not None
+    assert [window.start_unix_millis - result.start_unix_millis for window in result.more_windows] == [1000, 2000]
+    assert (result.steps, processed.artifact(0)["rankscope"]["steps"]) == (18, 6)
+    # What went by between the windows is not in the sums.
+    assert result.summary.span_seconds == pytest.approx(3 * alone.summary.span_seconds)
+    assert result.summary.idle_seconds == pytest.approx(3 * alone.summary.idle_seconds)
+    assert result.summary.step_seconds == pytest.approx(0.1)
+    assert result.summary.collectives == {"all_reduce": 3 * alone.summary.collectives["all_reduce"]}
+    assert result.summary.events == 3 * alone.summary.events
+    (note,) = result.notes
+    assert note.startswith("window 4 is not kept: the process wrote no complete trace")
+    second = json.loads(gzip.decompress((tmp_path / "rank0.window2.json.gz").read_bytes()))
+    assert second["rankscope"]["steps"] == 6
+
+
 def test_the_whole_recording_is_kept_when_time_was_asked_for_or_steps_are_missing(tmp_path: Path) -> None:
     text = StepFile().text()
     by_time = Processed(tmp_path, {0: text}, asked=None)
