@@ -25,6 +25,7 @@ found_elsewhere() {
 is_ready() {
     local binary
     for binary in "${binaries[@]}"; do [ -x "$folder/bin/$binary" ] || return 1; done
+    [ -x "$folder/alertmanager/alertmanager" ]
 }
 
 is_ready && exit 0
@@ -54,12 +55,27 @@ if ! apt_get download "${packages[@]}" >/dev/null 2>"$unpacking/refused"; then
     }
 fi
 for package in "$unpacking"/*.deb; do dpkg-deb -x "$package" "$unpacking/root"; done
-mv "$unpacking/root/usr/bin/prometheus-alertmanager" "$unpacking/root/usr/bin/alertmanager"
+# Debian's Alertmanager does not start without templates in /usr/share, where nothing is to be put. So its copy here looks
+# for them behind a descriptor (a name of the same length, or the program would break), which a wrapper opens for it.
+debian=/usr/share/prometheus/alertmanager
+opened=/proc/self/fd/9/./././././././././
+[ ${#debian} -eq ${#opened} ]
+rm -rf "$folder/alertmanager"
+mv "$unpacking/root$debian" "$folder/alertmanager"
+LC_ALL=C sed "s#$debian#$opened#g" "$unpacking/root/usr/bin/prometheus-alertmanager" >"$folder/alertmanager/alertmanager"
+chmod +x "$folder/alertmanager/alertmanager"
+cat >"$unpacking/root/usr/bin/alertmanager" <<'WRAPPER'
+#!/bin/sh
+here=$(dirname "$(readlink -f "$0")")/../alertmanager
+exec "$here/alertmanager" "$@" 9<"$here"
+WRAPPER
+chmod +x "$unpacking/root/usr/bin/alertmanager"
+mkdir -p "$folder/bin"
+for binary in "${binaries[@]}"; do mv -f "$unpacking/root/usr/bin/$binary" "$folder/bin/$binary"; done
 for binary in "${binaries[@]}"; do
-    "$unpacking/root/usr/bin/$binary" --version >/dev/null 2>&1 || {
+    "$folder/bin/$binary" --version >/dev/null 2>&1 || {
         echo "error: $binary from Debian's package does not run on this machine; next step: name a folder with binaries that do in RANKSCOPE_PROMETHEUS_DIR" >&2
+        rm -f "$folder/bin/$binary"
         exit 1
     }
 done
-mkdir -p "$folder/bin"
-for binary in "${binaries[@]}"; do mv -f "$unpacking/root/usr/bin/$binary" "$folder/bin/$binary"; done
