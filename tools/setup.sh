@@ -16,6 +16,13 @@ if ! command -v "$python" >/dev/null || ! "$python" -c 'import ensurepip, venv' 
     as_root apt-get update -qq
     as_root apt-get install -y -qq --no-install-recommends python3 python3-venv >/dev/null
 fi
+# Tests compile a stand-in for the NVIDIA driver's library.
+if ! command -v cc >/dev/null || ! printf '#include <stdio.h>\n' | cc -E - >/dev/null 2>&1; then
+    command -v apt-get >/dev/null || { echo "error: no C compiler; install gcc and the C library's headers and run make again" >&2; exit 1; }
+    say "installing gcc with apt (tests compile a stand-in for the NVIDIA driver's library)"
+    as_root apt-get update -qq
+    as_root apt-get install -y -qq --no-install-recommends gcc libc6-dev >/dev/null
+fi
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
     echo "error: $("$python" --version) is too old; Rankscope needs Python 3.10 or newer. Next step: make PYTHON=python3.11 …" >&2
     exit 1

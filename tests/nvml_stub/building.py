@@ -1,5 +1,5 @@
-"""Compiles the stub. The result has the driver library's own soname: a process that has loaded it, or that finds its folder
-on LD_LIBRARY_PATH, gets it when it asks for `libnvidia-ml.so.1`."""
+"""Compiles the stub. The result has the driver library's own soname: a process that has loaded it, or that finds its
+folder on LD_LIBRARY_PATH, gets it when it asks for `libnvidia-ml.so.1`."""
 
 from __future__ import annotations
 
