@@ -10,6 +10,9 @@ from pathlib import Path
 
 from rankscope.daemon.captures.conducting import Conductor
 from rankscope.daemon.captures.delivering import LocalArchive
+from rankscope.daemon.captures.duty_budget import DutySettings
+from rankscope.daemon.captures.duty_cycle import DutyCycle
+from rankscope.daemon.captures.duty_desk import DutyCaptures
 from rankscope.daemon.captures.endpoint import Endpoint
 from rankscope.daemon.captures.exporting import CaptureStatus
 from rankscope.daemon.captures.kineto_backend import KinetoBackend
@@ -60,6 +63,11 @@ class CaptureDesk:
             earliest_start=partial(_earliest_start, kineto),
             step_seconds=self._steps,
         )
+        self._duty: DutyCycle | None = None
+        if config.duty_cycle_steps:
+            settings = DutySettings(config.duty_cycle_steps, config.duty_cycle_seconds, config.duty_cycle_budget_ratio)
+            captures = DutyCaptures(self._conductor, self._store, kineto, self._endpoint, proc_root)
+            self._duty = DutyCycle(settings, captures, config.window_seconds)
 
     @property
     def service(self) -> Service:
@@ -77,6 +85,15 @@ class CaptureDesk:
         self._endpoint.stop()
         self._store.close()
 
+    def fill(self, key: RankKey, window: RankWindow) -> None:
+        """Before a window is counted and told: what a capture of the duty cycle found since the last one."""
+        if self._duty is not None:
+            self._duty.fill(key, window)
+
+    def shown(self, key: RankKey, window: RankWindow) -> RankWindow:
+        """The window as /metrics shows it."""
+        return window if self._duty is None else self._duty.shown(key, window)
+
     def observe(self, ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> None:
         """After every tick, in the daemon's thread: quick."""
         self._ranks = ranks
@@ -89,6 +106,8 @@ class CaptureDesk:
                 except OSError:
                     continue  # it has just ended
         self._endpoint.watch(namespaces)
+        if self._duty is not None:
+            self._duty.observe(ranks, windows)
         if time.monotonic() >= self._sweep_at:
             self._sweep_at = time.monotonic() + SWEEP_SECONDS
             self._store.sweep()
@@ -102,6 +121,8 @@ class CaptureDesk:
             clients=self._endpoint.client_count(),
             malformed_total=tallies.malformed,
             unvouched_total=tallies.unvouched,
+            duty_results=None if self._duty is None else self._duty.results,
+            duty_skips=None if self._duty is None else self._duty.skips,
         )
 
 

@@ -16,6 +16,9 @@ class CaptureStatus:
     clients: int = 0
     malformed_total: int = 0
     unvouched_total: int = 0
+    # Of the duty cycle; None where it is off.
+    duty_results: dict[str, int] | None = None
+    duty_skips: dict[str, int] | None = None
 
 
 def capture_metrics(status: CaptureStatus) -> Iterable[Metric]:
@@ -42,3 +45,17 @@ def capture_metrics(status: CaptureStatus) -> Iterable[Metric]:
     refused.add_metric(["malformed"], status.malformed_total)
     refused.add_metric(["unvouched"], status.unvouched_total)
     yield refused
+    for name, text, label, counts in (
+        ("duty_cycle_captures", "Captures of the duty cycle, by what came of them.", "result", status.duty_results),
+        (
+            "duty_cycle_skipped",
+            "Captures of the duty cycle that were not made, by reason.",
+            "reason",
+            status.duty_skips,
+        ),
+    ):
+        if counts is not None:
+            family = CounterMetricFamily(f"rankscope_{name}", text, labels=[label])
+            for value, count in counts.items():
+                family.add_metric([value], count)
+            yield family

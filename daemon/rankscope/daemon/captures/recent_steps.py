@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from rankscope.daemon.samples import RankKey, RankProcess
-from rankscope.v1.window_pb2 import RankWindow
+from rankscope.v1.window_pb2 import SOURCE_CAPTURE, RankWindow
 
 WINDOWS_KEPT = 60
 
@@ -24,6 +24,8 @@ class RecentSteps:
             for key in self._windows.keys() - windows.keys():
                 del self._windows[key]
             for key, window in windows.items():
+                if window.sources.get("steps") == SOURCE_CAPTURE:
+                    continue  # steps that were slowed down by recording them, and told late
                 if window.HasField("steps") and window.steps and window.HasField("step"):
                     start, end = window.start_unix_nanos / 1e9, window.end_unix_nanos / 1e9
                     kept = self._windows.setdefault(key, deque(maxlen=WINDOWS_KEPT))

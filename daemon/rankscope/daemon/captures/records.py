@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from rankscope.v1 import capture_service_pb2 as pb
 
 CAPTURES_REMEMBERED = 256
+# Who asked for the captures that nobody asked for.
+DUTY_CYCLE = "duty cycle"
 FOLLOW_SECONDS = 1.0
 FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, pb.CAPTURE_STATE_CANCELLED})
 
@@ -61,6 +63,20 @@ class Records:
         """The latest first."""
         with self._changed:
             return [_copy(capture) for capture in reversed(self._captures.values()) if job in ("", capture.job)]
+
+    def finished(self, requested_by: str) -> list[tuple[str, str]]:
+        """Id and job of captures that are over, the oldest first."""
+        with self._changed:
+            return [
+                (capture.id, capture.job)
+                for capture in self._captures.values()
+                if capture.requested_by == requested_by and capture.state in FINAL
+            ]
+
+    def forget(self, capture_id: str) -> None:
+        with self._changed:
+            self._captures.pop(capture_id, None)
+            self._changed.notify_all()
 
     def follow(self, capture_id: str, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[pb.Capture]:
         """The capture now and at every change, until it is final or nobody wants it any more."""

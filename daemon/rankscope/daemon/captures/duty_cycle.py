@@ -1,0 +1,266 @@
+"""The duty cycle: now and then a few steps of all ranks of a job are recorded together, for the breakdown of a step
+where no probe runs. Asked after every tick, in the daemon's thread; recording is done by the captures' own threads.
+
+All nodes begin at the same moments, without talking: multiples of the period since 1970, put off by a number made of
+the job's name, so that the jobs of a node do not all record at once."""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from rankscope.daemon.captures.duty_breakdowns import CaptureBreakdown, breakdown_of, fill
+from rankscope.daemon.captures.duty_budget import DutySettings, cost_seconds, stride
+from rankscope.daemon.captures.kineto_attempt import seconds_to_record
+from rankscope.daemon.captures.orders import CaptureError, Order
+from rankscope.daemon.captures.records import DUTY_CYCLE, FINAL
+from rankscope.daemon.samples import RankKey, RankProcess
+from rankscope.v1 import capture_service_pb2 as pb
+from rankscope.v1.window_pb2 import SOURCE_CAPTURE, RankWindow
+
+log = logging.getLogger(__name__)
+
+DONE, FAILED, SKIPPED = "done", "failed", "skipped"
+BUDGET, BUSY, STALLED, YOUNG = "budget", "busy", "stalled", "young"
+PROFILER, SLOWDOWN, UNABLE = "profiler", "slowdown", "unable"
+REASONS: Final = (BUDGET, BUSY, PROFILER, SLOWDOWN, STALLED, UNABLE, YOUNG)
+# libkineto asks every 5 s, and needs its orders a little before the start.
+LEAD_SECONDS: Final = 9.0
+LEAST_LEAD_SECONDS: Final = 3.0
+# Ranks that have just begun import, compile and warm up.
+YOUNG_WINDOWS: Final = 15
+# Gauges show the last capture until so many periods have passed.
+SHOWN_PERIODS: Final = 3
+# Records of captures that nobody asked for; a person's must not be pushed out by them.
+RECORDS_KEPT: Final = 16
+
+
+class Captures(Protocol):
+    """What the duty cycle needs of the desk. All of it is quick."""
+
+    def start(self, request: pb.StartCaptureRequest, requested_by: str, step_seconds: float | None) -> str: ...
+
+    def find(self, capture_id: str) -> pb.Capture | None: ...
+
+    def is_busy(self, job: str) -> bool:
+        """Whether a rank of the job is being captured."""
+        ...
+
+    def objection(self, rank: RankProcess) -> str | None:
+        """Why the rank cannot be recorded now by libkineto without harm, one of REASONS; None if it can."""
+        ...
+
+    def is_able(self, rank: RankProcess) -> bool:
+        """Whether libkineto in the rank's process could ever be asked."""
+        ...
+
+    def kept(self) -> Sequence[tuple[str, str]]:
+        """Id and job of captures of the duty cycle that are over, the oldest first."""
+        ...
+
+    def forget(self, capture_id: str) -> None: ...
+
+
+@dataclass
+class _Job:
+    slot: int | None = None  # number of the period that was decided last
+    capture_id: str = ""
+    keys: Mapping[int, RankKey] = field(default_factory=dict)  # of the ranks being captured
+    step_seconds: float | None = None  # of the last capture
+    events_per_second: float | None = None
+    told: str = ""  # why it was skipped last, so that the log says it once
+
+
+@dataclass(frozen=True)
+class _Latest:
+    breakdown: CaptureBreakdown
+    until_unix_seconds: float
+
+
+class DutyCycle:
+    """For the daemon's thread alone, but for `results` and `skips`."""
+
+    def __init__(
+        self,
+        settings: DutySettings,
+        captures: Captures,
+        window_seconds: float = 2.0,
+        unix_seconds: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings = settings
+        self._captures = captures
+        # A window may be longer than the lead: the decision falls at the last border before it.
+        self._lead_seconds = LEAD_SECONDS + 1.5 * window_seconds
+        self._unix_seconds = unix_seconds
+        self._jobs: dict[str, _Job] = {}
+        self._windows_seen: dict[RankKey, int] = {}
+        self._fresh: dict[RankKey, CaptureBreakdown] = {}
+        self._latest: dict[RankKey, _Latest] = {}
+        self._results: Counter[str] = Counter({DONE: 0, FAILED: 0, SKIPPED: 0})
+        self._skips: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
+
+    @property
+    def results(self) -> dict[str, int]:
+        return dict(self._results)
+
+    @property
+    def skips(self) -> dict[str, int]:
+        """Reason to count."""
+        return dict(self._skips)
+
+    def observe(self, ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> None:
+        """After every tick."""
+        present = {rank.key for rank in ranks}
+        self._windows_seen = {key: self._windows_seen.get(key, 0) + 1 for key in present}
+        for kept in (self._fresh, self._latest):
+            for key in kept.keys() - present:
+                del kept[key]
+        members: dict[str, list[RankProcess]] = {}
+        for rank in ranks:
+            members.setdefault(rank.job, []).append(rank)
+        for name in self._jobs.keys() - members.keys():
+            del self._jobs[name]
+        for name, of_job in members.items():
+            job = self._jobs.setdefault(name, _Job())
+            if job.capture_id:
+                self._look_after(job)
+            self._turn(name, job, of_job, windows)
+
+    def fill(self, key: RankKey, window: RankWindow) -> None:
+        """Put what the last capture told of a rank into the window that closes next, and into no other."""
+        breakdown = self._fresh.pop(key, None)
+        if breakdown is not None:
+            fill(window, breakdown)
+
+    def shown(self, key: RankKey, window: RankWindow) -> RankWindow:
+        """The window as gauges show it: with the last capture until the next, or scrapes would miss it."""
+        latest = self._latest.get(key)
+        if latest is None or window.HasField("steps") or self._unix_seconds() > latest.until_unix_seconds:
+            return window
+        copy = RankWindow()
+        copy.CopyFrom(window)
+        fill(copy, latest.breakdown)
+        return copy
+
+    def _turn(self, name: str, job: _Job, ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> None:
+        """Decide on a period's capture, once, when its start has come near."""
+        period, now = self._settings.period_seconds, self._unix_seconds()
+        offset = zlib.crc32(name.encode(errors="replace")) % period
+        slot = int((now + self._lead_seconds - offset) // period)
+        start = slot * period + offset
+        if slot == job.slot:
+            return
+        first_sight, job.slot = job.slot is None, slot
+        if first_sight and start < now + LEAST_LEAD_SECONDS:
+            return
+        if _has_probe(ranks, windows) or not any(map(self._captures.is_able, ranks)):
+            return  # not a job that this is for
+        reason = self._reason_to_skip(name, job, slot, ranks, windows)
+        if reason is None:
+            reason = self._begin(name, job, start, ranks)
+        if reason is not None:
+            self._results[SKIPPED] += 1
+            self._skips[reason] += 1
+            if reason != job.told:
+                log.info("duty cycle: job %r is not captured: %s", name[:128], reason)
+        job.told = reason or ""
+
+    def _reason_to_skip(
+        self,
+        name: str,
+        job: _Job,
+        slot: int,
+        ranks: Sequence[RankProcess],
+        windows: Mapping[RankKey, RankWindow],
+    ) -> str | None:
+        if min(self._windows_seen[rank.key] for rank in ranks) < YOUNG_WINDOWS:
+            return YOUNG
+        if any(rank.key in windows and windows[rank.key].HasField("stall") for rank in ranks):
+            return STALLED
+        if job.capture_id or self._captures.is_busy(name):
+            return BUSY
+        objections = (self._captures.objection(rank) for rank in ranks)
+        objection = next((objection for objection in objections if objection is not None), None)
+        if objection is not None:
+            return objection
+        # The first capture of a job is what its cost is known by.
+        if job.events_per_second is not None:
+            order = Order("", ranks[0], self._settings.steps, None, 0, 0.0, step_seconds=job.step_seconds)
+            cost = cost_seconds(job.events_per_second, seconds_to_record(order))
+            if slot % stride(cost, self._settings):
+                return BUDGET
+        return None
+
+    def _begin(self, name: str, job: _Job, start: float, ranks: Sequence[RankProcess]) -> str | None:
+        request = pb.StartCaptureRequest(
+            job=name,
+            ranks="all",
+            steps=self._settings.steps,
+            start_unix_millis=round(start * 1000),
+            # A rank that is late records other steps than the rest, and comes again in the next period.
+            patience_seconds=0.0,
+            reason=f"{self._settings.steps} steps every {self._settings.period_seconds:g} s",
+        )
+        try:
+            job.capture_id = self._captures.start(request, DUTY_CYCLE, job.step_seconds)
+        except CaptureError as error:
+            log.debug("duty cycle: job %r: %s", name[:128], error)
+            return BUSY
+        job.keys = {rank.rank: rank.key for rank in ranks}
+        return None
+
+    def _look_after(self, job: _Job) -> None:
+        capture = self._captures.find(job.capture_id)
+        if capture is not None and capture.state not in FINAL:
+            return
+        entries = [] if capture is None else list(capture.ranks)
+        told = {job.keys.get(entry.rank): breakdown_of(entry) for entry in entries}
+        until = self._unix_seconds() + SHOWN_PERIODS * self._settings.period_seconds
+        for key, breakdown in told.items():
+            if key in self._windows_seen and breakdown is not None:  # the process that was recorded, not its successor
+                self._fresh[key] = breakdown
+                self._latest[key] = _Latest(breakdown, until)
+        is_done = bool(told) and all(breakdown is not None for breakdown in told.values())
+        self._results[DONE if is_done else FAILED] += 1
+        if not is_done:
+            errors = [*(entry.error for entry in entries if entry.error), "too few whole steps were recorded"]
+            log.info("duty cycle: capture %s: %s", job.capture_id, errors[0])
+        _learn(job, entries)
+        job.capture_id = ""
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """The newest of a job stays, of a few jobs."""
+        newest_first = list(reversed(self._captures.kept()))
+        jobs: set[str] = set()
+        for capture_id, job in newest_first:
+            if job in jobs or len(jobs) >= RECORDS_KEPT:
+                self._captures.forget(capture_id)
+            jobs.add(job)
+
+
+def _has_probe(ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> bool:
+    """On any rank: figures of recorded steps and of plain ones are not to be compared."""
+    found = (windows[rank.key] for rank in ranks if rank.key in windows)
+    return any(window.HasField("steps") and window.sources.get("steps") != SOURCE_CAPTURE for window in found)
+
+
+def _learn(job: _Job, entries: Sequence[pb.RankCapture]) -> None:
+    """How long to record next time, and what that costs: by the slowest, and the busiest."""
+    delivered = [entry.summary for entry in entries if entry.state == pb.CAPTURE_STATE_ANALYSED]
+    if not delivered:
+        return
+    whole = [summary.step_seconds for summary in delivered if summary.each_step_seconds]
+    if len(whole) == len(delivered):
+        job.step_seconds = max(whole)
+    elif job.step_seconds is not None:
+        job.step_seconds = None  # steps have become longer; libkineto learns anew
+    else:
+        job.step_seconds = 2 * max(summary.span_seconds for summary in delivered)
+    rates = [summary.events / summary.span_seconds for summary in delivered if summary.span_seconds > 0]
+    job.events_per_second = max(rates, default=job.events_per_second)
