@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope.analysis.verdict import Confidence, Kind, Severity
 from rankscope.daemon.assembling import RankSamples
+from rankscope.daemon.collectors.gpu.readings import SourceState
 from rankscope.daemon.samples import Problem
 from tests.unit.daemon import test_exporting as daemon_exporting
 from tests.unit.daemon import window_makers as make
@@ -23,6 +24,7 @@ _CLOSED_SETS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("rankscope_job_verdict", "verdict"): tuple(kind.value for kind in Kind),
     ("rankscope_job_verdict", "severity"): tuple(severity.value for severity in Severity),
     ("rankscope_job_verdict", "confidence"): tuple(confidence.value for confidence in Confidence),
+    ("rankscope_gpu_source_state", "state"): tuple(state.value for state in SourceState),
 }
 # Labels of which a snapshot shows every value; elsewhere they may be anything.
 _CLOSED = {

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.daemon.samples import Column, Problem, ProcessSample, RankProcess, Span, StackSample, StepSample
+from rankscope.daemon.gpu_assembling import add_gpu
+from rankscope.daemon.samples import (
+    Column,
+    GpuSample,
+    Problem,
+    ProcessSample,
+    RankProcess,
+    Span,
+    StackSample,
+    StepSample,
+)
 from rankscope.v1.identity_pb2 import ParallelCoordinates, RankIdentity
 from rankscope.v1.window_pb2 import (
     SOURCE_PROBE,
@@ -41,6 +51,7 @@ class RankSamples:
     process: ProcessSample | None = None
     stacks: StackSample | None = None
     problems: tuple[Problem, ...] = ()
+    gpu: GpuSample | None = None
 
 
 def assemble(
@@ -59,6 +70,8 @@ def assemble(
         end_unix_nanos=span.end_unix_nanos,
         problems=problem_texts(samples.problems),
     )
+    if samples.gpu is not None:
+        add_gpu(window, samples.gpu, peak_of_device)
     if samples.steps is not None:
         _add_steps(window, samples.steps)
         _add_flops(window, samples.steps, peak_of_device)

@@ -96,7 +96,9 @@ class Daemon:
         self.captures: CaptureDesk | None = None  # once started, if they can be had
         self._problems = ProblemLog(log, self._clock.monotonic_seconds)
         self._incarnations: dict[RankKey, _Incarnation] = {}
-        self._status = DaemonStatus(version=_version(), node=config.node, stack_rate_hertz=self._budget.rate_hertz)
+        self._status = DaemonStatus(
+            _version(), config.node, stack_rate_hertz=self._budget.rate_hertz, metrics_detail=config.metrics_detail
+        )
         self._reports: tuple[RankReport, ...] = ()
         self._windows_total = 0
         self._ticked_at = self._clock.monotonic_seconds()
@@ -128,6 +130,8 @@ class Daemon:
             raise
         if self.captures is not None:
             self.captures.start()
+        if self._collectors.gpu is not None:
+            self._collectors.gpu.start()
         self._collectors.stacks.set_rate(self._budget.rate_hertz)
         self._ticked_at = self._clock.monotonic_seconds()
         self._thread = threading.Thread(target=self._run, name="rankscope-daemon", daemon=True)
@@ -150,8 +154,7 @@ class Daemon:
             samples = sampled.samples[rank.key]
             window = self._assemble(self._incarnations[rank.key], samples, span)
             windows[rank.key] = window
-            shown = window if self.captures is None else self.captures.shown(rank.key, window)
-            reports.append(RankReport(shown, self._incarnations[rank.key].totals, samples.problems))
+            reports.append(RankReport(window, self._incarnations[rank.key].totals, samples.problems))
         self._stalls.fetch_stacks(self._clock.monotonic_seconds())
         self._stalls.keep_only(windows.keys())
         self._windows_total += len(windows)
@@ -186,6 +189,8 @@ class Daemon:
         if self.captures is not None:
             steps.append(self.captures.stop)
         steps.append(self._collectors.stacks.close)
+        if self._collectors.gpu is not None:
+            steps.append(self._collectors.gpu.close)
         if self._socket_lock is not None:
             steps.append(self._socket_lock.release)
         self._grpc = self._metrics = self._socket_lock = None
@@ -228,8 +233,6 @@ class Daemon:
             problem = Problem("daemon", "assembly", f"rank {rank.rank} (pid {rank.pid}): {describe(error)}")
             samples = RankSamples(problems=(problem, *samples.problems))
             window = assemble(rank, node, span, incarnation.sequence, samples, peak_flops_per_second)
-        if self.captures is not None:
-            self.captures.fill(rank.key, window)
         incarnation.totals = add_window(incarnation.totals, window)
         return window
 
@@ -261,6 +264,8 @@ class Daemon:
             watch_readers=self.publisher.readers,
             watch_dropped_total=self.publisher.dropped_total,
             captures=None if self.captures is None else self.captures.status,
+            gpu=None if self._collectors.gpu is None else self._collectors.gpu.status,
+            metrics_detail=self.config.metrics_detail,
         )
 
     def _log_problems(self, sampled: Sampled) -> None:

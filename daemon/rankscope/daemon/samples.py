@@ -140,6 +140,32 @@ class StackSample:
 
 
 @dataclass(frozen=True)
+class GpuSample:
+    """The GPU of one rank over one window: means, but for the memory, which is as of the last reading. Figures are
+    there only when the process uses exactly one GPU."""
+
+    gpus: int = 0
+    shared: bool = False
+    uuid: str | None = None
+    model: str | None = None
+    pod_name: str | None = None  # as the kubelet says
+    namespace: str | None = None
+    utilization_ratio: float | None = None
+    sm_active_ratio: float | None = None
+    tensor_active_ratio: float | None = None
+    dram_active_ratio: float | None = None
+    power_watts: float | None = None
+    sm_clock_hertz: float | None = None
+    sm_clock_ratio: float | None = None
+    temperature_celsius: float | None = None
+    throttled_seconds: Mapping[str, float] = field(default_factory=dict)
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    estimated_flops_per_second: float | None = None
+    problem: Problem | None = None  # with the attribution, beside what is known
+
+
+@dataclass(frozen=True)
 class StallDump:
     """Where a rank stands right now: innermost frame first."""
 

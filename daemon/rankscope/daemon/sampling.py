@@ -9,10 +9,12 @@ from typing import Protocol
 
 from rankscope.daemon.assembling import RankSamples
 from rankscope.daemon.collecting import Collected, Collector, Supervised, describe
+from rankscope.daemon.collectors.gpu.collecting import GpuStatus
 from rankscope.daemon.config import Config
 from rankscope.daemon.discovery import Conflict, Discovered
 from rankscope.daemon.exporting import CollectorStatus
 from rankscope.daemon.samples import (
+    GpuSample,
     Problem,
     ProcessSample,
     RankKey,
@@ -46,6 +48,15 @@ class StackSource(Collector[StackSample], Protocol):
     def close(self) -> None: ...
 
 
+class GpuNode(Collector[GpuSample], Protocol):
+    @property
+    def status(self) -> GpuStatus: ...
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Collectors:
     """Everything the daemon reads. Tests hand in their own."""
@@ -54,6 +65,7 @@ class Collectors:
     steps: Collector[StepSample]
     process: ProcessSource
     stacks: StackSource
+    gpu: GpuNode | None = None
 
 
 def real_collectors(config: Config) -> Collectors:
@@ -97,6 +109,7 @@ class Sampling:
         self._supervised_steps = Supervised(collectors.steps, monotonic=seconds)
         self._supervised_process = Supervised(collectors.process, collectors.process.poll, seconds)
         self._supervised_stacks = Supervised(collectors.stacks, lambda: self._stacks.poll(seconds()), seconds)
+        self._supervised_gpu = None if collectors.gpu is None else Supervised(collectors.gpu, monotonic=seconds)
 
     @property
     def child_cpu_seconds(self) -> float:
@@ -122,8 +135,11 @@ class Sampling:
         steps = self._supervised_steps.collect(ranks, span)
         process = self._supervised_process.collect(ranks, span)
         stacks = self._supervised_stacks.collect(ranks, span)
-        by_source: tuple[Collected[StepSample] | Collected[ProcessSample] | Collected[StackSample], ...]
-        by_source = (steps, process, stacks)
+        gpu = Collected[GpuSample]("gpu") if self._supervised_gpu is None else self._supervised_gpu.collect(ranks, span)
+        by_source: tuple[
+            Collected[StepSample] | Collected[ProcessSample] | Collected[StackSample] | Collected[GpuSample], ...
+        ]
+        by_source = (steps, process, stacks) if self._supervised_gpu is None else (steps, process, stacks, gpu)
         for collected in by_source:
             statuses[collected.collector] = CollectorStatus(collected.duration_seconds, collected.success)
             if collected.failure is not None:
@@ -133,7 +149,8 @@ class Sampling:
                 steps=steps.samples.get(key),
                 process=process.samples.get(key),
                 stacks=stacks.samples.get(key),
-                problems=tuple(c.problems[key] for c in by_source if key in c.problems),
+                gpu=gpu.samples.get(key),
+                problems=(*(c.problems[key] for c in by_source if key in c.problems), *_beside(gpu.samples.get(key))),
             )
             for key in (rank.key for rank in ranks)
         }
@@ -146,3 +163,7 @@ class Sampling:
             discovery_problems=tuple(self._known.problems),
             ranks_cut=len(self._known.ranks) - len(ranks),
         )
+
+
+def _beside(sample: GpuSample | None) -> tuple[Problem, ...]:
+    return () if sample is None or sample.problem is None else (sample.problem,)

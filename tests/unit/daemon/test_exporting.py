@@ -8,12 +8,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope.daemon.assembling import RankSamples, assemble
-from rankscope.daemon.captures.duty_cycle import REASONS
 from rankscope.daemon.captures.exporting import CaptureStatus
 from rankscope.daemon.exporting import CollectorStatus, DaemonStatus, Exporter, Snapshot
 from rankscope.daemon.samples import ProbeFacts, Problem, RankProcess
 from rankscope.daemon.tallying import RankReport, RankTotals, add_window
 from rankscope.v1.window_pb2 import Stall
+from tests.unit.daemon import gpu_makers
 from tests.unit.daemon import window_makers as make
 
 GOLDEN = Path(__file__).parent / "golden" / "metrics.txt"
@@ -30,14 +30,9 @@ STATUS = DaemonStatus(
     windows_total=6,
     watch_readers=1,
     captures=CaptureStatus(
-        {"delivered": 8, "failed": 1, "cancelled": 0},
-        {"job-a": 1.01},
-        clients=8,
-        malformed_total=2,
-        unvouched_total=1,
-        duty_results={"done": 3, "failed": 0, "skipped": 1},
-        duty_skips={**dict.fromkeys(REASONS, 0), "young": 1},
+        {"delivered": 8, "failed": 1, "cancelled": 0}, {"job-a": 1.01}, clients=8, malformed_total=2, unvouched_total=1
     ),
+    gpu=gpu_makers.status(gpu_makers.full_gpu()),
 )
 
 
@@ -59,9 +54,9 @@ def full_rank(number: int = 0) -> RankReport:
     return report(make.rank(number), RankSamples(sample, make.process(), make.stacks()), Stall(seconds_since_step=9))
 
 
-def scrape(*ranks: RankReport) -> str:
+def scrape(*ranks: RankReport, status: DaemonStatus = STATUS) -> str:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Exporter(lambda: Snapshot(STATUS, ranks)))
+    registry.register(Exporter(lambda: Snapshot(status, ranks)))
     return generate_latest(registry).decode()
 
 
@@ -86,11 +81,40 @@ def test_metrics_are_as_in_the_golden_file() -> None:
     assert text == GOLDEN.read_text()
 
 
-def test_a_rank_costs_at_most_sixty_series() -> None:
+def test_a_rank_and_its_gpu_cost_at_most_sixty_series_by_default() -> None:
+    """With three problems and an XID error; the rest of the budget is for more of these."""
     problems = tuple(Problem(f"source{index}", "kind", "text") for index in range(50))
     everything = full_rank()
-    one = series(scrape(RankReport(everything.window, everything.totals, problems)))
-    assert 40 < len(one) - len(series(scrape())) <= 60
+    bare = replace(STATUS, metrics_detail="standard", gpu=gpu_makers.status())
+    status = replace(bare, gpu=gpu_makers.status(gpu_makers.full_gpu()))
+    measured = series(scrape(RankReport(everything.window, everything.totals, problems), status=status))
+    assert 50 < len(measured) - len(series(scrape(status=bare))) <= 60
+
+
+def test_the_default_keeps_what_alerts_need() -> None:
+    status = replace(STATUS, metrics_detail="standard")
+    names = {name for name, _ in series(scrape(full_rank(), status=status))}
+    told = ("throttled_seconds_total", "xid_errors_total", "ecc_errors_total", "remapped_rows", "remapping_pending")
+    told += ("remapping_failed", "memory_bytes", "power_watts", "temperature_celsius", "clock_hertz", "clock_max_hertz")
+    told += ("tensor_active_ratio", "sm_active_ratio", "dram_active_ratio", "estimated_flops_per_second", "up", "info")
+    assert {f"rankscope_gpu_{name}" for name in told} <= names
+    assert "rankscope_rank_cause_seconds_total" in names
+    assert not names & {
+        "rankscope_rank_threads",
+        "rankscope_gpu_sm_occupancy_ratio",
+        "rankscope_gpu_pcie_bytes_per_second",
+    }
+
+
+def test_phases_of_stacks_are_told_by_default_where_nothing_else_splits_the_step() -> None:
+    status = replace(STATUS, metrics_detail="standard")
+    level_zero = report(make.rank(1), RankSamples(None, make.process(), make.stacks()))
+    told = [
+        dict(labels)["rank"]
+        for name, labels in series(scrape(full_rank(), level_zero, status=status))
+        if "phase" in name
+    ]
+    assert set(told) == {"1"}
 
 
 def test_what_was_not_measured_has_no_series() -> None:
