@@ -154,7 +154,8 @@ class Daemon:
             samples = sampled.samples[rank.key]
             window = self._assemble(self._incarnations[rank.key], samples, span)
             windows[rank.key] = window
-            reports.append(RankReport(window, self._incarnations[rank.key].totals, samples.problems))
+            shown = window if self.captures is None else self.captures.shown(rank.key, window)
+            reports.append(RankReport(shown, self._incarnations[rank.key].totals, samples.problems))
         self._stalls.fetch_stacks(self._clock.monotonic_seconds())
         self._stalls.keep_only(windows.keys())
         self._windows_total += len(windows)
@@ -233,6 +234,8 @@ class Daemon:
             problem = Problem("daemon", "assembly", f"rank {rank.rank} (pid {rank.pid}): {describe(error)}")
             samples = RankSamples(problems=(problem, *samples.problems))
             window = assemble(rank, node, span, incarnation.sequence, samples, peak_flops_per_second)
+        if self.captures is not None:
+            self.captures.fill(rank.key, window)
         incarnation.totals = add_window(incarnation.totals, window)
         return window
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from rankscope.daemon.assembling import RankSamples
 from rankscope.daemon.collecting import Collected, Collector, Supervised, describe
 from rankscope.daemon.collectors.gpu.collecting import GpuStatus
-from rankscope.daemon.config import Config
+from rankscope.daemon.config import NONE, Config
 from rankscope.daemon.discovery import Conflict, Discovered
 from rankscope.daemon.exporting import CollectorStatus
 from rankscope.daemon.samples import (
@@ -80,6 +80,22 @@ def real_collectors(config: Config) -> Collectors:
         steps=StepsCollector(proc_root),
         process=ProcessCollector(proc_root, Path(config.cgroup_root)),
         stacks=StacksCollector(config.py_spy or None, config.stack_rate_hertz, proc_root=proc_root),
+        gpu=_gpu_collector(config) if config.gpu else None,
+    )
+
+
+def _gpu_collector(config: Config) -> GpuNode:
+    from rankscope.daemon.collectors.gpu.collecting import GpuCollector
+    from rankscope.daemon.collectors.gpu.dcgm import DcgmSource
+    from rankscope.daemon.collectors.gpu.nvml import NvmlSource
+    from rankscope.daemon.collectors.gpu.pod_resources import KubeletPods
+
+    return GpuCollector(
+        NvmlSource(config.gpu_interval_seconds),
+        None if config.dcgm_url == NONE else DcgmSource(config.dcgm_url, config.gpu_interval_seconds),
+        None if config.kubelet_socket == NONE else KubeletPods(Path(config.kubelet_socket)),
+        interval_seconds=config.gpu_interval_seconds,
+        proc_root=Path(config.proc_root),
     )
 
 

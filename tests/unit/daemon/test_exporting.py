@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope.daemon.assembling import RankSamples, assemble
+from rankscope.daemon.captures.duty_cycle import REASONS
 from rankscope.daemon.captures.exporting import CaptureStatus
 from rankscope.daemon.exporting import CollectorStatus, DaemonStatus, Exporter, Snapshot
 from rankscope.daemon.samples import ProbeFacts, Problem, RankProcess
@@ -30,7 +31,13 @@ STATUS = DaemonStatus(
     windows_total=6,
     watch_readers=1,
     captures=CaptureStatus(
-        {"delivered": 8, "failed": 1, "cancelled": 0}, {"job-a": 1.01}, clients=8, malformed_total=2, unvouched_total=1
+        {"delivered": 8, "failed": 1, "cancelled": 0},
+        {"job-a": 1.01},
+        clients=8,
+        malformed_total=2,
+        unvouched_total=1,
+        duty_results={"done": 3, "failed": 0, "skipped": 1},
+        duty_skips={**dict.fromkeys(REASONS, 0), "young": 1},
     ),
     gpu=gpu_makers.status(gpu_makers.full_gpu()),
 )
