@@ -1,5 +1,5 @@
 """Achieved FLOP/s of a GPU that nobody instrumented, from how busy its tensor pipes were. An estimate, never MFU: it
-counts whatever the pipes did, recomputation included, and takes all of it for the number format that the peak is given in."""
+counts whatever the pipes did, recomputation included, and takes all of it for the number format of the peak."""
 
 from __future__ import annotations
 
