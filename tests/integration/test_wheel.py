@@ -65,6 +65,8 @@ def test_it_holds_every_part_and_the_pth_at_its_root(names: list[str]) -> None:
     # What is not imported but needed: the injected sitecustomize and the demo's training scripts.
     assert "rankscope/probe/inject/sitecustomize.py" in names
     assert "rankscope/cli/demo_job/train.py" in names
+    for name in ("alerts.yaml", "recording.yaml", "alertmanager.example.yaml"):
+        assert f"rankscope/cli/rules/{name}" in names
     # Every module of the checkout, so that a new one is not forgotten.
     for root in ("proto", "analysis", "daemon", "operator", "cli"):
         modules = (ROOT / root).rglob("rankscope/**/*.py")

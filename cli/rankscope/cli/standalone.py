@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
+
+from prometheus_client.registry import Collector
 
 from rankscope.analysis.policy import DEFAULT_POLICY, Policy
 from rankscope.daemon.captures.selecting import Suspects
 from rankscope.daemon.config import Config
+from rankscope.daemon.listening import ListenError
 from rankscope.daemon.loop import Addresses, Daemon, process_cpu_seconds
 from rankscope.daemon.serving import Service
+from rankscope.operator.alerts.capturing import start_capture
+from rankscope.operator.alerts.choosing import Wanted
+from rankscope.operator.alerts.deciding import AlertDesk
+from rankscope.operator.alerts.exporting import AlertExporter
+from rankscope.operator.alerts.receiving import AlertReceiver
 from rankscope.operator.correlation.correlator import Correlator
 from rankscope.operator.correlation.exporting import JobExporter
 from rankscope.operator.correlation.losing import LostSeconds
@@ -19,20 +28,37 @@ from rankscope.operator.correlation.suspecting import suspects
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
 
 
+@dataclass(frozen=True)
+class AlertSettings:
+    """Where Alertmanager's notifications are taken, and the token they must show."""
+
+    host: str
+    port: int
+    token: bytes
+
+
 class Standalone:
-    """Runs from `start` to `stop`. Raises ListenError from `start` if an address is taken."""
+    """Runs from `start` to `stop`. Raises ListenError from `start` if an address is taken.
+
+    With `alerts`, firing alerts that ask for it cause captures."""
 
     def __init__(
         self,
         config: Config,
         policy: Policy = DEFAULT_POLICY,
         own_cpu_seconds: Callable[[], float] = process_cpu_seconds,
+        alerts: AlertSettings | None = None,
     ) -> None:
         self.correlator = Correlator(policy)
         services = (job_service(self.correlator),)
         lost = LostSeconds()
         self.correlator.listen(lost)
-        metrics = (JobExporter(lambda: self.correlator.states, lost, policy.mfu_target_ratio),)
+        metrics: list[Collector] = [JobExporter(lambda: self.correlator.states, lost, policy.mfu_target_ratio)]
+        self._alerts = alerts
+        self._alert_desk = AlertDesk(lambda: self.correlator.states, self._capture)
+        self._receiver: AlertReceiver | None = None
+        if alerts is not None:
+            metrics.append(AlertExporter(lambda: self._alert_desk.totals))
         self._daemon = Daemon(config, services=services, metrics=metrics, own_cpu_seconds=own_cpu_seconds)
         self._stream: RankStream | None = None
 
@@ -40,8 +66,14 @@ class Standalone:
     def addresses(self) -> Addresses:
         return self._daemon.addresses
 
+    @property
+    def alerts_url(self) -> str | None:
+        return None if self._receiver is None else self._receiver.url
+
     def start(self) -> None:
         self._daemon.start()
+        if self._alerts is not None:
+            self._listen_for_alerts(self._alerts)
         if self._daemon.captures is not None:
             self._daemon.captures.suspect(self._suspects)
         self.correlator.start()
@@ -49,7 +81,21 @@ class Standalone:
         self._stream = RankStream(self.addresses.grpc_targets[0], self.correlator.accept)
         self._stream.start()
 
+    def _listen_for_alerts(self, alerts: AlertSettings) -> None:
+        try:
+            self._receiver = AlertReceiver(alerts.host, alerts.port, self._alert_desk, alerts.token)
+        except OSError as error:
+            self._daemon.stop()
+            reason = f"cannot listen on {alerts.host}:{alerts.port}: {error.strerror or error}"
+            raise ListenError(f"{reason}; pass another --alerts-listen") from error
+
+    def _capture(self, wanted: Wanted) -> str:
+        return start_capture(self.addresses.grpc_targets[0], wanted)
+
     def stop(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
         if self._stream is not None:
             self._stream.stop()
         self.correlator.stop()

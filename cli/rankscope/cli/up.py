@@ -11,9 +11,12 @@ from pathlib import Path
 from rankscope.analysis.policy import DEFAULT_POLICY
 from rankscope.cli.daemon import add_setting_arguments, read_settings, warn_of_unknown_variables
 from rankscope.cli.foreground import run_until_signalled
+from rankscope.cli.prometheus_stack_files import StackError
 from rankscope.cli.sentences import MARKS, headline, loss
 from rankscope.cli.standalone import Standalone
+from rankscope.cli.up_alerting import Alerting, UpService, add_alert_arguments
 from rankscope.daemon.config import ConfigError
+from rankscope.operator.alerts.tokens import TokenError
 from rankscope.operator.correlation.correlator import JobState
 
 NAME = "up"
@@ -27,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the daemon's settings as keys")
     parser.add_argument("--mfu-target", type=float, metavar="RATIO", help="raise low_mfu below this, for example 0.4")
+    add_alert_arguments(parser)
     add_setting_arguments(parser)
 
 
@@ -40,9 +44,15 @@ def run(arguments: argparse.Namespace) -> int:
     if config.socket == "none":
         print("error: rankscope up needs the Unix socket; leave --socket out or name a path", file=sys.stderr)
         return 2
-    standalone = Standalone(config, replace(DEFAULT_POLICY, mfu_target_ratio=arguments.mfu_target))
+    try:
+        alerting = Alerting(arguments, config)
+    except (ConfigError, StackError, TokenError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    policy = replace(DEFAULT_POLICY, mfu_target_ratio=arguments.mfu_target)
+    standalone = Standalone(config, policy, alerts=alerting.settings)
     standalone.correlator.listen(VerdictPrinter())
-    return run_until_signalled(NAME, standalone, config.log_level)
+    return run_until_signalled(NAME, UpService(standalone, alerting), config.log_level)
 
 
 class VerdictPrinter:

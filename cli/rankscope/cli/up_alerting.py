@@ -1,0 +1,193 @@
+"""`rankscope up` with alerts: the receiver that makes captures of them, and Prometheus and Alertmanager if asked."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankscope.cli.prometheus_stack import PrometheusStack, StackSettings
+from rankscope.cli.prometheus_stack_config import Pace
+from rankscope.cli.prometheus_stack_files import StackError, find_binaries
+from rankscope.cli.standalone import AlertSettings, Standalone
+from rankscope.daemon.config import Config, ConfigError, parse_address
+from rankscope.daemon.listening import ListenError
+from rankscope.daemon.loop import Addresses
+from rankscope.operator.alerts.tokens import make_token, read_token
+
+_ANY_PORT = "127.0.0.1:0"
+
+
+def add_alert_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("alerts (docs/alerts.md)")
+    group.add_argument(
+        "--prometheus", action="store_true", help="start a Prometheus and an Alertmanager with our rules beside this"
+    )
+    group.add_argument(
+        "--prometheus-listen", default=_ANY_PORT, metavar="HOST:PORT", help="default: a free port on loopback"
+    )
+    group.add_argument("--alertmanager-listen", default=_ANY_PORT, metavar="HOST:PORT", help="the same")
+    group.add_argument(
+        "--prometheus-dir", type=Path, metavar="DIR", help="keep data, logs and configuration there (default: nowhere)"
+    )
+    group.add_argument(
+        "--prometheus-interval",
+        type=_seconds,
+        default=Pace.interval_seconds,
+        metavar="S",
+        help=f"scrape and evaluate so often (default: {Pace.interval_seconds:g} s)",
+    )
+    group.add_argument(
+        "--hurry",
+        type=_factor,
+        default=1.0,
+        metavar="N",
+        help="divide all durations in the rules by N, to try alerts out; not for real jobs (default: 1)",
+    )
+    group.add_argument(
+        "--alerts-listen",
+        metavar="HOST:PORT",
+        help="take notifications of Alertmanager, and capture when they ask for it (default: with --prometheus only)",
+    )
+    group.add_argument(
+        "--alerts-token", type=Path, metavar="FILE", help="a token that notifications must show; only you may read FILE"
+    )
+    group.add_argument("--alerts-webhook", metavar="URL", help="with --prometheus: notify this address, too")
+
+
+@dataclass(frozen=True)
+class StackedAddresses(Addresses):
+    alerts_url: str | None = None
+    prometheus_url: str | None = None
+    alertmanager_url: str | None = None
+    logs: Path | None = None
+
+    def __str__(self) -> str:
+        named = {
+            "alerts": self.alerts_url,
+            "prometheus": self.prometheus_url,
+            "alertmanager": self.alertmanager_url,
+            "their logs": self.logs,
+        }
+        return ", ".join([super().__str__(), *(f"{name} {what}" for name, what in named.items() if what)])
+
+
+class Alerting:
+    """What the arguments ask for, checked; raises ConfigError, StackError or TokenError before anything has started."""
+
+    def __init__(self, arguments: argparse.Namespace, config: Config) -> None:
+        self._own_folder: Path | None = None
+        self._stack: PrometheusStack | None = None
+        self.settings: AlertSettings | None = None
+        listen = arguments.alerts_listen or (_ANY_PORT if arguments.prometheus else None)
+        if arguments.prometheus:
+            if config.metrics_listen == "none":
+                raise ConfigError("--prometheus has nothing to scrape with --metrics-listen none; leave that out")
+            self._stack = PrometheusStack(_stack_settings(arguments))
+        elif arguments.alerts_webhook:
+            raise ConfigError("--alerts-webhook needs --prometheus")
+        address = parse_address(listen, "--alerts-listen") if listen else None
+        if address is None:
+            if arguments.prometheus:
+                raise ConfigError("--prometheus needs the receiver of alerts; leave --alerts-listen out")
+            return
+        if arguments.alerts_token is None and not arguments.prometheus:
+            raise ConfigError(
+                "--alerts-listen needs --alerts-token FILE; next: (umask 077; openssl rand -hex 32 > FILE)"
+            )
+        self._token_file = arguments.alerts_token.absolute() if arguments.alerts_token else self._make_token()
+        self.settings = AlertSettings(*address, read_token(self._token_file))
+
+    def _make_token(self) -> Path:
+        self._own_folder = Path(tempfile.mkdtemp(prefix="rankscope-alerts-"))
+        make_token(self._own_folder / "token")
+        return self._own_folder / "token"
+
+    def start(self, standalone: Standalone) -> None:
+        if self._stack is None:
+            return
+        metrics_url, alerts_url = standalone.addresses.metrics_url, standalone.alerts_url
+        assert metrics_url is not None  # checked above
+        assert alerts_url is not None
+        self._stack.start(metrics_url, alerts_url, self._token_file)
+
+    def stop(self) -> None:
+        if self._stack is not None:
+            self._stack.stop()
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
+
+    def addresses(self, standalone: Standalone) -> StackedAddresses:
+        plain, stack = standalone.addresses, self._stack
+        return StackedAddresses(
+            plain.metrics_url,
+            plain.grpc_targets,
+            standalone.alerts_url,
+            stack.prometheus_url if stack else None,
+            stack.alertmanager_url if stack else None,
+            stack.folder if stack else None,
+        )
+
+
+class UpService:
+    """The standalone stack and what alerts need beside it, as one thing in the foreground."""
+
+    def __init__(self, standalone: Standalone, alerting: Alerting) -> None:
+        self._standalone = standalone
+        self._alerting = alerting
+
+    @property
+    def addresses(self) -> Addresses:
+        return self._alerting.addresses(self._standalone)
+
+    def start(self) -> None:
+        try:
+            self._standalone.start()
+            try:
+                self._alerting.start(self._standalone)
+            except StackError as error:
+                self._standalone.stop()
+                raise ListenError(str(error)) from error
+        except BaseException:
+            self._alerting.stop()
+            raise
+
+    def stop(self) -> None:
+        self._alerting.stop()
+        self._standalone.stop()
+
+
+def _stack_settings(arguments: argparse.Namespace) -> StackSettings:
+    prometheus = parse_address(arguments.prometheus_listen, "--prometheus-listen")
+    alertmanager = parse_address(arguments.alertmanager_listen, "--alertmanager-listen")
+    if prometheus is None or alertmanager is None:
+        raise ConfigError("--prometheus-listen and --alertmanager-listen: must be HOST:PORT")
+    webhook: str | None = arguments.alerts_webhook
+    if webhook is not None and not re.fullmatch(r"https?://\S+", webhook):
+        raise ConfigError(f"--alerts-webhook {webhook}: must be an http:// or https:// address")
+    return StackSettings(
+        find_binaries(),
+        Pace(arguments.prometheus_interval, arguments.hurry),
+        prometheus,
+        alertmanager,
+        arguments.prometheus_dir,
+        webhook,
+    )
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text.removesuffix("s"))
+    if not 0.1 <= seconds <= 60:
+        raise argparse.ArgumentTypeError("0.1 to 60 seconds")
+    return seconds
+
+
+def _factor(text: str) -> float:
+    factor = float(text)
+    if not (math.isfinite(factor) and 1 <= factor <= 1000):
+        raise argparse.ArgumentTypeError("1 to 1000")
+    return factor
