@@ -68,6 +68,7 @@ class Api:
         # Ours decide when to try again: a hidden retry would hold a lease's renewal beyond its time.
         settings.retries = False
         settings.connection_pool_maxsize = 32
+        self._settings = settings
         self._client = client.ApiClient(settings)
         self._host = settings.host
 
@@ -137,7 +138,8 @@ class Api:
         timeout: urllib3.Timeout,
     ) -> Any:
         headers: dict[str, str] = {"Accept": JSON, "Content-Type": content_type}
-        self._client.update_params_for_auth(headers, [], ["BearerToken"])
+        for auth in self._settings.auth_settings().values():  # reads a token anew that was rotated
+            headers[auth["key"]] = auth["value"]
         url = f"{self._host}{quote(path)}"
         if query:
             url += "?" + urlencode(query)

@@ -52,6 +52,11 @@ def run_of(pod: Pod) -> RunKey | None:
     return None
 
 
+def is_labelled(pod: Pod) -> bool:
+    """Whether it is there to train by its labels alone. Jobs, Ray clusters and mere owners do other things as well."""
+    return any(convention(pod) is not None for convention in (_ours, _kubeflow, _jobset, _volcano))
+
+
 def _trains(pod: Pod) -> bool:
     step = pod.labels.get(_TRAINER_STEP) or pod.labels.get(f"{_JOBSET}replicatedjob-name", "")
     return step not in _PREPARING

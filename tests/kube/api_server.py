@@ -1,0 +1,271 @@
+"""A real kube-apiserver with its etcd, on free ports of this machine, for one test session or one test."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import secrets
+import signal
+import socket
+import ssl
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+VERSION = "1.20.2"
+READY_SECONDS = 120.0
+STOP_SECONDS = 20.0
+
+
+def assets() -> Path:
+    """The folder with kube-apiserver and etcd: KUBEBUILDER_ASSETS, or what tools/setup_kube.sh built."""
+    named = os.environ.get("KUBEBUILDER_ASSETS")
+    if named:
+        return Path(named)
+    cache = os.environ.get("RANKSCOPE_KUBE_CACHE")
+    if cache:
+        return Path(cache)
+    architecture = subprocess.run(["dpkg", "--print-architecture"], capture_output=True, text=True, check=True)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "rankscope" / f"kube-{VERSION}-{architecture.stdout.strip()}"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class ApiError(Exception):
+    def __init__(self, status: int, body: str) -> None:
+        super().__init__(f"{status}: {body[:600]}")
+        self.status = status
+        self.body = body
+
+
+@dataclass
+class User:
+    """A name with a token. Service accounts are users of a certain name: RBAC sees no difference."""
+
+    server: ApiServer
+    name: str
+    token: str
+
+    def request(
+        self, method: str, path: str, body: Any = None, content_type: str = "application/json", timeout: float = 30.0
+    ) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": content_type}
+        request = urllib.request.Request(self.server.url + path, data=data, headers=headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout, context=self.server.tls) as answer:
+                return json.loads(answer.read() or b"null")
+        except urllib.error.HTTPError as error:
+            raise ApiError(error.code, error.read().decode(errors="replace")) from None
+
+    def get(self, path: str) -> Any:
+        return self.request("GET", path)
+
+    def create(self, path: str, body: Any) -> Any:
+        return self.request("POST", path, body)
+
+    def merge(self, path: str, body: Any) -> Any:
+        return self.request("PATCH", path, body, "application/merge-patch+json")
+
+    def delete(self, path: str) -> Any:
+        return self.request("DELETE", path)
+
+    def is_served(self, path: str) -> bool:
+        try:
+            self.get(path)
+        except (ApiError, OSError):
+            return False
+        return True
+
+    def kubeconfig(self, path: Path) -> Path:
+        """A file with which kubectl, helm and the operator act as this user."""
+        cluster = {"server": self.server.url, "certificate-authority-data": self.server.ca_base64}
+        document = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "clusters": [{"name": "test", "cluster": cluster}],
+            "users": [{"name": self.name, "user": {"token": self.token}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": self.name, "namespace": "default"}}],
+        }
+        path.write_text(json.dumps(document))
+        path.chmod(0o600)
+        return path
+
+
+@dataclass
+class ApiServer:
+    """`start`, then `admin`; `user` makes others. No controllers run: nothing is garbage-collected, no pod appears."""
+
+    folder: Path
+    users: Mapping[str, Sequence[str]] = field(default_factory=dict)  # name to groups, known from the start
+
+    def __post_init__(self) -> None:
+        self._etcd: subprocess.Popen[bytes] | None = None
+        self._api: subprocess.Popen[bytes] | None = None
+        self._etcd_port, self._peer_port, self._port = free_port(), free_port(), free_port()
+        self.url = f"https://127.0.0.1:{self._port}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._tokens = {"admin": secrets.token_hex(16), **{name: secrets.token_hex(16) for name in self.users}}
+        self._write_tokens()
+        self._write_keys()
+        self.tls = ssl.create_default_context()
+
+    def start(self) -> None:
+        self.start_etcd()
+        self.start_api()
+
+    def start_etcd(self) -> None:
+        client = f"http://127.0.0.1:{self._etcd_port}"
+        peer = f"http://127.0.0.1:{self._peer_port}"
+        command = [
+            str(assets() / "etcd"),
+            f"--data-dir={self.folder / 'etcd'}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
+            "--unsafe-no-fsync",
+        ]
+        environment = {**os.environ, "ETCD_UNSUPPORTED_ARCH": "arm64"}
+        self._etcd = self._run(command, "etcd.log", environment)
+        self._wait(lambda: _answers(f"{client}/health"), self._etcd, "etcd")
+
+    def start_api(self) -> None:
+        folder = self.folder
+        command = [
+            str(assets() / "kube-apiserver"),
+            f"--etcd-servers=http://127.0.0.1:{self._etcd_port}",
+            "--bind-address=127.0.0.1",
+            "--advertise-address=127.0.0.1",
+            f"--secure-port={self._port}",
+            f"--cert-dir={folder / 'certificates'}",
+            f"--service-account-key-file={folder / 'accounts.key'}",
+            f"--service-account-signing-key-file={folder / 'accounts.key'}",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--token-auth-file={folder / 'tokens.csv'}",
+            "--authorization-mode=RBAC",
+            "--service-cluster-ip-range=10.0.0.0/24",
+            "--disable-admission-plugins=ServiceAccount",
+            "--allow-privileged=true",
+            "--endpoint-reconciler-type=none",
+            "--watch-cache=true",
+        ]
+        self._api = self._run(command, "kube-apiserver.log")
+        certificate = folder / "certificates" / "apiserver.crt"
+        self._wait(certificate.exists, self._api, "kube-apiserver")
+        self.tls = ssl.create_default_context(cafile=str(certificate))
+        self._wait(self._is_ready, self._api, "kube-apiserver")
+
+    @property
+    def ca_base64(self) -> str:
+        return base64.b64encode((self.folder / "certificates" / "apiserver.crt").read_bytes()).decode()
+
+    @property
+    def admin(self) -> User:
+        return User(self, "admin", self._tokens["admin"])
+
+    def user(self, name: str) -> User:
+        return User(self, name, self._tokens[name])
+
+    def stop_api(self) -> None:
+        """An outage: everything stays in etcd, and `start_api` brings it back on the same port."""
+        self._api = _ended(self._api)
+
+    def forget_history(self) -> None:
+        """Compact etcd to its newest revision: a watch that resumes from before gets `410 Gone`."""
+        base = f"http://127.0.0.1:{self._etcd_port}/v3/kv"
+        header = _post(f"{base}/range", {"key": base64.b64encode(b"x").decode()})["header"]
+        _post(f"{base}/compaction", {"revision": header["revision"], "physical": True})
+
+    def delete_behind_the_watch(self, key: str) -> None:
+        """Remove an object from etcd while the API server is down, as another API server would."""
+        _post(f"http://127.0.0.1:{self._etcd_port}/v3/kv/deleterange", {"key": base64.b64encode(key.encode()).decode()})
+
+    def stop(self) -> None:
+        self._api = _ended(self._api)
+        self._etcd = _ended(self._etcd)
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = READY_SECONDS) -> None:
+        give_up = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < give_up, "the condition did not come true"
+            time.sleep(0.1)
+
+    def _is_ready(self) -> bool:
+        try:
+            self.admin.get("/api/v1/namespaces/default")
+            self.admin.get("/apis/rbac.authorization.k8s.io/v1/clusterroles/cluster-admin")
+        except (ApiError, OSError):
+            return False
+        return True
+
+    def _write_tokens(self) -> None:
+        groups = {"admin": ("system:masters",), **self.users}
+        lines = [f'{token},{name},{name},"{",".join(groups[name])}"' for name, token in self._tokens.items()]
+        (self.folder / "tokens.csv").write_text("\n".join(lines) + "\n")
+
+    def _write_keys(self) -> None:
+        key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+        pem = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+        )
+        (self.folder / "accounts.key").write_bytes(pem)
+
+    def _run(
+        self, command: list[str], log: str, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        with (self.folder / log).open("ab") as output:
+            return subprocess.Popen(
+                command, stdout=output, stderr=output, env=environment, start_new_session=True, cwd=self.folder
+            )
+
+    def _wait(self, is_there: Any, process: subprocess.Popen[bytes], name: str) -> None:
+        give_up = time.monotonic() + READY_SECONDS
+        while not is_there():
+            if process.poll() is not None:
+                text = (self.folder / f"{name}.log").read_text(errors="replace")[-2000:]
+                raise RuntimeError(f"{name} ended with {process.returncode}:\n{text}")
+            if time.monotonic() > give_up:
+                raise RuntimeError(f"{name} was not ready after {READY_SECONDS:.0f} s; see {self.folder}/{name}.log")
+            time.sleep(0.1)
+
+
+def _ended(process: subprocess.Popen[bytes] | None) -> None:
+    if process is None or process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _post(url: str, body: Any) -> Any:
+    request = urllib.request.Request(url, data=json.dumps(body).encode(), method="POST")
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.loads(answer.read())

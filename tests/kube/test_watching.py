@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope.operator.kube.api import Api
+from rankscope.operator.kube.pods import Pod, read_pod
+from rankscope.operator.kube.watching import Watched
+from tests.kube.api_server import ApiServer
+
+
+class Notes:
+    """Everything a watch told."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        self.deleted_names: list[str] = []
+        self._lock = threading.Lock()
+
+    def changed(self, uid: str, pod: Pod) -> None:
+        with self._lock:
+            self.names[uid] = pod.name
+
+    def deleted(self, uid: str) -> None:
+        with self._lock:
+            self.deleted_names.append(self.names.pop(uid))
+
+
+def pod(name: str) -> dict[str, Any]:
+    containers = [{"name": "main", "image": "train"}]
+    labels = {"training.kubeflow.org/job-name": "llama"}
+    return {"metadata": {"name": name, "labels": labels}, "spec": {"containers": containers}}
+
+
+def add(server: ApiServer, namespace: str, *names: str) -> None:
+    for name in names:
+        server.admin.create(f"/api/v1/namespaces/{namespace}/pods", pod(name))
+
+
+def remove(server: ApiServer, namespace: str, name: str) -> None:
+    server.admin.delete(f"/api/v1/namespaces/{namespace}/pods/{name}?gracePeriodSeconds=0")
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[ApiServer]:
+    """One that a test may stop."""
+    made = ApiServer(tmp_path / "server")
+    made.start()
+    yield made
+    made.stop()
+
+
+def watch(api: Api, namespace: str, notes: Notes) -> Watched[Pod]:
+    watched = Watched(api, f"/api/v1/namespaces/{namespace}/pods", read_pod, notes)
+    watched.start()
+    assert watched.listed.wait(60)
+    return watched
+
+
+def test_pods_that_come_and_go_are_told(server: ApiServer, namespace: str, api: Api) -> None:
+    notes = Notes()
+    add(server, namespace, "early")
+    watched = watch(api, namespace, notes)
+    add(server, namespace, "late")
+    server.wait_for(lambda: set(notes.names.values()) == {"early", "late"})
+    remove(server, namespace, "early")
+    server.wait_for(lambda: notes.deleted_names == ["early"])
+    assert [pod.name for pod in watched.objects.values()] == ["late"]
+    watched.stop()
+
+
+def test_an_outage_and_lost_history_cost_nothing_and_a_pod_deleted_meanwhile_is_told(
+    own_server: ApiServer, tmp_path: Path
+) -> None:
+    api = Api(own_server.admin.kubeconfig(tmp_path / "kubeconfig"))
+    notes = Notes()
+    add(own_server, "default", "stays", "leaves")
+    watched = watch(api, "default", notes)
+    own_server.wait_for(lambda: len(notes.names) == 2)
+    own_server.stop_api()
+    own_server.wait_for(lambda: not watched.connected)
+    assert len(watched.objects) == 2  # what is known stays known
+    own_server.delete_behind_the_watch("/registry/pods/default/leaves")
+    own_server.forget_history()
+    own_server.start_api()
+    add(own_server, "default", "new")
+    own_server.wait_for(lambda: sorted(notes.names.values()) == ["new", "stays"])
+    assert notes.deleted_names == ["leaves"]
+    watched.stop()
