@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup prometheus demo test captures lint proto docs bench clean
+.PHONY: help setup prometheus demo test captures lint proto docs dashboards bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,12 +44,17 @@ lint: setup  ## ruff, mypy --strict, the layer contract, fresh generated files
 	@$(BIN)/python tools/generate_protos.py --check
 	@echo "==> generated page of metrics"
 	@$(BIN)/python -m tools.generate_metrics_page --check
+	@echo "==> generated dashboards"
+	@$(BIN)/python -m deploy.grafana.dashboards --check
 
 proto: setup  ## regenerate the Python code of proto/
 	@$(BIN)/python tools/generate_protos.py
 
 docs: setup  ## regenerate docs/metrics.md from the exporters
 	@$(BIN)/python -m tools.generate_metrics_page
+
+dashboards: setup  ## regenerate deploy/grafana/json
+	@$(BIN)/python -m deploy.grafana.dashboards
 
 bench: setup prometheus  ## measure what it costs; prints a table
 	@$(BIN)/python -m benchmarks

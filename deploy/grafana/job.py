@@ -1,0 +1,239 @@
+"""One job: who is slow, since when, and where the step goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deploy.grafana import queries
+from deploy.grafana.laying_out import JOB, Line, choice, dashboard, to_node, to_rank, variable
+from deploy.grafana.panels import (
+    BAD,
+    GOOD,
+    Panel,
+    Query,
+    column,
+    heat_map,
+    linked,
+    rows_over_time,
+    stat,
+    table,
+    timeseries,
+)
+from deploy.grafana.queries import RATE
+
+THE_JOB = queries.JOB
+INFO = f"rankscope_rank_info{{{THE_JOB}}}"
+
+
+def job() -> dict[str, Any]:
+    return dashboard(
+        JOB,
+        "Rankscope / Job",
+        "One training job: its verdict, every rank over time, and where the step goes.",
+        [
+            variable("job", "Job", "label_values(rankscope_rank_info, job)"),
+            choice("rows", "Ranks shown", ["16", "32", "64", "512"]),
+        ],
+        [
+            Line(4, _numbers(), widths=[6, 3, 3, 3, 3, 3, 3]),
+            Line(9, [_worst_over_time(), _all_over_time()]),
+            Line(7, [_causes(), _step()]),
+            Line(7, [_mfu(), _exposed()]),
+            Line(9, [_ranks()]),
+            Line(7, [_phases(), _throttling()]),
+        ],
+    )
+
+
+def _numbers() -> list[Panel]:
+    step = f'quantile by (job) (0.5, rankscope_rank_step_seconds{{{THE_JOB},quantile="0.5"}})'
+    mfu = f"avg by (job) (rankscope_rank_mfu_ratio{{{THE_JOB}}})"
+    expected = f'max by (job) (rankscope_job_ranks{{{THE_JOB},state="expected"}})'
+    return [
+        stat(
+            "Verdict",
+            "What the correlation says. No data with daemons alone.",
+            Query(f"max by (verdict, severity) (rankscope_job_verdict{{{THE_JOB}}})", "{{verdict}} ({{severity}})"),
+            "none",
+            show_name=True,
+        ),
+        stat(
+            "Impact",
+            "Share of the job's time that would come back without the finding. No data while there is none.",
+            Query(f"max(rankscope_job_impact_ratio{{{THE_JOB}}})"),
+            "percentunit",
+            queries.IMPACT,
+            decimals=1,
+        ),
+        stat(
+            "GPU-hours lost",
+            "Since the job was first seen.",
+            Query(f"max(rankscope_job_lost_gpu_seconds_total{{{THE_JOB}}}) / 3600"),
+            "none",
+            decimals=2,
+        ),
+        stat("Step", "Median of the ranks.", Query(queries.judged("step_seconds", step)), "s"),
+        stat("MFU", "Model FLOPs utilisation.", Query(queries.judged("mfu_ratio", mfu)), "percentunit", decimals=1),
+        stat(
+            "Exposed comm.",
+            "Share of the step spent waiting for others, mean of the ranks.",
+            Query(queries.judged("exposed_communication_ratio", f"avg by (job) ({queries.wait_ratio()})")),
+            "percentunit",
+            queries.EXPOSED,
+            decimals=1,
+        ),
+        stat(
+            "Ranks missing",
+            "Ranks of the world size that no daemon sees. No data with daemons alone.",
+            Query(f"{expected} - count by (job) (group by (job, rank) ({INFO}))"),
+            "none",
+            ((None, GOOD), (1, BAD)),
+        ),
+    ]
+
+
+def _worst_over_time() -> Panel:
+    ratio = queries.self_ratio()
+    chosen = f"topk($rows, quantile_over_time(0.9, ({ratio})[$__range:$__interval] @ end()))"
+    return rows_over_time(
+        "Self time against the cohort, worst ranks",
+        "Self time (step less waiting) of a rank divided by the median of its cohort: its pipeline stage, or the job."
+        " 100 % is like the others. The ranks that were worst in the time range; click a cell to go to the rank.",
+        Query(f"({ratio}) and on (job, rank) {chosen}", "{{rank}}"),
+        "percentunit",
+        queries.AGAINST_COHORT,
+        [to_rank(rank="${__field.labels.rank:percentencode}")],
+    )
+
+
+def _all_over_time() -> Panel:
+    # Rows are in the order of their names, so ranks get leading zeros.
+    padded = f'label_replace({queries.self_ratio()}, "row", "0000$1", "rank", "(.*)")'
+    padded = f'label_replace({padded}, "row", "$1", "row", ".*(.{{5}})")'
+    return heat_map(
+        "Self time against the cohort, all ranks",
+        "The same for every rank, rank 0 on top: a node, a stage or a time that is slow is seen as a block. Green is "
+        "below the cohort's median, yellow at it, red half above it.",
+        Query(f"max by (row) ({padded})", "{{row}}"),
+        "percentunit",
+        0.5,
+        1.5,
+    )
+
+
+def _causes() -> Panel:
+    return timeseries(
+        "Where the step goes",
+        "Seconds per step, mean of the ranks: own work by part, and waiting for others. Together they are the step."
+        " Needs the probe.",
+        [Query(queries.seconds_per_step(THE_JOB), "{{cause}}")],
+        "s",
+        stacked=True,
+    )
+
+
+def _step() -> Panel:
+    step = f"rankscope_rank_step_seconds{{{THE_JOB}"
+    return timeseries(
+        "Step time and self time",
+        "The step is the same on every rank, as they wait for each other. Self time tells them apart.",
+        [
+            Query(f'quantile(0.5, {step},quantile="0.5"}})', "step"),
+            Query(f'max({step},quantile="0.9"}})', "step, p90"),
+            Query(f"max({queries.self_seconds()})", "self, slowest rank"),
+            Query(f"quantile(0.5, {queries.self_seconds()})", "self, median"),
+            Query(f"min({queries.self_seconds()})", "self, fastest rank"),
+        ],
+        "s",
+    )
+
+
+def _mfu() -> Panel:
+    mfu = f"rankscope_rank_mfu_ratio{{{THE_JOB}}}"
+    return timeseries(
+        "MFU over time",
+        "Model FLOPs utilisation, and the target where one is declared. HFU is estimated from the tensor pipes and "
+        "counts recomputation.",
+        [
+            Query(queries.judged("mfu_ratio", f"avg by (job) ({mfu})"), "MFU"),
+            Query(f"max(rankscope_job_mfu_target_ratio{{{THE_JOB}}})", "target"),
+            Query(f"avg({queries.gpus_of_job('rankscope_gpu_estimated_hfu_ratio')})", "HFU, estimated"),
+        ],
+        "percentunit",
+        beside=["target"],
+    )
+
+
+def _exposed() -> Panel:
+    wait = queries.wait_ratio()
+    return timeseries(
+        "Exposed communication",
+        "Share of the time that ranks wait for others. What the rank that waits least waits is what communication "
+        "itself costs; the rest is waiting for a slow rank.",
+        [
+            Query(queries.judged("exposed_communication_ratio", f"avg by (job) ({wait})"), "mean"),
+            Query(f"max({wait})", "most"),
+            Query(f"min({wait})", "least"),
+        ],
+        "percentunit",
+        thresholds=queries.EXPOSED,
+    )
+
+
+def _ranks() -> Panel:
+    worst = f"topk($rows, {queries.self_ratio()})"
+    among = f"and on (job, rank) {worst}"
+
+    def of_worst(value: str) -> str:
+        return f"max by (rank) (max by (job, rank) ({value}) {among})"
+
+    columns = [
+        (Query(f"max by (rank) ({worst})"), "Against cohort"),
+        (Query(of_worst(queries.self_seconds())), "Self"),
+        (Query(of_worst(queries.wait_ratio())), "Waiting"),
+        (Query(of_worst(f"rankscope_rank_mfu_ratio{{{THE_JOB}}}")), "MFU"),
+        (Query(of_worst(f"rankscope_rank_seconds_since_step{{{THE_JOB}}}")), "Since step"),
+        (Query(of_worst(f"rate(rankscope_rank_run_delay_seconds_total{{{THE_JOB}}}{RATE})")), "Starved"),
+        (Query(f"max by (rank, node, pod, gpu, pipeline) ({INFO} {among})"), ""),
+    ]
+    return table(
+        "Ranks",
+        "Slowest first. Waiting: share of the time it waits for others; the culprit waits least. Starved: share of "
+        "the time it could run and got no processor.",
+        columns,
+        sort_by="Against cohort",
+        order=["rank", "node", "pod", "gpu", "pipeline", *(name for _, name in columns if name)],
+        overrides=[
+            linked("rank", to_rank(), width=80),
+            linked("node", to_node()),
+            column("Against cohort", "percentunit", queries.AGAINST_COHORT),
+            column("Self", "s"),
+            column("Waiting", "percentunit"),
+            column("MFU", "percentunit"),
+            column("Since step", "s", ((None, GOOD), (60, BAD))),
+            column("Starved", "percentunit", ((None, GOOD), (0.1, BAD))),
+        ],
+    )
+
+
+def _phases() -> Panel:
+    return timeseries(
+        "Where the stacks are",
+        "Share of stack samples by phase, mean of the ranks. There without the probe, too.",
+        [Query(f"avg by (phase) (rankscope_rank_phase_ratio{{{THE_JOB}}})", "{{phase}}")],
+        "percentunit",
+        stacked=True,
+        top=1,
+    )
+
+
+def _throttling() -> Panel:
+    rate = queries.gpus_of_job(f"rate(rankscope_gpu_throttled_seconds_total{RATE})")
+    return timeseries(
+        "GPUs held down, by reason",
+        "How many of the job's GPUs had their clocks held down. A power cap is usual under full load; heat and "
+        "hardware slowdowns are not.",
+        [Query(f"sum by (reason) ({rate})", "{{reason}}")],
+        "short",
+        stacked=True,
+    )

@@ -1,0 +1,65 @@
+"""PromQL that several panels share. In a join, the side that must be unique is always an aggregation: a container that
+claims to be somebody else's rank must not make a panel fail (many-to-many matching)."""
+
+from __future__ import annotations
+
+from deploy.grafana.panels import BAD, GOOD, NOTICE, WARN, Threshold
+
+RATE = "[$__rate_interval]"
+JOB = 'job="$job"'
+ONE_RANK = 'job="$job",rank="$rank"'
+
+# As in analysis: 10 % above the cohort is a straggler if it lasts.
+AGAINST_COHORT: tuple[Threshold, ...] = ((None, GOOD), (1.05, NOTICE), (1.1, WARN), (1.5, BAD))
+IMPACT: tuple[Threshold, ...] = ((None, GOOD), (0.02, WARN), (0.1, BAD))
+EXPOSED: tuple[Threshold, ...] = ((None, GOOD), (0.2, NOTICE), (0.3, WARN), (0.5, BAD))
+SEVERITIES = {"none": GOOD, "warning": WARN, "alarm": BAD}
+# The parts that make up a step and do not overlap.
+PARTS = "input|forward|backward|optimizer|checkpoint|other|wait"
+
+
+def with_cohort(value: str, ranks: str = JOB) -> str:
+    """`value`, of which every rank has one, with the pipeline stage as a label."""
+    info = f"group by (job, rank, pipeline) (rankscope_rank_info{{{ranks}}})"
+    return f"({info} * on (job, rank) group_left () max by (job, rank) ({value}))"
+
+
+def self_seconds(job: str = JOB) -> str:
+    return f'rankscope_rank_self_seconds{{{job},quantile="0.5"}}'
+
+
+def self_ratio(values: str = JOB, ranks: str = JOB) -> str:
+    """Self time of each rank against the median of its pipeline stage, or of the job where stages are not known."""
+    own = with_cohort(self_seconds(values), ranks)
+    return f"{own} / on (job, pipeline) group_left () quantile by (job, pipeline) (0.5, {own})"
+
+
+def cohort_of_rank(value: str) -> str:
+    """`value` of the ranks that are in the same pipeline stage as the chosen one, itself included."""
+    return f"{with_cohort(value)} and on (job, pipeline) rankscope_rank_info{{{ONE_RANK}}}"
+
+
+def wait_ratio(job: str = JOB) -> str:
+    """Share of its time that each rank waits for others."""
+    wait = f'max by (job, rank) (rate(rankscope_rank_cause_seconds_total{{{job},cause="wait"}}{RATE}))'
+    own = f'max by (job, rank) (rate(rankscope_rank_cause_seconds_total{{{job},cause="self"}}{RATE}))'
+    return f"{wait} / ({wait} + {own})"
+
+
+def seconds_per_step(labels: str) -> str:
+    """Of each part of the step, on the average over the ranks that the labels choose."""
+    causes = f'sum by (cause) (rate(rankscope_rank_cause_seconds_total{{{labels},cause=~"{PARTS}"}}{RATE}))'
+    return f"{causes} / on () group_left () (sum (rate(rankscope_rank_steps_total{{{labels}}}{RATE})) > 0)"
+
+
+def judged(name: str, alone: str, job: str = JOB) -> str:
+    """What the correlation says about a job; where there is none, what the daemons' metrics alone tell."""
+    return f"max by (job) (rankscope_job_{name}{{{job}}}) or {alone}"
+
+
+def gpu_of_rank(value: str) -> str:
+    return f'{value} and on (gpu) rankscope_rank_info{{{ONE_RANK},gpu!=""}}'
+
+
+def gpus_of_job(value: str) -> str:
+    return f'{value} and on (gpu) rankscope_rank_info{{{JOB},gpu!=""}}'
