@@ -31,7 +31,9 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     """A flag for every setting of the daemon."""
     for setting in SETTINGS:
         if setting.kind is bool:
-            parser.add_argument(setting.flag, action="store_true", default=None, help=setting.help)
+            # With a value, too: what is on by default must be possible to switch off here.
+            shown = f"{setting.help} (default: {str(setting.default()).lower()})"
+            parser.add_argument(setting.flag, nargs="?", const="true", metavar="true|false", help=shown)
         else:
             metavar = {str: "TEXT", float: "NUMBER", int: "N"}[setting.kind]
             default = setting.default()

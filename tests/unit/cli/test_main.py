@@ -70,6 +70,13 @@ def test_print_config_shows_values_and_where_they_came_from() -> None:
     assert lines["budget_ratio"].endswith("# default")
 
 
+def test_what_is_on_by_default_can_be_switched_off_by_a_flag() -> None:
+    _, off, _ = run("daemon", "--print-config", "--captures", "false", "--gpu=no")
+    _, on, _ = run("daemon", "--print-config", "--captures", "--gpu")
+    assert [line.split()[2] for line in off.splitlines() if line.startswith(("captures ", "gpu "))] == ["false"] * 2
+    assert [line.split()[2] for line in on.splitlines() if line.startswith(("captures ", "gpu "))] == ["true"] * 2
+
+
 def test_doctor_for_programs_is_one_json_object(tmp_path: Path) -> None:
     words = ("doctor", "--json", "--metrics-listen", "127.0.0.1:0", "--socket", str(tmp_path / "d.sock"))
     status, out, _ = run(*words)
