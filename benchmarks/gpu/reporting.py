@@ -73,13 +73,13 @@ class Report:
             lines.append("| " + " | ".join(_cell(text) for text in (row.what, row.measured, row.target, met)) + " |")
         return "\n".join(lines)
 
-    def finish(self) -> int:
-        """Print and keep the table; the exit code is 1 if a target was missed."""
+    def finish(self) -> bool:
+        """Print and keep the table; whether a target was missed."""
         self.save()
         text = self.markdown()
         self._path.with_suffix(".md").write_text(text + "\n")
         print(f"\n{text}\n", flush=True)
-        return int(any(row.met is False for row in self._rows))
+        return any(row.met is False for row in self._rows)
 
 
 class OutOfTimeError(Exception):
@@ -87,7 +87,8 @@ class OutOfTimeError(Exception):
 
 
 def machine() -> dict[str, Any]:
-    gpu = first_line(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"])
+    said = output_of(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"])
+    gpu = said.splitlines()[0] if said else None
     found = {
         "date": time.strftime("%-d %B %Y", time.gmtime()),
         "gpu": gpu,
@@ -103,12 +104,12 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def first_line(command: list[str]) -> str | None:
+def output_of(command: list[str]) -> str | None:
+    """None where the program is not there or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return next(iter(done.stdout.splitlines()), None)
 
 
 def _cell(text: str) -> str:

@@ -1,0 +1,56 @@
+#!/bin/bash
+# Everything that only a GPU can show, within eight minutes; see README.md beside this.
+#   benchmarks/gpu/everything.sh [--dry]      --dry: without a GPU, to try the scripts themselves
+# Results go to $OUT (gpu-results), a table per part to the terminal. A part that fails or hangs does not keep the others.
+set -u
+cd "$(dirname "$0")/../.." || exit 1
+ROOT=$PWD
+OUT=${OUT:-$ROOT/gpu-results}
+PYTHON=${PYTHON:-python3}
+CAPTURES_SECONDS=${CAPTURES_SECONDS:-285}
+COUNTERS_SECONDS=${COUNTERS_SECONDS:-180}
+captures_flags=() counters_flags=(${COUNTERS_FLAGS:-})
+if [ "${1:-}" = --dry ]; then
+    captures_flags+=(--cpu)
+    counters_flags+=(--stub)
+fi
+mkdir -p "$OUT"
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
+
+paths=$ROOT:$ROOT/proto:$ROOT/analysis:$ROOT/daemon:$ROOT/operator:$ROOT/cli
+unpacked=$(mktemp -d)
+trap 'rm -rf "$unpacked"' EXIT
+if [ -d gpu-wheels ] && found=$("$PYTHON" benchmarks/gpu/unpacking.py gpu-wheels "$unpacked"); then
+    paths=$paths:$(sed -n 1p <<<"$found")
+    export PATH=$(sed -n 2p <<<"$found"):$PATH
+fi
+export PYTHONPATH=$paths${PYTHONPATH:+:$PYTHONPATH}
+
+"$PYTHON" - <<'CHECK' || exit 1
+import sys
+import google.protobuf, grpc, msgspec, numpy, prometheus_client, pynvml, rich, torch
+import rankscope.cli.main, rankscope.daemon.loop
+print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, CUDA {torch.version.cuda}, numpy {numpy.__version__}, "
+      f"grpcio {grpc.__version__}, protobuf {google.protobuf.__version__}")
+CHECK
+
+part() {  # NAME SECONDS MODULE FLAGS…
+    local name=$1 seconds=$2 began=$SECONDS status
+    shift 2
+    timeout --kill-after=20 $((seconds + 15)) \
+        "$PYTHON" -m "$@" --out "$OUT" --budget "$seconds" >"$OUT/$name.log" 2>&1
+    status=$?
+    echo "$name: exit status $status after $((SECONDS - began)) s"
+    if [ ! -s "$OUT/$name.md" ]; then
+        echo "no table; the end of $name.log:"
+        tail -c 1500 "$OUT/$name.log"
+    fi
+}
+
+rm -f "$OUT"/{counters,captures}.{md,json,log} "$OUT"/artifacts.tar
+part counters "$COUNTERS_SECONDS" benchmarks.gpu.counters "${counters_flags[@]}"
+part captures "$CAPTURES_SECONDS" benchmarks.gpu.captures "${captures_flags[@]}"
+for name in counters captures; do
+    [ -s "$OUT/$name.md" ] && { echo; cat "$OUT/$name.md"; }
+done
+exit 0
