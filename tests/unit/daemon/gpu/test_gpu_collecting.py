@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rankscope.daemon.assembling import RankSamples, assemble
+from rankscope.daemon.collectors.gpu.collecting import GpuCollector
+from rankscope.daemon.collectors.gpu.pod_resources import Pod
+from rankscope.daemon.collectors.gpu.readings import GpuSnapshot, SourceState
+from rankscope.daemon.samples import GpuSample, ProbeFacts, Problem, RankKey
+from rankscope.v1.window_pb2 import SOURCE_GPU, RankWindow
+from tests.unit.daemon import gpu_makers
+from tests.unit.daemon import window_makers as make
+
+RANK = make.rank(0)
+
+
+def proc(folder: Path, *pids: int) -> Path:
+    for pid in pids:
+        (folder / str(pid)).mkdir(exist_ok=True)
+    return folder
+
+
+def collected(collector: GpuCollector, window: int = 0) -> GpuSample:
+    sample = collector.collect([RANK], make.span(window))[RANK.key]
+    assert isinstance(sample, GpuSample)
+    return sample
+
+
+def test_a_window_has_the_means_of_its_own_readings_and_what_its_counters_grew_by(tmp_path: Path) -> None:
+    def reading(seconds: float, watts: float, throttled: float, clock: float) -> GpuSnapshot:
+        gpu = gpu_makers.gpu(
+            0,
+            RANK.pid,
+            power_watts=watts,
+            sm_clock_hertz=clock,
+            sm_clock_max_hertz=2e9,
+            tensor_active_ratio={"any": 0.5},
+            throttled_seconds={"power_cap": throttled},
+        )
+        return gpu_makers.snapshot(gpu, seconds=seconds)
+
+    source = gpu_makers.FakeGpus(reading(1, 100, 5.0, 1e9), reading(2, 300, 5.5, 2e9))
+    collector = GpuCollector(source, proc_root=proc(tmp_path, RANK.pid))
+    first = collected(collector)
+    assert (first.power_watts, first.throttled_seconds, first.sm_clock_ratio) == (200, {"power_cap": 0.5}, 0.75)
+    assert first.estimated_flops_per_second == pytest.approx(0.5 * 0.75 * 989e12)
+    source.snapshots += [reading(3, 500, 6.0, 1e9), reading(4, 700, 7.0, 1e9)]
+    second = collected(collector, 1)
+    assert (second.power_watts, second.throttled_seconds) == (600, {"power_cap": 1.5})
+    # A window that is shorter than the interval: the latest figures, and counters that stand still.
+    third = collected(collector, 2)
+    assert (third.power_watts, third.throttled_seconds) == (700, {"power_cap": 0.0})
+
+
+def test_a_counter_that_began_anew_counts_from_there(tmp_path: Path) -> None:
+    source = gpu_makers.FakeGpus()
+    collector = GpuCollector(source, proc_root=proc(tmp_path, RANK.pid))
+    for window, seconds in enumerate((50.0, 0.25)):
+        gpu = gpu_makers.gpu(0, RANK.pid, throttled_seconds={"hw_thermal": seconds})
+        source.snapshots.append(gpu_makers.snapshot(gpu, seconds=2 * window + 1))
+        sample = collected(collector, window)
+    assert sample.throttled_seconds == {"hw_thermal": 0.25}
+
+
+@pytest.mark.parametrize("state", [SourceState.HANGING, SourceState.FAILED, SourceState.NO_DRIVER])
+def test_a_source_that_is_not_ok_gives_no_rank_a_gpu_but_keeps_its_counters(state: SourceState, tmp_path: Path) -> None:
+    source = gpu_makers.FakeGpus(gpu_makers.snapshot(gpu_makers.gpu(0, RANK.pid), state=state, seconds=1))
+    collector = GpuCollector(source, proc_root=proc(tmp_path, RANK.pid))
+    assert collector.collect([RANK], make.span()) == {}
+    assert not collector.status.fresh and len(collector.status.gpus) == 1
+
+
+def test_old_readings_are_not_taken_for_new(tmp_path: Path) -> None:
+    source = gpu_makers.FakeGpus(gpu_makers.snapshot(gpu_makers.gpu(0, RANK.pid), seconds=1))
+    collector = GpuCollector(source, proc_root=proc(tmp_path, RANK.pid))
+    assert collector.collect([RANK], make.span())
+    assert not collector.collect([RANK], make.span(20))
+    assert not collector.status.fresh
+
+
+def test_a_process_that_ended_meanwhile_makes_the_other_pids_no_strangers(tmp_path: Path) -> None:
+    """Gone once is gone; gone twice is another namespace, and then nothing says whose GPU it is."""
+    gpu = gpu_makers.gpu(3, RANK.pid, 999_999)
+    source = gpu_makers.FakeGpus(gpu_makers.snapshot(gpu_makers.gpu(0), gpu, seconds=1))
+    collector = GpuCollector(source, proc_root=proc(tmp_path, RANK.pid))
+    assert collected(collector).uuid == gpu.uuid
+    second = collector.collect([RANK], make.span(1))[RANK.key]
+    assert isinstance(second, Problem) and second.kind == "pid_namespace"
+
+
+class FakePods:
+    def __init__(self, pods: Mapping[str, Pod]) -> None:
+        self._pods = pods
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def latest(self) -> Mapping[str, Pod]:
+        return self._pods
+
+
+def test_the_kubelet_names_the_pod_of_the_gpu(tmp_path: Path) -> None:
+    pods = FakePods({gpu_makers.uuid(0): Pod("trainer-0", "research")})
+    source = gpu_makers.FakeGpus(gpu_makers.snapshot(gpu_makers.gpu(0, RANK.pid), seconds=1))
+    sample = collected(GpuCollector(source, pods=pods, proc_root=proc(tmp_path, RANK.pid)))
+    assert (sample.pod_name, sample.namespace) == ("trainer-0", "research")
+
+
+def test_a_rank_on_two_gpus_has_no_figures_and_its_problem(tmp_path: Path) -> None:
+    gpus = [gpu_makers.gpu(index, RANK.pid, power_watts=100.0) for index in range(2)]
+    source = gpu_makers.FakeGpus(gpu_makers.snapshot(*gpus, seconds=1))
+    sample = collected(GpuCollector(source, proc_root=proc(tmp_path, RANK.pid)))
+    assert (sample.gpus, sample.uuid, sample.power_watts) == (2, None, None)
+    assert sample.problem is not None and sample.problem.kind == "several_gpus"
+
+
+def test_a_state_is_told_once_and_a_node_without_gpus_warns_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    source = gpu_makers.FakeGpus(GpuSnapshot("nvml", SourceState.NO_DRIVER, "no driver; no next step"))
+    collector = GpuCollector(source)
+    for window in range(5):
+        collector.collect([], make.span(window))
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    source.snapshots.append(GpuSnapshot("nvml", SourceState.HANGING, "it hangs"))
+    collector.collect([], make.span(6))
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+
+
+def window_of(sample: GpuSample, facts: ProbeFacts | None = None) -> RankWindow:
+    steps = make.steps(1.0, 1.0, facts=facts)
+    return assemble(
+        RANK, "n", make.span(), 1, RankSamples(steps, gpu=sample), lambda name: 1e15 if name == "G" else None
+    )
+
+
+def test_the_window_carries_identity_usage_and_source() -> None:
+    sample = GpuSample(1, True, "GPU-1", "G", power_watts=5.0, sm_active_ratio=float("nan"), memory_used_bytes=7)
+    window = window_of(replace(sample, throttled_seconds={"power_cap": 0.5}, pod_name="p", namespace="n"))
+    assert (window.identity.gpu_uuid, window.identity.gpu_model) == ("GPU-1", "G")
+    assert (window.identity.pod_name, window.identity.namespace) == ("p", "n")
+    assert window.gpu.shared and window.gpu.power_watts == 5.0 and window.gpu.memory_used_bytes == 7
+    assert not window.gpu.HasField("sm_active_ratio") and not window.gpu.HasField("utilization_ratio")
+    assert window.gpu.throttled_seconds == {"power_cap": 0.5}
+    assert window.sources["gpu"] == SOURCE_GPU
+
+
+def test_the_gpu_gives_the_peak_where_the_probe_does_not_and_with_it_the_mfu() -> None:
+    window = window_of(GpuSample(1, uuid="GPU-1", model="G"), ProbeFacts(model_flops_per_step=5e14))
+    assert (window.peak_flops_per_second, window.sources["peak_flops_per_second"]) == (1e15, SOURCE_GPU)
+    assert window.mfu_ratio == pytest.approx(0.5)
+    declared = window_of(GpuSample(1, model="G"), ProbeFacts(model_flops_per_step=5e14, peak_flops_per_second=2e15))
+    assert declared.mfu_ratio == pytest.approx(0.25)
+
+
+def test_the_problem_of_a_gpu_reaches_the_window(tmp_path: Path) -> None:
+    from rankscope.daemon.sampling import Sampling
+
+    gpus = [gpu_makers.gpu(index, RANK.pid) for index in range(2)]
+    source = gpu_makers.FakeGpus(gpu_makers.snapshot(*gpus, seconds=1))
+    parts = replace(make.collectors(RANK), gpu=GpuCollector(source, proc_root=proc(tmp_path, RANK.pid)))
+    sampled = Sampling(parts, make.FakeClock(), 10).sample(make.span())
+    key: RankKey = RANK.key
+    assert [problem.kind for problem in sampled.samples[key].problems] == ["several_gpus"]
+    assert sampled.collectors["gpu"].success
