@@ -163,6 +163,12 @@ EXPORT unsigned long stub_calls(const char *name) {
     pthread_mutex_unlock(&lock);
     return count;
 }
+EXPORT void stub_reset(void) {
+    pthread_mutex_lock(&lock);
+    memset(calls, 0, sizeof calls);
+    delivered_xids = initialized = live_samples = live_event_sets = 0;
+    pthread_mutex_unlock(&lock);
+}
 EXPORT int stub_live_samples(void) { return live_samples; }
 EXPORT int stub_live_event_sets(void) { return live_event_sets; }
 EXPORT int stub_initialized(void) { return initialized; }

@@ -26,6 +26,9 @@ class Script:
         writing.write_text("".join(f"{key}={value}\n" for key, value in self._lines.items()))
         writing.replace(self.path)
 
+    def clear(self) -> None:
+        self.set(dict.fromkeys(self._lines))
+
     def environment(self, library: Path) -> dict[str, str]:
         """For a process that is to find the stub instead of a driver."""
         return {**os.environ, VARIABLE: str(self.path), "LD_LIBRARY_PATH": str(library.parent)}

@@ -157,13 +157,17 @@ class DeviceReader:
 
     def _with_links_and_bus(self, figures: GpmFigures, has_instances: bool) -> GpmFigures:
         """Where GPM does not tell."""
-        if figures.nvlink_transmit_bytes_per_second is None:
+        transmitted, received = figures.nvlink_transmit_bytes_per_second, figures.nvlink_receive_bytes_per_second
+        if transmitted is None or received is None:
             now, counts = time.monotonic(), self._link_fields.read()
             rates = {field: rate.per_second(counts.get(field), now) for field, rate in self._link_rates.items()}
+            counted = [
+                _scaled(rates[field], 1024) for field in (NVLINK_TRANSMITTED_KIBIBYTES, NVLINK_RECEIVED_KIBIBYTES)
+            ]
             figures = replace(
                 figures,
-                nvlink_transmit_bytes_per_second=_scaled(rates[NVLINK_TRANSMITTED_KIBIBYTES], 1024),
-                nvlink_receive_bytes_per_second=_scaled(rates[NVLINK_RECEIVED_KIBIBYTES], 1024),
+                nvlink_transmit_bytes_per_second=counted[0] if transmitted is None else transmitted,
+                nvlink_receive_bytes_per_second=counted[1] if received is None else received,
             )
         if self._gpm is None and not has_instances:
             transmit, receive = self._every(self._cadence.pcie_seconds, "pcie", self._pcie_kilobytes_per_second)

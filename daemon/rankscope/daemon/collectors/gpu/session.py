@@ -88,11 +88,12 @@ class Session:
         return tuple(found + ([f"XID errors: {listening}"] if listening else []))
 
     def readings(self, hang_seconds: float) -> tuple[GpuReading, ...]:
-        """Of the GPUs that are there, then of those that were there once."""
+        """Of the GPUs that are there, each followed by its MIG instances, and of those that were there once."""
         found = (reading for poller in self._pollers for reading in poller.readings(hang_seconds))
         counted = tuple(replace(reading, xid_errors=self._memory.xids.of(reading.uuid)) for reading in found)
         present = {poller.identity.uuid for poller in self._pollers}
-        return counted + self._memory.absent_gpus(GpuState.LOST, present)
+        gone = self._memory.absent_gpus(GpuState.LOST, present)
+        return tuple(sorted(counted + gone, key=lambda reading: reading.index))
 
     def close(self, seconds: float) -> None:
         """Leaves behind what is inside a call that does not return: it can be neither ended nor waited for."""

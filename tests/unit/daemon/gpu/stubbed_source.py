@@ -1,0 +1,53 @@
+"""A source that reads the stub in this process: through pynvml and ctypes, as it reads a driver."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rankscope.daemon.collectors.gpu.device_reading import Cadence
+from rankscope.daemon.collectors.gpu.nvml import NvmlSource
+from rankscope.daemon.collectors.gpu.readings import GpuReading, GpuSnapshot, GpuState, SourceState
+from tests.nvml_stub.scripting import Script
+
+PATIENCE_SECONDS = 60.0
+ALWAYS = Cadence(energy_seconds=0, maxima_seconds=0, health_seconds=0, processes_seconds=0, pcie_seconds=0)
+
+
+@dataclass(frozen=True)
+class Stubbed:
+    source: NvmlSource
+    script: Script
+    library: ctypes.CDLL
+
+    def until(self, condition: Callable[[GpuSnapshot], bool]) -> GpuSnapshot:
+        give_up_at = time.monotonic() + PATIENCE_SECONDS
+        while not condition(snapshot := self.source.latest()):
+            assert time.monotonic() < give_up_at, snapshot
+            time.sleep(0.01)
+        return snapshot
+
+    def until_ok(self, polls: int = 3) -> GpuSnapshot:
+        """After so many more polls: GPM needs two, and what was scripted before is in all of them."""
+        before = self.source.latest().polls_total
+        return self.until(lambda now: now.state is SourceState.OK and now.polls_total >= before + polls)
+
+    def until_gpu(self, state: GpuState, index: int = 0) -> GpuReading:
+        return self.until(lambda now: len(now.gpus) > index and now.gpus[index].state is state).gpus[index]
+
+    def calls(self, name: str) -> int:
+        return int(self.library.stub_calls(name.encode()))
+
+
+def make_source(**changed: object) -> NvmlSource:
+    """Quick to retry, and slow to call something hanging: this machine may be busy."""
+    settings: dict[str, object] = {
+        "interval_seconds": 0.05,
+        "hang_seconds": 30.0,
+        "retry_seconds": (0.05, 0.2),
+        "lost_retry_seconds": (0.3, 0.6),
+        "cadence": ALWAYS,
+    }
+    return NvmlSource(**{**settings, **changed})  # type: ignore[arg-type]
