@@ -1,7 +1,7 @@
 """Which runs there are and which pods make them, kept up from the watch of pods. Thread-safe, and no I/O.
 
-A pod that a maker of training jobs has labelled makes a run at once. A pod of a Job or of any other owner makes one only
-when ranks were seen in it: else every web server and nightly backup of the cluster would be a training run."""
+A pod that a maker of training jobs has labelled makes a run at once. A pod of a Job or of any other owner makes one
+only when ranks were seen in it: else every web server and nightly backup of the cluster would be a training run."""
 
 from __future__ import annotations
 
