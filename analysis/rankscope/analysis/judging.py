@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from rankscope.analysis.capture_windows import CaptureWindows
 from rankscope.analysis.hangs import Hang, find_hang
-from rankscope.analysis.merging import merge_windows
+from rankscope.analysis.merging import merge_evidence, merge_windows
 from rankscope.analysis.observing import ReadyWindow, observe
 from rankscope.analysis.policy import Policy
-from rankscope.analysis.rules import RecentWindows
+from rankscope.analysis.rules import HEALTHY, RecentWindows
 from rankscope.analysis.stack_judging import judge_stack_windows
 from rankscope.analysis.transfers import TransferBaseline
 from rankscope.analysis.verdict import Cause, Confidence, Kind, Severity, Verdict
@@ -25,6 +26,7 @@ PENDING_KEPT = 600
 FRAMES_OF_A_HANG = 3
 # Nodes may differ by a step, and by what the kernel's clock discipline leaves.
 CLOCK_TOLERANCE_SECONDS = 0.25
+IN_CAPTURES = " (in captured steps)"
 
 
 class JobJudge:
@@ -40,22 +42,24 @@ class JobJudge:
         self._unmeasured = 0
         self._step_seconds: float | None = None
         self._lost_gpu_seconds = 0.0
+        self._captures = CaptureWindows()
         self.verdict = Verdict(Kind.INSUFFICIENT_DATA, "no window yet")
 
     def absorb(self, window: JobWindow) -> JobWindow | None:
         """Take a window; return the stretch that is now ready for comparing ranks, if one is."""
         self._raw.append(window)
+        if np.isnan(window.columns.steps).all():
+            return None  # nothing to gather: between two captures there may be thousands of these
         self._pending.append(window)
         if len(self._pending) > PENDING_KEPT:
             del self._pending[0]
-        ready = window
-        if len(self._pending) > 1:
-            if np.isnan(window.columns.steps).all():
-                return None
-            ready = merge_windows(self._pending)
+        ready = window if len(self._pending) == 1 else merge_windows(self._pending)
         if not ready.columns.steps.min(initial=np.inf) >= STEPS_PER_WINDOW:  # nor where a rank's are not known
             return None
         self._pending.clear()
+        if ready.is_captured:
+            around = tuple(self._raw)
+            return replace(ready, evidence=lambda: merge_evidence(around))
         return ready
 
     def judge(self, ready: ReadyWindow | None) -> Verdict:
@@ -87,8 +91,8 @@ class JobJudge:
         if seen < self._policy.ranks_seen_ratio * latest.world_size:
             return Verdict(Kind.INSUFFICIENT_DATA, f"{seen} of {latest.world_size} ranks report")
         if ready is None:
-            if self._steps_seen == 0 and np.isnan(latest.columns.steps).all():
-                return judge_stack_windows(list(self._raw), self._policy)
+            if (self._steps_seen == 0 or self._captures.count) and np.isnan(latest.columns.steps).all():
+                return self._captures.settle(self._raw, self._policy)
             return self.verdict if self.verdict.kind is not Kind.HANG else Verdict(Kind.HEALTHY, "moving again")
         summary = ready.summary
         if summary.ranks_measured < self._policy.ranks_seen_ratio * latest.world_size:
@@ -97,11 +101,14 @@ class JobJudge:
                 return self.verdict  # DDP is sampled, and a window may hold no sample: that alone changes nothing
             return judge_stack_windows(list(self._raw), self._policy)
         self._unmeasured = 0
+        self._steps_seen += summary.fewest_steps
+        self._step_seconds = summary.step_seconds
+        if ready.window.is_captured:
+            return self._judge_captures(ready)
+        self._captures = CaptureWindows()
         # Earlier windows were kept for their stacks; with steps to go by they only hold memory.
         self._raw.clear()
         self._raw.append(latest)
-        self._steps_seen += summary.fewest_steps
-        self._step_seconds = summary.step_seconds
         if self._steps_seen < self._policy.steps_needed:
             reason = f"{self._steps_seen:.0f} steps seen, {self._policy.steps_needed} needed"
             return Verdict(Kind.INSUFFICIENT_DATA, reason)
@@ -109,6 +116,17 @@ class JobJudge:
         if skew is not None and skew > self._step_seconds + CLOCK_TOLERANCE_SECONDS:
             return Verdict(Kind.INSUFFICIENT_DATA, f"clocks of the nodes are {skew:.1f} s apart; check NTP or chrony")
         return self._recent.decide(observe(ready, self._baseline, self._policy), self.verdict)
+
+    def _judge_captures(self, ready: ReadyWindow) -> Verdict:
+        """A few steps of many, so what they say is less sure, and what stacks say of the rest counts beside it."""
+        if self._steps_seen < self._policy.steps_needed:
+            self._captures.add(ready.window, None)
+        else:
+            standing = self._captures.verdict or HEALTHY
+            verdict = self._recent.decide(observe(ready, self._baseline, self._policy), standing)
+            reason = f"{verdict.reason.removesuffix(IN_CAPTURES)}{IN_CAPTURES}"
+            self._captures.add(ready.window, replace(verdict, reason=reason, confidence=Confidence.LOW))
+        return self._captures.settle(self._raw, self._policy)
 
 
 def _hang_verdict(hang: Hang, known_steps: bool) -> Verdict:

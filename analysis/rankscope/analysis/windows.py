@@ -117,3 +117,5 @@ class JobWindow:
     # Every rank that reports; None for one that is moving.
     stalls: Callable[[], Mapping[int, Stall | None]] = field(default=dict)
     place_names: Mapping[int, str] = field(default_factory=dict)
+    # Steps are known only now and then, from captures: most windows have none, and stacks go on counting.
+    is_captured: bool = False

@@ -29,6 +29,11 @@ def job_window(windows: Sequence[window_pb2.RankWindow], world_size: int, depart
     ordered = sorted(windows, key=lambda window: window.identity.rank)
     nodes = {node: number for number, node in enumerate(sorted({w.identity.node for w in ordered}))}
     floats = np.array([_row(window) for window in ordered], dtype=np.float64).reshape(len(ordered), len(_FLOATS))
+    captured = np.array([w.sources.get("steps") == window_pb2.SOURCE_CAPTURE for w in ordered], dtype=np.bool_)
+    if captured.any() and not np.isnan(floats[~captured, 0]).all():
+        # Steps slowed down by recording are not to be compared with steps that a probe timed.
+        floats[captured] = NAN
+        captured[:] = False
     ints = np.array([_keys(window, nodes) for window in ordered], dtype=np.int64).reshape(len(ordered), 4)
     keys, measures = (ints[:, c] for c in range(4)), (floats[:, c] for c in range(len(_FLOATS)))
     columns = RankColumns(*chain[Any](keys, measures))
@@ -43,6 +48,7 @@ def job_window(windows: Sequence[window_pb2.RankWindow], world_size: int, depart
         evidence=lambda: _Evidence(ordered, columns.rank),
         stalls=lambda: {w.identity.rank: stall_of(w) for w in ordered},
         place_names={number: node for node, number in nodes.items()},
+        is_captured=bool(captured.any()),
     )
 
 
@@ -89,6 +95,11 @@ def _row(window: window_pb2.RankWindow) -> tuple[float, ...]:
     per_step.update((field.name, seconds / steps) for field, seconds in causes.ListFields())
     own = window.self
     spread = own.p90_seconds / own.p10_seconds if window.HasField("self") and own.p10_seconds > 0 else NAN
+    starved = starved_seconds(window.process) / steps
+    if window.sources.get("steps") == window_pb2.SOURCE_CAPTURE:
+        # The steps are not those of the window: what it queued for a CPU is its share of any step.
+        length = (window.end_unix_nanos - window.start_unix_nanos) / 1e9
+        starved = starved_seconds(window.process) / length * window.step.mean_seconds if length > 0 else NAN
     return (
         float(steps),
         window.step.mean_seconds,
@@ -102,7 +113,7 @@ def _row(window: window_pb2.RankWindow) -> tuple[float, ...]:
         per_step["optimizer"],
         per_step["checkpoint"],
         per_step["other"],
-        starved_seconds(window.process) / steps,
+        starved,
         window.mfu_ratio if window.HasField("mfu_ratio") else NAN,
     )
 

@@ -1,0 +1,108 @@
+"""Verdicts from a few captured steps now and then, in a job whose steps are not known otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rankscope.analysis.fleet import FleetJudge
+from rankscope.analysis.verdict import Confidence, Kind, Severity, Verdict
+from rankscope.analysis.windows import FrameSeen, JobWindow, RankEvidence, StackProfile, columns_of
+from tests.unit.analysis.synthetic import SyntheticJob
+
+HEALTHY = SyntheticJob()
+SLOW = HEALTHY.but(slow_ranks={2: 1.6})
+APART = 12  # windows between two captures
+SPIN = FrameSeen("spin", "train.py", 7, 0.5, 0.5, "forward")
+
+
+def stacks(slow_rank: int | None = None) -> dict[int, RankEvidence]:
+    usual = StackProfile(60, {"forward": 0.5, "communication": 0.5}, ())
+    slow = StackProfile(60, {"forward": 1.0, "communication": 0.0}, (SPIN,))
+    return {rank: RankEvidence(slow if rank == slow_rank else usual) for rank in range(4)}
+
+
+def plain(job: SyntheticJob, number: int, evidence: Mapping[int, RankEvidence]) -> JobWindow:
+    """Of a rank without probe: no step is known."""
+    rows = [{"rank": rank} for rank in range(job.world_size)]
+    return replace(job.window(np.random.default_rng(0), number, evidence), columns=columns_of(rows))
+
+
+def watch(
+    *captures: SyntheticJob,
+    steps: int = 5,
+    seed: int = 0,
+    after: int = 0,
+    evidence: Mapping[int, RankEvidence] | None = None,
+) -> Iterator[Verdict]:
+    """The verdict after each capture, and then after each of so many windows more."""
+    random, fleet = np.random.default_rng(seed), FleetJudge()
+    number = 0
+    seen = evidence if evidence is not None else stacks()
+    for job in captures:
+        for _ in range(APART - 1):
+            fleet.evaluate({"job": plain(job, number, seen)})
+            number += 1
+        window = replace(job.but(steps=steps).window(random, number, seen), is_captured=True)
+        number += 1
+        yield fleet.evaluate({"job": window})["job"]
+    for _ in range(after):
+        yield fleet.evaluate({"job": plain(HEALTHY, number, seen)})["job"]
+        number += 1
+
+
+@pytest.mark.parametrize(("steps", "captures"), [(5, 6), (10, 4), (2, 14)])
+def test_a_slow_rank_is_named_once_there_are_steps_and_captures_enough_but_never_for_sure(
+    steps: int, captures: int
+) -> None:
+    verdicts = list(watch(*[SLOW] * captures, steps=steps))
+    assert (verdicts[-1].kind, verdicts[-1].culprits) == (Kind.SLOW_RANK, (2,))
+    assert (verdicts[-1].severity, verdicts[-1].confidence) == (Severity.ALARM, Confidence.LOW)
+    assert verdicts[-1].reason.endswith("(in captured steps)")
+    assert not any(verdict.is_alarm for verdict in verdicts[:-1])
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_a_healthy_job_stays_silent(steps: int) -> None:
+    for seed in range(5):
+        assert {verdict.kind for verdict in watch(*[HEALTHY] * 16, steps=steps, seed=seed)} == {Kind.HEALTHY}
+
+
+def test_one_bad_capture_is_no_evidence_for_the_windows_until_the_next() -> None:
+    verdicts = list(watch(*[HEALTHY] * 6, SLOW, after=APART, evidence=stacks()))
+    assert {verdict.kind for verdict in verdicts} == {Kind.HEALTHY}
+
+
+def test_what_captures_found_stands_between_them_and_goes_when_no_more_come() -> None:
+    verdicts = list(watch(*[SLOW] * 6, after=4 * APART))
+    between, after = verdicts[6 : 6 + 2 * APART], verdicts[6 + 3 * APART :]
+    assert {verdict.kind for verdict in between} == {Kind.SLOW_RANK}
+    assert {verdict.kind for verdict in after} == {Kind.HEALTHY}
+
+
+def test_a_rank_that_recovers_is_let_go_by_later_captures() -> None:
+    assert [*watch(*[SLOW] * 6, *[HEALTHY] * 5)][-1].kind is Kind.HEALTHY
+
+
+def test_stacks_are_judged_as_if_there_were_no_captures_while_these_find_nothing() -> None:
+    *_, first, last = watch(HEALTHY, after=2, evidence=stacks(slow_rank=1))
+    for verdict in (first, last):
+        assert (verdict.kind, verdict.culprits, verdict.confidence) == (Kind.SLOW_RANK, (1,), Confidence.LOW)
+
+
+def test_captures_speak_for_a_job_of_which_no_stacks_are_taken() -> None:
+    *_, last = watch(*[HEALTHY] * 5, after=2, evidence={})
+    assert (last.kind, last.confidence) == (Kind.HEALTHY, Confidence.LOW)
+    *_, early = watch(*[HEALTHY] * 3, after=2, evidence={})
+    assert early.kind is Kind.INSUFFICIENT_DATA
+
+
+def test_the_cause_is_looked_for_in_the_stacks_around_a_capture() -> None:
+    no_phases = {f"{phase}_seconds": np.nan for phase in ("input", "forward", "backward", "optimizer", "other")}
+    only_self = dict.fromkeys(range(4), no_phases)
+    *_, last = watch(*[SLOW.but(extra=only_self)] * 6, evidence=stacks(slow_rank=2))
+    assert (last.kind, last.cause.phase) == (Kind.SLOW_RANK, "forward")
+    assert [frame.function for frame in last.cause.frames] == ["spin"]
