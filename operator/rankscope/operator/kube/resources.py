@@ -33,9 +33,14 @@ VerdictKind = Literal[
 ]
 
 
+ConditionStatus = Literal["True", "False", "Unknown"]
+RunPhase = Literal["Pending", "Running", "Ended"]
+CapturePhase = Literal["Pending", "Running", "Succeeded", "Failed", "Cancelled"]
+
+
 class Condition(Struct, rename="camel", kw_only=True):
     type: Annotated[str, Meta(max_length=316)]
-    status: Literal["True", "False", "Unknown"]
+    status: ConditionStatus
     reason: Annotated[str, Meta(min_length=1, max_length=1024, pattern="^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
     message: Annotated[str, Meta(max_length=32768)]
     last_transition_time: Moment
@@ -91,7 +96,7 @@ class RunVerdict(Struct, rename="camel", kw_only=True):
 
 class TrainingRunStatus(Struct, rename="camel", kw_only=True):
     observed_generation: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
-    phase: Literal["Pending", "Running", "Ended"] | UnsetType = UNSET
+    phase: RunPhase | UnsetType = UNSET
     job: Annotated[str, Meta(max_length=256, description="The job's name in metrics.")] | UnsetType = UNSET
     incarnation: Annotated[int, Meta(ge=0, description="How often the workload began anew.")] | UnsetType = UNSET
     ranks: RankCount | UnsetType = UNSET
@@ -152,7 +157,7 @@ class CapturedRank(Struct, rename="camel", kw_only=True):
 
 class CaptureStatus(Struct, rename="camel", kw_only=True):
     observed_generation: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
-    phase: Literal["Pending", "Running", "Succeeded", "Failed", "Cancelled"] | UnsetType = UNSET
+    phase: CapturePhase | UnsetType = UNSET
     message: Text | UnsetType = UNSET
     # Written before any daemon is asked, so that a restarted operator asks for the very same thing.
     job: Annotated[str, Meta(max_length=256)] | UnsetType = UNSET
