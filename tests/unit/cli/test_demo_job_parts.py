@@ -47,6 +47,18 @@ def test_the_fault_begins_at_its_step_on_its_rank_only(tmp_path: Path, rank: int
 
 
 @pytest.mark.usefixtures("scripts")
+def test_a_fault_ends_when_it_is_switched_off_even_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    launcher = Board.create(tmp_path / "board", ranks=2)
+    switch = importlib.import_module("switching").FaultSwitch(1, "hang:rank=1", Board(tmp_path / "board"))
+    launcher.fault_step = 1
+    switch.next_step()
+    assert switch.active == "hang"
+    launcher.fault_step = None
+    switch.look()
+    assert switch.active is None
+
+
+@pytest.mark.usefixtures("scripts")
 def test_the_declared_size_and_work_are_those_of_the_real_model() -> None:
     size = ModelSize(device_forward_seconds=0, device_backward_seconds=0)
     faults = importlib.import_module("switching").FaultSwitch(0, "none", None)

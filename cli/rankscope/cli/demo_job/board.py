@@ -35,7 +35,7 @@ class Board:
 
     @property
     def fault_step(self) -> int | None:
-        """The number of the first step with the fault; None until it is known."""
+        """The number of the first step with the fault; None before it is known, and after the fault."""
         (step,) = struct.unpack_from("=Q", self._map, 0)
         return None if step == _NEVER else step
 

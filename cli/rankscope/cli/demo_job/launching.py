@@ -1,4 +1,4 @@
-"""Starts the demo's ranks, switches their fault on, and leaves nothing behind."""
+"""Starts the demo's ranks, switches their fault on and off, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -173,6 +173,13 @@ class DemoJob:
         elif self.fault.kind != NONE:
             board.fault_step = max(self.steps_done()) + _STEPS_AHEAD
         return time.monotonic()
+
+    def end_fault(self) -> None:
+        """Switches the fault off again; the ranks go on as if it had never been."""
+        if self.confinement is not None:
+            self.confinement.lift()
+            self.confinement = None
+        self._running_board().fault_step = None
 
     def stop(self) -> None:
         """Ends every rank and removes what the job left on the machine. Safe to call at any time, and twice."""

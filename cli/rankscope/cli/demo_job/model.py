@@ -108,4 +108,5 @@ def normalize_features(features: torch.Tensor, faults: FaultSwitch) -> torch.Ten
 
 def wait_for_shard(faults: FaultSwitch) -> None:
     while faults.active == HANG:
-        time.sleep(0.1)  # for a shard that nobody will send
+        time.sleep(0.1)  # for a shard that nobody sends
+        faults.look()

@@ -35,13 +35,17 @@ class FaultSwitch:
         return cls(rank, os.environ.get("RANKSCOPE_DEMO_FAULT", "none"), Board(Path(path)) if path else None)
 
     def next_step(self) -> None:
-        """Between two steps: notes the one that ended and looks whether the fault begins with the next."""
+        """Between two steps: notes the one that ended and looks whether the fault begins or ends with the next."""
         now = time.monotonic()
         if self._board is None:
             return
         self._board.record_step(self._rank, now - self._step_started)
         self._step_started = now
         self._step += 1
-        fault_step = self._board.fault_step
-        if self._concerns_this_rank and fault_step is not None and self._step >= fault_step:
-            self.active = self._fault.kind
+        self.look()
+
+    def look(self) -> None:
+        """Whether the fault is on now: who hangs in a step has to look by itself whether that is over."""
+        fault_step = None if self._board is None else self._board.fault_step
+        is_on = self._concerns_this_rank and fault_step is not None and self._step >= fault_step
+        self.active = self._fault.kind if is_on else None
