@@ -17,7 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 PATIENCE_SECONDS = 60.0
 MAIN: tuple[str, ...] = (sys.executable, "-m", "rankscope.cli.main")
-ANNOUNCED = re.compile(r"^rankscope (?:daemon|up): metrics (http://127\.0\.0\.1:\d+/metrics), grpc (unix:\S+)", re.M)
+ANNOUNCED = re.compile(
+    r"^rankscope (?:daemon|up): metrics (http://127\.0\.0\.1:\d+/metrics), grpc (unix:[^\s,]+)", re.M
+)
 
 
 def wait_until(
