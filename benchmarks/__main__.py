@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks import (
     capture_latency,
     daemon_cost,
+    gpu_collector,
     overhead,
     probe_step,
     timeline_replay,
@@ -35,6 +36,7 @@ BENCHMARKS: Mapping[str, Callable[[], list[Row]]] = {
     "timeline": timeline_replay.measure,
     "captures": capture_latency.measure,
     "daemon": daemon_cost.measure,
+    "gpu": gpu_collector.measure,
     "overhead": overhead.measure,
 }
 

@@ -35,7 +35,7 @@ _PCIE_TRANSMIT, _PCIE_RECEIVE = 0, 1
 class Cadence:
     """How often what is dear or slow to change is read; everything else is with every poll. Measured on an H200: energy
     4.3 ms of CPU a call, maximum clocks 1.4 ms, MIG mode 0.16 ms, PCIe throughput without GPM 20 ms of waiting for each
-    direction; everything else together about 0.2 ms."""
+    direction. With these periods a poll takes 0.8 ms on average."""
 
     energy_seconds: float = 30.0
     maxima_seconds: float = 600.0
