@@ -28,6 +28,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand("daemon", "watch the training ranks of this machine", "daemon"),
     Subcommand("doctor", "tell what will not work on this machine, and why", "daemon"),
     Subcommand("up", "watch this machine and judge its jobs", "daemon"),
+    Subcommand("operator", "correlate the ranks of a Kubernetes cluster", "operator"),
     Subcommand("top", "show jobs and ranks as a live table", "cli"),
     Subcommand("capture", "record chosen ranks in depth, all at the same moment", "cli"),
     Subcommand("captures", "list, show, download and cancel captures", "cli"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
 from rankscope.analysis.verdict import Kind, Severity, Verdict
 from rankscope.operator.correlation.correlator import JobState
@@ -29,12 +29,18 @@ def moment(unix_seconds: float) -> str:
     return datetime.fromtimestamp(unix_seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def unix_seconds(text: str) -> float:
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+
+
 def run_status(
     run: Run, state: JobState | None, before: TrainingRunStatus, generation: int, now_unix_seconds: float
 ) -> TrainingRunStatus:
     """`before` is the status that stands: conditions keep the time of their last change."""
     status = TrainingRunStatus(observed_generation=generation, phase=_phase(run, state))
     conditions = [_condition_seen(run, state)]
+    if any(condition.type == "Ended" for condition in before.conditions):
+        conditions.append(_condition("Ended", "False", "PodsAgain", "the run has pods again"))
     if state is not None:
         status.job = state.job[:256]
         status.ranks = RankCount(
@@ -52,6 +58,13 @@ def run_status(
     status.last_capture = before.last_capture
     status.conditions = merged_conditions(before.conditions, conditions, generation, now_unix_seconds)
     return status
+
+
+def ended_status(before: TrainingRunStatus, generation: int, now_unix_seconds: float) -> TrainingRunStatus:
+    """Of a run whose pods are gone: what was last known, and that it is over."""
+    over = _condition("Ended", "True", "NoPods", "the run has no pods any more")
+    conditions = merged_conditions(before.conditions, [over], generation, now_unix_seconds)
+    return structs.replace(before, observed_generation=generation, phase="Ended", conditions=conditions)
 
 
 def run_verdict(state: JobState) -> RunVerdict:
@@ -102,11 +115,10 @@ def _condition_seen(run: Run, state: JobState | None) -> Condition:
     if state is None:
         pods = len(run.live_pods)
         return _condition("RanksSeen", "False", "NoRanks", f"no rank was seen yet in the {pods} pods of the run")
-    complete = state.ranks_seen >= state.world_size
-    reason = "AllRanks" if complete else "RanksMissing"
-    return _condition(
-        "RanksSeen", "True" if complete else "False", reason, f"{state.ranks_seen} of {state.world_size} ranks report"
-    )
+    message = f"{state.ranks_seen} of {state.world_size} ranks report"
+    if state.ranks_seen >= state.world_size:
+        return _condition("RanksSeen", "True", "AllRanks", message)
+    return _condition("RanksSeen", "False", "RanksMissing", message)
 
 
 def _condition_healthy(verdict: Verdict) -> Condition:

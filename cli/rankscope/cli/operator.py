@@ -1,0 +1,89 @@
+"""`rankscope operator`: correlate the ranks of a Kubernetes cluster, until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from rankscope.daemon.config import LOG_LEVELS
+from rankscope.daemon.reporting import OneLine
+from rankscope.operator.kube.daemon_streams import Tls
+from rankscope.operator.kube.operator_settings import OperatorSettings
+from rankscope.operator.kube.running import Operator
+
+NAME = "operator"
+HELP = "correlate the ranks of a Kubernetes cluster"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = OperatorSettings()
+    parser.epilog = (
+        "In a pod it needs no flags: it takes the pod's service account. Elsewhere name a --kubeconfig. "
+        "`kubectl get trainingruns -A` shows what it finds."
+    )
+    parser.add_argument("--kubeconfig", type=Path, metavar="FILE", help="how to reach the API server from outside")
+    parser.add_argument(
+        "--namespace", default=defaults.namespace, help="where the daemons and our leases are (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--identity", default=defaults.identity, help="this replica's name, unlike any other's (default: %(default)s)"
+    )
+    parser.add_argument("--shards", type=int, default=1, metavar="N", help="parts the runs are divided in (default: 1)")
+    parser.add_argument("--pod-selector", default="", metavar="LABELS", help="watch only pods with these labels")
+    parser.add_argument("--listen", default="127.0.0.1:9466", metavar="HOST:PORT", help="/metrics, /healthz, /readyz")
+    parser.add_argument("--tls-certificate", type=Path, metavar="FILE", help="ours, for the daemons; with the next two")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
+    parser.add_argument("--tls-authority", type=Path, metavar="FILE", help="who signed the daemons' certificates")
+    parser.add_argument("--mfu-target", type=float, metavar="RATIO", help="raise low_mfu below this, for example 0.4")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="least severe log line to print")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine())
+    logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
+    try:
+        operator = Operator(_settings(arguments))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:  # noqa: BLE001 - the client's configuration errors share no class
+        print(f"error: cannot reach a cluster: {error}; name a --kubeconfig, or run in a pod", file=sys.stderr)
+        return 2
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    operator.start()
+    print(
+        f"rankscope operator: http {operator.settings.listen_host}:{operator.server.port}", file=sys.stderr, flush=True
+    )
+    stopping.wait()
+    operator.stop()
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> OperatorSettings:
+    host, _, port = arguments.listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"--listen {arguments.listen!r} is not HOST:PORT")
+    if arguments.shards < 1:
+        raise ValueError("--shards must be at least 1")
+    files = (arguments.tls_certificate, arguments.tls_key, arguments.tls_authority)
+    if any(files) and not all(files):
+        raise ValueError("--tls-certificate, --tls-key and --tls-authority belong together")
+    settings = OperatorSettings(
+        kubeconfig=arguments.kubeconfig,
+        namespace=arguments.namespace,
+        identity=arguments.identity,
+        shards=arguments.shards,
+        pod_selector=arguments.pod_selector,
+        listen_host=host.strip("[]"),
+        listen_port=int(port),
+        mfu_target=arguments.mfu_target,
+    )
+    return replace(settings, tls=Tls(*files)) if all(files) else settings

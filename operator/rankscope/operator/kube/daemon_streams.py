@@ -1,0 +1,155 @@
+"""One WatchRanks stream to every node's daemon, all in one thread: a fleet has thousands.
+
+A daemon that is gone is asked again, later and later; one whose certificate is not ours is never listened to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from rankscope.v1 import rank_service_pb2, rank_service_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_SECONDS = 0.5
+LAST_BACKOFF_SECONDS = 15.0
+# A node sends every few seconds; one that has said nothing for so long has gone without closing its connection.
+SILENT_SECONDS = 90.0
+# The first message comes at once: a node that is down must not hold up the others that wait to be asked.
+FIRST_MESSAGE_SECONDS = 20.0
+# A daemon answers with the windows of one node: more is not a daemon.
+MESSAGE_BYTES_LIMIT = 16 << 20
+# How many connections may be under way at once: a restarted operator must not meet its fleet all at the same moment.
+CONNECTING_LIMIT = 128
+
+Accept = Callable[[rank_service_pb2.WatchRanksResponse, str], None]
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Files, read anew for every connection: certificates are rotated under us."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+    # Pods have no names in DNS: every daemon's certificate carries this one.
+    server_name: str = "rankscope-daemon"
+
+    def channel(self, address: str, options: list[tuple[str, object]]) -> grpc.aio.Channel:
+        credentials = grpc.ssl_channel_credentials(
+            self.authority.read_bytes(), self.key.read_bytes(), self.certificate.read_bytes()
+        )
+        named = [*options, ("grpc.ssl_target_name_override", self.server_name)]
+        return grpc.aio.secure_channel(address, credentials, options=named)
+
+
+class DaemonStreams:
+    """`follow` says which daemons there are. `accept` is called in one thread, with the node's name as *we* know it."""
+
+    def __init__(self, accept: Accept, tls: Tls | None = None) -> None:
+        self._accept = accept
+        self._tls = tls
+        self._loop = asyncio.new_event_loop()
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}  # node, address
+        self._connected: set[str] = set()
+        self._connecting = asyncio.Semaphore(CONNECTING_LIMIT)
+        self._thread = threading.Thread(target=self._run, name="rankscope-streams", daemon=True)
+        self.messages_total = 0
+
+    @property
+    def connected(self) -> frozenset[str]:
+        """Nodes whose daemon is heard."""
+        return frozenset(self._connected)
+
+    @property
+    def following(self) -> int:
+        return len(self._tasks)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def follow(self, addresses: Mapping[str, str]) -> None:
+        """Node to HOST:PORT; those that are missing are left."""
+        self._loop.call_soon_threadsafe(self._retarget, dict(addresses))
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._retarget, {})
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.close()
+
+    def _retarget(self, addresses: Mapping[str, str]) -> None:
+        wanted = set(addresses.items())
+        for key in self._tasks.keys() - wanted:
+            self._tasks.pop(key).cancel()
+        for node, address in wanted - self._tasks.keys():
+            self._tasks[node, address] = self._loop.create_task(self._keep_up(node, address))
+
+    async def _keep_up(self, node: str, address: str) -> None:
+        backoff = FIRST_BACKOFF_SECONDS
+        while True:
+            try:
+                if await self._stream(node, address):
+                    backoff = FIRST_BACKOFF_SECONDS
+            except grpc.aio.AioRpcError as error:
+                level = logging.INFO if node in self._connected else logging.DEBUG
+                log.log(level, "daemon of %s: %s %s", node, error.code().name, (error.details() or "")[:200])
+            except (OSError, ValueError, asyncio.TimeoutError) as error:
+                log.warning("daemon of %s: %s", node, error or type(error).__name__)
+            except Exception:
+                log.exception("daemon of %s", node)
+            finally:
+                self._connected.discard(node)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
+            backoff = min(backoff * 2, LAST_BACKOFF_SECONDS)
+
+    async def _stream(self, node: str, address: str) -> bool:
+        """True if anything was heard."""
+        heard = False
+        async with self._channel(address) as channel:
+            call = rank_service_pb2_grpc.RankServiceStub(channel).WatchRanks(rank_service_pb2.WatchRanksRequest())
+            try:
+                async with self._connecting:
+                    message = await asyncio.wait_for(call.read(), FIRST_MESSAGE_SECONDS)
+                while message is not grpc.aio.EOF:
+                    heard = True
+                    self._connected.add(node)
+                    self.messages_total += 1
+                    self._take(message, node)
+                    message = await asyncio.wait_for(call.read(), SILENT_SECONDS)
+            finally:
+                call.cancel()
+        return heard
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        options: list[tuple[str, object]] = [
+            ("grpc.max_receive_message_length", MESSAGE_BYTES_LIMIT),
+            ("grpc.keepalive_time_ms", 30_000),
+            # Channels to the same place would share a connection and with it the old certificate.
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        if self._tls is not None:
+            return self._tls.channel(address, options)
+        return grpc.aio.insecure_channel(address, options=options)
+
+    def _take(self, message: rank_service_pb2.WatchRanksResponse, node: str) -> None:
+        try:
+            self._accept(message, node)
+        except Exception:  # whatever one daemon says, the others are heard
+            log.exception("a message of the daemon of %s could not be taken in", node)

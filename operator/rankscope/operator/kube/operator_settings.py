@@ -1,0 +1,34 @@
+"""What the operator runs with."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rankscope.operator.kube.daemon_pods import SELECTOR
+from rankscope.operator.kube.daemon_streams import Tls
+
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+def own_namespace() -> str:
+    try:
+        return _NAMESPACE_FILE.read_text().strip()
+    except OSError:
+        return "rankscope"
+
+
+@dataclass(frozen=True)
+class OperatorSettings:
+    kubeconfig: Path | None = None  # None: the pod's service account
+    namespace: str = field(default_factory=own_namespace)  # of the operator and the daemons
+    identity: str = field(default_factory=lambda: os.environ.get("POD_NAME") or socket.gethostname())
+    shards: int = 1
+    pod_selector: str = ""
+    daemon_selector: str = SELECTOR
+    listen_host: str = "127.0.0.1"
+    listen_port: int = 9466
+    tls: Tls | None = None
+    mfu_target: float | None = None

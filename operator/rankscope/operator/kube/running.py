@@ -1,0 +1,116 @@
+"""The operator as one thing: what it watches, what it hears, what it says, and the pulse that drives it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rankscope.analysis.policy import DEFAULT_POLICY
+from rankscope.operator.correlation.correlator import Correlator, JobState
+from rankscope.operator.correlation.exporting import JobExporter
+from rankscope.operator.correlation.losing import LostSeconds
+from rankscope.operator.kube.api import Api
+from rankscope.operator.kube.binding import Binding
+from rankscope.operator.kube.daemon_pods import DaemonPod, DaemonPods, read_daemon_pod
+from rankscope.operator.kube.daemon_streams import DaemonStreams
+from rankscope.operator.kube.electing import ShardLeases
+from rankscope.operator.kube.events import Events
+from rankscope.operator.kube.inventory import Inventory
+from rankscope.operator.kube.operator_settings import OperatorSettings
+from rankscope.operator.kube.pods import Pod, read_pod
+from rankscope.operator.kube.runs import RunsController
+from rankscope.operator.kube.serving import OperatorServer
+from rankscope.operator.kube.watching import Watched
+from rankscope.operator.kube.writing import Outbox
+from rankscope.v1.rank_service_pb2 import WatchRanksResponse
+
+log = logging.getLogger(__name__)
+
+PULSE_SECONDS = 1.0
+
+
+class Operator:
+    """Runs from `start` to `stop`. Everything is decided from the watches and the daemons' windows; what must outlive a
+    restart is in the API server, never here."""
+
+    def __init__(self, settings: OperatorSettings) -> None:
+        self.settings = settings
+        self.api = Api(settings.kubeconfig)
+        self.outbox = Outbox()
+        self.events = Events(self.api, self.outbox)
+        self.inventory = Inventory()
+        self.binding = Binding(self.inventory)
+        self.daemons = DaemonPods()
+        self.leases = ShardLeases(
+            self.api, settings.namespace, settings.identity, settings.shards, on_change=self._shards_changed
+        )
+        self.correlator = Correlator(replace(DEFAULT_POLICY, mfu_target_ratio=settings.mfu_target))
+        self.lost = LostSeconds()
+        self.streams = DaemonStreams(self._accept, settings.tls)
+        self.runs = RunsController(self.api, self.outbox, self.events, self.inventory, self.leases, self.states_by_job)
+        self.pods: Watched[Pod] = Watched(self.api, "/api/v1/pods", read_pod, self.inventory, settings.pod_selector)
+        daemon_path = f"/api/v1/namespaces/{settings.namespace}/pods"
+        self.daemon_watch: Watched[DaemonPod] = Watched(
+            self.api, daemon_path, read_daemon_pod, self.daemons, settings.daemon_selector
+        )
+        exporter = JobExporter(lambda: self.correlator.states, self.lost, settings.mfu_target)
+        self.server = OperatorServer(settings.listen_host, settings.listen_port, self, (exporter,))
+        self._stopping = threading.Event()
+        self._pulse_thread = threading.Thread(target=self._pulse, name="rankscope-pulse", daemon=True)
+
+    def start(self) -> None:
+        self.server.start()
+        self.outbox.start()
+        self.leases.start()
+        for watched in (self.pods, self.daemon_watch, self.runs.watched):
+            watched.start()
+        self.correlator.listen(self.lost)
+        self.correlator.start()
+        self.streams.start()
+        self._pulse_thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._pulse_thread.join(5.0)
+        for watched in (self.pods, self.daemon_watch, self.runs.watched):
+            watched.stop()
+        self.streams.stop()
+        self.correlator.stop()
+        self.outbox.stop()
+        self.leases.stop()
+        self.server.stop()
+
+    @property
+    def is_ready(self) -> bool:
+        """Once it knows its pods and daemons. An outage of the API server later does not change that: it goes on."""
+        return self.pods.listed.is_set() and self.daemon_watch.listed.is_set()
+
+    def states_by_job(self) -> Mapping[str, JobState]:
+        return {state.job: state for state in self.correlator.states}
+
+    def _accept(self, message: WatchRanksResponse, node: str) -> None:
+        """In the streams' thread. Of the runs in shards that others hold, nothing is kept."""
+        bound = self.binding.bind(message, node)
+        held = WatchRanksResponse(node=node, dropped=bound.dropped)
+        held.windows.extend(window for window in bound.windows if self._is_held(window.identity.job))
+        held.departed.extend(identity for identity in bound.departed if self._is_held(identity.job))
+        if held.windows or held.departed:
+            self.correlator.accept(held)
+
+    def _is_held(self, job: str) -> bool:
+        return self.leases.holds(job.partition("#")[0])
+
+    def _shards_changed(self, held: frozenset[int]) -> None:
+        # Whoever held them meanwhile has written too: what we believe to stand may not.
+        self.outbox.forget_all()
+
+    def _pulse(self) -> None:
+        while not self._stopping.wait(PULSE_SECONDS):
+            try:
+                self.streams.follow(self.daemons.addresses)
+                self.binding.forget_runs_but(set(self.inventory.runs()))
+                self.runs.reconcile()
+            except Exception:
+                log.exception("a pulse failed; the next one tries again")
