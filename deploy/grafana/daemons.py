@@ -35,7 +35,7 @@ def daemons() -> dict[str, Any]:
 
 def of_nodes(value: str) -> str:
     """`value` of the chosen nodes' daemons with the node as a label, which only `rankscope_build_info` has."""
-    return f"{value} * on (instance) group_left (node) group by (instance, node) ({DAEMON})"
+    return f"({value}) * on (instance) group_left (node) group by (instance, node) ({DAEMON})"
 
 
 def _numbers() -> list[Panel]:
@@ -149,7 +149,7 @@ def _blind() -> Panel:
     return table(
         "Ranks nobody could measure",
         "Seen, but no source says anything about them. Empty when all is well.",
-        [(Query(f"max by (node, job, rank) ({of_nodes('(rankscope_rank_up == bool 0) == 1')})"), "")],
+        [(Query(f"max by (node, job, rank) ({of_nodes('rankscope_rank_up == 0')})"), "")],
         sort_by="node",
         order=["node", "job", "rank"],
         overrides=[linked("rank", to_rank(job="${__data.fields.job:percentencode}"))],
