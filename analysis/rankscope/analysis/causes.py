@@ -11,11 +11,13 @@ import numpy as np
 from rankscope.analysis.policy import Policy
 from rankscope.analysis.robust import Bools, median_or_nan
 from rankscope.analysis.screening import Screen
+from rankscope.analysis.throttles import PHASES_OFF_THE_GPU, name_throttle
 from rankscope.analysis.verdict import Cause
 from rankscope.analysis.windows import (
     WAITING_PHASES,
     WORK_PHASES,
     FrameSeen,
+    GpuEvidence,
     RankColumns,
     StackProfile,
 )
@@ -32,9 +34,14 @@ class FrameExcess:
 
 
 def name_cause(
-    columns: RankColumns, screened: Screen, culprits: Bools, stacks: Mapping[int, StackProfile], policy: Policy
+    columns: RankColumns,
+    screened: Screen,
+    culprits: Bools,
+    stacks: Mapping[int, StackProfile],
+    policy: Policy,
+    gpus: Mapping[int, GpuEvidence] | None = None,
 ) -> Cause:
-    """Cause of the culprits' excess in one (merged) window of one job. `stacks` is by rank."""
+    """Cause of the culprits' excess in one (merged) window of one job. `stacks` and `gpus` are by rank."""
     slowest = int(np.flatnonzero(culprits)[np.argmax(screened.own_seconds[culprits])])
     peers = ~culprits & (columns.stage == columns.stage[slowest])
     excess = float(screened.own_seconds[slowest] - screened.reference_seconds[slowest])
@@ -47,6 +54,12 @@ def name_cause(
     if held < policy.cause_share * excess:
         # The probe cannot split every job's step (no DDP, no DataLoader); stacks can.
         phase, held = _phase_from_stacks(columns, slowest, peers, stacks)
+    if gpus and not (phase in PHASES_OFF_THE_GPU and held >= policy.cause_share * excess):
+        theirs = [gpus[rank] for rank in columns.rank[peers].tolist() if rank in gpus]
+        slowdown = float(screened.own_seconds[slowest] / screened.reference_seconds[slowest])
+        throttle = name_throttle(gpus.get(int(columns.rank[slowest])), theirs, slowdown, policy)
+        if throttle is not None:
+            return throttle
     if held < policy.cause_share * excess:
         return Cause("unknown", frames, f"{_ms(excess)} a step in excess, spread over several phases")
     in_phase = tuple(f for f in frames if f.phase == phase) or frames

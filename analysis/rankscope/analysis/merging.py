@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from rankscope.analysis.causes import merge_profiles
+from rankscope.analysis.throttles import merge_gpus
 from rankscope.analysis.windows import JobWindow, RankColumns, RankEvidence
 
 _KEYS = {"job", "rank", "stage", "place"}
@@ -54,6 +55,7 @@ def merge_evidence(windows: Sequence[JobWindow], only: Sequence[int] | None = No
             latest,
             stacks=merge_profiles(profiles),
             starved_share=float(np.mean(starved)) if starved else None,
+            gpu=merge_gpus([evidence.gpu for evidence in seen if evidence.gpu is not None]),
         )
     return merged
 

@@ -47,6 +47,10 @@ class Policy:
     stack_excess_share: float = 0.12
     stack_starved_share: float = 0.3
     stack_score: float = 4.0
+    # A rank's GPU is the cause when its clock is so much lower than its peers', and it is not idler than theirs.
+    throttle_clock_ratio: float = 1.05
+    throttle_busy_ratio: float = 0.9
+    throttle_share: float = 0.3  # of the time, where clocks are not known
     # A phase is named when it holds this share of the excess.
     cause_share: float = 0.80
 

@@ -109,7 +109,8 @@ class RecentWindows:
         rows = np.isin(columns.rank, culprits)
         evidence = merge_evidence(windows, _witnesses(columns, screened, rows))
         stacks = {rank: e.stacks for rank, e in evidence.items() if e.stacks is not None}
-        cause = name_cause(columns, screened, rows, stacks, self._policy)
+        gpus = {rank: e.gpu for rank, e in evidence.items() if e.gpu is not None}
+        cause = name_cause(columns, screened, rows, stacks, self._policy, gpus)
         if not same:
             return cause
         # Noise may hide the phase for a window, and stacks are recorded only now and then: while the same ranks stand

@@ -93,6 +93,19 @@ class Stall:
 
 
 @dataclass(frozen=True)
+class GpuEvidence:
+    """A rank's GPU over some windows."""
+
+    sm_clock_hertz: float | None = None
+    sm_clock_max_hertz: float | None = None
+    utilization_ratio: float | None = None
+    throttled_shares: Mapping[str, float] = field(default_factory=dict)  # of the time, by reason
+
+    def share(self, reason: str) -> float:
+        return self.throttled_shares.get(reason, 0.0)
+
+
+@dataclass(frozen=True)
 class RankEvidence:
     """What is looked at only when the columns raise a question, or when there are none (level 0)."""
 
@@ -100,6 +113,7 @@ class RankEvidence:
     # Over the whole window; for ranks whose steps are not known.
     starved_share: float | None = None
     window_seconds: float = 0.0
+    gpu: GpuEvidence | None = None  # where it uses exactly one
 
 
 @dataclass(frozen=True, slots=True)

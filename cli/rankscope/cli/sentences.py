@@ -38,6 +38,8 @@ def because(verdict: Verdict) -> str:
     place = source_line(cause.frames[0]) if cause.frames else ""
     if cause.phase == "starved":
         return " because it is starved of CPU"
+    if cause.phase == "throttled":
+        return f" because its GPU is throttled ({cause.evidence})"
     if place and cause.phase != "unknown":
         return f" because of {place} ({cause.frames[0].function}, {cause.phase})"
     if place:

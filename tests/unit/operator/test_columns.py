@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.operator.correlation.columns import job_window, stall_of, starved_seconds
+from rankscope.operator.correlation.columns import evidence_of, job_window, stall_of, starved_seconds
 from rankscope.v1 import identity_pb2, window_pb2
 
 SECOND = 1_000_000_000
@@ -77,3 +77,12 @@ def test_clocks_of_two_nodes_are_compared_by_the_steps_they_share() -> None:
     apart = job_window([on("a", 0, 500, 100.0), on("b", 1, 500, 97.0)], 2)
     assert agree.clock_skew_seconds == pytest.approx(0.0, abs=0.01)
     assert apart.clock_skew_seconds == pytest.approx(3.0, abs=0.01)
+
+
+def test_the_gpu_of_a_rank_is_evidence_where_it_is_one() -> None:
+    usage = window_pb2.GpuUsage(gpus=1, sm_clock_hertz=1.2e9, sm_clock_ratio=0.6, throttled_seconds={"hw_thermal": 0.5})
+    gpu = evidence_of(a_window(gpu=usage)).gpu
+    assert gpu is not None and gpu.sm_clock_max_hertz == pytest.approx(2e9)
+    assert gpu.throttled_shares == {"hw_thermal": 0.25} and gpu.utilization_ratio is None
+    assert evidence_of(a_window(gpu=window_pb2.GpuUsage(gpus=2))).gpu is None
+    assert evidence_of(a_window()).gpu is None

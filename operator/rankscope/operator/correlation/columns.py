@@ -12,6 +12,7 @@ from rankscope.analysis.clocks import clock_skew_seconds
 from rankscope.analysis.robust import Ints, median_or_nan
 from rankscope.analysis.windows import (
     FrameSeen,
+    GpuEvidence,
     JobWindow,
     RankColumns,
     RankEvidence,
@@ -139,6 +140,22 @@ def evidence_of(window: window_pb2.RankWindow) -> RankEvidence:
         stacks=_stacks(window.stacks) if window.HasField("stacks") else None,
         starved_share=None if np.isnan(starved) or length <= 0 else min(starved / length, 1.0),
         window_seconds=length,
+        gpu=_gpu(window.gpu, length) if window.HasField("gpu") and window.gpu.gpus == 1 else None,
+    )
+
+
+def _gpu(usage: window_pb2.GpuUsage, window_seconds: float) -> GpuEvidence:
+    clock = usage.sm_clock_hertz if usage.HasField("sm_clock_hertz") else None
+    ratio = usage.sm_clock_ratio if usage.HasField("sm_clock_ratio") else None
+    return GpuEvidence(
+        sm_clock_hertz=clock,
+        sm_clock_max_hertz=clock / ratio if clock and ratio else None,
+        utilization_ratio=usage.utilization_ratio if usage.HasField("utilization_ratio") else None,
+        throttled_shares={
+            reason: min(seconds / window_seconds, 1.0)
+            for reason, seconds in usage.throttled_seconds.items()
+            if window_seconds > 0
+        },
     )
 
 
