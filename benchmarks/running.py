@@ -139,15 +139,16 @@ class RunningDaemon:
 
 
 @contextlib.contextmanager
-def daemon(*flags: str) -> Iterator[RunningDaemon]:
+def daemon(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[RunningDaemon]:
+    """With no settings but these flags, and more in its environment if asked."""
     with tempfile.TemporaryDirectory(prefix="rankscope-bench-") as folder:
         settings = ("--metrics-listen", "127.0.0.1:0", "--socket", f"{folder}/daemon.sock")
         settings += ("--capture-dir", f"{folder}/captures", *flags)
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("RANKSCOPE_")}
+        base = {key: value for key, value in os.environ.items() if not key.startswith("RANKSCOPE_")}
         log = Path(folder) / "log"
         with log.open("w") as writing:
             command = [sys.executable, "-m", "rankscope.cli.main", "daemon", *settings]
-            process = subprocess.Popen(command, env=environment, stderr=writing, text=True)
+            process = subprocess.Popen(command, env=base | dict(environment or {}), stderr=writing, text=True)
         try:
 
             def announced() -> bool:
