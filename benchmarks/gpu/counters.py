@@ -39,6 +39,7 @@ NEAR_ZERO = 0.01
 ESTIMATE = "rankscope_gpu_estimated_flops_per_second"
 TENSOR = "rankscope_gpu_tensor_active_ratio"
 COST_SECONDS = 10.0
+STUB = "RANKSCOPE_NVML_STUB"
 UNKNOWN_ADDRESS = 1 << 46
 XID_SECONDS = 20.0
 
@@ -48,6 +49,7 @@ class Rig:
     report: Report
     stub: bool
     fields: tuple[str, ...]
+    environment: dict[str, str]  # of the daemon
 
 
 @contextlib.contextmanager
@@ -117,7 +119,7 @@ def driver(rig: Rig) -> None:
 
 
 def known_loads(rig: Rig) -> None:
-    with daemon(*FLAGS) as watching:
+    with daemon(*FLAGS, environment=rig.environment) as watching:
         wait_for_gpu(watching)
         with loading(*PLAN) as process, observing(watching, rig.fields) as observed:
             loads = follow(process, rig.report)
@@ -255,7 +257,7 @@ def energy(rig: Rig, observed: Observed) -> None:
 
 def transformer(rig: Rig) -> None:
     shape, backend = ("cpu-large", "gloo") if rig.stub else ("large", "nccl")
-    with daemon(*FLAGS) as watching:
+    with daemon(*FLAGS, environment=rig.environment) as watching:
         wait_for_gpu(watching)
         with training(shape, backend, 1, {}, cpu=rig.stub) as job, observing(watching, ()) as observed:
             began = time.time()
@@ -279,7 +281,7 @@ def transformer(rig: Rig) -> None:
 
 def sharing(rig: Rig) -> None:
     shape = "cpu-small" if rig.stub else "medium"
-    with daemon(*FLAGS) as watching:
+    with daemon(*FLAGS, environment=rig.environment) as watching:
         wait_for_gpu(watching)
         with training(shape, "gloo", 2, {}, cpu=rig.stub) as job, observing(watching, ()) as observed:
             job.name(watching)
@@ -306,7 +308,7 @@ def tell_attribution(rig: Rig, label: str, observed: Observed, uuids: set[str], 
 def cost(rig: Rig) -> None:
     """One daemon reads the GPUs and one does not, side by side, with no rank about."""
     plain = ("--captures", "false", "--metrics-detail", "full")
-    with daemon(*plain) as reading, daemon(*plain, "--gpu", "false") as other:
+    with daemon(*plain, environment=rig.environment) as reading, daemon(*plain, "--gpu", "false") as other:
         wait_for_gpu(reading)
         time.sleep(2)
         used = [cpu_seconds(one.process.pid) for one in (reading, other)]
@@ -337,7 +339,7 @@ def xid(rig: Rig) -> None:
         f"import cupy; cupy.RawKernel({kernel!r}, 'f')((1,), (1,), ({UNKNOWN_ADDRESS},)); "
         "cupy.cuda.runtime.deviceSynchronize()"
     )
-    with daemon(*FLAGS) as watching:
+    with daemon(*FLAGS, environment=rig.environment) as watching:
         wait_for_gpu(watching)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
         give_up_at = time.monotonic() + XID_SECONDS
@@ -367,9 +369,9 @@ PARTS: dict[str, tuple[Callable[[Rig], None], float]] = {
 def use_stub() -> None:
     """Begins anew with the stub in the place of the driver's library."""
     from tests.nvml_stub.building import build_stub
-    from tests.nvml_stub.scripting import VARIABLE, Script
+    from tests.nvml_stub.scripting import Script
 
-    if VARIABLE in os.environ:
+    if STUB in os.environ:
         return
     folder = Path(tempfile.mkdtemp(prefix="rankscope-stub-"))
     environment = Script(folder / "script", **{"gpus": 1, "gpu.gpm.5": 0.2}).environment(build_stub(folder))
@@ -389,7 +391,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     title = "GPU counters (dry run against a stub: only shows that the script works)" if asked.stub else "GPU counters"
     report = Report(title, asked.out, "counters", asked.budget)
-    rig = Rig(report, asked.stub, smi_fields())
+    rig = Rig(report, asked.stub, smi_fields(), {STUB: os.environ[STUB]} if STUB in os.environ else {})
     report.raw["nvidia_smi_fields"] = rig.fields
     report.raw["nvidia_smi_q"] = output_of(["nvidia-smi", "-q", "-i", "0"])
     try:

@@ -24,7 +24,9 @@ KINDS = {
 }
 
 # Without a GPU it can be tried, on less work.
-DEVICE, SHRINK = ("cuda", 1) if torch.cuda.is_available() else ("cpu", 32)
+DEVICE, SHRINK = ("cuda", 1) if torch.cuda.is_available() else ("cpu", 64)
+if DEVICE == "cpu":
+    torch.set_num_threads(1)
 
 
 def synchronize() -> None:
