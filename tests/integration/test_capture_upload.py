@@ -18,9 +18,9 @@ from typing import Any
 import boto3
 import pytest
 
-from rankscope.daemon.captures.conducting import Delivered
 from rankscope.daemon.captures.delivering import LocalArchive
 from rankscope.daemon.captures.orders import Recording
+from rankscope.daemon.captures.outcomes import Delivered
 from rankscope.daemon.captures.store import Store
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
@@ -123,7 +123,7 @@ def _client(port: int) -> Any:
     return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}")
 
 
-def _deliver(archive: LocalArchive) -> dict[int, Delivered]:
+def _deliver(archive: LocalArchive, cancelled: threading.Event | None = None) -> dict[int, Delivered]:
     recorded = {}
     for rank in (0, 1):
         path = archive.workspace(ID) / f"rank{rank}.json"
@@ -131,7 +131,7 @@ def _deliver(archive: LocalArchive) -> dict[int, Delivered]:
         process = RankProcess("train-7b", rank, rank, 2, 9000 + rank, 1, (9000 + rank, 7 + rank))
         recorded[rank] = (process, Recording(path, is_trace=True))
     capture = pb.Capture(id=ID, job="train-7b", ranks=[pb.RankCapture(rank=rank) for rank in (0, 1)])
-    delivered = dict(archive.deliver(capture, recorded, 2))
+    delivered = dict(archive.deliver(capture, recorded, 2, cancelled or threading.Event()))
     assert all(isinstance(one, Delivered) for one in delivered.values()), delivered
     return {rank: one for rank, one in delivered.items() if isinstance(one, Delivered)}
 
@@ -169,6 +169,27 @@ def test_artifacts_reach_a_real_s3_api_that_fails_twice_first(
                 uploaded = _client(port).get_object(Bucket="traces", Key=keys[rank].removeprefix("/traces/"))
                 assert uploaded["Body"].read() == artifact.read()
             assert size == one.size_bytes
+
+
+def test_an_upload_that_is_cancelled_ends_at_once_and_the_artifact_stays(
+    tmp_path: Path, s3_environment: pytest.MonkeyPatch
+) -> None:
+    class Deaf(_PassingOn):
+        def _pass_on(self) -> None:
+            asked.set()
+            cancelled.wait(PATIENCE_SECONDS)
+
+    asked, cancelled = threading.Event(), threading.Event()
+    with _troubled(0, failures=0) as troubled:
+        troubled.RequestHandlerClass = Deaf
+        s3_environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{troubled.server_port}")
+        store = Store(tmp_path / "captures")
+        threading.Thread(target=lambda: asked.wait(PATIENCE_SECONDS) and cancelled.set(), daemon=True).start()
+        delivered = _deliver(LocalArchive(store, "n", upload_url="s3://traces/fleet"), cancelled)
+    assert asked.is_set()
+    for rank, one in delivered.items():
+        assert one.uri == "" and store.open(ID, rank)[1] == one.size_bytes
+        assert one.notes[0].endswith("cancelled")
 
 
 def test_a_bucket_that_does_not_exist_is_a_note_and_is_not_made(

@@ -35,6 +35,7 @@ STATUS = DaemonStatus(
         {"job-a": 1.01},
         clients=8,
         malformed_total=2,
+        unanswered={"late": 4, "hushed": 0, "unsent": 0},
         unvouched_total=1,
         duty_results={"done": 3, "failed": 0, "skipped": 1},
         duty_skips={**dict.fromkeys(REASONS, 0), "young": 1},

@@ -36,6 +36,7 @@ class Checked:
     outline: Outline
     whole: WholeSteps
     start_unix_ns: int
+    end_unix_ns: int
     step_seconds: float  # on the host; where no step is whole, at least about that
     notes: tuple[str, ...]
 
@@ -64,7 +65,8 @@ def check(job: RankJob) -> Checked:
     span = np.array([int(trace.end_ns[host].max()) - int(trace.start_ns[host].min())])
     lasted = (steps.end_ns - steps.start_ns)[first_whole(steps) :]
     step_seconds = float(np.median(lasted if len(lasted) else span)) / 1e9
-    return Checked(outline(trace), whole, trace.base_ns + _start_ns(trace), step_seconds, tuple(notes))
+    start_ns, end_ns = _recorded_ns(trace)
+    return Checked(outline(trace), whole, trace.base_ns + start_ns, trace.base_ns + end_ns, step_seconds, tuple(notes))
 
 
 def blocks(path: Path) -> Iterator[bytes]:
@@ -91,9 +93,12 @@ def _check_process(trace: Trace, pid: int) -> None:
         raise RefusedError(f"the file is a trace of process {found}, not of {pid} as the process is called; not kept")
 
 
-def _start_ns(trace: Trace) -> int:
-    """When the profiler began, which it notes itself; not the first operator, which may come a step later."""
+def _recorded_ns(trace: Trace) -> tuple[int, int]:
+    """When the profiler began and ended, which it notes itself; not the first operator, which may come a step later."""
     begun = np.array([name.startswith(_PROFILER) for name in trace.names], dtype=bool)
     rows = np.flatnonzero(trace.of(Category.OTHER) & begun[trace.name])
-    first = int(trace.start_ns[trace.of(*_HOST)].min())
-    return min(first, int(trace.start_ns[rows[0]])) if len(rows) else first
+    host = trace.of(*_HOST)
+    first, last = int(trace.start_ns[host].min()), int(trace.end_ns[host].max())
+    if not len(rows):
+        return first, last
+    return min(first, int(trace.start_ns[rows[0]])), max(last, int(trace.end_ns[rows[0]]))

@@ -7,15 +7,22 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from rankscope.daemon.captures.asking import kept_text, length_of, options_of, patience_of, start_of
-from rankscope.daemon.captures.engaging import LASTING, Engagements
+from rankscope.daemon.captures.engaging import Engagements
 from rankscope.daemon.captures.orders import Backend, CancelledError, CaptureError, Order, Recording, Stage
-from rankscope.daemon.captures.records import FINAL, Records
+from rankscope.daemon.captures.outcomes import (
+    Delivered,
+    enter_delivery,
+    fail,
+    forget_first_attempt,
+    overall_state,
+)
+from rankscope.daemon.captures.records import Records
 from rankscope.daemon.captures.selecting import SuspectsOf, choose_job, choose_ranks
 from rankscope.daemon.captures.tallying import CaptureTally
 from rankscope.daemon.samples import RankProcess
@@ -28,22 +35,6 @@ STEP_TIME_SECONDS = 6.0
 _STATES = {Stage.ARMED: pb.CAPTURE_STATE_ARMED, Stage.RUNNING: pb.CAPTURE_STATE_RUNNING}
 
 
-@dataclass(frozen=True)
-class Delivered:
-    """A recording in the store: compressed, annotated, and what it says."""
-
-    artifact: str
-    size_bytes: int
-    uri: str = ""
-    summary: pb.TraceSummary | None = None
-    start_unix_millis: int | None = None
-    steps: int | None = None
-    step_seconds: float | None = None  # learned from the trace
-    whole_steps: int | None = None  # that the recording held; fewer than asked for if it was too short
-    notes: tuple[str, ...] = ()
-    more_windows: tuple[pb.CaptureWindow, ...] = ()
-
-
 Recorded = Mapping[int, tuple[RankProcess, Recording]]
 
 
@@ -53,7 +44,7 @@ class Archive(Protocol):
     def workspace(self, capture_id: str) -> Path: ...
 
     def deliver(
-        self, capture: pb.Capture, recorded: Recorded, steps: int | None
+        self, capture: pb.Capture, recorded: Recorded, steps: int | None, cancelled: threading.Event
     ) -> Iterator[tuple[int, Delivered | CaptureError]]:
         """All ranks at once: their traces are cut at the same step."""
         ...
@@ -163,13 +154,13 @@ class Conductor:
             learned = self._attempt(capture_id, work)
             if learned and not self._engagements.cancelled(capture_id).is_set():
                 # Nobody knew how long a step takes, and too few were recorded; now it is known.
-                self.records.change(capture_id, _forget_first_attempt)
+                self.records.change(capture_id, forget_first_attempt)
                 self._attempt(capture_id, self._anew(work, learned))
             self._measure_aftermath(capture_id, [order for order, _ in work])
             self._conclude(capture_id)
         except Exception as error:  # whatever went wrong, whoever follows must learn that it is over
             log.exception("capture %s", capture_id)
-            self.records.change(capture_id, partial(_fail, error=f"unexpected: {error}; please report this"))
+            self.records.change(capture_id, partial(fail, error=f"unexpected: {error}; please report this"))
         finally:
             self._engagements.end(capture_id)
             self._archive.clean(capture_id)
@@ -192,13 +183,16 @@ class Conductor:
         assert capture is not None  # it is active
         learned = {}
         orders = {order.rank.rank: order for order, _ in work}
-        for rank, delivered in self._archive.deliver(capture, recorded, work[0][0].steps) if recorded else ():
+        cancelled, steps = self._engagements.cancelled(capture_id), work[0][0].steps
+        for rank, delivered in self._archive.deliver(capture, recorded, steps, cancelled) if recorded else ():
             if isinstance(delivered, CaptureError):
-                self._enter(capture_id, rank, pb.CAPTURE_STATE_FAILED, str(delivered))
+                is_cancelled = isinstance(delivered, CancelledError)
+                state = pb.CAPTURE_STATE_CANCELLED if is_cancelled else pb.CAPTURE_STATE_FAILED
+                self._enter(capture_id, rank, state, str(delivered))
                 continue
             recording = recorded[rank][1]
             self.records.change_rank(
-                capture_id, rank, partial(_enter_delivery, recording=recording, delivered=delivered)
+                capture_id, rank, partial(enter_delivery, recording=recording, delivered=delivered)
             )
             order = orders[rank]
             too_few = order.steps is not None and (delivered.whole_steps or 0) < order.steps
@@ -282,44 +276,7 @@ class Conductor:
                 record.join.CopyFrom(join)
             if note:
                 record.notes.append(note)
-            record.state = _overall(record)
+            record.state = overall_state(record)
             self.tally.count(record)
 
         self.records.change(capture_id, edit)
-
-
-def _enter_delivery(entry: pb.RankCapture, recording: Recording, delivered: Delivered) -> None:
-    entry.state = pb.CAPTURE_STATE_ANALYSED
-    entry.artifact, entry.bytes, entry.uri = delivered.artifact, delivered.size_bytes, delivered.uri
-    entry.notes.extend(note for note in (*recording.notes, *delivered.notes) if note not in entry.notes)
-    start = delivered.start_unix_millis if delivered.start_unix_millis is not None else recording.start_unix_millis
-    steps = delivered.steps if delivered.steps is not None else recording.steps
-    if start is not None:
-        entry.start_unix_millis = start
-    if steps is not None:
-        entry.steps = steps
-    del entry.more_windows[:]
-    entry.more_windows.extend(delivered.more_windows)
-    if delivered.summary is not None:
-        entry.summary.CopyFrom(delivered.summary)
-
-
-def _forget_first_attempt(capture: pb.Capture) -> None:
-    for entry in capture.ranks:
-        lasting = [note for note in entry.notes if note.startswith(LASTING)]
-        del entry.notes[:]
-        entry.notes.extend(lasting)
-
-
-def _overall(capture: pb.Capture) -> pb.CaptureState.ValueType:
-    states = [rank.state for rank in capture.ranks]
-    if pb.CAPTURE_STATE_ANALYSED in states:
-        return pb.CAPTURE_STATE_ANALYSED
-    return pb.CAPTURE_STATE_CANCELLED if pb.CAPTURE_STATE_CANCELLED in states else pb.CAPTURE_STATE_FAILED
-
-
-def _fail(capture: pb.Capture, error: str) -> None:
-    capture.state = pb.CAPTURE_STATE_FAILED
-    for rank in capture.ranks:
-        if rank.state not in FINAL:
-            rank.state, rank.error = pb.CAPTURE_STATE_FAILED, error

@@ -10,42 +10,62 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import IO, Final
 
 from rankscope.daemon.captures.memory_left import memory_left_bytes
-from rankscope.daemon.captures.orders import CaptureError
+from rankscope.daemon.captures.orders import CancelledError, CaptureError
 
 NICENESS: Final = 10
 # Of what the container has left; the daemon grows, too.
 SHARE_OF_MEMORY: Final = 0.6
 MESSAGE_LIMIT: Final = 300
+TICK_SECONDS: Final = 0.05
 
 
-def run_module(module: str, folder: Path, *, seconds: float, what: str) -> None:
+def run_module(
+    module: str, folder: Path, *, seconds: float, what: str, cancelled: threading.Event | None = None
+) -> None:
     """Have the module work in a folder, from which it reads its orders and where it leaves what it did. Raises
-    CaptureError if it fails, is killed or takes too long; what it left until then is there."""
+    CaptureError if it fails, is killed or takes too long, CancelledError if it was not wanted any more; what it left
+    until then is there."""
+    cancelled = cancelled or threading.Event()
     # Several numeric threads would each reserve address space, of which there is a limit, and take others' CPUs.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
     with tempfile.TemporaryFile(dir=folder) as messages:
         try:
-            done = subprocess.run(
+            child = subprocess.Popen(
                 [*_DIE_WITH_PARENT, sys.executable, "-m", module, str(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=messages,
-                timeout=seconds,
                 cwd="/",
                 env=environment,
-                check=False,
             )
-        except subprocess.TimeoutExpired:
-            raise CaptureError(f"{what} took longer than {seconds:g} s and was ended; is the node busy?") from None
         except OSError as error:
             raise CaptureError(f"{what} could not be started: {error.strerror}") from error
-        if done.returncode != 0:
-            how = f"exit status {done.returncode}" if done.returncode >= 0 else f"signal {-done.returncode}"
+        try:
+            status = _await(child, seconds, cancelled)
+        finally:
+            child.kill()
+            child.wait()
+        if status is None and cancelled.is_set():
+            raise CancelledError("cancelled")
+        if status is None:
+            raise CaptureError(f"{what} took longer than {seconds:g} s and was ended; is the node busy?")
+        if status != 0:
+            how = f"exit status {status}" if status >= 0 else f"signal {-status}"
             raise CaptureError(f"{what} failed ({how}): {_last_line(messages)}")
+
+
+def _await(child: subprocess.Popen[bytes], seconds: float, cancelled: threading.Event) -> int | None:
+    """Its exit status; None if it took too long, or nobody waits for it any more."""
+    end = time.monotonic() + seconds
+    while (status := child.poll()) is None and time.monotonic() < end and not cancelled.wait(TICK_SECONDS):
+        pass
+    return status
 
 
 def _last_line(messages: IO[bytes]) -> str:

@@ -14,9 +14,10 @@ from typing import Any, Final
 import msgspec
 
 from rankscope.daemon.captures import processing_records as records
-from rankscope.daemon.captures.conducting import Delivered, Recorded
+from rankscope.daemon.captures.conducting import Recorded
 from rankscope.daemon.captures.confining import run_module
-from rankscope.daemon.captures.orders import CaptureError, Recording
+from rankscope.daemon.captures.orders import CancelledError, CaptureError, Recording
+from rankscope.daemon.captures.outcomes import Delivered
 from rankscope.daemon.captures.probe_windows import window_file
 from rankscope.daemon.captures.records import DUTY_CYCLE
 from rankscope.daemon.captures.store import Store
@@ -47,13 +48,13 @@ class LocalArchive:
         return self._store.workspace(capture_id)
 
     def deliver(
-        self, capture: pb.Capture, recorded: Recorded, steps: int | None
+        self, capture: pb.Capture, recorded: Recorded, steps: int | None, cancelled: threading.Event
     ) -> Iterator[tuple[int, Delivered | CaptureError]]:
         self._forget(capture.id)
         try:
             folder = self._store.workspace(capture.id)
             jobs = {rank: self._job(capture, folder, *pair) for rank, pair in recorded.items()}
-            crash = self._process(folder, records.Job(steps, list(jobs.values())))
+            crash = self._process(folder, records.Job(steps, list(jobs.values())), cancelled)
         except (CaptureError, OSError) as error:
             for rank in recorded:
                 yield rank, CaptureError(f"rank {rank}: its recording cannot be worked on: {error}")
@@ -71,7 +72,7 @@ class LocalArchive:
                 kept[rank] = self._keep(capture.id, folder, jobs[rank], process, crash, keeps_artifact=keeps)
             except CaptureError as error:
                 yield rank, error
-        yield from self._upload(capture, folder, kept).items()
+        yield from self._upload(capture, folder, kept, cancelled).items()
 
     def join(self, capture: pb.Capture) -> pb.JoinSummary | None:
         with self._lock:
@@ -123,7 +124,7 @@ class LocalArchive:
             "clock": {"name": "CLOCK_REALTIME", "boot_id": self._boot_id, "unix_seconds": time.time()},
         }
 
-    def _process(self, folder: Path, job: records.Job) -> CaptureError | None:
+    def _process(self, folder: Path, job: records.Job, cancelled: threading.Event) -> CaptureError | None:
         """What ended it early, if something did: answers that it left until then count."""
         for one in job.ranks:
             records.result_file(folder, one.rank).unlink(missing_ok=True)
@@ -135,6 +136,7 @@ class LocalArchive:
                 folder,
                 seconds=PROCESSING_SECONDS_LIMIT,
                 what="working on the traces",
+                cancelled=cancelled,
             )
         except CaptureError as error:
             return error
@@ -154,7 +156,8 @@ class LocalArchive:
         who = f"rank {process.rank} (pid {process.pid})"
         result = records.find(records.result_file(folder, process.rank), records.RankResult)
         if result is None or result.rank != process.rank:
-            raise CaptureError(f"{who}: {crash or 'its trace was left without an answer; please report this'}")
+            kind = CancelledError if isinstance(crash, CancelledError) else CaptureError
+            raise kind(f"{who}: {crash or 'its trace was left without an answer; please report this'}")
         if result.error:
             raise CaptureError(f"{who}: {result.error}")
         artifact = Path(job.artifact)
@@ -190,7 +193,9 @@ class LocalArchive:
             steps=window.steps,
         )
 
-    def _upload(self, capture: pb.Capture, folder: Path, kept: Mapping[int, Delivered]) -> dict[int, Delivered]:
+    def _upload(
+        self, capture: pb.Capture, folder: Path, kept: Mapping[int, Delivered], cancelled: threading.Event
+    ) -> dict[int, Delivered]:
         """A failed upload is a note: the artifact is here."""
         if not self._upload_url or not kept:
             return dict(kept)
@@ -209,7 +214,7 @@ class LocalArchive:
                 answer_file(folder, number).unlink(missing_ok=True)
             records.leave(order_file(folder), Order(uploads))
             module = "rankscope.daemon.captures.uploading"
-            run_module(module, folder, seconds=UPLOADING_SECONDS_LIMIT, what="uploading")
+            run_module(module, folder, seconds=UPLOADING_SECONDS_LIMIT, what="uploading", cancelled=cancelled)
         except (CaptureError, OSError) as error:
             late = str(error)
         done = dict(kept)

@@ -51,7 +51,8 @@ class CaptureDesk:
         self._store = Store(Path(config.capture_dir), Quota(config.capture_quota_bytes, config.capture_quota_seconds))
         socket_dir = None if config.kineto_socket_dir == NONE else config.kineto_socket_dir
         self._endpoint = Endpoint(socket_directory=socket_dir, proc_root=proc_root)
-        kineto = KinetoBackend(self._endpoint, proc_root)
+        self._kineto = kineto = KinetoBackend(self._endpoint, proc_root)
+        self._met: set[RankKey] = set()  # ranks whose leftovers of an earlier daemon were looked after
         # The best one that suits a rank is used.
         backends: list[Backend] = [kineto, ProbeBackend(proc_root), StacksBackend(config.py_spy or None, proc_root)]
         upload_url = "" if config.capture_upload_url == NONE else config.capture_upload_url
@@ -63,6 +64,7 @@ class CaptureDesk:
             earliest_start=partial(_earliest_start, kineto),
             step_seconds=self._steps,
         )
+        self._earlier = self._conductor.records.all()
         self._duty: DutyCycle | None = None
         if config.duty_cycle_steps:
             settings = DutySettings(config.duty_cycle_steps, config.duty_cycle_seconds, config.duty_cycle_budget_ratio)
@@ -97,6 +99,10 @@ class CaptureDesk:
     def observe(self, ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> None:
         """After every tick, in the daemon's thread: quick."""
         self._ranks = ranks
+        strangers = [rank for rank in ranks if rank.key not in self._met]
+        if strangers:
+            self._met = {rank.key for rank in ranks}
+            self._kineto.remove_leftovers(self._earlier, strangers)
         self._steps.add(windows)
         namespaces: dict[int, int] = {}
         for rank in ranks:
@@ -121,6 +127,7 @@ class CaptureDesk:
             clients=self._endpoint.client_count(),
             malformed_total=tallies.malformed,
             unvouched_total=tallies.unvouched,
+            unanswered={"late": tallies.late, "hushed": tallies.hushed, "unsent": tallies.unsent},
             duty_results=None if self._duty is None else self._duty.results,
             duty_skips=None if self._duty is None else self._duty.skips,
         )

@@ -16,6 +16,7 @@ class CaptureStatus:
     clients: int = 0
     malformed_total: int = 0
     unvouched_total: int = 0
+    unanswered: dict[str, int] = field(default_factory=dict)
     # Of the duty cycle; None where it is off.
     duty_results: dict[str, int] | None = None
     duty_skips: dict[str, int] | None = None
@@ -45,6 +46,15 @@ def capture_metrics(status: CaptureStatus) -> Iterable[Metric]:
     refused.add_metric(["malformed"], status.malformed_total)
     refused.add_metric(["unvouched"], status.unvouched_total)
     yield refused
+    unanswered = CounterMetricFamily(
+        "rankscope_capture_datagrams_unanswered",
+        "Polls in order that got no answer, and are made again: late (it would have come too late), hushed (the first "
+        "on a new socket, or to set a client right), unsent (the client was gone, or its queue full).",
+        labels=["reason"],
+    )
+    for reason, count in status.unanswered.items():
+        unanswered.add_metric([reason], count)
+    yield unanswered
     for name, text, label, counts in (
         ("duty_cycle_captures", "Captures of the duty cycle, by what came of them.", "result", status.duty_results),
         (

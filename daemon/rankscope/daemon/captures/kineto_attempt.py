@@ -103,6 +103,8 @@ class Attempt:
     def _hand_over(self, start: float) -> _Window:
         """Leave the configuration until the process polls. A target whose own profiler runs is waited for."""
         while True:
+            if self._pasts.busy_until(self._process) > self._order.give_up_unix_seconds:
+                raise CaptureError(self._why_not())
             handed: list[_Window] = []
             self._endpoint.offer(self._rank.pid, self._offer(start, handed))
             while not handed and time.time() < start - LEAD_SECONDS and not self._is_over():
@@ -144,6 +146,12 @@ class Attempt:
 
     def _why_not(self) -> str:
         client = self._endpoint.client(self._rank.pid)
+        busy_seconds = self._pasts.busy_until(self._process) - time.time()
+        if busy_seconds > 0:
+            return (
+                f"{self._who}: still records for an earlier capture that was given up, for {busy_seconds:.0f} s more: "
+                "libkineto cannot be told to stop; ask again then, or now with more patience"
+            )
         if client is not None and not client.is_ready:
             return f"{self._who}: a profiler of the user's own is active; stop it, or ask again with more patience"
         if client is not None:

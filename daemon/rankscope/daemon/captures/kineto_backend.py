@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -13,11 +13,12 @@ from rankscope.daemon.captures.clients import DEFAULT_POLL_SECONDS
 from rankscope.daemon.captures.cuda_care import slowdown_objection
 from rankscope.daemon.captures.endpoint import Endpoint
 from rankscope.daemon.captures.kineto_attempt import Attempt
-from rankscope.daemon.captures.leftovers import Leftovers
+from rankscope.daemon.captures.leftovers import Leftovers, left_behind
 from rankscope.daemon.captures.namespaces import network_namespace
 from rankscope.daemon.captures.orders import CaptureError, Order, Recording, Stage
 from rankscope.daemon.captures.starting import Pasts, common_start
 from rankscope.daemon.samples import RankProcess
+from rankscope.v1 import capture_service_pb2 as pb
 
 # A process that has not polled by then will not.
 SILENCE_SECONDS: Final = 4 * DEFAULT_POLL_SECONDS
@@ -49,6 +50,11 @@ class KinetoBackend:
         if served_seconds is not None and served_seconds > SILENCE_SECONDS:
             return "libkineto has not called; has the process imported a torch that is built with Kineto?"
         return None
+
+    def remove_leftovers(self, captures: Iterable[pb.Capture], ranks: Collection[RankProcess]) -> None:
+        """Of captures by an earlier daemon that never came to fetch their files."""
+        for rank, path in left_behind(captures, ranks, time.time()):
+            self._leftovers.expect(rank.pid, rank.start_ticks, path)
 
     def poll_seconds(self, rank: RankProcess) -> float:
         """Until the next poll of a process is due."""

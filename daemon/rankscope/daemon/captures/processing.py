@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gzip
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from rankscope.analysis.traces.breakdowns.breakdown import Breakdown, break_down
 from rankscope.analysis.traces.columns import Trace
@@ -47,6 +48,8 @@ CPU_LIMIT_SECONDS: Final = 600
 FILE_LIMIT_BYTES: Final = 4 << 30
 COMPRESSION: Final = 5
 NOTES_LIMIT: Final = 8
+# Of the shortest recording: what less than that is shared does not tell what each recorded.
+COMMON_TIME_RATIO: Final = 0.5
 EACH_STEP_LIMIT: Final = 100
 MARK: Final = "rankscope: the steps asked for begin here"
 
@@ -94,11 +97,15 @@ def main(folder: Path) -> None:
 class _Plan:
     first: Mapping[int, int]  # position of the first step to keep, of ranks that are to be cut
     common_steps: int  # whole ones that the ranks which are to be cut share
+    common_ns: tuple[int, int] | None = None  # unix time that all recorded, where time was asked for
+    note: str = ""
 
 
 def _plan(job: Job, checked: Mapping[int, Checked]) -> _Plan:
     to_cut = [one.rank for one in job.ranks if one.rank in checked and one.steps is None]
-    if job.steps is None or not to_cut:
+    if job.steps is None:
+        return _common_time([checked[rank] for rank in to_cut])
+    if not to_cut:
         return _Plan({}, 0)
     # A rank that recorded too few steps must not take the common ones from the others.
     enough = {rank: checked[rank].whole for rank in to_cut if len(checked[rank].whole) >= job.steps}
@@ -107,6 +114,18 @@ def _plan(job: Job, checked: Mapping[int, Checked]) -> _Plan:
         if run is not None:
             return _Plan(run if count == job.steps else {}, count)
     return _Plan({}, 0)
+
+
+def _common_time(recordings: Sequence[Checked]) -> _Plan:
+    if len(recordings) < 2:
+        return _Plan({}, 0)
+    start = max(one.start_unix_ns for one in recordings)
+    end = min(one.end_unix_ns for one in recordings)
+    shortest = min(one.end_unix_ns - one.start_unix_ns for one in recordings)
+    if end - start < COMMON_TIME_RATIO * shortest:
+        common_seconds = max(0, end - start) / 1e9
+        return _Plan({}, 0, note=f"the ranks recorded {common_seconds:.1f} s in common; nothing was cut")
+    return _Plan({}, 0, (start, end))
 
 
 def _keep_trace(one: RankJob, checked: Checked, plan: _Plan, asked: int | None) -> tuple[RankResult, _Essence | None]:
@@ -118,13 +137,22 @@ def _keep_trace(one: RankJob, checked: Checked, plan: _Plan, asked: int | None) 
         whole = whole.run(first, asked)
         stretch = checked.outline.stretch(int(whole.start_ns[0]), int(whole.end_ns[-1]))
         result.start_unix_millis, result.steps = _millis(stretch.start_ns), asked
+    elif plan.common_ns is not None and one.steps is None:
+        start_ns, end_ns = (moment - checked.outline.base_ns for moment in plan.common_ns)
+        stretch = checked.outline.stretch(start_ns, end_ns)
+        inside = np.flatnonzero((whole.start_ns >= start_ns) & (whole.end_ns <= end_ns))
+        whole = whole.run(int(inside[0]) if len(inside) else 0, len(inside))
+        # The start stays the recording's own: how far apart ranks began is measured by it.
+        result.whole_steps = result.steps = len(whole)
+    elif plan.note and one.steps is None:
+        result.notes.append(plan.note)
     elif asked is not None and one.steps is None:
         if len(whole) >= asked:
             result.whole_steps = plan.common_steps
             result.notes.append(f"the ranks recorded {plan.common_steps} steps in common, of {asked}; nothing was cut")
         else:
             result.notes.append(f"{len(whole)} whole steps were recorded, of {asked}; nothing was cut")
-    _write_trace(one, stretch, result.steps if not one.more_windows else len(whole), result)
+    _write_trace(one, stretch, result.steps if not one.more_windows else len(whole), result, marked=first is not None)
     essence = _sum_up(one, result, whole)
     _keep_more_windows(one, len(whole), result)
     return result, essence
@@ -153,12 +181,16 @@ def _keep_more_windows(one: RankJob, first_steps: int, result: RankResult) -> No
         result.summary = together(summaries) if summaries else None
 
 
-def _write_trace(one: RankJob, stretch: Stretch | None, steps: int | None, result: RankResult) -> None:
+def _write_trace(
+    one: RankJob, stretch: Stretch | None, steps: int | None, result: RankResult, marked: bool = False
+) -> None:
     head = {"rankscope": {**one.notes, "steps": steps, "start_unix_millis": result.start_unix_millis}}
     mark = {"ph": "X", "cat": "user_annotation", "name": MARK, "pid": one.pid, "tid": one.pid, "dur": 0}
     distributed = {"rank": one.rank, "world_size": one.world_size}
     try:
-        _compress(one, cut(blocks(Path(one.recording)), stretch, head, distributed=distributed, mark=mark))
+        _compress(
+            one, cut(blocks(Path(one.recording)), stretch, head, distributed=distributed, mark=mark if marked else None)
+        )
     except (TraceError, *DECODE_ERRORS) as error:
         raise RefusedError(f"the trace cannot be cut: {error}") from error
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.captures.conducting import Conductor, Delivered, Recorded
+from rankscope.daemon.captures.conducting import Conductor, Recorded
 from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage
+from rankscope.daemon.captures.outcomes import Delivered
 from rankscope.daemon.captures.selecting import Suspects
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
@@ -56,13 +57,20 @@ class MemoryArchive:
     saved: list[pb.Capture] = field(default_factory=list)
     cleaned: list[str] = field(default_factory=list)
     known: Sequence[pb.Capture] = ()
+    slow: bool = False  # works until it is cancelled
+    delivering: threading.Event = field(default_factory=threading.Event)
 
     def workspace(self, capture_id: str) -> Path:
         return self.root
 
     def deliver(
-        self, capture: pb.Capture, recorded: Recorded, steps: int | None
+        self, capture: pb.Capture, recorded: Recorded, steps: int | None, cancelled: threading.Event
     ) -> Iterator[tuple[int, Delivered | CaptureError]]:
+        if self.slow:
+            self.delivering.set()
+            assert cancelled.wait(PATIENCE_SECONDS)
+            yield from ((number, CancelledError("cancelled")) for number in recorded)
+            return
         whole = self.whole_steps.pop(0) if len(self.whole_steps) > 1 else self.whole_steps[0]
         for number in recorded:
             if number in self.refused:
@@ -185,6 +193,16 @@ def test_a_cancelled_capture_stops_and_says_so(archive: MemoryArchive) -> None:
     assert conducted.cancel(capture_id) is not None
     assert ended(conducted, capture_id).state == pb.CAPTURE_STATE_CANCELLED
     assert conducted.cancel("c-unknown") is None
+
+
+def test_a_capture_can_be_cancelled_while_its_traces_are_worked_on(archive: MemoryArchive) -> None:
+    archive.slow = True
+    conducted = conductor(ScriptedBackend(), archive)
+    capture_id = conducted.start(pb.StartCaptureRequest(steps=1))
+    assert archive.delivering.wait(PATIENCE_SECONDS)
+    conducted.cancel(capture_id)
+    capture = ended(conducted, capture_id)
+    assert {capture.state, *(entry.state for entry in capture.ranks)} == {pb.CAPTURE_STATE_CANCELLED}
 
 
 def test_too_few_steps_are_recorded_once_more_with_the_step_time_that_was_learned(archive: MemoryArchive) -> None:

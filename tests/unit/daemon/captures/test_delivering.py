@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 
 from rankscope.daemon.captures import delivering
-from rankscope.daemon.captures.conducting import Archive, Delivered
+from rankscope.daemon.captures.conducting import Archive
 from rankscope.daemon.captures.delivering import LocalArchive
 from rankscope.daemon.captures.making_room import Quota
 from rankscope.daemon.captures.orders import CaptureError, Recording
+from rankscope.daemon.captures.outcomes import Delivered
 from rankscope.daemon.captures.processing_records import RankResult, leave, result_file
 from rankscope.daemon.captures.store import Store
 from rankscope.daemon.samples import RankProcess
@@ -51,7 +53,7 @@ def _deliver(
         with path.open("xb") as file:
             file.write(data)
         recorded[rank] = (_process(rank, len(recordings), environment), Recording(path, is_trace=True))
-    return dict(archive.deliver(_capture(len(recordings)), recorded, steps))
+    return dict(archive.deliver(_capture(len(recordings)), recorded, steps, threading.Event()))
 
 
 def _artifact(store: Store, rank: int) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def test_a_second_recording_takes_the_place_of_the_first(store: Store) -> None:
 
 
 def test_what_was_done_before_the_process_died_counts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(module: str, folder: Path, *, seconds: float, what: str) -> None:
+    def die(module: str, folder: Path, *, seconds: float, what: str, cancelled: threading.Event) -> None:
         (folder / "rank0.json.gz").write_bytes(gzip.compress(b"{}"))
         leave(result_file(folder, 0), RankResult(0, steps=2))
         result_file(folder, 1).write_bytes(b'{"rank": 1, "steps": "../')
@@ -152,7 +154,7 @@ def test_stacks_are_kept_with_their_notes_beside(store: Store, tmp_path: Path) -
     path = archive.workspace(ID) / "rank0.folded"
     path.write_bytes(b"main;train 7\n")
     recording = Recording(path, is_trace=False, start_unix_millis=5, notes=("from py-spy",))
-    ((_, one),) = archive.deliver(_capture(1), {0: (_process(0, 1), recording)}, 2)
+    ((_, one),) = archive.deliver(_capture(1), {0: (_process(0, 1), recording)}, 2, threading.Event())
     assert isinstance(one, Delivered)
     assert (one.artifact, one.summary, one.steps, one.start_unix_millis) == ("rank0.folded.gz", None, None, None)
     beside = json.loads((store.folder / ID / "rank0.folded.gz.notes").read_bytes())

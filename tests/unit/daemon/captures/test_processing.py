@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from rankscope.daemon.captures.confining import run_module
 from rankscope.daemon.captures.memory_left import memory_left_bytes
-from rankscope.daemon.captures.orders import CaptureError
+from rankscope.daemon.captures.orders import CancelledError, CaptureError
 from rankscope.daemon.captures.processing_records import (
     Job,
     Joined,
@@ -119,6 +120,32 @@ def test_windows_of_one_rank_are_kept_each_and_summed_up_together(tmp_path: Path
     assert note.startswith("window 4 is not kept: the process wrote no complete trace")
     second = json.loads(gzip.decompress((tmp_path / "rank0.window2.json.gz").read_bytes()))
     assert second["rankscope"]["steps"] == 6
+
+
+def test_captures_by_time_are_cut_to_what_all_ranks_recorded(tmp_path: Path) -> None:
+    late, short = StepFile(begin_ms=90.0, end_ms=790.0), StepFile(end_ms=610.0)
+    processed = Processed(tmp_path, {0: StepFile().text(), 1: late.text(), 2: short.text()}, asked=None)
+    results = [processed.result(rank) for rank in range(3)]
+    # From 90 to 610 ms: boundaries at 100, 200, … 600, and the first step that ends there was not seen from its start.
+    assert {result.steps for result in results} == {5}
+    starts = [result.start_unix_millis for result in results]
+    assert starts[1] == starts[0] + 60 == starts[2] + 60  # type: ignore[operator]
+    for rank in range(3):
+        times = [event["ts"] for event in processed.artifact(rank)["traceEvents"] if event.get("cat") == "cpu_op"]
+        ends = [e["ts"] + e["dur"] for e in processed.artifact(rank)["traceEvents"] if e.get("cat") == "cpu_op"]
+        assert max(ends) - min(times) <= 520_000
+    apart = StepFile(begin_ms=700.0, end_ms=1000.0)
+    processed = Processed(tmp_path, {0: StepFile().text(), 1: apart.text()}, asked=None)
+    assert processed.result(0).notes == ["the ranks recorded 0.0 s in common; nothing was cut"]
+    assert processed.result(0).steps == 6
+
+
+def test_work_that_is_not_wanted_any_more_is_ended(tmp_path: Path) -> None:
+    cancelled = threading.Event()
+    cancelled.set()
+    leave(job_file(tmp_path), Job(None, []))
+    with pytest.raises(CancelledError):
+        run_module("http.server", tmp_path, seconds=120, what="work", cancelled=cancelled)
 
 
 def test_the_whole_recording_is_kept_when_time_was_asked_for_or_steps_are_missing(tmp_path: Path) -> None:
