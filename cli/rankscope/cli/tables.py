@@ -16,13 +16,14 @@ def rank_table(windows: Sequence[window_pb2.RankWindow], culprits: Sequence[int]
     """`stacks` adds where each rank was seen: right for a wide, live table."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     places = ("phase", "hottest own line") if stacks else ()
-    for name in ("rank", "pid", "step", "self", "wait", "input", "MFU", "CPU", *places):
+    devices = ("GPU", "tensor") if any(window.HasField("gpu") for window in windows) else ()
+    for name in ("rank", "pid", "step", "self", "wait", "input", "MFU", "CPU", *devices, *places):
         table.add_column(name, justify="left" if name in places else "right", no_wrap=True)
     for window in windows:
         culprit = window.identity.rank in culprits
         mark = Text(f"{window.identity.rank}", style="bold red" if culprit else "")
-        cells = _cells(window)
-        table.add_row(mark, *(cells if stacks else cells[:-2]), style="red" if culprit else "")
+        cells = [*_cells(window), *(_gpu(window) if devices else ()), *(_places(window) if stacks else ())]
+        table.add_row(mark, *cells, style="red" if culprit else "")
     return table
 
 
@@ -37,9 +38,20 @@ def _cells(window: window_pb2.RankWindow) -> list[str]:
         milliseconds(causes.input / steps) if steps and causes.HasField("input") else "–",
         f"{window.mfu_ratio:.0%}" if window.HasField("mfu_ratio") else "–",
         _cpu(window),
-        _phase(window),
-        _hottest(window),
     ]
+
+
+def _places(window: window_pb2.RankWindow) -> list[str]:
+    return [_phase(window), _hottest(window)]
+
+
+def _gpu(window: window_pb2.RankWindow) -> list[str]:
+    gpu = window.gpu
+    if gpu.gpus > 1:
+        return [f"{gpu.gpus} GPUs", "–"]
+    busy = f"{gpu.utilization_ratio:.0%}" if gpu.HasField("utilization_ratio") else "–"
+    tensor = f"{gpu.tensor_active_ratio:.0%}" if gpu.HasField("tensor_active_ratio") else "–"
+    return [f"{busy} shared" if gpu.shared else busy, tensor]
 
 
 def milliseconds(seconds: float) -> str:

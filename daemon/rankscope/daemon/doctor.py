@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from rankscope.daemon import examining, examining_ranks
+from rankscope.daemon import examining, examining_gpus, examining_ranks
 from rankscope.daemon.config import Config
 from rankscope.daemon.examining import Finding, Level
 
@@ -21,6 +21,8 @@ CHECKS: tuple[Check, ...] = (
     examining.cgroups_are_readable,
     examining.scheduler_counts_delays,
     examining.torch_has_kineto,
+    examining_gpus.gpus_are_readable,
+    examining_gpus.dcgm_answers,
     examining.addresses_are_free,
     examining_ranks.ranks_are_visible,
 )

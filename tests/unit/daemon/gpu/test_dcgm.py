@@ -139,7 +139,10 @@ class TestMerging:
         assert merge(none, self.DCGM, False) == self.DCGM
 
     def test_counters_do_not_change_hands_when_a_driver_that_answered_stops(self) -> None:
-        hanging = replace(self.DRIVER, state=SourceState.HANGING)
+        for state in (SourceState.FAILED, SourceState.NO_DRIVER):
+            stopped = replace(self.DRIVER, state=state)
+            assert merge(stopped, self.DCGM, True) == stopped
+        hanging = replace(self.DRIVER, state=SourceState.HANGING, gpus=())
         assert merge(hanging, self.DCGM, True) == hanging
 
     def test_a_broken_dcgm_changes_nothing(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rankscope.daemon.assembling import RankSamples, assemble
 from rankscope.daemon.collectors.gpu.collecting import GpuCollector
 from rankscope.daemon.collectors.gpu.pod_resources import Pod
-from rankscope.daemon.collectors.gpu.readings import GpuSnapshot, SourceState
+from rankscope.daemon.collectors.gpu.readings import GpuSnapshot, GpuState, SourceState
 from rankscope.daemon.samples import GpuSample, ProbeFacts, Problem, RankKey
 from rankscope.v1.window_pb2 import SOURCE_GPU, RankWindow
 from tests.unit.daemon import gpu_makers
@@ -69,10 +69,19 @@ def test_a_counter_that_began_anew_counts_from_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state", [SourceState.HANGING, SourceState.FAILED, SourceState.NO_DRIVER])
 def test_a_source_that_is_not_ok_gives_no_rank_a_gpu_but_keeps_its_counters(state: SourceState, tmp_path: Path) -> None:
-    source = gpu_makers.FakeGpus(gpu_makers.snapshot(gpu_makers.gpu(0, RANK.pid), state=state, seconds=1))
+    gpu = gpu_makers.gpu(0, RANK.pid, state=GpuState.HANGING)
+    source = gpu_makers.FakeGpus(gpu_makers.snapshot(gpu, state=state, seconds=1))
     collector = GpuCollector(source, proc_root=proc(tmp_path, RANK.pid))
     assert collector.collect([RANK], make.span()) == {}
     assert not collector.status.fresh and len(collector.status.gpus) == 1
+
+
+def test_a_gpu_that_hangs_alone_does_not_take_the_others_along(tmp_path: Path) -> None:
+    hanging = gpu_makers.gpu(1, state=GpuState.HANGING)
+    both = gpu_makers.snapshot(gpu_makers.gpu(0, RANK.pid), hanging, state=SourceState.HANGING, seconds=1)
+    collector = GpuCollector(gpu_makers.FakeGpus(both), proc_root=proc(tmp_path, RANK.pid))
+    assert collected(collector).uuid == gpu_makers.uuid(0)
+    assert collector.status.fresh
 
 
 def test_old_readings_are_not_taken_for_new(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rankscope.daemon.collectors.gpu.attributing import Attributed, Attribution, attribute
 from rankscope.daemon.collectors.gpu.averaging import mean_of
-from rankscope.daemon.collectors.gpu.merging import merge
+from rankscope.daemon.collectors.gpu.merging import answers, merge
 from rankscope.daemon.collectors.gpu.pod_resources import NO_PODS, Pod, PodSource
 from rankscope.daemon.collectors.gpu.readings import GpuReading, GpuSnapshot, GpuSource, GpuState, SourceState
 from rankscope.daemon.samples import GpuSample, Problem, RankKey, RankProcess, Span
@@ -77,10 +77,10 @@ class GpuCollector:
     def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, GpuSample | Problem]:
         driver = self._driver.latest()
         dcgm = None if self._dcgm is None else self._dcgm.latest()
-        self._driver_answered |= driver.state is SourceState.OK
+        self._driver_answered |= answers(driver)
         latest = merge(driver, dcgm, self._driver_answered)
         self._tell(driver, dcgm)
-        fresh = latest.state is SourceState.OK and span.end_unix_nanos - latest.taken_unix_nanos < self._fresh_nanos
+        fresh = answers(latest) and span.end_unix_nanos - latest.taken_unix_nanos < self._fresh_nanos
         attributed = self._attribute(ranks, latest) if fresh else Attributed()
         readings = self._readings(latest, dcgm) if fresh else {}
         samples: dict[RankKey, GpuSample | Problem] = {}
@@ -114,7 +114,7 @@ class GpuCollector:
     def _readings(self, latest: GpuSnapshot, dcgm: GpuSnapshot | None) -> dict[str, list[GpuReading]]:
         """By GPU, since the last window; a window shorter than the interval has the latest once more."""
         source = self._dcgm if self._dcgm is not None and latest.source == "dcgm" else self._driver
-        taken = [snapshot for snapshot in source.since(self._seen_unix_nanos) if snapshot.state is SourceState.OK]
+        taken = [snapshot for snapshot in source.since(self._seen_unix_nanos) if answers(snapshot)]
         merged = [merge(snapshot, dcgm, True) for snapshot in taken if snapshot.source == latest.source]
         by_gpu: dict[str, list[GpuReading]] = {}
         for snapshot in merged or [latest]:

@@ -5,18 +5,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rankscope.daemon.collectors.gpu.readings import GpuReading, GpuSnapshot, SourceState
+from rankscope.daemon.collectors.gpu.readings import GpuReading, GpuSnapshot, GpuState, SourceState
 
 
 def merge(driver: GpuSnapshot, dcgm: GpuSnapshot | None, driver_answered: bool) -> GpuSnapshot:
-    """`driver_answered`: it was OK at some time since the daemon began. From then on the counters stay its own, for a
+    """`driver_answered`: it answered at some time since the daemon began. From then on the counters stay its own, for a
     counter that changes hands jumps."""
     if dcgm is None or dcgm.state is not SourceState.OK:
         return driver
-    if driver.state is not SourceState.OK:
+    if not answers(driver):
         return driver if driver_answered else dcgm
     profiled = {gpu.uuid: gpu for gpu in dcgm.gpus}
     return replace(driver, gpus=tuple(_with_profile(gpu, profiled.get(gpu.uuid)) for gpu in driver.gpus))
+
+
+def answers(snapshot: GpuSnapshot) -> bool:
+    """Something in it is of now. One GPU may hang alone."""
+    if snapshot.state is SourceState.HANGING:
+        return any(gpu.state is GpuState.OK for gpu in snapshot.gpus)
+    return snapshot.state is SourceState.OK
 
 
 def has_profile(gpu: GpuReading) -> bool:
