@@ -17,39 +17,38 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.gpu import nvml_facts
-from benchmarks.gpu.comparing import LAG_SECONDS, QUANTITIES, Load, compare, integral, mean
+from benchmarks.gpu.comparing import LAG_SECONDS, Load, mean
+from benchmarks.gpu.counter_rows import (
+    ESTIMATE,
+    TENSOR,
+    Rig,
+    against_smi,
+    energy,
+    show,
+    tell_attribution,
+    tell_load,
+    throttling,
+)
 from benchmarks.gpu.jobs import training
-from benchmarks.gpu.observing import Observed, observing, scrape, smi_fields
+from benchmarks.gpu.observing import observing, scrape, smi_fields
 from benchmarks.gpu.reporting import Report, output_of
 from benchmarks.running import RunningDaemon, cpu_seconds, daemon, wait_until
 
 HERE = Path(__file__).resolve().parent
 FLAGS = ("--metrics-detail", "full", "--window-seconds", "1", "--captures", "false")
-MATMULS = ("bf16-1024", "bf16-4096", "bf16-8192", "bf16-16384")
 PLAN = (
     *("idle:6", "bf16-1024:6", "bf16-4096:6", "bf16-8192:6", "idle:4", "bf16-16384:7", "idle:4"),
     *("fp32-8192:6", "fp16-8192:5", "int8-8192:5", "fp64-4096:5"),
 )
-ESTIMATE_TOLERANCE, TRANSFORMER_TOLERANCE = 0.05, 0.08
-NEAR_ZERO = 0.01
-ESTIMATE = "rankscope_gpu_estimated_flops_per_second"
-TENSOR = "rankscope_gpu_tensor_active_ratio"
+TRANSFORMER_TOLERANCE = 0.08
 COST_SECONDS = 10.0
 STUB = "RANKSCOPE_NVML_STUB"
 UNKNOWN_ADDRESS = 1 << 46
 XID_SECONDS = 20.0
-
-
-@dataclass
-class Rig:
-    report: Report
-    stub: bool
-    fields: tuple[str, ...]
-    environment: dict[str, str]  # of the daemon
 
 
 @contextlib.contextmanager
@@ -152,109 +151,6 @@ def wait_for_gpu(watching: RunningDaemon) -> None:
         raise RuntimeError(f"{error}; sources: {states}; after {time.monotonic() - began:.0f} s") from error
 
 
-def tell_load(rig: Rig, observed: Observed, load: Load) -> None:
-    start, end = load.steady
-
-    def seen(name: str, **labels: str) -> float | None:
-        return mean(observed.values(name, start, end, **labels))
-
-    tensor, active = seen(TENSOR, pipe="any"), seen("rankscope_gpu_sm_active_ratio")
-    estimate, measured = seen(ESTIMATE), load.flops_per_second
-    clock, power = seen("rankscope_gpu_clock_hertz", clock="sm"), seen("rankscope_gpu_power_watts")
-    pipes = {pipe: seen(TENSOR, pipe=pipe) for pipe in ("hmma", "imma", "dfma")}
-    pipes |= {pipe: seen("rankscope_gpu_pipe_active_ratio", pipe=pipe) for pipe in ("fp64", "fp32", "fp16")}
-    shown = ", ".join(f"{pipe} {value:.3f}" for pipe, value in pipes.items() if value is not None and value > 0.001)
-    text = f"tensor {_show(tensor, 3)}, SM active {_show(active, 3)}, {shown or 'no pipe busy'}; "
-    text += f"{_show(clock, 0, 1e-6)} MHz, {_show(power, 0)} W"
-    if load.kind == "idle":
-        near = tensor is not None and active is not None and max(tensor, active) <= NEAR_ZERO
-        rig.report.add("idle", text, f"tensor and SM active ≤ {NEAR_ZERO}", near)
-    elif load.kind.startswith("fp32"):
-        text += f", {_show(measured, 1, 1e-12)} TFLOP/s measured"
-        rig.report.add(load.kind, text, f"tensor ≤ {NEAR_ZERO}", tensor is not None and tensor <= NEAR_ZERO)
-    else:
-        ratio = estimate / measured if estimate is not None and measured else None
-        text = f"{_show(estimate, 1, 1e-12)} / {_show(measured, 1, 1e-12)} TFLOP/s = {_show(ratio, 3)}; {text}"
-        strict = load.kind in MATMULS
-        rig.report.add(
-            f"{load.kind}: estimate ÷ measured",
-            text,
-            f"within {ESTIMATE_TOLERANCE:.0%}" if strict else "",
-            (ratio is not None and abs(ratio - 1) <= ESTIMATE_TOLERANCE) if strict else None,
-        )
-
-
-def _show(value: float | None, digits: int, scale: float = 1.0) -> str:
-    return "none" if value is None else f"{value * scale:.{digits}f}"
-
-
-def against_smi(rig: Rig, observed: Observed, loads: list[Load]) -> None:
-    if not observed.smis:
-        rig.report.add("against nvidia-smi", "not compared: it is not here or does not answer", "compared", False)
-        return
-    took = mean([one.took_seconds for one in observed.smis])
-    rig.report.add("nvidia-smi asked", f"{len(observed.smis)} times, {_show(took, 3)} s each")
-    for quantity in QUANTITIES:
-        found = compare(quantity, observed, loads)
-        if quantity.smi not in rig.fields:
-            rig.report.add(f"{quantity.name} against nvidia-smi", f"not compared: it does not tell {quantity.smi}")
-            continue
-        text = f"{found.agreed} of {found.compared} agree"
-        text += f", {found.moving} left out while it moved" if found.moving else ""
-        text += f"; largest difference {found.largest / quantity.scale:g} ({found.example})" if found.compared else ""
-        rig.report.add(f"{quantity.name} against nvidia-smi", text, quantity.target, 0 < found.compared == found.agreed)
-
-
-def throttling(rig: Rig, observed: Observed, loads: list[Load]) -> None:
-    for load in loads:
-        if load.kind not in ("bf16-16384", "idle", "bf16-1024"):
-            continue
-        # Steady borders: both counters lag by the same.
-        start, end = load.steady[0], load.end
-        lasted = end - start
-        ours = observed.values("rankscope_gpu_throttled_seconds_total", start, end, reason="power_cap")
-        smis = [one for one in observed.smis if start <= one.unix_seconds <= end]
-        bits = [int(one.number("clocks_event_reasons.active") or 0) & 4 for one in smis]
-        counter = "clocks_event_reasons_counters.sw_power_cap"
-        counted = [value for one in smis if (value := one.number(counter)) is not None]
-        text = f"{_show(ours[-1] - ours[0] if ours else None, 2)} s of {lasted:.1f} s by the daemon"
-        if bits:
-            text += f"; nvidia-smi: cap active in {sum(map(bool, bits))} of {len(bits)} samples"
-        if len(counted) > 1:
-            text += f", its counter grew by {(counted[-1] - counted[0]) / 1e6:.2f} s"
-        is_capped = bool(bits) and all(bits)
-        met = (bool(ours) and ours[-1] - ours[0] >= 0.7 * lasted) if is_capped else None
-        rig.report.add(f"held down by the power cap, {load.kind}", text, "≥ 70 % of the time" if is_capped else "", met)
-
-
-def energy(rig: Rig, observed: Observed) -> None:
-    joules = [
-        (one.unix_seconds, value)
-        for one in observed.scrapes
-        if (value := one.value("rankscope_gpu_energy_joules_total")) is not None
-    ]
-    watts = [
-        (one.unix_seconds, value)
-        for one in observed.scrapes
-        if (value := one.value("rankscope_gpu_power_watts")) is not None
-    ]
-    if len(joules) < 8 or len(watts) < 8:
-        rig.report.add("energy against power", "too few readings", "within 5 %", False)
-        return
-    grown, summed = joules[-1][1] - joules[0][1], integral(watts)
-    smi = [(one.unix_seconds, watt) for one in observed.smis if (watt := one.number("power.draw")) is not None]
-    by_smi = (
-        f"; by nvidia-smi's power {integral(smi):.0f} J over {smi[-1][0] - smi[0][0]:.0f} s" if len(smi) > 1 else ""
-    )
-    ratio = grown / summed if summed else None
-    rig.report.add(
-        "energy counter ÷ power over time",
-        f"{grown:.0f} / {summed:.0f} J = {_show(ratio, 3)} over {joules[-1][0] - joules[0][0]:.0f} s{by_smi}",
-        "within 5 %",
-        ratio is not None and abs(ratio - 1) <= 0.05,
-    )
-
-
 def transformer(rig: Rig) -> None:
     shape, backend = ("cpu-large", "gloo") if rig.stub else ("large", "nccl")
     with daemon(*FLAGS, environment=rig.environment) as watching:
@@ -271,7 +167,7 @@ def transformer(rig: Rig) -> None:
     ratio = estimate / measured if estimate is not None else None
     rig.report.add(
         f"transformer ({shape}), estimate ÷ counted FLOPs over time",
-        f"{_show(estimate, 1, 1e-12)} / {measured / 1e12:.3g} TFLOP/s = {_show(ratio, 3)}; tensor {_show(tensor, 3)}, "
+        f"{show(estimate, 1, 1e-12)} / {measured / 1e12:.3g} TFLOP/s = {show(ratio, 3)}; tensor {show(tensor, 3)}, "
         f"step {float(millis.mean()):.2f} ms, {counted / 1e12:.3g} TFLOP counted "
         f"({job.shape.flops_per_step / 1e12:.3g} by its shape)",
         f"within {TRANSFORMER_TOLERANCE:.0%}",
@@ -293,18 +189,6 @@ def sharing(rig: Rig) -> None:
     tell_attribution(rig, "two ranks on one GPU", observed, {labels.get("gpu", "") for labels in mine}, shared=1.0)
 
 
-def tell_attribution(rig: Rig, label: str, observed: Observed, uuids: set[str], shared: float) -> None:
-    last = observed.scrapes[-8:]
-    known = {labels["gpu"] for one in last for labels, _ in one.all("rankscope_gpu_info")}
-    said = [value for one in last if (value := one.value("rankscope_gpu_shared")) is not None]
-    rig.report.add(
-        f"{label}: whose GPU",
-        f"ranks are on {sorted(uuids)}, GPUs are {sorted(known)}, shared {said[:1]}",
-        "the GPU's uuid, shared or not",
-        len(uuids) == 1 and uuids == known and shared in said,
-    )
-
-
 def cost(rig: Rig) -> None:
     """One daemon reads the GPUs and one does not, side by side, with no rank about."""
     plain = ("--captures", "false", "--metrics-detail", "full")
@@ -319,7 +203,7 @@ def cost(rig: Rig) -> None:
     polls = _grown(before.value("rankscope_gpu_polls_total"), after.value("rankscope_gpu_polls_total"))
     seconds = _grown(before.value("rankscope_gpu_poll_seconds_total"), after.value("rankscope_gpu_poll_seconds_total"))
     each = seconds / polls if polls and seconds is not None else None
-    rig.report.add("reading the GPU once", f"{_show(each, 2, 1e3)} ms, {_show(polls, 0)} readings in {lasted:.0f} s")
+    rig.report.add("reading the GPU once", f"{show(each, 2, 1e3)} ms, {show(polls, 0)} readings in {lasted:.0f} s")
     rig.report.add(
         "CPU of the daemon with GPUs, and without",
         f"{used[0] / lasted:.2%} and {used[1] / lasted:.2%} of a core: {(used[0] - used[1]) / lasted:.2%} for the GPU",

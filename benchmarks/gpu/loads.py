@@ -27,6 +27,7 @@ KINDS = {
 DEVICE, SHRINK = ("cuda", 1) if torch.cuda.is_available() else ("cpu", 64)
 if DEVICE == "cpu":
     torch.set_num_threads(1)
+    KINDS |= dict.fromkeys(("bf16", "fp16"), torch.float32)  # half formats may take a CPU minutes
 
 
 def synchronize() -> None:
