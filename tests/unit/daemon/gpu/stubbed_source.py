@@ -32,13 +32,27 @@ class Stubbed:
     def until_ok(self, polls: int = 3) -> GpuSnapshot:
         """After so many more polls: GPM needs two, and what was scripted before is in all of them."""
         before = self.source.latest().polls_total
-        return self.until(lambda now: now.state is SourceState.OK and now.polls_total >= before + polls)
+
+        def all_read(now: GpuSnapshot) -> bool:
+            return (
+                now.state is SourceState.OK and now.polls_total >= before + polls and not any(map(_is_late, now.gpus))
+            )
+
+        return self.until(all_read)
 
     def until_gpu(self, state: GpuState, index: int = 0) -> GpuReading:
-        return self.until(lambda now: len(now.gpus) > index and now.gpus[index].state is state).gpus[index]
+        def is_so(now: GpuSnapshot) -> bool:
+            return len(now.gpus) > index and now.gpus[index].state is state and not _is_late(now.gpus[index])
+
+        return self.until(is_so).gpus[index]
 
     def calls(self, name: str) -> int:
         return int(self.library.stub_calls(name.encode()))
+
+
+def _is_late(gpu: GpuReading) -> bool:
+    """Its thread had not read it when the poll ended: this machine may be busy."""
+    return gpu.state is GpuState.OK and gpu.memory_total_bytes is None
 
 
 def make_source(**changed: object) -> NvmlSource:

@@ -72,6 +72,20 @@ def test_a_gpu_that_fell_off_the_bus_is_lost_and_the_others_go_on(stubbed: Start
     assert (back.uuid, back.temperature_celsius, back.xid_errors) == (uuid, 65.0, {79: 1})
 
 
+def test_waiting_for_xids_does_not_spin_when_a_lost_gpu_makes_every_wait_fail(stubbed: Start, script: Script) -> None:
+    script.set({"gpus": 2})
+    started = stubbed(lost_retry_seconds=(600.0, 600.0))
+    started.until_ok()
+    script.set({"gpu.1.lost": 1})
+    started.until_gpu(GpuState.LOST, 1)
+    started.until(lambda _: started.calls("nvmlEventSetCreate") >= 2)  # a new set, without the lost one
+    waits = started.calls("nvmlEventSetWait_v2")
+    started.until_ok(10)
+    assert started.calls("nvmlEventSetWait_v2") - waits < 500
+    script.set({"xids": "0:13"})
+    started.until(lambda now: now.gpus[0].xid_errors == {13: 1})
+
+
 def test_a_gpu_of_which_nothing_can_be_read_has_failed(stubbed: Start, script: Script) -> None:
     started = stubbed()
     started.until_ok()
