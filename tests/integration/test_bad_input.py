@@ -118,7 +118,9 @@ def test_rings_of_every_bad_kind_are_named_and_cost_nobody_else_anything(daemon:
             daemon.wait_for_words(f"steps: rank {1 + n} (pid {bad[mode].pid}): ", words)
             assert daemon.steps(EVIL_JOB, 1 + n) == 0
         # The processes themselves are still measured: only their rings are not believed.
-        daemon.wait_until(lambda: len(daemon.values("rankscope_rank_threads", job=EVIL_JOB)) == 2 + len(expected))
+        daemon.wait_until(
+            lambda: len(daemon.values("rankscope_rank_resident_bytes", job=EVIL_JOB)) == 2 + len(expected)
+        )
         assert "\x1b" not in daemon.log
         resident_bytes = daemon.value("rankscope_daemon_resident_bytes")
         assert resident_bytes is not None

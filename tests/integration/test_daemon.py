@@ -45,7 +45,8 @@ class Running:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
-    process = subprocess.Popen(command(tmp_path, "--window-seconds", "0.5"), stderr=subprocess.PIPE, text=True)
+    flags = ("--window-seconds", "0.5", "--metrics-detail", "full")
+    process = subprocess.Popen(command(tmp_path, *flags), stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         announced = ANNOUNCED.match(process.stderr.readline())
