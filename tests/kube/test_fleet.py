@@ -1,0 +1,73 @@
+"""A real job over two nodes with real daemons, and the operator that joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kube.api_server import ApiServer
+from tests.kube.fleet import OPERATOR_NAMESPACE, Node, TrainingJob, make_namespace
+from tests.kube.operator_process import OperatorProcess
+
+
+@pytest.fixture
+def nodes(server: ApiServer, tmp_path: Path) -> Iterator[list[Node]]:
+    make_namespace(server, OPERATOR_NAMESPACE)
+    made = [Node(name, tmp_path / name, server) for name in ("node-a", "node-b")]
+    try:
+        for node in made:
+            node.start()
+        yield made
+    finally:
+        for node in made:
+            node.stop()
+            server.admin.delete(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/pods/{node.pod_name}?gracePeriodSeconds=0")
+
+
+def run_of(server: ApiServer, namespace: str, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = server.admin.get(f"/apis/rankscope.dev/v1alpha1/namespaces/{namespace}/trainingruns/{name}")
+    return found
+
+
+def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_events(
+    server: ApiServer, namespace: str, nodes: list[Node], tmp_path: Path
+) -> None:
+    job = TrainingJob(server, namespace, "llama", nodes, tmp_path / "job", slow_rank=2)
+    operator = OperatorProcess(server.admin, tmp_path)
+    operator.start()
+    path = f"/apis/rankscope.dev/v1alpha1/namespaces/{namespace}/trainingruns"
+    try:
+        job.start()
+        server.wait_for(lambda: server.admin.is_served(f"{path}/pytorchjob-llama"))
+
+        def verdict() -> dict[str, Any]:
+            found = run_of(server, namespace, "pytorchjob-llama").get("status", {}).get("verdict", {})
+            return dict(found) if found.get("severity") == "alarm" else {}
+
+        try:
+            server.wait_for(verdict)
+        except AssertionError:
+            raise AssertionError(
+                f"{run_of(server, namespace, 'pytorchjob-llama')}\n{operator.log}\n{operator.get('/metrics')}\n"
+                + "\n".join(node.log for node in nodes)
+            ) from None
+        found = verdict()
+        assert found["kind"] == "slow_rank"
+        assert [(c["rank"], c["pod"], c["node"]) for c in found["culprits"]] == [(2, "llama-worker-1", "node-b")]
+        status = run_of(server, namespace, "pytorchjob-llama")["status"]
+        assert status["ranks"]["summary"] == "4/4"
+        assert {c["type"]: c["status"] for c in status["conditions"]} == {"RanksSeen": "True", "Healthy": "False"}
+
+        def accused() -> set[tuple[str, str, str]]:
+            events = server.admin.get(f"/api/v1/namespaces/{namespace}/events")["items"]
+            return {(e["involvedObject"]["kind"], e["involvedObject"]["name"], e["reason"]) for e in events}
+
+        wanted = {("TrainingRun", "pytorchjob-llama", "SlowRank"), ("Pod", "llama-worker-1", "SlowRank")}
+        server.wait_for(lambda: wanted <= accused())
+        assert accused() == wanted
+    finally:
+        operator.stop()
+        job.stop()
