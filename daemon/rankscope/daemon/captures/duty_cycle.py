@@ -29,8 +29,9 @@ DONE, FAILED, SKIPPED = "done", "failed", "skipped"
 BUDGET, BUSY, STALLED, YOUNG = "budget", "busy", "stalled", "young"
 PROFILER, SLOWDOWN, UNABLE = "profiler", "slowdown", "unable"
 REASONS: Final = (BUDGET, BUSY, PROFILER, SLOWDOWN, STALLED, UNABLE, YOUNG)
-# libkineto asks every 5 s, and needs its orders a little before the start.
-LEAD_SECONDS: Final = 9.0
+# libkineto asks every 5 s, and needs its orders a little before the start. Two questions fit in between: on a busy
+# machine one may come too late.
+LEAD_SECONDS: Final = 14.0
 LEAST_LEAD_SECONDS: Final = 3.0
 # Ranks that have just begun import, compile and warm up.
 YOUNG_WINDOWS: Final = 15

@@ -140,7 +140,7 @@ def test_the_start_is_far_enough_ahead_for_libkineto_to_ask_and_the_jobs_of_a_no
     node = Node(captures)
     node.ranks = [make.rank(0, job="one"), make.rank(0, job="two")]
     node.run_until_started(1)
-    assert 7.1 < captures.started[0][0].start_unix_millis / 1000 - node.now <= 12.0
+    assert 14.0 <= captures.started[0][0].start_unix_millis / 1000 - node.now <= 17.0
     node.run_until_started(2)
     first, second = (request.start_unix_millis for request, _ in captures.started)
     assert {request.job for request, _ in captures.started} == {"one", "two"} and first != second
