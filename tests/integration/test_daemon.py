@@ -22,6 +22,8 @@ from rankscope.v1.rank_service_pb2 import WatchRanksRequest, WatchRanksResponse
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from rankscope.v1.window_pb2 import RankWindow
 
+from .daemon_process import wait_until
+
 PATIENCE_SECONDS = 60
 WINDOW_NANOS = 500_000_000
 TRAINING_JOB = Path(__file__).parent / "jobs" / "small_ddp.py"
@@ -164,7 +166,8 @@ def test_a_real_job_is_seen_sampled_and_seen_ending(running: Running, training_j
         window = next(window for window in windows(with_stacks) if window.HasField("stacks"))
         assert window.stacks.samples > 0
         assert window.stacks.phase_shares["forward"] > 0
-        assert f'job="{job}",phase="' in running.scrape()
+        # Not every window has stacks, and a scrape may come a window late.
+        wait_until(lambda: f'job="{job}",phase="' in running.scrape(), running.scrape)
         os.kill(window.identity.pid, signal.SIGKILL)
         ended = first_message(stream, lambda m: any(gone.pid == window.identity.pid for gone in m.departed))
         assert all(w.identity.pid != window.identity.pid for w in ended.windows)
