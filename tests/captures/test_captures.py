@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ pytestmark = [
 ]
 # Whatever else runs on this machine.
 RUN = f"captured-{os.getpid()}"
+SKEW_MILLIS, SKEW_TRIES = 50.0, 5
+QUOTA_BYTES = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +52,7 @@ def up(folder: Path) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def job(folder: Path) -> Iterator[CaptureJob]:
-    with capture_job(folder / "job", RUN, slow_rank=2) as started:
+    with capture_job(folder / "job", RUN, slow_rank=2, hurried=True) as started:
         yield started
 
 
@@ -74,7 +77,6 @@ def test_all_ranks_deliver_exactly_the_steps_asked_for_at_the_same_time(
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1, 2, 3]
     assert {(rank["backend"], rank["state"], rank["steps"]) for rank in report["ranks"]} == {("kineto", "analysed", 3)}
     assert [steps_in(rank["file"]) for rank in report["ranks"]] == [3, 3, 3, 3], told(report, up)
-    print(f"skew {report['start_skew_ms']:.1f} ms")  # the contract is 50 ms on an idle machine; shown, not asserted
     assert report["summary"]["join"]["collectives_matched"] >= 3, told(report, up)
     for rank in report["ranks"]:
         notes = json.loads(gzip.decompress(Path(rank["file"]).read_bytes()))
@@ -85,13 +87,17 @@ def test_all_ranks_deliver_exactly_the_steps_asked_for_at_the_same_time(
     assert job.process.poll() is None
 
 
-def test_a_capture_by_time_records_that_time(up: Serving, name: str, tmp_path: Path) -> None:
-    status, report = capture(up, "--job", name, "--ranks", "0,3", "--seconds", "0.8", "--output", str(tmp_path))
-    assert status == 0, told(report, up)
-    assert [rank["rank"] for rank in report["ranks"]] == [0, 3]
-    print(f"skew {report['start_skew_ms']:.1f} ms")  # the contract is 50 ms on an idle machine; shown, not asserted
-    for summary in report["summary"]["ranks"]:
-        assert summary["span_seconds"] > 0, told(report, up)
+def test_a_capture_by_time_records_that_time_and_ranks_begin_within_50_milliseconds(up: Serving, name: str) -> None:
+    skews: list[float] = []
+    # That is what an idle machine does every time. On one that is not, a rank may not get a CPU in time.
+    while not skews or min(skews) >= SKEW_MILLIS:
+        assert len(skews) < SKEW_TRIES, f"ranks began {skews} ms apart\n{up.log[-3000:]}"
+        status, report = capture(up, "--job", name, "--ranks", "0,3", "--seconds", "1.5")
+        assert status == 0, told(report, up)
+        assert [rank["rank"] for rank in report["ranks"]] == [0, 3]
+        for summary in report["summary"]["ranks"]:
+            assert 0 < summary["span_seconds"] < 3.0, told(report, up)
+        skews.append(report["start_skew_ms"])
 
 
 def test_the_straggler_is_captured_with_a_healthy_rank_beside_it(up: Serving, name: str) -> None:
@@ -104,7 +110,7 @@ def test_the_straggler_is_captured_with_a_healthy_rank_beside_it(up: Serving, na
 
 def test_a_capture_that_is_cancelled_stops_and_leaves_the_job_alone(up: Serving, job: CaptureJob, name: str) -> None:
     asking = subprocess.Popen(
-        capture_command(up, "--job", name, "--ranks", "1", "--seconds", "50"),
+        capture_command(up, "--job", name, "--ranks", "3", "--seconds", "10"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -123,7 +129,7 @@ def test_a_profiler_of_the_users_own_is_waited_for_and_then_reported(up: Serving
     (job.folder / "OWN_PROFILER").touch()
     try:
         wait_until((job.folder / "PROFILING").exists, lambda: up.log)
-        status, report = capture(up, "--job", name, "--ranks", "0,1", "--steps", "2", "--patience", "8")
+        status, report = capture(up, "--job", name, "--ranks", "0,1", "--steps", "2", "--patience", "15")
     finally:
         (job.folder / "OWN_PROFILER").unlink()
     states = {rank["rank"]: (rank["state"], rank["error"]) for rank in report["ranks"]}
@@ -156,37 +162,48 @@ def test_two_jobs_are_captured_at_once_and_a_killed_rank_is_told(up: Serving, na
 
 
 def test_where_libkineto_belongs_to_another_daemon_the_probe_records_and_the_result_says_so(
-    up: Serving, name: str, folder: Path
+    up: Serving, name: str, folder: Path, tmp_path: Path
 ) -> None:
-    with serving(folder / "second", "daemon") as second:
+    captures = folder / "second" / "captures"
+    old = captures / f"c-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(time.time() - 60))}-abcdef"
+    old.mkdir(parents=True, mode=0o700)
+    (old / "rank0.json.gz").write_bytes(bytes(QUOTA_BYTES - 4096))
+    with serving(folder / "second", "daemon", "--capture-quota-bytes", str(QUOTA_BYTES)) as second:
         second.wait_for_words("another profiling daemon")
-        status, report = capture(second, "--job", name, "--ranks", "1,3", "--steps", "2")
-    assert status == 0, told(report, second)
-    assert {(rank["backend"], rank["steps"]) for rank in report["ranks"]} == {("probe", 2)}, told(report, second)
+        schedule = ("--steps", "2", "--wait", "3", "--repeat", "2")
+        status, report = capture(second, "--job", name, "--ranks", "1,3", *schedule, "--output", str(tmp_path))
+        assert status == 0, told(report, second)
+        assert not old.exists(), "what is older makes room when the quota is reached"
+        assert sum(path.stat().st_size for path in captures.rglob("*")) < QUOTA_BYTES
+    assert {(rank["backend"], rank["steps"]) for rank in report["ranks"]} == {("probe", 4)}, told(report, second)
     assert any("another profiling daemon" in note for note in report["ranks"][0]["notes"]), told(report, second)
+    for rank in report["ranks"]:
+        files = [rank["file"], *rank["more_files"]]
+        assert [steps_in(file) for file in files] == [2, 2], told(report, second)
 
 
-def test_after_a_daemon_died_in_mid_capture_the_next_one_says_so_and_goes_on(
+def test_after_a_daemon_died_in_mid_capture_the_next_one_says_so_and_clears_up_and_the_job_ends_well(
     up: Serving, job: CaptureJob, name: str, folder: Path
 ) -> None:
-    flags = ("--job", name, "--ranks", "1", "--seconds", "20")
-    asking = subprocess.Popen(capture_command(up, *flags), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    flags = ("--job", name, "--ranks", "1", "--seconds", "6")
+    asking = subprocess.Popen(capture_command(up, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: _state(up, name) == "running", lambda: up.log)
+    pid = _captures(up, name)[0]["ranks"][0]["pid"]
     up.process.kill()
-    _, errors = asking.communicate(timeout=CAPTURE_SECONDS)
-    assert asking.returncode == 2, errors
-    with serving(folder / "again", "up", "--capture-dir", str(folder / "up" / "captures")) as again:
-        lost = _captures(again, name)[0]
-        assert lost["state"] == "failed", lost
-        assert "daemon restarted" in lost["ranks"][0]["error"], lost
+    up.process.wait()
+    with serving(folder / "up", "up") as again:
+        # The command waits for the daemon to come back, and then tells what became of the capture.
+        output, errors = asking.communicate(timeout=CAPTURE_SECONDS)
+        assert asking.returncode == 1, errors
+        (lost,) = json.loads(output)["ranks"]
+        assert lost["state"] == "failed" and "daemon restarted" in lost["error"], lost
         assert job_name(again, RUN) == name
-        status, report = capture(again, "--job", name, "--ranks", "0", "--steps", "2")
+        # libkineto takes no other work before it has written what the lost capture was to have.
+        status, report = capture(again, "--job", name, "--ranks", "1", "--steps", "2")
         assert status == 0, told(report, again)
-    assert job.process.poll() is None
-
-
-def test_the_job_ends_well_after_all_that(up: Serving, job: CaptureJob, name: str) -> None:
-    assert job.stop() == 0, (job.folder / "log").read_text(errors="replace")[-3000:]
+        wait_until(lambda: job.files_left(pid) == [], lambda: job.files_left(pid))
+        # The last test: the job has borne them all. It ends while there is a daemon, since without one that takes 10 s.
+        assert job.stop() == 0, (job.folder / "log").read_text(errors="replace")[-3000:]
 
 
 def _captures(serving: Serving, name: str) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -73,9 +74,9 @@ class Capturing:
 
 
 @contextmanager
-def trainer(number: int, *unshare: str) -> Iterator[Trainer]:
+def trainer(number: int, *unshare: str, **more: str) -> Iterator[Trainer]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "MASTER_"))}
-    environment |= ENVIRONMENT | {"KINETO_CONFIG": "/tmp/kineto.conf", "OMP_NUM_THREADS": "1"}
+    environment |= ENVIRONMENT | {"KINETO_CONFIG": "/tmp/kineto.conf", "OMP_NUM_THREADS": "1", **more}
     command = ["unshare", "--net", "--mount", *unshare, "sh", "-c", ENTER, sys.executable, str(SCRIPT)]
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -131,7 +132,7 @@ class Captures:
         self._count = 0
 
     def begin(
-        self, *trainers: Trainer, seconds: float = 0.4, patience_seconds: float = 60.0, ahead_seconds: float = 0.0
+        self, *trainers: Trainer, seconds: float = 1.0, patience_seconds: float = 60.0, ahead_seconds: float = 0.0
     ) -> list[Capturing]:
         """All at one start, as the conductor would have it."""
         ranks = [each.rank for each in trainers]
@@ -262,3 +263,23 @@ def test_a_process_that_is_killed_fails_alone_and_the_other_ends_well(
     assert first.files() == []
     _, errors = first.process.communicate(timeout=60)
     assert first.process.returncode == 0, errors
+
+
+def test_a_process_that_shares_a_directory_is_recorded_through_a_file_socket(
+    threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    # Not in /tmp, which the trainer sees another one of.
+    with tempfile.TemporaryDirectory(prefix="kineto-", dir="/var/tmp") as directory:
+        endpoint = Endpoint(socket_directory=directory)
+        endpoint.start()
+        try:
+            with trainer(0, KINETO_IPC_SOCKET_DIR=directory) as shared:
+                wait_for(lambda: endpoint.client(shared.rank.pid) is not None)
+                (capturing,) = Captures(KinetoBackend(endpoint), threads, tmp_path).begin(shared)
+                operators(capturing.result())
+                assert shared.files() == []
+                _, errors = shared.process.communicate(timeout=60)
+                assert shared.process.returncode == 0, errors
+        finally:
+            endpoint.stop()
+        assert not Path(directory, "dynolog").exists()

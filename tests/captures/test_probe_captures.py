@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,13 @@ training = threading.Thread(target=train)
 training.start()
 training.join()
 """
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CapturedJob]:
+    """One process that several tests share, and that the last of them ends: it must bear them all."""
+    with captured_job(tmp_path_factory.mktemp("job")) as started:
+        yield started
 
 
 def recorded(result: Recording | CaptureError) -> tuple[Recording, Trace, Steps]:
@@ -96,79 +104,70 @@ def test_all_ranks_record_the_same_steps_and_train_on(tmp_path: Path) -> None:
         assert job.end() == [(0, ""), (0, "")]
 
 
-def test_a_profiler_of_the_users_own_is_waited_for_and_never_disturbed(tmp_path: Path) -> None:
-    with captured_job(tmp_path) as job:
-        job.tell("p = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]); p.start()")
-        assert "a profiler of the user's own is active" in failed(job.capture(patience_seconds=0.5)[0])
-        job.tell("p.stop(); assert p.key_averages(), 'nothing was recorded'")
-        # In its warm-up nothing is recorded yet, but it is the user's turn all the same.
-        job.tell("p = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=9, active=1)); p.start()")
-        assert "a profiler of the user's own is active" in failed(job.capture(patience_seconds=0.5)[0])
-        job.tell("p.stop()")
-        assert recorded(job.capture()[0])[0].steps == 3
+def test_a_profiler_of_the_users_own_is_waited_for_and_never_disturbed(job: CapturedJob) -> None:
+    job.tell("p = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]); p.start()")
+    assert "a profiler of the user's own is active" in failed(job.capture(patience_seconds=0.5)[0])
+    job.tell("p.stop(); assert p.key_averages(), 'nothing was recorded'")
+    # In its warm-up nothing is recorded yet, but it is the user's turn all the same.
+    job.tell("p = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=9, active=1)); p.start()")
+    assert "a profiler of the user's own is active" in failed(job.capture(patience_seconds=0.5)[0])
+    job.tell("p.stop()")
+    assert recorded(job.capture()[0])[0].steps == 3
 
-        begin = "p = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]); p.start()"
-        interrupted = job.capture(steps=None, seconds=60.0, when_running=lambda: job.tell(begin))
-        assert "the user's own profiler began" in failed(interrupted[0])
-        trains_on(job)
-        job.tell("p.stop(); assert any('Optimizer.step' in e.key for e in p.key_averages())")
-        assert job.end() == [(0, "")]
-
-
-def test_garbage_in_the_command_area_is_ignored(tmp_path: Path) -> None:
-    with captured_job(tmp_path) as job:
-        (link,) = [
-            link for link in Path(f"/proc/{job.ranks[0].pid}/fd").iterdir() if "rankscope-ring" in str(link.readlink())
-        ][:1]
-        ring = os.open(link, os.O_WRONLY)
-        try:
-            for _ in range(20):
-                os.pwrite(ring, os.urandom(256), layout.COMMAND_OFFSET)
-                time.sleep(0.01)
-        finally:
-            os.close(ring)
-        trains_on(job)
-        assert recorded(job.capture()[0])[0].steps == 3
-        assert job.end() == [(0, "")]
+    begin = "p = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]); p.start()"
+    interrupted = job.capture(steps=None, seconds=60.0, when_running=lambda: job.tell(begin))
+    assert "the user's own profiler began" in failed(interrupted[0])
+    trains_on(job)
+    job.tell("p.stop(); assert any('Optimizer.step' in e.key for e in p.key_averages())")
+    trains_on(job)
 
 
-def test_a_process_that_hangs_is_told_at_the_deadline_and_is_unharmed(tmp_path: Path) -> None:
-    with captured_job(tmp_path) as job:
-        release = tmp_path / "release"
-        job.tell(f"hang = {str(release)!r}")
-        process = job.processes[0]
-        assert process.stdin is not None
-        process.stdin.write("while not os.path.exists(hang): time.sleep(0.05)\n")
-        process.stdin.flush()
-        time_of_steps = [-1]
-
-        def stands_still() -> bool:
-            before, time_of_steps[0] = time_of_steps[0], steps_so_far(job)
-            time.sleep(0.2)
-            return before == time_of_steps[0]
-
-        wait_for(stands_still, job.processes)
-        assert "no step has ended" in failed(job.capture(patience_seconds=1.0)[0])
-        release.touch()
-        assert process.stdout is not None
-        process.stdout.readline()
-        # What was asked for in vain does not come later.
-        trains_on(job)
-        assert not holds_a_trace(job.ranks[0].pid)
-        assert recorded(job.capture()[0])[0].steps == 3
-        assert job.end() == [(0, "")]
+def test_garbage_in_the_command_area_is_ignored(job: CapturedJob) -> None:
+    (link,) = [
+        link for link in Path(f"/proc/{job.ranks[0].pid}/fd").iterdir() if "rankscope-ring" in str(link.readlink())
+    ][:1]
+    ring = os.open(link, os.O_WRONLY)
+    try:
+        for _ in range(20):
+            os.pwrite(ring, os.urandom(256), layout.COMMAND_OFFSET)
+            time.sleep(0.01)
+    finally:
+        os.close(ring)
+    trains_on(job)
+    assert recorded(job.capture()[0])[0].steps == 3
+    trains_on(job)
 
 
-def test_a_fork_ends_the_capture_and_leaves_both_processes_alone(tmp_path: Path) -> None:
-    with captured_job(tmp_path) as job:
-        fork = (
-            "c = os.fork(); c or (optimizer.step(), os._exit(bool(torch.autograd._profiler_enabled())));"
-            " assert os.waitpid(c, 0)[1] == 0, 'the child records'"
-        )
-        (result,) = job.capture(steps=None, seconds=60.0, when_running=lambda: job.tell(fork))
-        assert "forked" in failed(result)
-        assert recorded(job.capture()[0])[0].steps == 3
-        assert job.end() == [(0, "")]
+def test_a_process_that_hangs_is_told_at_the_deadline_and_is_unharmed(job: CapturedJob, tmp_path: Path) -> None:
+    release = tmp_path / "release"
+    job.tell(f"hang = {str(release)!r}")
+    process = job.processes[0]
+    assert process.stdin is not None
+    process.stdin.write(
+        "open(hang + 's', 'w').close() or [time.sleep(0.05) for _ in iter(lambda: os.path.exists(hang), True)]\n"
+    )
+    process.stdin.flush()
+    wait_for((tmp_path / "releases").exists, job.processes)
+    assert "no step has ended" in failed(job.capture(patience_seconds=1.0)[0])
+    release.touch()
+    assert process.stdout is not None
+    process.stdout.readline()
+    # What was asked for in vain does not come later.
+    trains_on(job)
+    assert not holds_a_trace(job.ranks[0].pid)
+    assert recorded(job.capture()[0])[0].steps == 3
+    trains_on(job)
+
+
+def test_a_fork_ends_the_capture_and_leaves_both_processes_alone(job: CapturedJob) -> None:
+    fork = (
+        "c = os.fork(); c or (optimizer.step(), os._exit(bool(torch.autograd._profiler_enabled())));"
+        " assert os.waitpid(c, 0)[1] == 0, 'the child records'"
+    )
+    (result,) = job.capture(steps=None, seconds=60.0, when_running=lambda: job.tell(fork))
+    assert "forked" in failed(result)
+    assert recorded(job.capture()[0])[0].steps == 3
+    trains_on(job)
 
 
 @pytest.mark.parametrize(
@@ -223,13 +222,29 @@ def test_a_failure_ends_captures_with_one_line_and_training_goes_on(tmp_path: Pa
         assert errors == "rankscope: captures disabled: ZeroDivisionError: division by zero; training is not affected"
 
 
-def test_no_record_of_the_ring_is_lost_by_a_capture(tmp_path: Path) -> None:
-    with captured_job(tmp_path) as job:
-        recorded(job.capture()[0])
-        with rings.opened(Path("/proc"), job.ranks[0].pid) as ring:
-            assert ring is not None
-            header = rings.read_header(ring)
-            records, whole = rings.read_records(ring, 1, min(header.records, layout.CAPACITY))
-        assert whole.all()
-        assert int(np.sum(records["steps"])) <= header.steps
-        assert job.end() == [(0, "")]
+def test_no_record_of_the_ring_is_lost_by_a_capture(job: CapturedJob) -> None:
+    recorded(job.capture()[0])
+    with rings.opened(Path("/proc"), job.ranks[0].pid) as ring:
+        assert ring is not None
+        header = rings.read_header(ring)
+        # Not the oldest, which are being written over.
+        first = max(1, header.records - layout.CAPACITY // 2)
+        records, whole = rings.read_records(ring, first, header.records)
+    assert whole.all()
+    assert int(np.sum(records["steps"])) <= header.steps
+    trains_on(job)
+
+
+def test_several_windows_are_recorded_with_steps_between_them(job: CapturedJob) -> None:
+    (result,) = job.capture(steps=2, options=Options(wait_steps=4, warmup_steps=1, repeat=3))
+    assert isinstance(result, Recording), result
+    assert result.steps == 6
+    steps = [find_steps(read_trace([path.read_bytes()], salvage=False)) for path in (result.path, *result.more_windows)]
+    first = int(steps[0].number[0])
+    assert [list(window.number) for window in steps] == [[first + n, first + n + 1] for n in (0, 7, 14)]
+    trains_on(job)
+
+
+def test_the_process_that_bore_all_that_ends_well_and_left_nothing_on_its_disk(job: CapturedJob) -> None:
+    assert job.end() == [(0, "")]
+    assert not list(job.temporary.glob("rankscope*"))

@@ -17,7 +17,8 @@ from rankscope.daemon.procfs import read_stat
 from rankscope.daemon.samples import RankProcess
 from rankscope.probe import injecting
 
-DEADLINE_SECONDS = 120.0
+# Importing torch takes two minutes on a machine with fifty others at work.
+DEADLINE_SECONDS = 280.0
 LIBKINETOS_OWN = ("USDT:", "ERROR: External init callback")
 
 SCRIPT = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks import registration
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.fleets import Fleet
 from benchmarks.overhead import Block, _Compared, _orders
@@ -14,7 +15,9 @@ from benchmarks.statistics import paired_ratio, spread_of
 
 
 def test_there_is_a_benchmark_for_every_promise() -> None:
-    assert set(BENCHMARKS) == {"probe", "verdicts", "windows", "traces", "timeline", "captures", "daemon", "overhead"}
+    assert set(BENCHMARKS) == {
+        "probe", "verdicts", "windows", "traces", "timeline", "captures", "registration", "daemon", "gpu", "overhead",
+    }  # fmt: skip
 
 
 def test_the_spread_is_median_and_quartiles() -> None:
@@ -49,6 +52,13 @@ def test_only_steps_that_lie_wholly_in_a_block_count() -> None:
     compared = _Compared.of([Block(False, 10, 45), Block(True, 40, 90)], ends, lengths)
     assert compared.off_medians == [15.0]  # 10–30 and 30–40; 40–50 is cut by the end
     assert compared.on_means == [20.0]  # 40–50 and 50–80
+
+
+def test_being_registered_is_a_ratio_of_runs_that_took_turns_and_says_when_it_cannot_tell() -> None:
+    plain = [5e6, 5.2e6, 5.1e6]
+    told = registration.row([1.001 * value for value in plain], plain)
+    assert told.name.endswith("median step (5.1 ms)") and told.value == pytest.approx(1.001) and told.met
+    assert registration.row([5e6, 6e6, 4e6], plain).noisy
 
 
 def test_a_missed_target_is_shown_and_a_line_for_context_has_none() -> None:
