@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
-import resource
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from prometheus_client.registry import Collector
@@ -23,6 +20,7 @@ from rankscope.daemon.collecting import describe
 from rankscope.daemon.config import NONE, Config, parse_address
 from rankscope.daemon.exporting import DaemonStatus, Exporter, Snapshot
 from rankscope.daemon.listening import SocketLock
+from rankscope.daemon.own_usage import package_version, process_cpu_seconds, resident_bytes
 from rankscope.daemon.publishing import Publisher, Tick
 from rankscope.daemon.reporting import ProblemLog
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span
@@ -60,11 +58,6 @@ class _Incarnation:
     totals: RankTotals = field(default_factory=RankTotals)
 
 
-def process_cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 class Daemon:
     """`start` listens and begins to watch in a thread of its own; `stop` ends both within two seconds.
 
@@ -97,7 +90,10 @@ class Daemon:
         self._problems = ProblemLog(log, self._clock.monotonic_seconds)
         self._incarnations: dict[RankKey, _Incarnation] = {}
         self._status = DaemonStatus(
-            _version(), config.node, stack_rate_hertz=self._budget.rate_hertz, metrics_detail=config.metrics_detail
+            package_version(),
+            config.node,
+            stack_rate_hertz=self._budget.rate_hertz,
+            metrics_detail=config.metrics_detail,
         )
         self._reports: tuple[RankReport, ...] = ()
         self._windows_total = 0
@@ -255,7 +251,7 @@ class Daemon:
             collectors=sampled.collectors,
             own_cpu_seconds=self._own_cpu_seconds(),
             sampling_cpu_seconds=self._sampling.child_cpu_seconds,
-            resident_bytes=_resident_bytes(),
+            resident_bytes=resident_bytes(),
             budget_used_ratio=self._budget.used_ratio,
             stack_rate_hertz=self._budget.rate_hertz,
             ranks=len(sampled.ranks) + sampled.ranks_cut,
@@ -298,17 +294,3 @@ def _open_captures(config: Config) -> CaptureDesk | None:
 
 def _quoted(rank: RankProcess) -> str:
     return repr(rank.job[:128])
-
-
-def _version() -> str:
-    try:
-        return version("rankscope")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def _resident_bytes() -> int | None:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return None
