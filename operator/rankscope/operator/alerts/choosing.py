@@ -29,6 +29,7 @@ class Wanted:
 
     job: str  # as the correlation calls it
     ranks: tuple[int, ...]  # sorted
+    accused: frozenset[int]  # those of them that somebody blames
     steps_are_known: bool
     reason: str
 
@@ -62,14 +63,15 @@ def choose(state: JobState, concerns: Sequence[Concern]) -> Wanted:
     named = sorted({concern.rank for concern in concerns if concern.rank is not None})
     accused = named or [rank for rank in suspected.culprits if rank in known]
     if accused:
-        beside = [rank for rank in suspected.peers if rank not in accused][:1]
-        ranks = [*accused[:ACCUSED_MOST], *beside]
+        accused = accused[:ACCUSED_MOST]
+        ranks = [*accused, *[rank for rank in suspected.peers if rank not in accused][:1]]
     else:
         ranks = list(suspected.peers[:SAMPLES])
     if not ranks:
         raise RefusedError("no rank of the job reports")
     names = ", ".join(dict.fromkeys(concern.alert.name or "without a name" for concern in concerns))
-    return Wanted(state.job, tuple(sorted(ranks)), state.step_seconds is not None, f"alert {names}")
+    steps_are_known = state.step_seconds is not None
+    return Wanted(state.job, tuple(sorted(ranks)), frozenset(accused), steps_are_known, f"alert {names}")
 
 
 def _reporting(state: JobState) -> set[int]:

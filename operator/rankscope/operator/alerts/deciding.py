@@ -104,14 +104,14 @@ class AlertDesk:
         try:
             wanted = choose(state, concerns)
             ranks = wanted.ranks
-            if objection := self._limiter.objection(state.job):
+            if objection := self._limiter.objection(wanted):
                 return Result.LIMITED, objection, ranks
             capture_id = self._start(wanted)
         except RefusedError as error:
             return Result.REFUSED, str(error), ranks
         except FailedError as error:
             return Result.FAILED, str(error), ranks
-        self._limiter.spend(state.job)
+        self._limiter.spend(wanted)
         self._occasions.remember(concern.alert for concern in concerns)
         return Result.STARTED, f"capture {capture_id}", ranks
 

@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rankscope.operator.alerts.choosing import Wanted
+
 JOBS_MOST = 10_000
 
 
 @dataclass(frozen=True)
 class Limits:
     job_rest_seconds: float = 600.0
+    # A rank that is accused only later is worth a second one in that time: the first was of others, perhaps for a
+    # symptom of what that rank does.
+    captures_per_rest: int = 2
     captures_per_hour: float = 12.0
     burst: int = 4
+
+
+@dataclass(frozen=True)
+class _Spent:
+    until_monotonic: float
+    ranks: frozenset[int]
 
 
 class Limiter:
@@ -21,29 +32,38 @@ class Limiter:
     def __init__(self, limits: Limits, monotonic_seconds: Callable[[], float]) -> None:
         self._limits = limits
         self._monotonic_seconds = monotonic_seconds
-        self._rested_at: dict[str, float] = {}
+        self._spent: dict[str, tuple[_Spent, ...]] = {}
         self._tokens = float(limits.burst)
         self._filled_at = monotonic_seconds()
 
-    def objection(self, job: str) -> str | None:
-        """Why no capture may start now; None if one may."""
+    def objection(self, wanted: Wanted) -> str | None:
+        """Why this capture may not start now; None if it may."""
         now = self._monotonic_seconds()
-        rest = self._rested_at.get(job, now) - now
-        if rest > 0:
-            return f"alerts have captured this job lately; the next may in {rest:.0f} s"
+        lately = [each for each in self._spent.get(wanted.job, ()) if each.until_monotonic > now]
+        if lately:
+            seen = frozenset[int]().union(*(each.ranks for each in lately))
+            if wanted.accused <= seen or len(lately) >= self._limits.captures_per_rest:
+                rest = min(each.until_monotonic for each in lately) - now
+                return f"alerts have captured this job lately; the next may in {rest:.0f} s"
         self._fill(now)
         if self._tokens < 1:
             seconds = (1 - self._tokens) * 3600 / self._limits.captures_per_hour
             return f"alerts cause {self._limits.captures_per_hour:g} captures an hour; the next may in {seconds:.0f} s"
         return None
 
-    def spend(self, job: str) -> None:
+    def spend(self, wanted: Wanted) -> None:
         now = self._monotonic_seconds()
         self._fill(now)
         self._tokens -= 1
-        self._rested_at = {name: until for name, until in self._rested_at.items() if until > now}
-        if len(self._rested_at) < JOBS_MOST:
-            self._rested_at[job] = now + self._limits.job_rest_seconds
+        standing = {
+            job: kept
+            for job, spent in self._spent.items()
+            if (kept := tuple(each for each in spent if each.until_monotonic > now))
+        }
+        if wanted.job in standing or len(standing) < JOBS_MOST:
+            spent = _Spent(now + self._limits.job_rest_seconds, frozenset(wanted.ranks))
+            standing[wanted.job] = (*standing.get(wanted.job, ()), spent)
+        self._spent = standing
 
     def _fill(self, now: float) -> None:
         gained = (now - self._filled_at) * self._limits.captures_per_hour / 3600
