@@ -15,7 +15,8 @@ import statistics
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu.capture_rows import AFTER_AT_MOST, Rig, aftermath, collectives, control, heard, told, utilisation
@@ -166,6 +167,15 @@ def latency(rig: Rig) -> None:
     )
 
 
+def measure(report: Report, artifacts: Path, cpu: bool, parts: Sequence[str]) -> None:
+    with daemon() as watching:
+        rig = Rig(report, watching, artifacts, cpu, [], 2.0 if cpu else 4.0)
+        for name in parts:
+            function, seconds = PARTS[name]
+            report.part(name, partial(function, rig), seconds)
+        latency(rig)
+
+
 def keep_artifacts(folder: Path, target: Path) -> None:
     """As many as come in under the limit, small ones first."""
     left = ARTIFACTS_LIMIT_BYTES
@@ -190,13 +200,7 @@ def main() -> int:
     # Ended by `timeout`: what there is by then is told, and nothing is left running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        with report.part("daemon"), daemon() as watching:
-            rig = Rig(report, watching, artifacts, asked.cpu, [], 2.0 if asked.cpu else 4.0)
-            for name in asked.only.split(","):
-                function, seconds = PARTS[name]
-                with report.part(name, seconds):
-                    function(rig)
-            latency(rig)
+        report.part("all of it", lambda: measure(report, artifacts, asked.cpu, asked.only.split(",")))
     finally:
         keep_artifacts(artifacts, asked.out / "artifacts.tar")
         shutil.rmtree(artifacts, ignore_errors=True)

@@ -119,9 +119,9 @@ def during_millis(job: TrainingJob, one: Captured, rank: int = 0) -> np.ndarray:
     steps = job.steps(rank)
     first = int(np.searchsorted(steps.host_end, start + 0.001, side="right"))
     if entry.get("steps"):
-        return steps.millis[first : first + entry["steps"]]
+        return steps.first(first, entry["steps"])
     span = (entry.get("summary") or {}).get("span_seconds") or 0.0
-    return steps.millis[(steps.host_end > start) & (steps.host_end <= start + span)]
+    return steps.first(first, int(np.searchsorted(steps.host_end, start + span, side="right")) - first)
 
 
 def look_into(path: Path) -> dict[str, Any]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.gpu.comparing import QUANTITIES, Load, compare, integral, mean
-from benchmarks.gpu.observing import Observed
+from benchmarks.gpu.observing import Observed, Scrape
 from benchmarks.gpu.reporting import Report
 
 MATMULS = ("bf16-1024", "bf16-4096", "bf16-8192", "bf16-16384")
 ESTIMATE_TOLERANCE = 0.05
 NEAR_ZERO = 0.01
+SHORTEST_SECONDS = 1.5
 ESTIMATE = "rankscope_gpu_estimated_flops_per_second"
 TENSOR = "rankscope_gpu_tensor_active_ratio"
 
@@ -37,6 +39,8 @@ def tell_load(rig: Rig, observed: Observed, load: Load) -> None:
     shown = ", ".join(f"{pipe} {value:.3f}" for pipe, value in pipes.items() if value is not None and value > 0.001)
     text = f"tensor {show(tensor, 3)}, SM active {show(active, 3)}, {shown or 'no pipe busy'}; "
     text += f"{show(clock, 0, 1e-6)} MHz, {show(power, 0)} W"
+    if end - start < SHORTEST_SECONDS:
+        return  # a pause between others
     if load.kind == "idle":
         near = tensor is not None and active is not None and max(tensor, active) <= NEAR_ZERO
         rig.report.add("idle", text, f"tensor and SM active ≤ {NEAR_ZERO}", near)
@@ -78,10 +82,10 @@ def against_smi(rig: Rig, observed: Observed, loads: list[Load]) -> None:
 
 def throttling(rig: Rig, observed: Observed, loads: list[Load]) -> None:
     for load in loads:
-        if load.kind not in ("bf16-16384", "idle", "bf16-1024"):
-            continue
+        start, end = load.steady
         # Steady borders: both counters lag by the same.
-        start, end = load.steady[0], load.end
+        if load.kind not in ("bf16-16384", "idle", "bf16-1024") or end - start < SHORTEST_SECONDS:
+            continue
         lasted = end - start
         ours = observed.values("rankscope_gpu_throttled_seconds_total", start, end, reason="power_cap")
         smis = [one for one in observed.smis if start <= one.unix_seconds <= end]
@@ -126,13 +130,12 @@ def energy(rig: Rig, observed: Observed) -> None:
     )
 
 
-def tell_attribution(rig: Rig, label: str, observed: Observed, uuids: set[str], shared: float) -> None:
-    last = observed.scrapes[-8:]
-    known = {labels["gpu"] for one in last for labels, _ in one.all("rankscope_gpu_info")}
-    said = [value for one in last if (value := one.value("rankscope_gpu_shared")) is not None]
+def tell_attribution(rig: Rig, label: str, scrapes: Sequence[Scrape], uuids: set[str], shared: float) -> None:
+    known = {labels["gpu"] for one in scrapes for labels, _ in one.all("rankscope_gpu_info")}
+    said = [value for one in scrapes if (value := one.value("rankscope_gpu_shared")) is not None]
     rig.report.add(
         f"{label}: whose GPU",
         f"ranks are on {sorted(uuids)}, GPUs are {sorted(known)}, shared {said[:1]}",
         "the GPU's uuid, shared or not",
-        len(uuids) == 1 and uuids == known and shared in said,
+        len(uuids) == 1 and uuids == known and said != [] and set(said) == {shared},
     )

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu import nvml_facts
@@ -46,6 +47,7 @@ PLAN = (
 )
 TRANSFORMER_TOLERANCE = 0.08
 COST_SECONDS = 10.0
+RUN_ID = "known-loads"
 STUB = "RANKSCOPE_NVML_STUB"
 UNKNOWN_ADDRESS = 1 << 46
 XID_SECONDS = 20.0
@@ -62,7 +64,7 @@ def loading(*plan: str) -> Iterator[subprocess.Popen[str]]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29999",
     }
-    environment["TORCHELASTIC_RUN_ID"] = "known-loads"
+    environment["TORCHELASTIC_RUN_ID"] = RUN_ID
     command = [sys.executable, str(HERE / "loads.py"), *plan]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
@@ -134,9 +136,10 @@ def known_loads(rig: Rig) -> None:
     against_smi(rig, observed, loads)
     throttling(rig, observed, loads)
     energy(rig, observed)
-    exclusive = [labels for one in observed.scrapes[-8:] for labels, _ in one.all("rankscope_rank_info")]
-    uuids = {labels.get("gpu", "") for labels in exclusive if "known-loads" in labels.get("job", "")}
-    tell_attribution(rig, "one rank alone", observed, uuids, shared=0.0)
+    while_it_ran = observed.scrapes_between(*loads[-1].steady)
+    exclusive = [labels for one in while_it_ran for labels, _ in one.all("rankscope_rank_info")]
+    uuids = {labels.get("gpu", "") for labels in exclusive if RUN_ID in labels.get("job", "")}
+    tell_attribution(rig, "one rank alone", while_it_ran, uuids, shared=0.0)
 
 
 def wait_for_gpu(watching: RunningDaemon) -> None:
@@ -160,7 +163,8 @@ def transformer(rig: Rig) -> None:
             time.sleep(LAG_SECONDS + 5)
             ended = time.time()
             millis = job.steps().between(began, ended)
-            counted = job.info()["counted_flops_per_step"]
+            by_torch = job.info()["counted_flops_per_step"]
+    counted = job.shape.executed_flops_per_step
     measured = counted * len(millis) / (float(millis.sum()) / 1e3)
     estimate = mean(observed.values(ESTIMATE, began + LAG_SECONDS, ended))
     tensor = mean(observed.values(TENSOR, began + LAG_SECONDS, ended, pipe="any"))
@@ -168,8 +172,8 @@ def transformer(rig: Rig) -> None:
     rig.report.add(
         f"transformer ({shape}), estimate ÷ counted FLOPs over time",
         f"{show(estimate, 1, 1e-12)} / {measured / 1e12:.3g} TFLOP/s = {show(ratio, 3)}; tensor {show(tensor, 3)}, "
-        f"step {float(millis.mean()):.2f} ms, {counted / 1e12:.3g} TFLOP counted "
-        f"({job.shape.flops_per_step / 1e12:.3g} by its shape)",
+        f"step {float(millis.mean()):.2f} ms, {counted / 1e12:.4g} TFLOP "
+        f"(torch's FlopCounterMode: {by_torch / 1e12:.4g})",
         f"within {TRANSFORMER_TOLERANCE:.0%}",
         ratio is not None and abs(ratio - 1) <= TRANSFORMER_TOLERANCE,
     )
@@ -186,7 +190,8 @@ def sharing(rig: Rig) -> None:
     last = observed.scrapes[-1].all("rankscope_rank_info")
     mine = [labels for labels, _ in last if labels.get("pid") in pids]
     rig.report.add("two ranks on one GPU: ranks found", f"{len(mine)} of 2", "2", len(mine) == 2)
-    tell_attribution(rig, "two ranks on one GPU", observed, {labels.get("gpu", "") for labels in mine}, shared=1.0)
+    uuids = {labels.get("gpu", "") for labels in mine}
+    tell_attribution(rig, "two ranks on one GPU", observed.scrapes[-4:], uuids, shared=1.0)
 
 
 def cost(rig: Rig) -> None:
@@ -274,15 +279,14 @@ def main() -> int:
         use_stub()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     title = "GPU counters (dry run against a stub: only shows that the script works)" if asked.stub else "GPU counters"
-    report = Report(title, asked.out, "counters", asked.budget)
+    report = Report(title, asked.out, "counters", asked.budget, judged=not asked.stub)
     rig = Rig(report, asked.stub, smi_fields(), {STUB: os.environ[STUB]} if STUB in os.environ else {})
     report.raw["nvidia_smi_fields"] = rig.fields
     report.raw["nvidia_smi_q"] = output_of(["nvidia-smi", "-q", "-i", "0"])
     try:
         for name in (*asked.only.split(","), *(["xid"] if asked.provoke_xid else [])):
             function, seconds = PARTS[name]
-            with report.part(name, seconds):
-                function(rig)
+            report.part(name, partial(function, rig), seconds)
     finally:
         missed = report.finish()
     return int(missed)

@@ -22,7 +22,7 @@ from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.running import BenchmarkError, RunningDaemon, wait_until
 
 HERE = Path(__file__).resolve().parent
-START_SECONDS = 90.0
+START_SECONDS, CPU_START_SECONDS = 90.0, 240.0
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,13 @@ class Steps:
 
     def between(self, start: float, end: float) -> np.ndarray:
         """Milliseconds of those that ended on the device in that time."""
-        return self.millis[(self.device_end > start) & (self.device_end <= end)]
+        kept: np.ndarray = self.millis[(self.device_end > start) & (self.device_end <= end)]
+        return kept
+
+    def first(self, position: int, count: int) -> np.ndarray:
+        """Milliseconds of so many steps from that one on."""
+        kept: np.ndarray = self.millis[position : position + max(0, count)]
+        return kept
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,9 @@ def training(
                     (folder / f"info-{rank}.json").exists() for rank in range(ranks)
                 )
 
-            wait_until(steps_are_told, f"all ranks of the job {shape} had started", START_SECONDS)
+            wait_until(
+                steps_are_told, f"all ranks of the job {shape} had started", CPU_START_SECONDS if cpu else START_SECONDS
+            )
             yield job
         finally:
             for process in processes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -10,7 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,10 @@ class Row:
 
 
 class Report:
-    def __init__(self, title: str, folder: Path, name: str, budget_seconds: float) -> None:
+    def __init__(self, title: str, folder: Path, name: str, budget_seconds: float, judged: bool = True) -> None:
+        """`judged`: whether targets mean anything here."""
         self.title = title
+        self._judged = judged
         self.folder = folder
         self.raw: dict[str, Any] = {"machine": machine(), "began_unix_seconds": time.time()}
         self._path = folder / f"{name}.json"
@@ -39,24 +40,27 @@ class Report:
         return self._ends_at - time.monotonic()
 
     def add(self, what: str, measured: str, target: str = "", met: bool | None = None) -> None:
+        met = met if self._judged else None
         self._rows.append(Row(what, measured, target, met))
         mark = {None: " ", True: "+", False: "!"}[met]
         print(f"  {mark} {what}: {measured}{f' (target {target})' if target else ''}", flush=True)
 
-    @contextlib.contextmanager
-    def part(self, name: str, needs_seconds: float = 0.0) -> Iterator[None]:
-        """Whatever goes wrong inside is a row, and the next part gets its turn."""
+    def fail(self, what: str, why: str) -> None:
+        self._rows.append(Row(what, why, "", False))
+        print(f"  ! {what}: {why}", flush=True)
+
+    def part(self, name: str, measure: Callable[[], None], needs_seconds: float = 0.0) -> None:
+        """Whatever goes wrong in it is a row, and the next part gets its turn."""
         began = time.monotonic()
         print(f"## {name} ({self.seconds_left:.0f} s left)", flush=True)
+        if self.seconds_left < needs_seconds:
+            self.fail(name, f"left out: {self.seconds_left:.0f} s left, it takes about {needs_seconds:.0f}")
+            return
         try:
-            if self.seconds_left < needs_seconds:
-                raise OutOfTimeError(f"left out: {self.seconds_left:.0f} s left, it takes about {needs_seconds:.0f}")
-            yield
-        except OutOfTimeError as error:
-            self.add(name, str(error), met=False)
+            measure()
         except Exception as error:  # noqa: BLE001  the other parts have their turn, whatever it was
             self.raw.setdefault("failures", {})[name] = traceback.format_exc()
-            self.add(name, f"failed: {type(error).__name__}: {str(error)[-600:]}", met=False)
+            self.fail(name, f"failed: {type(error).__name__}: {str(error)[-600:]}")
             traceback.print_exc(limit=-3, file=sys.stdout)
         self.raw.setdefault("seconds", {})[name] = round(time.monotonic() - began, 1)
         self.save()
@@ -80,10 +84,6 @@ class Report:
         self._path.with_suffix(".md").write_text(text + "\n")
         print(f"\n{text}\n", flush=True)
         return any(row.met is False for row in self._rows)
-
-
-class OutOfTimeError(Exception):
-    pass
 
 
 def machine() -> dict[str, Any]:

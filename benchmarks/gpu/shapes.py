@@ -21,6 +21,11 @@ class Shape:
         """Of one rank, forward and backward: matrix products, and attention that looks at everything."""
         return (72 * self.layers * self.width**2 + 12 * self.layers * self.width * self.sequence) * self.tokens
 
+    @property
+    def executed_flops_per_step(self) -> float:
+        """The same with the scores that flash attention computes once more in its backward pass."""
+        return self.flops_per_step + 2 * self.layers * self.width * self.sequence * self.tokens
+
 
 SHAPES = {
     "large": Shape(6, 2048, 2048, 4),  # about 35 ms a step on an H200, bound by its arithmetic
