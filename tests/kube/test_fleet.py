@@ -68,6 +68,30 @@ def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_event
         wanted = {("TrainingRun", "pytorchjob-llama", "SlowRank"), ("Pod", "llama-worker-1", "SlowRank")}
         server.wait_for(lambda: wanted <= accused())
         assert accused() == wanted
+
+        captures = f"/apis/rankscope.dev/v1alpha1/namespaces/{namespace}/captures"
+        spec = {"run": "pytorchjob-llama", "ranks": "straggler+peer", "steps": 3, "deleteArtifacts": True}
+        body = {"apiVersion": "rankscope.dev/v1alpha1", "kind": "Capture", "metadata": {"name": "c"}, "spec": spec}
+        server.admin.create(captures, body)
+
+        def captured() -> dict[str, Any]:
+            status: dict[str, Any] = server.admin.get(f"{captures}/c").get("status", {})
+            return status if status.get("phase") in ("Succeeded", "Failed", "Cancelled") else {}
+
+        server.wait_for(captured, 240)
+        result = captured()
+        assert result["phase"] == "Succeeded", (result, operator.log)
+        delivered = {rank["rank"]: rank for rank in result["ranks"]}
+        assert 2 in delivered
+        assert len(delivered) == 2
+        assert {rank["steps"] for rank in delivered.values()} == {3}
+        assert delivered[2]["node"] == "node-b"
+        assert result["findings"]
+        folder = nodes[1].folder / "captures"
+        assert list(folder.rglob("*.json.gz"))
+        server.admin.delete(f"{captures}/c")
+        server.wait_for(lambda: not server.admin.is_served(f"{captures}/c"))
+        assert not list(folder.rglob("*.json.gz"))
     finally:
         operator.stop()
         job.stop()

@@ -8,8 +8,8 @@ from types import TracebackType
 
 from prometheus_client.registry import Collector
 
+from rankscope.analysis.choosing_ranks import Suspected
 from rankscope.analysis.policy import DEFAULT_POLICY, Policy
-from rankscope.daemon.captures.selecting import Suspects
 from rankscope.daemon.config import Config
 from rankscope.daemon.listening import ListenError
 from rankscope.daemon.loop import Addresses, Daemon
@@ -102,11 +102,11 @@ class Standalone:
         self.correlator.stop()
         self._daemon.stop()
 
-    def _suspects(self, job: str) -> Suspects | None:
+    def _suspects(self, job: str) -> Suspected | None:
         for state in self.correlator.states:
             if state.job == job:
                 found = suspects(state)
-                return Suspects(found.culprits, found.peers, found.reason)
+                return Suspected(found.culprits, found.peers, found.reason)
         return None
 
     def __enter__(self) -> Standalone:

@@ -89,7 +89,7 @@ class NoCaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
         context.abort(grpc.StatusCode.UNIMPLEMENTED, NO_CAPTURES)
         raise AssertionError("abort returns never")
 
-    StartCapture = GetCapture = ListCaptures = CancelCapture = DownloadArtifact = _refuse
+    StartCapture = GetCapture = ListCaptures = CancelCapture = DeleteCapture = DownloadArtifact = _refuse
 
 
 def rank_service(node: str, publisher: Publisher) -> Service:

@@ -498,6 +498,7 @@ class StartCaptureRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     START_UNIX_MILLIS_FIELD_NUMBER: _builtins.int
     PATIENCE_SECONDS_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     ranks: _builtins.str
     """"all", "0,3-5", "straggler", "straggler+peer" """
@@ -508,6 +509,10 @@ class StartCaptureRequest(_message.Message):
     """When to begin, for whoever starts captures on several nodes at once; by default as soon as all ranks can."""
     patience_seconds: _builtins.float
     """How long to wait for ranks that cannot be captured now (a profiler of the user's runs); default 60."""
+    id: _builtins.str
+    """The caller's own name for the capture: the same id again is the same capture, so that asking twice is harmless.
+    Lower-case letters, digits and dashes, 63 at most. By default the daemon makes one.
+    """
     @_builtins.property
     def options(self) -> Global___CaptureOptions: ...
     def __init__(
@@ -521,10 +526,11 @@ class StartCaptureRequest(_message.Message):
         reason: _builtins.str = ...,
         start_unix_millis: _builtins.int | None = ...,
         patience_seconds: _builtins.float | None = ...,
+        id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_patience_seconds", b"_patience_seconds", "_start_unix_millis", b"_start_unix_millis", "length", b"length", "options", b"options", "patience_seconds", b"patience_seconds", "seconds", b"seconds", "start_unix_millis", b"start_unix_millis", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patience_seconds", b"_patience_seconds", "_start_unix_millis", b"_start_unix_millis", "job", b"job", "length", b"length", "options", b"options", "patience_seconds", b"patience_seconds", "ranks", b"ranks", "reason", b"reason", "seconds", b"seconds", "start_unix_millis", b"start_unix_millis", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patience_seconds", b"_patience_seconds", "_start_unix_millis", b"_start_unix_millis", "id", b"id", "job", b"job", "length", b"length", "options", b"options", "patience_seconds", b"patience_seconds", "ranks", b"ranks", "reason", b"reason", "seconds", b"seconds", "start_unix_millis", b"start_unix_millis", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__patience_seconds: _TypeAlias = _typing.Literal["patience_seconds"]  # noqa: Y015
     _WhichOneofArgType__patience_seconds: _TypeAlias = _typing.Literal["_patience_seconds", b"_patience_seconds"]  # noqa: Y015
@@ -677,6 +683,40 @@ class CancelCaptureResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelCaptureResponse: _TypeAlias = CancelCaptureResponse  # noqa: Y015
+
+@_typing.final
+class DeleteCaptureRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteCaptureRequest: _TypeAlias = DeleteCaptureRequest  # noqa: Y015
+
+@_typing.final
+class DeleteCaptureResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteCaptureResponse: _TypeAlias = DeleteCaptureResponse  # noqa: Y015
 
 @_typing.final
 class DownloadArtifactRequest(_message.Message):

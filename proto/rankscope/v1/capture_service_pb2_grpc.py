@@ -54,6 +54,11 @@ class CaptureServiceStub:
                 request_serializer=rankscope_dot_v1_dot_capture__service__pb2.CancelCaptureRequest.SerializeToString,
                 response_deserializer=rankscope_dot_v1_dot_capture__service__pb2.CancelCaptureResponse.FromString,
                 _registered_method=True)
+        self.DeleteCapture = channel.unary_unary(
+                '/rankscope.v1.CaptureService/DeleteCapture',
+                request_serializer=rankscope_dot_v1_dot_capture__service__pb2.DeleteCaptureRequest.SerializeToString,
+                response_deserializer=rankscope_dot_v1_dot_capture__service__pb2.DeleteCaptureResponse.FromString,
+                _registered_method=True)
         self.DownloadArtifact = channel.unary_stream(
                 '/rankscope.v1.CaptureService/DownloadArtifact',
                 request_serializer=rankscope_dot_v1_dot_capture__service__pb2.DownloadArtifactRequest.SerializeToString,
@@ -88,6 +93,13 @@ class CaptureServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteCapture(self, request, context):
+        """Remove a capture that is over, its artifacts included.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DownloadArtifact(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -116,6 +128,11 @@ def add_CaptureServiceServicer_to_server(servicer, server):
                     servicer.CancelCapture,
                     request_deserializer=rankscope_dot_v1_dot_capture__service__pb2.CancelCaptureRequest.FromString,
                     response_serializer=rankscope_dot_v1_dot_capture__service__pb2.CancelCaptureResponse.SerializeToString,
+            ),
+            'DeleteCapture': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteCapture,
+                    request_deserializer=rankscope_dot_v1_dot_capture__service__pb2.DeleteCaptureRequest.FromString,
+                    response_serializer=rankscope_dot_v1_dot_capture__service__pb2.DeleteCaptureResponse.SerializeToString,
             ),
             'DownloadArtifact': grpc.unary_stream_rpc_method_handler(
                     servicer.DownloadArtifact,
@@ -231,6 +248,33 @@ class CaptureService:
             '/rankscope.v1.CaptureService/CancelCapture',
             rankscope_dot_v1_dot_capture__service__pb2.CancelCaptureRequest.SerializeToString,
             rankscope_dot_v1_dot_capture__service__pb2.CancelCaptureResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteCapture(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rankscope.v1.CaptureService/DeleteCapture',
+            rankscope_dot_v1_dot_capture__service__pb2.DeleteCaptureRequest.SerializeToString,
+            rankscope_dot_v1_dot_capture__service__pb2.DeleteCaptureResponse.FromString,
             options,
             channel_credentials,
             insecure,

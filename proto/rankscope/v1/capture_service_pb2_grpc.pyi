@@ -35,6 +35,8 @@ class CaptureServiceStub:
     GetCapture: _grpc.UnaryUnaryMultiCallable[_capture_service_pb2.GetCaptureRequest, _capture_service_pb2.GetCaptureResponse]
     ListCaptures: _grpc.UnaryUnaryMultiCallable[_capture_service_pb2.ListCapturesRequest, _capture_service_pb2.ListCapturesResponse]
     CancelCapture: _grpc.UnaryUnaryMultiCallable[_capture_service_pb2.CancelCaptureRequest, _capture_service_pb2.CancelCaptureResponse]
+    DeleteCapture: _grpc.UnaryUnaryMultiCallable[_capture_service_pb2.DeleteCaptureRequest, _capture_service_pb2.DeleteCaptureResponse]
+    """Remove a capture that is over, its artifacts included."""
     DownloadArtifact: _grpc.UnaryStreamMultiCallable[_capture_service_pb2.DownloadArtifactRequest, _capture_service_pb2.DownloadArtifactResponse]
 
 @_typing.type_check_only
@@ -44,6 +46,8 @@ class CaptureServiceAsyncStub(CaptureServiceStub):
     GetCapture: _aio.UnaryUnaryMultiCallable[_capture_service_pb2.GetCaptureRequest, _capture_service_pb2.GetCaptureResponse]  # type: ignore[assignment]
     ListCaptures: _aio.UnaryUnaryMultiCallable[_capture_service_pb2.ListCapturesRequest, _capture_service_pb2.ListCapturesResponse]  # type: ignore[assignment]
     CancelCapture: _aio.UnaryUnaryMultiCallable[_capture_service_pb2.CancelCaptureRequest, _capture_service_pb2.CancelCaptureResponse]  # type: ignore[assignment]
+    DeleteCapture: _aio.UnaryUnaryMultiCallable[_capture_service_pb2.DeleteCaptureRequest, _capture_service_pb2.DeleteCaptureResponse]  # type: ignore[assignment]
+    """Remove a capture that is over, its artifacts included."""
     DownloadArtifact: _aio.UnaryStreamMultiCallable[_capture_service_pb2.DownloadArtifactRequest, _capture_service_pb2.DownloadArtifactResponse]  # type: ignore[assignment]
 
 class CaptureServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -74,6 +78,14 @@ class CaptureServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _capture_service_pb2.CancelCaptureRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_capture_service_pb2.CancelCaptureResponse, _abc.Awaitable[_capture_service_pb2.CancelCaptureResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def DeleteCapture(
+        self,
+        request: _capture_service_pb2.DeleteCaptureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_capture_service_pb2.DeleteCaptureResponse, _abc.Awaitable[_capture_service_pb2.DeleteCaptureResponse]]:
+        """Remove a capture that is over, its artifacts included."""
 
     @_abc_1.abstractmethod
     def DownloadArtifact(

@@ -18,6 +18,7 @@ SOURCES = [
     *(ROOT / "daemon/rankscope/daemon").glob("captures/*.py"),
     *(ROOT / "cli/rankscope/cli").glob("capture*.py"),
     ROOT / "daemon/rankscope/daemon/serving.py",
+    ROOT / "analysis/rankscope/analysis/choosing_ranks.py",
 ]
 # What stands for something else in a sentence of the page.
 PLACEHOLDERS = re.compile(

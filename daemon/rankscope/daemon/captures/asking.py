@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import secrets
+import time
+
 from rankscope.daemon.captures.orders import (
     DEFAULT_PATIENCE_SECONDS,
     PATIENCE_LIMIT_SECONDS,
@@ -16,6 +20,17 @@ from rankscope.daemon.captures.orders import (
 from rankscope.v1 import capture_service_pb2 as pb
 
 START_AHEAD_LIMIT_SECONDS = 600.0
+# It becomes the name of a folder.
+_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+
+
+def id_of(request: pb.StartCaptureRequest, now_unix_seconds: float) -> str:
+    """The caller's, or one that tells when it was made."""
+    if not request.id:
+        return f"c-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now_unix_seconds))}-{secrets.token_hex(3)}"
+    if _ID.fullmatch(request.id) is None:
+        raise CaptureError(f"id {request.id[:64]!r}: up to 63 lower-case letters, digits and dashes")
+    return request.id
 
 
 def length_of(request: pb.StartCaptureRequest) -> tuple[int | None, float | None]:

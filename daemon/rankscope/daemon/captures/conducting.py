@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from rankscope.daemon.captures.asking import kept_text, length_of, options_of, patience_of, start_of
+from rankscope.daemon.captures.asking import id_of, kept_text, length_of, options_of, patience_of, start_of
 from rankscope.daemon.captures.engaging import Engagements
 from rankscope.daemon.captures.orders import Backend, CancelledError, CaptureError, Order, Recording, Stage
 from rankscope.daemon.captures.outcomes import (
@@ -88,12 +87,19 @@ class Conductor:
         self.records = Records(archive.save, archive.load())
         self.tally = CaptureTally()
         self._engagements = Engagements(node, backends)
+        self._starting = threading.Lock()
 
     def start(
         self, request: pb.StartCaptureRequest, requested_by: str = "", usual_step_seconds: float | None = None
     ) -> str:
         """Begin a capture and return its id. Raises CaptureError if it cannot even be begun. `usual_step_seconds` is
         for ranks whose steps are not seen."""
+        with self._starting:
+            if request.id and self.records.get(request.id) is not None:
+                return request.id  # asked for already
+            return self._start(request, requested_by, usual_step_seconds)
+
+    def _start(self, request: pb.StartCaptureRequest, requested_by: str, usual_step_seconds: float | None) -> str:
         ranks = self._ranks()
         job = choose_job(request.job, {rank.job for rank in ranks})
         here = {rank.rank: rank for rank in ranks if rank.job == job}
@@ -103,7 +109,7 @@ class Conductor:
         patience_seconds, options = patience_of(request), options_of(request)
         now = self._unix_seconds()
         capture = pb.Capture(
-            id=f"c-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(3)}",
+            id=id_of(request, now),
             job=job,
             state=pb.CAPTURE_STATE_ACCEPTED,
             reason=kept_text(request.reason),

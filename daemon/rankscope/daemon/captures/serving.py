@@ -9,6 +9,7 @@ import grpc
 
 from rankscope.daemon.captures.conducting import Conductor
 from rankscope.daemon.captures.orders import CaptureError
+from rankscope.daemon.captures.records import FINAL
 from rankscope.daemon.serving import Service
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1 import capture_service_pb2_grpc
@@ -20,6 +21,8 @@ class Artifacts(Protocol):
     def open(self, capture_id: str, rank: int, window: int = 0) -> tuple[BinaryIO, int]:
         """The artifact and its size. Raises CaptureError if there is none."""
         ...
+
+    def remove(self, capture_id: str) -> None: ...
 
 
 class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
@@ -54,6 +57,18 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
         if capture is None:
             _abort(context, grpc.StatusCode.NOT_FOUND, _unknown(request.id))
         return pb.CancelCaptureResponse(capture=capture)
+
+    def DeleteCapture(
+        self, request: pb.DeleteCaptureRequest, context: grpc.ServicerContext
+    ) -> pb.DeleteCaptureResponse:
+        capture = self._conductor.records.get(request.id)
+        if capture is None:
+            _abort(context, grpc.StatusCode.NOT_FOUND, _unknown(request.id))
+        if capture.state not in FINAL:
+            _abort(context, grpc.StatusCode.UNAVAILABLE, f"capture {request.id} is under way; cancel it first")
+        self._conductor.records.forget(request.id)
+        self._artifacts.remove(request.id)
+        return pb.DeleteCaptureResponse()
 
     def DownloadArtifact(
         self, request: pb.DownloadArtifactRequest, context: grpc.ServicerContext

@@ -89,6 +89,14 @@ class Binding:
         for key in self._names.keys() - runs:
             del self._names[key]
 
+    def daemon_job(self, name: str) -> str | None:
+        """What the daemons call the job of that name."""
+        for jobs in list(self._names.values()):
+            for job, given in list(jobs.names.items()):
+                if given == name:
+                    return job
+        return None
+
     def run_name(self, key: RunKey) -> str:
         """What metrics, verdicts and people call a run's first job."""
         return f"{key.namespace}/{key.object_name}"

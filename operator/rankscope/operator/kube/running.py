@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from rankscope.analysis.policy import DEFAULT_POLICY
 from rankscope.operator.correlation.correlator import Correlator, JobState
@@ -13,6 +14,8 @@ from rankscope.operator.correlation.exporting import JobExporter
 from rankscope.operator.correlation.losing import LostSeconds
 from rankscope.operator.kube.api import Api
 from rankscope.operator.kube.binding import Binding
+from rankscope.operator.kube.capture_calls import DaemonCalls
+from rankscope.operator.kube.captures import CapturesController
 from rankscope.operator.kube.daemon_pods import DaemonPod, DaemonPods, read_daemon_pod
 from rankscope.operator.kube.daemon_streams import DaemonStreams
 from rankscope.operator.kube.electing import ShardLeases
@@ -50,10 +53,24 @@ class Operator:
         self.lost = LostSeconds()
         self.streams = DaemonStreams(self._accept, settings.tls)
         self.runs = RunsController(self.api, self.outbox, self.events, self.inventory, self.leases, self.states_by_job)
+        self.captures = CapturesController(
+            self.api,
+            self.leases,
+            DaemonCalls(settings.tls),
+            self.states_by_job,
+            lambda: self.daemons.addresses,
+            self.binding.daemon_job,
+        )
         self.pods: Watched[Pod] = Watched(self.api, "/api/v1/pods", read_pod, self.inventory, settings.pod_selector)
         daemon_path = f"/api/v1/namespaces/{settings.namespace}/pods"
         self.daemon_watch: Watched[DaemonPod] = Watched(
             self.api, daemon_path, read_daemon_pod, self.daemons, settings.daemon_selector
+        )
+        self._watches: tuple[Watched[Any], ...] = (
+            self.pods,
+            self.daemon_watch,
+            self.runs.watched,
+            self.captures.watched,
         )
         exporter = JobExporter(lambda: self.correlator.states, self.lost, settings.mfu_target)
         self.server = OperatorServer(settings.listen_host, settings.listen_port, self, (exporter,))
@@ -64,7 +81,7 @@ class Operator:
         self.server.start()
         self.outbox.start()
         self.leases.start()
-        for watched in (self.pods, self.daemon_watch, self.runs.watched):
+        for watched in self._watches:
             watched.start()
         self.correlator.listen(self.lost)
         self.correlator.start()
@@ -74,8 +91,9 @@ class Operator:
     def stop(self) -> None:
         self._stopping.set()
         self._pulse_thread.join(5.0)
-        for watched in (self.pods, self.daemon_watch, self.runs.watched):
+        for watched in self._watches:
             watched.stop()
+        self.captures.stop()
         self.streams.stop()
         self.correlator.stop()
         self.outbox.stop()
@@ -112,5 +130,6 @@ class Operator:
                 self.streams.follow(self.daemons.addresses)
                 self.binding.forget_runs_but(set(self.inventory.runs()))
                 self.runs.reconcile()
+                self.captures.reconcile()
             except Exception:
                 log.exception("a pulse failed; the next one tries again")

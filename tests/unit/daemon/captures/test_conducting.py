@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.analysis.choosing_ranks import Suspected
 from rankscope.daemon.captures.conducting import Conductor, Recorded
 from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage
 from rankscope.daemon.captures.outcomes import Delivered
-from rankscope.daemon.captures.selecting import Suspects
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
@@ -232,7 +232,7 @@ def test_a_known_step_time_is_not_tried_twice(archive: MemoryArchive) -> None:
 def test_the_straggler_is_who_the_correlation_says(archive: MemoryArchive) -> None:
     backend = ScriptedBackend()
     conducted = conductor(backend, archive)
-    conducted.suspects_of = lambda job: Suspects((2,), (1,))
+    conducted.suspects_of = lambda job: Suspected((2,), (1,))
     capture = ended(conducted, conducted.start(pb.StartCaptureRequest(ranks="straggler+peer", steps=1)))
     assert [entry.rank for entry in capture.ranks] == [1, 2]
 
@@ -259,3 +259,19 @@ def test_captures_of_before_are_known_after_a_restart(archive: MemoryArchive) ->
     conducted = conductor(ScriptedBackend(), archive)
     assert [capture.id for capture in conducted.records.all()] == ["c-1"]
     assert conducted.records.all("other") == []
+
+
+def test_asking_twice_under_the_same_id_is_one_capture(archive: MemoryArchive) -> None:
+    conducted = conductor(ScriptedBackend(), archive)
+    request = pb.StartCaptureRequest(steps=1, id="k-1")
+    assert conducted.start(request) == "k-1"
+    assert conducted.start(request) == "k-1"
+    assert [ended(conducted, "k-1").state] == [pb.CAPTURE_STATE_ANALYSED]
+    assert conducted.start(request) == "k-1"  # also when it is over
+    assert len(conducted.records.all()) == 1
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "UPPER", "-x", "x" * 64, "a\n"])
+def test_an_id_that_is_no_name_of_a_folder_is_refused(archive: MemoryArchive, name: str) -> None:
+    with pytest.raises(CaptureError, match="letters, digits and dashes"):
+        conductor(ScriptedBackend(), archive).start(pb.StartCaptureRequest(steps=1, id=name))

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from rankscope.analysis.choosing_ranks import Suspected
 from rankscope.daemon.captures.orders import CaptureError
-from rankscope.daemon.captures.selecting import Suspects, choose_job, choose_ranks
+from rankscope.daemon.captures.selecting import choose_job, choose_ranks
 
-SLOW = Suspects((2,), (3, 0), "rank 2 is slow")
+SLOW = Suspected((2,), (3, 0), "rank 2 is slow")
 
 
 @pytest.mark.parametrize(
@@ -42,13 +43,13 @@ def test_what_is_no_rank_is_refused_with_what_is_one(text: str, words: str) -> N
 
 
 def test_a_straggler_can_only_be_captured_while_there_is_one() -> None:
-    with pytest.raises(CaptureError, match="no rank of 'job' is slow now: all is well; name ranks"):
-        choose_ranks("straggler", "job", [0, 1], 2, lambda job: Suspects((), (), "all is well"))
+    with pytest.raises(CaptureError, match="job 'job': no rank is slow now: all is well; name ranks"):
+        choose_ranks("straggler", "job", [0, 1], 2, lambda job: Suspected((), (), "all is well"))
 
 
 def test_a_straggler_without_a_healthy_peer_is_said_to_have_none() -> None:
     with pytest.raises(CaptureError, match="no healthy rank of the same role"):
-        choose_ranks("straggler+peer", "job", [0], 1, lambda job: Suspects((0,), ()))
+        choose_ranks("straggler+peer", "job", [0], 1, lambda job: Suspected((0,), ()))
 
 
 def test_the_job_may_be_left_out_where_there_is_one() -> None:

@@ -1,0 +1,59 @@
+"""Which ranks a capture is about: "all", "0,3-5", "straggler", "straggler+peer"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+TEXT_LIMIT = 4096
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+STRAGGLER = "straggler"
+STRAGGLER_AND_PEER = "straggler+peer"
+
+
+class ChoiceError(Exception):
+    """Why these words choose no ranks, with what would."""
+
+
+@dataclass(frozen=True)
+class Suspected:
+    """What the correlation says about a job: who is slow, and healthy ranks of the same role beside it."""
+
+    culprits: tuple[int, ...]
+    peers: tuple[int, ...]
+    reason: str = ""
+
+
+def choose_ranks(text: str, present: Collection[int], world_size: int, suspected: Suspected | None) -> list[int]:
+    """Rank numbers, sorted. Only "all" keeps to those that are present; the others are for the caller to tell."""
+    wanted = text.strip() or "all"
+    if len(wanted) > TEXT_LIMIT:
+        raise ChoiceError(f"a list of ranks of {len(wanted)} characters; use ranges, as in 0-511")
+    if wanted == "all":
+        return sorted(present)
+    if wanted in (STRAGGLER, STRAGGLER_AND_PEER):
+        return _suspected(wanted, suspected)
+    chosen: set[int] = set()
+    for part in wanted.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None:
+            raise ChoiceError(
+                f"ranks {part.strip()[:40]!r}: say all, numbers and ranges (0,3-5), or {STRAGGLER}[+peer]"
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first > last or last >= world_size:
+            raise ChoiceError(f"ranks {part.strip()}: the job has ranks 0 to {world_size - 1}")
+        chosen.update(range(first, last + 1))
+    return sorted(chosen)
+
+
+def _suspected(wanted: str, suspected: Suspected | None) -> list[int]:
+    if suspected is None or not suspected.culprits:
+        why = f": {suspected.reason}" if suspected and suspected.reason else ""
+        raise ChoiceError(f"no rank is slow now{why}; name ranks instead, as in 0,1")
+    if wanted == STRAGGLER:
+        return sorted(suspected.culprits)
+    if not suspected.peers:
+        raise ChoiceError(f"no healthy rank of the same role beside {suspected.culprits}; say {STRAGGLER} alone")
+    return sorted({*suspected.culprits, suspected.peers[0]})

@@ -1,0 +1,67 @@
+"""Capture objects as the API server has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from rankscope.operator.kube.api import Document
+from rankscope.operator.kube.resources import API_VERSION, CaptureSpec, CaptureStatus
+
+FINALIZER = "rankscope.dev/capture"
+PATH = f"/apis/{API_VERSION}"
+FINISHED = frozenset({"Succeeded", "Failed", "Cancelled"})
+
+
+@dataclass(frozen=True)
+class CaptureObject:
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    version: str
+    deleting: bool
+    finalizers: tuple[str, ...]
+    requested_by: str
+    spec: CaptureSpec | None  # None: it cannot be read, `mistake` says why
+    mistake: str
+    status: CaptureStatus
+
+    @property
+    def path(self) -> str:
+        return f"{PATH}/namespaces/{self.namespace}/captures/{self.name}"
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status.phase in FINISHED
+
+    @property
+    def is_begun(self) -> bool:
+        return isinstance(self.status.capture_id, str)
+
+
+def read_capture_object(document: Document) -> CaptureObject | None:
+    metadata = document["metadata"]
+    spec, mistake = None, ""
+    try:
+        spec = msgspec.convert(document.get("spec") or {}, CaptureSpec)
+    except msgspec.ValidationError as error:
+        mistake = str(error)  # made before the schema was there, or by another version's
+    try:
+        status = msgspec.convert(document.get("status") or {}, CaptureStatus)
+    except msgspec.ValidationError:
+        status = CaptureStatus(phase="Failed", message="its status cannot be read; make another Capture")
+    return CaptureObject(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata["uid"],
+        generation=int(metadata.get("generation") or 0),
+        version=str(metadata.get("resourceVersion") or ""),
+        deleting=bool(metadata.get("deletionTimestamp")),
+        finalizers=tuple(metadata.get("finalizers") or ()),
+        requested_by=str((metadata.get("annotations") or {}).get("rankscope.dev/requested-by") or "")[:256],
+        spec=spec,
+        mistake=mistake,
+        status=status,
+    )
