@@ -28,6 +28,8 @@ test: setup prometheus lint  ## lint, then all tests
 	@$(BIN)/python -m pytest -q tests/integration
 	@echo "==> end-to-end tests (real training jobs)"
 	@$(BIN)/python -m pytest -q tests/e2e
+	@echo "==> alerts and dashboards (a real Prometheus)"
+	@$(BIN)/python -m pytest -q tests/alerts
 
 captures: setup  ## captures of real jobs in namespaces of their own; needs root, takes six minutes
 	@$(BIN)/python -m pytest -q tests/captures

@@ -8,7 +8,7 @@ from deploy.grafana.laying_out import DAEMONS, Line, dashboard, to_rank, variabl
 from deploy.grafana.panels import BAD, GOOD, NOTICE, WARN, Panel, Query, column, linked, stat, table, timeseries
 from deploy.grafana.queries import RATE
 
-DAEMON = 'rankscope_build_info{node=~"$node"}'
+DAEMON = 'rankscope_build_info{node=~"$node",instance=~"$instance"}'
 GPU = 'node=~"$node",gpu=~"$gpu"'
 SHOWN = 10
 
@@ -20,6 +20,9 @@ def daemons() -> dict[str, Any]:
         "The daemons themselves: do they see all ranks, stay within their budget, and measure what they should.",
         [
             variable("node", "Node", "label_values(rankscope_build_info, node)", several=True),
+            variable(
+                "instance", "Instance", 'label_values(rankscope_build_info{node=~"$node"}, instance)', several=True
+            ),
             variable("gpu", "GPU", 'label_values(rankscope_gpu_info{node=~"$node"}, gpu)', several=True),
         ],
         [

@@ -11,7 +11,7 @@ from deploy.grafana.panels import DATASOURCE, Panel
 COLUMNS = 24
 TAG = "rankscope"
 _SAME = "${datasource:queryparam}&${__url_time_range}"  # data source and time range, as they are
-FLEET, JOB, RANK, DAEMONS = "rankscope-fleet", "rankscope-job", "rankscope-rank", "rankscope-daemons"
+FLEET, JOB, RANK, DAEMONS = "rankscope-fleet", "rankscope-job", "rankscope-rank", "rankscope-daemon"
 
 
 @dataclass(frozen=True)

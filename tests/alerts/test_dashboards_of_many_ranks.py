@@ -1,0 +1,69 @@
+"""The heat maps of the Job dashboard for 512 ranks: a history that promtool wrote, asked of a real Prometheus."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from deploy.grafana.dashboards import FOLDER
+from tests.alerts.prometheus_running import Prometheus, running_prometheus
+from tests.alerts.test_dashboards import filled, panels
+from tests.prometheus_tools import binary
+
+RANKS, STAGES = 512, 4
+SLOW = {7: 2.0, 300: 1.3}  # how much longer than the others of their stage
+HISTORY_SECONDS, STEP_SECONDS = 120, 15
+VARIABLES = {"job": "big", "rows": "2", "__rate_interval": "1m", "__range": "2m", "__interval": "15s"}
+
+
+def history(end: int) -> Iterator[str]:
+    """Stages work for different times, as they do: the last one twice as long."""
+    moments = range(end - HISTORY_SECONDS, end + 1, STEP_SECONDS)
+    yield "# TYPE rankscope_rank_info gauge"
+    for rank in range(RANKS):
+        labels = f'job="big",rank="{rank}",pipeline="{stage(rank)}",node="n{rank // 8}",pid="{rank}"'
+        yield from (f"rankscope_rank_info{{{labels}}} 1 {moment}" for moment in moments)
+    yield "# TYPE rankscope_rank_self_seconds gauge"
+    for rank in range(RANKS):
+        own = 0.1 * (2 if stage(rank) == STAGES - 1 else 1) * SLOW.get(rank, 1.0)
+        labels = f'job="big",rank="{rank}",quantile="0.5"'
+        yield from (f"rankscope_rank_self_seconds{{{labels}}} {own} {moment}" for moment in moments)
+    yield "# EOF"
+
+
+def stage(rank: int) -> int:
+    return rank * STAGES // RANKS
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    folder = tmp_path_factory.mktemp("many")
+    written = folder / "history.txt"
+    written.write_text("\n".join(history(int(time.time()))) + "\n")
+    blocks = ["tsdb", "create-blocks-from", "openmetrics", str(written), str(folder / "data")]
+    subprocess.run([str(binary("promtool")), *blocks], check=True, stdout=subprocess.DEVNULL)
+    with running_prometheus(folder, {}) as prometheus:
+        yield prometheus
+
+
+def shown(prometheus: Prometheus, title: str) -> dict[str, float]:
+    """Rows in the order in which they come, with the last value of each."""
+    panel = next(panel for panel in panels(FOLDER / "rankscope-job.json") if panel["title"] == title)
+    expression = filled(panel["targets"][0]["expr"], **VARIABLES)
+    answer = prometheus.query_range(expression, seconds=HISTORY_SECONDS, step_seconds=STEP_SECONDS)
+    name = panel["targets"][0]["legendFormat"].strip("{}")
+    return {series["metric"][name]: float(series["values"][-1][1]) for series in answer}
+
+
+def test_every_rank_has_its_row_in_order_of_rank_and_is_held_against_its_own_stage(prometheus: Prometheus) -> None:
+    rows = shown(prometheus, "Self time against the cohort, all ranks")
+    assert list(rows) == [f"{rank:05}" for rank in range(RANKS)]
+    assert {int(row): round(ratio, 3) for row, ratio in rows.items() if abs(ratio - 1) > 0.01} == SLOW
+
+
+def test_only_the_worst_ranks_are_shown_and_the_same_ones_at_every_moment(prometheus: Prometheus) -> None:
+    rows = shown(prometheus, "Self time against the cohort, worst ranks")
+    assert {int(row): round(ratio, 3) for row, ratio in rows.items()} == SLOW

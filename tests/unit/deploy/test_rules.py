@@ -1,0 +1,55 @@
+"""Rules are about metrics that are exported, and lead to dashboards that exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deploy.grafana.dashboards import dashboards
+from tests.promql_reading import selectors
+from tools.exported_metrics import exported_metrics
+
+FOLDER = Path(__file__).resolve().parents[3] / "rules"
+ADDED_BY_PROMETHEUS = {"instance", "job"}
+
+
+def rules() -> Iterator[dict[str, Any]]:
+    for path in sorted(FOLDER.glob("*.yaml")):
+        for group in yaml.safe_load(path.read_text()).get("groups", ()):
+            yield from group["rules"]
+
+
+def test_every_rule_is_about_metrics_labels_and_values_that_are_exported() -> None:
+    metrics = exported_metrics()
+    seen = set()
+    for rule in rules():
+        name = rule.get("alert") or rule["record"]
+        for selector in selectors(rule["expr"]):
+            assert selector.metric in metrics, f"{name}: {selector.metric} is not exported"
+            seen.add(selector.metric)
+            labels = metrics[selector.metric].labels
+            for matcher in selector.matchers:
+                assert matcher.label in {*labels, *ADDED_BY_PROMETHEUS}, f"{name}: {selector.metric} {matcher}"
+                if closed := labels.get(matcher.label):
+                    assert set(matcher.words) <= set(closed), f"{name}: {selector.metric} {matcher}"
+    assert len(seen) > 20
+
+
+def test_every_recorded_series_that_a_rule_reads_is_recorded() -> None:
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    for rule in rules():
+        read = set(re.findall(r"\b[a-z_]+:rankscope_\w+:\w+|\brankscope:\w+:\w+", rule["expr"]))
+        assert read <= recorded, rule.get("alert") or rule["record"]
+
+
+def test_every_alert_leads_to_a_dashboard_of_ours_with_variables_that_it_has() -> None:
+    variables = {made["uid"]: {v["name"] for v in made["templating"]["list"]} for made in dashboards().values()}
+    for rule in rules():
+        if "alert" in rule:
+            link = re.search(r"/d/([\w-]+)(?:\?(.*))?$", rule["annotations"]["dashboard_url"])
+            assert link is not None, rule["alert"]
+            assert set(re.findall(r"var-(\w+)=", link[2] or "")) <= variables[link[1]], rule["alert"]
