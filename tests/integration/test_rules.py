@@ -1,0 +1,74 @@
+"""The rules and the example configurations, by the tools of those who will read them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.prometheus_tools import binary
+
+RULES = Path(__file__).resolve().parents[2] / "rules"
+PATIENCE_SECONDS = 280.0
+
+
+def run(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(binary(tool)), *arguments],
+        cwd=RULES,
+        env=os.environ | {"GOGC": "400"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+
+
+def test_promtool_accepts_the_rules() -> None:
+    checked = run("promtool", "check", "rules", "recording.yaml", "alerts.yaml")
+    assert checked.returncode == 0 and "FAILED" not in checked.stdout + checked.stderr, checked.stdout + checked.stderr
+
+
+def test_promtool_accepts_the_example_of_a_prometheus_with_the_rules_it_names() -> None:
+    checked = run("promtool", "check", "config", "prometheus.example.yaml")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "Checking recording.yaml" in checked.stdout and "Checking alerts.yaml" in checked.stdout
+
+
+def test_amtool_accepts_the_example_of_an_alertmanager() -> None:
+    checked = run("amtool", "check-config", "alertmanager.example.yaml")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_alertmanager_routes_pages_captures_and_the_rest() -> None:
+    def receivers(*labels: str) -> str:
+        routed = run("amtool", "config", "routes", "test", "--config.file=alertmanager.example.yaml", *labels)
+        assert routed.returncode == 0, routed.stderr
+        return routed.stdout.strip()
+
+    assert receivers("alertname=RankscopeHang", "severity=critical", "job=a") == "pager"
+    slow = ("alertname=RankscopeStragglerRank", "job=a", "rank=3", "capture=true")
+    assert receivers(*slow, "severity=critical") == "rankscope-capture,pager"
+    assert receivers(*slow, "severity=warning") == "rankscope-capture,chat"
+    assert receivers("alertname=RankscopeDaemonDown", "severity=warning", "instance=a") == "chat"
+    assert receivers("alertname=RankscopeMemoryFragmented", "severity=info", "job=a") == "quiet"
+
+
+@pytest.mark.parametrize("alert", sorted(path.stem for path in (RULES / "tests").glob("*.yaml")))
+def test_an_alert_does_what_its_promtool_test_says(alert: str, tmp_path: Path) -> None:
+    # No alert reads another one. With only its own rules beside the recorded ones a test costs a third.
+    alerts = yaml.safe_load((RULES / "alerts.yaml").read_text())
+    for group in alerts["groups"]:
+        group["rules"] = [rule for rule in group["rules"] if rule["alert"] == alert]
+    assert any(group["rules"] for group in alerts["groups"])
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "alerts.yaml").write_text(json.dumps(alerts))  # JSON is YAML
+    shutil.copy(RULES / "recording.yaml", tmp_path)
+    copied = shutil.copy(RULES / "tests" / f"{alert}.yaml", tmp_path / "tests")
+    tested = run("promtool", "test", "rules", str(copied))
+    assert tested.returncode == 0, tested.stdout + tested.stderr
