@@ -17,7 +17,7 @@ import pytest
 from rankscope.daemon.captures import binding
 from rankscope.daemon.captures.clients import CLIENTS_PER_PROCESS
 from rankscope.daemon.captures.endpoint import Endpoint, Offer
-from rankscope.daemon.captures.namespaces import SocketError
+from rankscope.daemon.captures.namespaces import SlowError, SocketError
 from rankscope.daemon.captures.socket_files import DEAD_AFTER_SECONDS, bind_file, remove_dead_clients
 
 from .kineto_peers import endpoint_for, offer, peer, watch
@@ -243,6 +243,25 @@ def test_a_namespace_that_cannot_be_entered_is_tried_again_with_another_process(
         endpoint.watch({trainer.namespace: trainer.pid})
         wait_for(lambda: endpoint.failure(trainer.namespace) is None)
         assert trainer.polls() == [""]
+
+
+def test_a_namespace_that_was_not_entered_for_want_of_cpu_is_tried_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, tries = binding.bind_in, []
+
+    def slow_at_first(pid: int, namespace: int, proc_root: Path) -> socket.socket:
+        tries.append(pid)
+        if len(tries) == 1:
+            raise SlowError("no answer within 10 s")
+        return real(pid, namespace, proc_root)
+
+    monkeypatch.setattr(binding, "bind_in", slow_at_first)
+    monkeypatch.setattr(binding, "RETRY_SLOW_SECONDS", 0.0)
+    with peer() as trainer, endpoint_for() as endpoint:
+        endpoint.watch({trainer.namespace: trainer.pid})
+        wait_for(lambda: endpoint.served_seconds(trainer.namespace) is not None)
+        assert len(tries) == 2 and endpoint.failure(trainer.namespace) is None
 
 
 def test_file_sockets_serve_clients_of_other_namespaces_that_use_the_same_directory_to_the_letter(

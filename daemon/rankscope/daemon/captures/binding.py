@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
-from rankscope.daemon.captures.namespaces import SocketError, bind_here, bind_in, network_namespace
+from rankscope.daemon.captures.namespaces import SlowError, SocketError, bind_here, bind_in, network_namespace
 from rankscope.daemon.captures.socket_files import bind_file, remove_dead_clients
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = 30.0
+RETRY_SLOW_SECONDS: Final = 2.0
 SETTLE_SECONDS: Final = 1.0
 SWEEP_SECONDS: Final = 60.0
 # Of one node. A container can make namespaces by the thousand, each with a process that looks like a rank.
@@ -40,6 +41,7 @@ class _Failure:
     text: str
     pid: int | None
     failed_at: float
+    retry_seconds: float
 
 
 class Binder:
@@ -111,14 +113,15 @@ class Binder:
         if key in self._bound:
             return
         failed, now = self._failures.get(key), self._monotonic()
-        if failed is not None and failed.pid == pid and now - failed.failed_at < RETRY_SECONDS:
+        if failed is not None and failed.pid == pid and now - failed.failed_at < failed.retry_seconds:
             return
         try:
             endpoint = self._bind(key, pid)
         except SocketError as error:
             if failed is None:
                 log.warning("captures: %s", error)
-            self._failures[key] = _Failure(str(error), pid, now)
+            retry_seconds = RETRY_SLOW_SECONDS if isinstance(error, SlowError) else RETRY_SECONDS
+            self._failures[key] = _Failure(str(error), pid, self._monotonic(), retry_seconds)
             return
         self._failures.pop(key, None)
         self._bound.add(key)

@@ -19,6 +19,10 @@ class SocketError(Exception):
     """A socket cannot be had: says where, why and what to do."""
 
 
+class SlowError(SocketError):
+    """Not now, for want of CPU; the next try may do."""
+
+
 def network_namespace(pid: int | None = None, proc_root: Path = Path("/proc")) -> int:
     """A number that is equal for processes that share a network; ours by default. Raises OSError for a process that is
     gone."""
@@ -72,7 +76,7 @@ def _receive(channel: socket.socket, where: str) -> socket.socket:
     try:
         message, descriptors, _, _ = socket.recv_fds(channel, 64, 1)
     except TimeoutError as error:
-        raise SocketError(f"{where}: no answer within {CHILD_SECONDS:g} s; is this machine overloaded?") from error
+        raise SlowError(f"{where}: no answer within {CHILD_SECONDS:g} s; is this machine overloaded?") from error
     if descriptors:
         endpoint = socket.socket(fileno=descriptors[0])
         endpoint.set_inheritable(False)
