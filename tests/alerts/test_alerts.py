@@ -1,0 +1,215 @@
+"""From a real job with a real fault to a page and a capture: daemon, Prometheus, our rules, Alertmanager, webhooks.
+
+The rules are those that ship, in a hurry (see rankscope.cli.prometheus_stack_rules): a test cannot wait for minutes. A
+healthy job runs beside all of it and must be mentioned nowhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from rankscope.cli.demo_job.faults import parse_fault
+from rankscope.cli.demo_job.launching import DemoJob
+from tests.alerts.admitting import ProcView
+from tests.alerts.hearing import Heard, Hearing, hearing
+from tests.integration.daemon_process import MAIN, Serving, serving, wait_until
+from tests.prometheus_tools import ROOT, binary
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+START_SECONDS = 180.0
+ALERT_SECONDS = 180.0
+HEALTHY_SECONDS = 180.0
+# Scrapes time out after an interval: on a busy machine, one of a second does.
+HURRY = ("--prometheus-interval", "2s", "--hurry", "5")
+
+
+@dataclass(frozen=True)
+class Stack:
+    up: Serving
+    hearing: Hearing
+    prometheus_url: str
+    processes: ProcView
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        url = f"{self.prometheus_url}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+        return found
+
+    def captures(self, job: str) -> list[dict[str, Any]]:
+        command = [*MAIN, "captures", "ls", "--endpoint", self.up.grpc_target, "--job", job, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        captures: list[dict[str, Any]] = json.loads(done.stdout)["captures"]
+        return captures
+
+    def wait_until(self, condition: Any, job: DemoJob) -> None:
+        wait_until(lambda: self._check(job) and condition(), lambda: self._describe(job), ALERT_SECONDS)
+
+    def _check(self, job: DemoJob) -> bool:
+        assert self.up.process.poll() is None, self.up.log
+        assert not job.poll(), job.log_tail(job.poll()[0][0])
+        return True
+
+    def _describe(self, job: DemoJob) -> str:
+        ours = self.query(f'{{__name__=~"ALERTS|rankscope_job_.*",job="{job.job_name}"}}')
+        series = [f"{each['metric']} {each['value'][1]}" for each in ours]
+        return "\n".join([str(self.hearing), *series, self.up.output, self.up.log[-6000:]])
+
+    def wait_for_page(self, job: DemoJob, name: str) -> Heard:
+        self.wait_until(lambda: self.hearing.of(job.job_name, name), job)
+        return self.hearing.of(job.job_name, name)[0]
+
+    def wait_until_resolved(self, job: DemoJob, name: str) -> None:
+        self.wait_until(lambda: self.hearing.of(job.job_name, name, "resolved"), job)
+        expression = f'ALERTS{{alertname="{name}",job="{job.job_name}"}}'
+        self.wait_until(lambda: not self.query(expression), job)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("alerts")
+    binary("alertmanager")  # gets all of them if need be
+    # Alerts cause captures: real jobs on the machine of whoever runs the tests must not have any.
+    processes = ProcView(folder / "proc")
+    flags = ("--prometheus", *HURRY, "--window-seconds", "2", "--proc-root", str(processes.folder))
+    with hearing() as heard, serving(folder, "up", *flags, "--alerts-webhook", heard.url) as up:
+        announced = re.search(r"prometheus (http://127\.0\.0\.1:\d+)", up.log)
+        assert announced is not None, up.log
+        yield Stack(up, heard, announced[1], processes)
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """All start together: what starts later would disturb the ones that run, on a machine of two cores for seconds."""
+
+    slow_rank: DemoJob
+    slow_network: DemoJob
+    hang: DemoJob
+    healthy: DemoJob
+    since_monotonic: float
+
+
+@pytest.fixture(scope="module")
+def jobs(stack: Stack) -> Iterator[Jobs]:
+    # Four ranks on a busy machine of two cores do wait for each other a third of the time, fault or not; two do not.
+    wanted = {"slow-rank:rank=2,delay=60": 4, "slow-network": 2, "hang:rank=1": 2, "none": 2}
+    with ExitStack() as running:
+        made = [running.enter_context(DemoJob(n, parse_fault(fault), probe=True)) for fault, n in wanted.items()]
+        for job in made:
+            job.start()
+        for job in made:
+            job.wait_until_training(START_SECONDS)
+            stack.processes.admit(job.pids)
+        yield Jobs(*made, since_monotonic=time.monotonic())
+
+
+@contextmanager
+def fault(stack: Stack, job: DemoJob) -> Iterator[None]:
+    """In a job that has been healthy for long enough to have a past. Then the job ends: others need the CPU."""
+    judged = f'rankscope_job_verdict{{job="{job.job_name}",verdict="healthy"}}'
+    stack.wait_until(lambda: stack.query(f"count_over_time({judged}[5m]) >= 6"), job)
+    job.start_fault()
+    yield
+    job.stop()
+
+
+def check_links(alert: Heard) -> None:
+    page = urllib.parse.urlsplit(alert.annotations["runbook_url"]).path.rpartition("/")[2]
+    assert page == f"{alert.name}.md"
+    assert (ROOT / "rules" / "runbooks" / page).is_file()
+    assert alert.annotations["dashboard_url"]
+    assert alert.annotations["summary"]
+
+
+def captures_because_of(stack: Stack, job: DemoJob, alert: str) -> list[dict[str, Any]]:
+    return [capture for capture in stack.captures(job.job_name) if alert in capture["reason"]]
+
+
+def wait_for_capture(stack: Stack, job: DemoJob, alert: str) -> dict[str, Any]:
+    """The one capture that this alert caused, delivered by all its ranks."""
+    final = ("analysed", "failed", "cancelled")
+    stack.wait_until(lambda: [each for each in captures_because_of(stack, job, alert) if each["state"] in final], job)
+    [capture] = captures_because_of(stack, job, alert)
+    assert capture["reason"].startswith("alert "), capture
+    assert capture["state"] == "analysed", capture
+    assert {rank["state"] for rank in capture["ranks"]} == {"analysed"}, capture
+    return capture
+
+
+def test_a_slow_rank_pages_with_its_rank_and_phase_is_captured_with_a_peer_and_resolves(
+    stack: Stack, jobs: Jobs
+) -> None:
+    job = jobs.slow_rank
+    with fault(stack, job):
+        alert = stack.wait_for_page(job, "RankscopeStragglerRank")
+        assert alert.labels["rank"] == "2"
+        assert alert.labels["severity"] == "critical"
+        assert alert.annotations["phase"] == "forward"
+        assert "GPU-hours" in alert.annotations["description"]
+        check_links(alert)
+        capture = wait_for_capture(stack, job, "RankscopeStragglerRank")
+        ranks = [rank["rank"] for rank in capture["ranks"]]
+        assert len(ranks) == 2
+        assert 2 in ranks
+        job.end_fault()
+        stack.wait_until_resolved(job, "RankscopeStragglerRank")
+        # Repeated notifications of one firing have made no second capture, and no innocent rank was paged for.
+        assert len(captures_because_of(stack, job, "RankscopeStragglerRank")) == 1
+        assert {heard.labels["rank"] for heard in stack.hearing.of(job.job_name, "RankscopeStragglerRank")} == {"2"}
+
+
+def test_exposed_communication_pages_for_the_job_is_captured_and_resolves(stack: Stack, jobs: Jobs) -> None:
+    job = jobs.slow_network
+    with fault(stack, job):
+        alert = stack.wait_for_page(job, "RankscopeExposedCommunication")
+        assert "rank" not in alert.labels
+        check_links(alert)
+        capture = wait_for_capture(stack, job, "Communication")
+        assert len(capture["ranks"]) == 2
+        job.end_fault()
+        stack.wait_until_resolved(job, "RankscopeExposedCommunication")
+
+
+def test_a_hang_pages_for_the_job_with_the_rank_that_others_wait_for_and_resolves(stack: Stack, jobs: Jobs) -> None:
+    job = jobs.hang
+    with fault(stack, job):
+        alert = stack.wait_for_page(job, "RankscopeHang")
+        assert alert.labels["severity"] == "critical"
+        assert re.search(r"\brank 1 \(", alert.annotations["description"]), alert
+        check_links(alert)
+        job.end_fault()
+        stack.wait_until_resolved(job, "RankscopeHang")
+        assert captures_because_of(stack, job, "RankscopeHang") == []  # it has no steps to record
+
+
+def test_a_healthy_job_of_three_minutes_is_mentioned_nowhere(stack: Stack, jobs: Jobs) -> None:
+    until = jobs.since_monotonic + HEALTHY_SECONDS
+    wait_until(lambda: time.monotonic() > until, lambda: "", HEALTHY_SECONDS + 10)
+    name = jobs.healthy.job_name
+    assert jobs.healthy.poll() == []
+    assert stack.query(f'last_over_time(rankscope_job_verdict{{job="{name}"}}[1m])')
+    fired = stack.query(f'count_over_time(ALERTS{{job="{name}",alertstate="firing"}}[1h])')
+    assert not fired, f"{fired}\n{stack.up.output}"
+    assert not stack.hearing.of(name)
+    assert stack.captures(name) == []
+
+
+def test_prometheus_evaluated_every_rule_without_an_error(stack: Stack) -> None:
+    with urllib.request.urlopen(f"{stack.prometheus_url}/api/v1/rules", timeout=60) as answer:
+        groups = json.load(answer)["data"]["groups"]
+    assert {rule["type"] for group in groups for rule in group["rules"]} == {"alerting", "recording"}
+    assert not [
+        (rule["name"], rule["lastError"]) for group in groups for rule in group["rules"] if rule.get("lastError")
+    ]

@@ -1,0 +1,86 @@
+"""`rankscope up --prometheus` as a process: what it starts ends with it, and what it cannot start it explains."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, serving, wait_until
+from tests.prometheus_tools import binary
+
+
+@pytest.fixture(autouse=True)
+def _programs() -> None:
+    binary("alertmanager")  # gets all of them if need be
+
+
+def children(up: Serving) -> dict[int, str]:
+    """Name by pid."""
+    listed = Path(f"/proc/{up.process.pid}/task/{up.process.pid}/children").read_text().split()
+    return {int(pid): Path(f"/proc/{pid}/comm").read_text().strip() for pid in listed}
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def address(up: Serving, name: str) -> str:
+    found = re.search(rf"\b{name} (http://[^\s,]+)", up.log)
+    assert found is not None, up.log
+    return found[1]
+
+
+def test_both_programs_die_with_it_even_if_it_is_killed_and_the_token_is_needed(tmp_path: Path) -> None:
+    with serving(tmp_path, "up", "--prometheus") as up:
+        started = {pid: name for pid, name in children(up).items() if name in ("prometheus", "alertmanager")}
+        assert sorted(started.values()) == ["alertmanager", "prometheus"]
+        for name, path in (("prometheus", "/-/ready"), ("alertmanager", "/-/ready")):
+            with urllib.request.urlopen(address(up, name) + path, timeout=PATIENCE_SECONDS) as answer:
+                assert answer.status == 200
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(address(up, "alerts"), data=b"{}", timeout=PATIENCE_SECONDS)
+        os.kill(up.process.pid, signal.SIGKILL)
+        wait_until(lambda: all(map(is_gone, started)), lambda: f"{started} live on")
+
+
+def test_it_ends_in_order_and_leaves_no_folder_behind(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    with serving(tmp_path, "up", "--prometheus", environment={"TMPDIR": str(temporary)}) as up:
+        assert [path for path in temporary.iterdir() if path.name.startswith("rankscope-prometheus-")]
+        programs = list(children(up))
+        up.process.send_signal(signal.SIGTERM)
+        assert up.process.wait(PATIENCE_SECONDS) == 0
+        assert "Traceback" not in up.log
+    assert all(map(is_gone, programs))
+    assert not [path for path in temporary.iterdir() if path.name.startswith("rankscope-")]
+
+
+def test_a_port_that_is_taken_is_named_and_nothing_stays(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        flags = [
+            "--metrics-listen",
+            "127.0.0.1:0",
+            "--socket",
+            str(tmp_path / "d.sock"),
+            "--capture-dir",
+            str(tmp_path / "c"),
+        ]
+        command = [*MAIN, "up", *flags, "--prometheus", "--prometheus-listen", where]
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert refused.returncode == 1
+    assert f"prometheus did not start on {where}; pass another --prometheus-listen" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "d.sock").exists()
