@@ -24,6 +24,8 @@ DURATION_SECONDS = 9.0
 RENEW_SECONDS = 2.0
 # Well before others may take over: calls under way when a replica goes quiet need time to end.
 ACT_SECONDS = 6.0
+# After a shard came to us its daemons have to be heard for several windows: until then what we do not know is no news.
+SETTLING_SECONDS = 45.0
 
 
 @dataclass
@@ -58,6 +60,7 @@ class ShardLeases:
         self._on_change = on_change
         self._monotonic = monotonic
         self._renewed: dict[int, float] = {}  # shard to the moment before its last renewal was sent
+        self._kept: dict[int, float] = {}  # shard to the moment since when it is ours without a break
         self._seen: dict[str, _Seen] = {}
         self._told: frozenset[int] = frozenset()
         self._stopping = threading.Event()
@@ -73,6 +76,14 @@ class ShardLeases:
 
     def holds(self, key: str) -> bool:
         return self.shard_of(key) in self.held
+
+    def keeps(self, key: str) -> bool:
+        """Whether to go on listening: also while nobody can renew a lease, until somebody else is seen to hold it."""
+        return self.shard_of(key) in self._kept
+
+    def is_settling(self, key: str) -> bool:
+        since = self._kept.get(self.shard_of(key))
+        return since is None or self._monotonic() - since < SETTLING_SECONDS
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="rankscope-leases", daemon=True)
@@ -106,6 +117,8 @@ class ShardLeases:
             seen = leases.get(self._name(shard))
             if seen is None or not seen.holder or seen.holder == self.identity or self._is_abandoned(seen):
                 self._renew(shard, seen)
+        now = self._monotonic()
+        self._kept = {shard: self._kept.get(shard, now) for shard in self._renewed}
         self._tell()
 
     def _run(self) -> None:
@@ -164,6 +177,7 @@ class ShardLeases:
     def _release(self, shard: int) -> None:
         # First we stop acting, then others may begin.
         self._renewed.pop(shard, None)
+        self._kept.pop(shard, None)
         self._tell()
         seen = self._seen.get(self._name(shard))
         try:
@@ -195,6 +209,8 @@ class ShardLeases:
         except (ConflictError, MissingError):
             return False
         except ApiError as error:
+            if error.status >= 500:  # its store is away, and with it everybody's leases
+                raise UnreachableError(str(error)) from error
             log.warning("lease %s cannot be written: %s", name, error)
             return False
         self._seen[name] = _Seen(holder, "", self._monotonic(), written)

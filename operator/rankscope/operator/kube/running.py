@@ -118,7 +118,8 @@ class Operator:
             self.correlator.accept(held)
 
     def _is_held(self, job: str) -> bool:
-        return self.leases.holds(job.partition("#")[0])
+        # Not `holds`: while the API server is away nobody acts, and verdicts and metrics go on.
+        return self.leases.keeps(job.partition("#")[0])
 
     def _shards_changed(self, held: frozenset[int]) -> None:
         # Whoever held them meanwhile has written too: what we believe to stand may not.
