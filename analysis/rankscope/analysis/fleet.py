@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from rankscope.analysis.judging import JobJudge
 from rankscope.analysis.observing import ReadyWindow
@@ -14,33 +15,63 @@ from rankscope.analysis.windows import JobWindow
 
 
 class FleetJudge:
-    """Holds what is remembered of each job. A job that is not named for a tick keeps its verdict."""
+    """Holds what is remembered of each job. A job that is not named for a tick keeps its verdict.
 
-    def __init__(self, policy: Policy = DEFAULT_POLICY) -> None:
+    `policy_of` gives a job's own policy, asked at every tick: one that has changed holds from that tick on."""
+
+    def __init__(
+        self, policy: Policy = DEFAULT_POLICY, policy_of: Callable[[str], Policy | None] | None = None
+    ) -> None:
         self._policy = policy
+        self._policy_of = policy_of
         self._judges: dict[str, JobJudge] = {}
 
     def evaluate(self, windows: Mapping[str, JobWindow]) -> dict[str, Verdict]:
-        for job in windows.keys() - self._judges.keys():
-            self._judges[job] = JobJudge(self._policy)
         judges = self._judges
+        if self._policy_of is None:
+            for job in windows.keys() - judges.keys():
+                judges[job] = JobJudge(self._policy)
+        else:
+            for job in windows:
+                policy = self._policy_of(job) or self._policy
+                if job in judges:
+                    judges[job].adopt(policy)
+                else:
+                    judges[job] = JobJudge(policy)
         ready = {job: judges[job].absorb(window) for job, window in windows.items()}
-        compared = self._compare({job: w for job, w in ready.items() if w is not None and len(w.columns)})
+        comparable = {job: w for job, w in ready.items() if w is not None and len(w.columns)}
+        compared: dict[str, ReadyWindow] = {}
+        for policy, together in self._grouped(comparable).items():
+            compared.update(_compare(together, policy))
         return {job: judges[job].judge(compared.get(job)) for job in windows}
 
-    def _compare(self, windows: Mapping[str, JobWindow]) -> dict[str, ReadyWindow]:
-        if not windows:
-            return {}
-        columns = concatenate([window.columns for window in windows.values()])
-        screened = screen(columns, self._policy)
-        summaries = summarize(columns, screened, len(windows))
-        compared, start = {}, 0
-        for (job, window), summary in zip(windows.items(), summaries, strict=True):
-            end = start + len(window.columns)
-            compared[job] = ReadyWindow(window, screened, slice(start, end), summary)
-            start = end
-        return compared
+    def _grouped(self, windows: Mapping[str, JobWindow]) -> dict[Policy, dict[str, JobWindow]]:
+        """By what the comparison depends on: a fleet has many jobs and few policies, and targets do not divide it."""
+        if self._policy_of is None:
+            return {self._policy: dict(windows)} if windows else {}
+        # Found by identity first: hashing a policy for every job would take as long as judging it.
+        known: dict[int, dict[str, JobWindow]] = {}
+        groups: dict[Policy, dict[str, JobWindow]] = {}
+        for job, window in windows.items():
+            policy = self._judges[job].policy
+            group = known.get(id(policy))
+            if group is None:
+                group = known[id(policy)] = groups.setdefault(replace(policy, mfu_target_ratio=None), {})
+            group[job] = window
+        return groups
 
     def forget(self, job: str) -> None:
         """The job has ended, or its processes are new ones: nothing of the old ones is evidence."""
         self._judges.pop(job, None)
+
+
+def _compare(windows: Mapping[str, JobWindow], policy: Policy) -> dict[str, ReadyWindow]:
+    columns = concatenate([window.columns for window in windows.values()])
+    screened = screen(columns, policy)
+    summaries = summarize(columns, screened, len(windows))
+    compared, start = {}, 0
+    for (job, window), summary in zip(windows.items(), summaries, strict=True):
+        end = start + len(window.columns)
+        compared[job] = ReadyWindow(window, screened, slice(start, end), summary)
+        start = end
+    return compared

@@ -45,6 +45,21 @@ class JobJudge:
         self._captures = CaptureWindows()
         self.verdict = Verdict(Kind.INSUFFICIENT_DATA, "no window yet")
 
+    @property
+    def policy(self) -> Policy:
+        return self._policy
+
+    def adopt(self, policy: Policy) -> None:
+        """Judge by other thresholds from now on. What the job's past looked like stays known; what was raised by the
+        old ones is not held by hysteresis against the new."""
+        if policy is self._policy or policy == self._policy:
+            return
+        self._policy = policy
+        self._raw = deque(self._raw, maxlen=2 * policy.stack_windows)
+        self._recent = RecentWindows(policy)
+        self._captures = CaptureWindows()
+        self.verdict = Verdict(Kind.INSUFFICIENT_DATA, "the policy has changed: the ranks are judged anew")
+
     def absorb(self, window: JobWindow) -> JobWindow | None:
         """Take a window; return the stretch that is now ready for comparing ranks, if one is."""
         self._raw.append(window)

@@ -43,12 +43,19 @@ Listener = Callable[[tuple[JobState, ...]], None]
 
 
 class Correlator:
-    """Thread-safe. `accept` may be called from any stream's thread; `start` runs the ticking in one of its own."""
+    """Thread-safe. `accept` may be called from any stream's thread; `start` runs the ticking in one of its own.
 
-    def __init__(self, policy: Policy = DEFAULT_POLICY, clock: Callable[[], float] = time.time) -> None:
+    `policy_of` gives a job's own policy, None where `policy` holds. It is asked at every tick: be quick."""
+
+    def __init__(
+        self,
+        policy: Policy = DEFAULT_POLICY,
+        clock: Callable[[], float] = time.time,
+        policy_of: Callable[[str], Policy | None] | None = None,
+    ) -> None:
         self._clock = clock
         self._table = JobTable()
-        self._fleet = FleetJudge(policy)
+        self._fleet = FleetJudge(policy, policy_of)
         self._states: dict[str, JobState] = {}
         self._listeners: list[Listener] = []
         self._lock = threading.Lock()

@@ -29,10 +29,12 @@ class JobExporter(Collector):
         states: Callable[[], tuple[JobState, ...]],
         lost: LostSeconds,
         mfu_target_ratio: float | None = None,
+        mfu_target_of: Callable[[str], float | None] | None = None,
     ) -> None:
+        """`mfu_target_of` gives each job its own, in place of the one for all."""
         self._states = states
         self._lost = lost
-        self._mfu_target_ratio = mfu_target_ratio
+        self._mfu_target_of = mfu_target_of or (lambda job: mfu_target_ratio)
 
     def collect(self) -> Iterable[Metric]:
         states = self._states()
@@ -76,9 +78,8 @@ class JobExporter(Collector):
             ),
         ):
             families.gauge(name, text, job, None if pace is None else getattr(pace, name))
-        families.gauge(
-            "mfu_target_ratio", "MFU below which low_mfu is raised, where it was given.", job, self._mfu_target_ratio
-        )
+        text = "MFU below which low_mfu is raised, where it was given."
+        families.gauge("mfu_target_ratio", text, job, self._mfu_target_of(state.job))
         text = (
             "GPU time that findings cost since the job was first seen: their impact times ranks and time. Restarts of "
             "the job do not reset it."
