@@ -38,6 +38,9 @@ class Config:
     socket: str = NONE
     grpc_listen: str = NONE
     insecure_listen: bool = False
+    tls_certificate: str = NONE
+    tls_key: str = NONE
+    tls_client_authority: str = NONE
     watch_readers: int = 16
     max_ranks: int = 1024
     captures: bool = True
@@ -102,8 +105,11 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("budget_ratio", float, lambda: 0.01, "share of one core the daemon may use per rank", 0.0001, 1),
     Setting("metrics_listen", str, lambda: "127.0.0.1:9464", "HOST:PORT of /metrics and /healthz; none turns it off"),
     Setting("socket", str, default_socket, "path of the gRPC Unix socket; none turns it off"),
-    Setting("grpc_listen", str, lambda: NONE, "HOST:PORT for gRPC over TCP as well; loopback only"),
+    Setting("grpc_listen", str, lambda: NONE, "HOST:PORT for gRPC over TCP as well; without TLS loopback only"),
     Setting("insecure_listen", bool, lambda: False, "allow gRPC without TLS on an address others can reach"),
+    Setting("tls_certificate", str, lambda: NONE, "the daemon's certificate, for gRPC over TCP; with the next two"),
+    Setting("tls_key", str, lambda: NONE, "its key"),
+    Setting("tls_client_authority", str, lambda: NONE, "who signed the operator's certificate"),
     Setting("watch_readers", int, lambda: 16, "how many clients may watch windows at once", 1, 256),
     Setting("max_ranks", int, lambda: 1024, "how many ranks of this node are watched and exported", 1, 65536),
     Setting("captures", bool, lambda: True, "offer deep captures of the ranks of this node"),
@@ -258,10 +264,14 @@ def _build(values: Mapping[str, Value]) -> Config:
     config = Config(**values)  # type: ignore[arg-type]  # _checked gave each value the kind its setting has
     parse_address(config.metrics_listen, "metrics_listen")
     address = parse_address(config.grpc_listen, "grpc_listen")
-    if address and not is_loopback(address[0]) and not config.insecure_listen:
+    files = (config.tls_certificate, config.tls_key, config.tls_client_authority)
+    if NONE in files and set(files) != {NONE}:
+        raise ConfigError("tls_certificate, tls_key and tls_client_authority belong together: set all three or none")
+    if address and NONE in files and not is_loopback(address[0]) and not config.insecure_listen:
         raise ConfigError(
             f"grpc_listen = {config.grpc_listen!r}: others can reach this address and there is no TLS; "
-            "listen on 127.0.0.1, or pass --insecure-listen where the network itself is trusted"
+            "set tls_certificate, tls_key and tls_client_authority, listen on 127.0.0.1, "
+            "or pass --insecure-listen where the network itself is trusted"
         )
     return config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from rankscope.daemon import examining, examining_gpus, examining_ranks
+from rankscope.daemon import examining, examining_gpus, examining_ranks, examining_tls
 from rankscope.daemon.config import Config
 from rankscope.daemon.examining import Finding, Level
 
@@ -24,6 +24,7 @@ CHECKS: tuple[Check, ...] = (
     examining_gpus.gpus_are_readable,
     examining_gpus.dcgm_answers,
     examining.addresses_are_free,
+    examining_tls.certificates_are_good,
     examining_ranks.ranks_are_visible,
 )
 

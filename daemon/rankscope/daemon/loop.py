@@ -175,7 +175,7 @@ class Daemon:
         capturing = no_capture_service() if self.captures is None else self.captures.service
         if self._socket_lock is not None or self.config.grpc_listen != NONE:
             services = (*self._services, capturing)
-            self._grpc = GrpcServer(services, self._socket_lock, self.config.grpc_listen, self.config.watch_readers)
+            self._grpc = GrpcServer(services, self._socket_lock, self.config)
 
     def _close(self) -> None:
         steps: list[Callable[[], None]] = [self.publisher.close]

@@ -12,9 +12,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rankscope.daemon.config import parse_address
+from rankscope.daemon.config import Config, parse_address
 from rankscope.daemon.listening import ListenError, SocketLock, in_use
 from rankscope.daemon.publishing import Publisher, Tick, TooManyReadersError
+from rankscope.daemon.tls import Certificates, OperatorsOnly, TlsFiles
 from rankscope.v1 import capture_service_pb2, capture_service_pb2_grpc, rank_service_pb2, rank_service_pb2_grpc
 from rankscope.v1.rank_service_pb2 import (
     ListRanksRequest,
@@ -25,6 +26,15 @@ from rankscope.v1.rank_service_pb2 import (
 
 # For calls that end at once (lists, health, reflection), beside the readers that each keep a thread.
 SHORT_CALL_THREADS = 8
+# Whoever connects and says nothing, or says it byte by byte, is cut off, and cannot have all the descriptors there are.
+OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 64 * 1024),
+    ("grpc.max_metadata_size", 16 * 1024),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
+    ("grpc.max_allowed_incoming_connections", 1024),
+)
 NO_CAPTURES = (
     "captures are off on this daemon: by --captures false, or because they cannot be kept (its log says why); "
     "pass another --capture-dir"
@@ -105,15 +115,19 @@ def no_capture_service() -> Service:
 
 
 class GrpcServer:
-    """Serves from the moment it is made until `close`. `targets` are what a client passes to grpc.insecure_channel."""
+    """Serves from the moment it is made until `close`. `targets` are what a client passes to grpc.insecure_channel, or
+    for TCP with TLS to grpc.secure_channel."""
 
-    def __init__(self, services: Sequence[Service], socket_lock: SocketLock | None, listen: str, readers: int) -> None:
-        threads = readers + SHORT_CALL_THREADS
+    def __init__(self, services: Sequence[Service], socket_lock: SocketLock | None, config: Config) -> None:
+        threads = config.watch_readers + SHORT_CALL_THREADS
+        files = TlsFiles.of(config)
+        self._certificates = None if files is None else Certificates(files)
         self._server = grpc.server(
             ThreadPoolExecutor(threads, thread_name_prefix="rankscope-grpc"),
             # More calls than threads would wait unseen in the pool's queue; this way they are told.
             maximum_concurrent_rpcs=threads,
-            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 * 1024)],
+            interceptors=() if files is None else (OperatorsOnly(),),
+            options=OPTIONS,
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -123,7 +137,7 @@ class GrpcServer:
         self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         names = [service.name for service in services]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
-        self.targets: tuple[str, ...] = self._bind(socket_lock, listen)
+        self.targets: tuple[str, ...] = self._bind(socket_lock, config.grpc_listen)
         self._server.start()
 
     def close(self, grace_seconds: float) -> None:
@@ -147,8 +161,13 @@ class GrpcServer:
             host, port = address
             shown_host = f"[{host}]" if ":" in host else host
             try:
-                bound = self._server.add_insecure_port(f"{shown_host}:{port}")
+                bound = self._add_port(f"{shown_host}:{port}")
             except RuntimeError as error:
                 raise in_use(port, "--grpc-listen") from error
             targets.append(f"{shown_host}:{bound}")
         return tuple(targets)
+
+    def _add_port(self, address: str) -> int:
+        if self._certificates is None:
+            return int(self._server.add_insecure_port(address))
+        return int(self._server.add_secure_port(address, self._certificates.credentials()))

@@ -1,0 +1,83 @@
+"""Certificates on disk: whether key and certificate belong together, and until when they are good.
+
+The standard library does not tell the latter of a file, and nothing else here needs a package for X.509."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+SOON_DAYS = 7.0
+
+_BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+_SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
+
+
+class CertificateError(ValueError):
+    """Not a certificate, or not one that can be read."""
+
+
+@dataclass(frozen=True)
+class Validity:
+    begin: datetime
+    end: datetime
+
+    def days_left(self, now: datetime) -> float:
+        return (self.end - now).total_seconds() / 86400
+
+
+def check_pair(certificate: Path, key: Path) -> None:
+    """Raises CertificateError if they cannot be used together. A key under a password is one that cannot be used."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, lambda: "")
+    except (ssl.SSLError, OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise CertificateError(f"{certificate} and {key} are no pair that can be used: {reason}") from error
+
+
+def validity(pem: bytes) -> Validity:
+    """Of the first certificate: the others are those that signed it."""
+    text = pem.decode("latin-1")
+    begin = text.find(_BEGIN)
+    end = text.find(_END, begin)
+    if begin < 0 or end < 0:
+        raise CertificateError("no PEM certificate in it")
+    try:
+        der = ssl.PEM_cert_to_DER_cert(text[begin : end + len(_END)])
+        ((_, certificate),) = _elements(der)
+        signed = next(content for tag, content in _elements(certificate) if tag == _SEQUENCE)
+        # Version, serial number, algorithm, issuer, validity; the version may be missing.
+        parts = [(tag, content) for tag, content in _elements(signed) if tag != _VERSION]
+        times = [_time(tag, content) for tag, content in _elements(parts[3][1])]
+        return Validity(times[0], times[1])
+    except (ValueError, IndexError, StopIteration) as error:
+        raise CertificateError(f"not a certificate: {error}") from error
+
+
+def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """The DER values one after the other."""
+    position = 0
+    while position < len(data):
+        tag, length = data[position], data[position + 1]
+        position += 2
+        if length & 0x80:
+            size = length & 0x7F
+            length = int.from_bytes(data[position : position + size], "big")
+            position += size
+        if position + length > len(data):
+            raise ValueError("cut off")
+        yield tag, data[position : position + length]
+        position += length
+
+
+def _time(tag: int, content: bytes) -> datetime:
+    text = content.decode("ascii")
+    if tag == _UTC_TIME:
+        # Two digits of a year: X.509 counts 50 to 99 to the last century.
+        text = ("19" if text[:2] >= "50" else "20") + text
+    elif tag != _GENERALIZED_TIME:
+        raise ValueError("no time where one belongs")
+    return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=timezone.utc)
