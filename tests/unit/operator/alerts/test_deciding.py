@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +23,13 @@ class Played:
         self.now = 0.0
         self.started: list[Wanted] = []
         self.trouble: Exception | None = None
+        self.start_seconds = 0.0
         self.desk = AlertDesk(lambda: self.states, self._start, limits, lambda: self.now, lambda: 1000 + self.now)
 
     def _start(self, wanted: Wanted) -> str:
         if self.trouble is not None:
             raise self.trouble
+        time.sleep(self.start_seconds)
         self.started.append(wanted)
         return f"c-{len(self.started)}"
 

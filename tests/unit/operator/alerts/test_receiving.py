@@ -145,6 +145,7 @@ def test_a_refusal_is_final_and_a_daemon_that_is_away_is_worth_another_try(endpo
 
 
 def test_the_same_alert_from_several_alertmanagers_at_once_makes_one_capture(endpoint: Endpoint) -> None:
+    endpoint.play.start_seconds = 0.3
     answers: list[tuple[int, Any]] = []
     threads = [
         threading.Thread(target=lambda: answers.append(endpoint.ask(notification(entry(rank="1"))))) for _ in range(5)
