@@ -36,7 +36,7 @@ TRANSFORMER = {
     "gpu.gpm.2": 90.7,
     "gpu.gpm.3": 29.7,
     "gpu.gpm.5": 57.4,
-    "gpu.gpm.7": 57.0,
+    "gpu.gpm.7": 57.4,
     "gpu.gpm.10": 28.3,
     "gpu.0.utilization": 97,
     "gpu.1.sm_clock": 1200,

@@ -1,33 +1,75 @@
 """Achieved FLOP/s of a GPU that nobody instrumented, from how busy its tensor pipes were. An estimate, never MFU: it
-counts whatever the pipes did, recomputation included, and takes all of it for the number format of the peak."""
+counts whatever the pipes did, recomputation included, and takes each pipe's work for the number format of its peak."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+
+from rankscope.analysis.mfu_peaks import peak_flops_per_second
+
+ANY, HALF, INTEGER, DOUBLE = "any", "hmma", "imma", "dfma"
+# Number format whose dense peak a pipe at work all the time would reach; None: bf16, or fp16 where there is no bf16.
+# The integer pipe is not here: it does no floating-point operations.
+_FORMATS: Mapping[str, str | None] = {HALF: None, DOUBLE: "fp64"}
+
+
+def pipe_peaks(device_name: str) -> dict[str, float | None]:
+    """FLOP/s of each pipe that computes in floating point, by what the driver calls the device."""
+    return {pipe: peak_flops_per_second(device_name, kind) for pipe, kind in _FORMATS.items()}
 
 
 def estimated_flops_per_second(
-    tensor_active_ratio: float | None,
-    peak_flops_per_second: float | None,
+    tensor_active_ratio: Mapping[str, float],
+    pipe_peaks: Mapping[str, float | None],
     sm_clock_hertz: float | None,
     sm_clock_max_hertz: float | None,
 ) -> float | None:
-    """Utilisation × peak at the maximum clock × clock ÷ maximum clock. None unless all four are known and sensible.
+    """Over the pipes: utilisation × peak at the maximum clock × clock ÷ maximum clock. None unless the clocks, some
+    utilisation and the peak of every pipe at work are known and sensible.
 
     Without the clock the figure is up to half again too high: under a power cap the pipes are as busy, only slower."""
-    hfu = estimated_hfu_ratio(tensor_active_ratio, sm_clock_hertz, sm_clock_max_hertz)
-    if hfu is None or peak_flops_per_second is None or not 0 < peak_flops_per_second < math.inf:
+    clock = _clock_ratio(sm_clock_hertz, sm_clock_max_hertz)
+    busy = _floating_point(tensor_active_ratio)
+    if clock is None or busy is None:
         return None
-    return hfu * peak_flops_per_second
+    total = 0.0
+    for pipe, ratio in busy.items():
+        peak = pipe_peaks.get(pipe)
+        if peak is None or not 0 < peak < math.inf:
+            if ratio > 0 or pipe == HALF:
+                return None
+            continue
+        total += ratio * peak
+    return total * clock
 
 
 def estimated_hfu_ratio(
-    tensor_active_ratio: float | None, sm_clock_hertz: float | None, sm_clock_max_hertz: float | None
+    tensor_active_ratio: Mapping[str, float], sm_clock_hertz: float | None, sm_clock_max_hertz: float | None
 ) -> float | None:
-    """Hardware FLOPs utilisation: the same, as a share of the peak."""
-    if tensor_active_ratio is None or sm_clock_hertz is None or sm_clock_max_hertz is None:
+    """Hardware FLOPs utilisation: the same, each pipe as a share of its own peak."""
+    clock = _clock_ratio(sm_clock_hertz, sm_clock_max_hertz)
+    busy = _floating_point(tensor_active_ratio)
+    return None if clock is None or busy is None else min(1.0, sum(busy.values())) * clock
+
+
+def _floating_point(tensor_active_ratio: Mapping[str, float]) -> dict[str, float] | None:
+    """By pipe. What is not told apart counts as half precision: that is what training does."""
+    if not all(0 <= ratio <= 1 for ratio in tensor_active_ratio.values()):
         return None
-    if not (0 <= tensor_active_ratio <= 1 and 0 <= sm_clock_hertz < math.inf and 0 < sm_clock_max_hertz < math.inf):
+    half = tensor_active_ratio.get(HALF)
+    if half is None and ANY in tensor_active_ratio:
+        others = sum(tensor_active_ratio.get(pipe, 0.0) for pipe in (INTEGER, DOUBLE))
+        half = max(0.0, tensor_active_ratio[ANY] - others)
+    found = {HALF: half, DOUBLE: tensor_active_ratio.get(DOUBLE)}
+    known = {pipe: ratio for pipe, ratio in found.items() if ratio is not None}
+    return known or None
+
+
+def _clock_ratio(sm_clock_hertz: float | None, sm_clock_max_hertz: float | None) -> float | None:
+    if sm_clock_hertz is None or sm_clock_max_hertz is None:
+        return None
+    if not (0 <= sm_clock_hertz < math.inf and 0 < sm_clock_max_hertz < math.inf):
         return None
     # Boost may pass what the driver calls the maximum; a share of the peak does not.
-    return tensor_active_ratio * min(sm_clock_hertz / sm_clock_max_hertz, 1.0)
+    return min(sm_clock_hertz / sm_clock_max_hertz, 1.0)

@@ -49,7 +49,7 @@ def full_gpu(index: int = 0) -> GpuReading:
         xid_errors={79: 1},
         sm_active_ratio=0.907,
         sm_occupancy_ratio=0.297,
-        tensor_active_ratio={"any": 0.574, "hmma": 0.57, "imma": 0.0, "dfma": 0.0},
+        tensor_active_ratio={"any": 0.574, "hmma": 0.574, "imma": 0.0, "dfma": 0.0},
         pipe_active_ratio={"fp64": 0.0, "fp32": 0.05, "fp16": 0.01},
         dram_active_ratio=0.283,
     )

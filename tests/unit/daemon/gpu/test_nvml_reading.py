@@ -75,6 +75,13 @@ def test_gpm_tells_what_the_chip_did_since_the_reading_before(stubbed: Start, sc
     assert gpu.nvlink_transmit_bytes_per_second is None
 
 
+def test_what_gpm_calls_no_number_is_not_measured_and_not_zero(stubbed: Start, script: Script) -> None:
+    """So the first DRAM figure of an H200 comes out now and then."""
+    script.set({"gpu.gpm.5": 57.4, "gpu.gpm.10": "nan"})
+    gpu = stubbed().until(lambda now: bool(now.gpus and now.gpus[0].tensor_active_ratio)).gpus[0]
+    assert (gpu.tensor_active_ratio["any"], gpu.dram_active_ratio) == (pytest.approx(0.574), None)
+
+
 def test_a_gpu_without_gpm_says_nothing_about_tensor_work_and_its_links_are_counted(
     stubbed: Start, script: Script
 ) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
-from rankscope.analysis.mfu import peak_flops_per_second
-from rankscope.analysis.tensor_estimate import estimated_flops_per_second
+from rankscope.analysis.tensor_estimate import estimated_flops_per_second, pipe_peaks
 from rankscope.daemon.collectors.gpu.readings import GpuReading
 from rankscope.daemon.samples import GpuSample
 
@@ -37,7 +36,7 @@ def mean_of(readings: Sequence[GpuReading], before: GpuReading | None = None) ->
 
 def estimate_of(gpu: GpuReading) -> float | None:
     return estimated_flops_per_second(
-        gpu.tensor_active_ratio.get(ANY), peak_flops_per_second(gpu.name), gpu.sm_clock_hertz, gpu.sm_clock_max_hertz
+        gpu.tensor_active_ratio, pipe_peaks(gpu.name), gpu.sm_clock_hertz, gpu.sm_clock_max_hertz
     )
 
 

@@ -159,11 +159,11 @@ def _add_profile(families: _Families, gpu: GpuReading, who: Mapping[str, str], f
             text = "Share of the cycles in which an arithmetic pipe was busy."
             families.gauge("pipe_active_ratio", text, {**who, "pipe": pipe}, gpu.pipe_active_ratio.get(pipe))
     text = (
-        "Estimate of achieved FLOP/s: tensor pipe utilisation × dense bf16 peak × SM clock ÷ maximum SM clock. "
-        "Recomputation counts."
+        "Estimate of achieved FLOP/s: utilisation of the floating-point tensor pipes × their dense peaks × SM clock ÷ "
+        "maximum SM clock. Recomputation counts."
     )
     families.gauge("estimated_flops_per_second", text, who, estimate_of(gpu))
-    hfu = estimated_hfu_ratio(gpu.tensor_active_ratio.get(ANY), gpu.sm_clock_hertz, gpu.sm_clock_max_hertz)
+    hfu = estimated_hfu_ratio(gpu.tensor_active_ratio, gpu.sm_clock_hertz, gpu.sm_clock_max_hertz)
     families.gauge("estimated_hfu_ratio", "The same estimate as a share of the peak; not MFU.", who, hfu)
 
 

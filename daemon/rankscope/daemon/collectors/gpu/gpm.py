@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -71,7 +72,7 @@ class GpmWindow:
             {
                 metric: metrics[position].value
                 for position, metric in enumerate(METRICS)
-                if metrics[position].nvmlReturn == 0
+                if metrics[position].nvmlReturn == 0 and math.isfinite(metrics[position].value)
             }
         )
 
