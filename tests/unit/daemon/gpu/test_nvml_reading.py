@@ -149,6 +149,21 @@ def test_what_is_dear_is_not_read_with_every_poll(stubbed: Start) -> None:
     assert started.source.latest().gpus[0].energy_joules is not None
 
 
+def test_energy_goes_on_between_readings_of_its_counter(stubbed: Start, script: Script) -> None:
+    script.set({"gpu.energy": 1_000_000, "gpu.power": 600_000})
+    started = stubbed(cadence=Cadence())
+    began = started.until_ok()
+    later = started.until(lambda now: (now.gpus[0].energy_joules or 0) > 1000 + 300)
+    assert started.calls("nvmlDeviceGetTotalEnergyConsumption") == 1
+    elapsed = (later.taken_unix_nanos - began.taken_unix_nanos) / 1e9
+    grown = (later.gpus[0].energy_joules or 0) - (began.gpus[0].energy_joules or 0)
+    assert grown == pytest.approx(600 * elapsed, rel=0.2)
+    # The library is opened anew, and the counter is behind what was told by then: it waits.
+    script.set({"reload": 1, "gpu.energy": 1_000_100})
+    again = started.until(lambda now: started.calls("nvmlDeviceGetTotalEnergyConsumption") > 1 and bool(now.gpus))
+    assert (again.gpus[0].energy_joules or 0) >= (later.gpus[0].energy_joules or 0)
+
+
 def test_mig_instances_have_memory_processes_and_gpm_of_their_own(stubbed: Start, script: Script) -> None:
     script.set({"mig.0": 2, "gpu.0.mig.1.memory_used": 77, "gpu.0.mig.1.processes": "9:77", "gpu.0.mig.1.gpm.5": 12})
     started = stubbed()

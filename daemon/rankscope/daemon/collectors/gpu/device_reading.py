@@ -18,6 +18,7 @@ from rankscope.daemon.collectors.gpu.fields import (
 )
 from rankscope.daemon.collectors.gpu.gpm import GpmFigures, GpmWindow
 from rankscope.daemon.collectors.gpu.instances import MigInstances
+from rankscope.daemon.collectors.gpu.metering import EnergyMeter
 from rankscope.daemon.collectors.gpu.processes import running_processes
 from rankscope.daemon.collectors.gpu.readings import GpuReading, GpuState
 from rankscope.daemon.collectors.gpu.throttling import COUNTERS, ThrottleClock
@@ -47,11 +48,14 @@ class Cadence:
 class DeviceReader:
     """One GPU. `read` belongs to one thread; it raises DriverGoneError, and tells of anything else in the reading."""
 
-    def __init__(self, asker: Asker, identity: GpuReading, throttle: ThrottleClock, cadence: Cadence) -> None:
+    def __init__(
+        self, asker: Asker, identity: GpuReading, throttle: ThrottleClock, meter: EnergyMeter, cadence: Cadence
+    ) -> None:
         self.identity = identity
         self.problems: tuple[str, ...] = ()
         self._asker = asker
         self._throttle = throttle
+        self._meter = meter
         self._cadence = cadence
         self._kept: dict[str, tuple[float, Any]] = {}
         self._gpm: GpmWindow | None = None
@@ -90,7 +94,9 @@ class DeviceReader:
         memory = ask("nvmlDeviceGetMemoryInfo", self._asker.nvml.nvmlMemory_v2) or ask("nvmlDeviceGetMemoryInfo")
         power_milliwatts = ask("nvmlDeviceGetPowerUsage")
         limit_milliwatts = every(cadence.health_seconds, "limit", lambda: ask("nvmlDeviceGetEnforcedPowerLimit"))
-        energy = every(cadence.energy_seconds, "energy", lambda: ask("nvmlDeviceGetTotalEnergyConsumption"))
+        # Power first: what it adds belongs to the time before the counter is read.
+        self._meter.draw(_scaled(power_milliwatts, 1e-3), time.monotonic())
+        every(cadence.energy_seconds, "energy", self._count_energy)
         maxima = every(
             cadence.maxima_seconds,
             "maxima",
@@ -108,7 +114,7 @@ class DeviceReader:
             memory_total_bytes=None if memory is None else memory.total,
             power_watts=_scaled(power_milliwatts, 1e-3),
             power_limit_watts=_scaled(limit_milliwatts, 1e-3),
-            energy_joules=_scaled(energy, 1e-3),
+            energy_joules=self._meter.total_joules(),
             temperature_celsius=_scaled(self._temperature(), 1.0),
             sm_clock_hertz=_scaled(ask("nvmlDeviceGetClockInfo", _SM), 1e6),
             sm_clock_max_hertz=_scaled(maxima[_SM], 1e6),
@@ -139,6 +145,9 @@ class DeviceReader:
     def _temperature(self) -> int | None:
         found: int | None = self._asker.ask("nvmlDeviceGetTemperatureV", _GPU_SENSOR)
         return self._asker.ask("nvmlDeviceGetTemperature", _GPU_SENSOR) if found is None else found
+
+    def _count_energy(self) -> None:
+        self._meter.count(_scaled(self._asker.ask("nvmlDeviceGetTotalEnergyConsumption"), 1e-3))
 
     def _count_throttling(self) -> None:
         mask = self._asker.ask("nvmlDeviceGetCurrentClocksEventReasons")

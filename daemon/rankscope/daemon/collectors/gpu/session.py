@@ -10,6 +10,7 @@ from dataclasses import replace
 from rankscope.daemon.collectors.gpu.asking import Asker, CallWatch
 from rankscope.daemon.collectors.gpu.device_reading import Cadence, DeviceReader
 from rankscope.daemon.collectors.gpu.library import Device, NvmlLibrary, NvmlUnavailableError
+from rankscope.daemon.collectors.gpu.metering import EnergyMeter
 from rankscope.daemon.collectors.gpu.polling import Poller
 from rankscope.daemon.collectors.gpu.readings import GpuReading, GpuState
 from rankscope.daemon.collectors.gpu.throttling import ThrottleClock
@@ -22,6 +23,7 @@ class Memory:
     def __init__(self) -> None:
         self.xids = XidCounts()
         self.throttle: MutableMapping[str, ThrottleClock] = {}
+        self.energy: MutableMapping[str, EnergyMeter] = {}
         self.known: MutableMapping[str, GpuReading] = {}
 
     def absent_gpus(self, state: GpuState, present: Container[str] = ()) -> tuple[GpuReading, ...]:
@@ -109,6 +111,7 @@ class Session:
         identity = GpuReading(uuid=device.uuid, index=device.index, name=device.name)
         self._memory.known[device.uuid] = identity
         throttle = self._memory.throttle.setdefault(device.uuid, ThrottleClock())
+        meter = self._memory.energy.setdefault(device.uuid, EnergyMeter())
         watch = CallWatch()
         asker = Asker(self._library.nvml, device.handle, watch)
-        return Poller(DeviceReader(asker, identity, throttle, cadence), watch, self._done)
+        return Poller(DeviceReader(asker, identity, throttle, meter, cadence), watch, self._done)
