@@ -1,7 +1,8 @@
 #!/bin/bash
 # Everything that only a GPU can show, within eight minutes; see README.md beside this.
-#   benchmarks/gpu/everything.sh [--dry]      --dry: without a GPU, to try the scripts themselves
-# Results go to $OUT (gpu-results), a table per part to the terminal. A part that fails or hangs does not keep the others.
+#   benchmarks/gpu/everything.sh [--dry] [PART …]     --dry: without a GPU, to try the scripts themselves
+# Parts: counters and captures, which is the default, and aftermath, which alone takes over six minutes. Results go to $OUT
+# (gpu-results), a table per part to the terminal. A part that fails or hangs does not keep the others.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 ROOT=$PWD
@@ -9,11 +10,19 @@ OUT=${OUT:-$ROOT/gpu-results}
 PYTHON=${PYTHON:-python3}
 CAPTURES_SECONDS=${CAPTURES_SECONDS:-285}
 COUNTERS_SECONDS=${COUNTERS_SECONDS:-180}
-captures_flags=() counters_flags=(${COUNTERS_FLAGS:-})
+AFTERMATH_SECONDS=${AFTERMATH_SECONDS:-380}
+captures_flags=() counters_flags=(${COUNTERS_FLAGS:-}) aftermath_flags=()
 if [ "${1:-}" = --dry ]; then
+    shift
     captures_flags+=(--cpu)
     counters_flags+=(--stub)
+    aftermath_flags+=(--cpu)
 fi
+parts=("$@")
+[ $# -gt 0 ] || parts=(counters captures)
+for name in "${parts[@]}"; do
+    case $name in counters|captures|aftermath) ;; *) echo "$name: no such part; see $0" >&2; exit 2 ;; esac
+done
 mkdir -p "$OUT"
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
 
@@ -47,10 +56,16 @@ part() {  # NAME SECONDS MODULE FLAGS…
     fi
 }
 
-rm -f "$OUT"/{counters,captures}.{md,json,log} "$OUT"/artifacts.tar
-part counters "$COUNTERS_SECONDS" benchmarks.gpu.counters "${counters_flags[@]}"
-part captures "$CAPTURES_SECONDS" benchmarks.gpu.captures "${captures_flags[@]}"
-for name in counters captures; do
+for name in "${parts[@]}"; do
+    rm -f "$OUT/$name".{md,json,log}
+    case $name in
+        counters) part counters "$COUNTERS_SECONDS" benchmarks.gpu.counters "${counters_flags[@]}" ;;
+        captures) rm -f "$OUT/artifacts.tar"
+                  part captures "$CAPTURES_SECONDS" benchmarks.gpu.captures "${captures_flags[@]}" ;;
+        aftermath) part aftermath "$AFTERMATH_SECONDS" benchmarks.gpu.aftermath "${aftermath_flags[@]}" ;;
+    esac
+done
+for name in "${parts[@]}"; do
     [ -s "$OUT/$name.md" ] && { echo; cat "$OUT/$name.md"; }
 done
 exit 0

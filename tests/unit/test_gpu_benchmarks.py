@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.gpu.aftermath import Bench, Course, Window, summary
 from benchmarks.gpu.capturing import Captured, during_millis
 from benchmarks.gpu.comparing import QUANTITIES, Load, compare, integral
 from benchmarks.gpu.jobs import TrainingJob
 from benchmarks.gpu.observing import Observed, Scrape, Smi
+from benchmarks.gpu.reporting import Report
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.unpacking import misfit
 
@@ -126,3 +128,28 @@ def test_results_that_are_written_can_be_read(tmp_path: Path) -> None:
     assert "no such thing" in rows[1]["measured"]
     assert "left out" in rows[2]["measured"]
     assert r"| a \| b | 1 | ≤ 2 | yes |" in (tmp_path / "name.md").read_text()
+
+
+def course(name: str, *medians: float) -> Course:
+    made = [Window("w", 0.0, 1000, one, one * 0.9, one, one, 0.01, 0.0) for one in medians]
+    return Course(name, tuple(made))
+
+
+def test_what_a_capture_left_behind_is_held_against_jobs_without_one(tmp_path: Path) -> None:
+    report = Report("t", tmp_path, "aftermath", 10)
+    courses = [course("captured 1", 7.0, 7.7, 7.7), course("not captured 1", 6.0, 6.6), course("captured 2", 8.0, 8.8)]
+    # Without a daemon, and without the flag: told, and not mixed with the others.
+    courses += [course("captured 2, daemon stopped", 8.0, 16.0), course("without TEARDOWN_CUPTI", 7.0, 9.0)]
+    summary(Bench(report, tmp_path, False, 12, 5, courses))
+    found = report.raw["summary"]["median"]
+    assert found["captured"] == pytest.approx([1.1, 1.1, 1.1])
+    assert found["control"] == pytest.approx([1.1])
+    assert found["captured_to_control"] == pytest.approx(1.0)
+    assert not report.finish()
+
+
+def test_a_job_that_stays_slower_misses_the_target(tmp_path: Path) -> None:
+    report = Report("t", tmp_path, "aftermath", 10)
+    courses = [course("captured 1", 7.0, 7.2), course("not captured 1", 6.0, 6.0)]
+    summary(Bench(report, tmp_path, False, 12, 5, courses))
+    assert report.finish()
