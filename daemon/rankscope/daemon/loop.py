@@ -21,6 +21,8 @@ from rankscope.daemon.config import NONE, Config, parse_address
 from rankscope.daemon.exporting import DaemonStatus, Exporter, Snapshot
 from rankscope.daemon.listening import SocketLock
 from rankscope.daemon.own_usage import package_version, process_cpu_seconds, resident_bytes
+from rankscope.daemon.policies.holding import PolicyBoard
+from rankscope.daemon.policies.serving import policy_service
 from rankscope.daemon.publishing import Publisher, Tick
 from rankscope.daemon.reporting import ProblemLog
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span
@@ -84,7 +86,8 @@ class Daemon:
         self._budget = Budget(config.budget_ratio, config.stack_rate_hertz)
         self._ticker = Ticker(self._clock, config.window_seconds)
         self._own_cpu_seconds = own_cpu_seconds
-        self._services = (rank_service(config.node, self.publisher), *services)
+        self.policies = PolicyBoard(config.stack_rate_hertz, self._clock.monotonic_seconds)
+        self._services = (rank_service(config.node, self.publisher), policy_service(self.policies), *services)
         self._more_metrics = tuple(metrics)
         self.captures: CaptureDesk | None = None  # once started, if they can be had
         self._problems = ProblemLog(log, self._clock.monotonic_seconds)
@@ -155,7 +158,7 @@ class Daemon:
         self._stalls.fetch_stacks(self._clock.monotonic_seconds())
         self._stalls.keep_only(windows.keys())
         self._windows_total += len(windows)
-        self._keep_within_budget(len(sampled.ranks))
+        self._keep_within_budget(sampled.ranks)
         if self.captures is not None:
             self.captures.observe(sampled.ranks, windows)
         tick = Tick(span, windows, departed)
@@ -171,7 +174,7 @@ class Daemon:
             self._socket_lock = SocketLock(Path(self.config.socket))
         if address is not None:
             self._metrics = MetricsServer(*address, (Exporter(self.snapshot), *self._more_metrics), self._is_alive)
-        self.captures = _open_captures(self.config)
+        self.captures = _open_captures(self.config, self.policies)
         capturing = no_capture_service() if self.captures is None else self.captures.service
         if self._socket_lock is not None or self.config.grpc_listen != NONE:
             services = (*self._services, capturing)
@@ -235,14 +238,15 @@ class Daemon:
         incarnation.totals = add_window(incarnation.totals, window)
         return window
 
-    def _keep_within_budget(self, ranks: int) -> None:
+    def _keep_within_budget(self, ranks: Sequence[RankProcess]) -> None:
         before = self._budget.rate_hertz
         cpu_seconds = self._own_cpu_seconds() + self._sampling.child_cpu_seconds
-        rate_hertz = self._budget.observe(self._clock.monotonic_seconds(), cpu_seconds, ranks)
+        rate_hertz = self._budget.observe(self._clock.monotonic_seconds(), cpu_seconds, len(ranks))
         if rate_hertz != before:
             used = self._budget.used_ratio or 0.0
             log.info("%.0f%% of the CPU budget used: stack rate %g -> %g Hz", 100 * used, before, rate_hertz)
             self._collectors.stacks.set_rate(rate_hertz)
+        self._collectors.stacks.set_rates_of(self.policies.stack_rates(ranks, rate_hertz))
 
     def _describe(self, sampled: Sampled) -> DaemonStatus:
         return DaemonStatus(
@@ -281,12 +285,11 @@ class Daemon:
                     self._problems.warn(key, f"job {_quoted(rank)}: {problem.source}: {problem.text}")
 
 
-def _open_captures(config: Config) -> CaptureDesk | None:
+def _open_captures(config: Config, policies: PolicyBoard) -> CaptureDesk | None:
     """None where captures are off or cannot be kept: everything else goes on without them."""
-    if not config.captures or config.capture_dir == NONE:
-        return None
     try:
-        return CaptureDesk(config)
+        is_on = config.captures and config.capture_dir != NONE
+        return CaptureDesk(config, policies.duty_wish) if is_on else None
     except CaptureError as error:
         log.warning("no captures: %s", error)
         return None

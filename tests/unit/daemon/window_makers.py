@@ -126,6 +126,7 @@ class FakeSource:
         self.dump: Callable[[RankProcess], StallDump | Problem] | None = None
         self.polls = 0
         self.rates: list[float] = []
+        self.rates_of: list[dict[int, float]] = []
         self.dumped: list[list[int]] = []
 
     def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, object]:
@@ -137,6 +138,9 @@ class FakeSource:
 
     def set_rate(self, hz: float) -> None:
         self.rates.append(hz)
+
+    def set_rates_of(self, hz: Mapping[RankKey, float]) -> None:
+        self.rates_of.append({key[1]: rate for key, rate in hz.items()})
 
     def dump_all(self, ranks: Sequence[RankProcess]) -> Mapping[RankKey, StallDump | Problem]:
         self.dumped.append([rank.rank for rank in ranks])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from rankscope.daemon.captures.serving import capture_service
 from rankscope.daemon.captures.stacks_backend import StacksBackend
 from rankscope.daemon.captures.store import Store
 from rankscope.daemon.config import NONE, Config
+from rankscope.daemon.policies.holding import DutyWish
 from rankscope.daemon.samples import RankKey, RankProcess
 from rankscope.daemon.serving import Service
 from rankscope.v1.window_pb2 import RankWindow
@@ -40,9 +42,12 @@ SWEEP_SECONDS = 3600.0
 
 
 class CaptureDesk:
-    """Raises CaptureError if captures cannot be kept where the configuration says."""
+    """Raises CaptureError if captures cannot be kept where the configuration says. `duty_wish` tells what a policy asks
+    for the ranks of a job, None where the configuration holds."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self, config: Config, duty_wish: Callable[[Sequence[RankProcess]], DutyWish | None] = lambda ranks: None
+    ) -> None:
         proc_root = Path(config.proc_root)
         self._proc_root = proc_root
         self._ranks: Sequence[RankProcess] = ()
@@ -65,11 +70,14 @@ class CaptureDesk:
             step_seconds=self._steps,
         )
         self._earlier = self._conductor.records.all()
-        self._duty: DutyCycle | None = None
-        if config.duty_cycle_steps:
-            settings = DutySettings(config.duty_cycle_steps, config.duty_cycle_seconds, config.duty_cycle_budget_ratio)
-            captures = DutyCaptures(self._conductor, self._store, kineto, self._endpoint, proc_root)
-            self._duty = DutyCycle(settings, captures, config.window_seconds)
+        settings = DutySettings(config.duty_cycle_steps, config.duty_cycle_seconds, config.duty_cycle_budget_ratio)
+        captures = DutyCaptures(self._conductor, self._store, kineto, self._endpoint, proc_root)
+
+        def duty_settings_of(ranks: Sequence[RankProcess]) -> DutySettings:
+            wish = duty_wish(ranks)
+            return settings if wish is None else replace(settings, steps=wish.steps, period_seconds=wish.period_seconds)
+
+        self._duty = DutyCycle(settings, captures, config.window_seconds, settings_of=duty_settings_of)
 
     @property
     def service(self) -> Service:
@@ -89,12 +97,11 @@ class CaptureDesk:
 
     def fill(self, key: RankKey, window: RankWindow) -> None:
         """Before a window is counted and told: what a capture of the duty cycle found since the last one."""
-        if self._duty is not None:
-            self._duty.fill(key, window)
+        self._duty.fill(key, window)
 
     def shown(self, key: RankKey, window: RankWindow) -> RankWindow:
         """The window as /metrics shows it."""
-        return window if self._duty is None else self._duty.shown(key, window)
+        return self._duty.shown(key, window)
 
     def observe(self, ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> None:
         """After every tick, in the daemon's thread: quick."""
@@ -112,8 +119,7 @@ class CaptureDesk:
                 except OSError:
                     continue  # it has just ended
         self._endpoint.watch(namespaces)
-        if self._duty is not None:
-            self._duty.observe(ranks, windows)
+        self._duty.observe(ranks, windows)
         if time.monotonic() >= self._sweep_at:
             self._sweep_at = time.monotonic() + SWEEP_SECONDS
             self._store.sweep()
@@ -128,8 +134,8 @@ class CaptureDesk:
             malformed_total=tallies.malformed,
             unvouched_total=tallies.unvouched,
             unanswered={"late": tallies.late, "hushed": tallies.hushed, "unsent": tallies.unsent},
-            duty_results=None if self._duty is None else self._duty.results,
-            duty_skips=None if self._duty is None else self._duty.skips,
+            duty_results=self._duty.results if self._duty.was_ever_on else None,
+            duty_skips=self._duty.skips if self._duty.was_ever_on else None,
         )
 
 

@@ -69,6 +69,7 @@ class Captures(Protocol):
 
 @dataclass
 class _Job:
+    settings: DutySettings
     slot: int | None = None  # number of the period that was decided last
     capture_id: str = ""
     keys: Mapping[int, RankKey] = field(default_factory=dict)  # of the ranks being captured
@@ -84,7 +85,8 @@ class _Latest:
 
 
 class DutyCycle:
-    """For the daemon's thread alone, but for `results` and `skips`."""
+    """For the daemon's thread alone, but for `results` and `skips`. `settings_of` gives the ranks of a job, asked at
+    every tick, settings of their own."""
 
     def __init__(
         self,
@@ -92,8 +94,10 @@ class DutyCycle:
         captures: Captures,
         window_seconds: float = 2.0,
         unix_seconds: Callable[[], float] = time.time,
+        settings_of: Callable[[Sequence[RankProcess]], DutySettings] | None = None,
     ) -> None:
-        self._settings = settings
+        self.was_ever_on = settings.steps > 0
+        self._settings_of = settings_of or (lambda ranks: settings)
         self._captures = captures
         # A window may be longer than the lead: the decision falls at the last border before it.
         self._lead_seconds = LEAD_SECONDS + 1.5 * window_seconds
@@ -127,10 +131,15 @@ class DutyCycle:
         for name in self._jobs.keys() - members.keys():
             del self._jobs[name]
         for name, of_job in members.items():
-            job = self._jobs.setdefault(name, _Job())
+            settings = self._settings_of(of_job)
+            job = self._jobs.setdefault(name, _Job(settings))
+            if job.settings != settings:
+                job.settings, job.slot = settings, None  # periods are counted anew
             if job.capture_id:
                 self._look_after(job)
-            self._turn(name, job, of_job, windows)
+            if settings.steps:
+                self.was_ever_on = True
+                self._turn(name, job, of_job, windows)
 
     def fill(self, key: RankKey, window: RankWindow) -> None:
         """Put what the last capture told of a rank into the window that closes next, and into no other."""
@@ -150,7 +159,7 @@ class DutyCycle:
 
     def _turn(self, name: str, job: _Job, ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> None:
         """Decide on a period's capture, once, when its start has come near."""
-        period, now = self._settings.period_seconds, self._unix_seconds()
+        period, now = job.settings.period_seconds, self._unix_seconds()
         offset = zlib.crc32(name.encode(errors="replace")) % period
         slot = int((now + self._lead_seconds - offset) // period)
         start = slot * period + offset
@@ -191,9 +200,9 @@ class DutyCycle:
             return objection
         # The first capture of a job is what its cost is known by.
         if job.events_per_second is not None:
-            order = Order("", ranks[0], self._settings.steps, None, 0, 0.0, step_seconds=job.step_seconds)
+            order = Order("", ranks[0], job.settings.steps, None, 0, 0.0, step_seconds=job.step_seconds)
             cost = cost_seconds(job.events_per_second, seconds_to_record(order))
-            if slot % stride(cost, self._settings):
+            if slot % stride(cost, job.settings):
                 return BUDGET
         return None
 
@@ -201,11 +210,11 @@ class DutyCycle:
         request = pb.StartCaptureRequest(
             job=name,
             ranks="all",
-            steps=self._settings.steps,
+            steps=job.settings.steps,
             start_unix_millis=round(start * 1000),
             # A rank that is late records other steps than the rest, and comes again in the next period.
             patience_seconds=0.0,
-            reason=f"{self._settings.steps} steps every {self._settings.period_seconds:g} s",
+            reason=f"{job.settings.steps} steps every {job.settings.period_seconds:g} s",
         )
         try:
             job.capture_id = self._captures.start(request, DUTY_CYCLE, job.step_seconds)
@@ -221,7 +230,7 @@ class DutyCycle:
             return
         entries = [] if capture is None else list(capture.ranks)
         told = {job.keys.get(entry.rank): breakdown_of(entry) for entry in entries}
-        until = self._unix_seconds() + SHOWN_PERIODS * self._settings.period_seconds
+        until = self._unix_seconds() + SHOWN_PERIODS * job.settings.period_seconds
         for key, breakdown in told.items():
             if key in self._windows_seen and breakdown is not None:  # the process that was recorded, not its successor
                 self._fresh[key] = breakdown

@@ -55,6 +55,7 @@ class StacksCollector:
             self._unusable = Problem(self.name, "unwritable", text)
         self._cpu_lock = threading.Lock()
         self._child_cpu_seconds = 0.0
+        self._plans_of: dict[RankKey, Plan | None] = {}
         self.set_rate(rate_hz)
 
     @property
@@ -71,20 +72,30 @@ class StacksCollector:
     def set_rate(self, rate_hz: float) -> None:
         """Samples per second and rank, on average: a lower rate means fewer recordings, for attaching costs as much as
         twenty samples do. 0 pauses."""
-        period_seconds = self._recording_seconds * self._burst_hz / rate_hz if rate_hz > 0 else None
-        self._plan = Plan(self._recording_seconds, round(self._burst_hz), period_seconds) if period_seconds else None
+        self._plan = self._plan_at(rate_hz)
+
+    def set_rates_of(self, rates_hz: Mapping[RankKey, float]) -> None:
+        """Ranks with a rate of their own; the others keep to `set_rate`. Holds from a rank's next recording on."""
+        self._plans_of = {key: self._plan_at(rate_hz) for key, rate_hz in rates_hz.items()}
+
+    def _plan_at(self, rate_hz: float) -> Plan | None:
+        if rate_hz <= 0:
+            return None
+        burst_hz = max(self._burst_hz, rate_hz)
+        return Plan(self._recording_seconds, round(burst_hz), self._recording_seconds * burst_hz / rate_hz)
 
     def poll(self, now_monotonic: float) -> None:
         for recorder in self._recorders.values():
             self._account(recorder.poll(now_monotonic))
             if recorder.due_seconds is None:  # new: somewhere in the window, each rank elsewhere
                 recorder.due_seconds = now_monotonic + recorder.rank.rank * _STAGGER % 1.0 * self._recording_seconds
-        if self._plan is None:
+        if self._plan is None and not self._plans_of:
             return
-        free = self._max_concurrent - self.running
-        waiting = [recorder for recorder in self._recorders.values() if recorder.is_due(now_monotonic)]
-        for recorder in sorted(waiting, key=lambda recorder: recorder.due_seconds or 0.0)[: max(0, free)]:
-            recorder.start(self._plan, now_monotonic)
+        free = max(0, self._max_concurrent - self.running)
+        plans = [(recorder, self._plans_of.get(key, self._plan)) for key, recorder in self._recorders.items()]
+        waiting = [(recorder, plan) for recorder, plan in plans if plan is not None and recorder.is_due(now_monotonic)]
+        for recorder, plan in sorted(waiting, key=lambda pair: pair[0].due_seconds or 0.0)[:free]:
+            recorder.start(plan, now_monotonic)
 
     def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, StackSample | Problem]:
         if self._py_spy is None or self._folder is None:

@@ -1,0 +1,1 @@
+"""Rates that the operator asks this node for."""
