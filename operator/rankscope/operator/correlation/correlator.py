@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from rankscope.analysis.robust import median_or_nan
 from rankscope.analysis.verdict import Kind, Severity, Verdict
 from rankscope.analysis.windows import JobWindow
 from rankscope.operator.correlation.job_table import JobTable
-from rankscope.v1 import rank_service_pb2, window_pb2
+from rankscope.v1 import identity_pb2, rank_service_pb2, window_pb2
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +63,15 @@ class Correlator:
         self._thread: threading.Thread | None = None
 
     def accept(self, message: rank_service_pb2.WatchRanksResponse) -> None:
+        self.take(message.windows, message.departed)
+
+    def take(
+        self, windows: Iterable[window_pb2.RankWindow], departed: Iterable[identity_pb2.RankIdentity] = ()
+    ) -> None:
+        """They are kept, not copied."""
         with self._lock:
-            self._table.accept(message.windows, self._clock())
-            self._table.depart(message.departed)
+            self._table.accept(windows, self._clock())
+            self._table.depart(departed)
 
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Call `listener` with all jobs after each evaluation; the result stops that."""

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 from rankscope.operator.kube.grouping import RunKey
 from rankscope.operator.kube.inventory import Inventory
+from rankscope.operator.kube.pods import Pod
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import WatchRanksResponse
+from rankscope.v1.window_pb2 import RankWindow
 
 # Ranks of a node that raise its allowance: more GPUs than any node has.
 RANKS_PER_NODE = 1024
@@ -22,6 +24,8 @@ BURST_SECONDS = 15.0
 # A job that has not spoken for so long no longer owns its run's name.
 SILENT_SECONDS = 30.0
 JOBS_PER_RUN = 16
+# A rank is its pod's as long as that pod lives and speaks of it: else one node could unseat the ranks of another.
+OWNED_SECONDS = 10.0
 
 
 @dataclass
@@ -38,7 +42,7 @@ class Refusals:
 class _Speaker:
     allowance: float
     seen_at: float
-    ranks: set[tuple[str, int]] = field(default_factory=set)  # pod, rank
+    ranks: int = 0
 
 
 @dataclass
@@ -47,6 +51,32 @@ class _Names:
 
     heard_at: dict[str, float] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    owners: dict[tuple[str, int], tuple[str, float]] = field(default_factory=dict)  # job, rank to pod, heard at
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the ranks of one pod and job belong."""
+
+    pod: Pod | None = None
+    name: str = ""
+    kept: bool = False
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class _Here:
+    """One message's: the pods and jobs of a node are few, and looked up once."""
+
+    node: str
+    keeps: Callable[[str], bool]
+    places: dict[tuple[str, str], _Place] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Heard:
+    windows: list[RankWindow]
+    departed: list[RankIdentity]
 
 
 class Binding:
@@ -59,28 +89,20 @@ class Binding:
         self._speakers: dict[str, _Speaker] = {}
         self._names: dict[RunKey, _Names] = {}
 
-    def bind(self, message: WatchRanksResponse, node: str) -> WatchRanksResponse:
-        """What of it holds, with `job` the run's name and `node` and `namespace` as the API server has them."""
-        bound = WatchRanksResponse(node=node, dropped=message.dropped)
+    def bind(self, message: WatchRanksResponse, node: str, keeps: Callable[[str], bool] = lambda name: True) -> Heard:
+        """What of it holds, with `job` the run's name and `node` and `namespace` as the API server has them. Of jobs
+        that `keeps` says no to, nothing is kept. The message is the caller's no longer: its windows are renamed where
+        they are, since a fleet sends thousands a second."""
         allowed = self._allow(node, message)
         self.refusals.add("rate", len(message.windows) - allowed)
-        pods: set[str] = set()
-        for window in list(message.windows)[:allowed]:
-            name = self._name(window.identity, node)
-            if name is None:
-                continue
-            kept = bound.windows.add()
-            kept.CopyFrom(window)
-            self._rename(kept.identity, name, node)
-            pods.add(window.identity.pod)
-        for identity in message.departed:
-            name = self._name(identity, node)
-            if name is not None:
-                gone = bound.departed.add()
-                gone.CopyFrom(identity)
-                self._rename(gone, name, node)
-        self._inventory.ranks_seen_in(pods)
-        return bound
+        here = _Here(node, keeps)
+        windows = [window for window in message.windows[:allowed] if self._rename(window.identity, here)]
+        self._inventory.ranks_seen_in({pod for (pod, _), place in here.places.items() if place.name})
+        departed = [identity for identity in message.departed if self._rename(identity, here)]
+        if len(windows) < len(message.windows):
+            # One window would keep all the message in memory, which may be mostly what was refused.
+            windows = [_copied(window) for window in windows]
+        return Heard(windows, departed)
 
     def forget_node(self, node: str) -> None:
         self._speakers.pop(node, None)
@@ -103,30 +125,66 @@ class Binding:
 
     def _allow(self, node: str, message: WatchRanksResponse) -> int:
         now = self._monotonic()
-        speaker = self._speakers.setdefault(node, _Speaker(0.0, now - BURST_SECONDS))
-        known = len(speaker.ranks) or len({(w.identity.pod, w.identity.rank) for w in message.windows})
+        speaker = self._speakers.get(node)
+        if speaker is None:
+            speaker = self._speakers[node] = _Speaker(0.0, now - BURST_SECONDS)
+        known = speaker.ranks or len({(w.identity.pod, w.identity.rank) for w in message.windows})
         rate = WINDOWS_PER_RANK_SECOND * min(max(1, known), RANKS_PER_NODE)
         speaker.allowance = min(rate * BURST_SECONDS, speaker.allowance + rate * (now - speaker.seen_at))
         speaker.seen_at = now
         allowed = min(len(message.windows), int(speaker.allowance))
         speaker.allowance -= allowed
         # Those of the present message: ranks come and go, and none may raise the allowance for ever.
-        speaker.ranks = {(w.identity.pod, w.identity.rank) for w in message.windows[:allowed]} or speaker.ranks
+        speaker.ranks = len({(w.identity.pod, w.identity.rank) for w in message.windows[:allowed]}) or speaker.ranks
         return allowed
 
-    def _name(self, identity: RankIdentity, node: str) -> str | None:
-        pod = self._inventory.pod(identity.pod) if identity.pod else None
-        key = self._inventory.run_of_pod(identity.pod) if pod is not None else None
-        if pod is None or key is None:
-            self.refusals.add("unknown_pod")
-            return None
-        if pod.node != node:
-            self.refusals.add("other_node")
-            return None
+    def _rename(self, identity: RankIdentity, here: _Here) -> bool:
+        """False for one that is not to be believed or not to be kept."""
         if not 0 <= identity.rank < identity.world_size:
             self.refusals.add("rank")
-            return None
-        return self._job_name(key, identity.job)
+            return False
+        sought = (identity.pod, identity.job)
+        place = here.places.get(sought)
+        if place is None:
+            place = here.places[sought] = self._place(*sought, here)
+        if place.refusal:
+            self.refusals.add(place.refusal)
+        if not place.kept or place.pod is None:
+            return False
+        identity.job, identity.node = place.name, here.node
+        identity.namespace, identity.pod_name = place.pod.namespace, place.pod.name
+        return True
+
+    def _place(self, uid: str, job: str, here: _Here) -> _Place:
+        found = self._inventory.find(uid) if uid else None
+        if found is None:
+            return _Place(refusal="unknown_pod")
+        pod, key = found
+        if pod.node != here.node:
+            return _Place(refusal="other_node")
+        name = self._job_name(key, job)
+        return _Place(refusal="jobs") if name is None else _Place(pod, name, here.keeps(name))
+
+    def _owns(self, identity: RankIdentity) -> bool:
+        key = self._inventory.run_of_pod(identity.pod)
+        jobs = self._names.get(key) if key is not None else None
+        if jobs is None:
+            return False
+        now = self._monotonic()
+        place = (identity.job, identity.rank)
+        pod, heard_at = jobs.owners.get(place, (identity.pod, now))
+        if pod != identity.pod and now - heard_at < OWNED_SECONDS:
+            owner = self._inventory.pod(pod)
+            if owner is not None and not owner.is_over and not owner.deleting:
+                self.refusals.add("rank_taken")
+                return False
+        jobs.owners[place] = (identity.pod, now)
+        return True
+
+    def _disown(self, identity: RankIdentity) -> None:
+        key = self._inventory.run_of_pod(identity.pod)
+        if key is not None and key in self._names:
+            self._names[key].owners.pop((identity.job, identity.rank), None)
 
     def _job_name(self, key: RunKey, job: str) -> str | None:
         """The run's own name for its one job; jobs beside it, as in a Ray cluster, get a number."""
@@ -134,6 +192,7 @@ class Binding:
         jobs = self._names.setdefault(key, _Names())
         for silent in [known for known, heard in jobs.heard_at.items() if now - heard > SILENT_SECONDS]:
             del jobs.heard_at[silent], jobs.names[silent]
+            jobs.owners = {place: owner for place, owner in jobs.owners.items() if place[0] != silent}
         name = jobs.names.get(job)
         if name is None:
             taken = set(jobs.names.values())
@@ -141,15 +200,13 @@ class Binding:
             choices = [plain, *(f"{plain}#{number}" for number in range(2, JOBS_PER_RUN + 1))]
             name = next((choice for choice in choices if choice not in taken), None)
             if name is None:
-                self.refusals.add("jobs")
                 return None
             jobs.names[job] = name
         jobs.heard_at[job] = now
         return name
 
-    def _rename(self, identity: RankIdentity, name: str, node: str) -> None:
-        pod = self._inventory.pod(identity.pod)
-        identity.job, identity.node = name, node
-        if pod is not None:
-            identity.namespace = pod.namespace
-            identity.pod_name = pod.name
+
+def _copied(window: RankWindow) -> RankWindow:
+    copy = RankWindow()
+    copy.CopyFrom(window)
+    return copy

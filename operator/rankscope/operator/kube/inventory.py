@@ -25,6 +25,10 @@ class Run:
         return tuple(pod for pod in self.pods.values() if not pod.is_over and not pod.deleting)
 
     @property
+    def last_created(self) -> str:
+        return max((pod.created for pod in self.pods.values()), default="")
+
+    @property
     def is_over(self) -> bool:
         return all(pod.is_over for pod in self.pods.values())
 
@@ -68,14 +72,10 @@ class Inventory:
                 if key is not None:
                     self._groups[key].is_wanted = True
 
-    def pod(self, uid: str) -> Pod | None:
+    def find(self, uid: str) -> tuple[Pod, RunKey] | None:
         with self._lock:
             key = self._keys.get(uid)
-            return None if key is None else self._groups[key].pods[uid]
-
-    def run_of_pod(self, uid: str) -> RunKey | None:
-        with self._lock:
-            return self._keys.get(uid)
+            return None if key is None else (self._groups[key].pods[uid], key)
 
     def runs(self) -> Mapping[RunKey, Run]:
         with self._lock:

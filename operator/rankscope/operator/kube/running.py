@@ -110,12 +110,9 @@ class Operator:
 
     def _accept(self, message: WatchRanksResponse, node: str) -> None:
         """In the streams' thread. Of the runs in shards that others hold, nothing is kept."""
-        bound = self.binding.bind(message, node)
-        held = WatchRanksResponse(node=node, dropped=bound.dropped)
-        held.windows.extend(window for window in bound.windows if self._is_held(window.identity.job))
-        held.departed.extend(identity for identity in bound.departed if self._is_held(identity.job))
-        if held.windows or held.departed:
-            self.correlator.accept(held)
+        heard = self.binding.bind(message, node, self._is_held)
+        if heard.windows or heard.departed:
+            self.correlator.take(heard.windows, heard.departed)
 
     def _is_held(self, job: str) -> bool:
         # Not `holds`: while the API server is away nobody acts, and verdicts and metrics go on.

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.operator.kube.binding import SILENT_SECONDS, Binding
+from rankscope.operator.kube.binding import OWNED_SECONDS, SILENT_SECONDS, Binding
 from rankscope.operator.kube.inventory import Inventory
 from rankscope.operator.kube.pods import Owner, Pod
 from rankscope.v1.rank_service_pb2 import WatchRanksResponse
@@ -102,3 +102,62 @@ def test_a_run_goes_with_its_last_pod_and_a_pod_that_changes_its_label_moves(inv
     inventory.deleted("pod-0")
     inventory.deleted("pod-0")
     assert [key.object_name for key in inventory.runs()] == ["run-mine"]
+
+
+def test_of_runs_in_other_shards_nothing_is_kept_and_they_are_asked_for_once(inventory: Inventory) -> None:
+    inventory.changed("pod-2", pod(2, "node-a", labels={"rankscope.dev/run": "mine"}))
+    said = message(0, 1)
+    said.MergeFrom(message(0, pod="pod-2", job="b:1/x"))
+    said.departed.add().CopyFrom(said.windows[0].identity)
+    asked: list[str] = []
+
+    def keeps(name: str) -> bool:
+        asked.append(name)
+        return name == "team/run-mine"
+
+    binding = Binding(inventory, Clock())
+    heard = binding.bind(said, "node-a", keeps)
+    assert [window.identity.job for window in heard.windows] == ["team/run-mine"]
+    assert not heard.departed
+    assert sorted(asked) == ["team/pytorchjob-llama", "team/run-mine"]
+    assert sum(binding.refusals.counts.values()) == 0
+
+
+def test_what_is_kept_does_not_hold_on_to_a_message_that_was_refused_in_part(inventory: Inventory) -> None:
+    said = message(0, pod="pod-9")
+    said.windows[0].problems.append("x" * 1_000_000)
+    said.MergeFrom(message(0))
+    (kept,) = Binding(inventory, Clock()).bind(said, "node-a").windows
+    said.windows[1].sequence = 99
+    assert kept.sequence == 0  # no longer a part of it
+
+
+def test_a_lie_about_another_nodes_pod_takes_no_name_from_its_run(inventory: Inventory) -> None:
+    binding = Binding(inventory, Clock())
+    for number in range(40):
+        assert not binding.bind(message(0, pod="pod-1", job=f"lie:{number}/x"), "node-a").windows
+        assert not binding.bind(message(99, pod="pod-1", job=f"lie:{number}/x"), "node-b").windows
+    (true,) = binding.bind(message(0, pod="pod-1"), "node-b").windows
+    assert true.identity.job == "team/pytorchjob-llama"
+
+
+def test_a_rank_is_its_pods_as_long_as_that_pod_speaks_of_it(inventory: Inventory) -> None:
+    clock = Clock()
+    binding = Binding(inventory, clock)
+    assert len(binding.bind(message(0, 1), "node-a").windows) == 2
+    usurped = binding.bind(message(0, 2, pod="pod-1"), "node-b")
+    assert [window.identity.rank for window in usurped.windows] == [2]
+    assert binding.refusals.counts["rank_taken"] == 1
+    departed = WatchRanksResponse(departed=[message(0, pod="pod-1").windows[0].identity])
+    assert not binding.bind(departed, "node-b").departed  # nor may it say that another's rank has ended
+    clock.now += OWNED_SECONDS + 1
+    assert len(binding.bind(message(0, pod="pod-1"), "node-b").windows) == 1
+
+
+def test_a_rank_moves_at_once_when_its_pod_is_gone_or_says_that_it_ended(inventory: Inventory) -> None:
+    binding = Binding(inventory, Clock())
+    binding.bind(message(0, 1), "node-a")
+    binding.bind(WatchRanksResponse(departed=[message(0).windows[0].identity]), "node-a")
+    assert len(binding.bind(message(0, pod="pod-1"), "node-b").windows) == 1
+    inventory.deleted("pod-0")
+    assert len(binding.bind(message(1, pod="pod-1"), "node-b").windows) == 1
