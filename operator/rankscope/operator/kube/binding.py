@@ -28,6 +28,9 @@ JOBS_PER_RUN = 16
 OWNED_SECONDS = 10.0
 
 
+Owners = dict[int, tuple[str, float]]  # of a job: rank to its pod's uid, and when it was last heard
+
+
 @dataclass
 class Refusals:
     """By reason, for the metric: bounded words."""
@@ -51,7 +54,7 @@ class _Names:
 
     heard_at: dict[str, float] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-    owners: dict[tuple[str, int], tuple[str, float]] = field(default_factory=dict)  # job, rank to pod, heard at
+    owners: dict[str, Owners] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,11 @@ class _Place:
     """Where the ranks of one pod and job belong."""
 
     pod: Pod | None = None
+    uid: str = ""
     name: str = ""
     kept: bool = False
     refusal: str = ""
+    owners: Owners = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class _Here:
     """One message's: the pods and jobs of a node are few, and looked up once."""
 
     node: str
+    now: float
     keeps: Callable[[str], bool]
     places: dict[tuple[str, str], _Place] = field(default_factory=dict)
 
@@ -95,10 +101,10 @@ class Binding:
         they are, since a fleet sends thousands a second."""
         allowed = self._allow(node, message)
         self.refusals.add("rate", len(message.windows) - allowed)
-        here = _Here(node, keeps)
+        here = _Here(node, self._monotonic(), keeps)
         windows = [window for window in message.windows[:allowed] if self._rename(window.identity, here)]
         self._inventory.ranks_seen_in({pod for (pod, _), place in here.places.items() if place.name})
-        departed = [identity for identity in message.departed if self._rename(identity, here)]
+        departed = [identity for identity in message.departed if self._rename(identity, here, departs=True)]
         if len(windows) < len(message.windows):
             # One window would keep all the message in memory, which may be mostly what was refused.
             windows = [_copied(window) for window in windows]
@@ -138,7 +144,7 @@ class Binding:
         speaker.ranks = len({(w.identity.pod, w.identity.rank) for w in message.windows[:allowed]}) or speaker.ranks
         return allowed
 
-    def _rename(self, identity: RankIdentity, here: _Here) -> bool:
+    def _rename(self, identity: RankIdentity, here: _Here, departs: bool = False) -> bool:
         """False for one that is not to be believed or not to be kept."""
         if not 0 <= identity.rank < identity.world_size:
             self.refusals.add("rank")
@@ -151,6 +157,11 @@ class Binding:
             self.refusals.add(place.refusal)
         if not place.kept or place.pod is None:
             return False
+        if not self._owns(identity.rank, place, here.now):
+            self.refusals.add("rank_taken")
+            return False
+        if departs:
+            del place.owners[identity.rank]
         identity.job, identity.node = place.name, here.node
         identity.namespace, identity.pod_name = place.pod.namespace, place.pod.name
         return True
@@ -163,28 +174,19 @@ class Binding:
         if pod.node != here.node:
             return _Place(refusal="other_node")
         name = self._job_name(key, job)
-        return _Place(refusal="jobs") if name is None else _Place(pod, name, here.keeps(name))
+        if name is None:
+            return _Place(refusal="jobs")
+        owners = self._names[key].owners.setdefault(job, {})
+        return _Place(pod, uid, name, here.keeps(name), owners=owners)
 
-    def _owns(self, identity: RankIdentity) -> bool:
-        key = self._inventory.run_of_pod(identity.pod)
-        jobs = self._names.get(key) if key is not None else None
-        if jobs is None:
-            return False
-        now = self._monotonic()
-        place = (identity.job, identity.rank)
-        pod, heard_at = jobs.owners.get(place, (identity.pod, now))
-        if pod != identity.pod and now - heard_at < OWNED_SECONDS:
-            owner = self._inventory.pod(pod)
-            if owner is not None and not owner.is_over and not owner.deleting:
-                self.refusals.add("rank_taken")
+    def _owns(self, rank: int, place: _Place, now: float) -> bool:
+        pod, heard_at = place.owners.get(rank) or (place.uid, now)
+        if pod != place.uid and now - heard_at < OWNED_SECONDS:
+            owner = self._inventory.find(pod)
+            if owner is not None and not owner[0].is_over and not owner[0].deleting:
                 return False
-        jobs.owners[place] = (identity.pod, now)
+        place.owners[rank] = (place.uid, now)
         return True
-
-    def _disown(self, identity: RankIdentity) -> None:
-        key = self._inventory.run_of_pod(identity.pod)
-        if key is not None and key in self._names:
-            self._names[key].owners.pop((identity.job, identity.rank), None)
 
     def _job_name(self, key: RunKey, job: str) -> str | None:
         """The run's own name for its one job; jobs beside it, as in a Ray cluster, get a number."""
@@ -192,7 +194,7 @@ class Binding:
         jobs = self._names.setdefault(key, _Names())
         for silent in [known for known, heard in jobs.heard_at.items() if now - heard > SILENT_SECONDS]:
             del jobs.heard_at[silent], jobs.names[silent]
-            jobs.owners = {place: owner for place, owner in jobs.owners.items() if place[0] != silent}
+            jobs.owners.pop(silent, None)
         name = jobs.names.get(job)
         if name is None:
             taken = set(jobs.names.values())
