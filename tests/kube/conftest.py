@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from rankscope.operator.kube.api import Api
 from rankscope.operator.kube.crds import KINDS, definition
-from tests.kube.api_server import ApiServer
+from tests.kube.accounts import ACCOUNTS, DAEMON, OPERATOR, install_roles
+from tests.kube.api_server import ApiServer, User
+from tests.kube.operator_process import OperatorProcess
+from tests.kube.scripted_daemon import ScriptedDaemon
 
 _NUMBERS = itertools.count(1)
 
@@ -25,10 +28,11 @@ def install_kinds(server: ApiServer) -> None:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    made = ApiServer(tmp_path_factory.mktemp("kube"))
+    made = ApiServer(tmp_path_factory.mktemp("kube"), ACCOUNTS)
     made.start()
     try:
         install_kinds(made)
+        install_roles(made)
         yield made
     finally:
         made.stop()
@@ -44,3 +48,49 @@ def namespace(server: ApiServer) -> str:
 @pytest.fixture
 def api(server: ApiServer, tmp_path: Path) -> Api:
     return Api(server.admin.kubeconfig(tmp_path / "kubeconfig"))
+
+
+@pytest.fixture(scope="session")
+def operator_user(server: ApiServer) -> User:
+    """The operator's service account, with the roles of deploy/rbac and no others."""
+    return server.user(OPERATOR)
+
+
+@pytest.fixture(scope="session")
+def daemon_user(server: ApiServer) -> User:
+    return server.user(DAEMON)
+
+
+StartOperator = Callable[..., OperatorProcess]
+StartDaemon = Callable[..., ScriptedDaemon]
+
+
+@pytest.fixture
+def start_operator(operator_user: User, tmp_path: Path) -> Iterator[StartOperator]:
+    """Operators that end with the test, whatever became of them."""
+    started: list[OperatorProcess] = []
+
+    def start(identity: str = "operator-0", *flags: str) -> OperatorProcess:
+        operator = OperatorProcess(operator_user, tmp_path, identity, flags)
+        operator.start()
+        started.append(operator)
+        return operator
+
+    yield start
+    for operator in started:
+        operator.stop()
+
+
+@pytest.fixture
+def start_daemon(server: ApiServer) -> Iterator[StartDaemon]:
+    started: list[ScriptedDaemon] = []
+
+    def start(node: str) -> ScriptedDaemon:
+        daemon = ScriptedDaemon(server, node)
+        daemon.start()
+        started.append(daemon)
+        return daemon
+
+    yield start
+    for daemon in started:
+        daemon.stop()

@@ -27,8 +27,9 @@ from rankscope.v1 import capture_service_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# Ids are ours, but they come back in requests: a path is made of nothing else.
-_ID: Final = re.compile(r"c-([0-9]{8}-[0-9]{6})-[0-9a-f]{6}")
+# Ids come in requests: a path is made of nothing else.
+_ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_OURS: Final = re.compile(r"c-([0-9]{8}-[0-9]{6})-[0-9a-f]{6}")
 RECORD: Final = "capture.json"
 WORKSPACE: Final = "recording"
 RECORD_LIMIT_BYTES: Final = 16 << 20
@@ -128,7 +129,7 @@ class Store:
             shutil.rmtree(path / WORKSPACE, ignore_errors=True)
         self.sweep()
         known = []
-        for path in sorted(self._captures())[-CAPTURES_REMEMBERED:]:
+        for path in sorted(self._captures(), key=_made_unix_seconds)[-CAPTURES_REMEMBERED:]:
             capture = self._read(path)
             if capture is None:
                 continue
@@ -167,18 +168,16 @@ class Store:
 
     def _kept(self, path: Path, active: bool) -> Kept:
         """Workspaces are not kept, and who has one is at work."""
-        matched = _ID.fullmatch(path.name)
-        assert matched is not None  # of _captures()
         size = 0
         with contextlib.suppress(FileNotFoundError):
             for child in path.iterdir():
                 active = active or child.name == WORKSPACE
                 size += 0 if child.name == WORKSPACE else _size(child)
-        return Kept(path.name, _seconds(matched[1]), size, active)
+        return Kept(path.name, _made_unix_seconds(path), size, active)
 
     def _captures(self) -> list[Path]:
         try:
-            return [path for path in self.folder.iterdir() if _ID.fullmatch(path.name) and path.is_dir()]
+            return [path for path in self.folder.iterdir() if _is_capture(path)]
         except OSError as error:
             raise CaptureError(f"{self.folder} cannot be read: {error.strerror}") from error
 
@@ -220,6 +219,23 @@ def _end_lost(capture: pb.Capture) -> None:
     for rank in capture.ranks:
         if rank.state not in FINAL:
             rank.state, rank.error = pb.CAPTURE_STATE_FAILED, LOST
+
+
+def _is_capture(path: Path) -> bool:
+    """Others' folders are not ours to clear away: under a name that a caller chose there must be a record of ours."""
+    if _OURS.fullmatch(path.name):
+        return path.is_dir()
+    return _ID.fullmatch(path.name) is not None and (path / RECORD).is_file()
+
+
+def _made_unix_seconds(path: Path) -> float:
+    ours = _OURS.fullmatch(path.name)
+    if ours is not None:
+        return _seconds(ours[1])
+    try:
+        return (path / RECORD).stat().st_mtime
+    except OSError:
+        return 0.0  # just gone
 
 
 def _seconds(stamp: str) -> float:

@@ -8,6 +8,7 @@ import msgspec
 
 from rankscope.operator.kube.api import Document
 from rankscope.operator.kube.resources import API_VERSION, CaptureSpec, CaptureStatus
+from rankscope.operator.kube.run_status import unix_seconds
 
 FINALIZER = "rankscope.dev/capture"
 PATH = f"/apis/{API_VERSION}"
@@ -19,6 +20,7 @@ class CaptureObject:
     namespace: str
     name: str
     uid: str
+    created_unix_seconds: float
     generation: int
     version: str
     deleting: bool
@@ -56,6 +58,7 @@ def read_capture_object(document: Document) -> CaptureObject | None:
         namespace=metadata["namespace"],
         name=metadata["name"],
         uid=metadata["uid"],
+        created_unix_seconds=unix_seconds(metadata["creationTimestamp"]),
         generation=int(metadata.get("generation") or 0),
         version=str(metadata.get("resourceVersion") or ""),
         deleting=bool(metadata.get("deletionTimestamp")),

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rankscope.analysis.choosing_ranks import ChoiceError, Suspected, choose_ranks
+from rankscope.analysis.choosing_ranks import (
+    STRAGGLER,
+    STRAGGLER_AND_PEER,
+    ChoiceError,
+    Suspected,
+    choose_ranks,
+)
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.operator.correlation.suspecting import suspects
 from rankscope.operator.kube.resources import CapturedRank, CaptureSpec
@@ -38,7 +44,8 @@ def plan(spec: CaptureSpec, run: str, state: JobState | None, daemon_job: str | 
             spec.ranks, windows.keys(), state.world_size, Suspected(found.culprits, found.peers, found.reason)
         )
     except ChoiceError as error:
-        raise PlanError("BadRanks", str(error)) from error
+        is_about_suspects = spec.ranks in (STRAGGLER, STRAGGLER_AND_PEER)
+        raise PlanError("NoStraggler" if is_about_suspects else "BadRanks", str(error)) from error
     if len(chosen) > ranks_limit:
         raise PlanError("TooManyRanks", f"{len(chosen)} ranks at once; at most {ranks_limit}: name some of them")
     ranks = []

@@ -8,21 +8,30 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import msgspec
 from msgspec import structs
 
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.operator.kube.api import Api, ApiError, ConflictError, Document, MissingError, UnreachableError
-from rankscope.operator.kube.capture_calls import DaemonAwayError, DaemonCalls, DaemonRefusedError
+from rankscope.operator.kube.capture_asking import DaemonAsking
+from rankscope.operator.kube.capture_calls import DaemonCalls
 from rankscope.operator.kube.capture_objects import FINALIZER, PATH, CaptureObject, read_capture_object
-from rankscope.operator.kube.capture_planning import START_AHEAD_SECONDS, PlanError, by_node, plan
-from rankscope.operator.kube.capture_status import failed_ranks, is_ended, summarised, told_ranks
+from rankscope.operator.kube.capture_planning import START_AHEAD_SECONDS, Plan, PlanError, by_node, plan
+from rankscope.operator.kube.capture_status import (
+    concluded,
+    failed_ranks,
+    findings_of,
+    is_ended,
+    summarised,
+    told_ranks,
+)
 from rankscope.operator.kube.electing import ShardLeases
-from rankscope.operator.kube.resources import CapturePhase, CaptureSpec, CaptureStatus, Condition
-from rankscope.operator.kube.run_status import merged_conditions, moment, unix_seconds
+from rankscope.operator.kube.resources import CaptureStatus
+from rankscope.operator.kube.run_status import moment, unix_seconds
 from rankscope.operator.kube.watching import Watched
 from rankscope.v1 import capture_service_pb2 as pb
 
@@ -31,10 +40,6 @@ log = logging.getLogger(__name__)
 WORKERS = 16
 RUNNING_LIMIT = 32
 RANKS_LIMIT = 64
-# How long a daemon may be away before its ranks are given up, and how long a deletion waits for it.
-AWAY_SECONDS = 120.0
-# A start that is nearer than this is not asked for any more: the daemon would refuse it.
-LAST_CALL_SECONDS = 4.0
 # Between a capture's start and its last word: recording, writing, cutting, uploading.
 LONGEST_SECONDS = 1800.0
 
@@ -54,15 +59,14 @@ class CapturesController:
     ) -> None:
         self._api = api
         self._leases = leases
-        self._calls = calls
         self._states = states
-        self._addresses = addresses
         self._daemon_job = daemon_job
         self._clock = clock
         self._lock = threading.Lock()
         self._objects: dict[str, CaptureObject] = {}  # by uid
         self._busy: set[str] = set()
-        self._away_since: dict[tuple[str, str], float] = {}  # uid, node
+        self._beginning: set[tuple[str, str]] = set()  # namespace, run
+        self._asking = DaemonAsking(calls, addresses, clock)
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="rankscope-captures")
         self.watched = Watched(api, f"{PATH}/captures", read_capture_object, self)
 
@@ -73,11 +77,11 @@ class CapturesController:
     def deleted(self, uid: str) -> None:
         with self._lock:
             self._objects.pop(uid, None)
-            for key in [key for key in self._away_since if key[0] == uid]:
-                del self._away_since[key]
+        self._asking.forget(uid)
 
     def stop(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._asking.stop()
 
     def reconcile(self) -> None:
         with self._lock:
@@ -134,22 +138,41 @@ class CapturesController:
         if thing.spec is None:
             self._refuse(thing, "Invalid", thing.mistake)
             return
-        ahead = self._ahead_of(thing)
-        if ahead is not None:
-            if thing.status.message != ahead:
-                self._write(thing, structs.replace(thing.status, phase="Pending", message=ahead))
-            return
+        with self._turn(thing) as ahead:
+            if ahead is not None:
+                self._wait(thing, ahead)
+                return
+            try:
+                planned = self._plan(thing)
+            except PlanError as error:
+                if self._may_change(thing, error):
+                    self._wait(thing, str(error))
+                else:
+                    self._refuse(thing, error.reason, str(error))
+                return
+            if FINALIZER not in thing.finalizers:
+                metadata = {"finalizers": [*thing.finalizers, FINALIZER], "resourceVersion": thing.version}
+                thing = self._taken(self._api.merge(thing.path, {"metadata": metadata}))
+            begun = self._write(thing, self._begun_status(thing, planned))
+        self._follow(begun)
+
+    def _plan(self, thing: CaptureObject) -> Plan:
+        assert thing.spec is not None
         run = f"{thing.namespace}/{thing.spec.run}"
-        try:
-            planned = plan(thing.spec, thing.spec.run, self._states().get(run), self._daemon_job(run), RANKS_LIMIT)
-        except PlanError as error:
-            self._refuse(thing, error.reason, str(error))
-            return
-        if FINALIZER not in thing.finalizers:
-            metadata = {"finalizers": [*thing.finalizers, FINALIZER], "resourceVersion": thing.version}
-            thing = self._taken(self._api.merge(thing.path, {"metadata": metadata}))
+        return plan(thing.spec, thing.spec.run, self._states().get(run), self._daemon_job(run), RANKS_LIMIT)
+
+    def _may_change(self, thing: CaptureObject, error: PlanError) -> bool:
+        """Ranks may still come; and who is slow is not known yet where we have only just begun to listen."""
+        if error.reason not in ("NoRanks", "NoStraggler"):
+            return False
+        assert thing.spec is not None
+        patience = thing.spec.patience_seconds if error.reason == "NoRanks" else 0.0
+        is_early = self._clock() - thing.created_unix_seconds < patience
+        return is_early or self._leases.is_settling(f"{thing.namespace}/{thing.spec.run}")
+
+    def _begun_status(self, thing: CaptureObject, planned: Plan) -> CaptureStatus:
         now = self._clock()
-        status = structs.replace(
+        return structs.replace(
             thing.status,
             phase="Running",
             message="",
@@ -160,86 +183,69 @@ class CapturesController:
             ranks=list(planned.ranks),
             delivered=f"0/{len(planned.ranks)}",
         )
-        begun = self._write(thing, status)
-        self._follow(begun)
 
-    def _ahead_of(self, thing: CaptureObject) -> str | None:
-        """Why it has to wait: one capture of a run at a time, and so many of the fleet."""
+    def _wait(self, thing: CaptureObject, message: str) -> None:
+        if thing.status.message != message or thing.status.phase != "Pending":
+            self._write(thing, structs.replace(thing.status, phase="Pending", message=message))
+
+    @contextmanager
+    def _turn(self, thing: CaptureObject) -> Iterator[str | None]:
+        """None, or why it has to wait: one capture of a run at a time, and so many of the fleet."""
         assert thing.spec is not None
+        place = (thing.namespace, thing.spec.run)
         with self._lock:
             running = [known for known in self._objects.values() if known.is_begun and not known.is_finished]
+            ahead = self._ahead_of(place, running)
+            if ahead is None:
+                self._beginning.add(place)
+        try:
+            yield ahead
+        finally:
+            if ahead is None:
+                with self._lock:
+                    self._beginning.discard(place)
+
+    def _ahead_of(self, place: tuple[str, str], running: list[CaptureObject]) -> str | None:
         for other in running:
-            if other.spec is not None and (other.namespace, other.spec.run) == (thing.namespace, thing.spec.run):
+            if other.spec is not None and (other.namespace, other.spec.run) == place:
                 return f"waits for capture {other.name} of the same run"
-        return f"waits: {RUNNING_LIMIT} captures are under way" if len(running) >= RUNNING_LIMIT else None
+        if place in self._beginning:
+            return "waits for another capture of the same run"
+        if len(running) + len(self._beginning) >= RUNNING_LIMIT:
+            return f"waits: {RUNNING_LIMIT} captures are under way"
+        return None
 
     # --- following ---------------------------------------------------------------------------------------------------
 
     def _follow(self, thing: CaptureObject) -> None:
-        status, spec = thing.status, thing.spec
-        assert spec is not None and isinstance(status.capture_id, str) and isinstance(status.start_unix_ms, int)
-        told: dict[str, pb.Capture] = {}
-        ranks = list(status.ranks)
-        open_ranks = {rank.rank: rank for rank in ranks if not is_ended(rank)}
-        for node, numbers in by_node(open_ranks).items():
-            try:
-                told[node] = self._ask(thing, spec, node, numbers)
-                self._away_since.pop((thing.uid, node), None)
-            except DaemonRefusedError as error:
-                ranks = failed_ranks(ranks, node, str(error))
-            except DaemonAwayError as error:
-                since = self._away_since.setdefault((thing.uid, node), self._clock())
-                if self._clock() - since > AWAY_SECONDS:
-                    ranks = failed_ranks(ranks, node, f"the daemon of {node} is away: {error}")
+        status = thing.status
+        assert isinstance(status.start_unix_ms, int)
+        open_ranks = {rank.rank: rank for rank in status.ranks if not is_ended(rank)}
+        answers = self._asking.progress(thing, by_node(open_ranks))
+        told = {node: answer for node, answer in answers.items() if isinstance(answer, pb.Capture)}
+        ranks = told_ranks(status.ranks, told)
+        for node, answer in answers.items():
+            if isinstance(answer, str):
+                ranks = failed_ranks(ranks, node, answer)
         if self._clock() - status.start_unix_ms / 1000 > LONGEST_SECONDS:
             for node in by_node(open_ranks):
                 ranks = failed_ranks(ranks, node, f"nothing came of it in {LONGEST_SECONDS / 60:.0f} minutes")
-        after = summarised(structs.replace(status, ranks=told_ranks(ranks, told)), told)
+        after = summarised(structs.replace(status, ranks=ranks))
         if after.phase != "Running":
-            after = self._finished(thing, after)
+            after = structs.replace(after, findings=self._findings(thing, told))
+            after = concluded(after, "", "", thing.generation, self._clock())
         if after != status:
             self._write(thing, after)
 
-    def _ask(self, thing: CaptureObject, spec: CaptureSpec, node: str, numbers: list[int]) -> pb.Capture:
-        status = thing.status
-        assert isinstance(status.capture_id, str) and isinstance(status.start_unix_ms, int)
-        address = self._addresses().get(node)
-        if address is None:
-            raise DaemonAwayError("there is no daemon on this node")
-        known = self._calls.get(address, status.capture_id)
-        if known is not None:
-            return known
-        if self._clock() > status.start_unix_ms / 1000 - LAST_CALL_SECONDS:
-            raise DaemonRefusedError("the daemon does not know of it: it was restarted before, or asked too late")
-        why = spec.reason if isinstance(spec.reason, str) else ""
-        why = f"Capture {thing.namespace}/{thing.name}" + (f": {why}" if why else "")
-        job = status.job if isinstance(status.job, str) else ""
-        return self._calls.start(address, status.capture_id, job, numbers, spec, status.start_unix_ms, why)
-
-    def _finished(self, thing: CaptureObject, status: CaptureStatus) -> CaptureStatus:
-        now = self._clock()
-        errors = dict.fromkeys(str(rank.error) for rank in status.ranks if isinstance(rank.error, str))
-        message = "; ".join(errors)[:1000]
-        reason = {"Succeeded": "Delivered", "Cancelled": "Cancelled"}.get(str(status.phase), "RanksFailed")
-        return self._concluded(thing, status, reason, message, now)
+    def _findings(self, thing: CaptureObject, told: Mapping[str, pb.Capture]) -> list[str]:
+        """Of all nodes together: those that were done before the others are asked once more."""
+        done = {rank.rank: rank for rank in thing.status.ranks if rank.state == "analysed" and rank.node not in told}
+        again = self._asking.progress(thing, by_node(done))
+        return findings_of({**told, **{node: said for node, said in again.items() if isinstance(said, pb.Capture)}})
 
     def _refuse(self, thing: CaptureObject, reason: str, message: str) -> None:
-        failed: CapturePhase = "Failed"
-        status = structs.replace(thing.status, phase=failed)
-        self._write(thing, self._concluded(thing, status, reason, message, self._clock()))
-
-    def _concluded(
-        self, thing: CaptureObject, status: CaptureStatus, reason: str, message: str, now: float
-    ) -> CaptureStatus:
-        done = Condition(
-            type="Complete",
-            status="True" if status.phase == "Succeeded" else "False",
-            reason=reason,
-            message=message or f"{status.delivered} ranks delivered",
-            last_transition_time="",
-        )
-        conditions = merged_conditions(status.conditions, [done], thing.generation, now)
-        return structs.replace(status, message=message, finished_at=moment(now), conditions=conditions)
+        status = structs.replace(thing.status, phase="Failed")
+        self._write(thing, concluded(status, reason, message, thing.generation, self._clock()))
 
     # --- ending ------------------------------------------------------------------------------------------------------
 
@@ -247,30 +253,11 @@ class CapturesController:
         """Cancel what runs, remove the traces if that was asked, and let the object go."""
         capture_id = thing.status.capture_id
         if isinstance(capture_id, str):
-            nodes = {rank.node: rank for rank in thing.status.ranks if isinstance(rank.node, str)}
-            for node in nodes:
-                if not self._is_cleared(thing, str(node), capture_id):
-                    return  # asked again at the next pulse
+            nodes = sorted({rank.node for rank in thing.status.ranks if isinstance(rank.node, str)})
+            if not self._asking.clear(thing, capture_id, nodes):
+                return  # asked again at the next pulse
         finalizers = [name for name in thing.finalizers if name != FINALIZER]
         self._api.merge(thing.path, {"metadata": {"finalizers": finalizers, "resourceVersion": thing.version}})
-
-    def _is_cleared(self, thing: CaptureObject, node: str, capture_id: str) -> bool:
-        address = self._addresses().get(node)
-        try:
-            if address is None:
-                raise DaemonAwayError("there is no daemon on this node")
-            if not thing.is_finished:
-                self._calls.cancel(address, capture_id)
-            if thing.spec is not None and thing.spec.delete_artifacts:
-                self._calls.delete(address, capture_id)
-        except DaemonAwayError as error:
-            since = self._away_since.setdefault((thing.uid, node), self._clock())
-            if self._clock() - since < AWAY_SECONDS:
-                return False
-            log.warning("capture %s/%s: traces may be left on %s: %s", thing.namespace, thing.name, node, error)
-        except DaemonRefusedError as error:
-            log.warning("capture %s/%s: %s: %s", thing.namespace, thing.name, node, error)
-        return True
 
     # --- writing -----------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def run_status(
         status.step = _milliseconds(state.step_seconds)
         status.mfu = _percent(state.mfu_ratio)
         status.exposed = _percent(state.exposed_communication_ratio)
-        status.verdict = run_verdict(state)
+        status.verdict = run_verdict(state, before.verdict)
         conditions.append(_condition_healthy(state.verdict))
     status.last_capture = before.last_capture
     status.conditions = merged_conditions(before.conditions, conditions, generation, now_unix_seconds)
@@ -67,7 +67,22 @@ def ended_status(before: TrainingRunStatus, generation: int, now_unix_seconds: f
     return structs.replace(before, observed_generation=generation, phase="Ended", conditions=conditions)
 
 
-def run_verdict(state: JobState) -> RunVerdict:
+def run_verdict(state: JobState, before: RunVerdict | UnsetType = UNSET) -> RunVerdict:
+    """`before` is the one that stands: the same verdict again stands since then, whoever has restarted meanwhile."""
+    made = _run_verdict(state)
+    if isinstance(before, RunVerdict) and gist(before) == gist(made):
+        made.since = min(before.since, made.since)
+    return made
+
+
+def gist(verdict: RunVerdict | UnsetType) -> object:
+    """What a person would call another verdict."""
+    if not isinstance(verdict, RunVerdict):
+        return None
+    return (verdict.kind, verdict.severity, tuple(culprit.rank for culprit in verdict.culprits), verdict.stage)
+
+
+def _run_verdict(state: JobState) -> RunVerdict:
     verdict = state.verdict
     windows = {window.identity.rank: window for window in state.windows}
     frames = verdict.cause.frames

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
+from msgspec import UNSET
 
 from rankscope.analysis.verdict import Severity
 from rankscope.operator.correlation.correlator import JobState
@@ -19,7 +20,7 @@ from rankscope.operator.kube.events import Events, Target
 from rankscope.operator.kube.grouping import RunKey
 from rankscope.operator.kube.inventory import Inventory, Run
 from rankscope.operator.kube.resources import API_VERSION, RunVerdict, TrainingRunStatus
-from rankscope.operator.kube.run_status import ended_status, run_status, unix_seconds
+from rankscope.operator.kube.run_status import ended_status, gist, run_status, run_verdict, unix_seconds
 from rankscope.operator.kube.watching import Watched
 from rankscope.operator.kube.writing import Outbox, Write
 
@@ -42,6 +43,7 @@ class RunObject:
     generation: int
     deleting: bool
     is_ours: bool
+    workload_uid: str
     status: TrainingRunStatus
 
     @property
@@ -62,6 +64,7 @@ def read_run_object(document: Document) -> RunObject | None:
         generation=int(metadata.get("generation") or 0),
         deleting=bool(metadata.get("deletionTimestamp")),
         is_ours=(metadata.get("labels") or {}).get("app.kubernetes.io/managed-by") == "rankscope",
+        workload_uid=str(((document.get("spec") or {}).get("workload") or {}).get("uid") or ""),
         status=status,
     )
 
@@ -116,24 +119,33 @@ class RunsController:
         if not self.watched.listed.is_set():
             return
         states = self._states()
-        runs = self._inventory.runs()
-        places: set[tuple[str, str]] = set()
-        for key, run in runs.items():
-            place = (key.namespace, key.object_name)
-            places.add(place)
+        runs = self._runs_by_place()
+        for place, run in runs.items():
             if not self._leases.holds("/".join(place)):
                 continue
             found = self.object_of(*place)
             if found is None:
-                self._make(key)
+                self._make(run.key)
+            elif not found.deleting and found.is_ours and found.workload_uid != run.key.uid:
+                self._delete(found)  # of a workload of the same name that is gone; made anew when it is away
             elif not found.deleting:
                 self._update(found, run, states.get("/".join(place)))
             self._tell_mistakes(run)
         with self._lock:
-            left = [thing for place, thing in self._objects.items() if place not in places and thing.is_ours]
+            left = [thing for place, thing in self._objects.items() if place not in runs and thing.is_ours]
         for thing in left:
             if self._leases.holds(f"{thing.namespace}/{thing.name}") and not thing.deleting:
                 self._end(thing)
+
+    def _runs_by_place(self) -> Mapping[tuple[str, str], Run]:
+        """A workload made anew has its predecessor's name: the newest is meant, the other's pods are leaving."""
+        newest: dict[tuple[str, str], Run] = {}
+        for key, run in self._inventory.runs().items():
+            place = (key.namespace, key.object_name)
+            known = newest.get(place)
+            if known is None or known.last_created < run.last_created:
+                newest[place] = run
+        return newest
 
     def _make(self, key: RunKey) -> None:
         workload: Document = {"kind": key.kind, "name": key.name}
@@ -151,8 +163,14 @@ class RunsController:
 
     def _update(self, thing: RunObject, run: Run, state: JobState | None) -> None:
         now = self._clock()
-        status = run_status(run, state, thing.status, thing.generation, now)
         place = (thing.namespace, thing.name)
+        standing = thing.status.verdict
+        if isinstance(standing, RunVerdict) and self._leases.is_settling("/".join(place)):
+            # Just restarted: what we have not heard yet does not undo what was found before.
+            found = UNSET if state is None else run_verdict(state)
+            if gist(found) != gist(standing) and getattr(found, "severity", "") != Severity.ALARM.value:
+                return
+        status = run_status(run, state, thing.status, thing.generation, now)
         if status == thing.status:
             return
         meant = _meaning(status) != _meaning(thing.status)
@@ -168,9 +186,13 @@ class RunsController:
         status = ended_status(thing.status, thing.generation, self._clock())
         ended = next(condition for condition in status.conditions if condition.type == "Ended")
         if self._clock() - unix_seconds(ended.last_transition_time) > KEEP_ENDED_SECONDS:
-            self._outbox.put(Write(f"delete {thing.uid}", thing.uid, lambda: void(self._api.delete(thing.path))))
+            self._delete(thing)
         elif status != thing.status:
             self._write(thing, status)
+
+    def _delete(self, thing: RunObject) -> None:
+        body = {"preconditions": {"uid": thing.uid}}
+        self._outbox.put(Write(f"delete {thing.uid}", thing.uid, lambda: void(self._api.delete(thing.path, body))))
 
     def _write(self, thing: RunObject, status: TrainingRunStatus) -> None:
         # A merge patch keeps what it does not name: what is no longer known has to be named as null.
@@ -215,10 +237,5 @@ def void(_: object) -> None:
 
 def _meaning(status: TrainingRunStatus) -> object:
     """What a person would call a change."""
-    verdict = status.verdict
-    gist = None
-    if isinstance(verdict, RunVerdict):
-        ranks = tuple(culprit.rank for culprit in verdict.culprits)
-        gist = (verdict.kind, verdict.severity, ranks, verdict.stage)
     conditions = tuple((condition.type, condition.status) for condition in status.conditions)
-    return (status.phase, status.ranks, gist, conditions)
+    return (status.phase, status.ranks, gist(status.verdict), conditions)

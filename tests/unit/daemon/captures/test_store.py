@@ -52,6 +52,23 @@ def test_a_capture_that_does_not_fit_is_refused_in_words_and_takes_no_other_with
     assert _has(store, FIRST) and not _has(store, SECOND)
 
 
+def test_a_capture_under_its_callers_id_is_kept_and_found_again_and_others_folders_are_left_alone(
+    tmp_path: Path,
+) -> None:
+    store = _store(tmp_path, total_bytes=2_500_000)
+    (tmp_path / "captures" / "models").mkdir()
+    store.save(pb.Capture(id="k-0a1b", state=pb.CAPTURE_STATE_ANALYSED))
+    os.utime(tmp_path / "captures" / "k-0a1b" / "capture.json", (NOON + 30, NOON + 30))
+    for capture_id in ("k-0a1b", FIRST, SECOND, THIRD):
+        _finish(store, capture_id)
+    assert _has(store, "k-0a1b") and not _has(store, FIRST)  # the newest by the clock, not by name
+    assert (tmp_path / "captures" / "models").is_dir()
+    store.close()
+    assert [capture.id for capture in _store(tmp_path).load()] == ["k-0a1b"]
+    with pytest.raises(CaptureError, match="no capture"):
+        store.workspace("../models")
+
+
 def test_what_is_replaced_does_not_count_twice(tmp_path: Path) -> None:
     store = _store(tmp_path, total_bytes=1_500_000)
     _finish(store, FIRST)
