@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
 from rankscope.operator.kube.api import Document
-from rankscope.operator.kube.resources import API_VERSION, CaptureSpec, CaptureStatus
+from rankscope.operator.kube.resources import API_VERSION, GROUP, CaptureSpec, CaptureStatus
 from rankscope.operator.kube.run_status import unix_seconds
 
 FINALIZER = "rankscope.dev/capture"
@@ -26,9 +28,11 @@ class CaptureObject:
     deleting: bool
     finalizers: tuple[str, ...]
     requested_by: str
+    annotations: Mapping[str, str]  # ours only
     spec: CaptureSpec | None  # None: it cannot be read, `mistake` says why
     mistake: str
     status: CaptureStatus
+    annotations: Mapping[str, str] = field(default_factory=dict)  # ours only
 
     @property
     def path(self) -> str:
@@ -45,6 +49,7 @@ class CaptureObject:
 
 def read_capture_object(document: Document) -> CaptureObject | None:
     metadata = document["metadata"]
+    annotations = metadata.get("annotations") or {}
     spec, mistake = None, ""
     try:
         spec = msgspec.convert(document.get("spec") or {}, CaptureSpec)
@@ -63,8 +68,10 @@ def read_capture_object(document: Document) -> CaptureObject | None:
         version=str(metadata.get("resourceVersion") or ""),
         deleting=bool(metadata.get("deletionTimestamp")),
         finalizers=tuple(metadata.get("finalizers") or ()),
-        requested_by=str((metadata.get("annotations") or {}).get("rankscope.dev/requested-by") or "")[:256],
+        requested_by=str(annotations.get("rankscope.dev/requested-by") or "")[:256],
+        annotations={k: str(v)[:1024] for k, v in annotations.items() if k.startswith(f"{GROUP}/")},
         spec=spec,
         mistake=mistake,
         status=status,
+        annotations={k: str(v) for k, v in (metadata.get("annotations") or {}).items() if "rankscope.dev/" in k},
     )
