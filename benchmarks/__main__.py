@@ -15,6 +15,7 @@ from benchmarks import (
     overhead,
     probe_step,
     registration,
+    rule_evaluation,
     timeline_replay,
     trace_analysis,
     verdict_rules,
@@ -39,6 +40,7 @@ BENCHMARKS: Mapping[str, Callable[[], list[Row]]] = {
     "registration": registration.measure,
     "daemon": daemon_cost.measure,
     "gpu": gpu_collector.measure,
+    "rules": rule_evaluation.measure,
     "overhead": overhead.measure,
 }
 

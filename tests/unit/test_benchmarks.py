@@ -16,7 +16,8 @@ from benchmarks.statistics import paired_ratio, spread_of
 
 def test_there_is_a_benchmark_for_every_promise() -> None:
     assert set(BENCHMARKS) == {
-        "probe", "verdicts", "windows", "traces", "timeline", "captures", "registration", "daemon", "gpu", "overhead",
+        "probe", "verdicts", "windows", "traces", "timeline", "captures", "registration", "daemon", "gpu",
+        "rules", "overhead",
     }  # fmt: skip
 
 
