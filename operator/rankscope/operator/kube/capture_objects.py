@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -32,7 +31,6 @@ class CaptureObject:
     spec: CaptureSpec | None  # None: it cannot be read, `mistake` says why
     mistake: str
     status: CaptureStatus
-    annotations: Mapping[str, str] = field(default_factory=dict)  # ours only
 
     @property
     def path(self) -> str:
@@ -73,5 +71,4 @@ def read_capture_object(document: Document) -> CaptureObject | None:
         spec=spec,
         mistake=mistake,
         status=status,
-        annotations={k: str(v) for k, v in (metadata.get("annotations") or {}).items() if "rankscope.dev/" in k},
     )
