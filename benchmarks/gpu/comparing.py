@@ -12,6 +12,7 @@ from benchmarks.gpu.observing import Observed, Smi
 MEBIBYTE = 1 << 20
 # A reading is a second old at most when the daemon's window closes, and a window and a half when it is scraped.
 LAG_SECONDS = 3.2
+SM_CLOCK = "clocks.sm"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Quantity:
 QUANTITIES = (
     Quantity("memory used", "rankscope_gpu_memory_bytes", {"kind": "used"}, "memory.used", MEBIBYTE, None, "equal"),
     Quantity("memory total", "rankscope_gpu_memory_bytes", {"kind": "total"}, "memory.total", MEBIBYTE, None, "equal"),
-    Quantity("SM clock", "rankscope_gpu_clock_hertz", {"clock": "sm"}, "clocks.sm", 1e6, None, "equal"),
+    Quantity("SM clock", "rankscope_gpu_clock_hertz", {"clock": "sm"}, SM_CLOCK, 1e6, None, "equal"),
     Quantity("memory clock", "rankscope_gpu_clock_hertz", {"clock": "memory"}, "clocks.mem", 1e6, None, "equal"),
     Quantity("SM clock, most", "rankscope_gpu_clock_max_hertz", {"clock": "sm"}, "clocks.max.sm", 1e6, None, "equal"),
     Quantity(
@@ -87,7 +88,7 @@ QUANTITIES = (
 class Comparison:
     compared: int
     agreed: int
-    moving: int  # left out: nvidia-smi saw another value a second before or after
+    moving: int  # left out: it had another value shortly before or after
     largest: float  # difference, in our unit
     example: str
 
@@ -108,7 +109,12 @@ def compare(quantity: Quantity, observed: Observed, loads: Sequence[Load]) -> Co
         )
         if not ours:
             continue
-        if quantity.allowed is None and not _holds_still(observed.smis, number, quantity.smi, load):
+        still = _holds_still(observed.smis, number, quantity.smi, load)
+        if still and quantity.smi == SM_CLOCK and observed.clocks:
+            # From when the daemon may have read to when it was scraped; a second between two looks hides a lot.
+            seen = observed.clocks_between(smi.unix_seconds - 1.5, min(smi.unix_seconds + 2.0, load.end + 0.2))
+            still = len(set(seen)) == 1
+        if quantity.allowed is None and not still:
             moving += 1
             continue
         compared += 1
@@ -126,6 +132,40 @@ def compare(quantity: Quantity, observed: Observed, loads: Sequence[Load]) -> Co
 def _holds_still(smis: Sequence[Smi], number: int, name: str, load: Load) -> bool:
     near = [one for one in smis[max(0, number - 2) : number + 3] if load.start + 0.5 <= one.unix_seconds <= load.end]
     return len({one.values.get(name) for one in near}) == 1
+
+
+@dataclass(frozen=True)
+class MovingClock:
+    """The SM clock where it does not hold still."""
+
+    bracketed: int  # calls of nvidia-smi with one and the same NVML clock just before and just after
+    same: int  # of those, how often nvidia-smi said that too
+    shown: int  # values that the daemon showed under load
+    among: int  # of those, how many NVML had had in the time before
+    jitter_mhz: tuple[float, float]  # median and largest range of NVML's own within a second
+
+
+def compare_moving_clock(observed: Observed, loads: Sequence[Load]) -> MovingClock:
+    bracketed = same = shown = among = 0
+    for smi in observed.smis:
+        if smi.clocks_mhz is not None and smi.clocks_mhz[0] == smi.clocks_mhz[1]:
+            bracketed += 1
+            same += smi.number(SM_CLOCK) == smi.clocks_mhz[0]
+    ranges = [0.0]
+    for load in loads:
+        for scrape in observed.scrapes_between(*load.steady):
+            value = scrape.value("rankscope_gpu_clock_hertz", clock="sm")
+            had = observed.clocks_between(scrape.unix_seconds - LAG_SECONDS, scrape.unix_seconds)
+            if value is not None and had:
+                shown += 1
+                among += value / 1e6 in had
+        second = load.steady[0]
+        while second + 1 <= load.end:
+            if seen := observed.clocks_between(second, second + 1):
+                ranges.append(max(seen) - min(seen))
+            second += 1
+    kept = ranges[1:] or ranges
+    return MovingClock(bracketed, same, shown, among, (statistics.median(kept), max(kept)))
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.gpu.comparing import QUANTITIES, Load, compare, integral, mean
+from benchmarks.gpu.comparing import QUANTITIES, Load, compare, compare_moving_clock, integral, mean
 from benchmarks.gpu.observing import Observed, Scrape
 from benchmarks.gpu.reporting import Report
 
-MATMULS = ("bf16-1024", "bf16-4096", "bf16-8192", "bf16-16384")
+MATMULS = ("bf16-1024", "bf16-4096", "bf16-8192", "bf16-16384", "fp16-8192", "fp64-4096")
 ESTIMATE_TOLERANCE = 0.05
 NEAR_ZERO = 0.01
 SHORTEST_SECONDS = 1.5
@@ -47,6 +47,9 @@ def tell_load(rig: Rig, observed: Observed, load: Load) -> None:
     elif load.kind.startswith("fp32"):
         text += f", {show(measured, 1, 1e-12)} TFLOP/s measured"
         rig.report.add(load.kind, text, f"tensor ≤ {NEAR_ZERO}", tensor is not None and tensor <= NEAR_ZERO)
+    elif load.kind.startswith("int8"):
+        text += f", {show(measured, 1, 1e-12)} TOP/s measured, estimate {show(estimate, 1, 1e-12)} TFLOP/s"
+        rig.report.add(load.kind, text, "integers are no FLOPs", estimate is not None and estimate <= 1e12)
     else:
         ratio = estimate / measured if estimate is not None and measured else None
         text = f"{show(estimate, 1, 1e-12)} / {show(measured, 1, 1e-12)} TFLOP/s = {show(ratio, 3)}; {text}"
@@ -78,6 +81,25 @@ def against_smi(rig: Rig, observed: Observed, loads: list[Load]) -> None:
         text += f", {found.moving} left out while it moved" if found.moving else ""
         text += f"; largest difference {found.largest / quantity.scale:g} ({found.example})" if found.compared else ""
         rig.report.add(f"{quantity.name} against nvidia-smi", text, quantity.target, 0 < found.compared == found.agreed)
+    if observed.clocks:
+        tell_moving_clock(rig, observed, loads)
+
+
+def tell_moving_clock(rig: Rig, observed: Observed, loads: list[Load]) -> None:
+    clock = compare_moving_clock(observed, loads)
+    rig.report.add(
+        "SM clock, nvidia-smi between two equal readings of NVML",
+        f"{clock.same} of {clock.bracketed} agree",
+        "equal",
+        0 < clock.bracketed == clock.same,
+    )
+    rig.report.add(
+        "SM clock, what the daemon showed is what NVML had just before",
+        f"{clock.among} of {clock.shown}; NVML's own range within a second: median {clock.jitter_mhz[0]:g}, at most "
+        f"{clock.jitter_mhz[1]:g} MHz",
+        "nearly all",
+        clock.shown > 0 and clock.among >= 0.95 * clock.shown,
+    )
 
 
 def throttling(rig: Rig, observed: Observed, loads: list[Load]) -> None:

@@ -1,4 +1,5 @@
-"""Two views of the same GPU at the same time: the daemon's /metrics four times a second, nvidia-smi every second."""
+"""Views of the same GPU at the same time: the daemon's /metrics four times a second, nvidia-smi every second, and the
+SM clock fifty times a second, for under a power cap it moves within milliseconds."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from benchmarks.running import RunningDaemon
 
 SCRAPE_SECONDS = 0.25
 SMI_SECONDS = 1.0
+CLOCK_SECONDS = 0.02
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 BASIC = (
     *("uuid", "memory.used", "memory.total", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem"),
@@ -49,6 +51,7 @@ class Smi:
     unix_seconds: float
     took_seconds: float
     values: dict[str, str]
+    clocks_mhz: tuple[float, float] | None = None  # of the SMs, just before and just after
 
     def number(self, name: str) -> float | None:
         text = self.values.get(name, "")
@@ -76,10 +79,26 @@ def smi_fields() -> tuple[str, ...]:
     return (*BASIC, *(name for name in OPTIONAL if _ask((name,)) is not None))
 
 
-def ask_smi(fields: tuple[str, ...]) -> Smi | None:
-    began = time.time()
+def ask_smi(fields: tuple[str, ...], clock: Callable[[], float | None] = lambda: None) -> Smi | None:
+    before, began = clock(), time.time()
     values = _ask(fields)
-    return None if values is None else Smi((began + time.time()) / 2, time.time() - began, values)
+    ended, after = time.time(), clock()
+    clocks = None if before is None or after is None else (before, after)
+    return None if values is None else Smi((began + ended) / 2, ended - began, values, clocks)
+
+
+def clock_of_nvml() -> Callable[[], float | None]:
+    """The SM clock of the first GPU in MHz at the moment of the call; None where NVML does not tell."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+    except Exception as error:  # noqa: BLE001  no driver, or one that will not: compared without it
+        print(f"the SM clock is not sampled: {error}", flush=True)
+        return lambda: None
+    return lambda: float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
 
 
 def _ask(fields: tuple[str, ...]) -> dict[str, str] | None:
@@ -97,6 +116,7 @@ class Observed:
     scrapes: list[Scrape] = field(default_factory=list)
     smis: list[Smi] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    clocks: list[tuple[float, float]] = field(default_factory=list)  # unix seconds, MHz of the SMs by NVML
 
     def scrapes_between(self, start: float, end: float) -> list[Scrape]:
         return [one for one in self.scrapes if start <= one.unix_seconds <= end]
@@ -105,10 +125,14 @@ class Observed:
         found = (one.value(name, **labels) for one in self.scrapes_between(start, end))
         return [value for value in found if value is not None]
 
+    def clocks_between(self, start: float, end: float) -> list[float]:
+        return [mhz for at, mhz in self.clocks if start <= at <= end]
+
 
 @contextlib.contextmanager
 def observing(watching: RunningDaemon, fields: tuple[str, ...]) -> Iterator[Observed]:
     observed, over = Observed(), threading.Event()
+    clock = clock_of_nvml() if fields else lambda: None
 
     def scrape_on() -> None:
         while not over.wait(SCRAPE_SECONDS):
@@ -119,13 +143,17 @@ def observing(watching: RunningDaemon, fields: tuple[str, ...]) -> Iterator[Obse
 
     def ask_on() -> None:
         while fields and not over.wait(SMI_SECONDS):
-            found = ask_smi(fields)
+            found = ask_smi(fields, clock)
             if found is None:
                 observed.problems.append("nvidia-smi did not answer")
             else:
                 observed.smis.append(found)
 
-    threads = [threading.Thread(target=one, daemon=True) for one in (scrape_on, ask_on)]
+    def watch_clock() -> None:
+        while not over.wait(CLOCK_SECONDS) and (mhz := clock()) is not None:
+            observed.clocks.append((time.time(), mhz))
+
+    threads = [threading.Thread(target=one, daemon=True) for one in (scrape_on, ask_on, watch_clock)]
     for thread in threads:
         thread.start()
     try:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu.aftermath import Bench, Course, Window, summary
 from benchmarks.gpu.capturing import Captured, during_millis
-from benchmarks.gpu.comparing import QUANTITIES, Load, compare, integral
+from benchmarks.gpu.comparing import QUANTITIES, Load, compare, compare_moving_clock, integral
 from benchmarks.gpu.jobs import TrainingJob
 from benchmarks.gpu.observing import Observed, Scrape, Smi
 from benchmarks.gpu.reporting import Report
@@ -65,6 +65,30 @@ def test_a_clock_that_moves_is_left_out_and_told() -> None:
     found = compare(QUANTITY["SM clock"], observed(1755e6, ["1755", "1800"] * 6), [Load("bf16-16384", 100.0, 112.0)])
     assert found.compared == 0
     assert found.moving > 4
+
+
+def test_a_clock_that_moved_between_two_looks_of_nvidia_smi_is_left_out_too() -> None:
+    seen = observed(1755e6, ["1800"] * 12)
+    seen.clocks += [(100 + 0.02 * number, 1755.0 if number % 50 == 7 else 1800.0) for number in range(600)]
+    load = [Load("bf16-16384", 100.0, 112.0)]
+    assert compare(QUANTITY["SM clock"], seen, load).compared == 0
+    found = compare_moving_clock(seen, load)
+    assert (found.among, found.jitter_mhz) == (found.shown, (45.0, 45.0))
+    assert found.shown > 20
+
+
+def test_a_clock_that_nobody_else_saw_is_told() -> None:
+    seen = observed(1754e6, ["1800"] * 12)
+    seen.clocks += [(100 + 0.02 * number, 1800.0) for number in range(600)]
+    assert compare_moving_clock(seen, [Load("bf16-16384", 100.0, 112.0)]).among == 0
+
+
+def test_nvidia_smi_is_held_against_nvml_only_where_the_clock_stood_still_meanwhile() -> None:
+    said = {"clocks.sm": "1800"}
+    smis = [Smi(100.0, 0.1, said, (1800.0, 1800.0)), Smi(101.0, 0.1, said, (1800.0, 1755.0)), Smi(102.0, 0.1, said)]
+    smis.append(Smi(103.0, 0.1, said, (1755.0, 1755.0)))
+    found = compare_moving_clock(Observed([], smis), [])
+    assert (found.bracketed, found.same) == (2, 1)
 
 
 def test_nothing_outside_of_the_steady_part_of_a_load_is_compared() -> None:
