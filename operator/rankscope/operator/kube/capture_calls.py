@@ -64,7 +64,7 @@ class DaemonCalls:
             request.steps = spec.steps
         elif isinstance(spec.seconds, float):
             request.seconds = spec.seconds
-        with self._channel(address) as channel:
+        with self.channel(address) as channel:
             try:
                 call = CaptureServiceStub(channel).StartCapture(request, timeout=CALL_SECONDS)
                 first: pb.StartCaptureResponse = next(iter(call))
@@ -77,7 +77,7 @@ class DaemonCalls:
 
     def get(self, address: str, capture_id: str) -> pb.Capture | None:
         """None: the daemon knows of no such capture."""
-        with self._channel(address) as channel:
+        with self.channel(address) as channel:
             try:
                 answer: pb.GetCaptureResponse = CaptureServiceStub(channel).GetCapture(
                     pb.GetCaptureRequest(id=capture_id), timeout=CALL_SECONDS
@@ -89,7 +89,7 @@ class DaemonCalls:
         return answer.capture
 
     def cancel(self, address: str, capture_id: str) -> None:
-        with self._channel(address) as channel:
+        with self.channel(address) as channel:
             try:
                 request = pb.CancelCaptureRequest(id=capture_id)
                 CaptureServiceStub(channel).CancelCapture(request, timeout=CALL_SECONDS)
@@ -98,7 +98,7 @@ class DaemonCalls:
                     raise _told(error) from error
 
     def delete(self, address: str, capture_id: str) -> None:
-        with self._channel(address) as channel:
+        with self.channel(address) as channel:
             try:
                 request = pb.DeleteCaptureRequest(id=capture_id)
                 CaptureServiceStub(channel).DeleteCapture(request, timeout=CALL_SECONDS)
@@ -106,7 +106,7 @@ class DaemonCalls:
                 if error.code() is not grpc.StatusCode.NOT_FOUND:
                     raise _told(error) from error
 
-    def _channel(self, address: str) -> grpc.Channel:
+    def channel(self, address: str) -> grpc.Channel:
         if self._tls is None:
             return grpc.insecure_channel(address)
         tls = self._tls

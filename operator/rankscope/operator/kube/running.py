@@ -13,6 +13,7 @@ from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.operator.correlation.exporting import JobExporter
 from rankscope.operator.correlation.losing import LostSeconds
 from rankscope.operator.kube.api import Api
+from rankscope.operator.kube.automatic_making import AutomaticCaptures
 from rankscope.operator.kube.binding import Binding
 from rankscope.operator.kube.capture_calls import DaemonCalls
 from rankscope.operator.kube.captures import CapturesController
@@ -23,6 +24,8 @@ from rankscope.operator.kube.events import Events
 from rankscope.operator.kube.inventory import Inventory
 from rankscope.operator.kube.operator_settings import OperatorSettings
 from rankscope.operator.kube.pods import Pod, read_pod
+from rankscope.operator.kube.policies import Daemons, PoliciesController
+from rankscope.operator.kube.policy_pushing import PolicyPusher
 from rankscope.operator.kube.runs import RunsController
 from rankscope.operator.kube.serving import OperatorServer
 from rankscope.operator.kube.watching import Watched
@@ -49,17 +52,34 @@ class Operator:
         self.leases = ShardLeases(
             self.api, settings.namespace, settings.identity, settings.shards, on_change=self._shards_changed
         )
-        self.correlator = Correlator(replace(DEFAULT_POLICY, mfu_target_ratio=settings.mfu_target))
+        base = replace(DEFAULT_POLICY, mfu_target_ratio=settings.mfu_target)
+        self.correlator = Correlator(base, policy_of=lambda job: self.policies.policy_of(job))
         self.lost = LostSeconds()
         self.streams = DaemonStreams(self._accept, settings.tls)
         self.runs = RunsController(self.api, self.outbox, self.events, self.inventory, self.leases, self.states_by_job)
+        calls = DaemonCalls(settings.tls)
         self.captures = CapturesController(
             self.api,
             self.leases,
-            DaemonCalls(settings.tls),
+            calls,
             self.states_by_job,
             lambda: self.daemons.addresses,
             self.binding.daemon_job,
+        )
+        self.automatic = AutomaticCaptures(
+            self.api, self.events, self.leases, self.runs, self.captures.watched, self.states_by_job
+        )
+        self.policies = PoliciesController(
+            self.api,
+            self.outbox,
+            self.events,
+            self.inventory,
+            self.leases,
+            self.runs,
+            self.automatic,
+            lambda: Daemons(self.daemons.addresses, self.streams.connected),
+            lambda told: PolicyPusher(calls.channel, told),
+            base,
         )
         self.pods: Watched[Pod] = Watched(self.api, "/api/v1/pods", read_pod, self.inventory, settings.pod_selector)
         daemon_path = f"/api/v1/namespaces/{settings.namespace}/pods"
@@ -71,8 +91,9 @@ class Operator:
             self.daemon_watch,
             self.runs.watched,
             self.captures.watched,
+            self.policies.watched,
         )
-        exporter = JobExporter(lambda: self.correlator.states, self.lost, settings.mfu_target)
+        exporter = JobExporter(lambda: self.correlator.states, self.lost, mfu_target_of=self.policies.mfu_target_of)
         self.server = OperatorServer(settings.listen_host, settings.listen_port, self, (exporter,))
         self._stopping = threading.Event()
         self._pulse_thread = threading.Thread(target=self._pulse, name="rankscope-pulse", daemon=True)
@@ -94,6 +115,8 @@ class Operator:
         for watched in self._watches:
             watched.stop()
         self.captures.stop()
+        self.automatic.stop()
+        self.policies.stop()
         self.streams.stop()
         self.correlator.stop()
         self.outbox.stop()
@@ -129,5 +152,6 @@ class Operator:
                 self.binding.forget_runs_but(set(self.inventory.runs()))
                 self.runs.reconcile()
                 self.captures.reconcile()
+                self.policies.reconcile()
             except Exception:
                 log.exception("a pulse failed; the next one tries again")

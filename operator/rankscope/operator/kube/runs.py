@@ -44,6 +44,7 @@ class RunObject:
     deleting: bool
     is_ours: bool
     workload_uid: str
+    mfu_target: float | None
     status: TrainingRunStatus
 
     @property
@@ -65,6 +66,7 @@ def read_run_object(document: Document) -> RunObject | None:
         deleting=bool(metadata.get("deletionTimestamp")),
         is_ours=(metadata.get("labels") or {}).get("app.kubernetes.io/managed-by") == "rankscope",
         workload_uid=str(((document.get("spec") or {}).get("workload") or {}).get("uid") or ""),
+        mfu_target=(document.get("spec") or {}).get("mfuTarget"),
         status=status,
     )
 

@@ -1,0 +1,113 @@
+"""Rates of policies brought to the daemons that have ranks of the runs, on lease: when something has changed, when half
+the lease is over, and again to a daemon that was away."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+
+from rankscope.v1.policy_service_pb2 import ApplyPoliciesRequest, ApplyPoliciesResponse, RunPolicy
+from rankscope.v1.policy_service_pb2_grpc import PolicyServiceStub
+
+log = logging.getLogger(__name__)
+
+# Long enough to restart an operator in, short enough that a fleet without one soon runs by its own settings.
+LEASE_SECONDS = 300.0
+CALL_SECONDS = 10.0
+RETRY_SECONDS = 15.0
+WORKERS = 8
+
+Wanted = Mapping[str, Mapping[str, RunPolicy]]  # node to run to what holds there
+
+
+@dataclass(frozen=True)
+class _Sent:
+    policy: RunPolicy
+    at_seconds: float
+
+
+class PolicyPusher:
+    """`follow` is called about once a second, in one thread; the calls are made in others, one at a time to a daemon.
+    `told` gets a run and what a daemon did not take as it was asked for."""
+
+    def __init__(
+        self,
+        channel: Callable[[str], grpc.Channel],
+        told: Callable[[str, str], None],
+        monotonic_seconds: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._channel = channel
+        self._told = told
+        self._monotonic_seconds = monotonic_seconds
+        self._lock = threading.Lock()
+        self._sent: dict[str, dict[str, _Sent]] = {}  # node, run
+        self._busy: set[str] = set()
+        self._not_before: dict[str, float] = {}
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="rankscope-policies")
+
+    def stop(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def follow(
+        self,
+        wanted: Wanted,
+        addresses: Mapping[str, str],
+        connected: frozenset[str],
+        holds: Callable[[str], bool],
+    ) -> None:
+        """`connected` are the nodes whose daemon is heard: one that was away may have forgotten everything. A run that
+        another replica `holds` now is that one's to tell."""
+        now = self._monotonic_seconds()
+        with self._lock:
+            for node in self._sent.keys() - connected:
+                del self._sent[node]
+            for node in self._not_before.keys() - connected:
+                del self._not_before[node]
+            for node in (wanted.keys() | self._sent.keys()) & connected & addresses.keys():
+                for run in [run for run in self._sent.get(node, ()) if not holds(run)]:
+                    del self._sent[node][run]
+                due = self._due(node, wanted.get(node, {}), now)
+                if due and node not in self._busy and self._not_before.get(node, 0.0) <= now:
+                    self._busy.add(node)
+                    self._pool.submit(self._push, node, addresses[node], due)
+
+    def _due(self, node: str, wanted: Mapping[str, RunPolicy], now: float) -> list[RunPolicy]:
+        sent = self._sent.get(node, {})
+        due = [
+            policy
+            for run, policy in wanted.items()
+            if run not in sent or sent[run].policy != policy or now - sent[run].at_seconds > LEASE_SECONDS / 2
+        ]
+        return [*due, *(RunPolicy(run=run) for run in sent if run not in wanted)]
+
+    def _push(self, node: str, address: str, policies: list[RunPolicy]) -> None:
+        request = ApplyPoliciesRequest(policies=policies, lease_seconds=LEASE_SECONDS)
+        before = self._monotonic_seconds()
+        try:
+            with self._channel(address) as channel:
+                answer: ApplyPoliciesResponse = PolicyServiceStub(channel).ApplyPolicies(request, timeout=CALL_SECONDS)
+        except Exception as error:  # noqa: BLE001 - whatever one daemon answers, the others are told
+            text = (error.details() or error.code().name) if isinstance(error, grpc.RpcError) else str(error)
+            log.info("policies cannot be brought to %s, trying again in %.0f s: %s", node, RETRY_SECONDS, text[:200])
+            with self._lock:
+                self._busy.discard(node)
+                self._not_before[node] = self._monotonic_seconds() + RETRY_SECONDS
+            return
+        with self._lock:
+            sent = self._sent.setdefault(node, {})
+            for policy in policies:
+                if policy.pods:
+                    sent[policy.run] = _Sent(policy, before)
+                else:
+                    sent.pop(policy.run, None)
+            self._busy.discard(node)
+        for note in answer.notes[:32]:
+            run = next((policy.run for policy in policies if note.startswith(f"{policy.run[:128]}: ")), "")
+            if run:
+                self._told(run, f"{node}: {note[:500]}")
