@@ -13,6 +13,7 @@ RUN_LABEL = "rankscope.dev/run"
 
 _KUBEFLOW = "training.kubeflow.org/"
 _JOBSET = "jobset.sigs.k8s.io/"
+_JOBSET_VERSION = "jobset.x-k8s.io/v1alpha2"
 _TRAINER_STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 # Pods of a TrainJob that fetch data and models before anybody trains.
 _PREPARING = frozenset({"dataset-initializer", "model-initializer"})
@@ -41,6 +42,15 @@ class RunKey:
             return plain
         digest = hashlib.sha256(f"{self.kind}/{self.name}".encode()).hexdigest()[:HASH_CHARACTERS]
         return f"{plain[: NAME_CHARACTERS - HASH_CHARACTERS - 1].rstrip('-')}-{digest}"
+
+    @property
+    def owner(self) -> Owner | None:
+        """What the run's objects are deleted with. The cluster deletes at once what names an owner of another uid."""
+        if not self.api_version or not self.uid:
+            return None
+        if self.kind == "TrainJob":  # the uid we know is that of its JobSet, which goes with it
+            return Owner(_JOBSET_VERSION, "JobSet", self.name, self.uid)
+        return Owner(self.api_version, "Job" if self.kind == "VolcanoJob" else self.kind, self.name, self.uid)
 
 
 def run_of(pod: Pod) -> RunKey | None:
@@ -78,8 +88,7 @@ def _jobset(pod: Pod) -> RunKey | None:
         return None
     # The owner is the Job of one replica; what a person knows is the JobSet, or the TrainJob of the same name above it.
     kind, group = ("TrainJob", "trainer.kubeflow.org/v1alpha1") if _TRAINER_STEP in pod.labels else ("JobSet", "")
-    api_version = group or "jobset.x-k8s.io/v1alpha2"
-    return RunKey(pod.namespace, kind, name, api_version, pod.labels.get(f"{_JOBSET}jobset-uid", ""))
+    return RunKey(pod.namespace, kind, name, group or _JOBSET_VERSION, pod.labels.get(f"{_JOBSET}jobset-uid", ""))
 
 
 def _volcano(pod: Pod) -> RunKey | None:

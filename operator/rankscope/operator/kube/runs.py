@@ -152,11 +152,12 @@ class RunsController:
     def _make(self, key: RunKey) -> None:
         workload: Document = {"kind": key.kind, "name": key.name}
         metadata: Document = {"name": key.object_name, "namespace": key.namespace, "labels": MANAGED}
-        if key.api_version and key.uid:
+        owner = key.owner
+        if owner is not None:
             workload |= {"apiVersion": key.api_version, "uid": key.uid}
             # Deleted with the workload, by the cluster.
             metadata["ownerReferences"] = [
-                {"apiVersion": key.api_version, "kind": key.kind, "name": key.name, "uid": key.uid}
+                {"apiVersion": owner.api_version, "kind": owner.kind, "name": owner.name, "uid": owner.uid}
             ]
         body = {"apiVersion": API_VERSION, "kind": "TrainingRun", "metadata": metadata, "spec": {"workload": workload}}
         path = f"{PATH}/namespaces/{key.namespace}/trainingruns"
