@@ -15,6 +15,7 @@ from rankscope.daemon.reporting import OneLine
 from rankscope.operator.kube.daemon_streams import Tls
 from rankscope.operator.kube.operator_settings import OperatorSettings
 from rankscope.operator.kube.running import Operator
+from rankscope.operator.kube.webhooks import WebhookSettings
 
 NAME = "operator"
 HELP = "correlate the ranks of a Kubernetes cluster"
@@ -40,7 +41,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
     parser.add_argument("--tls-authority", type=Path, metavar="FILE", help="who signed the daemons' certificates")
     parser.add_argument("--mfu-target", type=float, metavar="RATIO", help="raise low_mfu below this, for example 0.4")
+    _add_webhook_arguments(parser)
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="least severe log line to print")
+
+
+def _add_webhook_arguments(parser: argparse.ArgumentParser) -> None:
+    webhooks = parser.add_argument_group("webhooks", "injection into pods and checks of our own objects")
+    webhooks.add_argument("--webhook-listen", metavar="HOST:PORT", help="serve them here (default: no webhooks)")
+    webhooks.add_argument(
+        "--webhook-service",
+        default=WebhookSettings.service,
+        metavar="NAME",
+        help="the Service by which the API server reaches us (default: %(default)s)",
+    )
+    webhooks.add_argument("--webhook-url", default="", metavar="URL", help="https://HOST:PORT instead of the Service")
+    webhooks.add_argument(
+        "--webhook-certificate",
+        type=Path,
+        metavar="FILE",
+        help="renewed by somebody else, with the next one (default: our own, in a Secret)",
+    )
+    webhooks.add_argument("--webhook-key", type=Path, metavar="FILE", help="its key")
+    webhooks.add_argument(
+        "--webhook-authority", type=Path, metavar="FILE", help="who signed it, to be told to the API server by us"
+    )
+    webhooks.add_argument("--probe-image", metavar="IMAGE", help="brings the probe into pods (default: no probe)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,10 +92,36 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(arguments: argparse.Namespace) -> OperatorSettings:
-    host, _, port = arguments.listen.rpartition(":")
+def _host_port(flag: str, text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"--listen {arguments.listen!r} is not HOST:PORT")
+        raise ValueError(f"{flag} {text!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _webhooks(arguments: argparse.Namespace) -> WebhookSettings | None:
+    if arguments.webhook_listen is None:
+        return None
+    if (arguments.webhook_certificate is None) != (arguments.webhook_key is None):
+        raise ValueError("--webhook-certificate and --webhook-key belong together")
+    if arguments.webhook_url and not arguments.webhook_url.startswith("https://"):
+        raise ValueError("--webhook-url has to begin with https://: the API server calls nothing else")
+    host, port = _host_port("--webhook-listen", arguments.webhook_listen)
+    return WebhookSettings(
+        listen_host=host,
+        listen_port=port,
+        namespace=arguments.namespace,
+        service=arguments.webhook_service,
+        url=arguments.webhook_url,
+        probe_image=arguments.probe_image,
+        certificate=arguments.webhook_certificate,
+        key=arguments.webhook_key,
+        authority=arguments.webhook_authority,
+    )
+
+
+def _settings(arguments: argparse.Namespace) -> OperatorSettings:
+    host, port = _host_port("--listen", arguments.listen)
     if arguments.shards < 1:
         raise ValueError("--shards must be at least 1")
     files = (arguments.tls_certificate, arguments.tls_key, arguments.tls_authority)
@@ -82,8 +133,9 @@ def _settings(arguments: argparse.Namespace) -> OperatorSettings:
         identity=arguments.identity,
         shards=arguments.shards,
         pod_selector=arguments.pod_selector,
-        listen_host=host.strip("[]"),
-        listen_port=int(port),
+        listen_host=host,
+        listen_port=port,
         mfu_target=arguments.mfu_target,
+        webhooks=_webhooks(arguments),
     )
     return replace(settings, tls=Tls(*files)) if all(files) else settings

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rankscope.operator.kube.daemon_pods import SELECTOR
 from rankscope.operator.kube.daemon_streams import Tls
+from rankscope.operator.kube.webhooks import WebhookSettings
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -32,3 +33,4 @@ class OperatorSettings:
     listen_port: int = 9466
     tls: Tls | None = None
     mfu_target: float | None = None
+    webhooks: WebhookSettings | None = None

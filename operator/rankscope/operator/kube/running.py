@@ -29,6 +29,7 @@ from rankscope.operator.kube.policy_pushing import PolicyPusher
 from rankscope.operator.kube.runs import RunsController
 from rankscope.operator.kube.serving import OperatorServer
 from rankscope.operator.kube.watching import Watched
+from rankscope.operator.kube.webhooks import Webhooks
 from rankscope.operator.kube.writing import Outbox
 from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 
@@ -95,6 +96,9 @@ class Operator:
         )
         exporter = JobExporter(lambda: self.correlator.states, self.lost, mfu_target_of=self.policies.mfu_target_of)
         self.server = OperatorServer(settings.listen_host, settings.listen_port, self, (exporter,))
+        self.webhooks = (
+            None if settings.webhooks is None else Webhooks(self.api, settings.webhooks, lambda: 0 in self.leases.held)
+        )
         self._stopping = threading.Event()
         self._pulse_thread = threading.Thread(target=self._pulse, name="rankscope-pulse", daemon=True)
 
@@ -102,6 +106,8 @@ class Operator:
         self.server.start()
         self.outbox.start()
         self.leases.start()
+        if self.webhooks is not None:
+            self.webhooks.start()
         for watched in self._watches:
             watched.start()
         self.correlator.listen(self.lost)
@@ -111,6 +117,8 @@ class Operator:
 
     def stop(self) -> None:
         self._stopping.set()
+        if self.webhooks is not None:
+            self.webhooks.stop()
         self._pulse_thread.join(5.0)
         for watched in self._watches:
             watched.stop()
@@ -126,7 +134,8 @@ class Operator:
     @property
     def is_ready(self) -> bool:
         """Once it knows its pods and daemons. An outage of the API server later does not change that: it goes on."""
-        return self.pods.listed.is_set() and self.daemon_watch.listed.is_set()
+        is_serving = self.webhooks is None or self.webhooks.is_serving
+        return is_serving and self.pods.listed.is_set() and self.daemon_watch.listed.is_set()
 
     def states_by_job(self) -> Mapping[str, JobState]:
         return {state.job: state for state in self.correlator.states}
