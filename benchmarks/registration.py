@@ -15,10 +15,10 @@ from benchmarks.reporting import Row, between
 from benchmarks.running import BenchmarkError, Control, RunningDaemon, await_ranks, daemon, job, wait_until
 from benchmarks.statistics import paired_ratio
 
-PAIRS = 10
+PAIRS = 8
 SETTLING_SECONDS = 2.0
 # Two polls or three of each run that polls.
-BLOCK_SECONDS = 12.0
+BLOCK_SECONDS = 11.0
 
 
 def measure(pairs: int = PAIRS, block_seconds: float = BLOCK_SECONDS) -> list[Row]:

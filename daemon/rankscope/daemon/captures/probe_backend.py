@@ -33,8 +33,9 @@ WRITE_SECONDS: Final = 60.0
 # nodes that each reckon when the start will be come to the same one, but for few cases.
 ROUND_STEPS: Final = 8
 ROUND_SECONDS: Final = 1.0
-# A command is left this long before the start: enough for every rank to see it.
-LEAD_SECONDS: Final = 0.4
+# A command is left this long before the start: enough for every rank to see it, also where steps are much shorter than
+# those they are reckoned by, as in the first seconds of a job.
+LEAD_SECONDS: Final = 0.8
 LEAD_STEPS: Final = 2
 # Ranks whose counts differ by this much at a time do not count alike.
 STEPS_APART: Final = 1.5
