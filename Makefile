@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup prometheus demo test captures lint proto docs dashboards bench clean
+.PHONY: help setup prometheus demo test captures kube lint proto docs dashboards bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +33,10 @@ test: setup prometheus lint  ## lint, then all tests
 
 captures: setup  ## captures of real jobs in namespaces of their own; needs root, takes six minutes
 	@$(BIN)/python -m pytest -q tests/captures
+
+kube: setup  ## the operator against a real API server (built once, six minutes); needs root, takes eight minutes
+	@tools/setup_kube.sh
+	@$(BIN)/python -m pytest -q tests/kube
 
 lint: setup  ## ruff, mypy --strict, the layer contract, fresh generated files
 	@echo "==> ruff"

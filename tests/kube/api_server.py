@@ -61,10 +61,16 @@ class User:
     token: str
 
     def request(
-        self, method: str, path: str, body: Any = None, content_type: str = "application/json", timeout: float = 30.0
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        content_type: str = "application/json",
+        timeout: float = 30.0,
+        accept: str = "application/json",
     ) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": content_type}
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": content_type, "Accept": accept}
         request = urllib.request.Request(self.server.url + path, data=data, headers=headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=timeout, context=self.server.tls) as answer:

@@ -67,7 +67,9 @@ class Node:
 
     def stop_daemon(self, number: int = signal.SIGKILL) -> None:
         assert self._daemon is not None
-        subprocess.run(["pkill", f"-{int(number)}", "-f", str(self.folder / "daemon.sock")], check=False)
+        # nsenter waits for the daemon, which is its child.
+        for child in Path(f"/proc/{self._daemon.pid}/task/{self._daemon.pid}/children").read_text().split():
+            os.kill(int(child), number)
         self._daemon.wait()
 
     def stop(self) -> None:

@@ -79,7 +79,8 @@ class _Held:
 
 @dataclass
 class ScriptedDaemon:
-    """`ranks` may change at any time. A capture is over `recording_seconds` after its start, and `release` is set."""
+    """`ranks` may change at any time. A capture is over `recording_seconds` after its start, and when `release` is set.
+    While `answers` is not set, calls about captures are carried out and never answered."""
 
     server: ApiServer
     node: str
@@ -94,6 +95,8 @@ class ScriptedDaemon:
     def __post_init__(self) -> None:
         self.release = threading.Event()
         self.release.set()
+        self.answers = threading.Event()
+        self.answers.set()
         self._held: dict[str, _Held] = {}
         self._lock = threading.Lock()
         self._grpc: Any = None
@@ -204,6 +207,8 @@ class _Captures(capture_service_pb2_grpc.CaptureServiceServicer):
         yield pb.StartCaptureResponse(capture=self._known(request.id, context))
 
     def GetCapture(self, request: pb.GetCaptureRequest, context: grpc.ServicerContext) -> pb.GetCaptureResponse:
+        if self._daemon.capture(request.id) is None:
+            context.abort(grpc.StatusCode.NOT_FOUND, "no such capture")
         return pb.GetCaptureResponse(capture=self._known(request.id, context))
 
     def CancelCapture(
@@ -220,6 +225,8 @@ class _Captures(capture_service_pb2_grpc.CaptureServiceServicer):
         return pb.DeleteCaptureResponse()
 
     def _known(self, name: str, context: grpc.ServicerContext) -> pb.Capture:
+        while context.is_active() and not self._daemon.answers.wait(0.2):
+            pass
         capture = self._daemon.capture(name)
         if capture is None:
             context.abort(grpc.StatusCode.NOT_FOUND, "no such capture")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.kube.api_server import ApiServer
+from tests.kube.api_server import ApiServer, User
 from tests.kube.fleet import OPERATOR_NAMESPACE, Node, TrainingJob, make_namespace
 from tests.kube.operator_process import OperatorProcess
 
@@ -32,12 +32,20 @@ def run_of(server: ApiServer, namespace: str, name: str) -> dict[str, Any]:
     return found
 
 
+def shown(server: ApiServer, path: str) -> list[dict[str, Any]]:
+    """What `kubectl get` prints: the API server makes the table."""
+    accept = "application/json;as=Table;v=v1;g=meta.k8s.io"
+    table = server.admin.request("GET", path, accept=accept)
+    names = [column["name"] for column in table["columnDefinitions"]]
+    return [dict(zip(names, row["cells"], strict=True)) for row in table["rows"]]
+
+
 @pytest.mark.timeout(900)
 def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_events(
-    server: ApiServer, namespace: str, nodes: list[Node], tmp_path: Path
+    server: ApiServer, namespace: str, operator_user: User, nodes: list[Node], tmp_path: Path
 ) -> None:
     job = TrainingJob(server, namespace, "llama", nodes, tmp_path / "job", slow_rank=2)
-    operator = OperatorProcess(server.admin, tmp_path)
+    operator = OperatorProcess(operator_user, tmp_path)
     operator.start()
     path = f"/apis/rankscope.dev/v1alpha1/namespaces/{namespace}/trainingruns"
     try:
@@ -70,6 +78,11 @@ def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_event
         server.wait_for(lambda: wanted <= accused())
         assert accused() == wanted
 
+        (row,) = shown(server, path)
+        assert list(row) == ["Name", "Job", "Ranks", "Step", "MFU", "Exposed", "Verdict", "Age"]
+        assert (row["Job"], row["Ranks"], row["Verdict"]) == ("llama", "4/4", "slow_rank")
+        assert row["Step"].endswith("ms") and row["Exposed"].endswith("%")
+
         captures = f"/apis/rankscope.dev/v1alpha1/namespaces/{namespace}/captures"
         spec = {"run": "pytorchjob-llama", "ranks": "straggler+peer", "steps": 3, "deleteArtifacts": True}
         body = {"apiVersion": "rankscope.dev/v1alpha1", "kind": "Capture", "metadata": {"name": "c"}, "spec": spec}
@@ -87,12 +100,19 @@ def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_event
         assert len(delivered) == 2
         assert {rank["steps"] for rank in delivered.values()} == {3}
         assert delivered[2]["node"] == "node-b"
-        assert result["findings"]
+        assert "rank 2" in result["findings"][0], result["findings"]
         folder = nodes[1].folder / "captures"
         assert list(folder.rglob("*.json.gz"))
         server.admin.delete(f"{captures}/c")
         server.wait_for(lambda: not server.admin.is_served(f"{captures}/c"))
         assert not list(folder.rglob("*.json.gz"))
+
+        nodes[1].stop_daemon()
+        server.wait_for(lambda: shown(server, path)[0]["Ranks"] == "2/4")
+        nodes[1].start_daemon()
+        server.wait_for(lambda: shown(server, path)[0]["Ranks"] == "4/4")
+        server.wait_for(verdict)
+        assert [culprit["rank"] for culprit in verdict()["culprits"]] == [2]
     finally:
         operator.stop()
         job.stop()

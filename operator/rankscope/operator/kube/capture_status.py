@@ -100,7 +100,7 @@ def _told(rank: CapturedRank, heard: pb.RankCapture) -> CapturedRank:
     return structs.replace(
         rank,
         state=state_name(heard.state),
-        backend=heard.backend or UNSET,
+        backend=heard.backend[:TEXT_CHARACTERS] or UNSET,
         error=heard.error[:TEXT_CHARACTERS] or UNSET,
         uri=(heard.uri or heard.artifact)[:TEXT_CHARACTERS] or UNSET,
         bytes=min(heard.bytes, LARGEST_INTEGER) or UNSET,

@@ -1,0 +1,83 @@
+"""Runs that grow, lose a pod and end, and what people write on their pods. The daemons are scripted."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kube.api_server import ApiServer
+from tests.kube.conftest import StartDaemon, StartOperator
+from tests.kube.scripted_run import ScriptedRun
+
+
+@pytest.mark.timeout(600)
+def test_a_run_that_is_resized_preempted_and_deleted_is_followed(
+    server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
+) -> None:
+    daemons = [start_daemon(f"{namespace}-{letter}") for letter in "abc"]
+    run = ScriptedRun(server, namespace, "llama", daemons)
+    run.pods = [run.make_pod(0), run.make_pod(1)]
+    run.speak()
+    start_operator()
+    run.wait_for_verdict("healthy")
+    uid = server.admin.get(run.path)["metadata"]["uid"]
+
+    def seen() -> str:
+        return str(run.status["ranks"]["summary"])
+
+    assert seen() == "4/4"
+    # Elastic: a pod joins, and every process begins anew in a larger world.
+    run.pods.append(run.make_pod(2))
+    run.speak(incarnation=2)
+    server.wait_for(lambda: seen() == "6/6" and run.verdict()[0] == "healthy")
+    # Preempted: a pod goes, and comes back under another uid; its node's daemon had no time to say goodbye.
+    daemons[1].ranks = []
+    run.delete_pod(1)
+    server.wait_for(lambda: seen() == "4/6")
+    run.pods[1] = run.make_pod(1)
+    run.speak(incarnation=3)
+    server.wait_for(lambda: seen() == "6/6" and run.verdict()[0] == "healthy")
+    run.slow(3)
+    run.wait_for_verdict("slow_rank", (3,))
+    (culprit,) = run.status["verdict"]["culprits"]
+    assert (culprit["pod"], culprit["node"]) == ("llama-worker-1", daemons[1].node)
+    # Smaller again.
+    run.pods = run.pods[:1]
+    for index in (1, 2):
+        run.delete_pod(index)
+        daemons[index].ranks = []
+    run.speak(incarnation=4)
+    server.wait_for(lambda: seen() == "2/2")
+    daemons[0].ranks = []
+    run.delete_pod(0)
+    server.wait_for(lambda: run.status["phase"] == "Ended")
+    assert server.admin.get(run.path)["metadata"]["uid"] == uid  # one run from beginning to end
+    # Made anew under the same name, it is another run.
+    again = ScriptedRun(server, namespace, "llama", daemons[:1])
+    again.start()
+    server.wait_for(lambda: again.status.get("phase") == "Running")
+    assert server.admin.get(run.path)["metadata"]["uid"] != uid
+
+
+@pytest.mark.timeout(300)
+def test_a_malformed_annotation_is_told_on_its_pod_once_and_costs_nothing_else(
+    server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
+) -> None:
+    daemon = start_daemon(f"{namespace}-a")
+    run = ScriptedRun(server, namespace, "llama", [daemon], ranks_per_pod=4)
+    wrong = {"rankscope.dev/mfu-target": "a lot", "rankscope.dev/watch": "maybe"}
+    run.pods.append(run.make_pod(0, annotations=wrong))
+    run.speak()
+    operator = start_operator()
+    run.wait_for_verdict("healthy")
+
+    def told() -> list[tuple[str, str]]:
+        events = server.admin.get(f"/api/v1/namespaces/{namespace}/events")["items"]
+        return [(event["involvedObject"]["name"], event["message"].partition(":")[0]) for event in events]
+
+    expected = [(run.pod_name(0), "rankscope.dev/mfu-target"), (run.pod_name(0), "rankscope.dev/watch")]
+    server.wait_for(lambda: sorted(told()) == expected)
+    operator.kill()
+    start_operator()
+    run.slow(1)
+    run.wait_for_verdict("slow_rank", (1,))
+    assert sorted(one for one in told() if one in expected) == expected  # said before the restart, and not again

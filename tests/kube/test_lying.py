@@ -1,0 +1,100 @@
+"""Daemons that lie, and neighbours that must not notice. The daemons are scripted; operator and API server are real."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from tests.kube.api_server import ApiServer
+from tests.kube.conftest import StartDaemon, StartOperator
+from tests.kube.operator_process import OperatorProcess
+from tests.kube.scripted_daemon import GarbageDaemon, Spoken
+from tests.kube.scripted_run import ScriptedRun
+
+
+def refused(operator: OperatorProcess) -> dict[str, float]:
+    pattern = r'^rankscope_operator_windows_refused_total\{reason="(\w+)"\} (\S+)'
+    found = re.findall(pattern, operator.get("/metrics"), re.MULTILINE)
+    return {reason: float(number) for reason, number in found}
+
+
+@pytest.mark.timeout(600)
+def test_a_daemon_that_lies_is_contained_and_its_neighbour_is_judged_as_before(
+    server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
+) -> None:
+    honest, liar = start_daemon(f"{namespace}-honest"), start_daemon(f"{namespace}-liar")
+    garbage = GarbageDaemon(server, f"{namespace}-garbage", lambda: os.urandom(2000))
+    garbage.start()
+    try:
+        run = ScriptedRun(server, namespace, "llama", [honest, liar])
+        run.start()
+        other = ScriptedRun(server, namespace, "other", [honest], ranks_per_pod=4)
+        other.pods.append(other.make_pod(0))
+        others = [Spoken(other.pods[0], rank, 4, "10.0.0.9:29500/other") for rank in range(4)]
+        honest.ranks = [*honest.ranks, *others]
+        operator = start_operator()
+        run.wait_for_verdict("healthy")
+        other.wait_for_verdict("healthy")
+
+        true_words = list(liar.ranks)
+        pod = run.pods[1]
+        lies = {
+            # Of pods on another node, under its name; and of pods that do not exist.
+            "other_node": [
+                Spoken(uid, rank, 4, own_seconds=0.001) for uid in (run.pods[0], other.pods[0]) for rank in (0, 1)
+            ],
+            "unknown_pod": [Spoken("11111111-2222-3333-4444-555555555555", 0, 4)],
+            # Of ranks that its neighbour has, as another process each time; and of ranks that cannot be.
+            "rank_taken": [Spoken(pod, rank, 4, own_seconds=0.001, incarnation=99) for rank in (0, 1)],
+            "rank": [Spoken(pod, 7, 4), Spoken(pod, -1, 4)],
+            # Of more jobs than a run can have.
+            "jobs": [Spoken(pod, 0, 1, f"10.0.0.1:{port}/lie") for port in range(100, 140)],
+        }
+        liar.says_node = honest.node
+        liar.ranks = [*true_words, *(lie for kind in lies.values() for lie in kind)]
+        server.wait_for(lambda: set(lies) <= refused(operator).keys() and "rank_taken" in refused(operator))
+        for windows_per_second in (1, 10):
+            liar.windows_per_second = windows_per_second
+            before = operator.get("/metrics").count("rankscope_job_verdict{")
+            told = refused(operator).get("other_node", 0.0)
+            server.wait_for(lambda told=told: refused(operator)["other_node"] > told + 20)
+            assert other.verdict() == ("healthy", "none", ())
+            assert other.status["ranks"]["summary"] == "4/4"
+            assert before < 40
+        server.wait_for(lambda: refused(operator).get("rate", 0.0) > 0)
+        liar.windows_per_second, liar.ranks = 1, true_words
+        server.wait_for(lambda: run.status["ranks"]["summary"] == "4/4" and run.verdict()[0] == "healthy")
+        assert operator.process.poll() is None
+        assert "Traceback" not in operator.log
+    finally:
+        garbage.stop()
+
+
+@pytest.mark.timeout(600)
+def test_a_daemon_that_goes_away_is_missed_and_counts_again_when_it_is_back(
+    server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
+) -> None:
+    run = ScriptedRun(server, namespace, "llama", [start_daemon(f"{namespace}-a"), start_daemon(f"{namespace}-b")])
+    run.start()
+    start_operator()
+    run.wait_for_verdict("healthy")
+    run.daemons[1].silence()
+
+    def seen() -> str:
+        (condition,) = [c for c in run.status["conditions"] if c["type"] == "RanksSeen"]
+        return f"{run.status['ranks']['summary']} {condition['status']} {run.verdict()[0]}"
+
+    server.wait_for(lambda: seen() == "2/4 False insufficient_data")
+    path = run.make_capture("c", ranks="0,2", patienceSeconds=5)
+    server.wait_for(lambda: run.daemons[0].captures)
+    run.daemons[1].serve()
+    server.wait_for(lambda: seen() == "4/4 True healthy")
+    # The rank whose daemon was away may or may not have been asked in time; either way the status is true.
+    status = run.finished_capture(path)
+    delivered = {rank["rank"] for rank in status["ranks"] if rank["state"] == "analysed"}
+    told = {rank["rank"]: rank.get("error", "") for rank in status["ranks"] if rank["state"] == "failed"}
+    assert 0 in delivered and delivered | told.keys() == {0, 2}
+    assert status["phase"] == ("Succeeded" if not told else "Failed")
+    assert all("away" in error for error in told.values())

@@ -1,0 +1,110 @@
+"""Operators that are killed, and what becomes of captures that were under way. The daemons are scripted, so that each
+capture can be held at the point that matters; operators and the API server are real."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.kube.api_server import ApiServer
+from tests.kube.conftest import StartDaemon, StartOperator
+from tests.kube.fleet import OPERATOR_NAMESPACE
+from tests.kube.scripted_run import ScriptedRun
+
+TAKEOVER_SECONDS = 15.0
+
+
+def scripted_run(server: ApiServer, namespace: str, start_daemon: StartDaemon, name: str) -> ScriptedRun:
+    run = ScriptedRun(server, namespace, name, [start_daemon(f"{namespace}-{name}")], ranks_per_pod=4)
+    run.start()
+    run.slow(2)
+    return run
+
+
+def ended_well(run: ScriptedRun, path: str) -> dict[str, Any]:
+    """One capture by the object's own id, with the straggler and a peer."""
+    status = run.finished_capture(path)
+    assert status["phase"] == "Succeeded", status
+    uid = run.server.admin.get(path)["metadata"]["uid"]
+    assert status["captureId"] == f"k-{uid}"
+    (daemon,) = run.daemons
+    ((name, ranks),) = daemon.captures.items()
+    assert name == f"k-{uid}"
+    assert 2 in ranks and len(ranks) == 2
+    assert [rank["rank"] for rank in status["ranks"]] == ranks
+    return status
+
+
+@pytest.mark.timeout(600)
+def test_an_operator_killed_at_any_point_of_a_capture_goes_on_with_the_very_same_one(
+    server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
+) -> None:
+    names = ("unplanned", "asked", "recording", "written", "deleted")
+    unplanned, asked, recording, written, deleted = runs = [
+        scripted_run(server, namespace, start_daemon, name) for name in names
+    ]
+    operator = start_operator()
+    for run in runs:
+        run.wait_for_verdict("slow_rank", (2,))
+    since = {run.name: run.status["verdict"]["since"] for run in runs}
+
+    for run in (recording, written, deleted):
+        run.daemons[0].release.clear()
+    paths = {run.name: run.make_capture("c", deleteArtifacts=run is deleted) for run in (recording, written, deleted)}
+    for run in (recording, written, deleted):
+        server.wait_for(lambda run=run: run.capture(paths[run.name]).get("ranks", [{}])[0].get("state") == "running")
+    deleted.daemons[0].answers.clear()  # it hears that the capture is to go, and the operator never learns
+    server.admin.delete(paths["deleted"])
+    asked.daemons[0].answers.clear()
+    paths["asked"] = asked.make_capture("c")
+    server.wait_for(lambda: asked.daemons[0].starts)
+    server.wait_for(lambda: deleted.daemons[0].cancelled)
+    operator.kill()
+
+    paths["unplanned"] = unplanned.make_capture("c")
+    written.daemons[0].release.set()  # over while nobody looked
+    asked.daemons[0].answers.set()
+    deleted.daemons[0].answers.set()
+    start_operator()
+    recording.daemons[0].release.set()
+    for run in (unplanned, asked, recording, written):
+        status = ended_well(run, paths[run.name])
+        assert status["delivered"] == "2/2"
+    server.wait_for(lambda: not server.admin.is_served(paths["deleted"]))
+    assert deleted.daemons[0].captures == {}
+    # The restart is no news: nothing is told twice, and what stood stands since the same moment.
+    assert {run.name: run.status["verdict"]["since"] for run in runs} == since
+    events = server.admin.get(f"/api/v1/namespaces/{namespace}/events")["items"]
+    told = [(e["involvedObject"]["kind"], e["involvedObject"]["name"], e["reason"]) for e in events]
+    assert sorted(told) == sorted(
+        [("TrainingRun", run.object_name, "SlowRank") for run in runs]
+        + [("Pod", run.pod_name(0), "SlowRank") for run in runs]
+    )
+
+
+@pytest.mark.timeout(600)
+def test_the_second_replica_takes_over_in_time_and_captures_nothing_twice(
+    server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
+) -> None:
+    run = scripted_run(server, namespace, start_daemon, "llama")
+    (daemon,) = run.daemons
+    leader = start_operator("leader")
+    run.wait_for_verdict("slow_rank", (2,))
+    start_operator("follower")
+    daemon.release.clear()
+    path = run.make_capture("c")
+    server.wait_for(lambda: daemon.captures)
+    leader.kill()
+    killed_at = time.monotonic()
+    lease = f"/apis/coordination.k8s.io/v1/namespaces/{OPERATOR_NAMESPACE}/leases/rankscope-operator-shard-0"
+    server.wait_for(lambda: server.admin.get(lease)["spec"]["holderIdentity"] == "follower")
+    takeover_seconds = time.monotonic() - killed_at
+    print(f"takeover after {takeover_seconds:.1f} s")
+    assert takeover_seconds <= TAKEOVER_SECONDS
+    daemon.release.set()
+    ended_well(run, path)
+    assert len(daemon.starts) == 1  # the follower asked what had become of it, and not for another
+    run.slow(None)
+    run.wait_for_verdict("healthy")
