@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from rankscope.operator.kube.annotating import read_wishes
 from rankscope.operator.kube.grouping import RunKey, is_labelled, run_of
 from rankscope.operator.kube.pods import Pod
 
@@ -48,7 +49,7 @@ class Inventory:
         self._keys: dict[str, RunKey] = {}  # pod uid to run
 
     def changed(self, uid: str, pod: Pod) -> None:
-        key = run_of(pod)
+        key = run_of(pod) if read_wishes(pod.annotations).watch else None
         with self._lock:
             before = self._keys.get(uid)
             if before is not None and before != key:

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from typing import Any
+
+from rankscope.operator.kube.inventory import Inventory
+from rankscope.operator.kube.pods import Owner, Pod
+
+
+def pod(uid: str, **fields: Any) -> Pod:
+    known = {"uid": uid, "name": f"pod-{uid}", "namespace": "team", "node": "a", "phase": "Running"}
+    return Pod(**{**known, **fields})
+
+
+LABELS = {"training.kubeflow.org/job-name": "llama"}
+
+
+def test_pods_that_are_labelled_make_a_run_at_once_and_others_when_ranks_are_seen_in_them() -> None:
+    inventory = Inventory()
+    inventory.changed("1", pod("1", labels=LABELS))
+    inventory.changed("2", pod("2", owner=Owner("apps/v1", "StatefulSet", "diffusion", "u")))
+    assert [key.name for key in inventory.runs()] == ["llama"]
+    inventory.ranks_seen_in(["2", "unknown"])
+    assert [key.name for key in inventory.runs()] == ["llama", "diffusion"]
+    inventory.deleted("2")
+    assert [key.name for key in inventory.runs()] == ["llama"]
+
+
+def test_a_pod_that_asks_not_to_be_watched_is_in_no_run_also_when_it_asks_later() -> None:
+    inventory = Inventory()
+    inventory.changed("1", pod("1", labels=LABELS))
+    inventory.changed("2", pod("2", labels=LABELS, annotations={"rankscope.dev/watch": "false"}))
+    ((_, run),) = inventory.runs().items()
+    assert list(run.pods) == ["1"]
+    inventory.changed("1", pod("1", labels=LABELS, annotations={"rankscope.dev/watch": "false"}))
+    assert not inventory.runs() and inventory.find("1") is None
