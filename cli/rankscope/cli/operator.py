@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rankscope.daemon.config import LOG_LEVELS
 from rankscope.daemon.reporting import OneLine
+from rankscope.operator.alerts.tokens import TokenError
 from rankscope.operator.kube.daemon_streams import Tls
 from rankscope.operator.kube.operator_settings import OperatorSettings
 from rankscope.operator.kube.running import Operator
@@ -42,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-authority", type=Path, metavar="FILE", help="who signed the daemons' certificates")
     parser.add_argument("--mfu-target", type=float, metavar="RATIO", help="raise low_mfu below this, for example 0.4")
     _add_webhook_arguments(parser)
+    parser.add_argument(
+        "--alerts-token", type=Path, metavar="FILE", help="take captures when Alertmanager asks with this token"
+    )
+    parser.add_argument(
+        "--alerts-listen", default="127.0.0.1:9467", metavar="HOST:PORT", help="where it asks (default: %(default)s)"
+    )
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="least severe log line to print")
 
 
@@ -74,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
     try:
         operator = Operator(_settings(arguments))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, TokenError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except Exception as error:  # noqa: BLE001 - the client's configuration errors share no class
@@ -85,7 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: stopping.set())
     operator.start()
     print(
-        f"rankscope operator: http {operator.settings.listen_host}:{operator.server.port}", file=sys.stderr, flush=True
+        f"rankscope operator: http {operator.settings.listen_host}:{operator.server.port}"
+        + (f" alerts {operator.alerts.url}" if operator.alerts is not None else ""),
+        file=sys.stderr,
+        flush=True,
     )
     stopping.wait()
     operator.stop()
@@ -122,6 +132,7 @@ def _webhooks(arguments: argparse.Namespace) -> WebhookSettings | None:
 
 def _settings(arguments: argparse.Namespace) -> OperatorSettings:
     host, port = _host_port("--listen", arguments.listen)
+    alert_host, alert_port = _host_port("--alerts-listen", arguments.alerts_listen)
     if arguments.shards < 1:
         raise ValueError("--shards must be at least 1")
     files = (arguments.tls_certificate, arguments.tls_key, arguments.tls_authority)
@@ -136,6 +147,9 @@ def _settings(arguments: argparse.Namespace) -> OperatorSettings:
         listen_host=host,
         listen_port=port,
         mfu_target=arguments.mfu_target,
+        alert_token_file=arguments.alerts_token,
+        alert_host=alert_host,
+        alert_port=alert_port,
         webhooks=_webhooks(arguments),
     )
     return replace(settings, tls=Tls(*files)) if all(files) else settings

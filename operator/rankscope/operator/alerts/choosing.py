@@ -32,6 +32,7 @@ class Wanted:
     accused: frozenset[int]  # those of them that somebody blames
     steps_are_known: bool
     reason: str
+    occasion: str = ""  # the same for every notification of the same firing
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def choose(state: JobState, concerns: Sequence[Concern]) -> Wanted:
         raise RefusedError("no rank of the job reports")
     names = ", ".join(dict.fromkeys(concern.alert.name or "without a name" for concern in concerns))
     steps_are_known = state.step_seconds is not None
-    return Wanted(state.job, tuple(sorted(ranks)), frozenset(accused), steps_are_known, f"alert {names}")
+    occasion = " ".join(min(concern.alert.occasion for concern in concerns))
+    return Wanted(state.job, tuple(sorted(ranks)), frozenset(accused), steps_are_known, f"alert {names}", occasion)
 
 
 def _reporting(state: JobState) -> set[int]:

@@ -49,7 +49,9 @@ Start = Callable[[Wanted], str]
 
 
 class AlertDesk:
-    """All methods may be called from any thread. One capture for all alerts of a job in a notification."""
+    """All methods may be called from any thread. One capture for all alerts of a job in a notification.
+
+    `is_elsewhere` tells of a job that is not known here whether another replica has it: worth trying again, then."""
 
     def __init__(
         self,
@@ -58,9 +60,11 @@ class AlertDesk:
         limits: Limits | None = None,
         monotonic_seconds: Callable[[], float] = time.monotonic,
         unix_seconds: Callable[[], float] = time.time,
+        is_elsewhere: Callable[[str], bool] = lambda job: False,
     ) -> None:
         self._states = states
         self._start = start
+        self._is_elsewhere = is_elsewhere
         self._occasions = Occasions(monotonic_seconds)
         self._limiter = Limiter(limits or Limits(), monotonic_seconds)
         self._unix_seconds = unix_seconds
@@ -91,13 +95,20 @@ class AlertDesk:
                 try:
                     concern = find_concern(alert, states)
                 except RefusedError as error:
-                    outcomes.append(self._note(alert, Result.REFUSED, str(error)))
+                    outcomes.append(self._refuse(alert, str(error), states))
                     continue
                 by_job.setdefault(concern.state.job, []).append(concern)
             for together in by_job.values():
                 result, text, ranks = self._decide(together[0].state, together)
                 outcomes.extend(self._note(concern.alert, result, text, ranks) for concern in together)
             return tuple(outcomes)
+
+    def _refuse(self, alert: Alert, why: str, states: Sequence[JobState]) -> Outcome:
+        job = alert.labels.get("job", "")
+        is_known = any(job in (state.job, label(state.job)) for state in states)
+        if job and not is_known and self._is_elsewhere(job):
+            return self._note(alert, Result.FAILED, "another replica has this job")
+        return self._note(alert, Result.REFUSED, why)
 
     def _decide(self, state: JobState, concerns: Sequence[Concern]) -> tuple[Result, str, tuple[int, ...]]:
         ranks: tuple[int, ...] = ()

@@ -104,7 +104,7 @@ class PoliciesController:
         self._matches = {name: matched for name, matched in found.items() if matched is not None}
         self._set_thresholds(runs)
         daemons = self._daemons()
-        self._pusher.follow(self._rates(runs), daemons.addresses, daemons.connected, self._leases.holds)
+        self._pusher.follow(self._rates(runs), daemons.addresses, daemons.connected, self._leases.keeps)
         holding = {name: matched.policy for name, matched in self._matches.items()}
         captures = self._captures.reconcile(holding)
         if captures is not None:
@@ -129,7 +129,8 @@ class PoliciesController:
         wanted: dict[str, dict[str, RunPolicy]] = {}
         for name, matched in self._matches.items():
             spec = matched.policy.spec
-            if spec is None or not self._leases.holds(name):
+            # Not `holds`: rates stay in force while the API server is away.
+            if spec is None or not self._leases.keeps(name):
                 continue
             if not isinstance(spec.sampling, Sampling) and not isinstance(spec.duty_cycle, DutyCycle):
                 continue

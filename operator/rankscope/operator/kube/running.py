@@ -8,10 +8,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from prometheus_client.registry import Collector
+
 from rankscope.analysis.policy import DEFAULT_POLICY
+from rankscope.operator.alerts.deciding import AlertDesk
+from rankscope.operator.alerts.exporting import AlertExporter
+from rankscope.operator.alerts.receiving import AlertReceiver
+from rankscope.operator.alerts.tokens import read_token
 from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.operator.correlation.exporting import JobExporter
 from rankscope.operator.correlation.losing import LostSeconds
+from rankscope.operator.kube.alert_captures import AlertCaptures
 from rankscope.operator.kube.api import Api
 from rankscope.operator.kube.automatic_making import AutomaticCaptures
 from rankscope.operator.kube.binding import Binding
@@ -82,6 +89,10 @@ class Operator:
             lambda told: PolicyPusher(calls.channel, told),
             base,
         )
+        by_alert = AlertCaptures(self.runs, self.automatic, self.leases)
+        self.alert_desk = AlertDesk(lambda: self.correlator.states, by_alert.start, is_elsewhere=by_alert.is_elsewhere)
+        self._alert_token = None if settings.alert_token_file is None else read_token(settings.alert_token_file)
+        self.alerts: AlertReceiver | None = None  # once started, if there is a token
         self.pods: Watched[Pod] = Watched(self.api, "/api/v1/pods", read_pod, self.inventory, settings.pod_selector)
         daemon_path = f"/api/v1/namespaces/{settings.namespace}/pods"
         self.daemon_watch: Watched[DaemonPod] = Watched(
@@ -94,8 +105,12 @@ class Operator:
             self.captures.watched,
             self.policies.watched,
         )
-        exporter = JobExporter(lambda: self.correlator.states, self.lost, mfu_target_of=self.policies.mfu_target_of)
-        self.server = OperatorServer(settings.listen_host, settings.listen_port, self, (exporter,))
+        exporters: list[Collector] = [
+            JobExporter(lambda: self.correlator.states, self.lost, mfu_target_of=self.policies.mfu_target_of)
+        ]
+        if self._alert_token is not None:
+            exporters.append(AlertExporter(lambda: self.alert_desk.totals))
+        self.server = OperatorServer(settings.listen_host, settings.listen_port, self, exporters)
         self.webhooks = (
             None if settings.webhooks is None else Webhooks(self.api, settings.webhooks, lambda: 0 in self.leases.held)
         )
@@ -104,6 +119,9 @@ class Operator:
 
     def start(self) -> None:
         self.server.start()
+        if self._alert_token is not None:
+            address = self.settings.alert_host, self.settings.alert_port
+            self.alerts = AlertReceiver(*address, self.alert_desk, self._alert_token)
         self.outbox.start()
         self.leases.start()
         if self.webhooks is not None:
@@ -119,6 +137,8 @@ class Operator:
         self._stopping.set()
         if self.webhooks is not None:
             self.webhooks.stop()
+        if self.alerts is not None:
+            self.alerts.close()
         self._pulse_thread.join(5.0)
         for watched in self._watches:
             watched.stop()
