@@ -37,6 +37,7 @@ class JobState:
     mfu_ratio: float | None
     exposed_communication_ratio: float | None
     windows: tuple[window_pb2.RankWindow, ...]
+    window_end_unix_seconds: float = 0.0  # of the windows that were judged; `windows` may be newer
 
 
 Listener = Callable[[tuple[JobState, ...]], None]
@@ -122,6 +123,7 @@ class Correlator:
             mfu_ratio=_known(median_or_nan(columns.mfu_ratio)),
             exposed_communication_ratio=_known(_mean(columns.wait_seconds / columns.step_seconds)),
             windows=tuple(w for _, w in sorted(self._table.jobs[job].latest.items())),
+            window_end_unix_seconds=window.end_unix_seconds,
         )
         if before is not None and state.step_seconds is None:
             # A tick without a finished step says nothing about the pace; what was last known stands.

@@ -134,14 +134,16 @@ class Binding:
         speaker = self._speakers.get(node)
         if speaker is None:
             speaker = self._speakers[node] = _Speaker(0.0, now - BURST_SECONDS)
-        known = speaker.ranks or len({(w.identity.pod, w.identity.rank) for w in message.windows})
-        rate = WINDOWS_PER_RANK_SECOND * min(max(1, known), RANKS_PER_NODE)
+        ranks = {(window.identity.pod, window.identity.rank) for window in message.windows}
+        rate = WINDOWS_PER_RANK_SECOND * min(max(1, speaker.ranks or len(ranks)), RANKS_PER_NODE)
         speaker.allowance = min(rate * BURST_SECONDS, speaker.allowance + rate * (now - speaker.seen_at))
         speaker.seen_at = now
         allowed = min(len(message.windows), int(speaker.allowance))
         speaker.allowance -= allowed
+        if allowed < len(message.windows):
+            ranks = {(window.identity.pod, window.identity.rank) for window in message.windows[:allowed]}
         # Those of the present message: ranks come and go, and none may raise the allowance for ever.
-        speaker.ranks = len({(w.identity.pod, w.identity.rank) for w in message.windows[:allowed]}) or speaker.ranks
+        speaker.ranks = len(ranks) or speaker.ranks
         return allowed
 
     def _rename(self, identity: RankIdentity, here: _Here, departs: bool = False) -> bool:

@@ -23,10 +23,12 @@ FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 15.0
 # A node sends every few seconds; one that has said nothing for so long has gone without closing its connection.
 SILENT_SECONDS = 90.0
+# How often those are looked for. A timer of its own for every message would cost more than reading the message.
+SWEEP_SECONDS = 5.0
 # The first message comes at once: a node that is down must not hold up the others that wait to be asked.
 FIRST_MESSAGE_SECONDS = 20.0
 # A daemon answers with the windows of one node: more is not a daemon.
-MESSAGE_BYTES_LIMIT = 16 << 20
+MESSAGE_BYTES_LIMIT = 8 << 20
 # How many connections may be under way at once: a restarted operator must not meet its fleet all at the same moment.
 CONNECTING_LIMIT = 128
 
@@ -61,6 +63,7 @@ class DaemonStreams:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}  # node, address
         self._connected: set[str] = set()
         self._connecting = asyncio.Semaphore(CONNECTING_LIMIT)
+        self._heard_at: dict[grpc.aio.Call, float] = {}
         self._thread = threading.Thread(target=self._run, name="rankscope-streams", daemon=True)
         self.messages_total = 0
 
@@ -87,6 +90,7 @@ class DaemonStreams:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._loop.call_later(SWEEP_SECONDS, self._sweep)
         self._loop.run_forever()
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
@@ -130,12 +134,25 @@ class DaemonStreams:
                 while message is not grpc.aio.EOF:
                     heard = True
                     self._connected.add(node)
+                    self._heard_at[call] = self._loop.time()
                     self.messages_total += 1
                     self._take(message, node)
-                    message = await asyncio.wait_for(call.read(), SILENT_SECONDS)
+                    message = await call.read()
+            except asyncio.CancelledError:
+                if heard and call not in self._heard_at:  # by `_sweep`; else by who ends this task
+                    raise asyncio.TimeoutError(f"nothing was heard for {SILENT_SECONDS:g} s") from None
+                raise
             finally:
+                self._heard_at.pop(call, None)
                 call.cancel()
         return heard
+
+    def _sweep(self) -> None:
+        deadline = self._loop.time() - SILENT_SECONDS
+        for call in [call for call, heard_at in self._heard_at.items() if heard_at < deadline]:
+            del self._heard_at[call]
+            call.cancel()
+        self._loop.call_later(SWEEP_SECONDS, self._sweep)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         options: list[tuple[str, object]] = [

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rankscope.daemon.loop import Daemon
+from rankscope.operator.kube import daemon_streams
+from rankscope.operator.kube.capture_calls import DaemonAwayError, DaemonCalls, DaemonRefusedError
+from rankscope.operator.kube.daemon_streams import DaemonStreams, Tls
+from rankscope.v1.rank_service_pb2 import WatchRanksResponse
+from rankscope.v1.rank_service_pb2_grpc import RankServiceServicer, add_RankServiceServicer_to_server
+from tests.certificates import Authority, Pair
+from tests.unit.daemon import window_makers as make
+
+PATIENCE_SECONDS = 30.0
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+class Ears:
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, WatchRanksResponse]] = []
+
+    def __call__(self, message: WatchRanksResponse, node: str) -> None:
+        self.messages.append((node, message))
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_streams, "FIRST_BACKOFF_SECONDS", 0.05)
+    monkeypatch.setattr(daemon_streams, "LAST_BACKOFF_SECONDS", 0.2)
+
+
+@pytest.fixture
+def streams() -> Iterator[Callable[..., DaemonStreams]]:
+    made: list[DaemonStreams] = []
+
+    def make_streams(*arguments: Any) -> DaemonStreams:
+        made.append(DaemonStreams(*arguments))
+        made[-1].start()
+        return made[-1]
+
+    yield make_streams
+    for one in made:
+        one.stop()
+
+
+class Servicer(RankServiceServicer):
+    """Says one thing, then nothing for ever."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.over = threading.Event()
+
+    def WatchRanks(self, request: object, context: grpc.ServicerContext) -> Iterator[WatchRanksResponse]:
+        self.calls += 1
+        yield WatchRanksResponse(node="x")
+        while context.is_active() and not self.over.wait(0.05):
+            pass
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[Servicer, str]]:
+    servicer = Servicer()
+    server = grpc.server(ThreadPoolExecutor(8))
+    add_RankServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    servicer.over.set()
+    server.stop(0).wait()
+
+
+def test_a_daemon_that_went_silent_without_closing_is_asked_again(
+    silent: tuple[Servicer, str], streams: Callable[..., DaemonStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon_streams, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(daemon_streams, "SWEEP_SECONDS", 0.1)
+    servicer, address = silent
+    heard = streams(Ears())
+    heard.follow({"node-a": address})
+    wait_for(lambda: servicer.calls >= 3)
+    heard.follow({})
+    wait_for(lambda: not heard.following and not heard.connected)
+    assert not heard._heard_at
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "ca")
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, authority: Authority) -> Iterator[Daemon]:
+    own = authority.issue("daemon", "rankscope-daemon")
+    config = make.config(
+        grpc_listen="127.0.0.1:0",
+        capture_dir=str(tmp_path / "captures"),
+        tls_certificate=str(own.certificate),
+        tls_key=str(own.key),
+        tls_client_authority=str(authority.certificate),
+    )
+    made = Daemon(config, collectors=make.collectors(make.rank(0)), clock=make.FakeClock(seconds=-1.0))
+    made.start()
+    made.tick(make.span(0))
+    yield made
+    made.stop()
+
+
+def tls(pair: Pair, authority: Authority) -> Tls:
+    return Tls(pair.certificate, pair.key, authority.certificate)
+
+
+def test_a_real_daemon_is_heard_over_tls_and_certificates_may_change_under_the_operator(
+    daemon: Daemon, authority: Authority, streams: Callable[..., DaemonStreams], tmp_path: Path
+) -> None:
+    ears = Ears()
+    wrong = authority.issue("files", "somebody")
+    heard = streams(ears, tls(wrong, authority))
+    heard.follow({"node-a": daemon.addresses.grpc_targets[0]})
+    wait_for(lambda: heard.following == 1)
+    with pytest.raises(DaemonRefusedError, match="not an operator's"):
+        DaemonCalls(tls(wrong, authority)).get(daemon.addresses.grpc_targets[0], "x")
+    assert not ears.messages
+    right = authority.issue("operator", "rankscope-operator")
+    shutil.copy(right.key, wrong.key)
+    shutil.copy(right.certificate, wrong.certificate)
+    wait_for(lambda: bool(ears.messages))
+    assert DaemonCalls(tls(wrong, authority)).get(daemon.addresses.grpc_targets[0], "x") is None
+    node, message = ears.messages[0]
+    assert (node, len(message.windows)) == ("node-a", 1)
+
+
+def test_whoever_answers_in_a_daemons_place_is_not_listened_to(
+    daemon: Daemon, authority: Authority, streams: Callable[..., DaemonStreams], tmp_path: Path
+) -> None:
+    """Another operator's certificate, and one of another authority: neither is a daemon's."""
+    impostors = [
+        authority.issue("impostor", "rankscope-operator"),
+        Authority(tmp_path / "other").issue("x", "rankscope-daemon"),
+    ]
+    operator = tls(authority.issue("operator", "rankscope-operator"), authority)
+    ears = Ears()
+    heard = streams(ears, operator)
+    for impostor in impostors:
+        shutil.copy(impostor.certificate, daemon.config.tls_certificate)
+        shutil.copy(impostor.key, daemon.config.tls_key)
+        heard.follow({"node-a": daemon.addresses.grpc_targets[0]})
+        with pytest.raises(DaemonAwayError):
+            DaemonCalls(operator).get(daemon.addresses.grpc_targets[0], "x")
+        heard.follow({})
+        wait_for(lambda: not heard.following)
+    assert not ears.messages
