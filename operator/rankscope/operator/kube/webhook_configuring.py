@@ -158,7 +158,7 @@ class Configuring:
         except ConflictError:
             log.debug("a webhook configuration was written by somebody else; the next round looks again")
         except ApiError as error:
-            log.warning("the webhook configurations cannot be written: %s", error)
+            log.warning("the webhook configurations cannot be written, see docs/injection.md: %s", error)
 
 
 def _trusting(webhooks: list[Document], bundle: str) -> list[Document]:
