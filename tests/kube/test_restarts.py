@@ -52,18 +52,20 @@ def test_an_operator_killed_at_any_point_of_a_capture_goes_on_with_the_very_same
 
     for run in (recording, written, deleted):
         run.daemons[0].release.clear()
-    paths = {run.name: run.make_capture("c", deleteArtifacts=run is deleted) for run in (recording, written, deleted)}
+    paths = {
+        run.name: run.make_capture(run.name, deleteArtifacts=run is deleted) for run in (recording, written, deleted)
+    }
     for run in (recording, written, deleted):
         server.wait_for(lambda run=run: run.capture(paths[run.name]).get("ranks", [{}])[0].get("state") == "running")
     deleted.daemons[0].answers.clear()  # it hears that the capture is to go, and the operator never learns
     server.admin.delete(paths["deleted"])
     asked.daemons[0].answers.clear()
-    paths["asked"] = asked.make_capture("c")
+    paths["asked"] = asked.make_capture("asked")
     server.wait_for(lambda: asked.daemons[0].starts)
     server.wait_for(lambda: deleted.daemons[0].cancelled)
     operator.kill()
 
-    paths["unplanned"] = unplanned.make_capture("c")
+    paths["unplanned"] = unplanned.make_capture("unplanned")
     written.daemons[0].release.set()  # over while nobody looked
     asked.daemons[0].answers.set()
     deleted.daemons[0].answers.set()
@@ -106,5 +108,5 @@ def test_the_second_replica_takes_over_in_time_and_captures_nothing_twice(
     daemon.release.set()
     ended_well(run, path)
     assert len(daemon.starts) == 1  # the follower asked what had become of it, and not for another
-    run.slow(None)
-    run.wait_for_verdict("healthy")
+    run.slow(1)
+    run.wait_for_verdict("slow_rank", (1,))  # and judges in its place
