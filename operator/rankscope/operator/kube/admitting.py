@@ -4,6 +4,7 @@ of ours that make no sense are refused in words. The API server's schema has the
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ class Admission:
     """Knows nothing of HTTP, TLS or the API server."""
 
     def __init__(self, probe_image: str | None = None) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()  # webhook and result
         self._probe_image = probe_image
         self._routes: dict[str, Callable[[Request], Answer]] = {
             INJECT_PATH: self._inject_by_label,
@@ -34,19 +36,25 @@ class Admission:
 
     def answer(self, path: str, body: bytes) -> tuple[int, bytes]:
         """HTTP status and body. The API server appends a query to the path."""
-        route = self._routes.get(path.partition("?")[0])
+        path = path.partition("?")[0]
+        route = self._routes.get(path)
         if route is None:
             return 404, b"rankscope: no such webhook\n"
+        webhook = path.split("/")[1]
         try:
             request = read_review(body)
         except ReviewError as error:
+            self.counts[webhook, "unreadable"] += 1
             return 400, f"{error}\n".encode(errors="replace")
         try:
             answer = route(request)
         except Exception:
             # The API server then does what the webhook's failurePolicy says: a pod passes as it is.
             log.exception("the review of %s by %s failed", request.resource.resource, path)
+            self.counts[webhook, "failed"] += 1
             return 500, b"rankscope: the review failed; the operator's log has the reason\n"
+        result = "refused" if answer.refusal else "changed" if answer.patch else "passed"
+        self.counts[webhook, result] += 1
         return 200, write_answer(request, answer)
 
     def _injector(self, wish: Wish) -> Callable[[Request], Answer]:

@@ -36,6 +36,7 @@ from rankscope.operator.kube.policy_pushing import PolicyPusher
 from rankscope.operator.kube.runs import RunsController
 from rankscope.operator.kube.serving import OperatorServer
 from rankscope.operator.kube.watching import Watched
+from rankscope.operator.kube.webhook_exporting import WebhookExporter
 from rankscope.operator.kube.webhooks import Webhooks
 from rankscope.operator.kube.writing import Outbox
 from rankscope.v1.rank_service_pb2 import WatchRanksResponse
@@ -110,10 +111,12 @@ class Operator:
         ]
         if self._alert_token is not None:
             exporters.append(AlertExporter(lambda: self.alert_desk.totals))
-        self.server = OperatorServer(settings.listen_host, settings.listen_port, self, exporters)
         self.webhooks = (
             None if settings.webhooks is None else Webhooks(self.api, settings.webhooks, lambda: 0 in self.leases.held)
         )
+        if self.webhooks is not None:
+            exporters.append(WebhookExporter(self.webhooks))
+        self.server = OperatorServer(settings.listen_host, settings.listen_port, self, exporters)
         self._stopping = threading.Event()
         self._pulse_thread = threading.Thread(target=self._pulse, name="rankscope-pulse", daemon=True)
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from rankscope.operator.kube.admitting import Admission
 from rankscope.operator.kube.api import Api, ApiError, UnreachableError
 from rankscope.operator.kube.certificate_keeping import FileKeeper, Keeper, SecretKeeper, Served
-from rankscope.operator.kube.certificates import Lifetimes
+from rankscope.operator.kube.certificates import Lifetimes, expires
 from rankscope.operator.kube.webhook_configuring import NAME, Address, Configuring
 from rankscope.operator.kube.webhook_serving import WebhookServer
 
@@ -52,7 +52,8 @@ class Webhooks:
     def __init__(self, api: Api, settings: WebhookSettings, leads: Callable[[], bool]) -> None:
         self._settings = settings
         self._leads = leads
-        self.server = WebhookServer(settings.listen_host, settings.listen_port, Admission(settings.probe_image).answer)
+        self.admission = Admission(settings.probe_image)
+        self.server = WebhookServer(settings.listen_host, settings.listen_port, self.admission.answer)
         address = Address(settings.namespace, settings.service, url=settings.url)
         self._configuring = Configuring(api, address, settings.configuration)
         self._keeper: Keeper
@@ -68,6 +69,12 @@ class Webhooks:
     @property
     def is_serving(self) -> bool:
         return self._served is not None
+
+    @property
+    def expires_unix(self) -> float | None:
+        """Of the certificate that is served."""
+        served = self._served
+        return None if served is None else expires(served.certificate).timestamp()
 
     def start(self) -> None:
         self.server.start()

@@ -183,3 +183,21 @@ def test_a_policy_that_says_nothing_passes_with_a_warning() -> None:
     assert "says nothing" in response["warnings"][0]
     sensible = {"selector": {"matchLabels": {"example.com/team": "a"}}, "automaticCaptures": {"on": ["hang"]}}
     assert "warnings" not in ask("/validate", review(ours(sensible), "profilingpolicies"))
+
+
+def test_reviews_are_counted_by_webhook_and_result_and_strangers_make_no_series() -> None:
+    admission = Admission("image")
+    for path, body in (
+        ("/inject/probe?timeout=3s", review(pod(None))),
+        ("/inject", review(pod("false"))),
+        ("/stamp", review(ours({"run": "a"}), "captures")),
+        ("/validate", b"garbage"),
+        ("/made/up", b""),
+    ):
+        admission.answer(path, body)
+    assert admission.counts == {
+        ("inject", "changed"): 1,
+        ("inject", "passed"): 1,
+        ("stamp", "refused"): 1,
+        ("validate", "unreadable"): 1,
+    }
