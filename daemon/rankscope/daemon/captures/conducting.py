@@ -13,6 +13,7 @@ from typing import Protocol
 
 from rankscope.daemon.captures.asking import id_of, kept_text, length_of, options_of, patience_of, start_of
 from rankscope.daemon.captures.engaging import Engagements
+from rankscope.daemon.captures.learned_steps import LearnedSteps
 from rankscope.daemon.captures.orders import Backend, CancelledError, CaptureError, Order, Recording, Stage
 from rankscope.daemon.captures.outcomes import (
     Delivered,
@@ -87,6 +88,7 @@ class Conductor:
         self.records = Records(archive.save, archive.load())
         self.tally = CaptureTally()
         self._engagements = Engagements(node, backends)
+        self._learned = LearnedSteps()
         self._starting = threading.Lock()
 
     def start(
@@ -120,7 +122,13 @@ class Conductor:
             capture.notes.append(f"{len(here)} of the job's {world_size} ranks run on {self._node}; these were asked")
         engaged = self._engagements.begin(capture, numbers, here, options)
         try:
-            start_seconds = start_of(request, self._earliest_start([rank for rank, _ in engaged], now))
+            together = [rank for rank, _ in engaged]
+            start_seconds = start_of(request, self._earliest_start(together, now))
+            known = {
+                rank.rank: self._step_seconds(rank, now - STEP_TIME_SECONDS, now) or usual_step_seconds
+                for rank in together
+            }
+            learned = self._learned.longest(together)
             orders = [
                 Order(
                     capture.id,
@@ -130,14 +138,15 @@ class Conductor:
                     round(start_seconds * 1000),
                     start_seconds + patience_seconds,
                     options,
-                    self._step_seconds(rank, now - STEP_TIME_SECONDS, now) or usual_step_seconds,
+                    known[rank.rank] or learned,
                 )
                 for rank, _ in engaged
             ]
             self.records.add(capture)
             work = [(order, backend) for order, (_, backend) in zip(orders, engaged, strict=True)]
             name = f"rankscope-{capture.id}"
-            threading.Thread(target=self._conduct, args=(capture.id, work), name=name, daemon=True).start()
+            is_sure = all(known.values())
+            threading.Thread(target=self._conduct, args=(capture.id, work, is_sure), name=name, daemon=True).start()
         except BaseException:
             self._engagements.end(capture.id)
             raise
@@ -155,11 +164,11 @@ class Conductor:
     def close(self) -> None:
         self._engagements.cancel_all()
 
-    def _conduct(self, capture_id: str, work: Sequence[tuple[Order, Backend]]) -> None:
+    def _conduct(self, capture_id: str, work: Sequence[tuple[Order, Backend]], is_sure: bool) -> None:
         try:
             learned = self._attempt(capture_id, work)
-            if learned and not self._engagements.cancelled(capture_id).is_set():
-                # Nobody knew how long a step takes, and too few were recorded; now it is known.
+            if learned and not is_sure and not self._engagements.cancelled(capture_id).is_set():
+                # Nobody knew how long a step takes by now, and too few were recorded; now it is known.
                 self.records.change(capture_id, forget_first_attempt)
                 self._attempt(capture_id, self._anew(work, learned))
             self._measure_aftermath(capture_id, [order for order, _ in work])
@@ -173,7 +182,7 @@ class Conductor:
 
     def _attempt(self, capture_id: str, work: Sequence[tuple[Order, Backend]]) -> dict[int, float]:
         """Record all ranks at once and deliver what they gave. Returns the step time of ranks of which too few steps
-        were recorded because it was not known."""
+        were recorded because it was not known, or taken for shorter."""
         recorded: dict[int, tuple[RankProcess, Recording]] = {}
         threads = [
             threading.Thread(
@@ -201,8 +210,11 @@ class Conductor:
                 capture_id, rank, partial(enter_delivery, recording=recording, delivered=delivered)
             )
             order = orders[rank]
+            if delivered.step_seconds is None:
+                continue
+            self._learned.learn(order.rank, delivered.step_seconds)
             too_few = order.steps is not None and (delivered.whole_steps or 0) < order.steps
-            if too_few and order.step_seconds is None and delivered.step_seconds is not None:
+            if too_few and (order.step_seconds is None or delivered.step_seconds > order.step_seconds):
                 learned[rank] = delivered.step_seconds
         return learned
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from rankscope.analysis.choosing_ranks import Suspected
 from rankscope.daemon.captures.conducting import Conductor, Recorded
+from rankscope.daemon.captures.learned_steps import PROCESSES_KEPT, LearnedSteps
 from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage
 from rankscope.daemon.captures.outcomes import Delivered
 from rankscope.daemon.samples import RankProcess
@@ -53,6 +54,7 @@ class ScriptedBackend:
 class MemoryArchive:
     root: Path
     whole_steps: list[int] = field(default_factory=lambda: [9])  # of each delivery
+    step_seconds: float = 0.1
     refused: dict[int, str] = field(default_factory=dict)
     saved: list[pb.Capture] = field(default_factory=list)
     cleaned: list[str] = field(default_factory=list)
@@ -78,7 +80,13 @@ class MemoryArchive:
             else:
                 yield (
                     number,
-                    Delivered(f"rank{number}", 7, steps=min(whole, steps or 0), step_seconds=0.1, whole_steps=whole),
+                    Delivered(
+                        f"rank{number}",
+                        7,
+                        steps=min(whole, steps or 0),
+                        step_seconds=self.step_seconds,
+                        whole_steps=whole,
+                    ),
                 )
 
     def join(self, capture: pb.Capture) -> pb.JoinSummary | None:
@@ -214,19 +222,52 @@ def test_too_few_steps_are_recorded_once_more_with_the_step_time_that_was_learne
     assert [entry.steps for entry in capture.ranks] == [5, 5]
 
 
-def test_a_known_step_time_is_not_tried_twice(archive: MemoryArchive) -> None:
+def test_a_second_attempt_is_not_followed_by_a_third(archive: MemoryArchive) -> None:
     backend = ScriptedBackend()
     archive.whole_steps = [2]
-    conducted = Conductor(
-        "n",
-        [backend],
-        archive,
-        lambda: [rank(0)],
-        step_seconds=lambda process, start_unix_seconds, end_unix_seconds: None,
-    )
+    conducted = conductor(backend, archive, ranks=1)
     capture = ended(conducted, conducted.start(pb.StartCaptureRequest(steps=5)))
     assert len(backend.orders) == 2
     assert capture.ranks[0].steps == 2
+
+
+def test_a_step_time_that_is_seen_is_not_tried_twice(archive: MemoryArchive) -> None:
+    backend = ScriptedBackend()
+    archive.whole_steps = [2]
+    seen = Conductor("n", [backend], archive, lambda: [rank(0)], step_seconds=lambda *_, **__: 0.02)
+    ended(seen, seen.start(pb.StartCaptureRequest(steps=5)))
+    assert [order.step_seconds for order in backend.orders] == [0.02]
+
+
+def test_a_capture_knows_the_step_time_that_an_earlier_one_of_the_same_processes_taught(archive: MemoryArchive) -> None:
+    backend = ScriptedBackend()
+    processes = [rank(0), rank(1)]
+    conducted = Conductor("n", [backend], archive, lambda: processes)
+    ended(conducted, conducted.start(pb.StartCaptureRequest(steps=5, ranks="0")))
+    ended(conducted, conducted.start(pb.StartCaptureRequest(steps=5)))
+    # Rank 1 was not captured before: it trains with rank 0.
+    assert [order.step_seconds for order in backend.orders] == [None, 0.1, 0.1]
+    processes[:] = [replace(one, start_ticks=2) for one in processes]
+    ended(conducted, conducted.start(pb.StartCaptureRequest(steps=5, ranks="0")))
+    assert backend.orders[-1].step_seconds is None
+
+
+def test_steps_that_became_longer_than_was_learned_are_recorded_once_more(archive: MemoryArchive) -> None:
+    backend = ScriptedBackend()
+    conducted = conductor(backend, archive, ranks=1)
+    ended(conducted, conducted.start(pb.StartCaptureRequest(steps=5)))
+    archive.whole_steps, archive.step_seconds = [2, 9], 0.4
+    capture = ended(conducted, conducted.start(pb.StartCaptureRequest(steps=5)))
+    assert [order.step_seconds for order in backend.orders] == [None, 0.1, 0.4]
+    assert capture.ranks[0].steps == 5
+
+
+def test_only_so_many_step_times_are_kept() -> None:
+    learned = LearnedSteps()
+    for number in range(PROCESSES_KEPT + 1):
+        learned.learn(rank(number), 0.1 + number)
+    assert learned.longest([rank(0)]) is None
+    assert learned.longest([rank(0), rank(1), rank(2)]) == 2.1
 
 
 def test_the_straggler_is_who_the_correlation_says(archive: MemoryArchive) -> None:
