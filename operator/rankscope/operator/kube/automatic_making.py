@@ -64,14 +64,14 @@ class AutomaticCaptures:
         """`policies` is run to the policy that holds. Returns all captures there are; None while they are not known."""
         if not self._watched.listed.is_set() or not self._runs.watched.listed.is_set():
             return None
-        captures, now, states = self.known(), self._clock(), self._states()
+        now, states = self._clock(), self._states()
         self._note_recoveries(states, now)
         for name, policy in policies.items():
             wish = policy.spec.automatic_captures if policy.spec is not None else None
             state = states.get(name)
             if isinstance(wish, resources.AutomaticCaptures) and state is not None and self._leases.holds(name):
-                self._consider(name, policy, wish, state, captures, now)
-        return captures
+                self._consider(name, policy, wish, state, now)
+        return self.known()
 
     def known(self) -> list[CaptureObject]:
         """Those that the watch tells of and those just made."""
@@ -97,7 +97,6 @@ class AutomaticCaptures:
         policy: PolicyObject,
         wish: resources.AutomaticCaptures,
         state: JobState,
-        captures: Sequence[CaptureObject],
         now: float,
     ) -> None:
         namespace, _, run_name = name.partition("/")
@@ -109,6 +108,7 @@ class AutomaticCaptures:
             if policy.uid in self._busy:
                 return  # what comes of it counts for the next
             past = self._past.get(run.uid)
+        captures = self.known()  # after that: what another run's has become since this round began counts too
         of_run = [c for c in captures if c.namespace == namespace and c.spec is not None and c.spec.run == run_name]
         finding, ranks = rules.finding_of(state), rules.chosen_ranks(state)
         objection = rules.objection(wish, policy, finding, of_run, captures, past, self._recovered.get(name), now)

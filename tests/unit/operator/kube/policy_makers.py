@@ -1,0 +1,59 @@
+"""Policies, runs and captures as the API server has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rankscope.operator.kube.capture_objects import CaptureObject, read_capture_object
+from rankscope.operator.kube.grouping import RunKey
+from rankscope.operator.kube.inventory import Run
+from rankscope.operator.kube.pods import Pod
+from rankscope.operator.kube.policy_objects import PolicyObject, read_policy_object
+from rankscope.operator.kube.run_status import moment
+from rankscope.operator.kube.runs import RunObject, read_run_object
+
+NOW = 1_800_000_000.0
+AUTOMATIC = {"on": ["slow_rank", "slow_communication"], "cooldownSeconds": 600, "perDay": 3, "concurrent": 2}
+
+
+def policy(name: str = "p", namespace: str = "team", created: float = NOW - 9000, **spec: Any) -> PolicyObject:
+    metadata = {"name": name, "namespace": namespace, "uid": f"uid-{namespace}-{name}", "generation": 4}
+    made = read_policy_object({"metadata": {**metadata, "creationTimestamp": moment(created)}, "spec": spec})
+    assert made is not None
+    return made
+
+
+def pod(name: str = "w-0", annotations: dict[str, str] | None = None, phase: str = "Running", **labels: str) -> Pod:
+    return Pod(f"uid-{name}", name, "team", "node", phase=phase, labels=labels, annotations=annotations or {})
+
+
+def run(*pods: Pod, name: str = "llama") -> Run:
+    return Run(RunKey("team", "Run", name), {pod.uid: pod for pod in pods or (pod(),)})
+
+
+def run_object(name: str = "run-llama", uid: str = "uid-run") -> RunObject:
+    metadata = {"name": name, "namespace": "team", "uid": uid}
+    made = read_run_object({"metadata": metadata, "spec": {"workload": {"kind": "Run", "name": "llama"}}})
+    assert made is not None
+    return made
+
+
+def capture(
+    name: str,
+    age_seconds: float,
+    run: str = "run-llama",
+    phase: str = "Succeeded",
+    ranks: str = "0,1",
+    **annotations: str,
+) -> CaptureObject:
+    metadata = {
+        "name": name,
+        "namespace": "team",
+        "uid": f"uid-{name}",
+        "creationTimestamp": moment(NOW - age_seconds),
+        "annotations": {f"rankscope.dev/{key}": value for key, value in annotations.items()},
+    }
+    spec = {"run": run, "ranks": ranks, "steps": 3}
+    made = read_capture_object({"metadata": metadata, "spec": spec, "status": {"phase": phase}})
+    assert made is not None
+    return made
