@@ -24,7 +24,7 @@ NAME_CHARACTERS = 63
 HASH_CHARACTERS = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RunKey:
     """A run is the workload that made the pods. `uid` tells a workload from the one of the same name before it."""
 

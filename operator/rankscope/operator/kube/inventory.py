@@ -36,6 +36,7 @@ class Run:
 
 @dataclass
 class _Group:
+    key: RunKey  # one for all of its pods
     pods: dict[str, Pod] = field(default_factory=dict)
     is_wanted: bool = False
 
@@ -55,10 +56,10 @@ class Inventory:
             if before is not None and before != key:
                 self._remove(uid, before)
             if key is not None:
-                group = self._groups.setdefault(key, _Group())
+                group = self._groups.setdefault(key, _Group(key))
                 group.pods[uid] = pod
                 group.is_wanted = group.is_wanted or is_labelled(pod)
-                self._keys[uid] = key
+                self._keys[uid] = group.key
 
     def deleted(self, uid: str) -> None:
         with self._lock:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 LABELS_KEPT = 64
 TEXT_CHARACTERS = 253
 
+# Pods repeat each other's words; parsed one by one, each would keep its own copy. Bounded, unlike sys.intern.
+_shared = lru_cache(maxsize=1 << 16)(str)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Owner:
     api_version: str
     kind: str
@@ -18,7 +22,7 @@ class Owner:
     uid: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Pod:
     uid: str
     name: str
@@ -48,16 +52,16 @@ def read_pod(document: Mapping[str, Any]) -> Pod | None:
     return Pod(
         uid=uid,
         name=name,
-        namespace=namespace,
-        node=_text(spec.get("nodeName")),
+        namespace=_shared(namespace),
+        node=_shared(_text(spec.get("nodeName"))),
         address=_text(status.get("podIP")),
-        phase=_text(status.get("phase")),
+        phase=_shared(_text(status.get("phase"))),
         ready=isinstance(conditions, list) and any(_is_ready(condition) for condition in conditions),
         deleting=bool(metadata.get("deletionTimestamp")),
         labels=_texts(metadata.get("labels")),
         annotations={k: v for k, v in _texts(metadata.get("annotations"), 1024).items() if "rankscope.dev/" in k},
         owner=_owner(metadata.get("ownerReferences")),
-        created=_text(metadata.get("creationTimestamp")),
+        created=_shared(_text(metadata.get("creationTimestamp"))),
     )
 
 
@@ -70,7 +74,7 @@ def _owner(references: object) -> Owner | None:
     for reference in known:
         parts = [_text(reference.get(part)) for part in ("apiVersion", "kind", "name", "uid")]
         if all(parts):
-            return Owner(*parts)
+            return Owner(*map(_shared, parts))
     return None
 
 
@@ -91,4 +95,4 @@ def _texts(value: object, characters: int = TEXT_CHARACTERS) -> dict[str, str]:
     pairs = [(k, v) for k, v in _mapping(value).items() if isinstance(k, str) and isinstance(v, str)]
     # Those that group pods into runs must survive a pod with hundreds of labels.
     pairs.sort(key=lambda pair: "/" not in pair[0])
-    return {k: v[:characters] for k, v in pairs[:LABELS_KEPT]}
+    return {_shared(k): _shared(v[:characters]) for k, v in pairs[:LABELS_KEPT]}

@@ -1,0 +1,191 @@
+"""A simulated fleet against the operator's core: real gRPC streams from every daemon, windows every two seconds.
+
+`python -m benchmarks.fleet --daemons 2000 --seconds 300` is the whole of it; `make bench` has a smaller one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks.fleet_layout import FleetLayout, node_name
+from benchmarks.reporting import Row, between, table
+from benchmarks.running import BenchmarkError
+
+DAEMONS = 500
+RANKS_PER_NODE = 8
+SECONDS = 60.0
+# Verdicts need some windows, and the first ones meet a core that is still connecting.
+SETTLING_SECONDS = 20.0
+SERVER_PROCESSES = 4
+CONNECTING_SECONDS = 300.0
+DESCRIPTORS = 16_384
+
+
+@dataclass(frozen=True)
+class Report:
+    unix_seconds: float
+    connected: int
+    windows_total: int
+    cpu_seconds: float
+    resident_bytes: int
+    latencies: list[float] = field(repr=False)
+    refused: dict[str, int] = field(default_factory=dict)
+
+
+class Core:
+    """The operator's core in a process of its own."""
+
+    def __init__(self, layout: FleetLayout, addresses: dict[str, str]) -> None:
+        self.started_at = time.time()
+        command = [sys.executable, "-m", "benchmarks.fleet_operator", str(layout.daemons), str(layout.ranks_per_node)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._daemons = layout.daemons
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(addresses) + "\n")
+        self._process.stdin.flush()
+
+    def reports(self) -> Iterator[Report]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            yield Report(**json.loads(line))
+        raise BenchmarkError("the operator's core ended by itself")
+
+    def await_streams(self) -> float:
+        """Seconds since its start until every daemon was heard."""
+        return self._until(lambda report: report.connected == self._daemons).unix_seconds - self.started_at
+
+    def watch(self, seconds: float) -> list[Report]:
+        found: list[Report] = []
+        for report in self.reports():
+            found.append(report)
+            if report.unix_seconds - found[0].unix_seconds >= seconds:
+                break
+        return found
+
+    def finish(self) -> None:
+        """Ends it, and fails if its verdicts were wrong."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        last = self._process.stdout.readlines()[-1]
+        self._process.wait(30.0)
+        wrong = json.loads(last)["wrong"]
+        if wrong:
+            raise BenchmarkError(f"verdicts are not what was made: {wrong[0]}")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _until(self, is_so: Callable[[Report], bool]) -> Report:
+        for report in self.reports():
+            if is_so(report):
+                return report
+            if report.unix_seconds - self.started_at > CONNECTING_SECONDS:
+                raise BenchmarkError(f"{report.connected} of {self._daemons} daemons heard in {CONNECTING_SECONDS} s")
+        raise AssertionError("reports never end")
+
+
+@contextmanager
+def daemons(layout: FleetLayout) -> Iterator[dict[str, str]]:
+    """Node to address."""
+    share = -(-layout.daemons // SERVER_PROCESSES)
+    firsts = range(0, layout.daemons, share)
+    shape = [str(layout.daemons), str(layout.ranks_per_node)]
+    with ExitStack() as stack:
+        processes = []
+        for first in firsts:
+            count = min(share, layout.daemons - first)
+            command = [sys.executable, "-m", "benchmarks.fleet_daemons", str(first), str(count), *shape]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        addresses: dict[str, str] = {}
+        for process in processes:
+            assert process.stdout is not None
+            ports = json.loads(process.stdout.readline())
+            addresses |= {node_name(int(node)): f"127.0.0.1:{port}" for node, port in ports.items()}
+        yield addresses
+
+
+def measure(daemon_count: int = DAEMONS, seconds: float = SECONDS) -> list[Row]:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 < hard < DESCRIPTORS and hard < 3 * daemon_count:
+        raise BenchmarkError(f"{daemon_count} streams need more open files than the limit of {hard}; raise ulimit -Hn")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    layout = FleetLayout(daemon_count, RANKS_PER_NODE)
+    with daemons(layout) as addresses:
+        core = Core(layout, addresses)
+        try:
+            core.await_streams()
+            core.watch(SETTLING_SECONDS)
+            reports = core.watch(seconds)
+            core.finish()
+        finally:
+            core.kill()
+        restarted = Core(layout, addresses)
+        try:
+            recovered_seconds = restarted.await_streams()
+        finally:
+            restarted.kill()
+    return _rows(layout, reports, recovered_seconds)
+
+
+def _rows(layout: FleetLayout, reports: list[Report], recovered_seconds: float) -> list[Row]:
+    first, last = reports[0], reports[-1]
+    seconds = last.unix_seconds - first.unix_seconds
+    windows = last.windows_total - first.windows_total
+    cpu = last.cpu_seconds - first.cpu_seconds
+    latencies = np.array([latency for report in reports[1:] for latency in report.latencies])
+    middle, high, longest = np.quantile(latencies, (0.5, 0.99, 1.0))
+    label = f"fleet: {layout.daemons:,} daemons × {layout.ranks_per_node}"
+    raw = {
+        "seconds": seconds,
+        "windows": windows,
+        "cpu_seconds": cpu,
+        "jobs": len(layout.jobs),
+        "latency_seconds": {"p50": middle, "p99": high, "max": longest, "count": len(latencies)},
+        "refused": last.refused,
+    }
+    made = layout.daemons * layout.ranks_per_node / 2.0
+    shown = f"median {middle:.2f}, at most {longest:.2f}, {len(latencies):,} verdicts"
+    return [
+        Row(f"{label}, windows handled", windows / seconds, "/s", f"{made:,.0f} made", None, 0, raw=raw),
+        Row(f"{label}, window to verdict, 99th percentile", float(high), "s", shown, 2.0),
+        Row(
+            f"{label}, CPU of the operator",
+            100 * cpu / seconds,
+            "% of a core",
+            f"{1e6 * cpu / windows:.0f} µs a window",
+        ),
+        Row(
+            f"{label}, resident memory",
+            last.resident_bytes / 1e6,
+            "MB",
+            between(first.resident_bytes / 1e6, max(report.resident_bytes for report in reports) / 1e6, 0),
+            None,
+            0,
+        ),
+        Row(f"{label}, all streams back after a restart", recovered_seconds, "s", "from the start of the process"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
+    parser.add_argument("--daemons", type=int, default=DAEMONS)
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    arguments = parser.parse_args()
+    print(table(measure(arguments.daemons, arguments.seconds)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""A made-up fleet: nodes, the pods on them, and who of the ranks is slow. The same on every side of the benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from benchmarks.fleets import SLOW_FACTOR, rank_window
+from rankscope.operator.kube.pods import Owner, Pod
+from rankscope.v1.rank_service_pb2 import WatchRanksResponse
+from rankscope.v1.window_pb2 import RankWindow
+
+WINDOW_SECONDS = 2.0
+STEPS = 20
+NAMESPACE = "team"
+# Of the nodes, a quarter each: one job over all of them, and jobs of so many nodes.
+NODES_PER_JOB = (16, 4, 1)
+# Every so manieth job has a slow rank.
+SLOW_EVERY = 25
+
+
+@dataclass(frozen=True)
+class FleetJob:
+    name: str
+    nodes: range
+    ranks_per_node: int
+    is_slow: bool
+
+    @property
+    def world_size(self) -> int:
+        return len(self.nodes) * self.ranks_per_node
+
+    @property
+    def slow_rank(self) -> int:
+        return self.world_size // 2
+
+
+@dataclass(frozen=True)
+class FleetLayout:
+    """`daemons` nodes with one pod each, `ranks_per_node` ranks in it."""
+
+    daemons: int
+    ranks_per_node: int = 8
+
+    @cached_property
+    def jobs(self) -> tuple[FleetJob, ...]:
+        sizes = [max(1, self.daemons // 4)]
+        for nodes in NODES_PER_JOB:
+            sizes += [nodes] * (self.daemons // 4 // nodes)
+        sizes += [1] * (self.daemons - sum(sizes))
+        made, first = [], 0
+        for number, nodes in enumerate(sizes):
+            taken = range(first, first + nodes)
+            made.append(FleetJob(f"job-{number}", taken, self.ranks_per_node, number % SLOW_EVERY == 0))
+            first += nodes
+        return tuple(made)
+
+    @cached_property
+    def jobs_by_node(self) -> tuple[FleetJob, ...]:
+        return tuple(job for job in self.jobs for _ in job.nodes)
+
+    def pods(self) -> Iterator[Pod]:
+        for node, job in enumerate(self.jobs_by_node):
+            yield Pod(
+                uid=pod_uid(node),
+                name=f"{job.name}-worker-{node - job.nodes.start}",
+                namespace=NAMESPACE,
+                node=node_name(node),
+                address=f"10.{node >> 16}.{node >> 8 & 255}.{node & 255}",
+                phase="Running",
+                ready=True,
+                labels={"training.kubeflow.org/job-name": job.name, "training.kubeflow.org/replica-index": str(node)},
+                owner=Owner("kubeflow.org/v1", "PyTorchJob", job.name, f"uid-{job.name}"),
+                created="2026-11-15T00:00:00Z",
+            )
+
+
+class Speaker:
+    """What the daemons of a process say. One message is filled again and again: a real daemon has but its own."""
+
+    def __init__(self, layout: FleetLayout) -> None:
+        self._layout = layout
+        self._message = WatchRanksResponse()
+        for rank in range(layout.ranks_per_node):
+            window = self._message.windows.add()
+            window.CopyFrom(rank_window(rank, 1))
+            window.gpu.gpus, window.gpu.utilization_ratio, window.gpu.power_watts = 1, 0.98, 640.0
+            window.gpu.sm_clock_hertz, window.gpu.temperature_celsius = 1.7e9, 61.0
+
+    def message(self, node: int, tick: int) -> bytes:
+        """Serialized, of the window that ended at tick × WINDOW_SECONDS."""
+        job = self._layout.jobs_by_node[node]
+        name, uid = node_name(node), pod_uid(node)
+        self._message.node = name
+        first = (node - job.nodes.start) * self._layout.ranks_per_node
+        end_nanos = round(tick * WINDOW_SECONDS * 1e9)
+        for local, window in enumerate(self._message.windows):
+            identity = window.identity
+            identity.job, identity.node, identity.pod = f"10.0.0.1:{29500 + job.nodes.start}/run", name, uid
+            identity.rank, identity.world_size, identity.pid = first + local, job.world_size, 4000 + local
+            window.sequence = tick % 1_000_000
+            window.start_unix_nanos, window.end_unix_nanos = end_nanos - round(WINDOW_SECONDS * 1e9), end_nanos
+            window.last_step_unix_nanos = end_nanos - 1_000_000
+            window.steps_total = (tick % 1_000_000) * STEPS
+            _pace(window, job, identity.rank)
+        return self._message.SerializeToString()
+
+
+def _pace(window: RankWindow, job: FleetJob, rank: int) -> None:
+    """A slow rank's own time is longer; the others wait for it, and every step takes as long as the longest."""
+    is_slow = job.is_slow and rank == job.slow_rank
+    own = 0.090 * (SLOW_FACTOR if is_slow else 1.0) + 1e-5 * (rank % 7)
+    step = (0.090 * (SLOW_FACTOR if job.is_slow else 1.0)) + 0.010
+    window.step.mean_seconds = step
+    window.self.mean_seconds, window.self.p10_seconds, window.self.p90_seconds = own, 0.98 * own, 1.02 * own
+    window.wait.p10_seconds = 0.010
+    window.causes.self, window.causes.wait = own * STEPS, (step - own) * STEPS
+    window.causes.forward = 0.6 + (own - 0.090) * STEPS
+
+
+def node_name(node: int) -> str:
+    return f"node-{node}"
+
+
+def pod_uid(node: int) -> str:
+    return f"00000000-0000-4000-8000-{node:012d}"

@@ -1,0 +1,102 @@
+"""`python -m benchmarks.fleet_operator DAEMONS RANKS`: the operator from its streams to its verdicts, without an API
+server: the pods that it would be told of are made up. Reads the daemons' addresses as JSON from its input and prints,
+every half second, how it fares."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import threading
+import time
+
+from benchmarks.fleet_layout import NAMESPACE, FleetLayout
+from rankscope.analysis.verdict import Kind, Severity
+from rankscope.operator.correlation.correlator import Correlator, JobState
+from rankscope.operator.correlation.losing import LostSeconds
+from rankscope.operator.kube.binding import Binding
+from rankscope.operator.kube.daemon_streams import DaemonStreams
+from rankscope.operator.kube.inventory import Inventory
+from rankscope.v1.rank_service_pb2 import WatchRanksResponse
+
+REPORT_SECONDS = 0.5
+
+
+class Core:
+    """What `Operator` has between a daemon's message and a verdict."""
+
+    def __init__(self, layout: FleetLayout) -> None:
+        self.layout = layout
+        self.inventory = Inventory()
+        for pod in layout.pods():
+            self.inventory.changed(pod.uid, pod)
+        self.binding = Binding(self.inventory)
+        self.correlator = Correlator()
+        self.streams = DaemonStreams(self._accept)
+        self.windows_total = 0
+        self.latencies: list[float] = []
+        self._judged: dict[str, float] = {}
+        self.correlator.listen(LostSeconds())
+        self.correlator.listen(self._time)
+
+    def _accept(self, message: WatchRanksResponse, node: str) -> None:
+        heard = self.binding.bind(message, node)
+        self.windows_total += len(heard.windows)
+        if heard.windows or heard.departed:
+            self.correlator.take(heard.windows, heard.departed)
+
+    def _time(self, states: tuple[JobState, ...]) -> None:
+        """From the end of a window to a verdict that counts it in, once for each job and window."""
+        now = time.time()
+        for state in states:
+            if self._judged.get(state.job) != state.window_end_unix_seconds:
+                self._judged[state.job] = state.window_end_unix_seconds
+                self.latencies.append(now - state.window_end_unix_seconds)
+
+    def wrong_verdicts(self) -> list[str]:
+        """Rules that do not decide rightly have not been measured."""
+        states = {state.job: state for state in self.correlator.states}
+        wrong = []
+        for job in self.layout.jobs:
+            state = states.get(f"{NAMESPACE}/pytorchjob-{job.name}")
+            verdict = None if state is None else state.verdict
+            alarmed = verdict is not None and verdict.kind is Kind.SLOW_RANK and verdict.severity is Severity.ALARM
+            culprits = verdict.culprits if verdict is not None and alarmed else ()
+            if culprits != ((job.slow_rank,) if job.is_slow else ()):
+                wrong.append(f"{job.name}: {verdict}")
+        return wrong
+
+
+def main() -> None:
+    core = Core(FleetLayout(*map(int, sys.argv[1:])))
+    addresses: dict[str, str] = json.loads(sys.stdin.readline())
+    core.correlator.start()
+    core.streams.start()
+    core.streams.follow(addresses)
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    while not ended.wait(REPORT_SECONDS):
+        latencies, core.latencies = core.latencies, []
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        report = {
+            "unix_seconds": time.time(),
+            "connected": len(core.streams.connected),
+            "windows_total": core.windows_total,
+            "cpu_seconds": usage.ru_utime + usage.ru_stime,
+            "resident_bytes": resident_bytes(),
+            "latencies": [round(latency, 4) for latency in latencies],
+            "refused": core.binding.refusals.counts,
+        }
+        print(json.dumps(report), flush=True)
+    print(json.dumps({"wrong": core.wrong_verdicts()[:5], "jobs": len(core.layout.jobs)}), flush=True)
+    core.streams.stop()
+    core.correlator.stop()
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:  # noqa: PTH123 - /proc is no path of the user's
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()
