@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import yaml
 
 from rankscope.cli.main import SUBCOMMANDS
+from rankscope.daemon.config import Config
+from tests.unit.daemon import test_exporting as exporting
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "rules"
@@ -91,6 +94,16 @@ def test_every_metric_that_is_read_is_exported_or_agreed_on() -> None:
         if f"`{name}`" not in page and name.removeprefix("rankscope_").removesuffix("_total") not in sources
     }
     assert not unknown
+
+
+def test_what_the_rules_read_of_ranks_and_gpus_is_exported_at_default_settings() -> None:
+    status = replace(exporting.STATUS, metrics_detail=Config.metrics_detail)
+    exported = {name for name, _ in exporting.series(exporting.scrape(exporting.full_rank(), status=status))}
+    read = set(
+        re.findall(r"(?<![:\w])rankscope_(?:rank|gpu)_\w+", "\n".join(rule["expr"] for rule in ALERTS + RECORDED))
+    )
+    assert len(read) > 15
+    assert read <= exported
 
 
 @pytest.mark.parametrize("name", NAMES)
