@@ -79,6 +79,13 @@ class CapturesController:
             self._objects.pop(uid, None)
         self._asking.forget(uid)
 
+    def last_captures(self) -> Mapping[tuple[str, str], str]:
+        """Namespace and run to the capture of it that ended last."""
+        with self._lock:
+            ended = [thing for thing in self._objects.values() if isinstance(thing.status.finished_at, str)]
+        ended.sort(key=lambda thing: str(thing.status.finished_at))
+        return {(thing.namespace, thing.spec.run): thing.name for thing in ended if thing.spec is not None}
+
     def stop(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._asking.stop()

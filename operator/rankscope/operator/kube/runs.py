@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from rankscope.analysis.verdict import Severity
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.operator.kube.annotating import read_wishes
-from rankscope.operator.kube.api import Api, Document
+from rankscope.operator.kube.api import Api, ConflictError, Document
 from rankscope.operator.kube.electing import ShardLeases
 from rankscope.operator.kube.events import Events, Target
 from rankscope.operator.kube.grouping import RunKey
@@ -82,6 +82,7 @@ class RunsController:
         inventory: Inventory,
         leases: ShardLeases,
         states: Callable[[], Mapping[str, JobState]],
+        last_captures: Callable[[], Mapping[tuple[str, str], str]] = dict,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
@@ -90,6 +91,7 @@ class RunsController:
         self._inventory = inventory
         self._leases = leases
         self._states = states
+        self._last_captures = last_captures
         self._clock = clock
         self._objects: dict[tuple[str, str], RunObject] = {}
         self._lock = threading.Lock()
@@ -120,7 +122,7 @@ class RunsController:
     def reconcile(self) -> None:
         if not self.watched.listed.is_set():
             return
-        states = self._states()
+        states, captured = self._states(), self._last_captures()
         runs = self._runs_by_place()
         for place, run in runs.items():
             if not self._leases.holds("/".join(place)):
@@ -131,7 +133,7 @@ class RunsController:
             elif not found.deleting and found.is_ours and found.workload_uid != run.key.uid:
                 self._delete(found)  # of a workload of the same name that is gone; made anew when it is away
             elif not found.deleting:
-                self._update(found, run, states.get("/".join(place)))
+                self._update(found, run, states.get("/".join(place)), captured.get(place, UNSET))
             self._tell_mistakes(run)
         with self._lock:
             left = [thing for place, thing in self._objects.items() if place not in runs and thing.is_ours]
@@ -162,9 +164,10 @@ class RunsController:
         body = {"apiVersion": API_VERSION, "kind": "TrainingRun", "metadata": metadata, "spec": {"workload": workload}}
         path = f"{PATH}/namespaces/{key.namespace}/trainingruns"
         name = f"make {key.namespace}/{key.object_name}"
-        self._outbox.put(Write(name, key, lambda: void(self._api.create(path, body))))
+        place = f"{key.namespace}/{key.object_name}"
+        self._put(name, place, key, lambda: self._api.create(path, body))
 
-    def _update(self, thing: RunObject, run: Run, state: JobState | None) -> None:
+    def _update(self, thing: RunObject, run: Run, state: JobState | None, captured: str | UnsetType) -> None:
         now = self._clock()
         place = (thing.namespace, thing.name)
         standing = thing.status.verdict
@@ -174,6 +177,7 @@ class RunsController:
             if gist(found) != gist(standing) and getattr(found, "severity", "") != Severity.ALARM.value:
                 return
         status = run_status(run, state, thing.status, thing.generation, now)
+        status.last_capture = captured or status.last_capture
         if status == thing.status:
             return
         meant = _meaning(status) != _meaning(thing.status)
@@ -195,15 +199,25 @@ class RunsController:
 
     def _delete(self, thing: RunObject) -> None:
         body = {"preconditions": {"uid": thing.uid}}
-        self._outbox.put(Write(f"delete {thing.uid}", thing.uid, lambda: void(self._api.delete(thing.path, body))))
+        place = f"{thing.namespace}/{thing.name}"
+        self._put(f"delete {thing.uid}", place, thing.uid, lambda: self._api.delete(thing.path, body))
 
     def _write(self, thing: RunObject, status: TrainingRunStatus) -> None:
         # A merge patch keeps what it does not name: what is no longer known has to be named as null.
         content = msgspec.to_builtins(status)
         missing = {name: None for name in msgspec.to_builtins(thing.status) if name not in content}
         body = {"status": {**content, **missing}}
-        name = f"status {thing.namespace}/{thing.name}"
-        self._outbox.put(Write(name, body, lambda: void(self._api.merge(f"{thing.path}/status", body))))
+        place = f"{thing.namespace}/{thing.name}"
+        self._put(f"status {place}", place, body, lambda: self._api.merge(f"{thing.path}/status", body))
+
+    def _put(self, name: str, place: str, content: object, act: Callable[[], Document]) -> None:
+        def send() -> None:
+            # It may have waited through an outage, and somebody else acts for the run by now.
+            if not self._leases.holds(place):
+                raise ConflictError(409, "NotHeld", f"another replica may act for {place}")
+            void(act())
+
+        self._outbox.put(Write(name, content, send))
 
     def _tell_verdict(self, thing: RunObject, run: Run, verdict: RunVerdict, before: object) -> None:
         was_alarm = isinstance(before, RunVerdict) and before.severity == Severity.ALARM.value
@@ -241,4 +255,4 @@ def void(_: object) -> None:
 def _meaning(status: TrainingRunStatus) -> object:
     """What a person would call a change."""
     conditions = tuple((condition.type, condition.status) for condition in status.conditions)
-    return (status.phase, status.ranks, gist(status.verdict), conditions)
+    return (status.phase, status.ranks, gist(status.verdict), conditions, status.last_capture)
