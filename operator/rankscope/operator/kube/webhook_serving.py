@@ -12,6 +12,7 @@ import ssl
 import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError  # in 3.10 not yet the built-in one
 from typing import Any, TypeVar
 
 from rankscope.operator.kube.http_requests import BadRequestError, Head, read_head
@@ -67,7 +68,7 @@ class WebhookServer:
     def stop(self) -> None:
         """Requests under way are answered, for a moment."""
         if self._thread.is_alive():
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(FutureTimeoutError):
                 asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(STOP_SECONDS + 5.0)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5.0)

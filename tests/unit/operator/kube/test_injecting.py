@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,3 +293,17 @@ def test_any_pod_can_be_patched_keeps_all_it_had_and_needs_nothing_the_second_ti
     for kind in ("volumes", "initContainers"):
         held = document["spec"].get(kind) or []
         assert (once["spec"].get(kind) or [])[: len(held)] == held
+
+
+def test_what_is_injected_starts_the_probe_in_a_python_that_has_no_rankscope(tmp_path: Path) -> None:
+    """As a kubelet would: the init container first, then the container with its variables, the volume in both."""
+    (tmp_path / "theirs.py").write_text("name = 'training code'\n")
+    result = injected(pod({"name": "pytorch", "env": [{"name": "PYTHONPATH", "value": str(tmp_path)}]}))
+    folder = str(tmp_path / "volume")
+    (init,) = result["spec"]["initContainers"]
+    subprocess.run([sys.executable, *(part.replace(FOLDER, folder) for part in init["command"][1:])], check=True)
+    program = "import sys, theirs; print(theirs.name, 'rankscope.probe.bootstrap' in sys.modules)"
+    variables = {name: value.replace(FOLDER, folder) for name, value in env(result).items()}
+    python = Path(sys.base_prefix) / "bin" / "python3"
+    done = subprocess.run([python, "-c", program], env=variables, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("training code True\n", "")
