@@ -106,6 +106,11 @@ def test_a_path_from_elsewhere_goes_behind_ours_through_a_reference() -> None:
     assert env(result)["PYTHONPATH"] == f"{FOLDER}:$({GIVEN_PYTHONPATH})"
 
 
+def test_of_a_path_that_is_set_twice_the_last_counts() -> None:
+    given = [{"name": "PYTHONPATH", "value": "/one"}, {"name": "PYTHONPATH", "value": "/two"}]
+    assert env(injected(pod({"name": "pytorch", "env": given})))["PYTHONPATH"] == f"{FOLDER}:/two"
+
+
 @pytest.mark.parametrize(
     ("sources", "expected"),
     [
