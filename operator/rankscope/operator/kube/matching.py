@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from rankscope.analysis.policy import Policy
-from rankscope.operator.kube.annotating import read_wishes
+from rankscope.operator.kube.annotating import MFU_TARGET, read_wishes
 from rankscope.operator.kube.inventory import Run
 from rankscope.operator.kube.policy_objects import PolicyObject
 from rankscope.operator.kube.resources import Thresholds
@@ -42,8 +42,9 @@ def selects(policy: PolicyObject, run: Run) -> bool:
 
 def mfu_target_of(run: Run) -> float | None:
     """What people wrote on the run's pods; where they disagree, the first pod by name has it."""
-    for pod in sorted(run.pods.values(), key=lambda pod: pod.name):
-        target = read_wishes(pod.annotations).mfu_target if pod.annotations else None
+    annotated = [pod for pod in run.pods.values() if MFU_TARGET in pod.annotations]
+    for pod in sorted(annotated, key=lambda pod: pod.name):
+        target = read_wishes(pod.annotations).mfu_target
         if target is not None:
             return target
     return None

@@ -22,13 +22,22 @@ from rankscope.operator.kube.matching import Match, by_namespace, match, mfu_tar
 from rankscope.operator.kube.policy_objects import PATH, PolicyObject, read_policy_object
 from rankscope.operator.kube.policy_pushing import PolicyPusher, Wanted
 from rankscope.operator.kube.policy_status import policy_status
-from rankscope.operator.kube.resources import API_VERSION, DutyCycle, ProfilingPolicyStatus, Sampling
+from rankscope.operator.kube.resources import (
+    API_VERSION,
+    DutyCycle,
+    ProfilingPolicySpec,
+    ProfilingPolicyStatus,
+    Sampling,
+)
 from rankscope.operator.kube.runs import RunsController, void
 from rankscope.operator.kube.watching import Watched
 from rankscope.operator.kube.writing import Outbox, Write
 from rankscope.v1.policy_service_pb2 import RunPolicy
 
 log = logging.getLogger(__name__)
+
+# What tens of thousands of pods should have is not worked out with every pulse.
+RATES_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ class PoliciesController:
         self._base = base
         self._clock = clock
         self._pusher = pusher(self._tell_daemon)
+        self._rated_at = 0.0
         self._thresholds: dict[str, Policy] = {}
         self._matches: dict[str, Match] = {}
         self.watched: Watched[PolicyObject] = Watched(api, f"{PATH}/profilingpolicies", read_policy_object, self)
@@ -104,7 +114,10 @@ class PoliciesController:
         self._matches = {name: matched for name, matched in found.items() if matched is not None}
         self._set_thresholds(runs)
         daemons = self._daemons()
-        self._pusher.follow(self._rates(runs), daemons.addresses, daemons.connected, self._leases.keeps)
+        self._pusher.forget_all_but(daemons.connected)
+        if self._clock() - self._rated_at >= RATES_SECONDS:
+            self._rated_at = self._clock()
+            self._pusher.follow(self._rates(runs), daemons.addresses, daemons.connected, self._leases.keeps)
         holding = {name: matched.policy for name, matched in self._matches.items()}
         captures = self._captures.reconcile(holding)
         if captures is not None:
@@ -113,14 +126,20 @@ class PoliciesController:
     def _set_thresholds(self, runs: Mapping[str, Run]) -> None:
         # Equal ones are one and the same object: jobs are compared in groups of it.
         known = {policy: policy for policy in self._thresholds.values()}
+        by_wish: dict[tuple[str, float | None], Policy] = {}
         made: dict[str, Policy] = {}
         for name, run in runs.items():
             matched = self._matches.get(name)
             thing = self._runs.object_of(run.key.namespace, run.key.object_name)
             target = mfu_target_of(run) if thing is None or thing.mfu_target is None else thing.mfu_target
-            policy = thresholds(self._base, matched.policy if matched else None, target)
-            if policy is not self._base:
-                made[name] = known.setdefault(policy, policy)
+            if matched is None and target is None:
+                continue
+            wish = (matched.policy.uid if matched else "", target)
+            if wish not in by_wish:
+                policy = thresholds(self._base, matched.policy if matched else None, target)
+                by_wish[wish] = known.setdefault(policy, policy)
+            if by_wish[wish] is not self._base:
+                made[name] = by_wish[wish]
         self._thresholds = made
 
     # --- rates -------------------------------------------------------------------------------------------------------
@@ -134,15 +153,12 @@ class PoliciesController:
                 continue
             if not isinstance(spec.sampling, Sampling) and not isinstance(spec.duty_cycle, DutyCycle):
                 continue
-            for pod in sorted(runs[name].live_pods, key=lambda pod: pod.uid):
+            pods: dict[str, list[str]] = {}
+            for pod in runs[name].live_pods:
                 if pod.node:
-                    rates = wanted.setdefault(pod.node, {}).setdefault(name, RunPolicy(run=name))
-                    rates.pods.append(pod.uid)
-                    if isinstance(spec.sampling, Sampling) and isinstance(spec.sampling.stack_rate_hertz, float):
-                        rates.stack_rate_hertz = spec.sampling.stack_rate_hertz
-                    if isinstance(spec.duty_cycle, DutyCycle):
-                        rates.duty_cycle_steps = spec.duty_cycle.steps
-                        rates.duty_cycle_seconds = spec.duty_cycle.every_seconds
+                    pods.setdefault(pod.node, []).append(pod.uid)
+            for node, uids in pods.items():
+                wanted.setdefault(node, {})[name] = _rates_of(name, spec, sorted(uids))
         return wanted
 
     def _tell_daemon(self, run: str, note: str) -> None:
@@ -177,3 +193,13 @@ class PoliciesController:
         body = {"status": {**content, **missing}}
         path = f"{policy.path}/status"
         self._outbox.put(Write(f"policy {policy.uid}", body, lambda: void(self._api.merge(path, body))))
+
+
+def _rates_of(name: str, spec: ProfilingPolicySpec, pods: list[str]) -> RunPolicy:
+    rates = RunPolicy(run=name, pods=pods)
+    if isinstance(spec.sampling, Sampling) and isinstance(spec.sampling.stack_rate_hertz, float):
+        rates.stack_rate_hertz = spec.sampling.stack_rate_hertz
+    if isinstance(spec.duty_cycle, DutyCycle):
+        rates.duty_cycle_steps = spec.duty_cycle.steps
+        rates.duty_cycle_seconds = spec.duty_cycle.every_seconds
+    return rates

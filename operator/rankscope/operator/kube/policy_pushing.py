@@ -22,6 +22,8 @@ LEASE_SECONDS = 300.0
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 15.0
 WORKERS = 8
+# Of one call: a daemon reads messages of 64 KiB at most.
+RUNS_AT_ONCE = 100
 
 Wanted = Mapping[str, Mapping[str, RunPolicy]]  # node to run to what holds there
 
@@ -33,7 +35,7 @@ class _Sent:
 
 
 class PolicyPusher:
-    """`follow` is called about once a second, in one thread; the calls are made in others, one at a time to a daemon.
+    """`follow` is called every few seconds, in one thread; the calls are made in others, one at a time to a daemon.
     `told` gets a run and what a daemon did not take as it was asked for."""
 
     def __init__(
@@ -54,6 +56,14 @@ class PolicyPusher:
     def stop(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def forget_all_but(self, connected: frozenset[str]) -> None:
+        """Of daemons that are not heard now: one that was away may have forgotten everything. To be called often."""
+        with self._lock:
+            for node in self._sent.keys() - connected:
+                del self._sent[node]
+            for node in self._not_before.keys() - connected:
+                del self._not_before[node]
+
     def follow(
         self,
         wanted: Wanted,
@@ -61,21 +71,16 @@ class PolicyPusher:
         connected: frozenset[str],
         holds: Callable[[str], bool],
     ) -> None:
-        """`connected` are the nodes whose daemon is heard: one that was away may have forgotten everything. A run that
-        another replica `holds` now is that one's to tell."""
+        """`connected` are the nodes whose daemon is heard. Runs that it does not hold are another replica's to tell."""
         now = self._monotonic_seconds()
         with self._lock:
-            for node in self._sent.keys() - connected:
-                del self._sent[node]
-            for node in self._not_before.keys() - connected:
-                del self._not_before[node]
             for node in (wanted.keys() | self._sent.keys()) & connected & addresses.keys():
                 for run in [run for run in self._sent.get(node, ()) if not holds(run)]:
                     del self._sent[node][run]
                 due = self._due(node, wanted.get(node, {}), now)
                 if due and node not in self._busy and self._not_before.get(node, 0.0) <= now:
                     self._busy.add(node)
-                    self._pool.submit(self._push, node, addresses[node], due)
+                    self._pool.submit(self._push, node, addresses[node], due[:RUNS_AT_ONCE])
 
     def _due(self, node: str, wanted: Mapping[str, RunPolicy], now: float) -> list[RunPolicy]:
         sent = self._sent.get(node, {})

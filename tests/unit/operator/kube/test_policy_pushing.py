@@ -53,6 +53,7 @@ class Played:
         }
         give_up = monotonic() + 20
         while True:
+            self.pusher.forget_all_but(self.connected)
             self.pusher.follow(
                 {"n": policies} if policies else {}, {"n": self.daemon.address}, self.connected, self.held
             )
