@@ -21,9 +21,8 @@ METHOD = "/rankscope.v1.RankService/WatchRanks"
 
 
 class Handler(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
-    def __init__(self, node: int, speaker: Speaker) -> None:
-        self._node = node
-        self._speaker = speaker
+    def __init__(self, node: int, layout: FleetLayout) -> None:
+        self._speaker = Speaker(layout, node)
         self._delay_seconds = random.Random(node).uniform(*ASSEMBLING_SECONDS)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
@@ -33,20 +32,20 @@ class Handler(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no type
 
     async def _watch(self, request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         tick = int((time.time() - self._delay_seconds) / WINDOW_SECONDS)
-        yield self._speaker.message(self._node, tick)  # the latest, at once
+        yield self._speaker.message(tick)  # the latest, at once
         while True:
             tick += 1
             await asyncio.sleep(max(0.0, tick * WINDOW_SECONDS + self._delay_seconds - time.time()))
             if time.time() > (tick + 8) * WINDOW_SECONDS:
                 tick = int(time.time() / WINDOW_SECONDS)  # as the real one: late news is dropped
-            yield self._speaker.message(self._node, tick)
+            yield self._speaker.message(tick)
 
 
 async def serve(first: int, count: int, layout: FleetLayout) -> None:
-    speaker, ports, servers = Speaker(layout), {}, []
+    ports, servers = {}, []
     for node in range(first, first + count):
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        server.add_generic_rpc_handlers((Handler(node, speaker),))
+        server.add_generic_rpc_handlers((Handler(node, layout),))
         ports[node] = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         servers.append(server)

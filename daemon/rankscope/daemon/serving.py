@@ -17,6 +17,7 @@ from rankscope.daemon.listening import ListenError, SocketLock, in_use
 from rankscope.daemon.publishing import Publisher, Tick, TooManyReadersError
 from rankscope.daemon.tls import Certificates, OperatorsOnly, TlsFiles
 from rankscope.v1 import capture_service_pb2, capture_service_pb2_grpc, rank_service_pb2, rank_service_pb2_grpc
+from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import (
     ListRanksRequest,
     ListRanksResponse,
@@ -76,18 +77,22 @@ class RankServicer(rank_service_pb2_grpc.RankServiceServicer):
         # Without the callback a reader that left would hold its thread until the next window.
         if not context.add_callback(reader.close):
             reader.close()
+        pods = frozenset(request.pods)
         try:
             while (tick := reader.take()) is not None:
-                yield self._message(request.job, tick, reader.dropped)
+                yield self._message(request.job, pods, tick, reader.dropped)
         finally:
             reader.close()
 
-    def _message(self, job: str, tick: Tick, dropped: int) -> WatchRanksResponse:
+    def _message(self, job: str, pods: frozenset[str], tick: Tick, dropped: int) -> WatchRanksResponse:
+        def is_asked_for(identity: RankIdentity) -> bool:
+            return job in ("", identity.job) and (not pods or identity.pod in pods)
+
         # Sent even when empty: a reader can tell a quiet node from a dead one.
         return WatchRanksResponse(
             node=self._node,
-            windows=[window for window in tick.windows.values() if job in ("", window.identity.job)],
-            departed=[identity for identity in tick.departed if job in ("", identity.job)],
+            windows=[window for window in tick.windows.values() if is_asked_for(window.identity)],
+            departed=[identity for identity in tick.departed if is_asked_for(identity)],
             dropped=dropped,
         )
 

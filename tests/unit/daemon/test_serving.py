@@ -7,6 +7,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -68,6 +69,20 @@ def test_a_watcher_begins_with_the_latest_windows_and_sees_departures(served: Da
     assert [window.sequence for window in message.windows] == [2]
     assert [identity.job for identity in message.departed] == ["other"]
     stream.cancel()
+
+
+def test_a_watcher_may_ask_for_some_pods_only_and_still_hears_a_quiet_node(
+    served: Daemon, channel: grpc.Channel
+) -> None:
+    served._collectors.discovery.ranks = (replace(make.rank(0), pod="p1"), replace(make.rank(1), pod="p2"))
+    served.tick(make.span(0))
+    stub = rank_service_pb2_grpc.RankServiceStub(channel)
+    some = stub.WatchRanks(rank_service_pb2.WatchRanksRequest(pods=["p2", "p3"]))
+    assert [window.identity.pod for window in next(some).windows] == ["p2"]
+    none = stub.WatchRanks(rank_service_pb2.WatchRanksRequest(pods=["p3"]))
+    assert not next(none).windows
+    some.cancel()
+    none.cancel()
 
 
 def test_too_many_watchers_are_turned_away_while_short_calls_still_work(served: Daemon, channel: grpc.Channel) -> None:

@@ -36,6 +36,25 @@ def test_a_rank_that_does_not_report_is_waited_for_only_so_long() -> None:
     assert table.take_ready(101.2)["j"].columns.rank.tolist() == [0]
 
 
+def test_a_tick_is_not_judged_without_those_that_are_still_being_read() -> None:
+    """A fleet's windows close at one border, and reading them all takes longer than the grace."""
+    table = JobTable(grace_seconds=1.0)
+    for rank in range(8):
+        table.accept([window(rank, 100, world=10)], 100.3 + 0.3 * rank)
+        assert table.take_ready(100.35 + 0.3 * rank) == {}
+    assert len(table.take_ready(103.0)["j"].columns) == 8
+
+
+def test_windows_that_drip_in_do_not_put_a_verdict_off_for_ever() -> None:
+    table = JobTable(grace_seconds=1.0)
+    judged = 0
+    for number in range(60):
+        now = 100.0 + 0.1 * number
+        table.accept([window(number % 2, 100, world=10)], now)
+        judged += len(table.take_ready(now + 0.05))
+    assert judged == 1
+
+
 def test_a_window_that_comes_after_its_tick_was_judged_is_counted_and_dropped() -> None:
     table = JobTable(grace_seconds=1.0)
     table.accept([window(0, 100)], 100.1)

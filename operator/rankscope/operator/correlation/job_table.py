@@ -14,6 +14,9 @@ OPEN_TICKS = 4
 # What one fleet may make us hold; beyond it new jobs and ranks are counted and refused.
 JOBS_KEPT = 20_000
 RANKS_PER_JOB = 131_072
+# How long nothing came of a job before those that are missing are given up, and when they are in any case.
+QUIET_SECONDS = 0.5
+LONGEST_GRACE = 4
 # Windows end on a shared border; what differs by less is the same tick.
 TICK_NANOS = 100_000_000
 
@@ -142,5 +145,9 @@ class JobTable:
         tick = min(job.open_ticks)
         expected = job.world_size - len(job.departed)
         complete = len(job.open_ticks[tick]) >= expected
-        overdue = now_unix_seconds - tick * TICK_NANOS / 1e9 > self._grace_seconds
-        return tick if complete or overdue else None
+        late_seconds = now_unix_seconds - tick * TICK_NANOS / 1e9
+        # While more of the job comes in, whoever is missing may be in the queue: what a large fleet sends at one border
+        # takes a while to read.
+        quiet_seconds = now_unix_seconds - job.last_heard_unix_seconds
+        overdue = late_seconds > self._grace_seconds and quiet_seconds > QUIET_SECONDS
+        return tick if complete or overdue or late_seconds > LONGEST_GRACE * self._grace_seconds else None

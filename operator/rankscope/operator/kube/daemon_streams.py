@@ -32,6 +32,9 @@ MESSAGE_BYTES_LIMIT = 8 << 20
 # How many connections may be under way at once: a restarted operator must not meet its fleet all at the same moment.
 CONNECTING_LIMIT = 128
 
+# A request has to fit into what a daemon reads: of a node with more pods than this, all windows are asked for.
+PODS_LIMIT = 1000
+
 Accept = Callable[[rank_service_pb2.WatchRanksResponse, str], None]
 
 
@@ -53,6 +56,18 @@ class Tls:
         return grpc.aio.secure_channel(address, credentials, options=named)
 
 
+@dataclass(frozen=True)
+class _Target:
+    node: str
+    address: str
+    pods: frozenset[str] = frozenset()  # none: all of the node
+
+
+def _target(node: str, address: str, pods: Mapping[str, frozenset[str]] | None) -> _Target:
+    asked = frozenset[str]() if pods is None else pods[node]
+    return _Target(node, address, asked if len(asked) <= PODS_LIMIT else frozenset())
+
+
 class DaemonStreams:
     """`follow` says which daemons there are. `accept` is called in one thread, with the node's name as *we* know it."""
 
@@ -60,7 +75,7 @@ class DaemonStreams:
         self._accept = accept
         self._tls = tls
         self._loop = asyncio.new_event_loop()
-        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}  # node, address
+        self._tasks: dict[_Target, asyncio.Task[None]] = {}
         self._connected: set[str] = set()
         self._connecting = asyncio.Semaphore(CONNECTING_LIMIT)
         self._heard_at: dict[grpc.aio.Call, float] = {}
@@ -79,12 +94,14 @@ class DaemonStreams:
     def start(self) -> None:
         self._thread.start()
 
-    def follow(self, addresses: Mapping[str, str]) -> None:
-        """Node to HOST:PORT; those that are missing are left."""
-        self._loop.call_soon_threadsafe(self._retarget, dict(addresses))
+    def follow(self, addresses: Mapping[str, str], pods: Mapping[str, frozenset[str]] | None = None) -> None:
+        """Node to HOST:PORT; those that are missing are left. `pods` are, by node, the only ones to be told of; a node
+        without any is left as well."""
+        wanted = {_target(node, address, pods) for node, address in addresses.items() if pods is None or pods.get(node)}
+        self._loop.call_soon_threadsafe(self._retarget, wanted)
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._retarget, {})
+        self._loop.call_soon_threadsafe(self._retarget, set())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)
 
@@ -98,18 +115,18 @@ class DaemonStreams:
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
 
-    def _retarget(self, addresses: Mapping[str, str]) -> None:
-        wanted = set(addresses.items())
-        for key in self._tasks.keys() - wanted:
-            self._tasks.pop(key).cancel()
-        for node, address in wanted - self._tasks.keys():
-            self._tasks[node, address] = self._loop.create_task(self._keep_up(node, address))
+    def _retarget(self, wanted: set[_Target]) -> None:
+        for target in self._tasks.keys() - wanted:
+            self._tasks.pop(target).cancel()
+        for target in wanted - self._tasks.keys():
+            self._tasks[target] = self._loop.create_task(self._keep_up(target))
 
-    async def _keep_up(self, node: str, address: str) -> None:
+    async def _keep_up(self, target: _Target) -> None:
+        node = target.node
         backoff = FIRST_BACKOFF_SECONDS
         while True:
             try:
-                if await self._stream(node, address):
+                if await self._stream(target):
                     backoff = FIRST_BACKOFF_SECONDS
             except grpc.aio.AioRpcError as error:
                 level = logging.INFO if node in self._connected else logging.DEBUG
@@ -123,11 +140,12 @@ class DaemonStreams:
             await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
             backoff = min(backoff * 2, LAST_BACKOFF_SECONDS)
 
-    async def _stream(self, node: str, address: str) -> bool:
+    async def _stream(self, target: _Target) -> bool:
         """True if anything was heard."""
-        heard = False
-        async with self._channel(address) as channel:
-            call = rank_service_pb2_grpc.RankServiceStub(channel).WatchRanks(rank_service_pb2.WatchRanksRequest())
+        node, heard = target.node, False
+        async with self._channel(target.address) as channel:
+            request = rank_service_pb2.WatchRanksRequest(pods=sorted(target.pods))
+            call = rank_service_pb2_grpc.RankServiceStub(channel).WatchRanks(request)
             try:
                 async with self._connecting:
                     message = await asyncio.wait_for(call.read(), FIRST_MESSAGE_SECONDS)

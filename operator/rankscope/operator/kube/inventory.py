@@ -6,7 +6,7 @@ only when ranks were seen in it: else every web server and nightly backup of the
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rankscope.operator.kube.annotating import read_wishes
@@ -83,6 +83,17 @@ class Inventory:
         with self._lock:
             groups = self._groups.items()
             return {key: Run(key, dict(group.pods)) for key, group in groups if group.is_wanted}
+
+    def pods_by_node(self, keeps: Callable[[RunKey], bool]) -> Mapping[str, frozenset[str]]:
+        """Uids of the pods of those runs, and of what may yet turn out to be one."""
+        found: dict[str, set[str]] = {}
+        with self._lock:
+            for key, group in self._groups.items():
+                if keeps(key):
+                    for uid, pod in group.pods.items():
+                        if pod.node and not pod.is_over:
+                            found.setdefault(pod.node, set()).add(uid)
+        return {node: frozenset(uids) for node, uids in found.items()}
 
     def _remove(self, uid: str, key: RunKey) -> None:
         del self._keys[uid]

@@ -173,6 +173,12 @@ class Operator:
         # Not `holds`: while the API server is away nobody acts, and verdicts and metrics go on.
         return self.leases.keeps(job.partition("#")[0])
 
+    def _pods_of_ours(self) -> Mapping[str, frozenset[str]] | None:
+        """What the daemons are asked about where replicas share the runs; None: everything."""
+        if self.settings.shards == 1:
+            return None
+        return self.inventory.pods_by_node(lambda key: self.leases.keeps(self.binding.run_name(key)))
+
     def _shards_changed(self, held: frozenset[int]) -> None:
         # Whoever held them meanwhile has written too: what we believe to stand may not.
         self.outbox.forget_all()
@@ -180,7 +186,7 @@ class Operator:
     def _pulse(self) -> None:
         while not self._stopping.wait(PULSE_SECONDS):
             try:
-                self.streams.follow(self.daemons.addresses)
+                self.streams.follow(self.daemons.addresses, self._pods_of_ours())
                 self.binding.forget_runs_but(set(self.inventory.runs()))
                 self.runs.reconcile()
                 self.captures.reconcile()

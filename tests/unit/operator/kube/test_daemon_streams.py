@@ -15,7 +15,7 @@ from rankscope.daemon.loop import Daemon
 from rankscope.operator.kube import daemon_streams
 from rankscope.operator.kube.capture_calls import DaemonAwayError, DaemonCalls, DaemonRefusedError
 from rankscope.operator.kube.daemon_streams import DaemonStreams, Tls
-from rankscope.v1.rank_service_pb2 import WatchRanksResponse
+from rankscope.v1.rank_service_pb2 import WatchRanksRequest, WatchRanksResponse
 from rankscope.v1.rank_service_pb2_grpc import RankServiceServicer, add_RankServiceServicer_to_server
 from tests.certificates import Authority, Pair
 from tests.unit.daemon import window_makers as make
@@ -63,10 +63,12 @@ class Servicer(RankServiceServicer):
 
     def __init__(self) -> None:
         self.calls = 0
+        self.asked: list[str] | None = None
         self.over = threading.Event()
 
-    def WatchRanks(self, request: object, context: grpc.ServicerContext) -> Iterator[WatchRanksResponse]:
+    def WatchRanks(self, request: WatchRanksRequest, context: grpc.ServicerContext) -> Iterator[WatchRanksResponse]:
         self.calls += 1
+        self.asked = list(request.pods)
         yield WatchRanksResponse(node="x")
         while context.is_active() and not self.over.wait(0.05):
             pass
@@ -164,3 +166,19 @@ def test_whoever_answers_in_a_daemons_place_is_not_listened_to(
         heard.follow({})
         wait_for(lambda: not heard.following)
     assert not ears.messages
+
+
+def test_a_replica_asks_for_the_pods_of_its_own_runs_and_leaves_nodes_without_any(
+    silent: tuple[Servicer, str], streams: Callable[..., DaemonStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servicer, address = silent
+    heard = streams(Ears())
+    for pods, asked in (({"node-a": frozenset({"p2", "p1"})}, ["p1", "p2"]), ({"node-a": frozenset({"p1"})}, ["p1"])):
+        heard.follow({"node-a": address, "node-b": address}, pods)
+        wait_for(lambda asked=asked: servicer.asked == asked)  # type: ignore[misc]
+        assert heard.following == 1
+    monkeypatch.setattr(daemon_streams, "PODS_LIMIT", 1)
+    heard.follow({"node-a": address}, {"node-a": frozenset({"p1", "p2"})})
+    wait_for(lambda: servicer.asked == [])
+    heard.follow({"node-a": address}, {})
+    wait_for(lambda: heard.following == 0)
