@@ -91,7 +91,7 @@ class Inventory:
             for key, group in self._groups.items():
                 if keeps(key):
                     for uid, pod in group.pods.items():
-                        if pod.node and not pod.is_over:
+                        if pod.node:
                             found.setdefault(pod.node, set()).add(uid)
         return {node: frozenset(uids) for node, uids in found.items()}
 
