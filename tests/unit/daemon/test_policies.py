@@ -9,6 +9,7 @@ import pytest
 from rankscope.daemon.captures.duty_budget import DutySettings
 from rankscope.daemon.captures.duty_cycle import DutyCycle
 from rankscope.daemon.collectors.stacks import StacksCollector
+from rankscope.daemon.loop import Daemon
 from rankscope.daemon.policies.holding import BadPolicyError, DutyWish, PolicyBoard
 from rankscope.daemon.recording import Plan, RankRecorder
 from rankscope.daemon.samples import RankProcess, Span
@@ -162,3 +163,24 @@ def test_a_policys_duty_cycle_runs_where_the_daemon_has_none_and_ends_with_it() 
     assert captures.started[-1][0].steps == 3
     wish.clear()
     assert run(1000) == 0
+
+
+def test_a_daemon_samples_each_rank_as_its_policy_says_and_as_its_budget_allows() -> None:
+    clock = make.FakeClock()
+    found = [rank(0), rank(1, "other")]
+    collectors = make.collectors(*found)
+    used = [0.0]
+    daemon = Daemon(make.config(), collectors=collectors, clock=clock, own_cpu_seconds=lambda: used[0])
+    stacks = collectors.stacks
+    assert isinstance(stacks, make.FakeSource)
+    policy = RunPolicy(run="ns/r", pods=["p"], stack_rate_hertz=40.0)
+    daemon.policies.apply(ApplyPoliciesRequest(policies=[policy], lease_seconds=3600))
+    daemon.tick(make.span(0))
+    assert stacks.rates_of[-1] == {0: 40.0}
+    for number in range(1, 20):
+        clock.sleep(2.0)
+        used[0] += 2.0  # a whole core
+        daemon.tick(make.span(number))
+    own = stacks.rates[-1]
+    assert own < 10.0
+    assert stacks.rates_of[-1] == {0: own}

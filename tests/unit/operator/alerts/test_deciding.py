@@ -208,3 +208,11 @@ def test_what_came_of_alerts_is_counted_and_kept_for_a_while() -> None:
     }
     assert len(play.desk.recent) == 100
     assert all(outcome.alert.isprintable() for outcome in play.desk.recent)
+
+
+def test_a_job_that_another_replica_has_is_worth_trying_again_and_an_unknown_one_is_not() -> None:
+    play = Played()
+    play.desk = AlertDesk(lambda: play.states, play._start, is_elsewhere=lambda job: job == "theirs")
+    assert play(entry(job="theirs")) == [("failed", "another replica has this job")]
+    assert play.results(entry(job="nobodys")) == ["refused"]
+    assert play.results(entry(rank="99")) == ["refused"]

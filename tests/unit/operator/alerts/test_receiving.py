@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from rankscope.operator.alerts import receiving
+from rankscope.operator.alerts import receiving, tokens
 from rankscope.operator.alerts.deciding import FailedError
 from rankscope.operator.alerts.receiving import BODY_BYTES, CONCURRENT_REQUESTS, PATH, AlertReceiver
 from rankscope.operator.alerts.tokens import TokenError, make_token, read_token
@@ -195,6 +198,20 @@ def test_a_token_that_others_can_read_or_write_is_refused_with_the_next_step(tmp
     path.chmod(mode)
     with pytest.raises(TokenError, match=r"next: chmod 600 /"):
         read_token(path)
+
+
+@pytest.mark.parametrize(
+    ("mode", "group", "is_refused"),
+    [(0o440, 2000, False), (0o440, 2001, True), (0o444, 2000, True), (0o460, 2000, True)],
+)
+def test_a_mounted_secret_of_roots_is_read_by_our_group_where_we_are_not_root(
+    monkeypatch: pytest.MonkeyPatch, mode: int, group: int, is_refused: bool
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 65532)
+    monkeypatch.setattr(os, "getgroups", lambda: [2000])
+    status = os.stat_result((stat.S_IFREG | mode, 0, 0, 1, 0, group, 65, 0, 0, 0))
+    with pytest.raises(TokenError, match="chmod 600") if is_refused else nullcontext():
+        tokens._check_owner(Path("/secret/token"), status)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"short", b"two words of sixteen", b"x" * 5000, b"\xe9" * 40])
