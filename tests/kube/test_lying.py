@@ -55,19 +55,22 @@ def test_a_daemon_that_lies_is_contained_and_its_neighbour_is_judged_as_before(
         liar.says_node = honest.node
         liar.ranks = [*true_words, *(lie for kind in lies.values() for lie in kind)]
         server.wait_for(lambda: set(lies) <= refused(operator).keys() and "rank_taken" in refused(operator))
-        for windows_per_second in (1, 10):
+        for windows_per_second, reason in ((1, "other_node"), (10, "rate")):
             liar.windows_per_second = windows_per_second
-            before = operator.get("/metrics").count("rankscope_job_verdict{")
-            told = refused(operator).get("other_node", 0.0)
-            server.wait_for(lambda told=told: refused(operator)["other_node"] > told + 20)
+            told = refused(operator).get(reason, 0.0)
+            server.wait_for(lambda told=told, reason=reason: refused(operator).get(reason, 0.0) > told + 20)
             assert other.verdict() == ("healthy", "none", ())
             assert other.status["ranks"]["summary"] == "4/4"
-            assert before < 40
-        server.wait_for(lambda: refused(operator).get("rate", 0.0) > 0)
+        # Its own run may suffer; what it makes the operator hold is bounded.
+        assert operator.get("/metrics").count("\nrankscope_job_verdict{") < 40
         liar.windows_per_second, liar.ranks = 1, true_words
         server.wait_for(lambda: run.status["ranks"]["summary"] == "4/4" and run.verdict()[0] == "healthy")
         assert operator.process.poll() is None
-        assert "Traceback" not in operator.log
+        # Garbage is told of when the stream is given up, not with every message; gRPC itself does so as well.
+        failures = [line for line in operator.log.splitlines() if "Traceback" in line and "grpc._common" not in line]
+        assert not failures
+        assert "it sent what is no message" in operator.log
+        assert operator.log.count(garbage.node) < 60
     finally:
         garbage.stop()
 

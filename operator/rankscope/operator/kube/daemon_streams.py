@@ -150,6 +150,8 @@ class DaemonStreams:
                 async with self._connecting:
                     message = await asyncio.wait_for(call.read(), FIRST_MESSAGE_SECONDS)
                 while message is not grpc.aio.EOF:
+                    if message is None:  # what could not be read as a message
+                        raise ValueError("it sent what is no message")
                     heard = True
                     self._connected.add(node)
                     self._heard_at[call] = self._loop.time()

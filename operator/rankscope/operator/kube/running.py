@@ -65,7 +65,15 @@ class Operator:
         self.correlator = Correlator(base, policy_of=lambda job: self.policies.policy_of(job))
         self.lost = LostSeconds()
         self.streams = DaemonStreams(self._accept, settings.tls)
-        self.runs = RunsController(self.api, self.outbox, self.events, self.inventory, self.leases, self.states_by_job)
+        self.runs = RunsController(
+            self.api,
+            self.outbox,
+            self.events,
+            self.inventory,
+            self.leases,
+            self.states_by_job,
+            lambda: self.captures.last_captures(),  # made below
+        )
         calls = DaemonCalls(settings.tls)
         self.captures = CapturesController(
             self.api,
