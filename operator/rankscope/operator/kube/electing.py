@@ -126,7 +126,7 @@ class ShardLeases:
             began = self._monotonic()
             try:
                 self.round()
-            except UnreachableError as error:
+            except (UnreachableError, ApiError) as error:
                 log.warning("leases cannot be renewed: %s", error)
                 self._tell()
             except Exception:

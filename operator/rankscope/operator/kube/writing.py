@@ -22,8 +22,10 @@ BURST_WRITES = 100
 WAITING_LIMIT = 50_000
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 15.0
-# What the API server refuses is asked for again now and then: somebody may have mended the role meanwhile.
-REFUSED_SECONDS = 60.0
+# What the API server refuses is asked for again, later and later: one that has just started refuses everything until it
+# has read its roles, and somebody may have mended a role meanwhile.
+FIRST_REFUSED_SECONDS = 1.0
+LONGEST_REFUSED_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Outbox:
         self._pace = 1.0 / writes_per_second
         self._waiting: OrderedDict[str, Write] = OrderedDict()
         self._written: OrderedDict[str, object] = OrderedDict()
-        self._refused_until: dict[str, float] = {}
+        self._refused: dict[str, tuple[float, float]] = {}  # until when, and how long it was put off
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -69,7 +71,7 @@ class Outbox:
         with self._changed:
             self._waiting.pop(key, None)
             self._written.pop(key, None)
-            self._refused_until.pop(key, None)
+            self._refused.pop(key, None)
 
     def forget_all(self) -> None:
         """When somebody else has been in charge meanwhile."""
@@ -114,7 +116,7 @@ class Outbox:
             while not self._stopping:
                 now = time.monotonic()
                 for key in self._waiting:
-                    if self._refused_until.get(key, 0.0) <= now:
+                    if self._refused.get(key, (0.0, 0.0))[0] <= now:
                         return self._waiting[key]
                 self._changed.wait(1.0)
             return None
@@ -133,9 +135,8 @@ class Outbox:
             self._done(write, stands=False)
         except ApiError as error:
             self.failed_total += 1
-            log.warning("%s cannot be written, trying again in %.0f s: %s", write.key, REFUSED_SECONDS, error)
-            with self._changed:
-                self._refused_until[write.key] = time.monotonic() + REFUSED_SECONDS
+            put_off = self._put_off(write.key)
+            log.warning("%s cannot be written, trying again in %.0f s: %s", write.key, put_off, error)
         except Exception:
             self.failed_total += 1
             log.exception("%s could not be written", write.key)
@@ -145,11 +146,18 @@ class Outbox:
             self._done(write, stands=True)
         return True
 
+    def _put_off(self, key: str) -> float:
+        with self._changed:
+            _, before = self._refused.get(key, (0.0, FIRST_REFUSED_SECONDS / 2))
+            seconds = min(2 * before, LONGEST_REFUSED_SECONDS)
+            self._refused[key] = (time.monotonic() + seconds, seconds)
+        return seconds
+
     def _done(self, write: Write, stands: bool) -> None:
         with self._changed:
             if self._waiting.get(write.key) is write:
                 del self._waiting[write.key]
-            self._refused_until.pop(write.key, None)
+            self._refused.pop(write.key, None)
             if stands:
                 self._written[write.key] = write.content
                 self._written.move_to_end(write.key)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from rankscope.operator.kube import writing
+from rankscope.operator.kube.api import ApiError, UnreachableError
+from rankscope.operator.kube.writing import Outbox, Write
+
+
+@pytest.fixture
+def outbox() -> Iterator[Outbox]:
+    made = Outbox()
+    made.start()
+    yield made
+    made.stop(0.1)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    give_up = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+class Server:
+    """Takes down what it is sent; `answer` may raise."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.taken: list[str] = []
+
+    def send(self, content: str) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+        self.taken.append(content)
+
+
+def test_the_same_thing_is_written_once_and_the_newest_wish_replaces_those_before(outbox: Outbox) -> None:
+    server, gate = Server(), threading.Event()
+    outbox.put(Write("gate", "g", lambda: void(gate.wait(60))))
+    for content in ("old", "older", "new"):
+        outbox.put(Write("status", content, lambda content=content: server.send(content)))  # type: ignore[misc]
+    gate.set()
+    wait_for(lambda: server.taken)
+    outbox.put(Write("status", "new", lambda: server.send("new")))
+    outbox.put(Write("other", "x", lambda: server.send("x")))
+    wait_for(lambda: len(server.taken) > 1)
+    assert server.taken == ["new", "x"]
+
+
+def test_what_an_absent_or_starting_server_did_not_take_is_written_soon_after(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(writing, "FIRST_REFUSED_SECONDS", 0.05)
+    refused = [ApiError(403, "Forbidden", "roles are not read yet") for _ in range(3)]
+    server = Server(UnreachableError("away"), *refused)
+    outbox.put(Write("status", "a", lambda: server.send("a")))
+    wait_for(lambda: server.taken == ["a"])
+    assert (outbox.failed_total, outbox.written_total, outbox.waiting) == (4, 1, 0)
+
+
+def test_one_write_that_is_refused_for_ever_does_not_hold_up_the_others(outbox: Outbox) -> None:
+    server = Server()
+
+    def refuse() -> None:
+        raise ApiError(422, "Invalid", "never")
+
+    outbox.put(Write("bad", "b", refuse))
+    outbox.put(Write("good", "g", lambda: server.send("g")))
+    wait_for(lambda: server.taken == ["g"])
+    assert outbox.waiting == 1
+
+
+def void(_: object) -> None:
+    pass
