@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +41,31 @@ def install_roles(server: ApiServer) -> None:
     """All that deploy/rbac holds. Nothing aggregates roles here, so people are bound to theirs directly."""
     server.admin.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
     for document in documents():
-        namespace = document["metadata"].get("namespace", "")
-        server.admin.create(_COLLECTIONS[document["kind"]].format(namespace=namespace), document)
+        server.admin.create(_collection(document), document)
     for user, roles in {VIEWER: ("rankscope-view",), RESEARCHER: ("rankscope-view", "rankscope-capture")}.items():
         for role in roles:
             bind(server, user, role)
 
 
+@contextmanager
+def granted(server: ApiServer, name: str) -> Iterator[None]:
+    """For a while also what deploy/rbac/optional/NAME.yaml allows."""
+    parts = list(yaml.safe_load_all((ROLES / "optional" / f"{name}.yaml").read_text()))
+    for part in parts:
+        server.admin.create(_collection(part), part)
+    try:
+        yield
+    finally:
+        for part in parts:
+            server.admin.delete(f"{_collection(part)}/{part['metadata']['name']}")
+
+
 def documents() -> list[dict[str, Any]]:
     return [part for path in sorted(ROLES.glob("*.yaml")) for part in yaml.safe_load_all(path.read_text()) if part]
+
+
+def _collection(document: dict[str, Any]) -> str:
+    return _COLLECTIONS[document["kind"]].format(namespace=document["metadata"].get("namespace", ""))
 
 
 def bind(server: ApiServer, user: str, role: str) -> None:

@@ -59,11 +59,11 @@ class ScriptedRun:
             numbers = range(first, first + self.ranks_per_pod)
             daemon.ranks = [Spoken(pod, number, world_size, self.job, incarnation=incarnation) for number in numbers]
 
-    def slow(self, slow_rank: int | None) -> None:
+    def slow(self, *slow_ranks: int) -> None:
         for daemon in self.daemons:
             for rank in daemon.ranks:
                 if rank.pod in self.pods:
-                    busy = slow_rank is None or rank.rank == slow_rank
+                    busy = not slow_ranks or rank.rank in slow_ranks
                     rank.own_seconds = BUSY_SECONDS if busy else WAITING_SECONDS
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.kube.accounts import granted
 from tests.kube.api_server import ApiServer
 from tests.kube.conftest import StartDaemon, StartOperator
 from tests.kube.scripted_run import ScriptedRun
@@ -17,7 +18,15 @@ def test_a_run_that_is_resized_preempted_and_deleted_is_followed(
     run = ScriptedRun(server, namespace, "llama", daemons)
     run.pods = [run.make_pod(0), run.make_pod(1)]
     run.speak()
-    start_operator()
+    with granted(server, "node-conditions"):
+        start_operator("operator-0", "--node-conditions")
+        follow(server, run)
+
+
+def follow(server: ApiServer, run: ScriptedRun) -> None:
+    daemons = run.daemons
+    for daemon in daemons:
+        make_node(server, daemon.node)
     run.wait_for_verdict("healthy")
     uid = server.admin.get(run.path)["metadata"]["uid"]
 
@@ -40,6 +49,11 @@ def test_a_run_that_is_resized_preempted_and_deleted_is_followed(
     run.wait_for_verdict("slow_rank", (3,))
     (culprit,) = run.status["verdict"]["culprits"]
     assert (culprit["pod"], culprit["node"]) == ("llama-worker-1", daemons[1].node)
+    assert slow_node(server, daemons[1].node) is None  # the other rank there is as it should be
+    run.slow(2, 3)
+    run.wait_for_verdict("slow_rank", (2, 3))
+    server.wait_for(lambda: slow_node(server, daemons[1].node) == "True")
+    assert [slow_node(server, daemon.node) for daemon in daemons] == [None, "True", None]
     # Smaller again.
     run.pods = run.pods[:1]
     for index in (1, 2):
@@ -47,15 +61,28 @@ def test_a_run_that_is_resized_preempted_and_deleted_is_followed(
         daemons[index].ranks = []
     run.speak(incarnation=4)
     server.wait_for(lambda: seen() == "2/2")
+    server.wait_for(lambda: slow_node(server, daemons[1].node) == "False")
     daemons[0].ranks = []
     run.delete_pod(0)
     server.wait_for(lambda: run.status["phase"] == "Ended")
     assert server.admin.get(run.path)["metadata"]["uid"] == uid  # one run from beginning to end
     # Made anew under the same name, it is another run.
-    again = ScriptedRun(server, namespace, "llama", daemons[:1])
+    again = ScriptedRun(server, run.namespace, "llama", daemons[:1])
     again.start()
     server.wait_for(lambda: again.status.get("phase") == "Running")
     assert server.admin.get(run.path)["metadata"]["uid"] != uid
+
+
+def make_node(server: ApiServer, name: str) -> None:
+    server.admin.create("/api/v1/nodes", {"metadata": {"name": name}})
+    ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "of the kubelet"}
+    server.admin.merge(f"/api/v1/nodes/{name}/status", {"status": {"conditions": [ready]}})
+
+
+def slow_node(server: ApiServer, name: str) -> str | None:
+    conditions = {c["type"]: c["status"] for c in server.admin.get(f"/api/v1/nodes/{name}")["status"]["conditions"]}
+    assert conditions["Ready"] == "True"  # others' conditions stay
+    return conditions.get("RankscopeSlowNode")
 
 
 @pytest.mark.timeout(300)

@@ -49,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alerts-listen", default="127.0.0.1:9467", metavar="HOST:PORT", help="where it asks (default: %(default)s)"
     )
+    parser.add_argument(
+        "--node-conditions",
+        action="store_true",
+        help="set the condition RankscopeSlowNode on nodes (needs deploy/rbac/optional/node-conditions.yaml)",
+    )
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="least severe log line to print")
 
 
@@ -147,6 +152,7 @@ def _settings(arguments: argparse.Namespace) -> OperatorSettings:
         listen_host=host,
         listen_port=port,
         mfu_target=arguments.mfu_target,
+        node_conditions=arguments.node_conditions,
         alert_token_file=arguments.alerts_token,
         alert_host=alert_host,
         alert_port=alert_port,

@@ -23,6 +23,7 @@ LINE_BYTES_LIMIT = 16 << 20
 PAGE_OBJECTS = 500
 
 MERGE_PATCH = "application/merge-patch+json"
+STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 JSON = "application/json"
 
 Document = dict[str, Any]
@@ -83,6 +84,10 @@ class Api:
 
     def merge(self, path: str, body: Any, **query: Any) -> Document:
         return self._request("PATCH", path, query, body, MERGE_PATCH)
+
+    def merge_lists(self, path: str, body: Any) -> Document:
+        """Of Kubernetes' own kinds only: lists are merged item by item, so that others' conditions stay."""
+        return self._request("PATCH", path, {}, body, STRATEGIC_MERGE_PATCH)
 
     def delete(self, path: str, body: Any = None, **query: Any) -> Document:
         return self._request("DELETE", path, query, body)

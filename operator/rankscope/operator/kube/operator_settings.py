@@ -33,6 +33,7 @@ class OperatorSettings:
     listen_port: int = 9466
     tls: Tls | None = None
     mfu_target: float | None = None
+    node_conditions: bool = False
     # Alertmanager may ask for captures if it shows this token; without one there is no receiver.
     alert_token_file: Path | None = None
     alert_host: str = "127.0.0.1"

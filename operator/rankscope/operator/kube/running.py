@@ -35,6 +35,7 @@ from rankscope.operator.kube.policies import Daemons, PoliciesController
 from rankscope.operator.kube.policy_pushing import PolicyPusher
 from rankscope.operator.kube.runs import RunsController
 from rankscope.operator.kube.serving import OperatorServer
+from rankscope.operator.kube.slow_nodes import SlowNodes
 from rankscope.operator.kube.watching import Watched
 from rankscope.operator.kube.webhook_exporting import WebhookExporter
 from rankscope.operator.kube.webhooks import Webhooks
@@ -114,6 +115,10 @@ class Operator:
             self.captures.watched,
             self.policies.watched,
         )
+        self.slow_nodes: SlowNodes | None = None
+        if settings.node_conditions:
+            self.slow_nodes = SlowNodes(self.api, self.outbox, self.leases, self.states_by_job)
+            self._watches = (*self._watches, self.slow_nodes.watched)
         exporters: list[Collector] = [
             JobExporter(lambda: self.correlator.states, self.lost, mfu_target_of=self.policies.mfu_target_of)
         ]
@@ -198,6 +203,8 @@ class Operator:
                 self.binding.forget_runs_but(set(self.inventory.runs()))
                 self.runs.reconcile()
                 self.captures.reconcile()
+                if self.slow_nodes is not None:
+                    self.slow_nodes.reconcile()
                 self.policies.reconcile()
             except Exception:
                 log.exception("a pulse failed; the next one tries again")
