@@ -162,7 +162,13 @@ class Configuring:
 
 
 def _trusting(webhooks: list[Document], bundle: str) -> list[Document]:
-    return [{**webhook, "clientConfig": {**webhook["clientConfig"], "caBundle": bundle}} for webhook in webhooks]
+    """What of it is ours by its name. Somebody may have put webhooks of their own beside ours."""
+    return [
+        {**webhook, "clientConfig": {**webhook["clientConfig"], "caBundle": bundle}}
+        if str(webhook["name"]).endswith(f".{GROUP}")
+        else webhook
+        for webhook in webhooks
+    ]
 
 
 def _says(present: object, wanted: object) -> bool:

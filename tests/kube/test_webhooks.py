@@ -1,0 +1,411 @@
+"""The webhooks behind a real API server: what it sends, what it makes of our answers, and what it does without us."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope.operator.kube import webhook_serving
+from rankscope.operator.kube.admitting import REQUESTED_BY
+from rankscope.operator.kube.api import Api
+from rankscope.operator.kube.certificates import Lifetimes, authorities, renewed
+from rankscope.operator.kube.init_container import FOLDER, VOLUME
+from rankscope.operator.kube.injecting import INJECTED
+from rankscope.operator.kube.webhook_configuring import Address, configurations
+from rankscope.operator.kube.webhook_serving import WebhookServer
+from rankscope.operator.kube.webhooks import Webhooks, WebhookSettings
+from tests.kube.api_server import ApiError, ApiServer, User, free_port
+from tests.kube.fleet import OPERATOR_NAMESPACE
+from tests.kube.operator_process import OperatorProcess
+
+ROOT = "/apis/admissionregistration.k8s.io/v1"
+KINDS = ("mutatingwebhookconfigurations", "validatingwebhookconfigurations")
+IMAGE = "registry.example/rankscope:1"
+LEVEL_1 = {"KINETO_USE_DAEMON": "1", "TEARDOWN_CUPTI": "1"}
+
+Make = Callable[..., Webhooks]
+
+
+def forget(server: ApiServer, name: str) -> None:
+    for kind in KINDS:
+        if server.admin.is_served(f"{ROOT}/{kind}/{name}"):
+            server.admin.delete(f"{ROOT}/{kind}/{name}")
+    # The API server asks for a moment longer: other tests make captures too.
+    path = f"{captures('default')}?dryRun=All"
+    server.wait_for(lambda: is_made(server, path, capture(steps=1)))
+
+
+def is_made(server: ApiServer, path: str, body: dict[str, Any]) -> bool:
+    try:
+        server.admin.create(path, body)
+    except ApiError:
+        return False
+    return True
+
+
+def settings(namespace: str, **changes: Any) -> WebhookSettings:
+    port = free_port()
+    made = WebhookSettings(
+        listen_host="127.0.0.1",
+        listen_port=port,
+        namespace=namespace,
+        url=f"https://127.0.0.1:{port}",
+        configuration=f"rankscope-{namespace}",
+        probe_image=IMAGE,
+        round_seconds=0.2,
+        settle_seconds=2.0,
+    )
+    return replace(made, **changes)
+
+
+@pytest.fixture
+def make(server: ApiServer, api: Api, namespace: str) -> Iterator[Make]:
+    made: list[Webhooks] = []
+
+    def start(leads: bool = True, **changes: Any) -> Webhooks:
+        webhooks = Webhooks(api, settings(namespace, **changes), lambda: leads)
+        made.append(webhooks)
+        webhooks.start()
+        return webhooks
+
+    yield start
+    for webhooks in made:
+        webhooks.stop()  # first, or the leader makes the configurations anew
+    forget(server, f"rankscope-{namespace}")
+
+
+@pytest.fixture
+def webhooks(server: ApiServer, namespace: str, make: Make) -> Webhooks:
+    made = make()
+    wait_until_asked(server, namespace)
+    return made
+
+
+_NUMBERS = itertools.count(1)
+
+
+def pod(label: str | None = None, *containers: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    labels = {} if label is None else {"rankscope.dev/inject": label}
+    return {
+        "metadata": {"name": f"p-{next(_NUMBERS)}", "labels": labels},
+        "spec": {"containers": list(containers) or [{"name": "pytorch", "image": "x"}], **spec},
+    }
+
+
+def create(server: ApiServer, namespace: str, body: dict[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = server.admin.create(f"/api/v1/namespaces/{namespace}/pods", body)
+    return made
+
+
+def capture(**spec: Any) -> dict[str, Any]:
+    metadata = {"name": f"c-{next(_NUMBERS)}", "annotations": {REQUESTED_BY: "somebody else"}}
+    return {
+        "apiVersion": "rankscope.dev/v1alpha1",
+        "kind": "Capture",
+        "metadata": metadata,
+        "spec": {"run": "r", **spec},
+    }
+
+
+def captures(namespace: str) -> str:
+    return f"/apis/rankscope.dev/v1alpha1/namespaces/{namespace}/captures"
+
+
+def wait_until_asked(server: ApiServer, namespace: str) -> None:
+    """The API server hears of a configuration a moment after it was written."""
+    server.wait_for(lambda: INJECTED in create(server, namespace, pod("kineto"))["metadata"].get("annotations", {}))
+
+
+def env(made: dict[str, Any], index: int = 0) -> dict[str, Any]:
+    return {item["name"]: item.get("value") for item in made["spec"]["containers"][index].get("env", ())}
+
+
+def test_a_pod_that_asks_for_it_is_injected_and_keeps_what_its_author_set(
+    server: ApiServer, namespace: str, webhooks: Webhooks
+) -> None:
+    bare = create(server, namespace, pod("probe"))
+    assert env(bare) == {**LEVEL_1, "PYTHONPATH": FOLDER}
+    (init,) = bare["spec"]["initContainers"]
+    assert (init["name"], init["image"], "resources" in init) == (VOLUME, IMAGE, True)
+    assert {volume["name"] for volume in bare["spec"]["volumes"]} == {VOLUME}
+    assert bare["status"]["qosClass"] == "BestEffort"
+
+    amounts = {"cpu": "2", "memory": "1Gi"}
+    trains = {
+        "name": "pytorch",
+        "image": "x",
+        "env": [{"name": "TEARDOWN_CUPTI", "value": "0"}, {"name": "PYTHONPATH", "value": "/src"}],
+        "resources": {"limits": amounts},
+        "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+    }
+    sidecar = {"name": "logs", "image": "y", "resources": {"limits": amounts}}
+    first = {"name": "download", "image": "z", "resources": {"limits": amounts}}
+    body = pod("true", trains, sidecar, initContainers=[first], volumes=[{"name": "data", "emptyDir": {}}])
+    body["metadata"]["annotations"] = {"rankscope.dev/inject-containers": "pytorch", "theirs": "kept"}
+    full = create(server, namespace, body)
+    assert env(full) == {"TEARDOWN_CUPTI": "0", "PYTHONPATH": f"{FOLDER}:/src", "KINETO_USE_DAEMON": "1"}
+    assert env(full, 1) == {}
+    assert [container["name"] for container in full["spec"]["initContainers"]] == ["download", VOLUME]
+    assert [mount["name"] for mount in full["spec"]["containers"][0]["volumeMounts"]] == ["data", VOLUME]
+    assert full["metadata"]["annotations"] == {**body["metadata"]["annotations"], INJECTED: "probe=pytorch"}
+    assert full["status"]["qosClass"] == "Guaranteed"
+
+    plain = create(server, namespace, pod())
+    assert env(plain) == {}
+
+
+def test_a_namespace_asks_for_its_pods_and_a_pod_may_decline(
+    server: ApiServer, namespace: str, webhooks: Webhooks
+) -> None:
+    other = f"{namespace}-labelled"
+    server.admin.create(
+        "/api/v1/namespaces", {"metadata": {"name": other, "labels": {"rankscope.dev/inject": "kineto"}}}
+    )
+    server.wait_for(lambda: env(create(server, other, pod())) == LEVEL_1)
+    assert env(create(server, other, pod("false"))) == {}
+    assert "PYTHONPATH" in env(create(server, other, pod("probe")))  # the pod's word counts
+    assert env(create(server, namespace, pod("yes, please".replace(", ", "-")))) == {}
+
+
+def test_a_pod_that_the_api_server_refuses_is_refused_for_its_own_fault(
+    server: ApiServer, namespace: str, webhooks: Webhooks
+) -> None:
+    for containers in ([], [{"name": "a"}], [{"name": "a", "image": "x"}, {"name": "a", "image": "x"}]):
+        body = pod("probe")
+        body["spec"]["containers"] = containers
+        with pytest.raises(ApiError, match=r"spec\.containers") as refused:
+            create(server, namespace, body)
+        assert refused.value.status == 422
+        assert "rankscope" not in refused.value.body.replace("rankscope-probe", "")
+
+
+def test_another_webhook_after_ours_has_us_asked_again_and_nothing_is_there_twice(
+    server: ApiServer, api: Api, namespace: str, webhooks: Webhooks
+) -> None:
+    """It brings a sidecar, as a service mesh does: that one is a container of the pod like any other."""
+    operation = {"op": "add", "path": "/spec/containers/-", "value": {"name": "mesh", "image": "m"}}
+
+    def respond(path: str, body: bytes) -> tuple[int, bytes]:
+        request = json.loads(body)["request"]
+        has_it = any(container["name"] == "mesh" for container in request["object"]["spec"]["containers"])
+        response: dict[str, Any] = {"uid": request["uid"], "allowed": True}
+        if not has_it:
+            response |= {"patchType": "JSONPatch", "patch": base64.b64encode(json.dumps([operation]).encode()).decode()}
+        answer = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
+        return 200, json.dumps(answer).encode()
+
+    kept = renewed(None, ("127.0.0.1",), True, datetime.now(timezone.utc), Lifetimes())
+    mesh = WebhookServer("127.0.0.1", 0, respond)
+    mesh.start()
+    mesh.use(kept.serving, kept.serving_key)
+    mutating = configurations(Address(url=f"https://127.0.0.1:{mesh.port}"), "z-mesh")[0]
+    webhook = {**mutating["webhooks"][0], "name": "mesh.example.com"}
+    webhook["clientConfig"] |= {"caBundle": base64.b64encode(kept.bundle).decode()}
+    server.admin.create(f"{ROOT}/{KINDS[0]}", {**mutating, "webhooks": [webhook]})  # after ours by its name
+    try:
+        server.wait_for(lambda: len(create(server, namespace, pod("probe"))["spec"]["containers"]) == 2)
+        made = create(server, namespace, pod("probe"))
+    finally:
+        forget(server, "z-mesh")
+        mesh.stop()
+    for index in (0, 1):
+        assert env(made, index) == {**LEVEL_1, "PYTHONPATH": FOLDER}
+        names = [item["name"] for item in made["spec"]["containers"][index]["env"]]
+        assert len(names) == len(set(names)) == 3
+    assert len(made["spec"]["initContainers"]) == len(made["spec"]["volumes"]) == 1
+    assert made["metadata"]["annotations"][INJECTED] == "kineto=pytorch,mesh probe=pytorch,mesh"
+
+
+def test_without_us_pods_are_made_as_they_are_and_no_capture_is_made_unnamed(
+    server: ApiServer, namespace: str, webhooks: Webhooks
+) -> None:
+    server.admin.create(captures(namespace), capture(steps=1))
+    webhooks.stop()
+    assert env(create(server, namespace, pod("probe"))) == {}
+    with pytest.raises(ApiError, match="failed calling webhook") as refused:
+        server.admin.create(captures(namespace), capture(steps=1))
+    assert refused.value.status == 500
+
+
+def test_a_capture_tells_who_asked_and_stays_as_it_was_asked_for(
+    server: ApiServer, namespace: str, webhooks: Webhooks
+) -> None:
+    made = server.admin.create(captures(namespace), capture(steps=3))
+    assert made["metadata"]["annotations"][REQUESTED_BY] == "admin"
+    path = f"{captures(namespace)}/{made['metadata']['name']}"
+    forged = server.admin.merge(path, {"metadata": {"annotations": {REQUESTED_BY: "root", "note": "x"}}})
+    assert forged["metadata"]["annotations"] == {REQUESTED_BY: "admin", "note": "x"}
+    with pytest.raises(ApiError, match="make another"):
+        server.admin.merge(path, {"spec": {"steps": 9}})
+    server.admin.merge(f"{path}/status", {"status": {"phase": "Running"}})
+    server.admin.merge(path, {"metadata": {"finalizers": ["rankscope.dev/capture"]}})
+    server.admin.delete(path)
+    server.admin.merge(path, {"metadata": {"finalizers": None}})
+    assert not server.admin.is_served(path)
+    for spec, says in (({"steps": 1, "seconds": 2.0}, "exclude each other"), ({}, "how long to record")):
+        with pytest.raises(ApiError, match=says):
+            server.admin.create(captures(namespace), capture(**spec))
+
+
+def test_a_policy_without_sense_is_refused_in_words(server: ApiServer, namespace: str, webhooks: Webhooks) -> None:
+    path = f"/apis/rankscope.dev/v1alpha1/namespaces/{namespace}/profilingpolicies"
+    body = {"apiVersion": "rankscope.dev/v1alpha1", "kind": "ProfilingPolicy", "metadata": {"name": "p"}}
+    with pytest.raises(ApiError, match="healthy is no reason"):
+        server.admin.create(path, {**body, "spec": {"automaticCaptures": {"on": ["healthy"]}}})
+    server.admin.create(path, {**body, "spec": {"automaticCaptures": {"on": ["slow_rank"]}}})
+
+
+def test_a_new_authority_is_taken_up_while_requests_go_on_and_none_fails(
+    server: ApiServer, namespace: str, webhooks: Webhooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A new connection for every request: each meets the certificate of its moment.
+    read = webhook_serving.read_head
+    monkeypatch.setattr(webhook_serving, "read_head", lambda raw, limit: replace(read(raw, limit), keeps_alive=False))
+    path = f"/api/v1/namespaces/{namespace}/secrets/rankscope-webhook"
+
+    def kept() -> dict[str, bytes]:
+        return {key: base64.b64decode(value) for key, value in server.admin.get(path)["data"].items()}
+
+    before = kept()
+    stopping = threading.Event()
+    failures: list[object] = []
+    counted = [0, 0]
+
+    def go_on() -> None:
+        while not stopping.is_set():
+            try:
+                made = create(server, namespace, pod("kineto"))
+                if env(made) != LEVEL_1:
+                    failures.append(made)
+                server.admin.create(captures(namespace), capture(steps=1))
+            except (ApiError, OSError) as error:
+                failures.append(error)
+            counted[served()] += 1
+
+    def served() -> int:
+        return int(webhooks._served is not None and webhooks._served.certificate != before["tls.crt"])
+
+    asking = threading.Thread(target=go_on)
+    asking.start()
+    try:
+        server.wait_for(lambda: counted[0] > 3 or failures)
+        # Whatever there is now has less than a third of these left: the authority is due.
+        webhooks._keeper._lifetimes = Lifetimes(authority_seconds=5 * 365 * 86400.0)
+        server.wait_for(lambda: len(authorities(kept()["ca.crt"])) == 2)
+        during = kept()
+        assert authorities(during["ca.crt"])[1] == authorities(before["ca.crt"])[0]
+        server.wait_for(lambda: (served() and counted[1] > 5) or failures)
+    finally:
+        stopping.set()
+        asking.join(60)
+    assert failures == []
+    after = kept()
+    assert after["ca.crt"] == during["ca.crt"]
+    # And by the new authority alone.
+    newest = ssl.create_default_context(cadata=authorities(after["ca.crt"])[0].decode())
+    assert ssl.get_server_certificate(("127.0.0.1", webhooks.server.port)).encode() == after["tls.crt"]
+    with socket.create_connection(("127.0.0.1", webhooks.server.port), timeout=30) as held:
+        newest.wrap_socket(held, server_hostname="127.0.0.1").close()
+
+
+def test_replicas_that_do_not_lead_serve_what_the_leader_made(server: ApiServer, namespace: str, make: Make) -> None:
+    follower = make(leads=False)
+    port = free_port()
+    leader = make(listen_port=port)
+    server.wait_for(lambda: follower.is_serving and leader.is_serving)
+    seen = {ssl.get_server_certificate(("127.0.0.1", one.server.port)) for one in (follower, leader)}
+    assert len(seen) == 1
+
+
+def test_files_that_somebody_else_renews_are_taken_up(
+    server: ApiServer, namespace: str, make: Make, tmp_path: Path
+) -> None:
+    def write() -> None:
+        kept = renewed(None, ("127.0.0.1",), True, datetime.now(timezone.utc), Lifetimes())
+        for name, content in (("ca.crt", kept.bundle), ("tls.key", kept.serving_key), ("tls.crt", kept.serving)):
+            (tmp_path / f"{name}.new").write_bytes(content)
+            (tmp_path / f"{name}.new").replace(tmp_path / name)
+
+    write()
+    files = {"certificate": tmp_path / "tls.crt", "key": tmp_path / "tls.key", "authority": tmp_path / "ca.crt"}
+    webhooks = make(**files)
+    wait_until_asked(server, namespace)
+    assert not server.admin.is_served(f"/api/v1/namespaces/{namespace}/secrets/rankscope-webhook")
+    write()
+    certificate = (tmp_path / "tls.crt").read_text()
+    server.wait_for(lambda: ssl.get_server_certificate(("127.0.0.1", webhooks.server.port)) == certificate)
+    wait_until_asked(server, namespace)
+
+
+def test_a_configuration_that_a_chart_made_keeps_its_rules_and_gets_the_authority(
+    server: ApiServer, namespace: str, make: Make
+) -> None:
+    wanted = settings(namespace)
+    for kind, document in zip(KINDS, configurations(Address(url=wanted.url), wanted.configuration), strict=True):
+        document["metadata"]["labels"] = {"app.kubernetes.io/managed-by": "Helm"}
+        document["webhooks"] = document["webhooks"][:1]
+        document["webhooks"][0]["timeoutSeconds"] = 7
+        document["webhooks"].append({**document["webhooks"][0], "name": "other.example.com", "failurePolicy": "Ignore"})
+        server.admin.create(f"{ROOT}/{kind}", document)
+    make(listen_port=wanted.listen_port, url=wanted.url)
+    wait_until_asked(server, namespace)
+    for kind in KINDS:
+        ours, other = server.admin.get(f"{ROOT}/{kind}/{wanted.configuration}")["webhooks"]
+        assert ours["timeoutSeconds"] == 7
+        assert ours["clientConfig"]["caBundle"]
+        assert "caBundle" not in other["clientConfig"]
+
+
+def test_somebody_elses_secret_of_that_name_is_not_overwritten(
+    server: ApiServer, api: Api, namespace: str, make: Make
+) -> None:
+    path = f"/api/v1/namespaces/{namespace}/secrets"
+    server.admin.create(path, {"metadata": {"name": "rankscope-webhook"}, "stringData": {"theirs": "x"}})
+    webhooks = Webhooks(api, settings(namespace), lambda: True)
+    webhooks.round()
+    assert not webhooks.is_serving
+    assert server.admin.get(f"{path}/rankscope-webhook")["data"].keys() == {"theirs"}
+    webhooks.server.stop()
+
+
+def test_the_operator_serves_them_with_the_roles_of_its_account_and_no_others(
+    server: ApiServer, namespace: str, operator_user: User, tmp_path: Path
+) -> None:
+    port = free_port()
+    url = f"https://127.0.0.1:{port}"
+    operator = OperatorProcess(
+        operator_user,
+        tmp_path,
+        flags=("--webhook-listen", f"127.0.0.1:{port}", "--webhook-url", url, "--probe-image", IMAGE),
+    )
+    for kind, document in zip(KINDS, configurations(Address(url=url)), strict=True):
+        del document["metadata"]["labels"]  # as deploy/webhooks has them: the operator may not make any
+        server.admin.create(f"{ROOT}/{kind}", document)
+    try:
+        operator.start()
+        wait_until_asked(server, namespace)
+        assert create(server, namespace, pod("probe"))["spec"]["initContainers"][0]["image"] == IMAGE
+        told = operator.get("/metrics")
+        assert 'rankscope_operator_reviews_total{result="changed",webhook="inject"}' in told
+        assert "rankscope_operator_certificate_expiry_timestamp_seconds" in told
+        with pytest.raises(ApiError) as refused:
+            operator_user.create(f"{ROOT}/{KINDS[0]}", {"metadata": {"name": "x"}})
+        assert refused.value.status == 403
+        with pytest.raises(ApiError) as refused:
+            operator_user.get(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/secrets/another")
+        assert refused.value.status == 403
+    finally:
+        operator.stop()
+        forget(server, "rankscope")
+        server.admin.delete(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/secrets/rankscope-webhook")
