@@ -115,9 +115,9 @@ class AutomaticCaptures:
         if objection is None and not ranks:
             objection = "no rank of the run reports"
         if objection is not None:
-            kind = objection.partition(";")[0]  # how many seconds are left is not news
-            if self._told.get(name) != kind:
-                self._told[name] = kind
+            news = f"{finding}: {objection.partition(';')[0]}"  # how many seconds are left is none
+            if self._told.get(name) != news:
+                self._told[name] = news
                 log.info("%s: %s: no capture by policy %s: %s", name, finding, policy.name, objection)
             return
         body = rules.capture_body(rules.capture_name(run, of_run), run, policy, wish, state, ranks)
