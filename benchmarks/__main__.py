@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks import (
     capture_latency,
     daemon_cost,
+    fleet,
     gpu_collector,
     overhead,
     probe_step,
@@ -40,6 +41,7 @@ BENCHMARKS: Mapping[str, Callable[[], list[Row]]] = {
     "registration": registration.measure,
     "daemon": daemon_cost.measure,
     "gpu": gpu_collector.measure,
+    "fleet": fleet.measure,
     "rules": rule_evaluation.measure,
     "overhead": overhead.measure,
 }

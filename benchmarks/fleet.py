@@ -28,6 +28,7 @@ SETTLING_SECONDS = 20.0
 SERVER_PROCESSES = 4
 CONNECTING_SECONDS = 300.0
 DESCRIPTORS = 16_384
+PODS = 50_000
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,14 @@ def measure(daemon_count: int = DAEMONS, seconds: float = SECONDS) -> list[Row]:
             recovered_seconds = restarted.await_streams()
         finally:
             restarted.kill()
-    return _rows(layout, reports, recovered_seconds)
+    return [*_rows(layout, reports, recovered_seconds), _pods()]
+
+
+def _pods() -> Row:
+    """Ten times the pods that train are no rarity in a cluster; all of them are told to the operator."""
+    command = [sys.executable, "-m", "benchmarks.fleet_pods", str(PODS)]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return Row(f"fleet: memory for each of {PODS:,} pods known", found["bytes"] / PODS / 1e3, "kB", raw=found)
 
 
 def _rows(layout: FleetLayout, reports: list[Report], recovered_seconds: float) -> list[Row]:
@@ -181,8 +189,8 @@ def _rows(layout: FleetLayout, reports: list[Report], recovered_seconds: float) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
-    parser.add_argument("--daemons", type=int, default=DAEMONS)
-    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--daemons", type=int, default=DAEMONS, metavar="N", help="default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help="default: %(default)s")
     arguments = parser.parse_args()
     print(table(measure(arguments.daemons, arguments.seconds)))
 

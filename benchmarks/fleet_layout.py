@@ -17,7 +17,7 @@ NAMESPACE = "team"
 # Of the nodes, a quarter each: one job over all of them, and jobs of so many nodes.
 NODES_PER_JOB = (16, 4, 1)
 # Every so manieth job has a slow rank.
-SLOW_EVERY = 25
+SLOW_EVERY = 50
 
 
 @dataclass(frozen=True)

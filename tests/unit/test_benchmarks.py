@@ -7,17 +7,19 @@ import pytest
 
 from benchmarks import registration
 from benchmarks.__main__ import BENCHMARKS
+from benchmarks.fleet_layout import FleetLayout, Speaker, pod_uid
 from benchmarks.fleets import Fleet
 from benchmarks.overhead import Block, _Compared, _orders
 from benchmarks.repeated_traces import repeated
 from benchmarks.reporting import Row, table
 from benchmarks.statistics import paired_ratio, spread_of
+from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 
 
 def test_there_is_a_benchmark_for_every_promise() -> None:
     assert set(BENCHMARKS) == {
         "probe", "verdicts", "windows", "traces", "timeline", "captures", "registration", "daemon", "gpu",
-        "rules", "overhead",
+        "rules", "fleet", "overhead",
     }  # fmt: skip
 
 
@@ -85,3 +87,18 @@ def test_a_repeated_trace_is_the_short_one_again_later_and_tied_to_nothing_of_be
     assert [event["id"] for event in made["traceEvents"] if event["ph"] == "s"] == [3, 11, 19]
     assert sum(event["ph"] == "M" for event in made["traceEvents"]) == 1
     assert made["schemaVersion"] == 1
+
+
+def test_a_simulated_fleet_has_every_rank_of_every_job_once_and_its_daemons_speak_for_their_own_pods() -> None:
+    layout = FleetLayout(daemons=100, ranks_per_node=8)
+    seen: dict[str, list[int]] = {}
+    for node in (*range(30), 99):
+        message = WatchRanksResponse.FromString(Speaker(layout, node).message(tick=900_000_000))
+        assert {window.identity.pod for window in message.windows} == {pod_uid(node)}
+        assert {window.end_unix_nanos for window in message.windows} == {1_800_000_000 * 10**9}
+        assert {window.start_unix_nanos for window in message.windows} == {1_799_999_998 * 10**9}
+        for window in message.windows:
+            seen.setdefault(window.identity.job, []).append(window.identity.rank)
+    assert next(iter(seen.values())) == list(range(25 * 8))  # a quarter of the nodes is one job
+    assert [node for job in layout.jobs for node in job.nodes] == list(range(100))
+    assert len(list(layout.pods())) == 100
