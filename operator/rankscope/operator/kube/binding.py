@@ -5,6 +5,7 @@ or it is not listened to."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -86,10 +87,11 @@ class Heard:
 
 
 class Binding:
-    """Called from one thread at a time."""
+    """Thread-safe: windows come in one thread, what is gone is forgotten in another."""
 
     def __init__(self, inventory: Inventory, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.refusals = Refusals()
+        self._lock = threading.Lock()
         self._inventory = inventory
         self._monotonic = monotonic
         self._speakers: dict[str, _Speaker] = {}
@@ -99,6 +101,10 @@ class Binding:
         """What of it holds, with `job` the run's name and `node` and `namespace` as the API server has them. Of jobs
         that `keeps` says no to, nothing is kept. The message is the caller's no longer: its windows are renamed where
         they are, since a fleet sends thousands a second."""
+        with self._lock:
+            return self._bind(message, node, keeps)
+
+    def _bind(self, message: WatchRanksResponse, node: str, keeps: Callable[[str], bool]) -> Heard:
         allowed = self._allow(node, message)
         self.refusals.add("rate", len(message.windows) - allowed)
         here = _Here(node, self._monotonic(), keeps)
@@ -110,19 +116,20 @@ class Binding:
             windows = [_copied(window) for window in windows]
         return Heard(windows, departed)
 
-    def forget_node(self, node: str) -> None:
-        self._speakers.pop(node, None)
-
-    def forget_runs_but(self, runs: set[RunKey]) -> None:
-        for key in self._names.keys() - runs:
-            del self._names[key]
+    def forget_all_but(self, runs: set[RunKey], nodes: set[str]) -> None:
+        with self._lock:
+            for key in self._names.keys() - runs:
+                del self._names[key]
+            for node in self._speakers.keys() - nodes:
+                del self._speakers[node]
 
     def daemon_job(self, name: str) -> str | None:
         """What the daemons call the job of that name."""
-        for jobs in list(self._names.values()):
-            for job, given in list(jobs.names.items()):
-                if given == name:
-                    return job
+        with self._lock:
+            for jobs in self._names.values():
+                for job, given in jobs.names.items():
+                    if given == name:
+                        return job
         return None
 
     def run_name(self, key: RunKey) -> str:

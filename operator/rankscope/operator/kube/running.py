@@ -199,8 +199,9 @@ class Operator:
     def _pulse(self) -> None:
         while not self._stopping.wait(PULSE_SECONDS):
             try:
-                self.streams.follow(self.daemons.addresses, self._pods_of_ours())
-                self.binding.forget_runs_but(set(self.inventory.runs()))
+                addresses = self.daemons.addresses
+                self.streams.follow(addresses, self._pods_of_ours())
+                self.binding.forget_all_but(set(self.inventory.runs()), set(addresses))
                 self.runs.reconcile()
                 self.captures.reconcile()
                 if self.slow_nodes is not None:

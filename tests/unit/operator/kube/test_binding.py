@@ -161,3 +161,15 @@ def test_a_rank_moves_at_once_when_its_pod_is_gone_or_says_that_it_ended(invento
     assert len(binding.bind(message(0, pod="pod-1"), "node-b").windows) == 1
     inventory.deleted("pod-0")
     assert len(binding.bind(message(1, pod="pod-1"), "node-b").windows) == 1
+
+
+def test_what_is_known_of_nodes_and_runs_goes_with_them(inventory: Inventory) -> None:
+    binding = Binding(inventory, Clock())
+    binding.bind(message(0), "node-a")
+    binding.bind(message(1, pod="pod-1"), "node-b")
+    assert binding.daemon_job("team/pytorchjob-llama") == "10.0.0.1:29500/none"
+    binding.forget_all_but(set(inventory.runs()), {"node-b"})
+    assert list(binding._speakers) == ["node-b"]
+    assert binding.daemon_job("team/pytorchjob-llama") is not None
+    binding.forget_all_but(set(), {"node-b"})
+    assert binding.daemon_job("team/pytorchjob-llama") is None
