@@ -220,7 +220,7 @@ def _phases() -> Panel:
     return timeseries(
         "Where the stacks are",
         "Share of stack samples by phase, mean of the ranks. There without the probe, too.",
-        [Query(f"avg by (phase) (rankscope_rank_phase_ratio{{{THE_JOB}}})", "{{phase}}")],
+        [Query(f"avg by (phase) (avg_over_time(rankscope_rank_phase_ratio{{{THE_JOB}}}[1m]))", "{{phase}}")],
         "percentunit",
         stacked=True,
         top=1,

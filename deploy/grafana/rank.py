@@ -133,7 +133,7 @@ def _phases() -> Panel:
     return timeseries(
         "Where its stacks are",
         "Share of stack samples by phase. There without the probe, too.",
-        [Query(f"rankscope_rank_phase_ratio{{{ONE_RANK}}}", "{{phase}}")],
+        [Query(f"avg_over_time(rankscope_rank_phase_ratio{{{ONE_RANK}}}[1m])", "{{phase}}")],
         "percentunit",
         stacked=True,
         top=1,

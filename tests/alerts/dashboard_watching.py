@@ -40,7 +40,16 @@ def watched_job(folder: Path) -> Iterator[Watched]:
         library = build_stub(folder)
         script = Script(folder / "gpus", gpus=RANKS)
         # A target for MFU that the job cannot miss: there is to be one finding only.
-        flags = ("--metrics-detail", "full", "--mfu-target", "0.000001", "--gpu-interval-seconds", "0.5")
+        flags = (
+            "--metrics-detail",
+            "full",
+            "--budget-ratio",
+            "1",
+            "--mfu-target",
+            "0.000001",
+            "--gpu-interval-seconds",
+            "0.5",
+        )
         environment = {**script.environment(library), **_no_rank()}
         up = stack.enter_context(serving(folder / "up", "up", *flags, environment=environment))
         address = urlsplit(up.metrics_url).netloc

@@ -13,7 +13,7 @@ JOBS_MOST = 10_000
 @dataclass(frozen=True)
 class Limits:
     job_rest_seconds: float = 600.0
-    # A rank that is accused only later is worth a second one in that time: the first was of others, perhaps for a
+    # A rank that is accused only later is worth a second one in that time: the first was for others, perhaps for a
     # symptom of what that rank does.
     captures_per_rest: int = 2
     captures_per_hour: float = 12.0
@@ -23,7 +23,7 @@ class Limits:
 @dataclass(frozen=True)
 class _Spent:
     until_monotonic: float
-    ranks: frozenset[int]
+    accused: frozenset[int]
 
 
 class Limiter:
@@ -41,7 +41,7 @@ class Limiter:
         now = self._monotonic_seconds()
         lately = [each for each in self._spent.get(wanted.job, ()) if each.until_monotonic > now]
         if lately:
-            seen = frozenset[int]().union(*(each.ranks for each in lately))
+            seen = frozenset[int]().union(*(each.accused for each in lately))
             if wanted.accused <= seen or len(lately) >= self._limits.captures_per_rest:
                 rest = min(each.until_monotonic for each in lately) - now
                 return f"alerts have captured this job lately; the next may in {rest:.0f} s"
@@ -61,7 +61,7 @@ class Limiter:
             if (kept := tuple(each for each in spent if each.until_monotonic > now))
         }
         if wanted.job in standing or len(standing) < JOBS_MOST:
-            spent = _Spent(now + self._limits.job_rest_seconds, frozenset(wanted.ranks))
+            spent = _Spent(now + self._limits.job_rest_seconds, wanted.accused)
             standing[wanted.job] = (*standing.get(wanted.job, ()), spent)
         self._spent = standing
 

@@ -106,14 +106,17 @@ def test_a_job_rests_after_a_capture_and_the_same_firing_may_have_its_own_later(
     assert play.results(entry("RankscopeLowMfu")) == ["started"]
 
 
-def test_a_rank_accused_only_later_is_captured_while_the_job_rests_but_not_one_after_another() -> None:
+@pytest.mark.parametrize("was_sampled", [False, True], ids=["not seen yet", "recorded as one of others"])
+def test_a_rank_accused_only_later_is_captured_while_the_job_rests_but_not_one_after_another(
+    was_sampled: bool,
+) -> None:
     play = Played(job(SLOW_NETWORK, ranks=16))
     assert play.results(entry("RankscopeExposedCommunication")) == ["started"]
     sampled = play.ranks[0]
-    accused = next(rank for rank in range(16) if rank not in sampled)
-    assert play.results(entry(rank=str(sampled[0]))) == ["limited"]
+    accused = sampled[0] if was_sampled else next(rank for rank in range(16) if rank not in sampled)
     assert play.results(entry("RankscopeLowMfu")) == ["limited"]
     assert play.results(entry(rank=str(accused))) == ["started"]
+    assert play.results(entry("RankscopeHot", rank=str(accused))) == ["limited"]
     others = [rank for rank in range(16) if rank not in (*sampled, *play.ranks[1])]
     assert play.results(*(entry(rank=str(rank)) for rank in others)) == ["limited"] * len(others)
 
