@@ -38,6 +38,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         made.stop()
 
 
+@pytest.fixture(scope="session")
+def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """One that tests may stop, as long as it runs again when they are done."""
+    made = ApiServer(tmp_path_factory.mktemp("own-kube"), ACCOUNTS)
+    made.start()
+    try:
+        install_kinds(made)
+        install_roles(made)
+        yield made
+    finally:
+        made.stop()
+
+
 @pytest.fixture
 def namespace(server: ApiServer) -> str:
     name = f"test-{next(_NUMBERS)}"

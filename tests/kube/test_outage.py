@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kube.accounts import ACCOUNTS, OPERATOR, install_roles
+from tests.kube.accounts import OPERATOR
 from tests.kube.api_server import ApiServer
-from tests.kube.conftest import install_kinds
 from tests.kube.operator_process import OperatorProcess
 from tests.kube.scripted_daemon import ScriptedDaemon
 from tests.kube.scripted_run import ScriptedRun
@@ -20,29 +18,17 @@ from tests.kube.scripted_run import ScriptedRun
 OUTAGE_SECONDS = 20.0
 
 
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[ApiServer]:
-    """One that a test may stop."""
-    made = ApiServer(tmp_path / "server", ACCOUNTS)
-    made.start()
-    try:
-        install_kinds(made)
-        install_roles(made)
-        yield made
-    finally:
-        made.stop()
-
-
 @pytest.mark.timeout(600)
 def test_an_outage_with_lost_history_stops_no_verdict_and_what_is_written_afterwards_is_the_present(
     own_server: ApiServer, tmp_path: Path
 ) -> None:
-    server = own_server
+    server, namespace = own_server, "outage"
+    server.admin.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
     daemons = [ScriptedDaemon(server, "node-a"), ScriptedDaemon(server, "node-b")]
     for daemon in daemons:
         daemon.start()
-    run = ScriptedRun(server, "default", "llama", [daemons[0]], ranks_per_pod=4)
-    gone = ScriptedRun(server, "default", "gone", [daemons[1]], ranks_per_pod=2)
+    run = ScriptedRun(server, namespace, "llama", [daemons[0]], ranks_per_pod=4)
+    gone = ScriptedRun(server, namespace, "gone", [daemons[1]], ranks_per_pod=2)
     run.start()
     gone.start()
     operator = OperatorProcess(server.user(OPERATOR), tmp_path)
@@ -58,7 +44,7 @@ def test_an_outage_with_lost_history_stops_no_verdict_and_what_is_written_afterw
         def exported() -> set[str]:
             """Verdicts of the run in /metrics, with severity."""
             lines = re.findall(r"^rankscope_job_verdict\{(.*)\} 1", operator.get("/metrics"), re.MULTILINE)
-            ours = [line for line in lines if 'job="default/pytorchjob-llama"' in line]
+            ours = [line for line in lines if f'job="{namespace}/pytorchjob-llama"' in line]
             return {match[1] for line in ours if (match := re.search(r'[{,]?verdict="(\w+)"', line))}
 
         server.wait_for(lambda: exported() == {"slow_rank"})
@@ -66,7 +52,7 @@ def test_an_outage_with_lost_history_stops_no_verdict_and_what_is_written_afterw
         assert exported() == {"slow_rank"}
         assert operator.get("/readyz") == "ok\n"
         # Meanwhile a run is deleted where we cannot see it, and the history that would tell of it is wiped.
-        server.delete_behind_the_watch(f"/registry/pods/default/{gone.pod_name(0)}")
+        server.delete_behind_the_watch(f"/registry/pods/{namespace}/{gone.pod_name(0)}")
         server.forget_history()
         server.start_api()
         run.wait_for_verdict("slow_rank", (1,))

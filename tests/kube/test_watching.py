@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from rankscope.operator.kube.api import Api
 from rankscope.operator.kube.pods import Pod, read_pod
@@ -43,15 +40,6 @@ def add(server: ApiServer, namespace: str, *names: str) -> None:
 
 def remove(server: ApiServer, namespace: str, name: str) -> None:
     server.admin.delete(f"/api/v1/namespaces/{namespace}/pods/{name}?gracePeriodSeconds=0")
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[ApiServer]:
-    """One that a test may stop."""
-    made = ApiServer(tmp_path / "server")
-    made.start()
-    yield made
-    made.stop()
 
 
 def watch(api: Api, namespace: str, notes: Notes) -> Watched[Pod]:
