@@ -48,18 +48,18 @@ own_apt update
     own_apt download golang-1.15-go golang-1.15-src etcd-server
     own_apt source --download-only kubernetes
 )
-for package in "$work"/sources/*.deb; do dpkg-deb -x "$package" "$work/root"; done
+for package in "$work"/sources/*.deb; do dpkg-deb -x "$package" "$work/unpacked"; done
 mkdir -p "$work/go/src/k8s.io/kubernetes"
 tar -xf "$work"/sources/kubernetes_*.orig.tar.* -C "$work/go/src/k8s.io/kubernetes" --strip-components=1
 
 # Debian's Go looks for its library beside itself and in /usr/share, which is not installed here.
-goroot=$work/root/usr/lib/go-1.15
+goroot=$work/unpacked/usr/lib/go-1.15
 for link in "$goroot"/*; do
     [ -L "$link" ] || continue
     target=$(readlink "$link")
     case $target in
     ../../share/*) : ;;
-    *) ln -sfn "$work/root/usr/share/go-1.15/$(basename "$link")" "$link" ;;
+    *) ln -sfn "$work/unpacked/usr/share/go-1.15/$(basename "$link")" "$link" ;;
     esac
 done
 export GOROOT=$goroot GOPATH=$work/go GOCACHE=$work/cache GO111MODULE=off GOPROXY=off CGO_ENABLED=0 GOFLAGS=
@@ -80,6 +80,6 @@ for setting in gitVersion=v$version gitMajor=1 gitMinor=20 gitTreeState=clean; d
     flags="$flags -X k8s.io/component-base/version.$setting -X k8s.io/client-go/pkg/version.$setting"
 done
 "$go" build -ldflags "$flags" -o "$work/kube-apiserver" ./cmd/kube-apiserver
-install -m 755 "$work/root/usr/bin/etcd" "$cache/etcd"
+install -m 755 "$work/unpacked/usr/bin/etcd" "$cache/etcd"
 install -m 755 "$work/kube-apiserver" "$cache/kube-apiserver"
 say "kube-apiserver $version and etcd: $cache"

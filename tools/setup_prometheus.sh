@@ -54,24 +54,24 @@ if ! apt_get download "${packages[@]}" >/dev/null 2>"$unpacking/refused"; then
         exit 1
     }
 fi
-for package in "$unpacking"/*.deb; do dpkg-deb -x "$package" "$unpacking/root"; done
+for package in "$unpacking"/*.deb; do dpkg-deb -x "$package" "$unpacking/files"; done
 # Debian's Alertmanager does not start without templates in /usr/share, where nothing is to be put. So its copy here looks
 # for them behind a descriptor (a name of the same length, or the program would break), which a wrapper opens for it.
 debian=/usr/share/prometheus/alertmanager
 opened=/proc/self/fd/9/./././././././././
 [ ${#debian} -eq ${#opened} ]
 rm -rf "$folder/alertmanager"
-mv "$unpacking/root$debian" "$folder/alertmanager"
-LC_ALL=C sed "s#$debian#$opened#g" "$unpacking/root/usr/bin/prometheus-alertmanager" >"$folder/alertmanager/alertmanager"
+mv "$unpacking/files$debian" "$folder/alertmanager"
+LC_ALL=C sed "s#$debian#$opened#g" "$unpacking/files/usr/bin/prometheus-alertmanager" >"$folder/alertmanager/alertmanager"
 chmod +x "$folder/alertmanager/alertmanager"
-cat >"$unpacking/root/usr/bin/alertmanager" <<'WRAPPER'
+cat >"$unpacking/files/usr/bin/alertmanager" <<'WRAPPER'
 #!/bin/sh
 here=$(dirname "$(readlink -f "$0")")/../alertmanager
 exec "$here/alertmanager" "$@" 9<"$here"
 WRAPPER
-chmod +x "$unpacking/root/usr/bin/alertmanager"
+chmod +x "$unpacking/files/usr/bin/alertmanager"
 mkdir -p "$folder/bin"
-for binary in "${binaries[@]}"; do mv -f "$unpacking/root/usr/bin/$binary" "$folder/bin/$binary"; done
+for binary in "${binaries[@]}"; do mv -f "$unpacking/files/usr/bin/$binary" "$folder/bin/$binary"; done
 for binary in "${binaries[@]}"; do
     "$folder/bin/$binary" --version >/dev/null 2>&1 || {
         echo "error: $binary from Debian's package does not run on this machine; next step: name a folder with binaries that do in RANKSCOPE_PROMETHEUS_DIR" >&2
