@@ -18,6 +18,7 @@ from rankscope.daemon.samples import Problem
 from tests.unit.daemon import test_exporting as daemon_exporting
 from tests.unit.daemon import window_makers as make
 from tests.unit.operator import test_exporting as job_exporting
+from tests.unit.operator.kube import test_operator_exporting as operator_exporting
 
 # Closed sets of values that a snapshot cannot show all at once.
 _CLOSED_SETS: Mapping[tuple[str, str], tuple[str, ...]] = {
@@ -41,7 +42,11 @@ _CLOSED = {
     "result",
     "state",
 }
-_OPEN = {("rankscope_rank_problem", "kind"), ("rankscope_job_culprit", "phase")}
+_OPEN = {
+    ("rankscope_rank_problem", "kind"),
+    ("rankscope_job_culprit", "phase"),
+    ("rankscope_operator_reviews_total", "result"),
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ def _scrapes() -> Iterator[str]:
     broken = daemon_exporting.report(make.rank(1), RankSamples(problems=(Problem("stacks", "missing", ""),)))
     yield daemon_exporting.scrape(daemon_exporting.full_rank(0), broken)
     yield job_exporting.scrape_everything()
+    yield operator_exporting.scrape_everything()
 
 
 def _values(name: str, label: str, samples: list[dict[str, str]]) -> tuple[str, ...]:
