@@ -11,7 +11,7 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -137,11 +137,18 @@ def captures_because_of(stack: Stack, job: DemoJob, alert: str) -> list[dict[str
     return [capture for capture in stack.captures(job.job_name) if alert in capture["reason"]]
 
 
-def wait_for_capture(stack: Stack, job: DemoJob, alert: str) -> dict[str, Any]:
-    """The one capture that this alert caused, delivered by all its ranks."""
+def captures_with(stack: Stack, job: DemoJob, rank: int) -> list[dict[str, Any]]:
+    """Those that an alert caused, whichever: the job's exposed communication, a symptom, may be told a moment earlier
+    than the rank behind it, and its capture is of that rank if the verdict has named it by then."""
+    captures = captures_because_of(stack, job, "alert ")
+    return [capture for capture in captures if rank in [each["rank"] for each in capture["ranks"]]]
+
+
+def wait_for_capture(stack: Stack, job: DemoJob, find: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
+    """The latest that is found, delivered by all its ranks."""
     final = ("analysed", "failed", "cancelled")
-    stack.wait_until(lambda: [each for each in captures_because_of(stack, job, alert) if each["state"] in final], job)
-    [capture] = captures_because_of(stack, job, alert)
+    stack.wait_until(lambda: [each for each in find() if each["state"] in final], job)
+    capture = next(each for each in find() if each["state"] in final)
     assert capture["reason"].startswith("alert "), capture
     assert capture["state"] == "analysed", capture
     assert {rank["state"] for rank in capture["ranks"]} == {"analysed"}, capture
@@ -159,14 +166,15 @@ def test_a_slow_rank_pages_with_its_rank_and_phase_is_captured_with_a_peer_and_r
         assert alert.annotations["phase"] == "forward"
         assert "GPU-hours" in alert.annotations["description"]
         check_links(alert)
-        capture = wait_for_capture(stack, job, "RankscopeStragglerRank")
+        capture = wait_for_capture(stack, job, lambda: captures_with(stack, job, 2))
         ranks = [rank["rank"] for rank in capture["ranks"]]
         assert len(ranks) == 2
         assert 2 in ranks
         job.end_fault()
         stack.wait_until_resolved(job, "RankscopeStragglerRank")
         # Repeated notifications of one firing have made no second capture, and no innocent rank was paged for.
-        assert len(captures_because_of(stack, job, "RankscopeStragglerRank")) == 1
+        assert len(captures_because_of(stack, job, "RankscopeStragglerRank")) <= 1
+        assert len(captures_because_of(stack, job, "alert ")) <= 2
         assert {heard.labels["rank"] for heard in stack.hearing.of(job.job_name, "RankscopeStragglerRank")} == {"2"}
 
 
@@ -176,7 +184,7 @@ def test_exposed_communication_pages_for_the_job_is_captured_and_resolves(stack:
         alert = stack.wait_for_page(job, "RankscopeExposedCommunication")
         assert "rank" not in alert.labels
         check_links(alert)
-        capture = wait_for_capture(stack, job, "Communication")
+        capture = wait_for_capture(stack, job, lambda: captures_because_of(stack, job, "Communication"))
         assert len(capture["ranks"]) == 2
         job.end_fault()
         stack.wait_until_resolved(job, "RankscopeExposedCommunication")
