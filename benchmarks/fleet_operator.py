@@ -9,6 +9,7 @@ import resource
 import sys
 import threading
 import time
+from pathlib import Path
 
 from benchmarks.fleet_layout import NAMESPACE, FleetLayout
 from rankscope.analysis.verdict import Kind, Severity
@@ -94,8 +95,7 @@ def main() -> None:
 
 
 def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:  # noqa: PTH123 - /proc is no path of the user's
-        return int(file.read().split()[1]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

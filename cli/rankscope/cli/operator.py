@@ -13,6 +13,7 @@ from pathlib import Path
 from rankscope.daemon.config import LOG_LEVELS
 from rankscope.daemon.reporting import OneLine
 from rankscope.operator.alerts.tokens import TokenError
+from rankscope.operator.kube.api import ClusterError
 from rankscope.operator.kube.daemon_streams import Tls
 from rankscope.operator.kube.operator_settings import OperatorSettings
 from rankscope.operator.kube.running import Operator
@@ -86,11 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
     try:
         operator = Operator(_settings(arguments))
-    except (ValueError, OSError, TokenError) as error:
+    except (ValueError, OSError, TokenError, ClusterError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Exception as error:  # noqa: BLE001 - the client's configuration errors share no class
-        print(f"error: cannot reach a cluster: {error}; name a --kubeconfig, or run in a pod", file=sys.stderr)
         return 2
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -19,6 +19,9 @@ LASTING = (NOT_BY, ONCE)
 NO_SCHEDULES = "it knows no --wait, --warmup and --repeat"
 
 
+NO_OPTIONS = Options()
+
+
 class Engagements:
     """All methods may be called from any thread."""
 
@@ -34,7 +37,7 @@ class Engagements:
         capture: pb.Capture,
         numbers: Sequence[int],
         here: Mapping[int, RankProcess],
-        options: Options = Options(),  # noqa: B008 - frozen
+        options: Options = NO_OPTIONS,
     ) -> list[tuple[RankProcess, Backend]]:
         """Take the ranks for a capture and enter them in it; those that cannot be had as failed, with the reason."""
         engaged = []

@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 import urllib3
+import yaml
 from kubernetes import client, config
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,10 @@ STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 JSON = "application/json"
 
 Document = dict[str, Any]
+
+
+class ClusterError(Exception):
+    """Nothing says which cluster, or what says it cannot be read."""
 
 
 class ApiError(Exception):
@@ -62,10 +67,15 @@ class Api:
 
     def __init__(self, kubeconfig: Path | None = None, context: str | None = None) -> None:
         settings = client.Configuration()
-        if kubeconfig is None:
-            config.load_incluster_config(client_configuration=settings)
-        else:
-            config.load_kube_config(str(kubeconfig), context=context, client_configuration=settings)
+        try:
+            if kubeconfig is None:
+                config.load_incluster_config(client_configuration=settings)
+            else:
+                config.load_kube_config(str(kubeconfig), context=context, client_configuration=settings)
+        # The client reads the file without checking its shape: a list where it wants a mapping is a TypeError there.
+        except (config.ConfigException, yaml.YAMLError, TypeError, AttributeError, KeyError) as error:
+            reason = " ".join(f"cannot reach a cluster: {error}".split())
+            raise ClusterError(f"{reason}; name a --kubeconfig, or run in a pod") from error
         # Ours decide when to try again: a hidden retry would hold a lease's renewal beyond its time.
         settings.retries = False
         settings.connection_pool_maxsize = 32

@@ -22,6 +22,9 @@ CLOSING_SECONDS: Final = 2.0
 NAME: Final = "nvml"
 
 
+DEFAULT_CADENCE = Cadence()
+
+
 class NvmlSource:
     """`hang_seconds`: how long a call may take before it counts as hanging; `opening_seconds`: the same for opening the
     library, which wakes every GPU. `retry_seconds`: the first and the longest wait before it is opened again where
@@ -35,7 +38,7 @@ class NvmlSource:
         opening_seconds: float = 60.0,
         retry_seconds: tuple[float, float] = (1.0, 60.0),
         lost_retry_seconds: tuple[float, float] = (30.0, 600.0),
-        cadence: Cadence = Cadence(),  # noqa: B008 - frozen
+        cadence: Cadence = DEFAULT_CADENCE,
     ) -> None:
         self._interval_seconds = interval_seconds
         self._hang_seconds = hang_seconds
