@@ -11,7 +11,7 @@ import yaml
 
 from tests.kube.api_server import ApiServer
 
-ROLES = Path(__file__).parents[2] / "deploy" / "rbac"
+ROLES = Path(__file__).parents[2] / "deploy" / "helm" / "rankscope" / "files" / "roles"
 NAMESPACE = "rankscope"
 OPERATOR = f"system:serviceaccount:{NAMESPACE}:rankscope-operator"
 DAEMON = f"system:serviceaccount:{NAMESPACE}:rankscope-daemon"
@@ -28,20 +28,22 @@ ACCOUNTS = {
 }
 
 _RBAC = "/apis/rbac.authorization.k8s.io/v1"
-_COLLECTIONS = {
-    "ServiceAccount": "/api/v1/namespaces/{namespace}/serviceaccounts",
-    "ClusterRole": f"{_RBAC}/clusterroles",
-    "ClusterRoleBinding": f"{_RBAC}/clusterrolebindings",
-    "Role": f"{_RBAC}/namespaces/{{namespace}}/roles",
-    "RoleBinding": f"{_RBAC}/namespaces/{{namespace}}/rolebindings",
-}
+# The operator's roles: in the whole cluster, and in its own namespace. The chart binds them so, and binds the daemon to
+# none. What is optional there is granted by the tests that need it.
+CLUSTER_ROLES = ("operator", "webhooks")
+NAMESPACE_ROLES = ("operator-leases", "webhooks-secrets")
+PEOPLES_ROLES = ("view", "capture", "policy")
 
 
 def install_roles(server: ApiServer) -> None:
-    """All that deploy/rbac holds. Nothing aggregates roles here, so people are bound to theirs directly."""
+    """The chart's roles. Nothing aggregates roles here, so people are bound to theirs directly."""
     server.admin.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
-    for document in documents():
-        server.admin.create(_collection(document), document)
+    for name in CLUSTER_ROLES:
+        _grant(server, name, "Cluster", _RBAC)
+    for name in NAMESPACE_ROLES:
+        _grant(server, name, "", f"{_RBAC}/namespaces/{NAMESPACE}")
+    for name in PEOPLES_ROLES:
+        server.admin.create(f"{_RBAC}/clusterroles", _role(name))
     for user, roles in {VIEWER: ("rankscope-view",), RESEARCHER: ("rankscope-view", "rankscope-capture")}.items():
         for role in roles:
             bind(server, user, role)
@@ -49,23 +51,30 @@ def install_roles(server: ApiServer) -> None:
 
 @contextmanager
 def granted(server: ApiServer, name: str) -> Iterator[None]:
-    """For a while also what deploy/rbac/optional/NAME.yaml allows."""
-    parts = list(yaml.safe_load_all((ROLES / "optional" / f"{name}.yaml").read_text()))
-    for part in parts:
-        server.admin.create(_collection(part), part)
+    """For a while the operator also has this role of the chart's, in the whole cluster."""
+    made = _grant(server, name, "Cluster", _RBAC)
     try:
         yield
     finally:
-        for part in parts:
-            server.admin.delete(f"{_collection(part)}/{part['metadata']['name']}")
+        for path in made:
+            server.admin.delete(path)
 
 
-def documents() -> list[dict[str, Any]]:
-    return [part for path in sorted(ROLES.glob("*.yaml")) for part in yaml.safe_load_all(path.read_text()) if part]
+def _grant(server: ApiServer, name: str, scope: str, root: str) -> list[str]:
+    role = _role(name)
+    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": f"{scope}Role", "name": role["metadata"]["name"]}
+    subject = {"kind": "ServiceAccount", "name": "rankscope-operator", "namespace": NAMESPACE}
+    binding = {"metadata": role["metadata"], "roleRef": reference, "subjects": [subject]}
+    made = []
+    for kind, document in (("roles", role), ("rolebindings", binding)):
+        collection = f"{root}/{scope.lower()}{kind}"
+        server.admin.create(collection, document)
+        made.append(f"{collection}/{role['metadata']['name']}")
+    return made
 
 
-def _collection(document: dict[str, Any]) -> str:
-    return _COLLECTIONS[document["kind"]].format(namespace=document["metadata"].get("namespace", ""))
+def _role(name: str) -> dict[str, Any]:
+    return {"metadata": {"name": f"rankscope-{name}"}, **yaml.safe_load((ROLES / f"{name}.yaml").read_text())}
 
 
 def bind(server: ApiServer, user: str, role: str) -> None:

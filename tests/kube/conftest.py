@@ -65,7 +65,7 @@ def api(server: ApiServer, tmp_path: Path) -> Api:
 
 @pytest.fixture(scope="session")
 def operator_user(server: ApiServer) -> User:
-    """The operator's service account, with the roles of deploy/rbac and no others."""
+    """The operator's service account, with the chart's roles and no others."""
     return server.user(OPERATOR)
 
 

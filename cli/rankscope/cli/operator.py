@@ -14,7 +14,7 @@ from rankscope.daemon.config import LOG_LEVELS
 from rankscope.daemon.reporting import OneLine
 from rankscope.operator.alerts.tokens import TokenError
 from rankscope.operator.kube.api import ClusterError
-from rankscope.operator.kube.daemon_streams import Tls
+from rankscope.operator.kube.daemon_credentials import Tls
 from rankscope.operator.kube.operator_settings import OperatorSettings
 from rankscope.operator.kube.running import Operator
 from rankscope.operator.kube.webhooks import WebhookSettings
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--node-conditions",
         action="store_true",
-        help="set the condition RankscopeSlowNode on nodes (needs deploy/rbac/optional/node-conditions.yaml)",
+        help="set the condition RankscopeSlowNode on nodes (needs the chart's role node-conditions)",
     )
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="least severe log line to print")
 
