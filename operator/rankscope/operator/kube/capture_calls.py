@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from rankscope.operator.kube.daemon_streams import Tls
+from rankscope.operator.kube.daemon_credentials import DaemonTls, credentials, naming
 from rankscope.operator.kube.resources import CaptureSpec
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
@@ -30,7 +30,7 @@ class DaemonAwayError(Exception):
 
 
 class DaemonCalls:
-    def __init__(self, tls: Tls | None = None) -> None:
+    def __init__(self, tls: DaemonTls | None = None) -> None:
         self._tls = tls
 
     def start(
@@ -109,11 +109,11 @@ class DaemonCalls:
     def channel(self, address: str) -> grpc.Channel:
         if self._tls is None:
             return grpc.insecure_channel(address)
-        tls = self._tls
-        credentials = grpc.ssl_channel_credentials(
-            tls.authority.read_bytes(), tls.key.read_bytes(), tls.certificate.read_bytes()
-        )
-        return grpc.secure_channel(address, credentials, [("grpc.ssl_target_name_override", tls.server_name)])
+        try:
+            shown = credentials(self._tls)
+        except OSError as error:
+            raise DaemonAwayError(f"the daemon cannot be asked: {error}") from error
+        return grpc.secure_channel(address, shown, [naming()])
 
 
 def _told(error: grpc.RpcError) -> Exception:

@@ -10,11 +10,11 @@ import random
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import grpc.aio
 
+from rankscope.operator.kube.daemon_credentials import DaemonTls, credentials, naming
 from rankscope.v1 import rank_service_pb2, rank_service_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -39,24 +39,6 @@ Accept = Callable[[rank_service_pb2.WatchRanksResponse, str], None]
 
 
 @dataclass(frozen=True)
-class Tls:
-    """Files, read anew for every connection: certificates are rotated under us."""
-
-    certificate: Path
-    key: Path
-    authority: Path
-    # Pods have no names in DNS: every daemon's certificate carries this one.
-    server_name: str = "rankscope-daemon"
-
-    def channel(self, address: str, options: list[tuple[str, object]]) -> grpc.aio.Channel:
-        credentials = grpc.ssl_channel_credentials(
-            self.authority.read_bytes(), self.key.read_bytes(), self.certificate.read_bytes()
-        )
-        named = [*options, ("grpc.ssl_target_name_override", self.server_name)]
-        return grpc.aio.secure_channel(address, credentials, options=named)
-
-
-@dataclass(frozen=True)
 class _Target:
     node: str
     address: str
@@ -71,7 +53,7 @@ def _target(node: str, address: str, pods: Mapping[str, frozenset[str]] | None) 
 class DaemonStreams:
     """`follow` says which daemons there are. `accept` is called in one thread, with the node's name as *we* know it."""
 
-    def __init__(self, accept: Accept, tls: Tls | None = None) -> None:
+    def __init__(self, accept: Accept, tls: DaemonTls | None = None) -> None:
         self._accept = accept
         self._tls = tls
         self._loop = asyncio.new_event_loop()
@@ -182,7 +164,7 @@ class DaemonStreams:
             ("grpc.use_local_subchannel_pool", 1),
         ]
         if self._tls is not None:
-            return self._tls.channel(address, options)
+            return grpc.aio.secure_channel(address, credentials(self._tls), options=[*options, naming()])
         return grpc.aio.insecure_channel(address, options=options)
 
     def _take(self, message: rank_service_pb2.WatchRanksResponse, node: str) -> None:

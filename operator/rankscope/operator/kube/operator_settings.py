@@ -7,8 +7,8 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rankscope.operator.kube.daemon_credentials import Tls
 from rankscope.operator.kube.daemon_pods import SELECTOR
-from rankscope.operator.kube.daemon_streams import Tls
 from rankscope.operator.kube.webhooks import WebhookSettings
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
