@@ -41,17 +41,16 @@ class AlertCaptures:
 
     def start(self, wanted: Wanted) -> str:
         """The Capture's name. The same firing has the same one, also for an operator that has forgotten it."""
-        if "#" in wanted.job:
-            raise RefusedError("of several jobs in one run only the first can be captured")
-        namespace, _, run_name = wanted.job.partition("/")
+        run_job, _, number = wanted.job.partition("#")
+        namespace, _, run_name = run_job.partition("/")
         run = self._runs.object_of(namespace, run_name)
         if run is None or run.deleting:
             raise FailedError("the run has no TrainingRun yet")
-        if not self._leases.holds(wanted.job):
+        if not self._leases.holds(run_job):
             raise FailedError("another replica has this job")
         digest = hashlib.sha256(f"{run.uid} {wanted.occasion}".encode()).hexdigest()[:10]
         name = f"{run.name[:200]}-alert-{digest}"
-        finding = f"{wanted.reason} {','.join(map(str, sorted(wanted.accused)))}"
+        finding = f"{wanted.reason} {','.join(map(str, sorted(wanted.accused)))}" + (f" job {number}" if number else "")
         now = self._clock()
         for capture in self._captures.known():
             if capture.namespace != namespace or capture.spec is None or capture.spec.run != run_name:
@@ -62,7 +61,7 @@ class AlertCaptures:
                 raise RefusedError(f"capture {capture.name} of the run is under way")
             is_recent = now - capture.created_unix_seconds < REST_SECONDS
             asked_for = set(map(str, wanted.accused)) - set(capture.spec.ranks.split(","))
-            if is_recent and rules.is_automatic(capture) and not asked_for:
+            if is_recent and rules.is_automatic(capture) and not asked_for and capture.job == wanted.job:
                 raise RefusedError(f"capture {capture.name} of these ranks was made lately")
         spec: Document = {
             "run": run_name,
@@ -71,6 +70,7 @@ class AlertCaptures:
             "reason": wanted.reason[:1024],
         }
         spec |= {"steps": STEPS} if wanted.steps_are_known else {"seconds": rules.SECONDS}
+        spec |= rules.job_number(wanted.job)
         annotations = {rules.TRIGGER: rules.BY_ALERT, rules.FINDING: finding[:1024]}
         body = rules.capture_document(name, run, spec, annotations)
         try:

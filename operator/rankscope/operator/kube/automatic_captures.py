@@ -52,7 +52,18 @@ def is_automatic(capture: CaptureObject) -> bool:
 def finding_of(state: JobState) -> str:
     verdict = state.verdict
     ranks = ",".join(map(str, verdict.culprits[:64]))
-    return f"{verdict.kind.value} {ranks}" + ("" if verdict.stage is None else f" stage {verdict.stage}")
+    number = state.job.partition("#")[2]
+    return (
+        f"{verdict.kind.value} {ranks}"
+        + ("" if verdict.stage is None else f" stage {verdict.stage}")
+        + (f" job {number}" if number else "")
+    )
+
+
+def job_number(job: str) -> Document:
+    """For the spec of a capture: nothing for a run's first job."""
+    number = job.partition("#")[2]
+    return {"jobNumber": int(number)} if number else {}
 
 
 def wants_capture(spec: AutomaticCaptures, state: JobState) -> bool:
@@ -123,6 +134,7 @@ def capture_body(
         "reason": f"policy {policy.name}: {state.verdict.reason}"[:1024],
     }
     wanted |= {"steps": spec.steps} if state.step_seconds is not None else {"seconds": SECONDS}
+    wanted |= job_number(state.job)
     annotations = {TRIGGER: BY_POLICY, POLICY: policy.name, FINDING: finding_of(state)}
     return capture_document(name, run, wanted, annotations)
 

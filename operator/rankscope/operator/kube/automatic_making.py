@@ -54,7 +54,7 @@ class AutomaticCaptures:
         self._unseen: dict[str, CaptureObject] = {}  # made, and not yet in the watch
         self._past: dict[str, rules.Past] = {}  # by the run's uid; its object may have been deleted
         self._busy: set[str] = set()  # uids of policies
-        self._told: dict[str, str] = {}  # run to why nothing is made, so that the log says it once
+        self._told: dict[str, str] = {}  # job to why nothing is made, so that the log says it once
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="rankscope-automatic")
 
     def stop(self) -> None:
@@ -66,11 +66,15 @@ class AutomaticCaptures:
             return None
         now, states = self._clock(), self._states()
         self._note_recoveries(states, now)
+        self._told = {job: told for job, told in self._told.items() if job in states}
+        jobs: dict[str, list[JobState]] = {}
+        for job in sorted(states):
+            jobs.setdefault(job.partition("#")[0], []).append(states[job])
         for name, policy in policies.items():
             wish = policy.spec.automatic_captures if policy.spec is not None else None
-            state = states.get(name)
-            if isinstance(wish, resources.AutomaticCaptures) and state is not None and self._leases.holds(name):
-                self._consider(name, policy, wish, state, now)
+            if isinstance(wish, resources.AutomaticCaptures) and name in jobs and self._leases.holds(name):
+                for state in jobs[name]:
+                    self._consider(name, policy, wish, state, now)
         return self.known()
 
     def known(self) -> list[CaptureObject]:
@@ -102,7 +106,7 @@ class AutomaticCaptures:
         namespace, _, run_name = name.partition("/")
         run = self._runs.object_of(namespace, run_name)
         if not rules.wants_capture(wish, state) or run is None or run.deleting:
-            self._told.pop(name, None)
+            self._told.pop(state.job, None)
             return
         with self._lock:
             if policy.uid in self._busy:
@@ -111,13 +115,13 @@ class AutomaticCaptures:
         captures = self.known()  # after that: what another run's has become since this round began counts too
         of_run = [c for c in captures if c.namespace == namespace and c.spec is not None and c.spec.run == run_name]
         finding, ranks = rules.finding_of(state), rules.chosen_ranks(state)
-        objection = rules.objection(wish, policy, finding, of_run, captures, past, self._recovered.get(name), now)
+        objection = rules.objection(wish, policy, finding, of_run, captures, past, self._recovered.get(state.job), now)
         if objection is None and not ranks:
             objection = "no rank of the run reports"
         if objection is not None:
             news = f"{finding}: {objection.partition(';')[0]}"  # how many seconds are left is none
-            if self._told.get(name) != news:
-                self._told[name] = news
+            if self._told.get(state.job) != news:
+                self._told[state.job] = news
                 log.info("%s: %s: no capture by policy %s: %s", name, finding, policy.name, objection)
             return
         body = rules.capture_body(rules.capture_name(run, of_run), run, policy, wish, state, ranks)

@@ -37,6 +37,14 @@ class CaptureObject:
         return f"{PATH}/namespaces/{self.namespace}/captures/{self.name}"
 
     @property
+    def job(self) -> str:
+        """What it is a capture of, as the correlation calls it: a run's first job has the run's name."""
+        if self.spec is None:
+            return f"{self.namespace}/{self.name}"
+        number = self.spec.job_number
+        return f"{self.namespace}/{self.spec.run}" + (f"#{number}" if isinstance(number, int) and number > 1 else "")
+
+    @property
     def is_finished(self) -> bool:
         return self.status.phase in FINISHED
 

@@ -36,7 +36,9 @@ class Plan:
 
 def plan(spec: CaptureSpec, run: str, state: JobState | None, daemon_job: str | None, ranks_limit: int) -> Plan:
     if state is None or daemon_job is None:
-        raise PlanError("NoRanks", f"no rank of run {run} reports; `kubectl get trainingrun {run}` tells what is seen")
+        number = spec.job_number
+        which = f"job #{number} of run {run}" if isinstance(number, int) and number > 1 else f"run {run}"
+        raise PlanError("NoRanks", f"no rank of {which} reports; `kubectl get trainingrun {run}` tells what is seen")
     windows = {window.identity.rank: window for window in state.windows}
     found = suspects(state)
     try:

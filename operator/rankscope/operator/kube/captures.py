@@ -165,8 +165,7 @@ class CapturesController:
 
     def _plan(self, thing: CaptureObject) -> Plan:
         assert thing.spec is not None
-        run = f"{thing.namespace}/{thing.spec.run}"
-        return plan(thing.spec, thing.spec.run, self._states().get(run), self._daemon_job(run), RANKS_LIMIT)
+        return plan(thing.spec, thing.spec.run, self._states().get(thing.job), self._daemon_job(thing.job), RANKS_LIMIT)
 
     def _may_change(self, thing: CaptureObject, error: PlanError) -> bool:
         """Ranks may still come; and who is slow is not known yet where we have only just begun to listen."""

@@ -98,7 +98,6 @@ class TrainingRunStatus(Struct, rename="camel", kw_only=True):
     observed_generation: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
     phase: RunPhase | UnsetType = UNSET
     job: Annotated[str, Meta(max_length=256, description="The job's name in metrics.")] | UnsetType = UNSET
-    incarnation: Annotated[int, Meta(ge=0, description="How often the workload began anew.")] | UnsetType = UNSET
     ranks: RankCount | UnsetType = UNSET
     step_seconds: float | UnsetType = UNSET
     mfu_ratio: float | UnsetType = UNSET
@@ -128,6 +127,10 @@ class CaptureOptions(Struct, rename="camel", kw_only=True, forbid_unknown_fields
 
 class CaptureSpec(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True):
     run: Annotated[Name, Meta(description="The TrainingRun, in this namespace.")]
+    job_number: (
+        Annotated[int, Meta(ge=1, le=16, description="Of several jobs in the run: the number behind # in metrics.")]
+        | UnsetType
+    ) = UNSET
     ranks: Annotated[Ranks, Meta(description="all, straggler, straggler+peer, or a list as in 0,3-5.")] = (
         "straggler+peer"
     )

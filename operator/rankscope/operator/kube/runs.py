@@ -112,6 +112,7 @@ class RunsController:
                     del self._objects[place]
                     self._outbox.forget(f"make {place[0]}/{place[1]}")
                     self._outbox.forget(f"status {place[0]}/{place[1]}")
+                    self._refreshed_at.pop(place, None)
 
     def object_of(self, namespace: str, name: str) -> RunObject | None:
         with self._lock:
@@ -135,6 +136,9 @@ class RunsController:
             elif not found.deleting:
                 self._update(found, run, states.get("/".join(place)), captured.get(place, UNSET))
             self._tell_mistakes(run)
+        if self._told:
+            pods = {uid for run in runs.values() for uid in run.pods}
+            self._told = {told for told in self._told if told[0] in pods}
         with self._lock:
             left = [thing for place, thing in self._objects.items() if place not in runs and thing.is_ours]
         for thing in left:

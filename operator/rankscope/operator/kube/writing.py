@@ -62,7 +62,7 @@ class Outbox:
                 self._waiting.pop(write.key, None)
                 return
             if write.key not in self._waiting and len(self._waiting) >= WAITING_LIMIT:
-                self._waiting.popitem(last=False)
+                self._refused.pop(self._waiting.popitem(last=False)[0], None)
             self._waiting[write.key] = write
             self._changed.notify()
 

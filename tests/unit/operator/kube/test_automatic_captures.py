@@ -91,9 +91,10 @@ class Operator:
     def __init__(self, cluster: Cluster, verdict: Verdict = SLOW) -> None:
         self.cluster = cluster
         self.verdict(verdict)
+        self.others: dict[str, JobState] = {}
         fake: Any = cluster
         self.captures = AutomaticCaptures(
-            fake, fake, fake, fake, fake, lambda: {NAME: self.state}, lambda: self.cluster.now
+            fake, fake, fake, fake, fake, lambda: {NAME: self.state, **self.others}, lambda: self.cluster.now
         )
 
     def verdict(self, verdict: Verdict, since_seconds: float = 0.0) -> None:
@@ -263,6 +264,20 @@ def test_where_nobody_is_accused_or_too_many_are_a_few_ranks_stand_for_all() -> 
     assert chosen_ranks(state(SLOW, ranks=0)) == ()
 
 
+def test_a_finding_in_the_second_job_of_a_run_has_a_capture_of_that_job(cluster: Cluster) -> None:
+    operator = Operator(cluster, HEALTHY)
+    operator.others[f"{NAME}#2"] = state(SLOW, f"{NAME}#2")
+    assert operator.pulse() == 1
+    (made,) = cluster.stored.values()
+    assert (made["spec"]["run"], made["spec"]["jobNumber"]) == ("run-llama", 2)
+    assert made["metadata"]["annotations"]["rankscope.dev/finding"].endswith(" job 2")
+    cluster.see()
+    cluster.now += 601
+    assert operator.pulse() == 1  # it has had its capture, and the first job is well
+    operator.verdict(SLOW)
+    assert operator.pulse() == 2
+
+
 # --- by an alert -----------------------------------------------------------------------------------------------------
 
 
@@ -288,6 +303,17 @@ def test_a_firing_has_one_capture_also_for_an_operator_that_has_forgotten_it(clu
     assert made["metadata"]["ownerReferences"][0]["uid"] == "uid-run"
 
 
+def test_the_second_job_of_a_run_is_captured_as_such_and_does_not_count_as_the_first(cluster: Cluster) -> None:
+    desk = by_alert(cluster)
+    first = desk.start(wanted())
+    cluster.see()
+    second = desk.start(wanted("another firing", job=f"{NAME}#2"))
+    assert [cluster.stored[name]["spec"].get("jobNumber") for name in (first, second)] == [None, 2]
+    cluster.see()
+    assert sorted(thing.job for thing in cluster.objects.values()) == [NAME, f"{NAME}#2"]
+    assert {thing.spec.run for thing in cluster.objects.values() if thing.spec} == {"run-llama"}
+
+
 def test_ranks_that_were_captured_lately_are_not_again_but_others_are(cluster: Cluster) -> None:
     desk = by_alert(cluster)
     desk.start(wanted())
@@ -309,8 +335,6 @@ def test_what_may_go_well_later_fails_and_what_never_can_is_refused(cluster: Clu
     cluster.trouble = ApiError(422, "Invalid", "no")
     with pytest.raises(RefusedError, match="422"):
         desk.start(wanted())
-    with pytest.raises(RefusedError, match="only the first"):
-        desk.start(wanted(job=f"{NAME}#2"))
     cluster.held = False
     with pytest.raises(FailedError, match="another replica"):
         desk.start(wanted())
