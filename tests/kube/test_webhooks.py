@@ -19,7 +19,8 @@ import pytest
 from rankscope.operator.kube import webhook_serving
 from rankscope.operator.kube.admitting import REQUESTED_BY
 from rankscope.operator.kube.api import Api
-from rankscope.operator.kube.certificates import Lifetimes, authorities, renewed
+from rankscope.operator.kube.certificate_issuing import authorities
+from rankscope.operator.kube.certificates import Lifetimes, renewed
 from rankscope.operator.kube.init_container import FOLDER, VOLUME
 from rankscope.operator.kube.injecting import INJECTED
 from rankscope.operator.kube.webhook_configuring import Address, configurations

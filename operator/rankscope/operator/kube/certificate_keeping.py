@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from rankscope.operator.kube.api import Api, ConflictError, Document, MissingError
-from rankscope.operator.kube.certificates import Certificates, Lifetimes, authorities, renewed
+from rankscope.operator.kube.certificate_issuing import authorities
+from rankscope.operator.kube.certificates import Certificates, Lifetimes, renewed
 
 log = logging.getLogger(__name__)
 

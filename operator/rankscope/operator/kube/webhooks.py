@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 
 from rankscope.operator.kube.admitting import Admission
 from rankscope.operator.kube.api import Api, ApiError, UnreachableError
+from rankscope.operator.kube.certificate_issuing import expires
 from rankscope.operator.kube.certificate_keeping import FileKeeper, Keeper, SecretKeeper, Served
-from rankscope.operator.kube.certificates import Lifetimes, expires
+from rankscope.operator.kube.certificates import Lifetimes
 from rankscope.operator.kube.webhook_configuring import NAME, Address, Configuring
 from rankscope.operator.kube.webhook_serving import WebhookServer
 

@@ -6,7 +6,8 @@ from datetime import datetime, timedelta, timezone
 import pytest
 from cryptography import x509
 
-from rankscope.operator.kube.certificates import Certificates, Lifetimes, authorities, expires, renewed
+from rankscope.operator.kube.certificate_issuing import authorities, expires
+from rankscope.operator.kube.certificates import Certificates, Lifetimes, renewed
 
 NOW = datetime(2026, 6, 1, tzinfo=timezone.utc)
 NAMES = ("rankscope-webhook.rankscope.svc", "127.0.0.1")
@@ -83,6 +84,12 @@ def test_other_names_are_signed_anew() -> None:
 def test_a_secret_that_somebody_spoilt_is_made_anew(part: str, content: bytes) -> None:
     kept = replace(step(None), **{part: content})
     assert issuers(step(kept, trusted=False)) == [True]
+
+
+def test_garbage_behind_a_good_authority_spoils_the_secret_too() -> None:
+    kept = step(None)
+    damaged = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+    assert issuers(step(replace(kept, bundle=kept.bundle + damaged), trusted=False)) == [True]
 
 
 def test_keys_of_other_certificates_are_not_used() -> None:

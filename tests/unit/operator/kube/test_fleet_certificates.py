@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from typing import Any, cast
+
+import pytest
+
+from rankscope.operator.kube.api import Api, ConflictError, MissingError
+from rankscope.operator.kube.certificate_issuing import (
+    Use,
+    authorities,
+    expires,
+    is_for,
+    is_pair,
+    is_signed_by,
+    names_of,
+    signed,
+)
+from rankscope.operator.kube.certificates import Lifetimes
+from rankscope.operator.kube.fleet_certificate_keeping import OURS, FleetCertificates, FleetCertificateSettings
+from rankscope.operator.kube.fleet_certificates import roles
+
+BEGIN = datetime(2026, 6, 1, tzinfo=timezone.utc)
+LIFETIMES = Lifetimes(authority_seconds=300 * 86400, serving_seconds=30 * 86400)
+LEAVES = ("rankscope-daemon-tls", "rankscope-operator-tls", "rankscope-metrics-tls", "rankscope-api-tls")
+SETTLE_SECONDS = 600.0
+DAMAGED = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+
+
+class Secrets:
+    """Of one namespace, with the API server's ways: versions, and a conflict for whoever is late."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, dict[str, Any]] = {}
+        self.version = 0
+        self.before_write: Callable[[str], None] = lambda name: None
+
+    def get(self, path: str) -> dict[str, Any]:
+        name = path.rpartition("/")[2]
+        if name not in self.kept:
+            raise MissingError(404, "NotFound", name)
+        return cast(dict[str, Any], _copy(self.kept[name]))
+
+    def create(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.before_write(body["metadata"]["name"])
+        if body["metadata"]["name"] in self.kept:
+            raise ConflictError(409, "AlreadyExists", "")
+        return self._put(body)
+
+    def replace(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        name = path.rpartition("/")[2]
+        self.before_write(name)
+        if body["metadata"]["resourceVersion"] != self.kept[name]["metadata"]["resourceVersion"]:
+            raise ConflictError(409, "Conflict", "")
+        return self._put(body)
+
+    def _put(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.version += 1
+        body = _copy(body)
+        body["metadata"]["resourceVersion"] = str(self.version)
+        self.kept[body["metadata"]["name"]] = body
+        return body
+
+    def part(self, name: str, key: str) -> bytes:
+        return base64.b64decode(self.kept[name]["data"][key])
+
+    def edit(self, name: str, **parts: bytes) -> None:
+        for key, content in parts.items():
+            self.kept[name]["data"][key.replace("_", ".")] = base64.b64encode(content).decode()
+
+
+def _copy(value: Any) -> Any:
+    return {key: _copy(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+class Fleet:
+    def __init__(self, secrets: Secrets | None = None, leads: bool = True, api_names: tuple[str, ...] = ()) -> None:
+        self.secrets = secrets or Secrets()
+        self.now = BEGIN
+        self.seconds = 0.0
+        settings = FleetCertificateSettings("ns", api_names, LIFETIMES, settle_seconds=SETTLE_SECONDS)
+        self.kept = FleetCertificates(
+            cast(Api, self.secrets), settings, lambda: leads, lambda: self.now, lambda: self.seconds
+        )
+
+    def round(self, days: float = 0.0, seconds: float = 0.0) -> None:
+        self.now += timedelta(days=days, seconds=seconds)
+        self.seconds += days * 86400 + seconds
+        self.kept.round()
+
+    def snapshot(self) -> dict[str, Any]:
+        return {name: document["data"] for name, document in self.secrets.kept.items()}
+
+    @property
+    def bundle(self) -> list[bytes]:
+        return authorities(self.secrets.part("rankscope-authority", "ca.crt"))
+
+    def signer(self, name: str) -> list[bool]:
+        """Of each authority, the newest first: whether it signed what is in this Secret."""
+        return [is_signed_by(self.secrets.part(name, "tls.crt"), each) for each in self.bundle]
+
+    def check(self) -> None:
+        """Everybody trusts what everybody shows, now."""
+        for name in LEAVES:
+            assert self.secrets.part(name, "ca.crt") == self.secrets.part("rankscope-authority", "ca.crt")
+            assert is_pair(self.secrets.part(name, "tls.crt"), self.secrets.part(name, "tls.key"))
+            assert expires(self.secrets.part(name, "tls.crt")) > self.now
+            assert any(self.signer(name))
+
+
+def test_all_is_made_in_one_round_each_for_its_side_and_then_left_alone() -> None:
+    fleet = Fleet(api_names=("rankscope.example.com", "192.0.2.7"))
+    fleet.round()
+    fleet.check()
+    secrets = fleet.secrets
+    assert names_of(secrets.part("rankscope-daemon-tls", "tls.crt")) == {"rankscope-daemon"}
+    assert names_of(secrets.part("rankscope-operator-tls", "tls.crt")) == {"rankscope-operator"}
+    service = "rankscope-operator.ns.svc"
+    assert names_of(secrets.part("rankscope-api-tls", "tls.crt")) == {
+        *(service, f"{service}.cluster.local", "rankscope.example.com", "192.0.2.7")
+    }
+    uses = {"rankscope-daemon-tls": Use.SERVER, "rankscope-api-tls": Use.SERVER}
+    assert all(is_for(secrets.part(name, "tls.crt"), uses.get(name, Use.CLIENT)) for name in LEAVES)
+    assert "ca.key" not in {key for name in LEAVES for key in secrets.kept[name]["data"]}
+    held = fleet.kept.operator
+    assert held is not None
+    assert held.certificate == secrets.part("rankscope-operator-tls", "tls.crt")
+    assert fleet.kept.serving is not None
+    before = fleet.snapshot()
+    for _ in range(5):
+        fleet.round(days=1)
+    assert fleet.snapshot() == before
+
+
+def test_the_apis_certificate_cannot_be_made_an_operators() -> None:
+    with pytest.raises(ValueError, match="--api-name rankscope-operator"):
+        roles("ns", ("good.example.com", "rankscope-operator"))
+
+
+def test_for_two_years_of_days_everybody_trusts_everybody_and_nothing_comes_to_its_end() -> None:
+    fleet = Fleet()
+    fleet.round()
+    changes = 0
+    for _ in range(730):
+        before = fleet.snapshot()
+        fleet.round(days=1)
+        fleet.check()
+        changes += before != fleet.snapshot()
+        assert len(fleet.bundle) <= 3
+        assert fleet.kept.operator is not None
+        assert fleet.kept.operator.certificate == fleet.secrets.part("rankscope-operator-tls", "tls.crt")
+    assert 30 <= changes <= 60  # every 20 days and some for the authorities
+
+
+def test_a_new_authority_is_told_everywhere_before_anything_it_signed_is_shown() -> None:
+    fleet = Fleet()
+    for _ in range(42):
+        fleet.round(days=5)
+    assert len(fleet.bundle) == 2
+    assert {name: fleet.signer(name) for name in LEAVES} == {name: [False, True] for name in LEAVES}
+    fleet.round(seconds=SETTLE_SECONDS - 1)
+    assert fleet.signer("rankscope-daemon-tls") == [False, True]
+    fleet.round(seconds=2)
+    fleet.check()
+    assert {name: fleet.signer(name) for name in LEAVES} == {name: [True, False] for name in LEAVES}
+
+
+def test_a_leader_that_could_not_tell_everybody_does_not_count_the_time() -> None:
+    fleet = Fleet()
+    for _ in range(41):
+        fleet.round(days=5)
+
+    def conflicts(name: str) -> None:
+        if name == "rankscope-daemon-tls":
+            raise ConflictError(409, "Conflict", "")
+
+    fleet.secrets.before_write = conflicts
+    fleet.round(days=5)
+    fleet.round(seconds=SETTLE_SECONDS * 2)
+    assert fleet.signer("rankscope-operator-tls") == [False, True]
+    fleet.secrets.before_write = lambda name: None
+    fleet.round(seconds=1)
+    fleet.round(seconds=SETTLE_SECONDS - 10)
+    assert fleet.signer("rankscope-operator-tls") == [False, True]
+    fleet.round(seconds=20)
+    assert fleet.signer("rankscope-operator-tls") == [True, False]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"]
+)
+@pytest.mark.parametrize("name", ["rankscope-authority", *LEAVES])
+def test_what_somebody_spoilt_is_repaired_and_told_once(
+    caplog: pytest.LogCaptureFixture, name: str, content: bytes
+) -> None:
+    for key in fleet_keys(name):
+        fleet = Fleet()
+        fleet.round()
+        fleet.secrets.edit(name, **{key.replace(".", "_"): content})
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                fleet.round(seconds=10)
+        fleet.check()
+        # A bundle of somebody else's in a leaf is put right without a word: nothing was made anew.
+        told = [record.message for record in caplog.records if name in record.message]
+        assert len(told) == (0 if key == "ca.crt" and name != "rankscope-authority" else 1), told
+
+
+def fleet_keys(name: str) -> tuple[str, ...]:
+    return ("ca.crt", "ca.key") if name == "rankscope-authority" else ("ca.crt", "tls.crt", "tls.key")
+
+
+def test_an_authority_that_somebody_added_is_not_told_to_daemons() -> None:
+    fleet, other = Fleet(), Fleet()
+    fleet.round()
+    other.round()
+    mixed = b"".join([*fleet.bundle, *other.bundle])
+    fleet.secrets.edit("rankscope-daemon-tls", ca_crt=mixed)
+    fleet.round()
+    fleet.check()
+
+
+def test_a_certificate_with_a_name_more_or_for_the_other_side_is_replaced() -> None:
+    for names, use in ((("rankscope-daemon", "rankscope-operator"), Use.SERVER), (("rankscope-daemon",), Use.CLIENT)):
+        fleet = Fleet()
+        fleet.round()
+        key = fleet.secrets.part("rankscope-authority", "ca.key")
+        wider = signed(fleet.bundle[0], key, "x", names, use, fleet.now, 86400.0 * 30)
+        fleet.secrets.edit("rankscope-daemon-tls", tls_crt=wider[0], tls_key=wider[1])
+        fleet.round()
+        assert fleet.secrets.part("rankscope-daemon-tls", "tls.crt") != wider[0]
+        fleet.check()
+
+
+def test_a_leaf_cannot_be_made_the_authority() -> None:
+    fleet = Fleet()
+    fleet.round()
+    leaf = [fleet.secrets.part("rankscope-api-tls", key) for key in ("tls.crt", "tls.key")]
+    fleet.secrets.edit("rankscope-authority", ca_crt=leaf[0], ca_key=leaf[1])
+    fleet.round()
+    assert fleet.bundle != [leaf[0]]
+    fleet.check()
+
+
+def test_secrets_of_others_are_left_alone_and_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet()
+    fleet.round()
+    del fleet.secrets.kept["rankscope-api-tls"]["metadata"]["labels"]
+    fleet.secrets.edit("rankscope-api-tls", tls_crt=b"theirs")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            fleet.round(seconds=10)
+    assert fleet.secrets.part("rankscope-api-tls", "tls.crt") == b"theirs"
+    assert len([record for record in caplog.records if "rankscope-api-tls" in record.message]) == 1
+    assert fleet.kept.serving is not None  # what we had
+
+
+def test_empty_secrets_of_the_installation_are_filled_without_a_complaint(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet()
+    for name in ("rankscope-authority", *LEAVES):
+        labels = {**OURS, "app.kubernetes.io/managed-by": "Helm"}
+        fleet.secrets.create("", {"type": "Opaque", "metadata": {"name": name, "labels": labels}})
+    with caplog.at_level(logging.WARNING):
+        fleet.round()
+    fleet.check()
+    assert not caplog.records
+    assert fleet.secrets.kept["rankscope-api-tls"]["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
+    assert fleet.secrets.kept["rankscope-api-tls"]["type"] == "Opaque"  # the API server lets nobody change it
+
+
+def test_of_two_that_believe_to_lead_one_signs_and_both_show_the_same() -> None:
+    secrets = Secrets()
+    first, second = Fleet(secrets), Fleet(secrets)
+    raced: list[str] = []
+
+    def race(name: str) -> None:
+        if name not in raced:  # the other is a moment faster, every time
+            raced.append(name)
+            first.round()
+
+    secrets.before_write = race
+    second.round()
+    second.round()
+    first.round()
+    first.check()
+    assert first.kept.operator == second.kept.operator != None  # noqa: E711 - neither is None
+
+
+def test_a_follower_writes_nothing_and_shows_what_the_leader_made() -> None:
+    secrets = Secrets()
+    follower, leader = Fleet(secrets, leads=False), Fleet(secrets)
+    follower.round()
+    assert not secrets.kept
+    assert follower.kept.operator is None
+    leader.round()
+    follower.round()
+    assert follower.kept.operator == leader.kept.operator
+    assert follower.kept.are_held
+
+
+def test_after_the_authority_was_deleted_nothing_of_the_old_one_is_trusted() -> None:
+    fleet = Fleet()
+    fleet.round()
+    (old,) = fleet.bundle
+    del fleet.secrets.kept["rankscope-authority"]
+    fleet.round(seconds=1)
+    fleet.check()
+    assert old not in fleet.bundle
+
+
+def test_keys_are_not_in_what_is_printed_of_them() -> None:
+    fleet = Fleet()
+    fleet.round()
+    assert "PRIVATE" not in repr(fleet.kept.operator) + repr(fleet.kept.serving)
+    assert fleet.kept.serving is not None
+    assert "PRIVATE" in repr(replace(fleet.kept.serving, bundle=fleet.kept.serving.key))  # the check sees something
