@@ -20,6 +20,10 @@ AWAY_SECONDS = 120.0
 LAST_CALL_SECONDS = 4.0
 CALLS_AT_ONCE = 64
 
+CANCELLED = pb.CAPTURE_STATE_CANCELLED
+FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, CANCELLED})
+UNBEGUN = "cancelled before the daemon was asked"
+
 
 class DaemonAsking:
     """Thread-safe. Remembers only since when a daemon is away."""
@@ -67,7 +71,11 @@ class DaemonAsking:
         assert spec is not None and isinstance(status.capture_id, str) and isinstance(status.start_unix_ms, int)
         known = self._calls.get(address, status.capture_id)
         if known is not None:
+            if thing.is_cancelled and known.state not in FINAL:
+                self._calls.cancel(address, status.capture_id)
             return known
+        if thing.is_cancelled:
+            return pb.Capture(ranks=[pb.RankCapture(rank=rank, state=CANCELLED, error=UNBEGUN) for rank in ranks])
         if self._clock() > status.start_unix_ms / 1000 - LAST_CALL_SECONDS:
             raise DaemonRefusedError("the daemon does not know of it: it was away when the capture had to be asked for")
         why = f"Capture {thing.namespace}/{thing.name}"

@@ -12,6 +12,8 @@ from rankscope.operator.kube.resources import API_VERSION, GROUP, CaptureSpec, C
 from rankscope.operator.kube.run_status import unix_seconds
 
 FINALIZER = "rankscope.dev/capture"
+# Who wants it to end; the object stays, and tells how it ended.
+CANCEL = "rankscope.dev/cancel"
 PATH = f"/apis/{API_VERSION}"
 FINISHED = frozenset({"Succeeded", "Failed", "Cancelled"})
 
@@ -47,6 +49,10 @@ class CaptureObject:
     @property
     def is_finished(self) -> bool:
         return self.status.phase in FINISHED
+
+    @property
+    def is_cancelled(self) -> bool:
+        return CANCEL in self.annotations
 
     @property
     def is_begun(self) -> bool:

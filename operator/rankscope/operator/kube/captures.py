@@ -18,6 +18,7 @@ from msgspec import structs
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.operator.kube.api import Api, ApiError, ConflictError, Document, MissingError, UnreachableError
 from rankscope.operator.kube.capture_asking import DaemonAsking
+from rankscope.operator.kube.capture_auditing import CaptureAudit
 from rankscope.operator.kube.capture_calls import DaemonCalls
 from rankscope.operator.kube.capture_objects import FINALIZER, PATH, CaptureObject, read_capture_object
 from rankscope.operator.kube.capture_planning import START_AHEAD_SECONDS, Plan, PlanError, by_node, plan
@@ -30,7 +31,7 @@ from rankscope.operator.kube.capture_status import (
     told_ranks,
 )
 from rankscope.operator.kube.electing import ShardLeases
-from rankscope.operator.kube.resources import CaptureStatus
+from rankscope.operator.kube.resources import CapturePhase, CaptureStatus
 from rankscope.operator.kube.run_status import moment, unix_seconds
 from rankscope.operator.kube.watching import Watched
 from rankscope.v1 import capture_service_pb2 as pb
@@ -56,12 +57,14 @@ class CapturesController:
         addresses: Callable[[], Mapping[str, str]],
         daemon_job: Callable[[str], str | None],
         clock: Callable[[], float] = time.time,
+        audit: CaptureAudit | None = None,
     ) -> None:
         self._api = api
         self._leases = leases
         self._states = states
         self._daemon_job = daemon_job
         self._clock = clock
+        self._audit = audit or CaptureAudit()
         self._lock = threading.Lock()
         self._objects: dict[str, CaptureObject] = {}  # by uid
         self._busy: set[str] = set()
@@ -145,6 +148,9 @@ class CapturesController:
         if thing.spec is None:
             self._refuse(thing, "Invalid", thing.mistake)
             return
+        if thing.is_cancelled:
+            self._refuse(thing, "Cancelled", "cancelled before it began", "Cancelled")
+            return
         with self._turn(thing) as ahead:
             if ahead is not None:
                 self._wait(thing, ahead)
@@ -160,7 +166,9 @@ class CapturesController:
             if FINALIZER not in thing.finalizers:
                 metadata = {"finalizers": [*thing.finalizers, FINALIZER], "resourceVersion": thing.version}
                 thing = self._taken(self._api.merge(thing.path, {"metadata": metadata}))
-            begun = self._write(thing, self._begun_status(thing, planned))
+            status = self._begun_status(thing, planned)
+            self._audit.begun(thing, status)
+            begun = self._write(thing, status)
         self._follow(begun)
 
     def _plan(self, thing: CaptureObject) -> Plan:
@@ -240,6 +248,7 @@ class CapturesController:
         if after.phase != "Running":
             after = structs.replace(after, findings=self._findings(thing, told))
             after = concluded(after, "", "", thing.generation, self._clock())
+            self._audit.ended(thing, after)
         if after != status:
             self._write(thing, after)
 
@@ -249,9 +258,11 @@ class CapturesController:
         again = self._asking.progress(thing, by_node(done))
         return findings_of({**told, **{node: said for node, said in again.items() if isinstance(said, pb.Capture)}})
 
-    def _refuse(self, thing: CaptureObject, reason: str, message: str) -> None:
-        status = structs.replace(thing.status, phase="Failed")
-        self._write(thing, concluded(status, reason, message, thing.generation, self._clock()))
+    def _refuse(self, thing: CaptureObject, reason: str, message: str, phase: CapturePhase = "Failed") -> None:
+        status = structs.replace(thing.status, phase=phase)
+        status = concluded(status, reason, message, thing.generation, self._clock())
+        self._audit.ended(thing, status)
+        self._write(thing, status)
 
     # --- ending ------------------------------------------------------------------------------------------------------
 
@@ -262,6 +273,8 @@ class CapturesController:
             nodes = sorted({rank.node for rank in thing.status.ranks if isinstance(rank.node, str)})
             if not self._asking.clear(thing, capture_id, nodes):
                 return  # asked again at the next pulse
+            if not thing.is_finished:
+                self._audit.ended(thing, thing.status, "Deleted")
         finalizers = [name for name in thing.finalizers if name != FINALIZER]
         self._api.merge(thing.path, {"metadata": {"finalizers": finalizers, "resourceVersion": thing.version}})
 
