@@ -115,13 +115,23 @@ def jobs(stack: Stack) -> Iterator[Jobs]:
         yield Jobs(*made, since_monotonic=time.monotonic())
 
 
+@pytest.fixture(scope="module")
+def faulty(stack: Stack, jobs: Jobs) -> Jobs:
+    """With every fault begun, in jobs that have been healthy for long enough to have a past. All at once: what pages
+    and resolves takes minutes of waiting, which they can do together."""
+    broken = (jobs.slow_rank, jobs.slow_network, jobs.hang)
+    for job in broken:
+        judged = f'rankscope_job_verdict{{job="{job.job_name}",verdict="healthy"}}'
+        stack.wait_until(lambda judged=judged: stack.query(f"count_over_time({judged}[5m]) >= 6"), job)
+    for job in broken:
+        job.start_fault()
+    return jobs
+
+
 @contextmanager
-def fault(stack: Stack, job: DemoJob) -> Iterator[None]:
-    """In a job that has been healthy for long enough to have a past. Then the job ends: others need the CPU."""
-    judged = f'rankscope_job_verdict{{job="{job.job_name}",verdict="healthy"}}'
-    stack.wait_until(lambda: stack.query(f"count_over_time({judged}[5m]) >= 6"), job)
-    job.start_fault()
-    yield
+def ending(job: DemoJob) -> Iterator[DemoJob]:
+    """Ends the job when the test has seen enough of it: others need the CPU."""
+    yield job
     job.stop()
 
 
@@ -156,10 +166,9 @@ def wait_for_capture(stack: Stack, job: DemoJob, find: Callable[[], list[dict[st
 
 
 def test_a_slow_rank_pages_with_its_rank_and_phase_is_captured_with_a_peer_and_resolves(
-    stack: Stack, jobs: Jobs
+    stack: Stack, faulty: Jobs
 ) -> None:
-    job = jobs.slow_rank
-    with fault(stack, job):
+    with ending(faulty.slow_rank) as job:
         alert = stack.wait_for_page(job, "RankscopeStragglerRank")
         assert alert.labels["rank"] == "2"
         assert alert.labels["severity"] == "critical"
@@ -178,9 +187,8 @@ def test_a_slow_rank_pages_with_its_rank_and_phase_is_captured_with_a_peer_and_r
         assert {heard.labels["rank"] for heard in stack.hearing.of(job.job_name, "RankscopeStragglerRank")} == {"2"}
 
 
-def test_exposed_communication_pages_for_the_job_is_captured_and_resolves(stack: Stack, jobs: Jobs) -> None:
-    job = jobs.slow_network
-    with fault(stack, job):
+def test_exposed_communication_pages_for_the_job_is_captured_and_resolves(stack: Stack, faulty: Jobs) -> None:
+    with ending(faulty.slow_network) as job:
         alert = stack.wait_for_page(job, "RankscopeExposedCommunication")
         assert "rank" not in alert.labels
         check_links(alert)
@@ -190,9 +198,8 @@ def test_exposed_communication_pages_for_the_job_is_captured_and_resolves(stack:
         stack.wait_until_resolved(job, "RankscopeExposedCommunication")
 
 
-def test_a_hang_pages_for_the_job_with_the_rank_that_others_wait_for_and_resolves(stack: Stack, jobs: Jobs) -> None:
-    job = jobs.hang
-    with fault(stack, job):
+def test_a_hang_pages_for_the_job_with_the_rank_that_others_wait_for_and_resolves(stack: Stack, faulty: Jobs) -> None:
+    with ending(faulty.hang) as job:
         alert = stack.wait_for_page(job, "RankscopeHang")
         assert alert.labels["severity"] == "critical"
         assert re.search(r"\brank 1 \(", alert.annotations["description"]), alert
