@@ -391,7 +391,7 @@ def test_the_operator_serves_them_with_the_roles_of_its_account_and_no_others(
         flags=("--webhook-listen", f"127.0.0.1:{port}", "--webhook-url", url, "--probe-image", IMAGE),
     )
     for kind, document in zip(KINDS, configurations(Address(url=url)), strict=True):
-        del document["metadata"]["labels"]  # as deploy/webhooks has them: the operator may not make any
+        del document["metadata"]["labels"]  # as the chart has them: the operator may not make any
         server.admin.create(f"{ROOT}/{kind}", document)
     try:
         operator.start()

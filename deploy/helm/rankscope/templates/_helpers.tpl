@@ -1,0 +1,34 @@
+{{/* Names are fixed: one Rankscope to a cluster, for its kinds and webhooks are the cluster's. A second release fails on them. */}}
+
+{{- define "rankscope.selector" -}}
+app.kubernetes.io/name: rankscope
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{- define "rankscope.labels" -}}
+{{ include "rankscope.selector" . }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: rankscope
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "rankscope.image" -}}
+{{- $name := printf "%s/%s" (trimSuffix "/" .root.Values.image.registry) .image.repository | trimPrefix "/" -}}
+{{- if .image.digest -}}
+{{ $name }}@{{ .image.digest }}
+{{- else -}}
+{{ $name }}:{{ .image.tag | default .root.Values.image.tag | default .root.Chart.AppVersion }}
+{{- end -}}
+{{- end }}
+
+{{- define "rankscope.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
