@@ -32,3 +32,16 @@ imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
+
+{{/* The labels that Prometheus Operator gives a target would be taken for the training pod's. */}}
+{{- define "rankscope.relabelings" -}}
+- action: labeldrop
+  regex: namespace|pod|container|service
+- sourceLabels: [__meta_kubernetes_pod_node_name]
+  targetLabel: node
+{{- end }}
+
+{{/* Whether daemons listen for an operator: ours, or one elsewhere that has certificates of the same authority. */}}
+{{- define "rankscope.daemonListens" -}}
+{{- if or .Values.operator.enabled (ne .Values.tls.mode "operator") }}true{{ end -}}
+{{- end }}

@@ -1,0 +1,49 @@
+{{/* What the schema cannot say, in words that tell what to do. */}}
+{{- define "rankscope.validate" -}}
+{{- $daemon := .Values.daemon }}
+{{- $wrong := list }}
+{{- if not (or $daemon.enabled .Values.operator.enabled) }}
+{{- $wrong = append $wrong "daemon.enabled and operator.enabled are both false: nothing is left to install. Next step: set one of them to true" }}
+{{- end }}
+{{- if not .Values.operator.enabled }}
+{{- if .Values.alerts.enabled }}
+{{- $wrong = append $wrong "alerts.enabled is true, but the operator, which receives alerts, is off. Next step: set operator.enabled=true or alerts.enabled=false" }}
+{{- end }}
+{{- if .Values.metrics.serviceMonitor.enabled }}
+{{- $wrong = append $wrong "metrics.serviceMonitor.enabled is true, but the operator is off. Next step: set operator.enabled=true, or metrics.serviceMonitor.enabled=false (daemons are scraped by metrics.podMonitor)" }}
+{{- end }}
+{{- end }}
+{{- if and .Values.metrics.podMonitor.enabled (not $daemon.enabled) }}
+{{- $wrong = append $wrong "metrics.podMonitor.enabled is true, but the daemons are off. Next step: set daemon.enabled=true or metrics.podMonitor.enabled=false" }}
+{{- end }}
+{{- if gt (int $daemon.dutyCycle.steps) 0 }}
+{{- if not $daemon.captures.enabled }}
+{{- $wrong = append $wrong "daemon.dutyCycle.steps records steps by captures, and daemon.captures.enabled is false. Next step: set daemon.captures.enabled=true or daemon.dutyCycle.steps=0" }}
+{{- else if not (or $daemon.namespaceEntry $daemon.kinetoSocketDir) }}
+{{- $wrong = append $wrong "daemon.dutyCycle.steps needs captures of level 1, which cannot reach any pod: daemon.namespaceEntry is false and daemon.kinetoSocketDir is empty. Next step: set one of them, or daemon.dutyCycle.steps=0" }}
+{{- end }}
+{{- end }}
+{{- if not $daemon.captures.enabled }}
+{{- if $daemon.captures.uploadUrl }}
+{{- $wrong = append $wrong "daemon.captures.uploadUrl is set, but daemon.captures.enabled is false: there is nothing to upload. Next step: set daemon.captures.enabled=true or leave the URL out" }}
+{{- end }}
+{{- if $daemon.kinetoSocketDir }}
+{{- $wrong = append $wrong "daemon.kinetoSocketDir is for captures, and daemon.captures.enabled is false. Next step: set daemon.captures.enabled=true or leave the directory out" }}
+{{- end }}
+{{- end }}
+{{- if and $daemon.gpu.dcgmUrl (not $daemon.gpu.enabled) }}
+{{- $wrong = append $wrong "daemon.gpu.dcgmUrl is set, but daemon.gpu.enabled is false. Next step: set daemon.gpu.enabled=true or leave the URL out" }}
+{{- end }}
+{{- if and .Values.priorityClass.create $daemon.priorityClassName }}
+{{- $wrong = append $wrong "daemon.priorityClassName names a class, and priorityClass.create makes another. Next step: set priorityClass.create=false or leave the name out" }}
+{{- end }}
+{{- if le (trimSuffix "h" .Values.tls.certManager.duration | int) (trimSuffix "h" .Values.tls.certManager.renewBefore | int) }}
+{{- $wrong = append $wrong (printf "tls.certManager.renewBefore (%s) is not shorter than duration (%s): certificates would be renewed without end. Next step: set it to a third of the duration" .Values.tls.certManager.renewBefore .Values.tls.certManager.duration) }}
+{{- end }}
+{{- if and (ne .Values.tls.mode "certManager") .Values.tls.certManager.issuerRef.name }}
+{{- $wrong = append $wrong (printf "tls.certManager.issuerRef names an issuer, but tls.mode is %s. Next step: set tls.mode=certManager or leave the issuer out" .Values.tls.mode) }}
+{{- end }}
+{{- if $wrong }}
+{{- fail (printf "\n\nThese values do not go together:\n- %s\n" (join "\n- " $wrong)) }}
+{{- end }}
+{{- end }}
