@@ -23,7 +23,7 @@ from rankscope.cli.demo_job.environment import choose_port
 from rankscope.cli.prometheus_stack_config import Pace, alertmanager_config, prometheus_config
 from rankscope.cli.prometheus_stack_files import Binaries, StackError, find_rules
 from rankscope.cli.prometheus_stack_rules import hurry
-from rankscope.daemon.config import is_loopback
+from rankscope.wire.addresses import is_loopback
 
 log = logging.getLogger(__name__)
 

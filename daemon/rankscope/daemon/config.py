@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from rankscope.wire.addresses import is_loopback
+
 ENVIRONMENT_PREFIX = "RANKSCOPE_DAEMON_"
 DEFAULT_FILE = Path("/etc/rankscope/rankscope.toml")
 NONE = "none"
@@ -37,10 +39,10 @@ class Config:
     metrics_listen: str = "127.0.0.1:9464"
     socket: str = NONE
     grpc_listen: str = NONE
-    insecure_listen: bool = False
     tls_certificate: str = NONE
     tls_key: str = NONE
     tls_client_authority: str = NONE
+    metrics_tls: bool = False
     watch_readers: int = 16
     max_ranks: int = 1024
     captures: bool = True
@@ -106,10 +108,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("metrics_listen", str, lambda: "127.0.0.1:9464", "HOST:PORT of /metrics and /healthz; none turns it off"),
     Setting("socket", str, default_socket, "path of the gRPC Unix socket; none turns it off"),
     Setting("grpc_listen", str, lambda: NONE, "HOST:PORT for gRPC over TCP as well; without TLS loopback only"),
-    Setting("insecure_listen", bool, lambda: False, "allow gRPC without TLS on an address others can reach"),
     Setting("tls_certificate", str, lambda: NONE, "the daemon's certificate, for gRPC over TCP; with the next two"),
     Setting("tls_key", str, lambda: NONE, "its key"),
     Setting("tls_client_authority", str, lambda: NONE, "who signed the operator's certificate"),
+    Setting("metrics_tls", bool, lambda: False, "/metrics by the same certificate, for scrapers that show one"),
     Setting("watch_readers", int, lambda: 16, "how many clients may watch windows at once", 1, 256),
     Setting("max_ranks", int, lambda: 1024, "how many ranks of this node are watched and exported", 1, 65536),
     Setting("captures", bool, lambda: True, "offer deep captures of the ranks of this node"),
@@ -193,10 +195,6 @@ def parse_address(text: str, label: str) -> tuple[str, int] | None:
     return host.strip("[]"), int(port)
 
 
-def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 def _default_files(environment: Mapping[str, str]) -> Sequence[Path]:
     named = environment.get(ENVIRONMENT_PREFIX + "CONFIG")
     if named:
@@ -267,11 +265,14 @@ def _build(values: Mapping[str, Value]) -> Config:
     files = (config.tls_certificate, config.tls_key, config.tls_client_authority)
     if NONE in files and set(files) != {NONE}:
         raise ConfigError("tls_certificate, tls_key and tls_client_authority belong together: set all three or none")
-    if address and NONE in files and not is_loopback(address[0]) and not config.insecure_listen:
+    if config.metrics_tls and NONE in files:
+        raise ConfigError(
+            "metrics_tls = true needs certificates; set tls_certificate, tls_key and tls_client_authority"
+        )
+    if address and NONE in files and not is_loopback(address[0]):
         raise ConfigError(
             f"grpc_listen = {config.grpc_listen!r}: others can reach this address and there is no TLS; "
-            "set tls_certificate, tls_key and tls_client_authority, listen on 127.0.0.1, "
-            "or pass --insecure-listen where the network itself is trusted"
+            "set tls_certificate, tls_key and tls_client_authority (see docs/tls.md), or listen on 127.0.0.1"
         )
     return config
 

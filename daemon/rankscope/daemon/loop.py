@@ -32,6 +32,7 @@ from rankscope.daemon.serving import GrpcServer, Service, no_capture_service, ra
 from rankscope.daemon.stalling import StallWatch
 from rankscope.daemon.tallying import RankReport, RankTotals, add_window
 from rankscope.daemon.ticking import Clock, RealClock, Ticker
+from rankscope.daemon.tls import metrics_tls
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import RankWindow
 
@@ -173,7 +174,8 @@ class Daemon:
         if self.config.socket != NONE:
             self._socket_lock = SocketLock(Path(self.config.socket))
         if address is not None:
-            self._metrics = MetricsServer(*address, (Exporter(self.snapshot), *self._more_metrics), self._is_alive)
+            collectors = (Exporter(self.snapshot), *self._more_metrics)
+            self._metrics = MetricsServer(*address, collectors, self._is_alive, metrics_tls(self.config))
         self.captures = _open_captures(self.config, self.policies)
         capturing = no_capture_service() if self.captures is None else self.captures.service
         if self._socket_lock is not None or self.config.grpc_listen != NONE:

@@ -3,104 +3,108 @@
 from __future__ import annotations
 
 import errno
-import socket
-import threading
+import logging
+import ssl
 from collections.abc import Callable, Iterable
-from socketserver import TCPServer, ThreadingMixIn
-from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from typing import Any
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.registry import Collector
 
 from rankscope.daemon.listening import ListenError, in_use
+from rankscope.wire.bounded_http import BoundedHandler, BoundedHttpServer
+from rankscope.wire.following_tls import FollowedTls
 
-if TYPE_CHECKING:
-    from _typeshed.wsgi import StartResponse, WSGIEnvironment
+log = logging.getLogger(__name__)
 
-CONCURRENT_REQUESTS = 8
-REQUEST_SECONDS = 10
+# Whose certificates open /metrics where it has TLS: a scraper's own opens nothing else.
+READERS = frozenset({"rankscope-metrics", "rankscope-operator"})
+CALLERS_REMEMBERED = 256
 
 
 class MetricsServer:
     """Serves from the moment it is made until `close`. Port 0 chooses a free one; `url` tells which."""
 
-    def __init__(self, host: str, port: int, collectors: Iterable[Collector], is_alive: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        collectors: Iterable[Collector],
+        is_alive: Callable[[], bool],
+        tls: FollowedTls | None = None,
+    ) -> None:
         registry = CollectorRegistry(auto_describe=False)
         for collector in collectors:
             registry.register(collector)
         try:
-            self._server = _Server((host, port), _Handler, ipv6=":" in host)
+            self._server = BoundedHttpServer(host, port, _handler(registry, is_alive, _Guard()), tls)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise in_use(port, "--metrics-listen") from error
             reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
             raise ListenError(f"{reason}; pass another --metrics-listen") from error
-        self._server.set_app(_application(registry, is_alive))
         shown_host = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown_host}:{self._server.server_port}/metrics"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, name="rankscope-metrics", daemon=True
-        )
-        self._thread.start()
+        self.url = f"{'http' if tls is None else 'https'}://{shown_host}:{self._server.port}/metrics"
+        self._server.serve("rankscope-metrics")
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
 
-def _application(registry: CollectorRegistry, is_alive: Callable[[], bool]) -> Any:
-    metrics: Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]] = make_wsgi_app(registry)
+def _handler(registry: CollectorRegistry, is_alive: Callable[[], bool], guard: _Guard) -> type[BoundedHandler]:
+    metrics: Callable[[Any, Any], Iterable[bytes]] = make_wsgi_app(registry)
 
-    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        path = environ.get("PATH_INFO")
-        if path == "/metrics":
-            return metrics(environ, start_response)
-        if path == "/healthz":
-            alive = is_alive()
-            start_response("200 OK" if alive else "503 Service Unavailable", [("Content-Type", "text/plain")])
-            return [b"ok\n" if alive else b"no window was closed for a while; see the daemon's log\n"]
-        start_response("404 Not Found", [("Content-Type", "text/plain")])
-        return [b"rankscope daemon: /metrics, /healthz\n"]
+    class Handler(BoundedHandler):
+        def get(self) -> None:
+            path, _, query = self.path.partition("?")
+            if path == "/healthz":
+                alive = is_alive()
+                text = b"ok\n" if alive else b"no window was closed for a while; see the daemon's log\n"
+                self.answer(200 if alive else 503, text)
+            elif path != "/metrics":
+                self.answer(404, b"rankscope daemon: /metrics, /healthz\n")
+            elif not guard.admits(self.connection, self.client_address[0]):
+                self.answer(403, b"a certificate of rankscope-metrics is needed\n")
+            else:
+                self._answer_metrics(query)
 
-    return answer
+        def _answer_metrics(self, query: str) -> None:
+            told: dict[str, Any] = {}
+
+            def start_response(status: str, headers: list[tuple[str, str]]) -> None:
+                told.update(status=int(status.split()[0]), headers=dict(headers))
+
+            environ = {
+                "REQUEST_METHOD": "GET",
+                "PATH_INFO": "/metrics",
+                "QUERY_STRING": query,
+                "HTTP_ACCEPT": self.headers.get("Accept", ""),
+                "HTTP_ACCEPT_ENCODING": self.headers.get("Accept-Encoding", ""),
+            }
+            body = b"".join(metrics(environ, start_response))
+            kind = told["headers"].pop("Content-Type", "text/plain")
+            self.answer(told["status"], body, kind, **told["headers"])
+
+    return Handler
 
 
-class _Handler(WSGIRequestHandler):
-    timeout = REQUEST_SECONDS
+class _Guard:
+    """Without TLS everybody is let in: the address is the guard then."""
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name the standard library gave it
-        """A scrape every few seconds is not news."""
+    def __init__(self) -> None:
+        self._told: set[tuple[str, str]] = set()
 
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler], ipv6: bool) -> None:
-        if ipv6:
-            self.address_family = socket.AF_INET6
-        self._slots = threading.BoundedSemaphore(CONCURRENT_REQUESTS)
-        super().__init__(address, handler)
-
-    def server_bind(self) -> None:
-        # HTTPServer would look up the host's full name here, which can take seconds where DNS is broken.
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-        self.setup_environ()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        # Each request is a thread; whoever opens more than a scraper needs is turned away.
-        if not self._slots.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that hangs up is its own affair."""
+    def admits(self, connection: object, address: str) -> bool:
+        if not isinstance(connection, ssl.SSLSocket):
+            return True
+        shown = connection.getpeercert() or {}
+        names = {str(entry[1]) for entry in shown.get("subjectAltName", ()) if entry[0] == "DNS"}
+        if names & READERS:
+            return True
+        told = (address, ", ".join(sorted(names))[:200])
+        if told not in self._told and len(self._told) < CALLERS_REMEMBERED:
+            self._told.add(told)
+            log.warning(
+                "refused /metrics to %s: its certificate is of %r, not of %s", *told, ", ".join(sorted(READERS))
+            )
+        return False

@@ -17,6 +17,8 @@ import grpc
 from rankscope.daemon.certificates import SOON_DAYS, CertificateError, check_pair, validity
 from rankscope.daemon.config import NONE, Config
 from rankscope.daemon.listening import ListenError
+from rankscope.wire.following_tls import FollowedTls
+from rankscope.wire.following_tls import files as material_files
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,15 @@ class TlsFiles:
         for path, content in ((self.certificate, certificate), (self.client_authority, authority)):
             _warn_of_the_end(path, content)
         return grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=authority)
+
+
+def metrics_tls(config: Config) -> FollowedTls | None:
+    """For /metrics, where it is to have TLS. Raises ListenError as `TlsFiles.read` does."""
+    files = TlsFiles.of(config)
+    if files is None or not config.metrics_tls:
+        return None
+    files.read()
+    return FollowedTls(material_files(files.certificate, files.key, files.client_authority))
 
 
 def _read(path: Path) -> bytes:

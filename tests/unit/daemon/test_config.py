@@ -36,7 +36,7 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
         ("window_seconds = nan", "window_seconds = nan: must be between 0.5 and 60"),
         ("window_seconds = true", "window_seconds = true: must be a number"),
         ("watch_readers = 1.5", "watch_readers = 1.5: must be a whole number"),
-        ('insecure_listen = "maybe"', 'insecure_listen = "maybe": must be true or false'),
+        ('metrics_tls = "maybe"', 'metrics_tls = "maybe": must be true or false'),
         ("node = 7", "node = 7: must be one line of text"),
         ('log_level = "loud"', 'log_level = "loud": must be one of debug, info, warning, error'),
         ("windw_seconds = 2", "windw_seconds: no such setting; there are node, window_seconds"),
@@ -65,11 +65,17 @@ def test_a_python_without_a_toml_reader_says_what_to_do(tmp_path: Path, monkeypa
         resolve({}, {}, file)
 
 
-def test_grpc_without_tls_stays_on_this_machine_unless_told() -> None:
-    with pytest.raises(ConfigError, match="--insecure-listen"):
-        resolve({"grpc_listen": "0.0.0.0:9465"}, {})
-    assert resolve({"grpc_listen": "0.0.0.0:9465", "insecure_listen": True}, {}).config.insecure_listen
+def test_grpc_without_tls_stays_on_this_machine() -> None:
+    for routable in ("0.0.0.0:9465", "[::]:9465", "192.0.2.1:9465", "127.example.com:9465", "node-a:9465"):
+        with pytest.raises(ConfigError, match="there is no TLS; set tls_certificate"):
+            resolve({"grpc_listen": routable}, {})
+    assert resolve({"grpc_listen": "[::1]:9465"}, {}).config.grpc_listen == "[::1]:9465"
     assert resolve({"grpc_listen": "127.0.0.1:9465"}, {}).config.grpc_listen == "127.0.0.1:9465"
+
+
+def test_metrics_behind_tls_need_certificates() -> None:
+    with pytest.raises(ConfigError, match="metrics_tls = true needs certificates"):
+        resolve({"metrics_tls": True}, {})
 
 
 def test_addresses_are_parsed_or_explained() -> None:

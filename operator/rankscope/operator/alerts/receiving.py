@@ -11,43 +11,54 @@ from __future__ import annotations
 import hmac
 import json
 import logging
-import socket
-import threading
-import time
 from collections.abc import Iterable
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from socketserver import ThreadingMixIn
 from typing import Any
 
 from rankscope.operator.alerts.deciding import AlertDesk, Outcome, Result
 from rankscope.operator.alerts.reading import MalformedError, read_notification
+from rankscope.wire.addresses import is_loopback
+from rankscope.wire.bounded_http import REQUEST_SECONDS, BoundedHandler, BoundedHttpServer
+from rankscope.wire.following_tls import FollowedTls
 
 log = logging.getLogger(__name__)
 
 PATH = "/api/v1/alerts"
 BODY_BYTES = 1 << 20
-CONCURRENT_REQUESTS = 8
-SILENCE_SECONDS = 5.0
-REQUEST_SECONDS = 20.0
+CONCURRENT_REQUESTS = 16
 
 
 class AlertReceiver:
-    """Serves from when it is made until `close`; port 0 chooses a free one. Raises OSError if it cannot listen."""
+    """Serves from when it is made until `close`; port 0 chooses a free one. Raises OSError if it cannot listen, and
+    ValueError where others could read the token on its way."""
 
-    def __init__(self, host: str, port: int, desk: AlertDesk, token: bytes) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        desk: AlertDesk,
+        token: bytes,
+        tls: FollowedTls | None = None,
+        request_seconds: float = REQUEST_SECONDS,
+    ) -> None:
         if not token:
             raise ValueError("an alert receiver needs a token")
-        self._server = _Server((host, port), desk, token)
+        check_address(host, tls is not None)
+        self._server = _Server(host, port, desk, token, tls, request_seconds)
         shown_host = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown_host}:{self._server.server_address[1]}{PATH}"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, name="rankscope-alerts", daemon=True
-        )
-        self._thread.start()
+        self.url = f"{'http' if tls is None else 'https'}://{shown_host}:{self._server.port}{PATH}"
+        self._server.serve("rankscope-alerts")
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
+
+
+def check_address(host: str, has_tls: bool) -> None:
+    """Raises ValueError."""
+    if not has_tls and not is_loopback(host):
+        raise ValueError(
+            f"--alerts-listen {host}: others can reach this address and there is no TLS, so the token would be read on "
+            "its way; name a certificate (see docs/tls.md), or listen on 127.0.0.1"
+        )
 
 
 class _RefusedRequestError(Exception):
@@ -56,17 +67,16 @@ class _RefusedRequestError(Exception):
         self.status = status
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(BoundedHandler):
     server: _Server
-    timeout = SILENCE_SECONDS
 
-    def do_POST(self) -> None:
-        self._answer(self._receive)
+    def post(self) -> None:
+        self._tell(self._receive)
 
-    def do_GET(self) -> None:
-        self._answer(lambda: (200, _told(self.server.desk.recent)))
+    def get(self) -> None:
+        self._tell(lambda: (200, _told(self.server.desk.recent)))
 
-    def _answer(self, make: Any) -> None:
+    def _tell(self, make: Any) -> None:
         try:
             self._check_caller()
             status, document = make()
@@ -75,14 +85,8 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception:
             log.exception("an alert was lost")
             status, document = 500, {"error": "unexpected; see the log"}
-        body = json.dumps(document).encode() + b"\n"
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        if status == 401:
-            self.send_header("WWW-Authenticate", "Bearer")
-        self.end_headers()
-        self.wfile.write(body)
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        self.answer(status, json.dumps(document).encode() + b"\n", "application/json", **headers)
 
     def _check_caller(self) -> None:
         if self.path.partition("?")[0] != PATH:
@@ -110,26 +114,13 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(text)
         if length > BODY_BYTES:
             raise _RefusedRequestError(413, f"a notification of {length} bytes; at most {BODY_BYTES} are read")
-        body = bytearray()
-        give_up_at = time.monotonic() + REQUEST_SECONDS
-        while len(body) < length:
-            # One byte every few seconds would else hold a slot for ever.
-            if time.monotonic() > give_up_at:
-                raise _RefusedRequestError(408, "the body came too slowly")
-            try:
-                piece = self.rfile.read1(length - len(body))
-            except TimeoutError:
-                raise _RefusedRequestError(408, "the body came too slowly") from None
-            if not piece:
-                raise _RefusedRequestError(400, f"the body ended after {len(body)} of {length} bytes")
-            body += piece
-        return bytes(body)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name the standard library gave it
-        """What matters is logged with the alert; the rest is noise that anyone could make."""
-
-    def version_string(self) -> str:
-        return "rankscope"
+        try:
+            body = self.read_body(length)
+        except TimeoutError:
+            raise _RefusedRequestError(408, "the body came too slowly") from None
+        if len(body) < length:
+            raise _RefusedRequestError(400, f"the body ended after {len(body)} of {length} bytes")
+        return body
 
 
 def _told(outcomes: Iterable[Outcome]) -> dict[str, Any]:
@@ -148,34 +139,10 @@ def _told(outcomes: Iterable[Outcome]) -> dict[str, Any]:
     }
 
 
-class _Server(ThreadingMixIn, HTTPServer):
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, address: tuple[str, int], desk: AlertDesk, token: bytes) -> None:
+class _Server(BoundedHttpServer):
+    def __init__(
+        self, host: str, port: int, desk: AlertDesk, token: bytes, tls: FollowedTls | None, request_seconds: float
+    ) -> None:
         self.desk = desk
         self.token = token
-        self._slots = threading.BoundedSemaphore(CONCURRENT_REQUESTS)
-        if ":" in address[0]:
-            self.address_family = socket.AF_INET6
-        super().__init__(address, _Handler)
-
-    def server_bind(self) -> None:
-        # HTTPServer would look up the host's full name here, which can take seconds where DNS is broken.
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._slots.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that hangs up is its own affair."""
+        super().__init__(host, port, _Handler, tls, CONCURRENT_REQUESTS, request_seconds)

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import contextlib
+import http.client
+import logging
+import shutil
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from rankscope.wire.addresses import is_loopback
+from rankscope.wire.bounded_http import HEAD_BYTES, BoundedHandler, BoundedHttpServer
+from rankscope.wire.following_tls import FollowedTls, TlsMaterial, files
+from tests.certificates import Authority, Pair
+
+AT_ONCE = 8
+LIMIT_SECONDS = 60.0
+
+
+class Handler(BoundedHandler):
+    def get(self) -> None:
+        self.answer(200, b"x" * 1000)
+
+    def post(self) -> None:
+        self.answer(200, self.read_body(int(self.headers["Content-Length"])))
+
+
+Start = Callable[..., BoundedHttpServer]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    made: list[BoundedHttpServer] = []
+
+    def start(tls: FollowedTls | None = None, request_seconds: float = 20.0) -> BoundedHttpServer:
+        server = BoundedHttpServer("127.0.0.1", 0, Handler, tls, AT_ONCE, request_seconds)
+        server.serve("test")
+        made.append(server)
+        return server
+
+    yield start
+    for server in made:
+        server.close()
+
+
+def connect(server: BoundedHttpServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), LIMIT_SECONDS)
+
+
+def ask(server: BoundedHttpServer, method: str = "GET", body: bytes | None = None) -> bytes:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=LIMIT_SECONDS)
+    connection.request(method, "/", body)
+    return connection.getresponse().read()
+
+
+def ended(connection: socket.socket) -> bytes:
+    """What was still said before the server hung up."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65536):
+            said += part
+    return said
+
+
+@pytest.mark.parametrize("opening", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nA: b\r\n"])
+def test_any_number_of_callers_that_do_not_finish_keep_nobody_out(start: Start, opening: bytes) -> None:
+    server = start()
+    slow = [connect(server) for _ in range(5 * AT_ONCE)]
+    for one in slow:
+        one.sendall(opening)
+    for _ in range(3):
+        assert len(ask(server)) == 1000
+    assert ended(slow[0]) == b""  # the longest made room
+    for one in slow:
+        one.close()
+
+
+def test_byte_after_byte_gets_no_longer_than_all_at_once(start: Start) -> None:
+    server = start(request_seconds=1.0)
+    begin = time.monotonic()
+    with connect(server) as trickling:
+        with contextlib.suppress(OSError):
+            while time.monotonic() - begin < LIMIT_SECONDS:
+                trickling.sendall(b"G")  # each is in time for the socket's own limit
+                trickling.settimeout(0.1)
+                with contextlib.suppress(TimeoutError):
+                    if not trickling.recv(1):
+                        break
+        assert time.monotonic() - begin < LIMIT_SECONDS
+    assert len(ask(server)) == 1000
+
+
+def test_a_body_that_trickles_is_cut_off_and_what_is_done_about_a_read_one_is_not(start: Start) -> None:
+    server = start(request_seconds=1.0)
+    with connect(server) as slow:
+        slow.sendall(b"POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\nab")
+        assert b"200" not in ended(slow)
+
+    class Thoughtful(BoundedHandler):
+        def post(self) -> None:
+            body = self.read_body(2)
+            time.sleep(2.0)
+            self.answer(200, body)
+
+    thoughtful = BoundedHttpServer("127.0.0.1", 0, Thoughtful, request_seconds=1.0)
+    thoughtful.serve("test")
+    assert ask(thoughtful, "POST", b"ab") == b"ab"
+    thoughtful.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /" + b"x" * (2 * HEAD_BYTES) + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nA: " + b"x" * (2 * HEAD_BYTES) + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"A: bc\r\n" * HEAD_BYTES + b"\r\n",
+    ],
+)
+def test_a_head_that_is_too_large_is_refused_in_words_that_repeat_nothing(start: Start, head: bytes) -> None:
+    server = start()
+    with connect(server) as loud:
+        with contextlib.suppress(OSError):
+            loud.sendall(head)
+        answer = ended(loud)
+    assert answer == b"" or (b" 431 " in answer and b"xxx" not in answer)
+    assert len(ask(server)) == 1000
+
+
+def test_nonsense_is_refused_without_being_repeated(start: Start) -> None:
+    server = start()
+    for nonsense in (b"<script>secret</script>\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"BREW / HTTP/1.1\r\n\r\n"):
+        with connect(server) as odd:
+            odd.sendall(nonsense)
+            answer = ended(odd)
+            assert any(code in answer[:12] for code in (b"400", b"505", b"501"))
+            assert b"secret" not in answer
+            assert b"Python" not in answer
+
+
+def tls_context(authority: Authority, shown: Pair | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(authority.certificate))
+    if shown is not None:
+        context.load_cert_chain(shown.certificate, shown.key)
+    return context
+
+
+def certificate_of(server: BoundedHttpServer, context: ssl.SSLContext) -> bytes | None:
+    with connect(server) as plain, context.wrap_socket(plain, server_hostname="server") as wrapped:
+        wrapped.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert b"200 OK" in wrapped.recv(4096)
+        return wrapped.getpeercert(binary_form=True)
+
+
+def test_new_certificates_serve_new_connections_and_half_a_change_is_none(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = Authority(tmp_path)
+    own, fresh = authority.issue("server", "server"), authority.issue("fresh", "server")
+    server = start(FollowedTls(files(own.certificate, own.key)))
+    before = certificate_of(server, tls_context(authority))
+    shutil.copy(fresh.certificate, own.certificate)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert certificate_of(server, tls_context(authority)) == before
+    assert len(caplog.records) == 1
+    shutil.copy(fresh.key, own.key)
+    assert certificate_of(server, tls_context(authority)) != before
+
+
+def test_plain_text_silence_and_strangers_certificates_get_nothing_and_hold_nobody_up(
+    start: Start, tmp_path: Path
+) -> None:
+    authority, other = Authority(tmp_path / "a"), Authority(tmp_path / "b")
+    own = authority.issue("server", "server")
+    server = start(FollowedTls(files(own.certificate, own.key, authority.certificate)))
+    silent = [connect(server) for _ in range(3 * AT_ONCE)]
+    with connect(server) as plain:
+        plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert b"HTTP" not in ended(plain)
+    for stranger in (other.issue("x", "x"), authority.issue("late", "x", lasts=timedelta(days=-1))):
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            certificate_of(server, tls_context(authority, stranger))
+    assert certificate_of(server, tls_context(authority))
+    assert certificate_of(server, tls_context(authority, authority.issue("known", "known")))
+    for one in silent:
+        one.close()
+
+
+def test_until_there_is_a_certificate_nobody_is_served(start: Start, tmp_path: Path) -> None:
+    held: list[TlsMaterial] = []
+    server = start(FollowedTls(lambda: held[0] if held else None))
+    with connect(server) as early:
+        early.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert ended(early) == b""
+    authority = Authority(tmp_path)
+    pair = authority.issue("server", "server")
+    held.append(TlsMaterial(pair.certificate.read_bytes(), pair.key.read_bytes()))
+    assert certificate_of(server, tls_context(authority))
+
+
+def test_threads_end_with_their_callers(start: Start) -> None:
+    server = start(request_seconds=1.0)
+    before = threading.active_count()
+    callers = [connect(server) for _ in range(4 * AT_ONCE)]
+    give_up = time.monotonic() + LIMIT_SECONDS
+    assert len(ask(server)) == 1000
+    assert threading.active_count() <= before + 2 * AT_ONCE
+    while threading.active_count() > before:
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+    for one in callers:
+        one.close()
+
+
+def test_a_name_that_begins_like_loopback_is_anybodys() -> None:
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost")] == [True] * 5
+    reachable = ("127.example.com", "0.0.0.0", "::", "10.0.0.1", "node", "", "localhost.example.com")
+    assert not any(map(is_loopback, reachable))
