@@ -1,0 +1,169 @@
+"""The API for people as a server: gRPC with TLS on a port that everybody may reach, so with bounds on all that somebody
+can have before it is known who they are."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+
+from rankscope.wire.addresses import is_loopback
+from rankscope.wire.following_tls import TlsMaterial, server_context
+
+log = logging.getLogger(__name__)
+
+PORT = 9468
+THREADS = 128
+OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 64 * 1024),
+    ("grpc.max_metadata_size", 16 * 1024),
+    ("grpc.absolute_max_metadata_size", 16 * 1024),
+    ("grpc.max_concurrent_streams", 32),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
+    # A caller that has gone without a word is noticed, and its stream ended.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
+    ("grpc.max_allowed_incoming_connections", 1024),
+)
+# While there is nothing to serve with yet.
+PAUSE_SECONDS = 1.0
+STOP_SECONDS = 2.0
+
+
+class Pair(Protocol):
+    """PEM."""
+
+    @property
+    def certificate(self) -> bytes: ...
+
+    @property
+    def key(self) -> bytes: ...
+
+
+# Asked at every connection. None: there is none yet. May raise OSError.
+ReadPair = Callable[[], Pair | None]
+
+
+@dataclass(frozen=True)
+class PeopleSettings:
+    """Without certificate and key, the operator's own are served where it keeps some, and else plain text to loopback
+    alone."""
+
+    listen_host: str
+    listen_port: int = PORT
+    audience: str = "rankscope"
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+@dataclass(frozen=True)
+class FilePair:
+    """Files that somebody else renews."""
+
+    certificate_file: Path
+    key_file: Path
+
+    @property
+    def certificate(self) -> bytes:
+        return self.certificate_file.read_bytes()
+
+    @property
+    def key(self) -> bytes:
+        return self.key_file.read_bytes()
+
+
+class PeopleServer:
+    """From `start` to `stop`. Raises ValueError for an address that others can reach without TLS."""
+
+    def __init__(self, settings: PeopleSettings, handler: grpc.GenericRpcHandler, read_pair: ReadPair | None) -> None:
+        host = settings.listen_host
+        if read_pair is None and not is_loopback(host):
+            raise ValueError(
+                f"--api-listen {host}: others can reach this address, and tokens are sent to it: "
+                "pass --api-certificate and --api-key, or --fleet-certificates"
+            )
+        self._address = f"[{host}]:{settings.listen_port}" if ":" in host else f"{host}:{settings.listen_port}"
+        self._read_pair = read_pair
+        self._used: tuple[bytes, bytes] | None = None
+        self._complaint = ""
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._serve_when_possible, name="rankscope-api", daemon=True)
+        self.port = 0  # once it listens
+        self._server = grpc.server(
+            ThreadPoolExecutor(THREADS, thread_name_prefix="rankscope-api"),
+            handlers=(handler,),
+            # More calls than threads would wait unseen in the pool's queue; this way they are told.
+            maximum_concurrent_rpcs=THREADS,
+            options=OPTIONS,
+        )
+
+    def start(self) -> None:
+        """Raises ValueError if the address is taken, or the files cannot be used. Certificates that are still being
+        made are waited for, in a thread."""
+        if self._read_pair is None:
+            self._listen(None)
+        elif (first := self._fresh()) is not None:
+            self._listen(first)
+        elif self._complaint:
+            raise ValueError(self._complaint)
+        else:
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._server.stop(STOP_SECONDS).wait(STOP_SECONDS + 1.0)
+
+    def _serve_when_possible(self) -> None:
+        while not self._stopping.wait(PAUSE_SECONDS):
+            first = self._fresh()
+            if first is None:
+                continue
+            try:
+                self._listen(first)
+            except ValueError as error:
+                log.error("%s", error)
+            return
+
+    def _listen(self, first: grpc.ServerCertificateConfiguration | None) -> None:
+        try:
+            if first is None:
+                self.port = int(self._server.add_insecure_port(self._address))
+            else:
+                credentials = grpc.dynamic_ssl_server_credentials(first, self._fresh)
+                self.port = int(self._server.add_secure_port(self._address, credentials))
+        except RuntimeError as error:
+            raise ValueError(f"--api-listen {self._address}: the address is taken, or not ours") from error
+        self._server.start()
+        how = "without TLS" if first is None else "with TLS"
+        log.info("people are served at %s, port %d, %s", self._address, self.port, how)
+
+    def _fresh(self) -> grpc.ServerCertificateConfiguration | None:
+        """What is to be served from now on; None: what is being served, or nothing yet."""
+        assert self._read_pair is not None
+        with self._lock:
+            try:
+                pair = self._read_pair()
+                if pair is None:
+                    return None
+                used = (pair.certificate, pair.key)
+                if used == self._used:
+                    return None
+                server_context(TlsMaterial(*used))  # gRPC would take what is no pair, and then serve nobody
+                configuration = grpc.ssl_server_certificate_configuration([(used[1], used[0])])
+            except (OSError, ValueError) as error:
+                if str(error) != self._complaint:
+                    self._complaint = str(error)
+                    log.warning("the API's certificates cannot be used, what there was stays: %s", error)
+                return None
+            self._used, self._complaint = used, ""
+            return configuration

@@ -1,0 +1,139 @@
+"""A cluster in memory for the API for people: tokens, rights, runs and Capture objects; the gRPC server is real."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import grpc
+
+from rankscope.operator.kube import reviewing
+from rankscope.operator.kube.api import Api, ApiError, ConflictError
+from rankscope.operator.kube.capture_auditing import CaptureAudit
+from rankscope.operator.kube.capture_objects import CaptureObject, read_capture_object
+from rankscope.operator.kube.people_captures import PeopleCaptures
+from rankscope.operator.kube.people_guarding import Guard
+from rankscope.operator.kube.people_serving import PeopleServer, PeopleSettings
+from rankscope.operator.kube.people_traces import Traces
+from rankscope.operator.kube.resources import TrainingRunStatus
+from rankscope.operator.kube.reviewing import Reviews
+from rankscope.operator.kube.runs import RunObject
+from rankscope.v1 import capture_service_pb2 as pb
+from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
+
+Right = tuple[str, str, str]  # user, verb (verb/subresource), namespace
+
+
+@dataclass
+class FakeTraces:
+    said: Mapping[str, pb.Capture] = field(default_factory=dict)
+    content: bytes = b"trace"
+    removed: list[str] = field(default_factory=list)
+
+    def told(self, thing: CaptureObject) -> Mapping[str, pb.Capture]:
+        return self.said
+
+    def remove(self, thing: CaptureObject) -> None:
+        self.removed.append(thing.name)
+
+    def download(
+        self, thing: CaptureObject, request: pb.DownloadArtifactRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.DownloadArtifactResponse]:
+        yield pb.DownloadArtifactResponse(chunk=self.content[request.offset :], total_bytes=len(self.content))
+
+
+@dataclass
+class Cluster:
+    tokens: dict[str, str] = field(default_factory=dict)  # token for our audience to user
+    rights: set[Right] = field(default_factory=set)
+    runs: set[tuple[str, str]] = field(default_factory=lambda: {("lab", "pytorchjob-llama"), ("other", "secret-run")})
+    error: Exception | None = None
+    refusal: ApiError | None = None  # of what is to be made
+    traces: FakeTraces = field(default_factory=FakeTraces)
+    reviewed: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.documents: dict[str, dict[str, Any]] = {}  # Captures by uid
+        self._numbers = itertools.count(1)
+        audit = CaptureAudit()
+        self.reviews = Reviews(cast(Api, self), "rankscope")
+        self.captures = PeopleCaptures(cast(Api, self), self._objects, self._run_of, cast(Traces, self.traces), audit)
+        self.server = PeopleServer(
+            PeopleSettings("127.0.0.1", 0), self.captures.handler(Guard(self.reviews, audit)), None
+        )
+        self.server.start()
+
+    def stub(self, token: str | None = None, *more: tuple[str, str]) -> CaptureServiceStub:
+        metadata = [*([("authorization", f"Bearer {token}")] if token is not None else []), *more]
+        channel = grpc.insecure_channel(f"127.0.0.1:{self.server.port}", [("grpc.use_local_subchannel_pool", 1)])
+        return CaptureServiceStub(grpc.intercept_channel(channel, _Showing(metadata)))
+
+    def may(self, user: str, *verbs: str, namespace: str = "lab") -> str:
+        """The user's token."""
+        self.rights |= {(user, verb, namespace) for verb in verbs}
+        self.tokens[f"token-of-{user}"] = user
+        return f"token-of-{user}"
+
+    def write_status(self, name: str, **status: Any) -> None:
+        document = next(one for one in self.documents.values() if one["metadata"]["name"] == name)
+        document["status"] = {**document.get("status", {}), **status}
+        document["metadata"]["resourceVersion"] = str(next(self._numbers))
+
+    # --- as the API server is asked ---
+
+    def create(self, path: str, body: Any, **query: Any) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        if path == reviewing.TOKEN_REVIEWS:
+            self.reviewed.append(body["spec"]["token"])
+            user = self.tokens.get(body["spec"]["token"])
+            if user is None:
+                return {"status": {"authenticated": False, "error": "SECRET DETAILS"}}
+            return {"status": {"authenticated": True, "user": {"username": user}, "audiences": ["rankscope"]}}
+        if path == reviewing.ACCESS_REVIEWS:
+            wanted = body["spec"]["resourceAttributes"]
+            verb = "/".join(part for part in (wanted["verb"], wanted.get("subresource")) if part)
+            right = (body["spec"]["user"], verb, wanted.get("namespace", ""))
+            return {"status": {"allowed": right in self.rights}}
+        return self._make(body)
+
+    def _make(self, body: Any) -> dict[str, Any]:
+        if self.refusal is not None:
+            raise self.refusal
+        place = (body["metadata"]["namespace"], body["metadata"]["name"])
+        if place in {(one["metadata"]["namespace"], one["metadata"]["name"]) for one in self.documents.values()}:
+            raise ConflictError(409, "AlreadyExists", "there is one")
+        number = str(next(self._numbers))
+        metadata = {**body["metadata"], "uid": f"u{number}", "resourceVersion": number}
+        metadata["creationTimestamp"] = "2026-03-01T10:00:00Z"
+        self.documents[metadata["uid"]] = {**body, "metadata": metadata}
+        return self.documents[metadata["uid"]]
+
+    def merge(self, path: str, body: Any, **query: Any) -> dict[str, Any]:
+        document = self.documents[body["metadata"]["uid"]]
+        document["metadata"]["annotations"] |= body["metadata"]["annotations"]
+        return document
+
+    def delete(self, path: str, body: Any = None, **query: Any) -> dict[str, Any]:
+        return self.documents.pop(body["preconditions"]["uid"])
+
+    def _objects(self) -> Mapping[str, CaptureObject]:
+        read = {uid: read_capture_object(document) for uid, document in self.documents.items()}
+        return {uid: thing for uid, thing in read.items() if thing is not None}
+
+    def _run_of(self, namespace: str, name: str) -> RunObject | None:
+        if (namespace, name) not in self.runs:
+            return None
+        return RunObject(namespace, name, "run-uid", 1, False, True, "w", None, TrainingRunStatus())
+
+
+class _Showing(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]  # untyped
+    def __init__(self, metadata: list[tuple[str, str]]) -> None:
+        self._metadata = metadata
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(details._replace(metadata=[*(details.metadata or ()), *self._metadata]), request)
+
+    intercept_unary_stream = intercept_unary_unary
