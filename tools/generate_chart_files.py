@@ -1,5 +1,5 @@
-"""Write what the chart takes from elsewhere in this repository to its files/, or with --check tell whether it is fresh:
-`make chart`. Helm reads nothing outside a chart's own folder."""
+"""Write the chart's README.md and what it takes from elsewhere in this repository, or with --check tell whether that is
+fresh: `make chart`. Helm reads nothing outside a chart's own folder."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import yaml
 
 from rankscope.operator.kube.crds import KINDS, definition
 from rankscope.operator.kube.webhook_configuring import Address, configurations
+from tools.chart_readme import readme
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "deploy" / "helm" / "rankscope"
-FILES = CHART / "files"
+README_TEMPLATE = ROOT / "tools" / "chart_readme.md"
 NOTE = "# Written by `make chart`; do not edit.\n"
 # In place of the namespace that only the release knows.
 NAMESPACE = "RELEASE-NAMESPACE"
@@ -24,8 +25,9 @@ SERVICE = "rankscope-webhook"
 
 
 def fresh_files() -> dict[str, str]:
-    """By their path below files/."""
-    return dict((*_definitions(), *_webhooks(), *_rules(), *_dashboards()))
+    """By their path below the chart's folder."""
+    page = {"README.md": readme(README_TEMPLATE, CHART / "values.yaml")}
+    return page | {f"files/{name}": text for name, text in (*_definitions(), *_webhooks(), *_rules(), *_dashboards())}
 
 
 def _definitions() -> Iterator[tuple[str, str]]:
@@ -53,13 +55,13 @@ def _dashboards() -> Iterator[tuple[str, str]]:
 
 
 def stale_files(fresh: dict[str, str]) -> list[str]:
-    folders = {Path(name).parent for name in fresh}
-    committed = {str(path.relative_to(FILES)) for folder in folders for path in (FILES / folder).glob("*")}
+    folders = {Path(name).parent for name in fresh if name.startswith("files/")}
+    committed = {str(path.relative_to(CHART)) for folder in folders for path in (CHART / folder).glob("*")}
     return sorted(name for name in {*fresh, *committed} if fresh.get(name) != _committed(name))
 
 
 def _committed(name: str) -> str | None:
-    path = FILES / name
+    path = CHART / name
     return path.read_text() if path.is_file() else None
 
 
@@ -71,10 +73,10 @@ def main() -> int:
     stale = stale_files(fresh)
     if arguments.check:
         if stale:
-            sys.stderr.write(f"error: not fresh in {FILES.relative_to(ROOT)}: {', '.join(stale)}. Next: make chart\n")
+            sys.stderr.write(f"error: not fresh in {CHART.relative_to(ROOT)}: {', '.join(stale)}. Next: make chart\n")
         return 1 if stale else 0
     for name in stale:
-        path = FILES / name
+        path = CHART / name
         if name in fresh:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(fresh[name])

@@ -13,6 +13,9 @@
 {{- $wrong = append $wrong "metrics.serviceMonitor.enabled is true, but the operator is off. Next step: set operator.enabled=true, or metrics.serviceMonitor.enabled=false (daemons are scraped by metrics.podMonitor)" }}
 {{- end }}
 {{- end }}
+{{- if and .Values.metrics.tls (not (include "rankscope.daemonListens" .)) $daemon.enabled }}
+{{- $wrong = append $wrong "metrics.tls needs certificates, and without the operator nobody makes them. Next step: set operator.enabled=true, or tls.mode=certManager or existing" }}
+{{- end }}
 {{- if and .Values.metrics.podMonitor.enabled (not $daemon.enabled) }}
 {{- $wrong = append $wrong "metrics.podMonitor.enabled is true, but the daemons are off. Next step: set daemon.enabled=true or metrics.podMonitor.enabled=false" }}
 {{- end }}
