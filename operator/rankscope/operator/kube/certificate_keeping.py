@@ -19,6 +19,8 @@ from rankscope.operator.kube.certificates import Certificates, Lifetimes, renewe
 log = logging.getLogger(__name__)
 
 MANAGED = {"app.kubernetes.io/managed-by": "rankscope"}
+# Ours to write though somebody else made it: a chart that wants to remove it with the rest. It may be empty.
+KEPT_BY_US = {"rankscope.dev/kept-by": "operator"}
 
 
 @dataclass(frozen=True)
@@ -80,17 +82,18 @@ class SecretKeeper:
             return
         try:
             if document is None:
-                self._api.create(self._path, _secret(self._name, wanted, ""))
+                self._api.create(self._path, _secret(self._name, wanted))
             else:
-                version = str(document["metadata"]["resourceVersion"])
-                self._api.replace(f"{self._path}/{self._name}", _secret(self._name, wanted, version))
+                # What others put there (a chart's labels, an owner) stays, and the type cannot be changed.
+                kept_parts = {"metadata": document["metadata"], "type": document.get("type") or TYPE}
+                self._api.replace(f"{self._path}/{self._name}", {**_secret(self._name, wanted), **kept_parts})
         except ConflictError:
             return  # another leader, a moment ago: what it wrote is read in the next round
         log.info("the webhooks' certificates in secret %s were renewed", self._name)
 
     def _is_ours(self, document: Document) -> bool:
         labels = document["metadata"].get("labels") or {}
-        ours = all(labels.get(name) == value for name, value in MANAGED.items())
+        ours = any(each.items() <= labels.items() for each in (MANAGED, KEPT_BY_US))
         if not ours and not self._foreign_told:
             self._foreign_told = True
             log.warning("secret %s is not ours to renew: it has no label %s", self._name, MANAGED)
@@ -113,6 +116,7 @@ class FileKeeper:
         """Not ours to do."""
 
 
+TYPE = "kubernetes.io/tls"
 _KEYS = ("ca.crt", "ca.key", "tls.crt", "tls.key")
 
 
@@ -125,15 +129,12 @@ def _certificates(document: Document) -> Certificates | None:
     return Certificates(*parts)
 
 
-def _secret(name: str, kept: Certificates, version: str) -> Document:
+def _secret(name: str, kept: Certificates) -> Document:
     parts = (kept.bundle, kept.authority_key, kept.serving, kept.serving_key)
-    metadata: Document = {"name": name, "labels": MANAGED}
-    if version:
-        metadata["resourceVersion"] = version
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "type": "kubernetes.io/tls",
-        "metadata": metadata,
+        "type": TYPE,
+        "metadata": {"name": name, "labels": MANAGED},
         "data": {key: base64.b64encode(part).decode() for key, part in zip(_KEYS, parts, strict=True)},
     }
