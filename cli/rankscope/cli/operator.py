@@ -7,14 +7,13 @@ import logging
 import signal
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
+from rankscope.cli.operator_certificates import add_certificate_arguments, with_certificates
 from rankscope.daemon.config import LOG_LEVELS
 from rankscope.daemon.reporting import OneLine
 from rankscope.operator.alerts.tokens import TokenError
 from rankscope.operator.kube.api import ClusterError
-from rankscope.operator.kube.daemon_credentials import Tls
 from rankscope.operator.kube.operator_settings import OperatorSettings
 from rankscope.operator.kube.running import Operator
 from rankscope.operator.kube.webhooks import WebhookSettings
@@ -39,9 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shards", type=int, default=1, metavar="N", help="parts the runs are divided in (default: 1)")
     parser.add_argument("--pod-selector", default="", metavar="LABELS", help="watch only pods with these labels")
     parser.add_argument("--listen", default="127.0.0.1:9466", metavar="HOST:PORT", help="/metrics, /healthz, /readyz")
-    parser.add_argument("--tls-certificate", type=Path, metavar="FILE", help="ours, for the daemons; with the next two")
-    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
-    parser.add_argument("--tls-authority", type=Path, metavar="FILE", help="who signed the daemons' certificates")
     parser.add_argument("--mfu-target", type=float, metavar="RATIO", help="raise low_mfu below this, for example 0.4")
     _add_webhook_arguments(parser)
     parser.add_argument(
@@ -50,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alerts-listen", default="127.0.0.1:9467", metavar="HOST:PORT", help="where it asks (default: %(default)s)"
     )
+    add_certificate_arguments(parser)
     parser.add_argument(
         "--node-conditions",
         action="store_true",
@@ -95,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: stopping.set())
     operator.start()
     print(
-        f"rankscope operator: http {operator.settings.listen_host}:{operator.server.port}"
+        f"rankscope operator: {operator.server.scheme} {operator.settings.listen_host}:{operator.server.port}"
         + (f" alerts {operator.alerts.url}" if operator.alerts is not None else ""),
         file=sys.stderr,
         flush=True,
@@ -138,9 +135,6 @@ def _settings(arguments: argparse.Namespace) -> OperatorSettings:
     alert_host, alert_port = _host_port("--alerts-listen", arguments.alerts_listen)
     if arguments.shards < 1:
         raise ValueError("--shards must be at least 1")
-    files = (arguments.tls_certificate, arguments.tls_key, arguments.tls_authority)
-    if any(files) and not all(files):
-        raise ValueError("--tls-certificate, --tls-key and --tls-authority belong together")
     settings = OperatorSettings(
         kubeconfig=arguments.kubeconfig,
         namespace=arguments.namespace,
@@ -156,4 +150,4 @@ def _settings(arguments: argparse.Namespace) -> OperatorSettings:
         alert_port=alert_port,
         webhooks=_webhooks(arguments),
     )
-    return replace(settings, tls=Tls(*files)) if all(files) else settings
+    return with_certificates(settings, arguments)

@@ -83,7 +83,8 @@ class PathAccess:
 
 
 class Reviews:
-    """May be called from any thread; blocks for as long as the API server takes."""
+    """May be called from any thread; blocks for as long as the API server takes. An empty audience is the API server's
+    own: of what Prometheus has, for one."""
 
     def __init__(self, api: Api, audience: str, monotonic_seconds: Callable[[], float] = time.monotonic) -> None:
         self._api = api
@@ -100,7 +101,9 @@ class Reviews:
         known = self._callers.get(key)
         if known is not None:
             return known.value
-        spec = {"token": token, "audiences": [self.audience]}
+        spec: Document = {"token": token}
+        if self.audience:
+            spec["audiences"] = [self.audience]
         caller = _caller(self._ask(TOKEN_REVIEWS, "TokenReview", spec), self.audience)
         self._callers.keep(key, caller, YES_SECONDS if caller is not None else NO_SECONDS)
         return caller
@@ -144,7 +147,7 @@ class Reviews:
 
 
 def _caller(status: Mapping[str, Any], audience: str) -> Caller | None:
-    audiences = status.get("audiences")
+    audiences = status.get("audiences") if audience else [""]
     # A server that knows nothing of audiences leaves them out: then the token is for the API server, and not for us.
     if status.get("authenticated") is not True or not isinstance(audiences, list) or audience not in audiences:
         return None

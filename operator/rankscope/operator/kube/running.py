@@ -28,8 +28,11 @@ from rankscope.operator.kube.daemon_pods import DaemonPod, DaemonPods, read_daem
 from rankscope.operator.kube.daemon_streams import DaemonStreams
 from rankscope.operator.kube.electing import ShardLeases
 from rankscope.operator.kube.events import Events
+from rankscope.operator.kube.fleet_certificate_exporting import FleetCertificateExporter
+from rankscope.operator.kube.fleet_certificate_keeping import FleetCertificates
 from rankscope.operator.kube.inventory import Inventory
 from rankscope.operator.kube.operator_settings import OperatorSettings
+from rankscope.operator.kube.operator_tls import metrics_guard, towards_callers, towards_daemons
 from rankscope.operator.kube.pods import Pod, read_pod
 from rankscope.operator.kube.policies import Daemons, PoliciesController
 from rankscope.operator.kube.policy_pushing import PolicyPusher
@@ -65,7 +68,10 @@ class Operator:
         base = replace(DEFAULT_POLICY, mfu_target_ratio=settings.mfu_target)
         self.correlator = Correlator(base, policy_of=lambda job: self.policies.policy_of(job))
         self.lost = LostSeconds()
-        self.streams = DaemonStreams(self._accept, settings.tls)
+        kept = settings.fleet_certificates
+        self.certificates = None if kept is None else FleetCertificates(self.api, kept, lambda: 0 in self.leases.held)
+        daemon_tls = towards_daemons(settings, self.certificates)
+        self.streams = DaemonStreams(self._accept, daemon_tls)
         self.runs = RunsController(
             self.api,
             self.outbox,
@@ -75,7 +81,7 @@ class Operator:
             self.states_by_job,
             lambda: self.captures.last_captures(),  # made below
         )
-        calls = DaemonCalls(settings.tls)
+        calls = DaemonCalls(daemon_tls)
         self.captures = CapturesController(
             self.api,
             self.leases,
@@ -129,7 +135,12 @@ class Operator:
         )
         if self.webhooks is not None:
             exporters.append(WebhookExporter(self.webhooks))
-        self.server = OperatorServer(settings.listen_host, settings.listen_port, self, exporters)
+        if self.certificates is not None:
+            exporters.append(FleetCertificateExporter(self.certificates))
+        self._serving_tls = towards_callers(settings, self.certificates)
+        guard = metrics_guard(settings, self.api)
+        metrics_tls = None if guard is None else self._serving_tls
+        self.server = OperatorServer(settings.listen_host, settings.listen_port, self, exporters, metrics_tls, guard)
         self._stopping = threading.Event()
         self._pulse_thread = threading.Thread(target=self._pulse, name="rankscope-pulse", daemon=True)
 
@@ -137,7 +148,7 @@ class Operator:
         self.server.start()
         if self._alert_token is not None:
             address = self.settings.alert_host, self.settings.alert_port
-            self.alerts = AlertReceiver(*address, self.alert_desk, self._alert_token)
+            self.alerts = AlertReceiver(*address, self.alert_desk, self._alert_token, self._serving_tls)
         self.outbox.start()
         self.leases.start()
         if self.webhooks is not None:
@@ -145,6 +156,8 @@ class Operator:
         for watched in self._watches:
             watched.start()
         self.correlator.listen(self.lost)
+        if self.certificates is not None:
+            self.certificates.start()
         self.correlator.start()
         self.streams.start()
         self._pulse_thread.start()
@@ -156,6 +169,8 @@ class Operator:
         if self.alerts is not None:
             self.alerts.close()
         self._pulse_thread.join(5.0)
+        if self.certificates is not None:
+            self.certificates.stop()
         for watched in self._watches:
             watched.stop()
         self.captures.stop()
@@ -176,6 +191,8 @@ class Operator:
     def states_by_job(self) -> Mapping[str, JobState]:
         return {state.job: state for state in self.correlator.states}
 
+        if self.certificates is not None and not self.certificates.are_held:
+            return False
     def _accept(self, message: WatchRanksResponse, node: str) -> None:
         """In the streams' thread. Of the runs in shards that others hold, nothing is kept."""
         heard = self.binding.bind(message, node, self._is_held)

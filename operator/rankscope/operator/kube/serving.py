@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -17,9 +15,10 @@ from rankscope.operator.kube.binding import Binding
 from rankscope.operator.kube.daemon_pods import DaemonPods
 from rankscope.operator.kube.daemon_streams import DaemonStreams
 from rankscope.operator.kube.electing import ShardLeases
+from rankscope.operator.kube.metrics_guarding import MetricsGuard
 from rankscope.operator.kube.writing import Outbox
-
-REQUEST_SECONDS = 10.0
+from rankscope.wire.bounded_http import BoundedHandler, BoundedHttpServer
+from rankscope.wire.following_tls import FollowedTls
 
 
 class Shown(Protocol):
@@ -36,48 +35,54 @@ class Shown(Protocol):
 
 
 class OperatorServer:
-    def __init__(self, host: str, port: int, operator: Shown, collectors: Sequence[Collector]) -> None:
+    """With `guard`, /metrics is for those it admits; /healthz and /readyz are for everybody."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        operator: Shown,
+        collectors: Sequence[Collector],
+        tls: FollowedTls | None = None,
+        guard: MetricsGuard | None = None,
+    ) -> None:
         registry = CollectorRegistry(auto_describe=False)
         for collector in (*collectors, OperatorExporter(operator)):
             registry.register(collector)
-        self._server = ThreadingHTTPServer((host, port), _handler(registry, operator))
-        self._server.daemon_threads = True
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, name="rankscope-http", daemon=True
-        )
+        self.scheme = "http" if tls is None else "https"
+        self._server = BoundedHttpServer(host, port, _handler(registry, operator, guard), tls)
+        self.port = self._server.port
 
     def start(self) -> None:
-        self._thread.start()
+        self._server.serve("rankscope-http")
 
     def stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
 
-def _handler(registry: CollectorRegistry, operator: Shown) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        timeout = REQUEST_SECONDS
-
-        def do_GET(self) -> None:
-            kind = "text/plain; charset=utf-8"
+def _handler(registry: CollectorRegistry, operator: Shown, guard: MetricsGuard | None) -> type[BoundedHandler]:
+    class Handler(BoundedHandler):
+        def get(self) -> None:
             if self.path == "/metrics":
-                status, body, kind = 200, generate_latest(registry), CONTENT_TYPE_LATEST
+                self._answer_metrics()
             elif self.path == "/healthz":
-                status, body = 200, b"ok\n"
+                self.answer(200, b"ok\n")
             elif self.path == "/readyz":
                 ready = operator.is_ready
-                status, body = (200, b"ok\n") if ready else (503, b"pods and daemons are not listed yet\n")
+                self.answer(200 if ready else 503, b"ok\n" if ready else b"pods and daemons are not listed yet\n")
             else:
-                status, body = 404, b"rankscope operator: /metrics, /healthz, /readyz\n"
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+                self.answer(404, b"rankscope operator: /metrics, /healthz, /readyz\n")
 
-        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name the standard library gave it
-            """A probe every few seconds is not news."""
+        def _answer_metrics(self) -> None:
+            if guard is not None:
+                # Asking about a token takes as long as the API server takes.
+                self.server.stop_clock()
+                refusal = guard.refusal(self.headers.get("Authorization", ""), self.client_address[0])
+                if refusal is not None:
+                    headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
+                    self.answer(refusal.status, refusal.text.encode() + b"\n", **headers)
+                    return
+            self.answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
 
     return Handler
 

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from rankscope.cli import operator
+from rankscope.cli.operator_certificates import with_certificates
+from rankscope.operator.kube.operator_settings import OperatorSettings
+
+
+def settings(*flags: str, alert_host: str | None = None) -> OperatorSettings:
+    parser = argparse.ArgumentParser()
+    operator.add_arguments(parser)
+    base = OperatorSettings(namespace="ns")
+    if alert_host is not None:
+        base = OperatorSettings(namespace="ns", alert_token_file=Path("/token"), alert_host=alert_host)
+    return with_certificates(base, parser.parse_args(flags))
+
+
+def test_certificates_are_in_files_or_kept_by_us_and_not_both() -> None:
+    files = ("--tls-certificate", "a", "--tls-key", "b", "--tls-authority", "c")
+    assert settings(*files).tls is not None
+    kept = settings("--fleet-certificates", "--api-name", "rankscope.example.com").fleet_certificates
+    assert kept is not None
+    assert (kept.namespace, kept.api_names) == ("ns", ("rankscope.example.com",))
+    for wrong, complaint in (
+        (files[:2], "belong together"),
+        ((*files, "--fleet-certificates"), "leave one of them out"),
+        (("--api-name", "x"), "needs --fleet-certificates"),
+        (("--fleet-certificates", "--api-name", "rankscope-daemon"), "use a full host name"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            settings(*wrong)
+
+
+def test_metrics_are_not_guarded_by_tokens_that_others_could_read() -> None:
+    with pytest.raises(ValueError, match="--metrics-auth needs --fleet-certificates"):
+        settings("--metrics-auth")
+    assert settings("--metrics-auth", "--fleet-certificates").metrics_auth
+
+
+def test_alerts_are_not_taken_in_plain_text_where_others_can_listen() -> None:
+    with pytest.raises(ValueError, match=r"--alerts-listen 0\.0\.0\.0: others can reach .* there is no TLS"):
+        settings(alert_host="0.0.0.0")
+    assert settings(alert_host="127.0.0.1").alert_host
+    assert settings("--fleet-certificates", alert_host="0.0.0.0").alert_host
