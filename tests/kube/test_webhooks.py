@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from rankscope.operator.kube import webhook_serving
-from rankscope.operator.kube.admitting import REQUESTED_BY
 from rankscope.operator.kube.api import Api
+from rankscope.operator.kube.capture_admitting import REQUESTED_BY
 from rankscope.operator.kube.certificate_issuing import authorities
 from rankscope.operator.kube.certificates import Lifetimes, renewed
 from rankscope.operator.kube.init_container import FOLDER, VOLUME

@@ -23,6 +23,7 @@ class ReviewError(Exception):
 
 class UserInfo(msgspec.Struct):
     username: str = ""
+    groups: list[str] = msgspec.field(default_factory=list)
 
 
 class GroupResource(msgspec.Struct):
@@ -39,6 +40,7 @@ class Request(msgspec.Struct, rename="camel"):
     namespace: str = ""
     name: str = ""
     sub_resource: str = ""
+    dry_run: bool = False
     object: Document | None = None
     old_object: Document | None = None
 

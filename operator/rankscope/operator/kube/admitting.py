@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankscope.operator.kube.admission_reviews import Answer, Request, ReviewError, read_review, write_answer
-from rankscope.operator.kube.checking import capture_mistakes, policy_advice, policy_mistakes, run_mistakes
+from rankscope.operator.kube.capture_admitting import CaptureAdmission
+from rankscope.operator.kube.capture_auditing import CaptureAudit
+from rankscope.operator.kube.checking import policy_advice, policy_mistakes, run_mistakes
 from rankscope.operator.kube.injecting import INJECT, WISHES, Wish, inject, wish_of
 from rankscope.operator.kube.resources import GROUP
 
 log = logging.getLogger(__name__)
 
-REQUESTED_BY = "rankscope.dev/requested-by"
 INJECT_PATH = "/inject"  # by the pod's label; INJECT_PATH/WISH by its namespace's
 STAMP_PATH = "/stamp"
 VALIDATE_PATH = "/validate"
@@ -24,13 +25,19 @@ VALIDATE_PATH = "/validate"
 class Admission:
     """Knows nothing of HTTP, TLS or the API server."""
 
-    def __init__(self, probe_image: str | None = None) -> None:
+    def __init__(
+        self,
+        probe_image: str | None = None,
+        own_name: Callable[[], str | None] = lambda: None,
+        audit: CaptureAudit | None = None,
+    ) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()  # webhook and result
         self._probe_image = probe_image
+        self._captures = CaptureAdmission(own_name, audit)
         self._routes: dict[str, Callable[[Request], Answer]] = {
             INJECT_PATH: self._inject_by_label,
-            STAMP_PATH: stamp,
-            VALIDATE_PATH: validate,
+            STAMP_PATH: self._stamp,
+            VALIDATE_PATH: lambda request: validate(request, self._captures),
             **{f"{INJECT_PATH}/{wish}": self._injector(wish) for wish in WISHES},
         }
 
@@ -60,6 +67,10 @@ class Admission:
     def _injector(self, wish: Wish) -> Callable[[Request], Answer]:
         return lambda request: self._inject(request, wish)
 
+    def _stamp(self, request: Request) -> Answer:
+        place = (request.resource.group, request.resource.resource, request.sub_resource)
+        return Answer() if place != (GROUP, "captures", "") or request.object is None else self._captures.stamp(request)
+
     def _inject_by_label(self, request: Request) -> Answer:
         labels = _mapping(_mapping((request.object or {}).get("metadata")).get("labels"))
         text = str(labels.get(INJECT, ""))
@@ -80,39 +91,13 @@ class Admission:
         return Answer(patch=injection.patch, warnings=[f"rankscope: {note}" for note in injection.notes])
 
 
-def stamp(request: Request) -> Answer:
-    """Who asked for a Capture, as the API server knows them: not what the asker wrote, and not changed afterwards."""
-    if not _is_ours(request, "captures") or request.object is None:
-        return Answer()
-    # Here too, and not only in `validate`: the schema's own refusal, in a schema's words, comes between the two.
-    refusal = _refusal(capture_mistakes(request.object, _old(request)))
-    if refusal:
-        return Answer(refusal=refusal)
-    truth = request.user_info.username if request.operation == "CREATE" else _requested_by(_old(request))
-    if _requested_by(request.object) == truth:
-        return Answer()
-    metadata = request.object.get("metadata")
-    if not isinstance(metadata, Mapping):
-        return Answer(refusal="it has no metadata")
-    place = f"/metadata/annotations/{REQUESTED_BY.replace('/', '~1')}"
-    if truth is None:
-        return Answer(patch=[{"op": "remove", "path": place}])
-    if not isinstance(metadata.get("annotations"), Mapping):
-        return Answer(patch=[{"op": "add", "path": "/metadata/annotations", "value": {REQUESTED_BY: truth}}])
-    return Answer(patch=[{"op": "add", "path": place, "value": truth}])
-
-
-def validate(request: Request) -> Answer:
+def validate(request: Request, captures: CaptureAdmission) -> Answer:
     if request.object is None or request.resource.group != GROUP or request.sub_resource:
         return Answer()
-    old = _old(request)
     if request.resource.resource == "captures":
-        mistakes = capture_mistakes(request.object, old)
-        truth = request.user_info.username if request.operation == "CREATE" else _requested_by(old)
-        if _requested_by(request.object) not in (None, truth):
-            mistakes.append(f"{REQUESTED_BY} is set by Rankscope")
-        return Answer(refusal=_refusal(mistakes))
+        return captures.validate(request)
     if request.resource.resource == "trainingruns":
+        old = request.old_object if request.operation == "UPDATE" else None
         return Answer(refusal=_refusal(run_mistakes(request.object, old)))
     if request.resource.resource == "profilingpolicies":
         refusal = _refusal(policy_mistakes(request.object))
@@ -122,19 +107,6 @@ def validate(request: Request) -> Answer:
 
 def _refusal(mistakes: list[str]) -> str:
     return "; ".join(mistakes)[:1024]
-
-
-def _old(request: Request) -> dict[str, Any] | None:
-    return request.old_object if request.operation == "UPDATE" else None
-
-
-def _is_ours(request: Request, resource: str) -> bool:
-    return (request.resource.group, request.resource.resource, request.sub_resource) == (GROUP, resource, "")
-
-
-def _requested_by(document: Mapping[str, Any] | None) -> str | None:
-    value = _mapping(_mapping((document or {}).get("metadata")).get("annotations")).get(REQUESTED_BY)
-    return None if value is None else str(value)
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -83,6 +83,14 @@ class Api:
         self._client = client.ApiClient(settings)
         self._host = settings.host
 
+    def token(self) -> str | None:
+        """Our own; None where a certificate says who we are."""
+        for auth in self._settings.auth_settings().values():
+            scheme, _, token = str(auth["value"]).partition(" ")
+            if scheme.lower() == "bearer" and token:
+                return token
+        return None
+
     def get(self, path: str, **query: Any) -> Document:
         return self._request("GET", path, query)
 

@@ -12,6 +12,7 @@ import msgspec
 
 from rankscope.operator.kube.api import Document
 from rankscope.operator.kube.automatic_captures import capture_document
+from rankscope.operator.kube.capture_admitting import REQUESTED_BY
 from rankscope.operator.kube.capture_auditing import BY_API, VIA
 from rankscope.operator.kube.checking import capture_mistakes
 from rankscope.operator.kube.people_guarding import RefusedError
@@ -20,7 +21,6 @@ from rankscope.operator.kube.reviewing import Caller
 from rankscope.operator.kube.runs import RunObject
 from rankscope.v1 import capture_service_pb2 as pb
 
-REQUESTED_BY = "rankscope.dev/requested-by"
 # The traces go with the object: nobody else looks after what people asked for.
 KEPT_SECONDS = 7 * 86400
 REASON_CHARACTERS = 1024

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import grpc
 
 from rankscope.wire.addresses import is_loopback
-from rankscope.wire.following_tls import TlsMaterial, server_context
+from rankscope.wire.following_tls import Read, TlsMaterial, server_context
 
 log = logging.getLogger(__name__)
 
@@ -39,61 +36,27 @@ PAUSE_SECONDS = 1.0
 STOP_SECONDS = 2.0
 
 
-class Pair(Protocol):
-    """PEM."""
-
-    @property
-    def certificate(self) -> bytes: ...
-
-    @property
-    def key(self) -> bytes: ...
-
-
-# Asked at every connection. None: there is none yet. May raise OSError.
-ReadPair = Callable[[], Pair | None]
-
-
 @dataclass(frozen=True)
 class PeopleSettings:
-    """Without certificate and key, the operator's own are served where it keeps some, and else plain text to loopback
-    alone."""
-
     listen_host: str
     listen_port: int = PORT
+    # What tokens have to be for: those that pods and kubectl have for the API server are not sent to anybody else.
     audience: str = "rankscope"
-    certificate: Path | None = None
-    key: Path | None = None
-
-
-@dataclass(frozen=True)
-class FilePair:
-    """Files that somebody else renews."""
-
-    certificate_file: Path
-    key_file: Path
-
-    @property
-    def certificate(self) -> bytes:
-        return self.certificate_file.read_bytes()
-
-    @property
-    def key(self) -> bytes:
-        return self.key_file.read_bytes()
 
 
 class PeopleServer:
     """From `start` to `stop`. Raises ValueError for an address that others can reach without TLS."""
 
-    def __init__(self, settings: PeopleSettings, handler: grpc.GenericRpcHandler, read_pair: ReadPair | None) -> None:
+    def __init__(self, settings: PeopleSettings, handler: grpc.GenericRpcHandler, read: Read | None) -> None:
         host = settings.listen_host
-        if read_pair is None and not is_loopback(host):
+        if read is None and not is_loopback(host):
             raise ValueError(
                 f"--api-listen {host}: others can reach this address, and tokens are sent to it: "
                 "pass --api-certificate and --api-key, or --fleet-certificates"
             )
         self._address = f"[{host}]:{settings.listen_port}" if ":" in host else f"{host}:{settings.listen_port}"
-        self._read_pair = read_pair
-        self._used: tuple[bytes, bytes] | None = None
+        self._read = read
+        self._used: TlsMaterial | None = None
         self._complaint = ""
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -110,7 +73,7 @@ class PeopleServer:
     def start(self) -> None:
         """Raises ValueError if the address is taken, or the files cannot be used. Certificates that are still being
         made are waited for, in a thread."""
-        if self._read_pair is None:
+        if self._read is None:
             self._listen(None)
         elif (first := self._fresh()) is not None:
             self._listen(first)
@@ -149,21 +112,19 @@ class PeopleServer:
 
     def _fresh(self) -> grpc.ServerCertificateConfiguration | None:
         """What is to be served from now on; None: what is being served, or nothing yet."""
-        assert self._read_pair is not None
+        assert self._read is not None
         with self._lock:
             try:
-                pair = self._read_pair()
-                if pair is None:
+                material = self._read()
+                if material is None or material == self._used:
                     return None
-                used = (pair.certificate, pair.key)
-                if used == self._used:
-                    return None
-                server_context(TlsMaterial(*used))  # gRPC would take what is no pair, and then serve nobody
-                configuration = grpc.ssl_server_certificate_configuration([(used[1], used[0])])
+                server_context(material)  # gRPC would take what is no pair, and then serve nobody
+                pair = (material.key, material.certificate)
+                configuration = grpc.ssl_server_certificate_configuration([pair])
             except (OSError, ValueError) as error:
                 if str(error) != self._complaint:
                     self._complaint = str(error)
                     log.warning("the API's certificates cannot be used, what there was stays: %s", error)
                 return None
-            self._used, self._complaint = used, ""
+            self._used, self._complaint = material, ""
             return configuration

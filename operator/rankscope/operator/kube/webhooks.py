@@ -12,9 +12,11 @@ from urllib.parse import urlsplit
 
 from rankscope.operator.kube.admitting import Admission
 from rankscope.operator.kube.api import Api, ApiError, UnreachableError
+from rankscope.operator.kube.capture_auditing import CaptureAudit
 from rankscope.operator.kube.certificate_issuing import expires
 from rankscope.operator.kube.certificate_keeping import FileKeeper, Keeper, SecretKeeper, Served
 from rankscope.operator.kube.certificates import Lifetimes
+from rankscope.operator.kube.own_name import OwnName
 from rankscope.operator.kube.webhook_configuring import NAME, Address, Configuring
 from rankscope.operator.kube.webhook_serving import WebhookServer
 
@@ -50,10 +52,12 @@ class WebhookSettings:
 class Webhooks:
     """Every replica serves; whoever `leads` renews and publishes. Runs from `start` to `stop`."""
 
-    def __init__(self, api: Api, settings: WebhookSettings, leads: Callable[[], bool]) -> None:
+    def __init__(
+        self, api: Api, settings: WebhookSettings, leads: Callable[[], bool], audit: CaptureAudit | None = None
+    ) -> None:
         self._settings = settings
         self._leads = leads
-        self.admission = Admission(settings.probe_image)
+        self.admission = Admission(settings.probe_image, OwnName(api), audit)
         self.server = WebhookServer(settings.listen_host, settings.listen_port, self.admission.answer)
         address = Address(settings.namespace, settings.service, url=settings.url)
         self._configuring = Configuring(api, address, settings.configuration)

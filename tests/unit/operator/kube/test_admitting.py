@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rankscope.operator.kube.admitting import REQUESTED_BY, Admission
+from rankscope.operator.kube.admitting import Admission
+from rankscope.operator.kube.capture_admitting import REQUESTED_BY
 
 CAPTURE = {"run": "llama", "steps": 3}
 

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from typing import Any, cast
+
+import pytest
+
+from rankscope.operator.kube.admitting import Admission
+from rankscope.operator.kube.api import Api, UnreachableError
+from rankscope.operator.kube.capture_auditing import CaptureAudit
+from rankscope.operator.kube.own_name import OwnName, account_in
+
+OPERATOR = "system:serviceaccount:rankscope:rankscope-operator"
+BY, VIA, TRIGGER = "rankscope.dev/requested-by", "rankscope.dev/via", "rankscope.dev/trigger"
+SPEC = {"run": "llama", "steps": 3, "reason": "why not"}
+
+
+def review(user: str, annotations: dict[str, str] | None, old: dict[str, str] | None = None, **request: Any) -> bytes:
+    def document(held: dict[str, str] | None) -> dict[str, Any]:
+        metadata = {"name": "c", "uid": "u-9", **({} if held is None else {"annotations": held})}
+        return {"metadata": metadata, "spec": SPEC}
+
+    content = {
+        "uid": "1",
+        "operation": "CREATE" if old is None else "UPDATE",
+        "resource": {"group": "rankscope.dev", "version": "v1alpha1", "resource": "captures"},
+        "namespace": "lab",
+        "userInfo": {"username": user, "groups": ["team"]},
+        "object": document(annotations),
+        "oldObject": None if old is None else document(old),
+        **request,
+    }
+    return json.dumps({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": content}).encode()
+
+
+def admission(own: str | None = OPERATOR) -> Admission:
+    return Admission(None, lambda: own, CaptureAudit())
+
+
+def stamped(made: Admission, user: str, annotations: dict[str, str] | None, old: dict[str, str] | None = None) -> Any:
+    """The annotations as they are after the patch."""
+    response = json.loads(made.answer("/stamp", review(user, annotations, old))[1])["response"]
+    assert response["allowed"]
+    held = dict(annotations or {})
+    for step in json.loads(base64.b64decode(response.get("patch", "W10="))):
+        if step["path"] == "/metadata/annotations":
+            held = dict(step["value"])
+            continue
+        name = step["path"].removeprefix("/metadata/annotations/").replace("~1", "/")
+        if step["op"] == "remove":
+            del held[name]
+        else:
+            held[name] = step["value"]
+    # The API server asks `validate` about the outcome, and whether it is asked twice must not matter.
+    assert json.loads(made.answer("/validate", review(user, held, old))[1])["response"]["allowed"]
+    return held
+
+
+def test_the_operator_speaks_for_those_whose_token_it_has_seen_and_nobody_else_does() -> None:
+    claims = {BY: "ada", VIA: "api"}
+    assert stamped(admission(), OPERATOR, claims) == claims
+    assert stamped(admission(), "mallory", claims) == {BY: "mallory"}
+    assert stamped(admission(), "mallory", {TRIGGER: "policy", "own": "stays"}) == {BY: "mallory", "own": "stays"}
+    assert stamped(admission(), OPERATOR, {TRIGGER: "policy"}) == {BY: OPERATOR, TRIGGER: "policy"}
+    assert stamped(admission(), "mallory", None) == {BY: "mallory"}
+
+
+def test_while_the_operator_does_not_know_its_own_name_everybody_speaks_for_themselves() -> None:
+    assert stamped(admission(None), OPERATOR, {BY: "ada", TRIGGER: "policy"}) == {BY: OPERATOR, TRIGGER: "policy"}
+
+
+def test_the_origin_stays_as_it_was_whoever_writes_later() -> None:
+    held = {BY: "ada", VIA: "api"}
+    for user in ("mallory", OPERATOR):
+        assert stamped(admission(), user, {BY: "mallory", TRIGGER: "alert"}, held) == held
+        assert stamped(admission(), user, {}, held) == held
+
+
+def test_what_was_not_stamped_is_refused_if_it_claims_an_origin() -> None:
+    response = json.loads(admission().answer("/validate", review("mallory", {VIA: "api"}))[1])["response"]
+    assert not response["allowed"] and f"{VIA} is set by Rankscope" in response["status"]["message"]
+
+
+def test_who_asks_by_kubectl_is_recorded_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "rankscope.audit")
+    made = admission()
+    stamped(made, "ada", None)
+    made.answer("/validate", review("ada", {BY: "ada"}, dryRun=True))
+    made.answer("/validate", review("ada", {BY: "ada"}, {BY: "ada"}))
+    stamped(made, OPERATOR, {BY: "bob", VIA: "api"})
+    (record,) = [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
+    del record["time"]
+    assert record == {
+        "event": "asked",
+        "via": "kubectl",
+        "user": "ada",
+        "groups": ["team"],
+        "verified": True,
+        "namespace": "lab",
+        "run": "llama",
+        "capture": "c",
+        "id": "k-u-9",
+        "ranks": "straggler+peer",
+        "steps": 3,
+        "reason": "why not",
+    }
+
+
+def test_a_refused_capture_is_recorded_with_the_mistake(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "rankscope.audit")
+    body = review("ada", None, object={"metadata": {"name": "c"}, "spec": {"run": "llama"}})
+    made = admission()
+    for _ in range(3):
+        assert not json.loads(made.answer("/stamp", body)[1])["response"]["allowed"]
+    (record,) = [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
+    assert (record["event"], record["user"], record["result"]) == ("refused", "ada", "Invalid")
+    assert "how long to record" in record["message"]
+
+
+class _Api:
+    def __init__(self, token: str | None, answer: Any) -> None:
+        self._token, self.answer, self.asked = token, answer, 0
+
+    def token(self) -> str | None:
+        return self._token
+
+    def create(self, path: str, body: Any) -> Any:
+        self.asked += 1
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def _account_token(subject: object) -> str:
+    part = base64.urlsafe_b64encode(json.dumps({"sub": subject}).encode()).decode().rstrip("=")
+    return f"e30.{part}.c2ln"
+
+
+def test_an_account_is_read_from_its_own_token() -> None:
+    api = _Api(_account_token(OPERATOR), None)
+    assert OwnName(cast(Api, api))() == OPERATOR
+    assert api.asked == 0
+    for token in ("abc", "a.b.c", "e30..x", _account_token("ada"), _account_token(7), "e30.W10.x"):
+        assert account_in(token) is None
+
+
+def test_another_token_is_asked_about_again_until_it_is_known() -> None:
+    now = [0.0]
+    api = _Api("static", UnreachableError("away"))
+    own = OwnName(cast(Api, api), lambda: now[0])
+    assert own() is None and own() is None and api.asked == 1
+    now[0] = 11.0
+    api.answer = {"status": {"authenticated": True, "user": {"username": "op"}}}
+    assert own() == "op" and own() == "op" and api.asked == 2
+    assert OwnName(cast(Api, _Api(None, None)))() is None
+    assert OwnName(cast(Api, _Api("x", {"status": {"user": {"username": "op"}}})))() is None
