@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pod-selector", default="", metavar="LABELS", help="watch only pods with these labels")
     parser.add_argument("--listen", default="127.0.0.1:9466", metavar="HOST:PORT", help="/metrics, /healthz, /readyz")
     parser.add_argument("--mfu-target", type=float, metavar="RATIO", help="raise low_mfu below this, for example 0.4")
+    add_certificate_arguments(parser)
     _add_webhook_arguments(parser)
     parser.add_argument(
         "--alerts-token", type=Path, metavar="FILE", help="take captures when Alertmanager asks with this token"
@@ -46,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alerts-listen", default="127.0.0.1:9467", metavar="HOST:PORT", help="where it asks (default: %(default)s)"
     )
-    add_certificate_arguments(parser)
     parser.add_argument(
         "--node-conditions",
         action="store_true",

@@ -33,13 +33,13 @@ class OperatorSettings:
     listen_host: str = "127.0.0.1"
     listen_port: int = 9466
     tls: Tls | None = None
-    mfu_target: float | None = None
-    node_conditions: bool = False
-    # Alertmanager may ask for captures if it shows this token; without one there is no receiver.
     fleet_certificates: FleetCertificateSettings | None = None  # the daemons' and ours are kept by us, not in `tls`
     # Certificate and key that callers are served with; without any, ours of `fleet_certificates`.
     serving_files: tuple[Path, Path] | None = None
     metrics_auth: bool = False
+    mfu_target: float | None = None
+    node_conditions: bool = False
+    # Alertmanager may ask for captures if it shows this token; without one there is no receiver.
     alert_token_file: Path | None = None
     alert_host: str = "127.0.0.1"
     alert_port: int = 9467

@@ -151,26 +151,26 @@ class Operator:
             self.alerts = AlertReceiver(*address, self.alert_desk, self._alert_token, self._serving_tls)
         self.outbox.start()
         self.leases.start()
+        if self.certificates is not None:
+            self.certificates.start()
         if self.webhooks is not None:
             self.webhooks.start()
         for watched in self._watches:
             watched.start()
         self.correlator.listen(self.lost)
-        if self.certificates is not None:
-            self.certificates.start()
         self.correlator.start()
         self.streams.start()
         self._pulse_thread.start()
 
     def stop(self) -> None:
         self._stopping.set()
+        if self.certificates is not None:
+            self.certificates.stop()
         if self.webhooks is not None:
             self.webhooks.stop()
         if self.alerts is not None:
             self.alerts.close()
         self._pulse_thread.join(5.0)
-        if self.certificates is not None:
-            self.certificates.stop()
         for watched in self._watches:
             watched.stop()
         self.captures.stop()
@@ -186,13 +186,13 @@ class Operator:
     def is_ready(self) -> bool:
         """Once it knows its pods and daemons. An outage of the API server later does not change that: it goes on."""
         is_serving = self.webhooks is None or self.webhooks.is_serving
+        if self.certificates is not None and not self.certificates.are_held:
+            return False
         return is_serving and self.pods.listed.is_set() and self.daemon_watch.listed.is_set()
 
     def states_by_job(self) -> Mapping[str, JobState]:
         return {state.job: state for state in self.correlator.states}
 
-        if self.certificates is not None and not self.certificates.are_held:
-            return False
     def _accept(self, message: WatchRanksResponse, node: str) -> None:
         """In the streams' thread. Of the runs in shards that others hold, nothing is kept."""
         heard = self.binding.bind(message, node, self._is_held)
