@@ -27,6 +27,7 @@ from rankscope.operator.correlation.serving import JobServicer
 from rankscope.operator.correlation.streams import RankStream
 from rankscope.operator.correlation.suspecting import suspects
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
+from rankscope.wire.following_tls import FollowedTls
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class AlertSettings:
     host: str
     port: int
     token: bytes
+    tls: FollowedTls | None = None  # needed where others can reach the address
 
 
 class Standalone:
@@ -84,7 +86,7 @@ class Standalone:
 
     def _listen_for_alerts(self, alerts: AlertSettings) -> None:
         try:
-            self._receiver = AlertReceiver(alerts.host, alerts.port, self._alert_desk, alerts.token)
+            self._receiver = AlertReceiver(alerts.host, alerts.port, self._alert_desk, alerts.token, alerts.tls)
         except OSError as error:
             self._daemon.stop()
             reason = f"cannot listen on {alerts.host}:{alerts.port}: {error.strerror or error}"

@@ -14,10 +14,12 @@ from rankscope.cli.prometheus_stack import PrometheusStack, StackSettings
 from rankscope.cli.prometheus_stack_config import Pace
 from rankscope.cli.prometheus_stack_files import StackError, find_binaries
 from rankscope.cli.standalone import AlertSettings, Standalone
-from rankscope.daemon.config import Config, ConfigError, parse_address
+from rankscope.daemon.config import NONE, Config, ConfigError, parse_address
 from rankscope.daemon.listening import ListenError
 from rankscope.daemon.loop import Addresses
 from rankscope.operator.alerts.tokens import make_token, read_token
+from rankscope.wire.addresses import is_loopback
+from rankscope.wire.following_tls import FollowedTls, files
 
 _ANY_PORT = "127.0.0.1:0"
 
@@ -87,6 +89,8 @@ class Alerting:
         if arguments.prometheus:
             if config.metrics_listen == "none":
                 raise ConfigError("--prometheus has nothing to scrape with --metrics-listen none; leave that out")
+            if config.metrics_tls:
+                raise ConfigError("--prometheus has no certificate to show for --metrics-tls; leave that out")
             self._stack = PrometheusStack(_stack_settings(arguments))
         elif arguments.alerts_webhook:
             raise ConfigError("--alerts-webhook needs --prometheus")
@@ -99,8 +103,19 @@ class Alerting:
             raise ConfigError(
                 "--alerts-listen needs --alerts-token FILE; next: (umask 077; openssl rand -hex 32 > FILE)"
             )
+        tls = None if is_loopback(address[0]) else self._tls(arguments, config, address[0])
         self._token_file = arguments.alerts_token.absolute() if arguments.alerts_token else self._make_token()
-        self.settings = AlertSettings(*address, read_token(self._token_file))
+        self.settings = AlertSettings(*address, read_token(self._token_file), tls)
+
+    def _tls(self, arguments: argparse.Namespace, config: Config, host: str) -> FollowedTls:
+        if config.tls_certificate == NONE:
+            raise ConfigError(
+                f"--alerts-listen {host}: others can reach this address and there is no TLS, so the token would be "
+                "read on its way; pass --tls-certificate, --tls-key and --tls-client-authority, or listen on 127.0.0.1"
+            )
+        if arguments.prometheus:
+            raise ConfigError("--prometheus notifies this machine only; leave --alerts-listen out")
+        return FollowedTls(files(Path(config.tls_certificate), Path(config.tls_key)))
 
     def _make_token(self) -> Path:
         self._own_folder = Path(tempfile.mkdtemp(prefix="rankscope-alerts-"))
@@ -166,6 +181,12 @@ def _stack_settings(arguments: argparse.Namespace) -> StackSettings:
     alertmanager = parse_address(arguments.alertmanager_listen, "--alertmanager-listen")
     if prometheus is None or alertmanager is None:
         raise ConfigError("--prometheus-listen and --alertmanager-listen: must be HOST:PORT")
+    for flag, (host, _) in (("--prometheus-listen", prometheus), ("--alertmanager-listen", alertmanager)):
+        if not is_loopback(host):
+            raise ConfigError(
+                f"{flag} {host}: others can reach this address, and what is started here has no TLS; listen on "
+                "127.0.0.1 and come through an SSH tunnel, or run your own"
+            )
     webhook: str | None = arguments.alerts_webhook
     if webhook is not None and not re.fullmatch(r"https?://\S+", webhook):
         raise ConfigError(f"--alerts-webhook {webhook}: must be an http:// or https:// address")

@@ -122,6 +122,9 @@ def test_a_receiver_of_ones_own_needs_a_token_that_is_kept(tmp_path: Path) -> No
         (("--alerts-webhook", "http://127.0.0.1/"), "needs --prometheus"),
         (("--prometheus", "--alerts-webhook", "file:///etc/passwd"), "must be an http"),
         (("--prometheus", "--prometheus-listen", "none"), "must be HOST:PORT"),
+        (("--prometheus", "--prometheus-listen", "0.0.0.0:9090"), "others can reach this address"),
+        (("--prometheus", "--alertmanager-listen", "[::]:9093"), "others can reach this address"),
+        (("--alerts-listen", "0.0.0.0:9467", "--alerts-token", "/token"), "others can reach this address"),
         (("--prometheus", "--alerts-listen", "none"), "needs the receiver"),
     ],
 )
