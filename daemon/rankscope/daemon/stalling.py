@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+import numpy as np
+
 from rankscope.daemon.assembling import RankSamples, bounded, plausible
 from rankscope.daemon.samples import (
     Frame,
@@ -131,7 +133,7 @@ class StallWatch:
 
 def _stall_by_steps(memory: _Memory, sample: StepSample, span: Span) -> Stall | None:
     durations = plausible(sample.step_seconds)
-    memory.step_seconds.extend(float(value) for value in durations if value == value)
+    memory.step_seconds.extend(durations[~np.isnan(durations)][-STEPS_REMEMBERED:].tolist())
     if sample.steps_total < 1 or sample.last_step_unix_nanos is None:
         return None
     seconds_since_step = (span.end_unix_nanos - sample.last_step_unix_nanos) / 1e9

@@ -18,6 +18,9 @@ LONGEST_SECONDS = 86_400.0
 CLOCK_AT_MOST_NS = 1 << 62
 # Clocks of one machine agree; this is room for a step of the wall clock since the probe's last look at it.
 FUTURE_NS = 60_000_000_000
+# One look makes no more rows than this: a ring whose every record claims as many steps as it can hold would else take
+# tens of gigabytes. No window of a real job has as many.
+ROWS_AT_MOST = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,14 @@ def plausible(records: npt.NDArray[np.void], ends: npt.NDArray[np.int64], now_un
     good: Mask = (span >= 0) & (span <= LONGEST_SECONDS * 1e9) & (records["steps"] > 0)
     good &= (ends >= 0) & (ends <= now_unix_nanos + FUTURE_NS)
     return good
+
+
+def newest(records: npt.NDArray[np.void], wanted: Mask, rows: int = ROWS_AT_MOST) -> Mask:
+    """Of the wanted records the last ones, as many as give no more than so many rows."""
+    steps = np.where(wanted, records["steps"], 0).astype(np.int64)
+    from_here_on = np.cumsum(steps[::-1])[::-1]
+    kept: Mask = wanted & (from_here_on <= rows)
+    return kept
 
 
 def columns(records: npt.NDArray[np.void], good: Mask, wanted: Mask) -> StepColumns:
@@ -80,8 +91,8 @@ _DDP_NAMES = ("forward", "backward", "communication", "overlap")
 
 
 def _seconds(column: npt.NDArray[np.float32]) -> Column:
-    seconds = column.astype(np.float64)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # a signalling NaN, which only a forger writes, complains when it is cast
+        seconds = column.astype(np.float64)
         return np.where((seconds >= 0) & (seconds <= LONGEST_SECONDS), seconds, np.nan)
 
 

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rankscope.daemon import step_columns
 from rankscope.daemon.collectors.steps import StepsCollector
 from rankscope.daemon.samples import ProbeFacts, Problem, RankProcess, StepSample
 from rankscope.probe import layout
@@ -242,3 +244,25 @@ def test_a_directory_that_may_not_be_read_is_a_permission_problem(tmp_path: Path
     problem = problem_of(StepsCollector(Denied(tmp_path)))
     assert problem.kind == "permission"
     assert "CAP_SYS_PTRACE" in problem.text
+
+
+def test_records_that_claim_as_many_steps_as_they_can_hold_do_not_fill_the_memory(
+    writer: Writer, collector: StepsCollector
+) -> None:
+    for _ in range(layout.CAPACITY):
+        writer.step(0.001, steps=layout.STEPS_AT_MOST)
+    sample = sample_of(collector)
+    assert 0 < len(sample.step_seconds) <= step_columns.ROWS_AT_MOST
+    assert sample.steps_total == layout.CAPACITY * layout.STEPS_AT_MOST
+
+
+def test_a_signalling_nan_is_not_measured_and_complains_nowhere(writer: Writer, collector: StepsCollector) -> None:
+    writer.step(10)
+    offset = layout.HEADER_BYTES + 24  # the first of the seconds
+    writer.write[offset : offset + 4] = b"\x01\x00\x80\x7f"
+    body = writer.write[layout.HEADER_BYTES : layout.HEADER_BYTES + layout.RECORD.size]
+    writer.write[offset + 36 : offset + 40] = layout.CHECKSUM.pack(zlib.crc32(body))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sample = sample_of(collector)
+    assert np.isnan(sample.input_seconds).all() and len(sample.input_seconds) == 1

@@ -116,7 +116,7 @@ def _sample(fd: int, header: rings.Header, progress: _Progress, span: Span) -> t
         lost = 0
     else:
         lost = max(0, header.steps - progress.steps - int(records["steps"][good].sum()))
-    rows = step_columns.columns(records, good, wanted)
+    rows = step_columns.columns(records, good, step_columns.newest(records, wanted))
     sample = StepSample(
         steps_total=header.steps,
         steps_lost=lost,
