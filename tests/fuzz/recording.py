@@ -1,0 +1,171 @@
+"""Records real bytes for `seeds/`: `python -m tests.fuzz.recording`, once; they are committed.
+
+Two ranks train for some seconds with the probe and with libkineto's client, and everything that a daemon would read of
+them is copied: datagrams, ring, /proc, py-spy's output, a trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rankscope.daemon import rings
+from rankscope.daemon.pyspy import dump_command, find_py_spy, record_command
+from rankscope.probe import layout
+from tests.fuzz.packing import pack_files
+from tests.fuzz.targets import SEEDS
+
+JOB = """
+import os, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)))
+optimizer = torch.optim.AdamW(model.parameters())
+def step():
+    optimizer.zero_grad()
+    model(torch.randn(16, 64)).sum().backward()
+    optimizer.step()
+end = time.time() + 45
+done = torch.zeros(1)
+n = 0
+while True:
+    step(); time.sleep(0.01); n += 1
+    if n == 200:
+        with torch.profiler.profile(record_shapes=True, profile_memory=True) as profiler:
+            for _ in range(3):
+                step(); profiler.step()
+        profiler.export_chrome_trace(os.environ["TRACE"] + "/" + os.environ["RANK"] + ".json")
+    done[0] = float(time.time() > end); dist.all_reduce(done)
+    if done[0]: break
+"""
+ROOT = Path(__file__).resolve().parent.parent.parent
+EVENTS = 90
+RECORDS = 24
+PROC_FILES = ("stat", "status", "environ", "maps", "cgroup", "schedstat")
+MAPS_LINES = 40
+
+
+def main() -> None:
+    place = Path(tempfile.mkdtemp(prefix="rankscope-seeds-"))
+    (place / "train.py").write_text(JOB)
+    endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    endpoint.bind(str(place / "dynolog"))
+    endpoint.settimeout(60)
+    ranks = [_start(place, rank) for rank in (0, 1)]
+    try:
+        _keep("ipc", {"poll": endpoint.recv(65536)})
+        while len(list(place.glob("*.json"))) < 2 and all(rank.poll() is None for rank in ranks):
+            time.sleep(0.5)
+        time.sleep(2)
+        pid = ranks[1].pid
+        _keep("ring", {"real": _ring(pid)})
+        _keep("proc", {"rank": _proc(pid)})
+        _keep("pyspy", _stacks(pid, place))
+        _keep("trace", {f"gloo{rank}.json": shortened((place / f"{rank}.json").read_bytes()) for rank in (0, 1)})
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        shutil.rmtree(place)
+    h200 = ROOT / "tests" / "data" / "h200" / "nccl_world1_3steps.json.gz"
+    _keep("trace", {"nccl.json": shortened(gzip.decompress(h200.read_bytes()))})
+
+
+def _start(place: Path, rank: int) -> subprocess.Popen[bytes]:
+    environment = {
+        "PATH": os.environ["PATH"],
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29533",
+        "TORCHELASTIC_RUN_ID": "none",
+        "RANKSCOPE_PROBE": "1",
+        "RANKSCOPE_MODEL": "params=7B,layers=32,width=4096,sequence=4096,batch=1024",
+        "RANKSCOPE_PEAK_FLOPS": "989T",
+        "RANKSCOPE_PARALLELISM": "pp=1,dp=2",
+        "KINETO_USE_DAEMON": "1",
+        "KINETO_IPC_SOCKET_DIR": str(place),
+        "TEARDOWN_CUPTI": "1",
+        "CUDA_VISIBLE_DEVICES": "0,GPU-5ae9",
+        "TRACE": str(place),
+    }
+    return subprocess.Popen([sys.executable, "train.py"], cwd=place, env=environment)
+
+
+def _ring(pid: int) -> bytes:
+    """The header and the latest records, as target_ring packs them."""
+    with rings.opened(Path("/proc"), pid) as descriptor:
+        assert descriptor is not None
+        header = rings.read_header(descriptor)
+        whole = os.pread(descriptor, layout.RING_BYTES, 0)
+    start = layout.HEADER_BYTES + (header.records - RECORDS) * layout.RECORD_BYTES
+    return whole[: layout.HEADER_BYTES] + whole[start : start + RECORDS * layout.RECORD_BYTES]
+
+
+def _proc(pid: int) -> bytes:
+    files = {name: Path(f"/proc/{pid}/{name}").read_bytes() for name in PROC_FILES}
+    maps = files["maps"].splitlines(keepends=True)
+    torch = [line for line in maps if b"libtorch" in line]
+    files["maps"] = b"".join([*maps[:MAPS_LINES], *torch[:2]])
+    files["cgroup"] = b"0::/kubepods.slice/kubepods-pod0a1b2c3d_1111_2222_3333_444455556666.slice/cri-x.scope\n"
+    files["cpu.stat"] = b"usage_usec 5\nnr_throttled 2\nthrottled_usec 1500\n"
+    return pack_files(files)
+
+
+def _stacks(pid: int, place: Path) -> dict[str, bytes]:
+    py_spy = find_py_spy()
+    assert py_spy is not None
+    raw, log = place / "raw", place / "log"
+    with log.open("wb") as output:
+        subprocess.run(record_command(py_spy, pid, 2, 20, raw), check=True, stdout=output, stderr=output)
+    dumped = subprocess.run(dump_command(py_spy, pid), check=True, capture_output=True).stdout
+    return {"record.raw": raw.read_bytes(), "record.log": log.read_bytes(), "dump.json": dumped}
+
+
+def shortened(text: bytes) -> bytes:
+    """The trace with few events: all kinds there are, the earliest of each, and what ties them together."""
+    trace: dict[str, Any] = json.loads(text)
+    events = sorted(trace["traceEvents"], key=lambda event: event.get("ts", 0))
+    wanted: list[dict[str, Any]] = []
+    counts: dict[str, int] = {}
+    correlations: set[object] = set()
+    for event in events:
+        kind = f"{event.get('ph')} {event.get('cat')} {str(event.get('name')).split('#')[0].split(':')[0][:12]}"
+        counts[kind] = counts.get(kind, 0) + 1
+        arguments = event.get("args") or {}
+        if counts[kind] <= 2 or arguments.get("correlation") in correlations:
+            wanted.append(event)
+            if "correlation" in arguments:
+                correlations.add(arguments["correlation"])
+    trace["traceEvents"] = wanted[:EVENTS]
+    return json.dumps(trace).encode()
+
+
+def _keep(name: str, files: dict[str, bytes]) -> None:
+    folder = SEEDS / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, data in files.items():
+        (folder / file).write_bytes(nameless(data))
+        print(f"{folder / file}: {len(data)} bytes")
+
+
+def nameless(data: bytes) -> bytes:
+    """Without where on whose machine it was recorded."""
+    root = str(ROOT).encode()
+    data = data.replace(root + b"/.venv", b"/opt/venv").replace(root, b"/opt/app")
+    return re.sub(rb"/tmp/rankscope-seeds-\w+", b"/job", data.replace(str(Path.home()).encode(), b"/home/user"))
+
+
+if __name__ == "__main__":
+    main()
