@@ -15,10 +15,10 @@ from benchmarks.fleet_layout import NAMESPACE, FleetLayout
 from rankscope.analysis.verdict import Kind, Severity
 from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.operator.correlation.losing import LostSeconds
+from rankscope.operator.correlation.wire_shapes import Said
 from rankscope.operator.kube.binding import Binding
 from rankscope.operator.kube.daemon_streams import DaemonStreams
 from rankscope.operator.kube.inventory import Inventory
-from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 
 REPORT_SECONDS = 0.5
 
@@ -40,7 +40,7 @@ class Core:
         self.correlator.listen(LostSeconds())
         self.correlator.listen(self._time)
 
-    def _accept(self, message: WatchRanksResponse, node: str) -> None:
+    def _accept(self, message: Said, node: str) -> None:
         heard = self.binding.bind(message, node)
         self.windows_total += len(heard.windows)
         if heard.windows or heard.departed:

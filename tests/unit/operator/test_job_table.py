@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from rankscope.operator.correlation.held_windows import hold
 from rankscope.operator.correlation.job_table import JobTable
 from rankscope.v1 import identity_pb2, window_pb2
 
@@ -13,11 +14,13 @@ def identity(rank: int, *, world: int = 2, job: str = "j", pid: int = 100, incar
 
 
 def window(rank: int, end_seconds: int, **who):  # type: ignore[no-untyped-def]
-    return window_pb2.RankWindow(
-        identity=identity(rank, **who),
-        start_unix_nanos=(end_seconds - 2) * SECOND,
-        end_unix_nanos=end_seconds * SECOND,
-        steps=20,
+    return hold(
+        window_pb2.RankWindow(
+            identity=identity(rank, **who),
+            start_unix_nanos=(end_seconds - 2) * SECOND,
+            end_unix_nanos=end_seconds * SECOND,
+            steps=20,
+        )
     )
 
 

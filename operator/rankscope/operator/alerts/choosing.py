@@ -77,7 +77,7 @@ def choose(state: JobState, concerns: Sequence[Concern]) -> Wanted:
 
 
 def _reporting(state: JobState) -> set[int]:
-    return {window.identity.rank for window in state.windows}
+    return set(state.identities)
 
 
 def _rank(alert: Alert, state: JobState) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from rankscope.analysis.policy import DEFAULT_POLICY, Policy
 from rankscope.analysis.robust import median_or_nan
 from rankscope.analysis.verdict import Kind, Severity, Verdict
 from rankscope.analysis.windows import JobWindow
+from rankscope.operator.correlation.held_windows import HeldWindow, HeldWindows, hold
 from rankscope.operator.correlation.job_table import JobTable
 from rankscope.v1 import identity_pb2, rank_service_pb2, window_pb2
 
@@ -36,8 +37,15 @@ class JobState:
     step_seconds: float | None
     mfu_ratio: float | None
     exposed_communication_ratio: float | None
-    windows: tuple[window_pb2.RankWindow, ...]
+    windows: Sequence[window_pb2.RankWindow]  # in the order of ranks; each is read when it is asked for
     window_end_unix_seconds: float = 0.0  # of the windows that were judged; `windows` may be newer
+
+    @property
+    def identities(self) -> Mapping[int, identity_pb2.RankIdentity]:
+        """Whose windows there are, by rank: far cheaper than the windows."""
+        if isinstance(self.windows, HeldWindows):
+            return self.windows.identities
+        return {window.identity.rank: window.identity for window in self.windows}
 
 
 Listener = Callable[[tuple[JobState, ...]], None]
@@ -64,12 +72,9 @@ class Correlator:
         self._thread: threading.Thread | None = None
 
     def accept(self, message: rank_service_pb2.WatchRanksResponse) -> None:
-        self.take(message.windows, message.departed)
+        self.take([hold(window) for window in message.windows], message.departed)
 
-    def take(
-        self, windows: Iterable[window_pb2.RankWindow], departed: Iterable[identity_pb2.RankIdentity] = ()
-    ) -> None:
-        """They are kept, not copied."""
+    def take(self, windows: Iterable[HeldWindow], departed: Iterable[identity_pb2.RankIdentity] = ()) -> None:
         with self._lock:
             self._table.accept(windows, self._clock())
             self._table.depart(departed)
@@ -122,7 +127,7 @@ class Correlator:
             step_seconds=_known(median_or_nan(columns.step_seconds)),
             mfu_ratio=_known(median_or_nan(columns.mfu_ratio)),
             exposed_communication_ratio=_known(_mean(columns.wait_seconds / columns.step_seconds)),
-            windows=tuple(w for _, w in sorted(self._table.jobs[job].latest.items())),
+            windows=HeldWindows(self._table.jobs[job].latest.copy()),
             window_end_unix_seconds=window.end_unix_seconds,
         )
         if before is not None and state.step_seconds is None:

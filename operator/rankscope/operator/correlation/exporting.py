@@ -94,9 +94,9 @@ def _add_finding(families: _Families, state: JobState, job: Mapping[str, str]) -
     text = "Share of the job's time that would come back without the finding, while one stands."
     families.gauge("impact_ratio", text, job, verdict.impact_ratio)
     families.gauge("culprit_stage", "Number of the pipeline stage that the verdict names.", job, verdict.stage)
-    windows = {window.identity.rank: window for window in state.windows}
+    identities = state.identities
     for rank in islice(dict.fromkeys(verdict.culprits), CULPRITS_SHOWN):
-        identity = windows[rank].identity if rank in windows else None
+        identity = identities.get(rank)
         labels = {
             **job,
             "rank": str(rank),
@@ -110,7 +110,7 @@ def _add_finding(families: _Families, state: JobState, job: Mapping[str, str]) -
 
 
 def _namespace(state: JobState) -> str:
-    return next((window.identity.namespace for window in state.windows if window.identity.namespace), "")
+    return next((identity.namespace for identity in state.identities.values() if identity.namespace), "")
 
 
 def label(text: str) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rankscope.analysis.windows import JobWindow
-from rankscope.operator.correlation.columns import job_window
-from rankscope.v1 import identity_pb2, window_pb2
+from rankscope.operator.correlation.columns import Layout, Tick, job_windows
+from rankscope.operator.correlation.held_windows import HeldWindow
+from rankscope.v1 import identity_pb2
 
 # Ticks of a job that may be open at once: slow daemons are waited for, dead ones are not.
 OPEN_TICKS = 4
@@ -26,18 +27,12 @@ class Job:
     name: str
     world_size: int = 0
     incarnations: dict[int, tuple[str, int, int]] = field(default_factory=dict)
-    latest: dict[int, window_pb2.RankWindow] = field(default_factory=dict)
+    latest: dict[int, HeldWindow] = field(default_factory=dict)
     departed: dict[int, str] = field(default_factory=dict)
-    open_ticks: dict[int, dict[int, window_pb2.RankWindow]] = field(default_factory=dict)
+    open_ticks: dict[int, dict[int, HeldWindow]] = field(default_factory=dict)
     judged_tick: int = -1
     last_heard_unix_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class TableCounters:
-    late: int = 0
-    refused: int = 0
-    restarts: int = 0
+    layout: Layout | None = None
 
 
 class JobTable:
@@ -46,6 +41,7 @@ class JobTable:
         self._forget_after_seconds = forget_after_seconds
         self._jobs: dict[str, Job] = {}
         self._restarted: set[str] = set()
+        self._swept_unix_seconds = 0.0
         self.late = 0
         self.refused = 0
 
@@ -53,44 +49,50 @@ class JobTable:
     def jobs(self) -> dict[str, Job]:
         return self._jobs
 
-    def accept(self, windows: Iterable[window_pb2.RankWindow], now_unix_seconds: float) -> None:
+    def accept(self, windows: Iterable[HeldWindow], now_unix_seconds: float) -> None:
         for window in windows:
             self._accept(window, now_unix_seconds)
 
-    def _accept(self, window: window_pb2.RankWindow, now_unix_seconds: float) -> None:
-        identity = window.identity
-        job = self._job(identity)
-        if job is None or not 0 <= identity.rank < min(identity.world_size, RANKS_PER_JOB):
+    def _accept(self, window: HeldWindow, now_unix_seconds: float) -> None:
+        who = window.who
+        rank = who.rank
+        job = self._jobs.get(who.job) or self._new_job(who.job)
+        if job is None or not 0 <= rank < min(who.world_size, RANKS_PER_JOB):
             self.refused += 1
             return
-        incarnation = (identity.node, identity.pid, identity.incarnation)
-        known = job.incarnations.get(identity.rank)
-        if known is not None and known != incarnation:
-            if known[2] > identity.incarnation and known[0] == identity.node:
-                self.late += 1  # the last words of the process that this one replaced
+        incarnation = who.incarnation
+        known = job.incarnations.get(rank)
+        if known is not incarnation:
+            if known is not None and known != incarnation:
+                if known[2] > incarnation[2] and known[0] == incarnation[0]:
+                    self.late += 1  # the last words of the process that this one replaced
+                    return
+                self._restart(job)
+            elif known is None and job.incarnations and who.world_size != job.world_size:
+                # One process that claims another size must not make the whole job look incomplete.
+                self.refused += 1
                 return
-            self._restart(job)
-        elif known is None and job.incarnations and identity.world_size != job.world_size:
-            # One process that claims another size must not make the whole job look incomplete.
-            self.refused += 1
-            return
-        job.incarnations[identity.rank] = incarnation
-        job.departed.pop(identity.rank, None)
-        job.world_size = identity.world_size
-        job.latest[identity.rank] = window
-        job.last_heard_unix_seconds = now_unix_seconds
+            job.incarnations[rank] = incarnation
+        if job.departed:
+            job.departed.pop(rank, None)
+        job.world_size = who.world_size
+        job.latest[rank] = window
+        window.heard_unix_seconds = job.last_heard_unix_seconds = now_unix_seconds
         tick = round(window.end_unix_nanos / TICK_NANOS)
         if tick <= job.judged_tick:
             self.late += 1
             return
-        job.open_ticks.setdefault(tick, {})[identity.rank] = window
+        open_tick = job.open_ticks.get(tick)
+        if open_tick is None:
+            open_tick = job.open_ticks[tick] = {}
+        open_tick[rank] = window
         if len(job.open_ticks) > OPEN_TICKS:
             del job.open_ticks[min(job.open_ticks)]
 
-    def _job(self, identity: identity_pb2.RankIdentity) -> Job | None:
-        job = self._jobs.get(identity.job)
-        if job is None and len(self._jobs) < JOBS_KEPT:
-            job = self._jobs[identity.job] = Job(identity.job)
+    def _new_job(self, name: str) -> Job | None:
+        if len(self._jobs) >= JOBS_KEPT:
+            return None
+        job = self._jobs[name] = Job(name)
         return job
 
     def _restart(self, job: Job) -> None:
@@ -116,7 +118,12 @@ class JobTable:
         return restarted
 
     def take_ended(self, now_unix_seconds: float) -> list[str]:
-        """Remove and return jobs all of whose ranks have ended, or of which nothing was heard for long."""
+        """Remove and return jobs all of whose ranks have ended, or of which nothing was heard for long. A rank that has
+        long been silent is not held on to either: who makes up ranks would fill the memory with their windows."""
+        if now_unix_seconds - self._swept_unix_seconds > self._forget_after_seconds / 4:
+            self._swept_unix_seconds = now_unix_seconds
+            for job in self._jobs.values():
+                self._sweep(job, now_unix_seconds - self._forget_after_seconds)
         ended = [
             job.name
             for job in self._jobs.values()
@@ -126,18 +133,26 @@ class JobTable:
             del self._jobs[name]
         return ended
 
+    def _sweep(self, job: Job, deadline_unix_seconds: float) -> None:
+        silent = [rank for rank, window in job.latest.items() if window.heard_unix_seconds < deadline_unix_seconds]
+        for rank in silent:
+            del job.latest[rank]
+
     def take_ready(self, now_unix_seconds: float) -> dict[str, JobWindow]:
         """For each job the oldest tick that is complete, or whose grace is over."""
-        ready = {}
+        ready: dict[str, Tick] = {}
         for job in self._jobs.values():
             tick = self._ready_tick(job, now_unix_seconds)
             if tick is None:
                 continue
-            windows = list(job.open_ticks.pop(tick).values())
+            windows = job.open_ticks.pop(tick)
             job.open_ticks = {later: kept for later, kept in job.open_ticks.items() if later > tick}
             job.judged_tick = tick
-            ready[job.name] = job_window(windows, job.world_size, tuple(sorted(job.departed)))
-        return ready
+            ready[job.name] = Tick(windows, job.world_size, tuple(sorted(job.departed)), job.layout)
+        windows_ready = job_windows(ready)
+        for name, judged in ready.items():
+            self._jobs[name].layout = judged.layout
+        return windows_ready
 
     def _ready_tick(self, job: Job, now_unix_seconds: float) -> int | None:
         if not job.open_ticks:

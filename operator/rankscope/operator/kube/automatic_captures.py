@@ -112,7 +112,7 @@ def objection(
 def chosen_ranks(state: JobState) -> tuple[int, ...]:
     """Those accused and a healthy one beside them, or a few typical ones; none where no rank reports."""
     suspected = suspects(state)
-    reporting = {window.identity.rank for window in state.windows}
+    reporting = state.identities
     accused = [rank for rank in suspected.culprits if rank in reporting][:ACCUSED_MOST]
     peers = [rank for rank in suspected.peers if rank not in accused]
     return tuple(sorted([*accused, *peers[: 1 if accused else SAMPLES]]))

@@ -10,15 +10,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from google.protobuf.message import DecodeError
+
+from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen
+from rankscope.operator.correlation.wire_shapes import Said, read_figures
 from rankscope.operator.kube.grouping import RunKey
 from rankscope.operator.kube.inventory import Inventory
-from rankscope.operator.kube.pods import Pod
 from rankscope.v1.identity_pb2 import RankIdentity
-from rankscope.v1.rank_service_pb2 import WatchRanksResponse
-from rankscope.v1.window_pb2 import RankWindow
 
-# Ranks of a node that raise its allowance: more GPUs than any node has.
+# Ranks of a node that raise its allowance, and processes of it that are known at a time: more GPUs than any node has.
 RANKS_PER_NODE = 1024
+# A window with its stacks has a few kilobytes.
+WINDOW_BYTES_LIMIT = 128 << 10
 # Windows a daemon may send per rank and second, on average over the bucket: the shortest window is half a second long.
 WINDOWS_PER_RANK_SECOND = 4.0
 BURST_SECONDS = 15.0
@@ -29,7 +32,11 @@ JOBS_PER_RUN = 16
 OWNED_SECONDS = 10.0
 
 
+# How often those of which nothing is heard are looked for, where somebody speaks of ever more ranks.
+FORGETTING_SECONDS = 1.0
+
 Owners = dict[int, tuple[str, float]]  # of a job: rank to its pod's uid, and when it was last heard
+Names = tuple[str, str, str, str]  # job, node, namespace and name of the pod
 
 
 @dataclass
@@ -42,11 +49,37 @@ class Refusals:
         self.counts[reason] = self.counts.get(reason, 0) + number
 
 
+class _Known:
+    """A process of a node by the very bytes of its identity, which are the same in each of its windows: what they say
+    is read once."""
+
+    __slots__ = ("heard_at", "identity", "is_possible", "names", "rank", "seen", "sought")
+
+    def __init__(self, identity: RankIdentity) -> None:
+        self.identity = identity  # as the daemon has it
+        self.sought = (identity.pod, identity.job)
+        self.rank = identity.rank
+        self.is_possible = 0 <= identity.rank < identity.world_size
+        self.seen: RankSeen | None = None  # under `names`
+        self.names: Names = ("", "", "", "")
+        self.heard_at = 0.0
+
+    def under(self, names: Names) -> RankSeen:
+        if self.seen is None or self.names != names:
+            renamed = RankIdentity()
+            renamed.CopyFrom(self.identity)
+            renamed.job, renamed.node, renamed.namespace, renamed.pod_name = names
+            self.names, self.seen = names, RankSeen(renamed)
+        return self.seen
+
+
 @dataclass
 class _Speaker:
     allowance: float
     seen_at: float
     ranks: int = 0
+    known: dict[bytes, _Known] = field(default_factory=dict)
+    forgot_at: float = 0.0
 
 
 @dataclass
@@ -56,15 +89,15 @@ class _Names:
     heard_at: dict[str, float] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     owners: dict[str, Owners] = field(default_factory=dict)
+    swept_at: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Place:
     """Where the ranks of one pod and job belong."""
 
-    pod: Pod | None = None
     uid: str = ""
-    name: str = ""
+    names: Names = ("", "", "", "")
     kept: bool = False
     refusal: str = ""
     owners: Owners = field(default_factory=dict)
@@ -82,7 +115,7 @@ class _Here:
 
 @dataclass(frozen=True)
 class Heard:
-    windows: list[RankWindow]
+    windows: list[HeldWindow]
     departed: list[RankIdentity]
 
 
@@ -97,24 +130,54 @@ class Binding:
         self._speakers: dict[str, _Speaker] = {}
         self._names: dict[RunKey, _Names] = {}
 
-    def bind(self, message: WatchRanksResponse, node: str, keeps: Callable[[str], bool] = lambda name: True) -> Heard:
+    def bind(self, message: Said, node: str, keeps: Callable[[str], bool] = lambda name: True) -> Heard:
         """What of it holds, with `job` the run's name and `node` and `namespace` as the API server has them. Of jobs
-        that `keeps` says no to, nothing is kept. The message is the caller's no longer: its windows are renamed where
-        they are, since a fleet sends thousands a second."""
+        that `keeps` says no to, nothing is kept."""
         with self._lock:
             return self._bind(message, node, keeps)
 
-    def _bind(self, message: WatchRanksResponse, node: str, keeps: Callable[[str], bool]) -> Heard:
-        allowed = self._allow(node, message)
-        self.refusals.add("rate", len(message.windows) - allowed)
+    def _bind(self, message: Said, node: str, keeps: Callable[[str], bool]) -> Heard:
         here = _Here(node, self._monotonic(), keeps)
-        windows = [window for window in message.windows[:allowed] if self._rename(window.identity, here)]
-        self._inventory.ranks_seen_in({pod for (pod, _), place in here.places.items() if place.name})
-        departed = [identity for identity in message.departed if self._rename(identity, here, departs=True)]
-        if len(windows) < len(message.windows):
-            # One window would keep all the message in memory, which may be mostly what was refused.
-            windows = [_copied(window) for window in windows]
-        return Heard(windows, departed)
+        speaker = self._speakers.get(node)
+        if speaker is None:
+            speaker = self._speakers[node] = _Speaker(0.0, here.now - BURST_SECONDS)
+        sent = len(message.windows)
+        allowed = self._allow(speaker, sent, here.now)
+        windows, ranks = [], set()
+        for window_bytes in message.windows[:allowed]:
+            try:
+                figures = read_figures(window_bytes)
+                known = speaker.known.get(figures.identity) or self._meet(speaker, figures.identity, here.now)
+                if known is None:
+                    continue
+                ranks.add((known.sought, known.rank))
+                place = self._believe(known, here)
+                if place is None:
+                    continue
+                if len(window_bytes) > WINDOW_BYTES_LIMIT:
+                    self.refusals.add("size")
+                    continue
+                windows.append(HeldWindow(known.under(place.names), window_bytes, figures))
+            except DecodeError:
+                self.refusals.add("unreadable")
+        # Those of the present message: ranks come and go, and none may raise the allowance for ever.
+        speaker.ranks = len(ranks) or speaker.ranks
+        self._inventory.ranks_seen_in({pod for (pod, _), place in here.places.items() if place.uid})
+        return Heard(windows, self._departed(message, speaker, here))
+
+    def _departed(self, message: Said, speaker: _Speaker, here: _Here) -> list[RankIdentity]:
+        found = []
+        for identity in message.departed[: self._allow(speaker, len(message.departed), here.now)]:
+            try:
+                known = speaker.known.pop(identity, None) or _Known(RankIdentity.FromString(identity))
+            except DecodeError:
+                self.refusals.add("unreadable")
+                continue
+            place = self._believe(known, here)
+            if place is not None:
+                del place.owners[known.rank]
+                found.append(known.under(place.names).identity)
+        return found
 
     def forget_all_but(self, runs: set[RunKey], nodes: set[str]) -> None:
         with self._lock:
@@ -136,44 +199,45 @@ class Binding:
         """What metrics, verdicts and people call a run's first job."""
         return f"{key.namespace}/{key.object_name}"
 
-    def _allow(self, node: str, message: WatchRanksResponse) -> int:
-        now = self._monotonic()
-        speaker = self._speakers.get(node)
-        if speaker is None:
-            speaker = self._speakers[node] = _Speaker(0.0, now - BURST_SECONDS)
-        ranks = {(window.identity.pod, window.identity.rank) for window in message.windows}
-        rate = WINDOWS_PER_RANK_SECOND * min(max(1, speaker.ranks or len(ranks)), RANKS_PER_NODE)
+    def _allow(self, speaker: _Speaker, sent: int, now: float) -> int:
+        """How many of so many are listened to; the others are counted."""
+        rate = WINDOWS_PER_RANK_SECOND * min(max(1, speaker.ranks or sent), RANKS_PER_NODE)
         speaker.allowance = min(rate * BURST_SECONDS, speaker.allowance + rate * (now - speaker.seen_at))
         speaker.seen_at = now
-        allowed = min(len(message.windows), int(speaker.allowance))
+        allowed = min(sent, int(speaker.allowance))
         speaker.allowance -= allowed
-        if allowed < len(message.windows):
-            ranks = {(window.identity.pod, window.identity.rank) for window in message.windows[:allowed]}
-        # Those of the present message: ranks come and go, and none may raise the allowance for ever.
-        speaker.ranks = len(ranks) or speaker.ranks
+        if allowed < sent:
+            self.refusals.add("rate", sent - allowed)
         return allowed
 
-    def _rename(self, identity: RankIdentity, here: _Here, departs: bool = False) -> bool:
-        """False for one that is not to be believed or not to be kept."""
-        if not 0 <= identity.rank < identity.world_size:
+    def _meet(self, speaker: _Speaker, identity: bytes, now: float) -> _Known | None:
+        if len(speaker.known) >= RANKS_PER_NODE:
+            if now - speaker.forgot_at > FORGETTING_SECONDS:
+                speaker.forgot_at = now
+                speaker.known = {key: k for key, k in speaker.known.items() if now - k.heard_at < SILENT_SECONDS}
+            if len(speaker.known) >= RANKS_PER_NODE:
+                self.refusals.add("ranks")
+                return None
+        known = speaker.known[identity] = _Known(RankIdentity.FromString(identity))
+        return known
+
+    def _believe(self, known: _Known, here: _Here) -> _Place | None:
+        """Where it belongs; None for one that is not to be believed or not to be kept."""
+        known.heard_at = here.now
+        if not known.is_possible:
             self.refusals.add("rank")
-            return False
-        sought = (identity.pod, identity.job)
-        place = here.places.get(sought)
+            return None
+        place = here.places.get(known.sought)
         if place is None:
-            place = here.places[sought] = self._place(*sought, here)
+            place = here.places[known.sought] = self._place(*known.sought, here)
         if place.refusal:
             self.refusals.add(place.refusal)
-        if not place.kept or place.pod is None:
-            return False
-        if not self._owns(identity.rank, place, here.now):
+        if not place.kept:
+            return None
+        if not self._owns(known.rank, place, here.now):
             self.refusals.add("rank_taken")
-            return False
-        if departs:
-            del place.owners[identity.rank]
-        identity.job, identity.node = place.name, here.node
-        identity.namespace, identity.pod_name = place.pod.namespace, place.pod.name
-        return True
+            return None
+        return place
 
     def _place(self, uid: str, job: str, here: _Here) -> _Place:
         found = self._inventory.find(uid) if uid else None
@@ -186,7 +250,7 @@ class Binding:
         if name is None:
             return _Place(refusal="jobs")
         owners = self._names[key].owners.setdefault(job, {})
-        return _Place(pod, uid, name, here.keeps(name), owners=owners)
+        return _Place(uid, (name, here.node, pod.namespace, pod.name), here.keeps(name), owners=owners)
 
     def _owns(self, rank: int, place: _Place, now: float) -> bool:
         pod, heard_at = place.owners.get(rank) or (place.uid, now)
@@ -204,6 +268,10 @@ class Binding:
         for silent in [known for known, heard in jobs.heard_at.items() if now - heard > SILENT_SECONDS]:
             del jobs.heard_at[silent], jobs.names[silent]
             jobs.owners.pop(silent, None)
+        if now - jobs.swept_at > SILENT_SECONDS:
+            jobs.swept_at = now
+            for known, owners in jobs.owners.items():
+                jobs.owners[known] = {rank: own for rank, own in owners.items() if now - own[1] < OWNED_SECONDS}
         name = jobs.names.get(job)
         if name is None:
             taken = set(jobs.names.values())
@@ -215,9 +283,3 @@ class Binding:
             jobs.names[job] = name
         jobs.heard_at[job] = now
         return name
-
-
-def _copied(window: RankWindow) -> RankWindow:
-    copy = RankWindow()
-    copy.CopyFrom(window)
-    return copy

@@ -39,11 +39,11 @@ def plan(spec: CaptureSpec, run: str, state: JobState | None, daemon_job: str | 
         number = spec.job_number
         which = f"job #{number} of run {run}" if isinstance(number, int) and number > 1 else f"run {run}"
         raise PlanError("NoRanks", f"no rank of {which} reports; `kubectl get trainingrun {run}` tells what is seen")
-    windows = {window.identity.rank: window for window in state.windows}
+    identities = state.identities
     found = suspects(state)
     try:
         chosen = choose_ranks(
-            spec.ranks, windows.keys(), state.world_size, Suspected(found.culprits, found.peers, found.reason)
+            spec.ranks, identities.keys(), state.world_size, Suspected(found.culprits, found.peers, found.reason)
         )
     except ChoiceError as error:
         is_about_suspects = spec.ranks in (STRAGGLER, STRAGGLER_AND_PEER)
@@ -52,11 +52,10 @@ def plan(spec: CaptureSpec, run: str, state: JobState | None, daemon_job: str | 
         raise PlanError("TooManyRanks", f"{len(chosen)} ranks at once; at most {ranks_limit}: name some of them")
     ranks = []
     for rank in chosen:
-        window = windows.get(rank)
-        if window is None:
+        identity = identities.get(rank)
+        if identity is None:
             ranks.append(CapturedRank(rank=rank, state="failed", error="the rank does not report: has it ended?"))
         else:
-            identity = window.identity
             ranks.append(
                 CapturedRank(rank=rank, node=identity.node, pod=identity.pod_name or identity.pod, state="accepted")
             )

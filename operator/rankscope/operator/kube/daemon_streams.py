@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
+from rankscope.operator.correlation.wire_shapes import Said, read_said
 from rankscope.operator.kube.daemon_credentials import DaemonTls, credentials, naming
-from rankscope.v1 import rank_service_pb2, rank_service_pb2_grpc
+from rankscope.v1 import rank_service_pb2
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +31,16 @@ SWEEP_SECONDS = 5.0
 FIRST_MESSAGE_SECONDS = 20.0
 # A daemon answers with the windows of one node: more is not a daemon.
 MESSAGE_BYTES_LIMIT = 8 << 20
+# What a daemon may send ahead of us, some twenty messages.
+LOOKAHEAD_BYTES = 512 << 10
+METHOD = "/rankscope.v1.RankService/WatchRanks"
 # How many connections may be under way at once: a restarted operator must not meet its fleet all at the same moment.
 CONNECTING_LIMIT = 128
 
 # A request has to fit into what a daemon reads: of a node with more pods than this, all windows are asked for.
 PODS_LIMIT = 1000
 
-Accept = Callable[[rank_service_pb2.WatchRanksResponse, str], None]
+Accept = Callable[[Said, str], None]
 
 
 @dataclass(frozen=True)
@@ -127,18 +132,18 @@ class DaemonStreams:
         node, heard = target.node, False
         async with self._channel(target.address) as channel:
             request = rank_service_pb2.WatchRanksRequest(pods=sorted(target.pods))
-            call = rank_service_pb2_grpc.RankServiceStub(channel).WatchRanks(request)
+            # Bytes as they are: gRPC would read all of a message, and write to the log what it cannot read.
+            call = channel.unary_stream(METHOD)(request.SerializeToString())
             try:
                 async with self._connecting:
                     message = await asyncio.wait_for(call.read(), FIRST_MESSAGE_SECONDS)
                 while message is not grpc.aio.EOF:
-                    if message is None:  # what could not be read as a message
-                        raise ValueError("it sent what is no message")
+                    said = _read(message)
                     heard = True
                     self._connected.add(node)
                     self._heard_at[call] = self._loop.time()
                     self.messages_total += 1
-                    self._take(message, node)
+                    self._take(said, node)
                     message = await call.read()
             except asyncio.CancelledError:
                 if heard and call not in self._heard_at:  # by `_sweep`; else by who ends this task
@@ -160,6 +165,11 @@ class DaemonStreams:
         options: list[tuple[str, object]] = [
             ("grpc.max_receive_message_length", MESSAGE_BYTES_LIMIT),
             ("grpc.keepalive_time_ms", 30_000),
+            # A daemon sends little at a time: probing how much it could send costs as much as reading it, and so does
+            # allowing it each part of a message.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
+            ("grpc.http2.max_frame_size", LOOKAHEAD_BYTES),
             # Channels to the same place would share a connection and with it the old certificate.
             ("grpc.use_local_subchannel_pool", 1),
         ]
@@ -167,8 +177,15 @@ class DaemonStreams:
             return grpc.aio.secure_channel(address, credentials(self._tls), options=[*options, naming()])
         return grpc.aio.insecure_channel(address, options=options)
 
-    def _take(self, message: rank_service_pb2.WatchRanksResponse, node: str) -> None:
+    def _take(self, said: Said, node: str) -> None:
         try:
-            self._accept(message, node)
+            self._accept(said, node)
         except Exception:  # whatever one daemon says, the others are heard
             log.exception("a message of the daemon of %s could not be taken in", node)
+
+
+def _read(message: bytes) -> Said:
+    try:
+        return read_said(message)
+    except DecodeError:
+        raise ValueError("it sent what is no message") from None

@@ -19,7 +19,7 @@ from rankscope.operator.kube.resources import (
     RunVerdict,
     TrainingRunStatus,
 )
-from rankscope.v1.window_pb2 import RankWindow
+from rankscope.v1.identity_pb2 import RankIdentity
 
 CULPRITS_SHOWN = 64
 TEXT_CHARACTERS = 1024
@@ -84,7 +84,7 @@ def gist(verdict: RunVerdict | UnsetType) -> object:
 
 def _run_verdict(state: JobState) -> RunVerdict:
     verdict = state.verdict
-    windows = {window.identity.rank: window for window in state.windows}
+    identities = state.identities
     frames = verdict.cause.frames
     return RunVerdict(
         kind=verdict.kind.value,
@@ -92,7 +92,7 @@ def _run_verdict(state: JobState) -> RunVerdict:
         confidence=verdict.confidence.value,
         reason=verdict.reason[:TEXT_CHARACTERS],
         since=moment(state.since_unix_seconds),
-        culprits=[_culprit(rank, windows.get(rank)) for rank in verdict.culprits[:CULPRITS_SHOWN]],
+        culprits=[_culprit(rank, identities.get(rank)) for rank in verdict.culprits[:CULPRITS_SHOWN]],
         culprit_count=len(verdict.culprits),
         stage=UNSET if verdict.stage is None else verdict.stage,
         group=verdict.group[:TEXT_CHARACTERS] or UNSET,
@@ -154,10 +154,9 @@ def _condition(type_: str, status: ConditionStatus, reason: str, message: str) -
     )
 
 
-def _culprit(rank: int, window: RankWindow | None) -> Culprit:
-    if window is None:
+def _culprit(rank: int, identity: RankIdentity | None) -> Culprit:
+    if identity is None:
         return Culprit(rank=rank)
-    identity = window.identity
     return Culprit(
         rank=rank,
         node=identity.node or UNSET,

@@ -18,6 +18,7 @@ from rankscope.operator.alerts.tokens import read_token
 from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.operator.correlation.exporting import JobExporter
 from rankscope.operator.correlation.losing import LostSeconds
+from rankscope.operator.correlation.wire_shapes import Said
 from rankscope.operator.kube.alert_captures import AlertCaptures
 from rankscope.operator.kube.api import Api
 from rankscope.operator.kube.automatic_making import AutomaticCaptures
@@ -43,7 +44,6 @@ from rankscope.operator.kube.watching import Watched
 from rankscope.operator.kube.webhook_exporting import WebhookExporter
 from rankscope.operator.kube.webhooks import Webhooks
 from rankscope.operator.kube.writing import Outbox
-from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class Operator:
     def states_by_job(self) -> Mapping[str, JobState]:
         return {state.job: state for state in self.correlator.states}
 
-    def _accept(self, message: WatchRanksResponse, node: str) -> None:
+    def _accept(self, message: Said, node: str) -> None:
         """In the streams' thread. Of the runs in shards that others hold, nothing is kept."""
         heard = self.binding.bind(message, node, self._is_held)
         if heard.windows or heard.departed:

@@ -42,8 +42,8 @@ def slow_nodes(state: JobState) -> frozenset[str]:
     if verdict.kind is not Kind.SLOW_RANK or not verdict.is_alarm:
         return frozenset()
     ranks: dict[str, set[int]] = {}
-    for window in state.windows:
-        ranks.setdefault(window.identity.node, set()).add(window.identity.rank)
+    for rank, identity in state.identities.items():
+        ranks.setdefault(identity.node, set()).add(rank)
     slow = frozenset(node for node, here in ranks.items() if node and here <= set(verdict.culprits))
     return slow if len(slow) < len(ranks) else frozenset()
 
