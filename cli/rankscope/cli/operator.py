@@ -9,7 +9,9 @@ import sys
 import threading
 from pathlib import Path
 
+from rankscope.cli.audit_logging import AuditFileError, add_audit_argument, open_audit_log
 from rankscope.cli.operator_certificates import add_certificate_arguments, with_certificates
+from rankscope.cli.operator_people import add_people_arguments, with_people
 from rankscope.daemon.config import LOG_LEVELS
 from rankscope.daemon.reporting import OneLine
 from rankscope.operator.alerts.tokens import TokenError
@@ -47,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alerts-listen", default="127.0.0.1:9467", metavar="HOST:PORT", help="where it asks (default: %(default)s)"
     )
+    add_people_arguments(parser)
     parser.add_argument(
         "--node-conditions",
         action="store_true",
@@ -59,6 +62,7 @@ def _add_webhook_arguments(parser: argparse.ArgumentParser) -> None:
     webhooks = parser.add_argument_group("webhooks", "injection into pods and checks of our own objects")
     webhooks.add_argument("--webhook-listen", metavar="HOST:PORT", help="serve them here (default: no webhooks)")
     webhooks.add_argument(
+    add_audit_argument(parser)
         "--webhook-service",
         default=WebhookSettings.service,
         metavar="NAME",
@@ -84,16 +88,22 @@ def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
     try:
         operator = Operator(_settings(arguments))
-    except (ValueError, OSError, TokenError, ClusterError) as error:
+    except (ValueError, OSError, TokenError, ClusterError, AuditFileError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
-    operator.start()
+        open_audit_log(arguments.audit_log)
+    try:
+        operator.start()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(
         f"rankscope operator: {operator.server.scheme} {operator.settings.listen_host}:{operator.server.port}"
-        + (f" alerts {operator.alerts.url}" if operator.alerts is not None else ""),
+        + (f" alerts {operator.alerts.url}" if operator.alerts is not None else "")
+        + (f" api {operator.people.server.address}" if operator.people is not None else ""),
         file=sys.stderr,
         flush=True,
     )
@@ -150,4 +160,4 @@ def _settings(arguments: argparse.Namespace) -> OperatorSettings:
         alert_port=alert_port,
         webhooks=_webhooks(arguments),
     )
-    return with_certificates(settings, arguments)
+    return with_people(with_certificates(settings, arguments), arguments)

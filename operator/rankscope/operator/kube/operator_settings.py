@@ -11,6 +11,7 @@ from rankscope.operator.kube.daemon_credentials import Tls
 from rankscope.operator.kube.daemon_pods import SELECTOR
 from rankscope.operator.kube.fleet_certificate_keeping import FleetCertificateSettings
 from rankscope.operator.kube.webhooks import WebhookSettings
+from rankscope.operator.kube.people_serving import PeopleSettings
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -44,3 +45,4 @@ class OperatorSettings:
     alert_host: str = "127.0.0.1"
     alert_port: int = 9467
     webhooks: WebhookSettings | None = None
+    people: PeopleSettings | None = None

@@ -8,7 +8,7 @@ from rankscope.operator.kube.fleet_certificate_keeping import FleetCertificates
 from rankscope.operator.kube.metrics_guarding import MetricsGuard
 from rankscope.operator.kube.operator_settings import OperatorSettings
 from rankscope.operator.kube.reviewing import Reviews
-from rankscope.wire.following_tls import FollowedTls, TlsMaterial, files
+from rankscope.wire.following_tls import FollowedTls, Read, TlsMaterial, files
 
 
 def towards_daemons(settings: OperatorSettings, kept: FleetCertificates | None) -> DaemonTls | None:
@@ -19,8 +19,13 @@ def towards_daemons(settings: OperatorSettings, kept: FleetCertificates | None) 
 
 def towards_callers(settings: OperatorSettings, kept: FleetCertificates | None) -> FollowedTls | None:
     """For alerts and, if asked for, /metrics. None: there is no certificate, and there will be none."""
+    read = serving_pair(settings, kept)
+    return None if read is None else FollowedTls(read)
+
+
+def serving_pair(settings: OperatorSettings, kept: FleetCertificates | None) -> Read | None:
     if settings.serving_files is not None:
-        return FollowedTls(files(*settings.serving_files))
+        return files(*settings.serving_files)
     if kept is None:
         return None
 
@@ -28,7 +33,7 @@ def towards_callers(settings: OperatorSettings, kept: FleetCertificates | None) 
         leaf = kept.serving
         return None if leaf is None else TlsMaterial(leaf.certificate, leaf.key)
 
-    return FollowedTls(read)
+    return read
 
 
 def metrics_guard(settings: OperatorSettings, api: Api) -> MetricsGuard | None:

@@ -35,7 +35,14 @@ class People:
         if not settings.audience:
             raise ValueError("--api-audience is empty: tokens for the API server are not for us to see")
         self._traces = Traces(calls, addresses)
-        service = PeopleCaptures(api, lambda: captures.objects, runs.object_of, self._traces, audit)
+        service = PeopleCaptures(
+            api,
+            lambda: captures.objects,
+            runs.object_of,
+            self._traces,
+            audit,
+            is_ready=lambda: captures.listed.is_set() and runs.watched.listed.is_set(),
+        )
         guard = Guard(Reviews(api, settings.audience), audit)
         self.server = PeopleServer(settings, service.handler(guard), read)
 

@@ -52,6 +52,7 @@ class PeopleCaptures:
         traces: Traces,
         audit: CaptureAudit,
         clock: Callable[[], float] = time.time,
+        is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
         self._api = api
         self._captures = captures
@@ -59,6 +60,7 @@ class PeopleCaptures:
         self._traces = traces
         self._audit = audit
         self._clock = clock
+        self._is_ready = is_ready
         self._lock = threading.Lock()
         self._made: dict[str, tuple[CaptureObject, float]] = {}  # by uid: not yet in the watch, and since when
 
@@ -79,6 +81,7 @@ class PeopleCaptures:
         access = Access("create", place.namespace)
         call.require(access)
         spec = spec_document(request, place)
+        self._require_ready()
         run = self._run_of(place.namespace, place.name)
         if run is None or run.deleting:
             text = f"no run {place.name} in namespace {place.namespace}"
@@ -192,6 +195,7 @@ class PeopleCaptures:
 
     def _all(self) -> Mapping[str, CaptureObject]:
         """By uid: what the watch tells of, and what was just made."""
+        self._require_ready()
         seen = self._captures()
         with self._lock:
             now = time.monotonic()
@@ -201,6 +205,10 @@ class PeopleCaptures:
                 if uid not in seen and now - since < UNSEEN_SECONDS
             }
             return {**{uid: thing for uid, (thing, _) in self._made.items()}, **seen}
+
+    def _require_ready(self) -> None:
+        if not self._is_ready():
+            raise RefusedError(Code.UNAVAILABLE, "the operator is starting and has not seen everything yet; try again")
 
     def _named(self, place: Place) -> CaptureObject | None:
         everything = self._all().values()

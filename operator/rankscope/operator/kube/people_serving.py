@@ -82,6 +82,11 @@ class PeopleServer:
         else:
             self._thread.start()
 
+    @property
+    def address(self) -> str:
+        """With the port it has, once it listens."""
+        return f"{self._address.rpartition(':')[0]}:{self.port}" if self.port else self._address
+
     def stop(self) -> None:
         self._stopping.set()
         self._server.stop(STOP_SECONDS).wait(STOP_SECONDS + 1.0)

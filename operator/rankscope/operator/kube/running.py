@@ -23,6 +23,7 @@ from rankscope.operator.kube.alert_captures import AlertCaptures
 from rankscope.operator.kube.api import Api
 from rankscope.operator.kube.automatic_making import AutomaticCaptures
 from rankscope.operator.kube.binding import Binding
+from rankscope.operator.kube.capture_auditing import CaptureAudit
 from rankscope.operator.kube.capture_calls import DaemonCalls
 from rankscope.operator.kube.captures import CapturesController
 from rankscope.operator.kube.daemon_pods import DaemonPod, DaemonPods, read_daemon_pod
@@ -33,7 +34,8 @@ from rankscope.operator.kube.fleet_certificate_exporting import FleetCertificate
 from rankscope.operator.kube.fleet_certificate_keeping import FleetCertificates
 from rankscope.operator.kube.inventory import Inventory
 from rankscope.operator.kube.operator_settings import OperatorSettings
-from rankscope.operator.kube.operator_tls import metrics_guard, towards_callers, towards_daemons
+from rankscope.operator.kube.operator_tls import metrics_guard, serving_pair, towards_callers, towards_daemons
+from rankscope.operator.kube.people import People
 from rankscope.operator.kube.pods import Pod, read_pod
 from rankscope.operator.kube.policies import Daemons, PoliciesController
 from rankscope.operator.kube.policy_pushing import PolicyPusher
@@ -87,6 +89,7 @@ class Operator:
             self.leases,
             calls,
             self.states_by_job,
+        self.audit = CaptureAudit(names_are_stamped=settings.webhooks is not None)
             lambda: self.daemons.addresses,
             self.binding.daemon_job,
         )
@@ -94,6 +97,7 @@ class Operator:
             self.api, self.events, self.leases, self.runs, self.captures.watched, self.states_by_job
         )
         self.policies = PoliciesController(
+            audit=self.audit,
             self.api,
             self.outbox,
             self.events,
@@ -130,9 +134,9 @@ class Operator:
         ]
         if self._alert_token is not None:
             exporters.append(AlertExporter(lambda: self.alert_desk.totals))
-        self.webhooks = (
-            None if settings.webhooks is None else Webhooks(self.api, settings.webhooks, lambda: 0 in self.leases.held)
-        )
+        self.webhooks: Webhooks | None = None
+        if settings.webhooks is not None:
+            self.webhooks = Webhooks(self.api, settings.webhooks, lambda: 0 in self.leases.held, self.audit)
         if self.webhooks is not None:
             exporters.append(WebhookExporter(self.webhooks))
         if self.certificates is not None:
@@ -143,6 +147,13 @@ class Operator:
         self.server = OperatorServer(settings.listen_host, settings.listen_port, self, exporters, metrics_tls, guard)
         self._stopping = threading.Event()
         self._pulse_thread = threading.Thread(target=self._pulse, name="rankscope-pulse", daemon=True)
+        self.people: People | None = None
+        if settings.people is not None:
+            read = serving_pair(settings, self.certificates)
+            watches = (self.captures.watched, self.runs)
+            self.people = People(
+                self.api, settings.people, *watches, calls, lambda: self.daemons.addresses, self.audit, read
+            )
 
     def start(self) -> None:
         self.server.start()
@@ -165,6 +176,8 @@ class Operator:
     def stop(self) -> None:
         self._stopping.set()
         if self.certificates is not None:
+        if self.people is not None:
+            self.people.start()
             self.certificates.stop()
         if self.webhooks is not None:
             self.webhooks.stop()
@@ -173,6 +186,8 @@ class Operator:
         self._pulse_thread.join(5.0)
         for watched in self._watches:
             watched.stop()
+        if self.people is not None:
+            self.people.stop()
         self.captures.stop()
         self.automatic.stop()
         self.policies.stop()
