@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen", default="127.0.0.1:9466", metavar="HOST:PORT", help="/metrics, /healthz, /readyz")
     parser.add_argument("--mfu-target", type=float, metavar="RATIO", help="raise low_mfu below this, for example 0.4")
     add_certificate_arguments(parser)
+    add_people_arguments(parser)
     _add_webhook_arguments(parser)
     parser.add_argument(
         "--alerts-token", type=Path, metavar="FILE", help="take captures when Alertmanager asks with this token"
@@ -49,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alerts-listen", default="127.0.0.1:9467", metavar="HOST:PORT", help="where it asks (default: %(default)s)"
     )
-    add_people_arguments(parser)
     parser.add_argument(
         "--node-conditions",
         action="store_true",
         help="set the condition RankscopeSlowNode on nodes (needs the chart's role node-conditions)",
     )
+    add_audit_argument(parser)
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="least severe log line to print")
 
 
@@ -62,7 +63,6 @@ def _add_webhook_arguments(parser: argparse.ArgumentParser) -> None:
     webhooks = parser.add_argument_group("webhooks", "injection into pods and checks of our own objects")
     webhooks.add_argument("--webhook-listen", metavar="HOST:PORT", help="serve them here (default: no webhooks)")
     webhooks.add_argument(
-    add_audit_argument(parser)
         "--webhook-service",
         default=WebhookSettings.service,
         metavar="NAME",
@@ -87,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     handler.setFormatter(OneLine())
     logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
     try:
+        open_audit_log(arguments.audit_log)
         operator = Operator(_settings(arguments))
     except (ValueError, OSError, TokenError, ClusterError, AuditFileError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -94,7 +95,6 @@ def run(arguments: argparse.Namespace) -> int:
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
-        open_audit_log(arguments.audit_log)
     try:
         operator.start()
     except (ValueError, OSError) as error:

@@ -10,8 +10,8 @@ from pathlib import Path
 from rankscope.operator.kube.daemon_credentials import Tls
 from rankscope.operator.kube.daemon_pods import SELECTOR
 from rankscope.operator.kube.fleet_certificate_keeping import FleetCertificateSettings
-from rankscope.operator.kube.webhooks import WebhookSettings
 from rankscope.operator.kube.people_serving import PeopleSettings
+from rankscope.operator.kube.webhooks import WebhookSettings
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 

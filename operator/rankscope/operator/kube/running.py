@@ -84,20 +84,20 @@ class Operator:
             lambda: self.captures.last_captures(),  # made below
         )
         calls = DaemonCalls(daemon_tls)
+        self.audit = CaptureAudit(names_are_stamped=settings.webhooks is not None)
         self.captures = CapturesController(
             self.api,
             self.leases,
             calls,
             self.states_by_job,
-        self.audit = CaptureAudit(names_are_stamped=settings.webhooks is not None)
             lambda: self.daemons.addresses,
             self.binding.daemon_job,
+            audit=self.audit,
         )
         self.automatic = AutomaticCaptures(
             self.api, self.events, self.leases, self.runs, self.captures.watched, self.states_by_job
         )
         self.policies = PoliciesController(
-            audit=self.audit,
             self.api,
             self.outbox,
             self.events,
@@ -142,11 +142,6 @@ class Operator:
         if self.certificates is not None:
             exporters.append(FleetCertificateExporter(self.certificates))
         self._serving_tls = towards_callers(settings, self.certificates)
-        guard = metrics_guard(settings, self.api)
-        metrics_tls = None if guard is None else self._serving_tls
-        self.server = OperatorServer(settings.listen_host, settings.listen_port, self, exporters, metrics_tls, guard)
-        self._stopping = threading.Event()
-        self._pulse_thread = threading.Thread(target=self._pulse, name="rankscope-pulse", daemon=True)
         self.people: People | None = None
         if settings.people is not None:
             read = serving_pair(settings, self.certificates)
@@ -154,6 +149,11 @@ class Operator:
             self.people = People(
                 self.api, settings.people, *watches, calls, lambda: self.daemons.addresses, self.audit, read
             )
+        guard = metrics_guard(settings, self.api)
+        metrics_tls = None if guard is None else self._serving_tls
+        self.server = OperatorServer(settings.listen_host, settings.listen_port, self, exporters, metrics_tls, guard)
+        self._stopping = threading.Event()
+        self._pulse_thread = threading.Thread(target=self._pulse, name="rankscope-pulse", daemon=True)
 
     def start(self) -> None:
         self.server.start()
@@ -171,23 +171,23 @@ class Operator:
         self.correlator.listen(self.lost)
         self.correlator.start()
         self.streams.start()
+        if self.people is not None:
+            self.people.start()
         self._pulse_thread.start()
 
     def stop(self) -> None:
         self._stopping.set()
         if self.certificates is not None:
-        if self.people is not None:
-            self.people.start()
             self.certificates.stop()
         if self.webhooks is not None:
             self.webhooks.stop()
+        if self.people is not None:
+            self.people.stop()
         if self.alerts is not None:
             self.alerts.close()
         self._pulse_thread.join(5.0)
         for watched in self._watches:
             watched.stop()
-        if self.people is not None:
-            self.people.stop()
         self.captures.stop()
         self.automatic.stop()
         self.policies.stop()
