@@ -17,6 +17,8 @@ from rankscope.operator.correlation.measuring import CAUSES, rows
 from rankscope.v1.window_pb2 import RankWindow
 
 NAN = float("nan")
+LARGEST = 1e6
+SHORTEST_STEP_SECONDS = 1e-9
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,9 @@ def _per_step(measured: Mapping[str, Floats]) -> Floats:
                 *(*phases, starved, measured["mfu_ratio"]),
             ]
         )
-    made[1:, ~((steps > 0) & ~np.isnan(mean))] = NAN
+    # Seconds of a step, and ratios: what a daemon says beyond these is no measurement, and would be infinite somewhere.
+    made[1:][~((made[1:] >= 0) & (made[1:] <= LARGEST))] = NAN
+    made[1:, ~((steps > 0) & (made[1] >= SHORTEST_STEP_SECONDS))] = NAN
     return made
 
 
