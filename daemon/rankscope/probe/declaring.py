@@ -41,7 +41,7 @@ def pairs(name: str, text: str, example: str) -> List[Tuple[str, str]]:
     for part in text.split(","):
         key, equals, value = part.partition("=")
         if not equals or not key.strip() or not value.strip():
-            raise BadValueError(name, text, "{!r} is not name=value".format(part.strip()), example)
+            raise BadValueError(name, text, "{!r:.40} is not name=value".format(part.strip()), example)
         found.append((key.strip().lower(), value.strip()))
     if len({key for key, _ in found}) != len(found):
         raise BadValueError(name, text, "a name appears twice", example)
