@@ -15,12 +15,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rankscope.daemon import rings
+from rankscope.daemon.assembling import RankSamples, assemble
+from rankscope.daemon.collectors.steps import StepsCollector
 from rankscope.daemon.pyspy import dump_command, find_py_spy, record_command
+from rankscope.daemon.pyspy_output import parse_recording
+from rankscope.daemon.samples import GpuSample, ProcessSample, StepSample
+from rankscope.daemon.stack_summary import summarise
 from rankscope.probe import layout
+from rankscope.v1.rank_service_pb2 import WatchRanksResponse
+from rankscope.v1.window_pb2 import Stall
+from tests.fuzz import target_ring, target_windows
 from tests.fuzz.packing import pack_files
 from tests.fuzz.targets import SEEDS
 
@@ -79,6 +88,7 @@ def main() -> None:
         shutil.rmtree(place)
     h200 = ROOT / "tests" / "data" / "h200" / "nccl_world1_3steps.json.gz"
     _keep("trace", {"nccl.json": shortened(gzip.decompress(h200.read_bytes()))})
+    _keep("windows", {"two_ranks": windows()})
 
 
 def _start(place: Path, rank: int) -> subprocess.Popen[bytes]:
@@ -150,6 +160,31 @@ def shortened(text: bytes) -> bytes:
                 correlations.add(arguments["correlation"])
     trace["traceEvents"] = wanted[:EVENTS]
     return json.dumps(trace).encode()
+
+
+def windows() -> bytes:
+    """What a daemon sends of the job whose bytes are in `seeds`: two ranks, every source."""
+    collector, span = StepsCollector(), target_ring._span()
+    shared = target_ring._Shared()
+    message = WatchRanksResponse(node=target_windows.NODE)
+    try:
+        shared.write(target_ring.SEEDS[0])
+        steps = next(iter(collector.collect([target_ring._RANK], span).values()))
+        assert isinstance(steps, StepSample)
+    finally:
+        shared.close()
+    text = (SEEDS / "pyspy" / "record.raw").read_text()
+    stacks = summarise(parse_recording(text, {23305}).stacks, 1, span)
+    process = ProcessSample(4.5, 0.2, 0.1, 0.0, 1 << 28, 8, 12, 300)
+    for number in (0, 1):
+        rank = replace(target_ring._RANK, job="127.0.0.1:29533/none", rank=number, pod=target_windows.UIDS[0])
+        stall = Stall(seconds_since_step=9.5, phase="forward", stack=["f (a.py:1)"], collectives_enqueued=5)
+        samples = RankSamples(steps, process, stacks, gpu=GpuSample(gpus=1, uuid="GPU-1", sm_clock_hertz=1.2e9))
+        made = assemble(rank, target_windows.NODE, span, 1, samples, lambda _: 989e12, stall if number else None)
+        message.windows.append(made)
+    message.departed.append(message.windows[0].identity)
+    message.departed[0].rank = 1
+    return message.SerializeToString()
 
 
 def _keep(name: str, files: dict[str, bytes]) -> None:

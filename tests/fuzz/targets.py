@@ -5,6 +5,7 @@ asserts what must hold for any input; for inputs with a structure it has `mutato
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

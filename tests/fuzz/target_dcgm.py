@@ -1,0 +1,53 @@
+"""The text of another program's exporter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+from rankscope.daemon.collectors.gpu.collecting import GpuStatus, SourceStatus
+from rankscope.daemon.collectors.gpu.dcgm_names import GPUS_READ, parse_readings
+from rankscope.daemon.collectors.gpu.exporting import gpu_metrics
+from rankscope.daemon.collectors.gpu.readings import SourceState
+from tests.fuzz.checking import check_metrics, check_text
+from tests.fuzz.targets import recorded
+
+SEEDS = recorded("dcgm")
+TOKENS = [
+    *(
+        b"DCGM_FI_DEV_",
+        b"DCGM_FI_PROF_",
+        b'UUID="GPU-1"',
+        b'gpu="0"',
+        b'modelName="',
+        b'",',
+        b"} ",
+        b" 1e308\n",
+        b'GPU_I_ID="1"',
+    ),
+    *(
+        b"DCGM_FI_DEV_FB_USED",
+        b"DCGM_FI_DEV_FB_FREE",
+        b"DCGM_FI_DEV_GPU_UTIL",
+        b"\\n",
+        b'\\"',
+        b"\\\\",
+        b" 1700000000000\n",
+    ),
+]
+_SOURCE = SourceStatus("dcgm", SourceState.OK, 1, 0.5)
+
+
+def run(data: bytes) -> None:
+    readings = parse_readings(data.decode("utf-8", "replace"))
+    assert len(readings) <= GPUS_READ
+    for reading in readings:
+        check_text(reading.uuid, 128)
+        check_text(reading.name, 128)
+        for field in fields(reading):
+            value = getattr(reading, field.name)
+            for number in value.values() if isinstance(value, dict) else [value]:
+                assert not isinstance(number, float) or (math.isfinite(number) and number >= 0)
+    for detail in ("standard", "full"):
+        status = GpuStatus((_SOURCE,), readings, fresh=True)
+        check_metrics(gpu_metrics(status, "node", detail), series=200 * max(1, len(readings)), data=data)
