@@ -18,6 +18,18 @@ class ListenError(Exception):
     """An address cannot be used: names it, the reason and the next step."""
 
 
+def _close_to_others(directory: Path) -> None:
+    """Ours in /tmp may have been prepared by someone else; one that a pod mounts is ours and open to all."""
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise ListenError(
+            f"{directory} must be a directory of user {os.geteuid()} that nobody else can enter (mode 0700); "
+            "correct or remove it, or pass another --socket"
+        )
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        directory.chmod(0o700)
+
+
 class SocketLock:
     """Holds the right to a Unix socket path for as long as this process lives.
 
@@ -54,16 +66,11 @@ class SocketLock:
         directory = self.path.parent
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = directory.lstat()
+            # A directory that the user chose is the user's affair.
+            if str(self.path) == default_socket():
+                _close_to_others(directory)
         except OSError as error:
             raise ListenError(f"{directory} cannot be made: {error.strerror}; pass another --socket") from error
-        # A directory that the user chose is the user's affair; our own in /tmp may have been prepared by someone else.
-        is_ours = status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
-        if str(self.path) == default_socket() and not (stat.S_ISDIR(status.st_mode) and is_ours):
-            raise ListenError(
-                f"{directory} must be a directory of user {os.geteuid()} that nobody else can enter (mode 0700); "
-                "correct or remove it, or pass another --socket"
-            )
 
     def _take(self) -> int | None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -167,6 +167,18 @@ def test_a_living_daemons_socket_is_left_alone_and_a_dead_ones_is_replaced(tmp_p
     second.release()
 
 
+def test_our_own_folder_is_closed_to_others_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "volume" / "daemon.sock"
+    monkeypatch.setattr("rankscope.daemon.listening.default_socket", lambda: str(path))
+    path.parent.mkdir()
+    path.parent.chmod(0o777)  # as an emptyDir is
+    SocketLock(path).release()
+    assert (path.parent.stat().st_mode & 0o777) == 0o700
+    monkeypatch.setattr(os, "geteuid", lambda: path.parent.stat().st_uid + 1)
+    with pytest.raises(ListenError, match="that nobody else can enter"):
+        SocketLock(path)
+
+
 def test_a_file_or_an_overlong_path_is_not_taken_for_a_socket(tmp_path: Path) -> None:
     precious = tmp_path / "precious.txt"
     precious.write_text("keep me")
