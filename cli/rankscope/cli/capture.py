@@ -16,9 +16,8 @@ from rankscope.cli.capture_connecting import (
     CALL_SECONDS,
     EndpointError,
     add_endpoint_argument,
+    connect,
     explain,
-    open_channel,
-    target_of,
 )
 from rankscope.cli.capture_downloading import DownloadError, prepare
 from rankscope.cli.capture_fetching import Fetched, fetch
@@ -27,7 +26,8 @@ from rankscope.cli.capture_json import to_object
 from rankscope.cli.capture_printing import print_capture
 from rankscope.cli.capture_progress import Progress, make_progress
 from rankscope.cli.capture_table import make_console
-from rankscope.cli.capture_wording import delivered, is_complete
+from rankscope.cli.capture_wording import delivered, elsewhere, is_complete
+from rankscope.cli.operator_connecting import add_operator_arguments
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
@@ -41,6 +41,7 @@ examples:
   rankscope capture --steps 3 --output traces/             all ranks of the one job on this machine
   rankscope capture --job bert --ranks 0,4-7 --seconds 2   some ranks, by time
   rankscope capture --ranks straggler+peer --steps 5       the slow rank, and a healthy one to compare it with
+  rankscope capture team/pytorchjob-llama --steps 3 --operator HOST:9468 --token-file FILE   a run of a cluster
 
 Jobs started with KINETO_USE_DAEMON=1 TEARDOWN_CUPTI=1 are recorded by torch's own profiler; docs/captures.md tells
 what is done for the others. Ctrl-C cancels the capture. Exit code: 0 if every rank delivered, 1 if some did not, 2 if
@@ -51,8 +52,10 @@ nothing could be asked for.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
+    parser.add_argument("run", nargs="?", metavar="JOB", help="NAMESPACE/RUN with --operator; may be left out else")
     add_endpoint_argument(parser)
-    parser.add_argument("--job", default="", metavar="J", help="may be left out when there is one job")
+    add_operator_arguments(parser)
+    parser.add_argument("--job", default="", metavar="J", help="the same as JOB")
     parser.add_argument("--ranks", default="all", metavar="R", help="all (default), 0,3-5, straggler or straggler+peer")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--steps", type=int, metavar="N", help="how many training steps to record")
@@ -86,12 +89,12 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         request = _request(arguments)
-        target = target_of(arguments.endpoint)
         if arguments.output is not None:
             prepare(arguments.output)
+        target, channel = connect(arguments)
     except (EndpointError, DownloadError, ValueError) as error:
         return _refuse(str(error))
-    with open_channel(target) as channel:
+    with channel:
         return _Asked(CaptureServiceStub(channel), target, arguments).run(request)
 
 
@@ -135,7 +138,8 @@ class _Asked:
             _warn("interrupted before the daemon answered; `rankscope captures ls` shows whether a capture began")
         elif capture.state in FINAL:
             where = self._output or "DIR"
-            _warn(f"interrupted; `rankscope captures get {capture.id} --output {where}` continues the download")
+            command = f"rankscope captures get {capture.id} --output {where}{elsewhere(capture.id)}"
+            _warn(f"interrupted; `{command}` continues the download")
         else:
             self._cancel(capture.id)
         return 130
@@ -143,17 +147,17 @@ class _Asked:
     def _cancel(self, capture_id: str) -> None:
         try:
             self._stub.CancelCapture(pb.CancelCaptureRequest(id=capture_id), timeout=CALL_SECONDS)
-            _warn(f"interrupted; asked the daemon to cancel capture {capture_id}. What was delivered by now is kept")
+            _warn(f"interrupted; asked for capture {capture_id} to be cancelled. What was delivered by now is kept")
             deadline = time.monotonic() + CANCEL_SECONDS
             for capture in follow_again(self._stub, capture_id, lambda: time.monotonic() < deadline):
                 self._capture = capture
         except grpc.RpcError as error:
             _warn(
                 f"interrupted, and capture {capture_id} could not be cancelled: {explain(self._target, error)}; "
-                f"next: rankscope captures cancel {capture_id}"
+                f"next: rankscope captures cancel {capture_id}{elsewhere(capture_id)}"
             )
         except (LostError, KeyboardInterrupt):
-            _warn(f"`rankscope captures show {capture_id}` tells how it ended")
+            _warn(f"`rankscope captures show {capture_id}{elsewhere(capture_id)}` tells how it ended")
         self._tell(None)
 
     def _tell(self, fetched: Fetched | None) -> None:
@@ -167,8 +171,13 @@ class _Asked:
 
 
 def _request(arguments: argparse.Namespace) -> pb.StartCaptureRequest:
+    if arguments.run and arguments.job:
+        raise ValueError("JOB and --job are the same: give one")
+    job = arguments.run or arguments.job
+    if arguments.operator is not None and "/" not in job:
+        raise ValueError("name the run as NAMESPACE/RUN; next: kubectl get trainingruns -A")
     request = pb.StartCaptureRequest(
-        job=arguments.job,
+        job=job,
         ranks=arguments.ranks,
         reason=arguments.reason,
         options=pb.CaptureOptions(

@@ -1,4 +1,4 @@
-"""Reaches the daemon that takes captures: its address, the channel to it, and words for what goes wrong on the way."""
+"""Reaches who takes captures, a daemon or the operator: the address, the channel, and words for what goes wrong."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 
 from rankscope.analysis.drawing.svg import printable
+from rankscope.cli.operator_connecting import LABEL, OperatorError, explain_operator, open_operator_channel
 from rankscope.daemon.config import default_socket
 
 SYSTEM_SOCKET = "/run/rankscope/daemon.sock"
@@ -25,6 +26,7 @@ class EndpointError(Exception):
 
 
 def add_endpoint_argument(parser: argparse.ArgumentParser) -> None:
+    """Of a daemon; `connect` then takes what `add_operator_arguments` adds as well."""
     parser.add_argument(
         "--endpoint",
         metavar="HOST:PORT",
@@ -46,6 +48,26 @@ def target_of(endpoint: str | None) -> str:
     return endpoint
 
 
+def connect(arguments: argparse.Namespace) -> tuple[str, grpc.Channel]:
+    """The channel, and how whoever is at its end is called in what is printed. Raises EndpointError."""
+    if arguments.operator is None:
+        for flag in ("operator_authority", "operator_name", "token_file", "kubeconfig", "plaintext"):
+            if getattr(arguments, flag):
+                raise EndpointError(f"--{flag.replace('_', '-')} goes with --operator HOST:PORT")
+        target = target_of(arguments.endpoint)
+        return target, open_channel(target)
+    if arguments.endpoint is not None:
+        raise EndpointError("--operator and --endpoint are two places: name one")
+    match = _HOST_AND_PORT.fullmatch(arguments.operator)
+    if match is None or not 0 < int(match[1]) < 65536:
+        raise EndpointError(f"--operator {arguments.operator[:100]!r}: say HOST:PORT")
+    host = arguments.operator.rpartition(":")[0].strip("[]")
+    try:
+        return LABEL + arguments.operator, open_operator_channel(arguments, host, arguments.operator)
+    except OperatorError as error:
+        raise EndpointError(str(error)) from error
+
+
 def open_channel(target: str) -> grpc.Channel:
     return grpc.insecure_channel(
         target,
@@ -56,6 +78,8 @@ def open_channel(target: str) -> grpc.Channel:
 
 def explain(target: str, error: grpc.RpcError) -> str:
     """In words for the person who asked; the daemon's own words where it gave any."""
+    if target.startswith(LABEL):
+        return explain_operator(target, error)
     name = error.code().name
     details = printable(error.details() or "")
     if name in _REFUSALS:

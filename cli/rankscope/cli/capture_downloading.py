@@ -53,7 +53,7 @@ def file_name(capture: pb.Capture, entry: pb.RankCapture, window: int = 0) -> st
 
 
 def stem(capture: pb.Capture) -> str:
-    return f"{_safe(capture.job)}-{_safe(capture.id)}"
+    return f"{safe_name(capture.job)}-{safe_name(capture.id)}"
 
 
 def prepare(folder: Path) -> None:
@@ -148,5 +148,6 @@ def _lock(descriptor: int, part: Path) -> None:
         raise DownloadError(f"{part} is being written by another download; wait for that one") from error
 
 
-def _safe(text: str) -> str:
+def safe_name(text: str) -> str:
+    """One part of a path, whatever it was."""
     return _UNSAFE.sub("_", text)[:_NAME_CHARACTERS].lstrip(".-") or "job"

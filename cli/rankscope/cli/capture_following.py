@@ -15,6 +15,14 @@ FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, pb.CAPTUR
 # A daemon that is restarted is back within seconds; one that is not will not say anything more.
 RECONNECT_SECONDS = 30.0
 POLL_SECONDS = 0.5
+# Answers, and no trouble on the way: an operator looks at the token again while a capture goes on.
+REFUSALS = frozenset(
+    {
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+    }
+)
 
 
 class LostError(Exception):
@@ -33,9 +41,9 @@ def follow(
             if response.capture.state in FINAL:
                 return
     except grpc.RpcError as error:
-        if not capture_id:
+        if not capture_id or error.code() in REFUSALS:
             raise
-        warn(f"the connection to the daemon was lost ({error.code().name}); asking again for capture {capture_id}")
+        warn(f"the connection was lost ({error.code().name}); asking again for capture {capture_id}")
     if not capture_id:
         raise LostError("the daemon said nothing about the capture; `rankscope captures ls` shows whether there is one")
     yield from follow_again(stub, capture_id)
@@ -55,6 +63,8 @@ def follow_again(
                 raise LostError(
                     f"the daemon was restarted and does not know capture {capture_id} any more; start another"
                 ) from error
+            if error.code() in REFUSALS:
+                raise
             if time.monotonic() - silent_since > RECONNECT_SECONDS:
                 raise LostError(
                     f"the daemon has been away for {RECONNECT_SECONDS:g} s; when it is back, "

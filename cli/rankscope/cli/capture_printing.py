@@ -9,7 +9,16 @@ from rankscope.analysis.drawing.svg import printable
 from rankscope.cli.capture_fetching import Fetched, next_steps
 from rankscope.cli.capture_following import FINAL
 from rankscope.cli.capture_table import make_console, result_table
-from rankscope.cli.capture_wording import delivered, findings, is_complete, notes, outcome, slowdowns, state_word
+from rankscope.cli.capture_wording import (
+    delivered,
+    elsewhere,
+    findings,
+    is_complete,
+    notes,
+    outcome,
+    slowdowns,
+    state_word,
+)
 from rankscope.v1 import capture_service_pb2 as pb
 
 MOST_NOTES = 8
@@ -48,7 +57,8 @@ def _where(capture: pb.Capture, fetched: Fetched | None) -> list[str]:
         return []
     if fetched is None:
         uris = [f"Uploaded: {printable(entry.uri)}" for entry in here if entry.uri]
-        return [*uris, "The daemon keeps the files; next:", f"  rankscope captures get {capture.id} --output DIR"]
+        command = f"  rankscope captures get {capture.id} --output DIR{elsewhere(capture.id)}"
+        return [*uris, "The daemon keeps the files; next:", command]
     if not fetched.files:
         return []
     files = [path for paths in fetched.files.values() for path in paths]

@@ -130,7 +130,10 @@ class LineProgress:
 
 def headline(capture: pb.Capture | None) -> str:
     if capture is None:
-        return "asking the daemon"
+        return "asking"
+    if not capture.ranks:
+        waits = capture.notes[0] if capture.notes else "is about to begin"
+        return printable(f"capture {capture.id} of {capture.job} {waits}")
     text = f"capture {capture.id} of {ranks_text([entry.rank for entry in capture.ranks])} of {capture.job}"
     if delivered(capture) and capture.state not in FINAL and all(entry.state in FINAL for entry in capture.ranks):
         text += ": recorded; comparing the ranks, and step times before and after"

@@ -27,6 +27,11 @@ def state_word(state: int) -> str:
     return names.get(state, "CAPTURE_STATE_UNSPECIFIED").removeprefix("CAPTURE_STATE_").lower()
 
 
+def elsewhere(capture_id: str) -> str:
+    """What a command about it needs besides: the operator's captures are named after their namespace."""
+    return " --operator HOST:PORT" if "/" in capture_id else ""
+
+
 def delivered(capture: pb.Capture) -> list[pb.RankCapture]:
     return [entry for entry in capture.ranks if entry.state == pb.CAPTURE_STATE_ANALYSED]
 

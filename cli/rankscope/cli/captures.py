@@ -1,4 +1,4 @@
-"""`rankscope captures`: the captures a daemon remembers: list, show, download, cancel."""
+"""`rankscope captures`: the captures a daemon or an operator knows: list, show, download, cancel, remove."""
 
 from __future__ import annotations
 
@@ -14,31 +14,36 @@ from rankscope.cli.capture_connecting import (
     CALL_SECONDS,
     EndpointError,
     add_endpoint_argument,
+    connect,
     explain,
-    open_channel,
-    target_of,
 )
-from rankscope.cli.capture_downloading import DownloadError, prepare
+from rankscope.cli.capture_downloading import DownloadError, prepare, safe_name
 from rankscope.cli.capture_fetching import fetch
 from rankscope.cli.capture_following import FINAL
 from rankscope.cli.capture_json import to_object
 from rankscope.cli.capture_printing import print_capture
 from rankscope.cli.capture_progress import make_progress
 from rankscope.cli.capture_table import list_table, make_console
-from rankscope.cli.capture_wording import delivered, state_word
+from rankscope.cli.capture_wording import delivered, elsewhere, state_word
+from rankscope.cli.operator_connecting import add_operator_arguments
 from rankscope.daemon.captures.orders import CaptureError
 from rankscope.daemon.captures.selecting import choose_ranks
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
 NAME = "captures"
-HELP = "list, show, download and cancel captures"
+HELP = "list, show, download, cancel and remove captures"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     listing = actions.add_parser("ls", help="list captures, the latest first")
-    listing.add_argument("--job", default="", metavar="J", help="of this job only")
+    listing.add_argument(
+        "--job",
+        default="",
+        metavar="J",
+        help="of this job only; with --operator NAMESPACE/RUN, or NAMESPACE/ for all runs of one",
+    )
     listing.add_argument("--json", action="store_true", help="print one JSON object")
     showing = actions.add_parser("show", help="tell what each rank of a capture did")
     showing.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
@@ -49,18 +54,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     getting.add_argument("--output", type=Path, metavar="DIR", help="where to (default: a directory named ID, here)")
     cancelling = actions.add_parser("cancel", help="end a capture; what its ranks have delivered is kept")
     cancelling.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
-    for action in (listing, showing, getting, cancelling):
+    removing = actions.add_parser("rm", help="remove a capture that is over, its recordings included")
+    removing.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
+    for action in (listing, showing, getting, cancelling, removing):
         add_endpoint_argument(action)
+        add_operator_arguments(action)
 
 
 def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        target = target_of(arguments.endpoint)
+        target, channel = connect(arguments)
     except EndpointError as error:
         return _refuse(str(error))
     try:
-        with open_channel(target) as channel:
+        with channel:
             stub = CaptureServiceStub(channel)
             if arguments.action == "ls":
                 return _list(stub, arguments)
@@ -68,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
                 return _show(stub, arguments)
             if arguments.action == "get":
                 return _get(stub, target, arguments)
-            return _cancel(stub, arguments)
+            return _remove(stub, arguments) if arguments.action == "rm" else _cancel(stub, arguments)
     except grpc.RpcError as error:
         return _refuse(explain(target, error))
     except (DownloadError, CaptureError) as error:
@@ -108,7 +116,7 @@ def _get(stub: CaptureServiceStub, target: str, arguments: argparse.Namespace) -
     if not here:
         print_capture(capture)
         return 1
-    folder: Path = arguments.output or Path(capture.id)
+    folder: Path = arguments.output or Path(safe_name(arguments.id))
     prepare(folder)
     with make_progress(make_console(stderr=True)) as progress:
         try:
@@ -125,7 +133,18 @@ def _cancel(stub: CaptureServiceStub, arguments: argparse.Namespace) -> int:
     if capture.state in FINAL:
         print(f"capture {capture.id} is over: {state_word(capture.state)}")
     else:
-        print(f"capture {capture.id} was asked to stop; `rankscope captures show {capture.id}` tells how it ended")
+        command = f"rankscope captures show {capture.id}{elsewhere(capture.id)}"
+        print(f"capture {capture.id} was asked to stop; `{command}` tells how it ended")
+    return 0
+
+
+def _remove(stub: CaptureServiceStub, arguments: argparse.Namespace) -> int:
+    capture = _find(stub, arguments.id)
+    if capture.state not in FINAL:
+        command = f"rankscope captures cancel {capture.id}{elsewhere(capture.id)}"
+        return _refuse(f"capture {capture.id} is under way; next: {command}")
+    stub.DeleteCapture(pb.DeleteCaptureRequest(id=arguments.id), timeout=CALL_SECONDS)
+    print(f"capture {arguments.id} is removed")
     return 0
 
 

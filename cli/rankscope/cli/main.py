@@ -31,7 +31,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand("operator", "correlate the ranks of a Kubernetes cluster", "operator"),
     Subcommand("top", "show jobs and ranks as a live table", "cli"),
     Subcommand("capture", "record chosen ranks in depth, all at the same moment", "cli"),
-    Subcommand("captures", "list, show, download and cancel captures", "cli"),
+    Subcommand("captures", "list, show, download, cancel and remove captures", "cli"),
     Subcommand("analyze", "read traces, timelines and collectives from files", "cli"),
     Subcommand("mfu", "compute MFU and HFU of a model on a device", "cli"),
     Subcommand("compare", "tell whether run B is slower than run A, and how sure that is", "cli"),

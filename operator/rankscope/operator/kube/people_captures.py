@@ -103,7 +103,7 @@ class PeopleCaptures:
 
     def get(self, request: pb.GetCaptureRequest, call: Call) -> pb.GetCaptureResponse:
         thing = self._found(request.id, call, Access("get", place_of_capture(request.id).namespace))
-        return pb.GetCaptureResponse(capture=answer(thing, self._traces.told(thing)))
+        return pb.GetCaptureResponse(capture=answer(thing, self._traces.told(thing) if thing.is_finished else None))
 
     def list(self, request: pb.ListCapturesRequest, call: Call) -> pb.ListCapturesResponse:
         place = places_to_list(request.job)
