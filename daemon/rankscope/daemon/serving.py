@@ -12,10 +12,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from rankscope.daemon.arriving import Arrivals
 from rankscope.daemon.config import Config, parse_address
+from rankscope.daemon.guarding import CallGuard
 from rankscope.daemon.listening import ListenError, SocketLock, in_use
 from rankscope.daemon.publishing import Publisher, Tick, TooManyReadersError
-from rankscope.daemon.tls import Certificates, OperatorsOnly, TlsFiles
+from rankscope.daemon.tls import Certificates, TlsFiles
 from rankscope.v1 import capture_service_pb2, capture_service_pb2_grpc, rank_service_pb2, rank_service_pb2_grpc
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import (
@@ -32,6 +34,8 @@ OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 64 * 1024),
     ("grpc.max_metadata_size", 16 * 1024),
+    ("grpc.absolute_max_metadata_size", 16 * 1024),
+    ("grpc.max_concurrent_streams", 64),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
     ("grpc.max_allowed_incoming_connections", 1024),
@@ -126,12 +130,13 @@ class GrpcServer:
     def __init__(self, services: Sequence[Service], socket_lock: SocketLock | None, config: Config) -> None:
         threads = config.watch_readers + SHORT_CALL_THREADS
         files = TlsFiles.of(config)
-        self._certificates = None if files is None else Certificates(files)
+        arrivals = None if files is None else Arrivals()
+        self._certificates = None if files is None or arrivals is None else Certificates(files, arrivals.came)
         self._server = grpc.server(
             ThreadPoolExecutor(threads, thread_name_prefix="rankscope-grpc"),
             # More calls than threads would wait unseen in the pool's queue; this way they are told.
             maximum_concurrent_rpcs=threads,
-            interceptors=() if files is None else (OperatorsOnly(),),
+            interceptors=(CallGuard(arrivals),),
             options=OPTIONS,
         )
         self._health = health.HealthServicer()

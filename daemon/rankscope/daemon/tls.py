@@ -1,6 +1,6 @@
-"""gRPC over TCP for the operator alone: certificates on both sides, and the caller's has to be an operator's.
+"""The daemon's certificates, read anew when their files change: new connections get the new ones, open streams live on.
 
-Certificates are read anew when their files change: new connections get the new ones, open streams live on."""
+Who may call with which certificate is decided elsewhere (guarding.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import grpc
 
@@ -22,11 +21,7 @@ from rankscope.wire.following_tls import files as material_files
 
 log = logging.getLogger(__name__)
 
-# Daemons have certificates of the same authority: one that was stolen from a node must not open the other nodes.
-OPERATOR_ROLE = "rankscope-operator"
 CERTIFICATE_BYTES = 1 << 20
-CALLERS_REMEMBERED = 256
-NOT_AN_OPERATOR = "this certificate is not an operator's"
 
 
 @dataclass(frozen=True)
@@ -93,8 +88,9 @@ def _warn_of_the_end(path: Path, content: bytes) -> None:
 class Certificates:
     """Asked by gRPC for every new connection. What cannot be read leaves the certificates as they are."""
 
-    def __init__(self, files: TlsFiles) -> None:
+    def __init__(self, files: TlsFiles, on_connection: Callable[[], None] = lambda: None) -> None:
         self._files = files
+        self._on_connection = on_connection
         self._lock = threading.Lock()
         try:
             self._state = files.state
@@ -106,6 +102,7 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(self._first, self._changed, require_client_authentication=True)
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        self._on_connection()
         with self._lock:
             try:
                 state = self._files.state
@@ -120,57 +117,3 @@ class Certificates:
             self._state = state
         log.info("certificates were read anew from %s", self._files.certificate)
         return configuration
-
-
-class OperatorsOnly(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Whoever comes over TCP has to show an operator's certificate; the Unix socket is guarded by its own mode."""
-
-    def __init__(self) -> None:
-        self._told: set[tuple[str, str]] = set()
-
-    def intercept_service(
-        self, continuation: Callable[[Any], Any], handler_call_details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler | None:
-        handler = continuation(handler_call_details)
-        if handler is None:
-            return grpc.unary_unary_rpc_method_handler(self._guarded(_unknown_method))
-        made = getattr(grpc, f"{_kind(handler)}_rpc_method_handler")
-        behaviour = getattr(handler, _kind(handler))
-        return made(
-            self._guarded(behaviour),
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
-
-    def _guarded(self, behaviour: Callable[[Any, grpc.ServicerContext], Any]) -> Callable[..., Any]:
-        def guard(request: Any, context: grpc.ServicerContext) -> Any:
-            if not context.peer().startswith("unix:"):
-                self._check(context)
-            return behaviour(request, context)
-
-        return guard
-
-    def _check(self, context: grpc.ServicerContext) -> None:
-        names = caller_names(context.auth_context())
-        if OPERATOR_ROLE in names:
-            return
-        address = context.peer().rpartition(":")[0]
-        shown = ", ".join(sorted(names))[:200]
-        if (address, shown) not in self._told and len(self._told) < CALLERS_REMEMBERED:
-            self._told.add((address, shown))
-            log.warning("refused %s: its certificate is of %r, not of %s", address, shown, OPERATOR_ROLE)
-        context.abort(grpc.StatusCode.PERMISSION_DENIED, NOT_AN_OPERATOR)
-
-
-def caller_names(auth: dict[str, list[bytes]]) -> frozenset[str]:
-    """Names that the authority vouches for; the common name counts only where there are no others (RFC 6125)."""
-    names = auth.get("x509_subject_alternative_name") or auth.get("x509_common_name") or ()
-    return frozenset(name.decode(errors="replace") for name in names)
-
-
-def _kind(handler: grpc.RpcMethodHandler) -> str:
-    return f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
-
-
-def _unknown_method(request: object, context: grpc.ServicerContext) -> None:
-    context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import logging
 import socket
+import ssl
 import threading
 import time
 from dataclasses import dataclass
@@ -17,10 +19,13 @@ from typing import Any, cast
 
 from rankscope.wire.following_tls import FollowedTls
 
+log = logging.getLogger(__name__)
+
 AT_ONCE = 64
 SILENCE_SECONDS = 5.0
 REQUEST_SECONDS = 20.0
 HEAD_BYTES = 16 << 10
+REMEMBERED = 256
 
 
 class HeadTooLargeError(http.client.HTTPException):
@@ -114,6 +119,7 @@ class BoundedHttpServer(HTTPServer):
         self._lock = threading.Lock()
         self._open: dict[_Caller, None] = {}  # the oldest first
         self._here = threading.local()  # the caller that this thread is for
+        self._told: set[tuple[str, str]] = set()
         self._threads = threading.BoundedSemaphore(2 * at_once)
         super().__init__((host, port), handler)
         self.port = int(self.server_address[1])
@@ -158,10 +164,13 @@ class BoundedHttpServer(HTTPServer):
                 if oldest is not None:
                     del self._open[oldest]
                     oldest.cut()
-            is_room = len(self._open) < self._at_once and self._threads.acquire(blocking=False)
+            is_room = len(self._open) < self._at_once
             if is_room:
                 self._open[caller] = None
-        if not is_room:
+        # Whoever made room is gone in a moment, and so is its thread.
+        if not is_room or not self._threads.acquire(timeout=1.0):
+            with self._lock:
+                self._open.pop(caller, None)
             self.shutdown_request(request)
             return
         threading.Thread(target=self._attend, args=(caller, client_address), daemon=True).start()
@@ -172,6 +181,8 @@ class BoundedHttpServer(HTTPServer):
             if self._tls is not None:
                 self._shake_hands(caller, self._tls)
             self.finish_request(caller.connection, client_address)
+        except ssl.SSLError as error:
+            self._tell(str(client_address[0]), error)
         except (OSError, ValueError, http.client.HTTPException):
             pass  # a caller that hangs up is its own affair
         finally:
@@ -179,6 +190,15 @@ class BoundedHttpServer(HTTPServer):
                 self._open.pop(caller, None)
             self.shutdown_request(caller.connection)
             self._threads.release()
+
+    def _tell(self, address: str, error: ssl.SSLError) -> None:
+        """Once for each address and reason. Probes of a port that open it and leave are not news."""
+        reason = error.reason or ""
+        told = (address, reason)
+        if not reason or isinstance(error, ssl.SSLEOFError) or told in self._told or len(self._told) >= REMEMBERED:
+            return
+        self._told.add(told)
+        log.warning("port %d: refused %s: %s", self.port, address, reason.lower().replace("_", " "))
 
     def _shake_hands(self, caller: _Caller, tls: FollowedTls) -> None:
         """In the caller's own thread: a silent one holds nobody up."""

@@ -18,9 +18,9 @@ from rankscope.daemon.certificates import CertificateError, validity
 from rankscope.daemon.config import ConfigError, resolve
 from rankscope.daemon.examining import Level
 from rankscope.daemon.examining_tls import certificates_are_good
+from rankscope.daemon.guarding import NOT_AN_OPERATOR
 from rankscope.daemon.listening import ListenError
 from rankscope.daemon.loop import Daemon
-from rankscope.daemon.tls import NOT_AN_OPERATOR
 from rankscope.v1.rank_service_pb2 import ListRanksRequest, WatchRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from tests.certificates import Authority, Pair

@@ -174,8 +174,9 @@ def test_new_certificates_serve_new_connections_and_half_a_change_is_none(
 
 
 def test_plain_text_silence_and_strangers_certificates_get_nothing_and_hold_nobody_up(
-    start: Start, tmp_path: Path
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)
     authority, other = Authority(tmp_path / "a"), Authority(tmp_path / "b")
     own = authority.issue("server", "server")
     server = start(FollowedTls(files(own.certificate, own.key, authority.certificate)))
@@ -183,9 +184,11 @@ def test_plain_text_silence_and_strangers_certificates_get_nothing_and_hold_nobo
     with connect(server) as plain:
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert b"HTTP" not in ended(plain)
-    for stranger in (other.issue("x", "x"), authority.issue("late", "x", lasts=timedelta(days=-1))):
+    for stranger in 2 * (other.issue("x", "x"), authority.issue("late", "x", lasts=timedelta(days=-1))):
         with pytest.raises((ssl.SSLError, ConnectionError)):
             certificate_of(server, tls_context(authority, stranger))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == len(set(told)) == 2, told  # plain text, and certificates that cannot be verified
     assert certificate_of(server, tls_context(authority))
     assert certificate_of(server, tls_context(authority, authority.issue("known", "known")))
     for one in silent:

@@ -103,7 +103,8 @@ class Conductor:
 
     def _start(self, request: pb.StartCaptureRequest, requested_by: str, usual_step_seconds: float | None) -> str:
         ranks = self._ranks()
-        job = choose_job(request.job, {rank.job for rank in ranks})
+        is_elsewhere = requested_by.startswith(("ipv4:", "ipv6:"))
+        job = choose_job(request.job, {rank.job for rank in ranks}, names_others=not is_elsewhere)
         here = {rank.rank: rank for rank in ranks if rank.job == job}
         world_size = max(rank.world_size for rank in here.values())
         numbers = choose_ranks(request.ranks, job, here.keys(), world_size, self.suspects_of)

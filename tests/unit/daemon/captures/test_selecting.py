@@ -68,3 +68,11 @@ def test_the_job_may_be_left_out_where_there_is_one() -> None:
 def test_a_job_that_is_not_clear_is_asked_for(wanted: str, jobs: set[str], words: str) -> None:
     with pytest.raises(CaptureError, match=words):
         choose_job(wanted, jobs)
+
+
+@pytest.mark.parametrize("wanted", ["", "c", "c" * 60_000])
+def test_a_caller_elsewhere_is_not_told_the_names_of_other_jobs(wanted: str) -> None:
+    with pytest.raises(CaptureError) as raised:
+        choose_job(wanted, {"secret-a", "secret-b"}, names_others=False)
+    assert "secret" not in str(raised.value)
+    assert len(str(raised.value)) < 300
