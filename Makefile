@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup prometheus demo test captures kube lint proto docs dashboards bench clean
+.PHONY: help setup prometheus demo test captures kube ship lint proto docs dashboards bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,11 @@ kube: setup  ## the operator against a real API server (built once, six minutes)
 	@tools/setup_kube.sh
 	@$(BIN)/python -m pytest -q tests/kube
 
+ship: setup  ## the chart with a real helm on a real API server; takes three minutes
+	@tools/setup_kube.sh
+	@tools/setup_helm.sh
+	@$(BIN)/python -m pytest -q tests/ship
+
 lint: setup  ## ruff, mypy --strict, the layer contract, fresh generated files
 	@echo "==> ruff"
 	@$(BIN)/ruff check .
@@ -66,4 +71,4 @@ bench: setup prometheus  ## measure what it costs; prints a table
 	@$(BIN)/python -m benchmarks
 
 clean:  ## remove the virtual environment and caches
-	rm -rf .venv .venv-hta .prometheus .grafana-schema .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-hta .prometheus .helm .grafana-schema .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

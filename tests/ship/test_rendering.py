@@ -1,0 +1,62 @@
+"""What helm makes of the chart: correct for Kubernetes old and new, and accepted by a real API server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+
+from tests.kube.api_server import ApiServer
+from tests.ship import cluster, foreign_kinds
+from tests.ship.combinations import COMBINATIONS
+from tests.ship.conftest import NEW, RENDERED_TWICE, Rendered
+from tests.ship.helm import NAMESPACE, Helm
+
+# Their schemas are not Kubernetes' own; the API server has them.
+FOREIGN = {kind for _, _, kind, _, _ in foreign_kinds.KINDS}
+
+
+def test_helm_lint_finds_nothing_to_say_about_the_chart(helm: Helm) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        all_told = list(pool.map(lambda name: helm.lint(name, COMBINATIONS[name]), ("default", "everything")))
+    for told in all_told:
+        assert "0 chart(s) failed" in told and "[WARNING]" not in told and "[INFO]" not in told, told
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_every_manifest_is_strictly_valid(rendered: dict[str, Rendered], name: str) -> None:
+    """Rendered for the oldest: what is newer must know all of it, but for what has moved since."""
+    for document in rendered[name].documents:
+        if document["kind"] not in FOREIGN and document["apiVersion"] != "policy/v1beta1":
+            kubernetes_validate.validate(document, NEW, strict=True)
+
+
+@pytest.mark.parametrize("name", RENDERED_TWICE)
+def test_what_is_made_for_the_newest_kubernetes_is_strictly_valid_there(
+    all_rendered: dict[tuple[str, str], Rendered], name: str, tmp_path: Path
+) -> None:
+    documents = all_rendered[name, NEW].documents
+    file = tmp_path / "rendered.yaml"
+    file.write_text("\n---\n".join(json.dumps(each) for each in documents))
+    command = [str(Path(sys.executable).parent / "kubernetes-validate"), "-k", NEW, "--strict", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    told = done.stdout + done.stderr
+    assert done.returncode == 0 and "ERROR" not in told, told
+    known = [each for each in documents if each["kind"] not in FOREIGN]
+    assert told.count("INFO") == len(known), told
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_the_api_server_would_take_every_manifest_and_drop_no_field(
+    rendered: dict[str, Rendered], server: ApiServer, name: str
+) -> None:
+    kinds = cluster.resources(server.admin)
+    for document in rendered[name].documents:
+        said = cluster.refused(server.admin, cluster.path_of(kinds, document, NAMESPACE), document)
+        assert said is None, f"{document['kind']} {document['metadata']['name']}: {said}"
