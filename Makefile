@@ -22,14 +22,7 @@ demo: setup  ## a real 4-rank job with a slow rank, and Rankscope finding it
 
 test: setup prometheus lint  ## lint, then all tests
 	@tools/setup_grafana_schema.sh
-	@echo "==> unit tests"
-	@$(BIN)/python -m pytest -q tests/unit
-	@echo "==> integration tests (real processes)"
-	@$(BIN)/python -m pytest -q tests/integration
-	@echo "==> end-to-end tests (real training jobs)"
-	@$(BIN)/python -m pytest -q tests/e2e
-	@echo "==> alerts and dashboards (a real Prometheus)"
-	@$(BIN)/python -m pytest -q tests/alerts
+	@$(BIN)/python -m tools.run_tests
 
 captures: setup  ## captures of real jobs in namespaces of their own; needs root, takes six minutes
 	@$(BIN)/python -m pytest -q tests/captures
