@@ -9,13 +9,14 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.fleet_layout import NAMESPACE, FleetLayout
 from rankscope.analysis.verdict import Kind, Severity
 from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.operator.correlation.losing import LostSeconds
-from rankscope.operator.correlation.wire_shapes import Said
+from rankscope.operator.correlation.wire_shapes import Message
 from rankscope.operator.kube.binding import Binding
 from rankscope.operator.kube.daemon_streams import DaemonStreams
 from rankscope.operator.kube.inventory import Inventory
@@ -40,8 +41,8 @@ class Core:
         self.correlator.listen(LostSeconds())
         self.correlator.listen(self._time)
 
-    def _accept(self, message: Said, node: str) -> None:
-        heard = self.binding.bind(message, node)
+    def _accept(self, messages: Sequence[Message]) -> None:
+        heard = self.binding.bind(messages)
         self.windows_total += len(heard.windows)
         if heard.windows or heard.departed:
             self.correlator.take(heard.windows, heard.departed)

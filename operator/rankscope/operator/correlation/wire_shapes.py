@@ -6,7 +6,7 @@ taken from the contract itself, so that these shapes cannot drift from it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
@@ -31,6 +31,13 @@ class Said(Protocol):
 
     windows: Sequence[bytes]
     departed: Sequence[bytes]
+
+
+class Message(NamedTuple):
+    """Of the daemon of `node`, as *we* know it."""
+
+    node: str
+    said: Said
 
 
 class Process(Protocol):

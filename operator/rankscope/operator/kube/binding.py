@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen
-from rankscope.operator.correlation.wire_shapes import Said, read_figures
+from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen, ReadWindow, read_windows
+from rankscope.operator.correlation.wire_shapes import Message, Said
 from rankscope.operator.kube.grouping import RunKey
 from rankscope.operator.kube.inventory import Inventory
 from rankscope.v1.identity_pb2 import RankIdentity
@@ -53,12 +53,13 @@ class _Known:
     """A process of a node by the very bytes of its identity, which are the same in each of its windows: what they say
     is read once."""
 
-    __slots__ = ("heard_at", "identity", "is_possible", "names", "rank", "seen", "sought")
+    __slots__ = ("heard_at", "identity", "is_possible", "key", "names", "rank", "seen", "sought")
 
     def __init__(self, identity: RankIdentity) -> None:
         self.identity = identity  # as the daemon has it
         self.sought = (identity.pod, identity.job)
         self.rank = identity.rank
+        self.key = (identity.pod, identity.rank)
         self.is_possible = 0 <= identity.rank < identity.world_size
         self.seen: RankSeen | None = None  # under `names`
         self.names: Names = ("", "", "", "")
@@ -92,7 +93,7 @@ class _Names:
     swept_at: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Place:
     """Where the ranks of one pod and job belong."""
 
@@ -103,11 +104,12 @@ class _Place:
     owners: Owners = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Here:
     """One message's: the pods and jobs of a node are few, and looked up once."""
 
     node: str
+    speaker: _Speaker
     now: float
     keeps: Callable[[str], bool]
     places: dict[tuple[str, str], _Place] = field(default_factory=dict)
@@ -130,46 +132,57 @@ class Binding:
         self._speakers: dict[str, _Speaker] = {}
         self._names: dict[RunKey, _Names] = {}
 
-    def bind(self, message: Said, node: str, keeps: Callable[[str], bool] = lambda name: True) -> Heard:
-        """What of it holds, with `job` the run's name and `node` and `namespace` as the API server has them. Of jobs
-        that `keeps` says no to, nothing is kept."""
+    def bind(self, messages: Sequence[Message], keeps: Callable[[str], bool] = lambda name: True) -> Heard:
+        """What of them holds, with `job` the run's name and `node` and `namespace` as the API server has them. Of jobs
+        that `keeps` says no to, nothing is kept. Many at a time are far cheaper than one by one."""
         with self._lock:
-            return self._bind(message, node, keeps)
+            now = self._monotonic()
+            listened = [self._listen(message, now) for message in messages]
+            reads = read_windows([window for windows in listened for window in windows])
+            heard, start = Heard([], []), 0
+            for message, windows in zip(messages, listened, strict=True):
+                here = _Here(message.node, self._speakers[message.node], now, keeps)
+                end = start + len(windows)
+                self._bind(windows, reads[start:end], here, heard)
+                start = end
+                self._inventory.ranks_seen_in({pod for (pod, _), place in here.places.items() if place.uid})
+                heard.departed.extend(self._departed(message.said, here))
+            return heard
 
-    def _bind(self, message: Said, node: str, keeps: Callable[[str], bool]) -> Heard:
-        here = _Here(node, self._monotonic(), keeps)
-        speaker = self._speakers.get(node)
+    def _listen(self, message: Message, now: float) -> Sequence[bytes]:
+        """Those of its windows that its allowance is enough for."""
+        speaker = self._speakers.get(message.node)
         if speaker is None:
-            speaker = self._speakers[node] = _Speaker(0.0, here.now - BURST_SECONDS)
-        sent = len(message.windows)
-        allowed = self._allow(speaker, sent, here.now)
-        windows, ranks = [], set()
-        for window_bytes in message.windows[:allowed]:
-            try:
-                figures = read_figures(window_bytes)
-                known = speaker.known.get(figures.identity) or self._meet(speaker, figures.identity, here.now)
-                if known is None:
-                    continue
-                ranks.add((known.sought, known.rank))
-                place = self._believe(known, here)
-                if place is None:
-                    continue
-                if len(window_bytes) > WINDOW_BYTES_LIMIT:
-                    self.refusals.add("size")
-                    continue
-                windows.append(HeldWindow(known.under(place.names), window_bytes, figures))
-            except DecodeError:
-                self.refusals.add("unreadable")
+            speaker = self._speakers[message.node] = _Speaker(0.0, now - BURST_SECONDS)
+        sent = message.said.windows
+        return sent[: self._allow(speaker, len(sent), now)]
+
+    def _bind(self, windows: Sequence[bytes], reads: Sequence[ReadWindow | None], here: _Here, heard: Heard) -> None:
+        speaker = here.speaker
+        ranks = set()
+        for window, read in zip(windows, reads, strict=True):
+            known = None if read is None else speaker.known.get(read.identity) or self._meet(read.identity, here)
+            if read is None or known is None:
+                self.refusals.add("unreadable" if read is None else "ranks")
+                continue
+            ranks.add(known.key)
+            place = self._believe(known, here)
+            if place is None:
+                continue
+            if len(window) > WINDOW_BYTES_LIMIT:
+                self.refusals.add("size")
+                continue
+            heard.windows.append(HeldWindow(known.under(place.names), window, read))
         # Those of the present message: ranks come and go, and none may raise the allowance for ever.
         speaker.ranks = len(ranks) or speaker.ranks
-        self._inventory.ranks_seen_in({pod for (pod, _), place in here.places.items() if place.uid})
-        return Heard(windows, self._departed(message, speaker, here))
 
-    def _departed(self, message: Said, speaker: _Speaker, here: _Here) -> list[RankIdentity]:
-        found = []
-        for identity in message.departed[: self._allow(speaker, len(message.departed), here.now)]:
+    def _departed(self, said: Said, here: _Here) -> list[RankIdentity]:
+        found: list[RankIdentity] = []
+        if not said.departed:
+            return found
+        for identity in said.departed[: self._allow(here.speaker, len(said.departed), here.now)]:
             try:
-                known = speaker.known.pop(identity, None) or _Known(RankIdentity.FromString(identity))
+                known = here.speaker.known.pop(identity, None) or _Known(RankIdentity.FromString(identity))
             except DecodeError:
                 self.refusals.add("unreadable")
                 continue
@@ -210,15 +223,19 @@ class Binding:
             self.refusals.add("rate", sent - allowed)
         return allowed
 
-    def _meet(self, speaker: _Speaker, identity: bytes, now: float) -> _Known | None:
+    def _meet(self, identity: bytes, here: _Here) -> _Known | None:
+        """None where there are too many already, or where it is no identity."""
+        speaker, now = here.speaker, here.now
         if len(speaker.known) >= RANKS_PER_NODE:
             if now - speaker.forgot_at > FORGETTING_SECONDS:
                 speaker.forgot_at = now
                 speaker.known = {key: k for key, k in speaker.known.items() if now - k.heard_at < SILENT_SECONDS}
             if len(speaker.known) >= RANKS_PER_NODE:
-                self.refusals.add("ranks")
                 return None
-        known = speaker.known[identity] = _Known(RankIdentity.FromString(identity))
+        try:
+            known = speaker.known[identity] = _Known(RankIdentity.FromString(identity))
+        except DecodeError:
+            return None
         return known
 
     def _believe(self, known: _Known, here: _Here) -> _Place | None:

@@ -8,14 +8,14 @@ import asyncio
 import logging
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from rankscope.operator.correlation.wire_shapes import Said, read_said
+from rankscope.operator.correlation.wire_shapes import Message, Said, read_said
 from rankscope.operator.kube.daemon_credentials import DaemonTls, credentials, naming
 from rankscope.v1 import rank_service_pb2
 
@@ -34,13 +34,15 @@ MESSAGE_BYTES_LIMIT = 8 << 20
 # What a daemon may send ahead of us, some twenty messages.
 LOOKAHEAD_BYTES = 512 << 10
 METHOD = "/rankscope.v1.RankService/WatchRanks"
+# What comes within so long is handed on together.
+GATHERING_SECONDS = 0.05
 # How many connections may be under way at once: a restarted operator must not meet its fleet all at the same moment.
 CONNECTING_LIMIT = 128
 
 # A request has to fit into what a daemon reads: of a node with more pods than this, all windows are asked for.
 PODS_LIMIT = 1000
 
-Accept = Callable[[Said, str], None]
+Accept = Callable[[Sequence[Message]], None]
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def _target(node: str, address: str, pods: Mapping[str, frozenset[str]] | None) 
 
 
 class DaemonStreams:
-    """`follow` says which daemons there are. `accept` is called in one thread, with the node's name as *we* know it."""
+    """`follow` says which daemons there are. `accept` is called in one thread, with all that was heard in a moment: a
+    fleet speaks at the same time, and many messages are read sooner together than one by one."""
 
     def __init__(self, accept: Accept, tls: DaemonTls | None = None) -> None:
         self._accept = accept
@@ -66,6 +69,7 @@ class DaemonStreams:
         self._connected: set[str] = set()
         self._connecting = asyncio.Semaphore(CONNECTING_LIMIT)
         self._heard_at: dict[grpc.aio.Call, float] = {}
+        self._gathered: list[Message] = []
         self._thread = threading.Thread(target=self._run, name="rankscope-streams", daemon=True)
         self.messages_total = 0
 
@@ -178,10 +182,16 @@ class DaemonStreams:
         return grpc.aio.insecure_channel(address, options=options)
 
     def _take(self, said: Said, node: str) -> None:
+        if not self._gathered:
+            self._loop.call_later(GATHERING_SECONDS, self._hand_on)
+        self._gathered.append(Message(node, said))
+
+    def _hand_on(self) -> None:
+        gathered, self._gathered = self._gathered, []
         try:
-            self._accept(said, node)
+            self._accept(gathered)
         except Exception:  # whatever one daemon says, the others are heard
-            log.exception("a message of the daemon of %s could not be taken in", node)
+            log.exception("messages of %d daemons could not be taken in", len(gathered))
 
 
 def _read(message: bytes) -> Said:

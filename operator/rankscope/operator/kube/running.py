@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from rankscope.operator.alerts.tokens import read_token
 from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.operator.correlation.exporting import JobExporter
 from rankscope.operator.correlation.losing import LostSeconds
-from rankscope.operator.correlation.wire_shapes import Said
+from rankscope.operator.correlation.wire_shapes import Message
 from rankscope.operator.kube.alert_captures import AlertCaptures
 from rankscope.operator.kube.api import Api
 from rankscope.operator.kube.automatic_making import AutomaticCaptures
@@ -208,9 +208,9 @@ class Operator:
     def states_by_job(self) -> Mapping[str, JobState]:
         return {state.job: state for state in self.correlator.states}
 
-    def _accept(self, message: Said, node: str) -> None:
+    def _accept(self, messages: Sequence[Message]) -> None:
         """In the streams' thread. Of the runs in shards that others hold, nothing is kept."""
-        heard = self.binding.bind(message, node, self._is_held)
+        heard = self.binding.bind(messages, self._is_held)
         if heard.windows or heard.departed:
             self.correlator.take(heard.windows, heard.departed)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.operator.correlation.wire_shapes import read_said
+from rankscope.operator.correlation.wire_shapes import Message, read_said
 from rankscope.operator.kube.binding import OWNED_SECONDS, SILENT_SECONDS, Binding, Heard
 from rankscope.operator.kube.inventory import Inventory
 from rankscope.operator.kube.pods import Owner, Pod
@@ -44,7 +44,7 @@ def message(*ranks: int, pod: str = "pod-0", job: str = "10.0.0.1:29500/none", n
 def bind(
     binding: Binding, message: WatchRanksResponse, node: str, keeps: Callable[[str], bool] = lambda name: True
 ) -> Heard:
-    return binding.bind(read_said(message.SerializeToString()), node, keeps)
+    return binding.bind([Message(node, read_said(message.SerializeToString()))], keeps)
 
 
 def test_windows_get_the_names_that_the_api_server_knows(inventory: Inventory) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from rankscope.daemon.loop import Daemon
+from rankscope.operator.correlation.wire_shapes import Message
 from rankscope.operator.kube import daemon_streams
 from rankscope.operator.kube.capture_calls import DaemonAwayError, DaemonCalls, DaemonRefusedError
 from rankscope.operator.kube.daemon_credentials import Tls
@@ -33,10 +34,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 class Ears:
     def __init__(self) -> None:
-        self.messages: list[tuple[str, WatchRanksResponse]] = []
+        self.messages: list[Message] = []
 
-    def __call__(self, message: WatchRanksResponse, node: str) -> None:
-        self.messages.append((node, message))
+    def __call__(self, messages: Sequence[Message]) -> None:
+        self.messages.extend(messages)
 
 
 @pytest.fixture(autouse=True)
