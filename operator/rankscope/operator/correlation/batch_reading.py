@@ -224,9 +224,8 @@ class _Reading:
                     self.is_odd[at[same]] = True
                     continue
                 for place, tag in enumerate(kind.tolist()):
-                    column = columns.get(tag >> 3)
-                    if column is not None:
-                        self.rows[column, at[same]] = self.doubles[first[same] + (_STRIDE * place + 1)]
+                    if tag >> 3 in columns:
+                        self.rows[columns[tag >> 3], at[same]] = self.doubles[first[same] + (_STRIDE * place + 1)]
             if len(kinds) > KINDS_READ:
                 self.is_odd[at[~(tags[:, None] == kinds[:KINDS_READ]).all(axis=2).any(axis=1)]] = True
 
