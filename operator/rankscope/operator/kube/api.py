@@ -188,6 +188,9 @@ class Api:
             answer.release_conn()
         # A server that is starting or overloaded, or a proxy before it, says so: that is an outage, not a refusal.
         if answer.status in (429, 502, 503, 504):
+            if b"ResourceVersionTooLarge" in text:
+                # Its store was restored from before what we have seen, and waiting for that would take for ever.
+                raise GoneError(410, "ResourceVersionTooLarge", "the API server is behind what was read from it")
             raise UnreachableError(f"{method} {path}: {answer.status}")
         raise _refusal(answer.status, text)
 
