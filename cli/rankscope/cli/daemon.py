@@ -9,7 +9,9 @@ from pathlib import Path
 
 from rankscope.daemon.config import (
     ENVIRONMENT_PREFIX,
+    NONE,
     SETTINGS,
+    Config,
     ConfigError,
     Resolved,
     resolve,
@@ -61,7 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
     from rankscope.cli.foreground import run_until_signalled
     from rankscope.daemon.loop import Daemon
 
-    return run_until_signalled(NAME, Daemon(resolved.config), resolved.config.log_level)
+    config = resolved.config
+    return run_until_signalled(NAME, Daemon(config), config.log_level, audit_path(config))
+
+
+def audit_path(config: Config) -> Path | None:
+    return None if config.audit_log == NONE else Path(config.audit_log)
 
 
 def warn_of_unknown_variables() -> None:

@@ -6,8 +6,10 @@ import logging
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Protocol
 
+from rankscope.cli.audit_logging import AuditFileError, open_audit_log
 from rankscope.daemon.listening import ListenError
 from rankscope.daemon.loop import Addresses
 from rankscope.daemon.reporting import OneLine
@@ -22,11 +24,16 @@ class Service(Protocol):
     def stop(self) -> None: ...
 
 
-def run_until_signalled(name: str, service: Service, log_level: str) -> int:
-    """The exit code: 1 if an address is taken, which is explained on stderr."""
+def run_until_signalled(name: str, service: Service, log_level: str, audit_log: Path | None = None) -> int:
+    """The exit code: 1 if an address is taken or audit records cannot be kept, which is explained on stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine())
     logging.basicConfig(level=log_level.upper(), handlers=[handler])
+    try:
+        open_audit_log(audit_log)
+    except AuditFileError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rankscope.analysis.policy import DEFAULT_POLICY
-from rankscope.cli.daemon import add_setting_arguments, read_settings, warn_of_unknown_variables
+from rankscope.cli.daemon import add_setting_arguments, audit_path, read_settings, warn_of_unknown_variables
 from rankscope.cli.foreground import run_until_signalled
 from rankscope.cli.prometheus_stack_files import StackError
 from rankscope.cli.sentences import MARKS, headline, loss
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     policy = replace(DEFAULT_POLICY, mfu_target_ratio=arguments.mfu_target)
     standalone = Standalone(config, policy, alerts=alerting.settings)
     standalone.correlator.listen(VerdictPrinter())
-    return run_until_signalled(NAME, UpService(standalone, alerting), config.log_level)
+    return run_until_signalled(NAME, UpService(standalone, alerting), config.log_level, audit_path(config))
 
 
 class VerdictPrinter:

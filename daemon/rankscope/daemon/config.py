@@ -50,6 +50,7 @@ class Config:
     capture_quota_bytes: int = 10 << 30
     capture_quota_seconds: float = 7 * 86400.0
     capture_upload_url: str = NONE
+    audit_log: str = NONE
     duty_cycle_steps: int = 0
     duty_cycle_seconds: float = 600.0
     duty_cycle_budget_ratio: float = 0.005
@@ -119,6 +120,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("capture_quota_bytes", int, lambda: 10 << 30, "how much captures may take on disk", 1 << 20, 1 << 50),
     Setting("capture_quota_seconds", float, lambda: 7 * 86400.0, "how long captures are kept", 60, 1e9),
     Setting("capture_upload_url", str, lambda: NONE, "where to copy captures to, as in s3://bucket/folder; or none"),
+    Setting("audit_log", str, lambda: NONE, "file for a line of JSON for every capture asked for and ended; or none"),
     Setting("duty_cycle_steps", int, lambda: 0, "steps to record now and then where no probe runs; 0: never", 0, 100),
     Setting("duty_cycle_seconds", float, lambda: 600.0, "how often the duty cycle records", 10, 86400),
     Setting("duty_cycle_budget_ratio", float, lambda: 0.005, "share of a job's time it may cost", 0.0001, 1),

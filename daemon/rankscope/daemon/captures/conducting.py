@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Protocol
 
+from rankscope.daemon.captures.archiving import Archive, StepSecondsOf
 from rankscope.daemon.captures.asking import id_of, kept_text, length_of, options_of, patience_of, start_of
+from rankscope.daemon.captures.auditing import CaptureAudit
 from rankscope.daemon.captures.engaging import Engagements
 from rankscope.daemon.captures.learned_steps import LearnedSteps
 from rankscope.daemon.captures.orders import Backend, CancelledError, CaptureError, Order, Recording, Stage
 from rankscope.daemon.captures.outcomes import (
-    Delivered,
     enter_delivery,
     fail,
     forget_first_attempt,
@@ -35,35 +34,6 @@ STEP_TIME_SECONDS = 6.0
 _STATES = {Stage.ARMED: pb.CAPTURE_STATE_ARMED, Stage.RUNNING: pb.CAPTURE_STATE_RUNNING}
 
 
-Recorded = Mapping[int, tuple[RankProcess, Recording]]
-
-
-class Archive(Protocol):
-    """Where recordings and records go. Any method may raise CaptureError."""
-
-    def workspace(self, capture_id: str) -> Path: ...
-
-    def deliver(
-        self, capture: pb.Capture, recorded: Recorded, steps: int | None, cancelled: threading.Event
-    ) -> Iterator[tuple[int, Delivered | CaptureError]]:
-        """All ranks at once: their traces are cut at the same step."""
-        ...
-
-    def join(self, capture: pb.Capture) -> pb.JoinSummary | None: ...
-
-    def clean(self, capture_id: str) -> None: ...
-
-    def save(self, capture: pb.Capture) -> None: ...
-
-    def load(self) -> Sequence[pb.Capture]: ...
-
-
-class StepSecondsOf(Protocol):
-    """A rank's typical step time over a stretch of the recent past; None where its steps are not seen."""
-
-    def __call__(self, rank: RankProcess, start_unix_seconds: float, end_unix_seconds: float) -> float | None: ...
-
-
 class Conductor:
     """All methods may be called from any thread. `suspects_of` may be set later, by who correlates ranks."""
 
@@ -77,8 +47,10 @@ class Conductor:
         earliest_start: Callable[[Sequence[RankProcess], float], float] = lambda ranks, now: now,
         step_seconds: StepSecondsOf = lambda rank, start_unix_seconds, end_unix_seconds: None,
         unix_seconds: Callable[[], float] = time.time,
+        audit: CaptureAudit | None = None,
     ) -> None:
         self._node = node
+        self.audit = audit or CaptureAudit(node, has_tls=False)
         self._archive = archive
         self._ranks = ranks
         self._earliest_start = earliest_start
@@ -143,6 +115,7 @@ class Conductor:
                 )
                 for rank, _ in engaged
             ]
+            self.audit.asked(capture, request)
             self.records.add(capture)
             work = [(order, backend) for order, (_, backend) in zip(orders, engaged, strict=True)]
             name = f"rankscope-{capture.id}"
@@ -178,6 +151,7 @@ class Conductor:
             log.exception("capture %s", capture_id)
             self.records.change(capture_id, partial(fail, error=f"unexpected: {error}; please report this"))
         finally:
+            self.audit.ended(self.records.get(capture_id))
             self._engagements.end(capture_id)
             self._archive.clean(capture_id)
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from rankscope.daemon.captures import processing_records as records
-from rankscope.daemon.captures.conducting import Recorded
+from rankscope.daemon.captures.archiving import Recorded
 from rankscope.daemon.captures.confining import run_module
 from rankscope.daemon.captures.orders import CancelledError, CaptureError, Recording
 from rankscope.daemon.captures.outcomes import Delivered

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from rankscope.daemon.captures.auditing import CaptureAudit
 from rankscope.daemon.captures.conducting import Conductor
 from rankscope.daemon.captures.delivering import LocalArchive
 from rankscope.daemon.captures.duty_budget import DutySettings
@@ -53,7 +54,9 @@ class CaptureDesk:
         self._ranks: Sequence[RankProcess] = ()
         self._steps = RecentSteps()
         self._sweep_at = time.monotonic() + SWEEP_SECONDS
-        self._store = Store(Path(config.capture_dir), Quota(config.capture_quota_bytes, config.capture_quota_seconds))
+        audit = CaptureAudit(config.node, has_tls=config.tls_certificate != NONE)
+        quota = Quota(config.capture_quota_bytes, config.capture_quota_seconds)
+        self._store = Store(Path(config.capture_dir), quota, on_lost=audit.ended)
         socket_dir = None if config.kineto_socket_dir == NONE else config.kineto_socket_dir
         self._endpoint = Endpoint(socket_directory=socket_dir, proc_root=proc_root)
         self._kineto = kineto = KinetoBackend(self._endpoint, proc_root)
@@ -68,6 +71,7 @@ class CaptureDesk:
             lambda: self._ranks,
             earliest_start=partial(_earliest_start, kineto),
             step_seconds=self._steps,
+            audit=audit,
         )
         self._earlier = self._conductor.records.all()
         settings = DutySettings(config.duty_cycle_steps, config.duty_cycle_seconds, config.duty_cycle_budget_ratio)

@@ -37,6 +37,7 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
         try:
             capture_id = self._conductor.start(request, requested_by=context.peer())
         except CaptureError as error:
+            self._conductor.audit.refused(context.peer(), request, str(error))
             _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         for capture in self._conductor.records.follow(capture_id, context.is_active):
             yield pb.StartCaptureResponse(capture=capture)

@@ -45,11 +45,13 @@ class Store:
         quota: Quota = Quota(),  # noqa: B008 - frozen
         unix_seconds: Callable[[], float] = time.time,
         disk_usage: Callable[[Path], tuple[int, int, int]] = shutil.disk_usage,
+        on_lost: Callable[[pb.Capture], None] = lambda capture: None,
     ) -> None:
         self.folder = folder
         self._quota = quota
         self._unix_seconds = unix_seconds
         self._disk_usage = disk_usage
+        self._on_lost = on_lost
         self._room = threading.Lock()
         self._descriptor = _claim(folder)
 
@@ -135,6 +137,7 @@ class Store:
                 continue
             if capture.state not in FINAL:
                 _end_lost(capture)
+                self._on_lost(capture)
                 self.save(capture)
             known.append(capture)
         return known

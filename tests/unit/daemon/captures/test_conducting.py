@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rankscope.analysis.choosing_ranks import Suspected
-from rankscope.daemon.captures.conducting import Conductor, Recorded
+from rankscope.daemon.captures.archiving import Recorded
+from rankscope.daemon.captures.conducting import Conductor
 from rankscope.daemon.captures.learned_steps import PROCESSES_KEPT, LearnedSteps
 from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage
 from rankscope.daemon.captures.outcomes import Delivered

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rankscope.daemon.captures import delivering
-from rankscope.daemon.captures.conducting import Archive
+from rankscope.daemon.captures.archiving import Archive
 from rankscope.daemon.captures.delivering import LocalArchive
 from rankscope.daemon.captures.making_room import Quota
 from rankscope.daemon.captures.orders import CaptureError, Recording
