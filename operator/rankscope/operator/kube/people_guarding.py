@@ -153,11 +153,13 @@ class Guard:
         )
 
     def _caller(self, token: str, address: str) -> Caller:
-        if not self._reviews.knows(token) and not self._may_try(address):
+        is_new = not self._reviews.knows(token)
+        if is_new and not self._may_try(address):
             raise RefusedError(Code.RESOURCE_EXHAUSTED, "too many tokens that were not accepted; try again in a moment")
         caller = self._reviews.caller(token)
         if caller is None:
-            self._count_stranger(address)
+            if is_new:  # or one client that tries again and again would shut out all others of its address
+                self._count_stranger(address)
             self._turn_away(address, "a token that is not accepted")
             raise RefusedError(Code.UNAUTHENTICATED, self._bad_token)
         return caller

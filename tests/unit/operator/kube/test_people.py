@@ -111,6 +111,14 @@ def test_strangers_of_one_address_cannot_make_the_api_server_work(cluster: Clust
     assert stub.GetCapture(pb.GetCaptureRequest(id="lab/mine")).capture.id == "lab/mine"
 
 
+def test_one_client_with_an_old_token_does_not_shut_out_its_neighbours(cluster: Cluster) -> None:
+    old = cluster.stub("old-token")
+    for _ in range(30):
+        assert refusal(lambda: old.GetCapture(pb.GetCaptureRequest(id="lab/mine"))).code() is Code.UNAUTHENTICATED
+    token = begun(cluster)
+    assert cluster.stub(token).GetCapture(pb.GetCaptureRequest(id="lab/mine")).capture.id == "lab/mine"
+
+
 def test_whoever_may_not_is_told_the_same_whether_there_is_something_or_not(
     cluster: Cluster, audited: Callable[[], list[dict[str, Any]]]
 ) -> None:

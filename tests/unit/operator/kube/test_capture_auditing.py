@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import pytest
+
+from rankscope.analysis.audit_lines import AuditRecord
+from rankscope.operator.kube.capture_asking import DaemonAsking
+from rankscope.operator.kube.capture_auditing import CaptureAudit
+from rankscope.operator.kube.capture_calls import DaemonCalls
+from rankscope.operator.kube.capture_objects import CaptureObject, read_capture_object
+from rankscope.v1 import capture_service_pb2 as pb
+
+Records = Callable[[], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def audited(caplog: pytest.LogCaptureFixture) -> Records:
+    caplog.set_level(logging.INFO, "rankscope.audit")
+    return lambda: [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
+
+
+def capture(uid: str = "u1", **annotations: str) -> CaptureObject:
+    held = {f"rankscope.dev/{name.replace('_', '-')}": value for name, value in annotations.items()}
+    document = {
+        "metadata": {
+            "namespace": "lab",
+            "name": "why",
+            "uid": uid,
+            "creationTimestamp": "2026-03-01T10:00:00Z",
+            "annotations": held,
+        },
+        "spec": {"run": "llama", "ranks": "straggler", "seconds": 2.5, "reason": "slow", "options": {"stacks": True}},
+        "status": {
+            "phase": "Failed",
+            "captureId": "k-u1",
+            "startUnixMs": 1,
+            "delivered": "0/1",
+            "message": "the process ended",
+            "ranks": [{"rank": 2, "node": "a", "state": "failed"}],
+        },
+    }
+    made = read_capture_object(document)
+    assert made is not None
+    return made
+
+
+def test_what_began_and_ended_is_told_once_with_what_was_asked_and_chosen(audited: Records) -> None:
+    audit, thing = CaptureAudit(names_are_stamped=True), capture(requested_by="ada")
+    for _ in range(3):
+        audit.begun(thing, thing.status)
+        audit.ended(thing, thing.status)
+    begun, ended = audited()
+    assert begun.pop("event") == "begun" and ended.pop("event") == "ended"
+    assert (ended.pop("result"), ended.pop("message")) == ("Failed", "0/1 ranks delivered; the process ended")
+    del begun["time"], ended["time"]
+    assert (
+        begun
+        == ended
+        == {
+            "via": "kubectl",
+            "user": "ada",
+            "verified": True,
+            "namespace": "lab",
+            "run": "llama",
+            "capture": "why",
+            "id": "k-u1",
+            "ranks": "2",
+            "seconds": 2.5,
+            "options": ["stacks"],
+            "reason": "slow",
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("annotations", "said"),
+    [
+        ({"requested_by": "ada"}, ("kubectl", "ada")),
+        ({"requested_by": "ada", "via": "api"}, ("api", "ada")),
+        ({"requested_by": "op", "trigger": "policy", "policy": "night"}, ("policy", "policy night")),
+        ({"requested_by": "op", "trigger": "alert"}, ("alert", "alert")),
+        ({}, ("kubectl", None)),
+    ],
+)
+def test_it_is_told_how_it_was_asked_for(annotations: dict[str, str], said: Any, audited: Records) -> None:
+    thing = capture(**annotations)
+    CaptureAudit(names_are_stamped=True).ended(thing, thing.status)
+    (record,) = audited()
+    assert (record["via"], record.get("user")) == said
+    assert record["verified"] == (said[1] is not None)
+
+
+def test_without_the_webhooks_only_names_that_we_wrote_ourselves_are_vouched_for(audited: Records) -> None:
+    audit = CaptureAudit(names_are_stamped=False)
+    audit.vouch_for("ours")
+    for thing in (capture("ours", requested_by="ada", via="api"), capture("theirs", requested_by="ada", via="api")):
+        audit.ended(thing, thing.status)
+    assert [record["verified"] for record in audited()] == [True, False]
+
+
+def test_the_same_refusal_is_told_once_a_minute(audited: Records) -> None:
+    now = [0.0]
+    audit = CaptureAudit(monotonic_seconds=lambda: now[0])
+    record = AuditRecord("refused", "api", "ada", address="10.0.0.7", namespace="lab", result="PermissionDenied")
+    for _ in range(100):
+        audit.refused(record)
+    audit.refused(replace(record, namespace="other"))
+    now[0] = 61.0
+    audit.refused(record)
+    assert [told["namespace"] for told in audited()] == ["lab", "other", "lab"]
+
+
+@dataclass
+class FakeCalls:
+    known: pb.Capture | None
+    done: list[str] = field(default_factory=list)
+
+    def get(self, address: str, capture_id: str) -> pb.Capture | None:
+        return self.known
+
+    def cancel(self, address: str, capture_id: str) -> None:
+        self.done.append("cancel")
+
+    def start(self, *_: object) -> pb.Capture:
+        self.done.append("start")
+        return pb.Capture()
+
+
+def test_a_cancelled_capture_is_cancelled_where_it_runs_and_not_begun_where_it_does_not() -> None:
+    running = pb.Capture(state=pb.CAPTURE_STATE_RUNNING)
+    over = pb.Capture(state=pb.CAPTURE_STATE_ANALYSED)
+    for known, cancel, done in (
+        (running, "ada", ["cancel"]),
+        (running, "", []),
+        (over, "ada", []),
+        (None, "ada", []),
+        (None, "", ["start"]),
+    ):
+        calls = FakeCalls(known)
+        asking = DaemonAsking(cast(DaemonCalls, calls), lambda: {"a": "10.0.0.1:1"}, clock=lambda: -100.0)
+        thing = capture(**({"cancel": cancel} if cancel else {}))
+        answer = asking.progress(thing, {"a": [2]})["a"]
+        asking.stop()
+        assert calls.done == done
+        if known is None and cancel:
+            assert isinstance(answer, pb.Capture)
+            assert [(rank.rank, rank.state) for rank in answer.ranks] == [(2, pb.CAPTURE_STATE_CANCELLED)]
