@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import secrets
@@ -168,13 +169,15 @@ class ApiServer:
             "--disable-admission-plugins=ServiceAccount",
             "--allow-privileged=true",
             "--endpoint-reconciler-type=none",
-            "--watch-cache=true",
         ]
         self._api = self._run(command, "kube-apiserver.log")
         certificate = folder / "certificates" / "apiserver.crt"
         self._wait(certificate.exists, self._api, "kube-apiserver")
         self.tls = ssl.create_default_context(cafile=str(certificate))
         self._wait(self._is_ready, self._api, "kube-apiserver")
+        if not self.admin.is_served("/api/v1/namespaces/default"):  # not every version makes it by itself at once
+            with contextlib.suppress(ApiError):
+                self.admin.create("/api/v1/namespaces", {"metadata": {"name": "default"}})
 
     @property
     def ca_base64(self) -> str:
@@ -186,6 +189,10 @@ class ApiServer:
 
     def user(self, name: str) -> User:
         return User(self, name, self._tokens[name])
+
+    @property
+    def is_running(self) -> bool:
+        return self._api is not None and self._api.poll() is None
 
     def stop_api(self) -> None:
         """An outage: everything stays in etcd, and `start_api` brings it back on the same port."""
@@ -212,12 +219,9 @@ class ApiServer:
             time.sleep(0.1)
 
     def _is_ready(self) -> bool:
-        try:
-            self.admin.get("/api/v1/namespaces/default")
-            self.admin.get("/apis/rbac.authorization.k8s.io/v1/clusterroles/cluster-admin")
-        except (ApiError, OSError):
-            return False
-        return True
+        return _answers(f"{self.url}/readyz", self.tls) and self.admin.is_served(
+            "/apis/rbac.authorization.k8s.io/v1/clusterroles/cluster-admin"
+        )
 
     def _write_tokens(self) -> None:
         groups = {"admin": ("system:masters",), **self.users}
@@ -257,9 +261,9 @@ def _ended(process: subprocess.Popen[bytes] | None) -> None:
         process.wait()
 
 
-def _answers(url: str) -> bool:
+def _answers(url: str, tls: ssl.SSLContext | None = None) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
+        with urllib.request.urlopen(url, timeout=2, context=tls) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

@@ -38,17 +38,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         made.stop()
 
 
-@pytest.fixture(scope="session")
-def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """One that tests may stop, as long as it runs again when they are done."""
-    made = ApiServer(tmp_path_factory.mktemp("own-kube"), ACCOUNTS)
-    made.start()
-    try:
-        install_kinds(made)
-        install_roles(made)
-        yield made
-    finally:
-        made.stop()
+@pytest.fixture
+def stoppable_server(server: ApiServer) -> Iterator[ApiServer]:
+    """The same one, for tests that stop it: it runs again when they are done, whatever became of them."""
+    yield server
+    if not server.is_running:
+        server.start_api()
 
 
 @pytest.fixture
@@ -74,6 +69,8 @@ def daemon_user(server: ApiServer) -> User:
     return server.user(DAEMON)
 
 
+# For operators that are not restarted: nothing that stood before has to be kept.
+QUICK = ("--settling-seconds", "5")
 StartOperator = Callable[..., OperatorProcess]
 StartDaemon = Callable[..., ScriptedDaemon]
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.kube.accounts import granted
 from tests.kube.api_server import ApiServer
-from tests.kube.conftest import StartDaemon, StartOperator
+from tests.kube.conftest import QUICK, StartDaemon, StartOperator
 from tests.kube.scripted_run import ScriptedRun
 
 
@@ -19,7 +19,7 @@ def test_a_run_that_is_resized_preempted_and_deleted_is_followed(
     run.pods = [run.make_pod(0), run.make_pod(1)]
     run.speak()
     with granted(server, "node-conditions"):
-        start_operator("operator-0", "--node-conditions")
+        start_operator("operator-0", "--node-conditions", *QUICK)
         follow(server, run)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.kube.api_server import ApiServer, User
+from tests.kube.conftest import QUICK
 from tests.kube.fleet import OPERATOR_NAMESPACE, Node, TrainingJob, make_namespace
 from tests.kube.operator_process import OperatorProcess
 
@@ -45,7 +46,7 @@ def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_event
     server: ApiServer, namespace: str, operator_user: User, nodes: list[Node], tmp_path: Path
 ) -> None:
     job = TrainingJob(server, namespace, "llama", nodes, tmp_path / "job", slow_rank=2)
-    operator = OperatorProcess(operator_user, tmp_path)
+    operator = OperatorProcess(operator_user, tmp_path, flags=QUICK)
     operator.start()
     path = f"/apis/rankscope.dev/v1alpha1/namespaces/{namespace}/trainingruns"
     try:

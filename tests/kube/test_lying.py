@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.kube.api_server import ApiServer
-from tests.kube.conftest import StartDaemon, StartOperator
+from tests.kube.conftest import QUICK, StartDaemon, StartOperator
 from tests.kube.operator_process import OperatorProcess
 from tests.kube.scripted_daemon import GarbageDaemon, Spoken
 from tests.kube.scripted_run import ScriptedRun
@@ -81,7 +81,7 @@ def test_a_daemon_that_goes_away_is_missed_and_counts_again_when_it_is_back(
 ) -> None:
     run = ScriptedRun(server, namespace, "llama", [start_daemon(f"{namespace}-a"), start_daemon(f"{namespace}-b")])
     run.start()
-    start_operator()
+    start_operator("operator-0", *QUICK)
     run.wait_for_verdict("healthy")
     run.daemons[1].silence()
 

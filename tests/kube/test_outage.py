@@ -4,62 +4,88 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.kube.accounts import OPERATOR
 from tests.kube.api_server import ApiServer
+from tests.kube.conftest import StartDaemon, StartOperator
 from tests.kube.operator_process import OperatorProcess
-from tests.kube.scripted_daemon import ScriptedDaemon
 from tests.kube.scripted_run import ScriptedRun
 
-# Longer than any lease lives, so that nobody holds one when the server is back; a longer outage is no different.
-OUTAGE_SECONDS = 20.0
+OUTAGE_SECONDS = 60.0
+
+
+def exported(operator: OperatorProcess, job: str) -> set[str]:
+    """Verdicts of a job in /metrics."""
+    lines = re.findall(r"^rankscope_job_verdict\{(.*)\} 1", operator.get("/metrics"), re.MULTILINE)
+    ours = [line for line in lines if f'job="{job}"' in line]
+    return {match[1] for line in ours if (match := re.search(r'[{,]?verdict="(\w+)"', line))}
 
 
 @pytest.mark.timeout(600)
 def test_an_outage_with_lost_history_stops_no_verdict_and_what_is_written_afterwards_is_the_present(
-    own_server: ApiServer, tmp_path: Path
+    stoppable_server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:
-    server, namespace = own_server, "outage"
-    server.admin.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
-    daemons = [ScriptedDaemon(server, "node-a"), ScriptedDaemon(server, "node-b")]
-    for daemon in daemons:
-        daemon.start()
-    run = ScriptedRun(server, namespace, "llama", [daemons[0]], ranks_per_pod=4)
-    gone = ScriptedRun(server, namespace, "gone", [daemons[1]], ranks_per_pod=2)
-    run.start()
-    gone.start()
-    operator = OperatorProcess(server.user(OPERATOR), tmp_path)
-    operator.start()
-    try:
-        run.wait_for_verdict("healthy")
-        gone.wait_for_verdict("healthy")
-        server.stop_api()
-        stopped_at = time.monotonic()
-        server.wait_for(lambda: "rankscope_operator_shards_held 0.0" in operator.get("/metrics"))
-        run.slow(1)  # when no lease can be held any more
+    server = stoppable_server
+    run, gone, captured, flickering = runs = [
+        ScriptedRun(server, namespace, name, [start_daemon(f"{namespace}-{name}")], ranks_per_pod=4)
+        for name in ("llama", "gone", "captured", "flickering")
+    ]
+    for each in runs:
+        each.start()
+    operator = start_operator()
+    for each in runs:
+        each.wait_for_verdict("healthy")
+    (daemon,) = captured.daemons
+    capture = captured.make_capture("c", ranks="0,1")
+    server.wait_for(lambda: daemon.captures)
+    pid = operator.process.pid
+    server.stop_api()
+    stopped_at = time.monotonic()
+    server.wait_for(lambda: "rankscope_operator_shards_held 0.0" in operator.get("/metrics"))
+    run.slow(1)  # when no lease can be held any more
+    flickering.slow(3)
 
-        def exported() -> set[str]:
-            """Verdicts of the run in /metrics, with severity."""
-            lines = re.findall(r"^rankscope_job_verdict\{(.*)\} 1", operator.get("/metrics"), re.MULTILINE)
-            ours = [line for line in lines if f'job="{namespace}/pytorchjob-llama"' in line]
-            return {match[1] for line in ours if (match := re.search(r'[{,]?verdict="(\w+)"', line))}
+    def shown(each: ScriptedRun) -> set[str]:
+        return exported(operator, f"{namespace}/{each.object_name}")
 
-        server.wait_for(lambda: exported() == {"slow_rank"})
-        server.wait_for(lambda: time.monotonic() - stopped_at > OUTAGE_SECONDS)
-        assert exported() == {"slow_rank"}
-        assert operator.get("/readyz") == "ok\n"
-        # Meanwhile a run is deleted where we cannot see it, and the history that would tell of it is wiped.
-        server.delete_behind_the_watch(f"/registry/pods/{namespace}/{gone.pod_name(0)}")
-        server.forget_history()
-        server.start_api()
-        run.wait_for_verdict("slow_rank", (1,))
-        server.wait_for(lambda: gone.status.get("phase") == "Ended")
-        assert run.status["phase"] == "Running"
-        assert operator.process.poll() is None
-    finally:
-        operator.stop()
-        for daemon in daemons:
-            daemon.stop()
+    for each in (run, flickering):
+        server.wait_for(lambda each=each: shown(each) == {"slow_rank"})
+    flickering.slow()
+    server.wait_for(lambda: shown(flickering) == {"healthy"})
+    # Again, long after every lease, watch and token has run out.
+    server.wait_for(lambda: time.monotonic() - stopped_at > OUTAGE_SECONDS)
+    messages = messages_heard(operator)
+    run.slow(2)
+    server.wait_for(lambda: 'rank="2"' in culprits(operator, f"{namespace}/{run.object_name}"))
+    assert messages_heard(operator) > messages
+    assert shown(captured) == {"healthy"}
+    assert operator.get("/readyz") == operator.get("/healthz") == "ok\n"
+    # Meanwhile a run is deleted where we cannot see it, and the history that would tell of it is wiped.
+    server.delete_behind_the_watch(f"/registry/pods/{namespace}/{gone.pod_name(0)}")
+    server.forget_history()
+    server.start_api()
+    run.wait_for_verdict("slow_rank", (2,))
+    server.wait_for(lambda: gone.status.get("phase") == "Ended")
+    assert run.status["phase"] == "Running"
+    # What ran went on at the daemons, and was asked for once.
+    assert captured.finished_capture(capture)["phase"] == "Succeeded"
+    assert len(daemon.captures) == len(daemon.starts) == 1
+    # What is over by now is not told: neither the alarm that came and went, nor the rank that was slow before.
+    server.wait_for(lambda: "rankscope_operator_writes_waiting 0.0" in operator.get("/metrics"))
+    events = server.admin.get(f"/api/v1/namespaces/{namespace}/events")["items"]
+    told = [(event["involvedObject"]["name"], event["reason"]) for event in events]
+    assert sorted(told) == sorted([(run.object_name, "SlowRank"), (run.pod_name(0), "SlowRank")])
+    assert flickering.verdict() == ("healthy", "none", ())
+    assert (operator.process.poll(), operator.process.pid) == (None, pid)
+
+
+def culprits(operator: OperatorProcess, job: str) -> str:
+    lines = operator.get("/metrics").splitlines()
+    return "\n".join(line for line in lines if line.startswith("rankscope_job_culprit{") and f'job="{job}"' in line)
+
+
+def messages_heard(operator: OperatorProcess) -> float:
+    match = re.search(r"^rankscope_operator_messages_total (\S+)", operator.get("/metrics"), re.MULTILINE)
+    assert match is not None
+    return float(match[1])

@@ -87,7 +87,7 @@ def test_a_finding_makes_one_capture_whatever_restarts_and_however_many_policies
     server.wait_for(lambda: conditions(server, losing).get("Conflict") == "True")
 
     operator.kill()
-    again = start_operator("operator-1")
+    again = start_operator()
     refusal = f"no capture by policy {holding.rpartition('/')[2]}: the run was captured lately"
     server.wait_for(lambda: f"{run.object_name}: slow_rank 2: {refusal}" in again.log)
     # Nor of another rank, within the cooldown.
@@ -203,7 +203,7 @@ def test_an_alert_makes_one_capture_object_also_for_an_operator_that_was_restart
     assert notify(first)[0] == "duplicate"
     assert run.finished_capture(f"{BASE}/{namespace}/captures/{capture['metadata']['name']}")["phase"] == "Succeeded"
     first.kill()
-    second = start_operator("operator-1", *flags)
+    second = start_operator("operator-0", *flags)
     seen_by(second)
     assert notify(second) == ("started", text)
     assert [c["metadata"]["uid"] for c in captures_of(server, namespace)] == [capture["metadata"]["uid"]]

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from rankscope.operator.kube.electing import shard_of
 from tests.kube.api_server import ApiServer
 from tests.kube.conftest import StartDaemon, StartOperator
 from tests.kube.fleet import OPERATOR_NAMESPACE
+from tests.kube.operator_process import OperatorProcess
+from tests.kube.scripted_daemon import Spoken
 from tests.kube.scripted_run import ScriptedRun
 
 TAKEOVER_SECONDS = 15.0
@@ -110,3 +113,84 @@ def test_the_second_replica_takes_over_in_time_and_captures_nothing_twice(
     assert len(daemon.starts) == 1  # the follower asked what had become of it, and not for another
     run.slow(1)
     run.wait_for_verdict("slow_rank", (1,))  # and judges in its place
+
+
+SHARDS = 2
+
+
+def holder(server: ApiServer, shard: int) -> str:
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{OPERATOR_NAMESPACE}/leases/rankscope-operator-shard-{shard}"
+    return str(server.admin.get(path)["spec"].get("holderIdentity") or "")
+
+
+def shows(operator: OperatorProcess, run: ScriptedRun, number: str = "") -> bool:
+    job = f"{run.namespace}/{run.object_name}{number}"
+    lines = operator.get("/metrics").splitlines()
+    return any(line.startswith("rankscope_job_verdict{") and f'job="{job}"' in line for line in lines)
+
+
+@pytest.mark.timeout(600)
+def test_replicas_share_the_runs_and_those_of_one_that_dies_move_to_the_other_with_their_captures(
+    server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
+) -> None:
+    flags = ("--shards", str(SHARDS))
+    replicas = {name: start_operator(name, *flags) for name in ("left", "right")}
+    # Two runs of each shard, all on one node: its daemon is asked by both replicas, each about its own.
+    daemon = start_daemon(f"{namespace}-all")
+    names = (f"run-{number}" for number in range(1000))
+    of_shard: dict[int, list[ScriptedRun]] = {shard: [] for shard in range(SHARDS)}
+    while any(len(known) < 2 for known in of_shard.values()):
+        run = ScriptedRun(server, namespace, next(names), [daemon], ranks_per_pod=4)
+        known = of_shard[shard_of(f"{namespace}/{run.object_name}", SHARDS)]
+        if len(known) < 2:
+            known.append(run)
+    runs = [run for known in of_shard.values() for run in known]
+    late = of_shard[0][1]
+    jobs = {run.name: [f"10.0.0.1:{29500 + number}/none"] for number, run in enumerate(runs)}
+    jobs[late.name].append("10.0.0.1:30000/none")  # two jobs in one run, as in a Ray cluster
+    for run in runs:
+        run.pods.append(run.make_pod(0))
+        spoken = [Spoken(run.pods[0], rank, 4, job) for job in jobs[run.name] for rank in range(4)]
+        daemon.ranks = [*daemon.ranks, *spoken]
+        run.slow(2)
+    server.wait_for(lambda: {holder(server, shard) for shard in range(SHARDS)} == set(replicas))
+    for run in runs:
+        run.wait_for_verdict("slow_rank", (2,))
+    for shard, known in of_shard.items():
+        mine, other = (
+            replicas[holder(server, shard)],
+            next(r for n, r in replicas.items() if n != holder(server, shard)),
+        )
+        for run in known:
+            assert shows(mine, run)
+            server.wait_for(lambda run=run, other=other: not shows(other, run))
+
+    # A capture under way in each shard, and one in the dying replica's that was only asked for.
+    dying, surviving = holder(server, 0), holder(server, 1)
+    daemon.release.clear()
+    paths = {run.name: run.make_capture(run.name) for run in (of_shard[0][0], of_shard[1][0])}
+    server.wait_for(lambda: len(daemon.captures) == 2)
+    since = {run.name: run.status["verdict"]["since"] for run in runs}
+    replicas[dying].kill()
+    killed_at = time.monotonic()
+    paths[late.name] = late.make_capture(late.name, jobNumber=2)
+    server.wait_for(lambda: {holder(server, shard) for shard in range(SHARDS)} == {surviving})
+    takeover_seconds = time.monotonic() - killed_at
+    print(f"shard moved after {takeover_seconds:.1f} s")
+    assert takeover_seconds <= TAKEOVER_SECONDS
+    server.wait_for(lambda: all(shows(replicas[surviving], run) for run in runs))
+    daemon.release.set()
+    for run in (of_shard[0][0], of_shard[1][0], late):
+        status = run.finished_capture(paths[run.name])
+        assert (status["phase"], status["delivered"]) == ("Succeeded", "2/2"), status
+    asked = [request.id for request in daemon.starts]
+    assert len(asked) == len(set(asked)) == len(daemon.captures) == 3  # each once
+    assert late.capture(paths[late.name])["job"] == daemon.starts[-1].job == jobs[late.name][1]
+    # That a shard has moved is no news.
+    assert {run.name: run.status["verdict"]["since"] for run in runs} == since
+    events = server.admin.get(f"/api/v1/namespaces/{namespace}/events")["items"]
+    assert len([event for event in events if event["reason"] == "SlowRank"]) == 2 * len(runs)
+    for run in runs:
+        run.slow(1)
+    for run in runs:
+        run.wait_for_verdict("slow_rank", (1,))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 from rankscope.operator.kube.api import Api
@@ -62,20 +61,19 @@ def test_pods_that_come_and_go_are_told(server: ApiServer, namespace: str, api: 
 
 
 def test_an_outage_and_lost_history_cost_nothing_and_a_pod_deleted_meanwhile_is_told(
-    own_server: ApiServer, tmp_path: Path
+    stoppable_server: ApiServer, namespace: str, api: Api
 ) -> None:
-    api = Api(own_server.admin.kubeconfig(tmp_path / "kubeconfig"))
-    notes = Notes()
-    add(own_server, "default", "stays", "leaves")
-    watched = watch(api, "default", notes)
-    own_server.wait_for(lambda: len(notes.names) == 2)
-    own_server.stop_api()
-    own_server.wait_for(lambda: not watched.connected)
+    server, notes = stoppable_server, Notes()
+    add(server, namespace, "stays", "leaves")
+    watched = watch(api, namespace, notes)
+    server.wait_for(lambda: len(notes.names) == 2)
+    server.stop_api()
+    server.wait_for(lambda: not watched.connected)
     assert len(watched.objects) == 2  # what is known stays known
-    own_server.delete_behind_the_watch("/registry/pods/default/leaves")
-    own_server.forget_history()
-    own_server.start_api()
-    add(own_server, "default", "new")
-    own_server.wait_for(lambda: sorted(notes.names.values()) == ["new", "stays"])
+    server.delete_behind_the_watch(f"/registry/pods/{namespace}/leaves")
+    server.forget_history()
+    server.start_api()
+    add(server, namespace, "new")
+    server.wait_for(lambda: sorted(notes.names.values()) == ["new", "stays"])
     assert notes.deleted_names == ["leaves"]
     watched.stop()

@@ -38,6 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--identity", default=defaults.identity, help="this replica's name, unlike any other's (default: %(default)s)"
     )
     parser.add_argument("--shards", type=int, default=1, metavar="N", help="parts the runs are divided in (default: 1)")
+    parser.add_argument(
+        "--settling-seconds",
+        type=float,
+        default=defaults.settling_seconds,
+        metavar="S",
+        help="after a start, what stood before stands for so long while ranks are not heard yet (default: %(default)g)",
+    )
     parser.add_argument("--pod-selector", default="", metavar="LABELS", help="watch only pods with these labels")
     parser.add_argument("--listen", default="127.0.0.1:9466", metavar="HOST:PORT", help="/metrics, /healthz, /readyz")
     parser.add_argument("--mfu-target", type=float, metavar="RATIO", help="raise low_mfu below this, for example 0.4")
@@ -150,6 +157,7 @@ def _settings(arguments: argparse.Namespace) -> OperatorSettings:
         namespace=arguments.namespace,
         identity=arguments.identity,
         shards=arguments.shards,
+        settling_seconds=arguments.settling_seconds,
         pod_selector=arguments.pod_selector,
         listen_host=host,
         listen_port=port,

@@ -38,6 +38,10 @@ class _Seen:
     document: Document = field(repr=False)
 
 
+def shard_of(key: str, shards: int) -> int:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % shards
+
+
 class ShardLeases:
     """Holds shards from `start` to `stop`. `holds(key)` is asked before every action for a run."""
 
@@ -49,6 +53,7 @@ class ShardLeases:
         shards: int = 1,
         prefix: str = "rankscope-operator",
         on_change: Callable[[frozenset[int]], None] | None = None,
+        settling_seconds: float = SETTLING_SECONDS,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.identity = identity
@@ -58,6 +63,7 @@ class ShardLeases:
         self._namespace = namespace
         self._prefix = prefix
         self._on_change = on_change
+        self._settling_seconds = settling_seconds
         self._monotonic = monotonic
         self._renewed: dict[int, float] = {}  # shard to the moment before its last renewal was sent
         self._kept: dict[int, float] = {}  # shard to the moment since when it is ours without a break
@@ -72,7 +78,7 @@ class ShardLeases:
         return frozenset(shard for shard, renewed in list(self._renewed.items()) if renewed > deadline)
 
     def shard_of(self, key: str) -> int:
-        return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % self.shards
+        return shard_of(key, self.shards)
 
     def holds(self, key: str) -> bool:
         return self.shard_of(key) in self.held
@@ -83,7 +89,7 @@ class ShardLeases:
 
     def is_settling(self, key: str) -> bool:
         since = self._kept.get(self.shard_of(key))
-        return since is None or self._monotonic() - since < SETTLING_SECONDS
+        return since is None or self._monotonic() - since < self._settling_seconds
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="rankscope-leases", daemon=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rankscope.operator.kube.daemon_credentials import Tls
 from rankscope.operator.kube.daemon_pods import SELECTOR
+from rankscope.operator.kube.electing import SETTLING_SECONDS
 from rankscope.operator.kube.fleet_certificate_keeping import FleetCertificateSettings
 from rankscope.operator.kube.people_serving import PeopleSettings
 from rankscope.operator.kube.webhooks import WebhookSettings
@@ -29,6 +30,7 @@ class OperatorSettings:
     namespace: str = field(default_factory=own_namespace)  # of the operator and the daemons
     identity: str = field(default_factory=lambda: os.environ.get("POD_NAME") or socket.gethostname())
     shards: int = 1
+    settling_seconds: float = SETTLING_SECONDS
     pod_selector: str = ""
     daemon_selector: str = SELECTOR
     listen_host: str = "127.0.0.1"

@@ -65,7 +65,12 @@ class Operator:
         self.binding = Binding(self.inventory)
         self.daemons = DaemonPods()
         self.leases = ShardLeases(
-            self.api, settings.namespace, settings.identity, settings.shards, on_change=self._shards_changed
+            self.api,
+            settings.namespace,
+            settings.identity,
+            settings.shards,
+            on_change=self._shards_changed,
+            settling_seconds=settings.settling_seconds,
         )
         base = replace(DEFAULT_POLICY, mfu_target_ratio=settings.mfu_target)
         self.correlator = Correlator(base, policy_of=lambda job: self.policies.policy_of(job))
