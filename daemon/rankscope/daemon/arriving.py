@@ -25,7 +25,7 @@ class Arrivals:
         self._tell_seconds = tell_seconds
         self._lock = threading.Lock()
         self._waiting: deque[float] = deque(maxlen=ARRIVALS_REMEMBERED)
-        self._peers: set[str] = set()
+        self._peers: dict[str, float] = {}  # when each was last seen
         self._is_judging = False
         self._untold = 0
         self._told_at = float("-inf")
@@ -34,23 +34,23 @@ class Arrivals:
     def came(self) -> None:
         with self._lock:
             self._waiting.append(time.monotonic())
-            self._judge_later()
+            self._judge_in(self._patience_seconds)
 
     def shown(self, peer: str) -> None:
-        """A connection, by its address and port, has finished its handshake with a certificate."""
+        """A call came over a connection, known by its address and port, that has shown a certificate."""
         with self._lock:
-            if peer in self._peers:
-                return
+            seen_at = self._peers.get(peer, float("-inf"))
             if len(self._peers) >= PEERS_REMEMBERED:
                 self._peers.clear()
-            self._peers.add(peer)
-            if self._waiting:
+            self._peers[peer] = time.monotonic()
+            # Ports are used again: a later arrival may be another connection from the same one.
+            if self._waiting and self._waiting[-1] > seen_at:
                 self._waiting.pop()
 
-    def _judge_later(self) -> None:
+    def _judge_in(self, seconds: float) -> None:
         if not self._is_judging:
             self._is_judging = True
-            timer = threading.Timer(self._patience_seconds, self._judge)
+            timer = threading.Timer(seconds, self._judge)
             timer.daemon = True
             timer.start()
 
@@ -69,5 +69,7 @@ class Arrivals:
                     self._untold,
                 )
                 self._untold, self._told_at = 0, now
-            if self._waiting or self._untold:
-                self._judge_later()
+            if self._waiting:
+                self._judge_in(max(0.1, self._waiting[0] + self._patience_seconds - now))
+            elif self._untold:
+                self._judge_in(self._patience_seconds)

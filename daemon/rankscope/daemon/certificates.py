@@ -13,7 +13,9 @@ from pathlib import Path
 SOON_DAYS = 7.0
 
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-_SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
+_SEQUENCE, _VERSION, _EXTENSIONS, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0xA3, 0x17, 0x18
+_DNS_NAME = 0x82
+_COMMON_NAME, _SUBJECT_ALTERNATIVE_NAME = bytes.fromhex("550403"), bytes.fromhex("551d11")
 
 
 class CertificateError(ValueError):
@@ -40,21 +42,51 @@ def check_pair(certificate: Path, key: Path) -> None:
 
 def validity(pem: bytes) -> Validity:
     """Of the first certificate: the others are those that signed it."""
+    try:
+        times = [_time(tag, content) for tag, content in _elements(_parts(pem)[3][1])]
+        return Validity(times[0], times[1])
+    except (ValueError, IndexError) as error:
+        raise CertificateError(f"not a certificate: {error}") from error
+
+
+def names(pem: bytes) -> frozenset[bytes]:
+    """Of the first certificate, to the last byte: DNS names, or the common names where there are no alternative names
+    at all (RFC 6125)."""
+    try:
+        parts = _parts(pem)
+        alternative = [value for tag, content in parts if tag == _EXTENSIONS for value in _alternative_names(content)]
+        if alternative:
+            return frozenset(content for tag, content in _sequence(alternative[0]) if tag == _DNS_NAME)
+        attributes = [attribute for _, group in _elements(parts[4][1]) for _, attribute in _elements(group)]
+        pairs = [[content for _, content in _elements(attribute)] for attribute in attributes]
+        return frozenset(pair[1] for pair in pairs if pair[0] == _COMMON_NAME)
+    except (ValueError, IndexError) as error:
+        raise CertificateError(f"not a certificate: {error}") from error
+
+
+def _alternative_names(content: bytes) -> Iterator[bytes]:
+    for _, extension in _sequence(content):
+        values = list(_elements(extension))
+        if values[0][1] == _SUBJECT_ALTERNATIVE_NAME:
+            yield values[-1][1]
+
+
+def _sequence(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """What is in the sequence that is all of the data."""
+    ((_, content),) = _elements(data)
+    return _elements(content)
+
+
+def _parts(pem: bytes) -> list[tuple[int, bytes]]:
+    """Serial number, algorithm, issuer, validity, subject, key, extensions; the version before them may be missing."""
     text = pem.decode("latin-1")
     begin = text.find(_BEGIN)
     end = text.find(_END, begin)
     if begin < 0 or end < 0:
         raise CertificateError("no PEM certificate in it")
-    try:
-        der = ssl.PEM_cert_to_DER_cert(text[begin : end + len(_END)])
-        ((_, certificate),) = _elements(der)
-        signed = next(content for tag, content in _elements(certificate) if tag == _SEQUENCE)
-        # Version, serial number, algorithm, issuer, validity; the version may be missing.
-        parts = [(tag, content) for tag, content in _elements(signed) if tag != _VERSION]
-        times = [_time(tag, content) for tag, content in _elements(parts[3][1])]
-        return Validity(times[0], times[1])
-    except (ValueError, IndexError, StopIteration) as error:
-        raise CertificateError(f"not a certificate: {error}") from error
+    der = ssl.PEM_cert_to_DER_cert(text[begin : end + len(_END)])
+    signed = next((content for tag, content in _sequence(der) if tag == _SEQUENCE), b"")
+    return [(tag, content) for tag, content in _elements(signed) if tag != _VERSION]
 
 
 def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:

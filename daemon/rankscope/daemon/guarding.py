@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from rankscope.daemon.arriving import Arrivals
+from rankscope.daemon.certificates import CertificateError, names
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +60,11 @@ class CallGuard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no ty
 
     def _check(self, context: grpc.ServicerContext, arrivals: Arrivals) -> None:
         arrivals.shown(context.peer())
-        names = caller_names(context.auth_context())
-        if OPERATOR_ROLE in names:
+        known_as = caller_names(context.auth_context())
+        if OPERATOR_ROLE in known_as:
             return
         address = context.peer().rpartition(":")[0]
-        shown = ", ".join(sorted(names))[:200]
+        shown = ", ".join(sorted(known_as))[:200]
         if (address, shown) not in self._told and len(self._told) < CALLERS_REMEMBERED:
             self._told.add((address, shown))
             log.warning("refused %s: its certificate is of %r, not of %s", address, shown, OPERATOR_ROLE)
@@ -71,9 +72,13 @@ class CallGuard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no ty
 
 
 def caller_names(auth: dict[str, list[bytes]]) -> frozenset[str]:
-    """Names that the authority vouches for; the common name counts only where there are no others (RFC 6125)."""
-    names = auth.get("x509_subject_alternative_name") or auth.get("x509_common_name") or ()
-    return frozenset(name.decode(errors="replace") for name in names)
+    """Names that the authority vouches for. From the certificate itself: gRPC's own lists end at the first NUL, and an
+    authority may have signed `rankscope-operator\\0.example.com`."""
+    try:
+        found = names(auth["x509_pem_cert"][0])
+    except (KeyError, IndexError, CertificateError):
+        return frozenset()
+    return frozenset(name.decode(errors="replace") for name in found)
 
 
 def _taking_one(behaviour: Behaviour, read: Callable[[bytes], Any]) -> Behaviour:

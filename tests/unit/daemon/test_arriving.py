@@ -50,5 +50,7 @@ def test_operators_alone_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         arrivals.came()
         arrivals.shown("ipv4:10.0.0.1:1")
+        arrivals.came()
+        arrivals.shown("ipv4:10.0.0.1:1")  # another connection, by chance from the same port
         time.sleep(0.3)
     assert not caplog.records

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from rankscope.daemon import serving
-from rankscope.daemon.certificates import CertificateError, validity
+from rankscope.daemon.certificates import CertificateError, names, validity
 from rankscope.daemon.config import ConfigError, resolve
 from rankscope.daemon.examining import Level
 from rankscope.daemon.examining_tls import certificates_are_good
@@ -287,3 +287,14 @@ def test_the_end_of_a_certificate_is_read_as_others_read_it(tmp_path: Path) -> N
     for damaged in (b"", b"-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"):
         with pytest.raises(CertificateError):
             validity(damaged)
+
+
+def test_names_are_read_to_the_last_byte(tmp_path: Path) -> None:
+    issue = Authority(tmp_path).issue
+    for common_name, given, found in (
+        (OPERATOR, (DAEMON, "b.example.com"), {DAEMON.encode(), b"b.example.com"}),
+        (OPERATOR, (), {OPERATOR.encode()}),
+        ("x", (f"{OPERATOR}\x00.example.com",), {f"{OPERATOR}\x00.example.com".encode()}),
+        (f"{OPERATOR}\x00", (), {f"{OPERATOR}\x00".encode()}),
+    ):
+        assert names(issue("x", common_name, given).certificate.read_bytes()) == found

@@ -1,0 +1,25 @@
+"""Last of all, for it has to be waited for: what the log says of the strangers that the other tests sent."""
+
+from __future__ import annotations
+
+import re
+
+from tests.security.attacked import Attacked, wait_for
+from tests.security.test_strangers import refusal
+
+
+def test_callers_that_never_showed_a_certificate_are_told_of_in_a_line_a_minute_with_their_number(
+    attacked: Attacked,
+) -> None:
+    with attacked.channel(None) as channel:
+        refusal(channel)
+    found = r"refused (\d+) connections: they showed no certificate"
+    wait_for(lambda: re.search(found, attacked.log), lambda: attacked.log)
+    assert len(re.findall(found, attacked.log)) <= 1 + attacked.age_seconds / 60
+
+
+def test_no_attack_has_forged_a_line_of_the_log(attacked: Attacked) -> None:
+    for line in attacked.log.splitlines():
+        assert re.match(r"rankscope up: |\d{4}-\d\d-\d\dT|\d\d:\d\d:\d\d ", line), line
+        assert not line.startswith("2000-01-01"), line
+        assert len(line) < 4096
