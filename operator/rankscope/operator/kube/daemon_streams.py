@@ -191,7 +191,12 @@ class DaemonStreams:
         try:
             self._accept(gathered)
         except Exception:  # whatever one daemon says, the others are heard
-            log.exception("messages of %d daemons could not be taken in", len(gathered))
+            if len(gathered) == 1:
+                log.exception("a message of the daemon of %s could not be taken in", gathered[0].node)
+                return
+            for message in gathered:
+                self._gathered = [message]
+                self._hand_on()
 
 
 def _read(message: bytes) -> Said:

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from rankscope.daemon.loop import Daemon
-from rankscope.operator.correlation.wire_shapes import Message
+from rankscope.operator.correlation.wire_shapes import Message, read_said
 from rankscope.operator.kube import daemon_streams
 from rankscope.operator.kube.capture_calls import DaemonAwayError, DaemonCalls, DaemonRefusedError
 from rankscope.operator.kube.daemon_credentials import Tls
@@ -100,6 +100,21 @@ def test_a_daemon_that_went_silent_without_closing_is_asked_again(
     heard.follow({})
     wait_for(lambda: not heard.following and not heard.connected)
     assert not heard._heard_at
+
+
+def test_a_message_that_nobody_can_take_in_costs_the_others_nothing() -> None:
+    heard: list[str] = []
+
+    def accept(messages: Sequence[Message]) -> None:
+        if any(message.node == "liar" for message in messages):
+            raise IndexError("whatever it was")
+        heard.extend(message.node for message in messages)
+
+    streams = DaemonStreams(accept)
+    streams._gathered = [Message(node, read_said(b"")) for node in ("a", "liar", "b")]
+    streams._hand_on()
+    assert heard == ["a", "b"]
+    assert streams._gathered == []
 
 
 @pytest.fixture
