@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup prometheus demo test captures kube ship lint proto docs dashboards bench clean
+.PHONY: help setup prometheus demo test captures kube ship lint proto docs dashboards bench images lock audit clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -63,5 +63,17 @@ dashboards: setup  ## regenerate deploy/grafana/json
 bench: setup prometheus  ## measure what it costs; prints a table
 	@$(BIN)/python -m benchmarks
 
+images:  ## build the container images for both platforms (needs docker; deploy/docker/README.md)
+	@VERSION=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) REVISION=$$(git rev-parse HEAD) \
+	    SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) docker buildx bake -f deploy/docker/bake.hcl $(BAKE)
+
+lock: setup  ## regenerate deploy/docker/*.lock from pyproject.toml and constraints.txt
+	@tools/setup_release.sh
+	@$(BIN)/python -m tools.lock_images
+
+audit: setup  ## hold the images' locks against known vulnerabilities; needs a network
+	@tools/setup_release.sh
+	@$(BIN)/python -m tools.audit_dependencies
+
 clean:  ## remove the virtual environment and caches
-	rm -rf .venv .venv-hta .prometheus .helm .grafana-schema .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-hta .venv-release .image-wheels dist .prometheus .helm .grafana-schema .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -9,6 +9,7 @@ never built from a source archive, and a lock says for certain that both platfor
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import subprocess
 import sys
@@ -68,21 +69,25 @@ def text_of(lock: Lock) -> str:
 
 
 def resolve(lock: Lock) -> Iterable[Mapping[str, Any]]:
-    import tomllib
-
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / f"pylock.{lock.name}.toml"
         source = ROOT / "pyproject.toml"
         if not lock.extras:
-            requires = tomllib.loads(source.read_text())["build-system"]["requires"]
+            requires = read_toml(source.read_text())["build-system"]["requires"]
             source = Path(folder) / "build.in"
             source.write_text("\n".join(requires))
         options = ["--quiet", "--no-config", "--universal", "--format=pylock.toml", f"--output-file={made}"]
         options += [f"--python-version=3.{PYTHON_MINORS[0]}", f"--constraint={ROOT / 'constraints.txt'}"]
         options += [f"--extra={extra}" for extra in lock.extras]
         subprocess.run([str(UV), "pip", "compile", *options, str(source)], check=True, cwd=ROOT)
-        packages: list[Mapping[str, Any]] = tomllib.loads(made.read_text())["packages"]
+        packages: list[Mapping[str, Any]] = read_toml(made.read_text())["packages"]
         return packages
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    # hatchling brings tomli to the Python that has no tomllib.
+    read: dict[str, Any] = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(text)
+    return read
 
 
 def is_ours(package: Mapping[str, Any]) -> bool:

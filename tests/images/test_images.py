@@ -193,6 +193,7 @@ def test_nothing_of_ours_can_be_written_by_others_or_raises_rights(builder: Buil
         mode = path.lstat().st_mode
         assert path.is_symlink() or not mode & 0o6022, path
     assert not list((builder.image(name).root / "root").glob("**/*"))  # pip's cache, a build's rest
+    assert not list(builder.image(name).root.glob("*/*/bin/*pip*"))
     assert builder.image(name).labels["org.opencontainers.image.version"] == VERSION
 
 
