@@ -110,10 +110,13 @@ class ShardLeases:
         self._announce(leases)
         share = math.ceil(self.shards / max(1, self._replicas(leases)))
         for shard in sorted(self._renewed):
-            if len(self._renewed) > share:
+            seen = leases.get(self._name(shard))
+            if seen is not None and seen.holder not in ("", self.identity):
+                del self._renewed[shard]  # we were away for too long, and somebody else acts for it
+            elif len(self._renewed) > share:
                 self._release(shard)
             else:
-                self._renew(shard, leases.get(self._name(shard)))
+                self._renew(shard, seen)
         # In another order on each replica, or all of them fight for the same one.
         free = [shard for shard in range(self.shards) if shard not in self._renewed]
         random.shuffle(free)
