@@ -1,4 +1,4 @@
-"""Leases as a real API server keeps them. Who may hold what, and when, is in tests/unit/operator/kube/test_electing.py."""
+"""Leases as a real API server keeps them. Who may hold what, and when, is tried in the unit tests of the same name."""
 
 from __future__ import annotations
 

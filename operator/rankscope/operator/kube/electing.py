@@ -102,6 +102,8 @@ class ShardLeases:
             self._thread.join(DURATION_SECONDS)
         for shard in list(self._renewed):
             self._release(shard)
+        # Nor count as one more among whom shards are shared.
+        self._hand_over(self._own_name)
         self._tell()
 
     def round(self) -> None:
@@ -168,7 +170,7 @@ class ShardLeases:
         return len(others | {self.identity})
 
     def _announce(self, leases: Mapping[str, _Seen]) -> None:
-        name = f"{self._prefix}-replica-{hashlib.sha256(self.identity.encode()).hexdigest()[:12]}"
+        name = self._own_name
         self._write(name, leases.get(name), self.identity)
         for other, seen in leases.items():
             # Replicas come and go under new names; what they leave behind is cleared away by whoever is alive.
@@ -188,12 +190,15 @@ class ShardLeases:
         self._renewed.pop(shard, None)
         self._kept.pop(shard, None)
         self._tell()
-        seen = self._seen.get(self._name(shard))
+        self._hand_over(self._name(shard))
+
+    def _hand_over(self, name: str) -> None:
+        seen = self._seen.get(name)
         try:
             if seen is not None and seen.holder == self.identity:
-                self._write(self._name(shard), seen, "")
+                self._write(name, seen, "")
         except UnreachableError as error:
-            log.info("shard %d could not be handed over, it runs out by itself: %s", shard, error)
+            log.info("lease %s could not be handed over, it runs out by itself: %s", name, error)
 
     def _write(self, name: str, seen: _Seen | None, holder: str) -> bool:
         """False if somebody else was quicker."""
@@ -230,6 +235,10 @@ class ShardLeases:
             self._api.delete(f"{self._path}/{name}")
         except ApiError as error:
             log.debug("lease %s cannot be cleared away: %s", name, error)
+
+    @property
+    def _own_name(self) -> str:
+        return f"{self._prefix}-replica-{hashlib.sha256(self.identity.encode()).hexdigest()[:12]}"
 
     def _name(self, shard: int) -> str:
         return f"{self._prefix}-shard-{shard}"

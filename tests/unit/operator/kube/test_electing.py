@@ -132,6 +132,17 @@ def test_what_a_killed_replica_held_is_taken_over_within_15_s_and_the_others_set
     assert not second.leases.is_settling(key)
 
 
+def test_what_a_replica_that_stops_has_held_is_taken_up_at_the_next_round() -> None:
+    chance = random.Random(1)
+    server = Leases()
+    first, second = (Replica(server, name, 4, chance) for name in ("first", "second"))
+    passes(server, [first, second], 10.0)
+    assert len(first.leases.held) == len(second.leases.held) == 2
+    first.leases.stop()
+    passes(server, [second], RENEW_SECONDS)
+    assert second.leases.held == {0, 1, 2, 3}
+
+
 def test_a_replica_that_is_cut_off_goes_on_listening_and_stops_acting() -> None:
     server = Leases()
     (alone,) = replicas = [Replica(server, "alone", 1, random.Random(1))]
