@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup prometheus demo test captures kube ship lint proto docs dashboards bench images lock audit clean
+.PHONY: help setup prometheus demo test captures kube ship lint proto docs dashboards bench dist images lock audit clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -62,6 +62,10 @@ dashboards: setup  ## regenerate deploy/grafana/json
 
 bench: setup prometheus  ## measure what it costs; prints a table
 	@$(BIN)/python -m benchmarks
+
+dist:  ## wheel and source archive, built with locked tools
+	@tools/setup_release.sh
+	@rm -rf dist && .venv-release/bin/uv build --no-config --build-constraints deploy/docker/build.lock --require-hashes
 
 images:  ## build the container images for both platforms (needs docker; deploy/docker/README.md)
 	@VERSION=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) REVISION=$$(git rev-parse HEAD) \
