@@ -25,7 +25,13 @@ STEPS = 20
 BUSY_SECONDS = 0.045
 WAITING_SECONDS = 0.022
 NANOS = 1_000_000_000
+TRACE_BYTES = 4096
 _STARTED = int(time.time())
+
+
+def trace_of(rank: int) -> bytes:
+    """What is downloaded, of the size that captures tell."""
+    return bytes([rank]) * TRACE_BYTES
 
 
 @dataclass
@@ -177,7 +183,7 @@ class ScriptedDaemon:
         rank = pb.RankCapture(rank=number, node=self.node, backend="kineto", state=state)
         if state == pb.CAPTURE_STATE_ANALYSED:
             own = next((spoken.own_seconds for spoken in self.ranks if spoken.rank == number), BUSY_SECONDS)
-            rank.artifact, rank.bytes, rank.steps = f"/captures/rank{number}.json.gz", 4096, 3
+            rank.artifact, rank.bytes, rank.steps = f"/captures/rank{number}.json.gz", TRACE_BYTES, 3
             rank.start_unix_millis = start_unix_millis + number
             rank.summary.each_step_seconds.extend([STEP_SECONDS] * 3)
             rank.summary.each_exposed_communication_seconds.extend([STEP_SECONDS - own] * 3)
@@ -223,6 +229,15 @@ class _Captures(capture_service_pb2_grpc.CaptureServiceServicer):
         if not self._daemon.delete(request.id):
             context.abort(grpc.StatusCode.NOT_FOUND, "no such capture")
         return pb.DeleteCaptureResponse()
+
+    def DownloadArtifact(
+        self, request: pb.DownloadArtifactRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.DownloadArtifactResponse]:
+        if request.rank not in self._daemon.captures.get(request.id, ()):
+            context.abort(grpc.StatusCode.NOT_FOUND, "no such artifact")
+        content = trace_of(request.rank)
+        for place in range(request.offset, len(content), 1000):
+            yield pb.DownloadArtifactResponse(chunk=content[place : place + 1000], total_bytes=len(content))
 
     def _known(self, name: str, context: grpc.ServicerContext) -> pb.Capture:
         while context.is_active() and not self._daemon.answers.wait(0.2):

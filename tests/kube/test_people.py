@@ -1,0 +1,366 @@
+"""The API for people: real tokens of a real API server, its reviews of them, and what becomes of a capture that
+somebody asks for with one. The operator is a process of its own, with the chart's roles; the daemon is scripted."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+
+from rankscope.operator.kube.webhook_configuring import Address, configurations
+from rankscope.v1 import capture_service_pb2 as pb
+from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
+from tests.certificates import Authority
+from tests.kube.accounts import granted
+from tests.kube.api_server import ApiError, ApiServer, User, free_port
+from tests.kube.fleet import MAIN, OPERATOR_NAMESPACE
+from tests.kube.operator_process import OperatorProcess
+from tests.kube.scripted_daemon import ScriptedDaemon, trace_of
+from tests.kube.scripted_run import BASE, ScriptedRun
+from tests.kube.test_webhooks import KINDS, ROOT, forget
+
+NAME = "rankscope-api.rankscope.svc"
+TEAM, OTHERS = "people-team", "people-others"
+ISSUER = "https://kubernetes.default.svc"
+CALL_SECONDS = 60.0
+Code = grpc.StatusCode
+
+
+@dataclass
+class Place:
+    server: ApiServer
+    operator: OperatorProcess
+    authority: Path
+    address: str
+    audit: Path
+    run: ScriptedRun
+    secret: ScriptedRun  # of the other namespace
+    capture: subprocess.Popen[str]  # ada's, by the command line, begun before the tests
+    traces: Path
+
+    def calls(self, token: str | None) -> CaptureServiceStub:
+        credentials = grpc.ssl_channel_credentials(self.authority.read_bytes())
+        if token is not None:
+            call = grpc.access_token_call_credentials(token)
+            credentials = grpc.composite_channel_credentials(credentials, call)
+        options = [("grpc.ssl_target_name_override", NAME), ("grpc.use_local_subchannel_pool", 1)]
+        return CaptureServiceStub(grpc.secure_channel(self.address, credentials, options))
+
+    def refusal(self, token: str | None, namespace: str = TEAM) -> tuple[grpc.StatusCode, str]:
+        """Of a capture that is asked for."""
+        run = self.run if namespace == TEAM else self.secret
+        request = pb.StartCaptureRequest(job=f"{namespace}/{run.object_name}", ranks="0", steps=3)
+        return refused(lambda: list(self.calls(token).StartCapture(request, timeout=CALL_SECONDS)))
+
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.audit.read_text().splitlines()]
+
+
+def refused(call: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as error:
+        call()
+    return error.value.code(), error.value.details()
+
+
+def about(calls: CaptureServiceStub, identity: str) -> list[Callable[[], object]]:
+    """All that can be asked about a capture, and lists that it would be in."""
+    limit = {"timeout": CALL_SECONDS}
+    return [
+        lambda: calls.GetCapture(pb.GetCaptureRequest(id=identity), **limit),
+        lambda: calls.CancelCapture(pb.CancelCaptureRequest(id=identity), **limit),
+        lambda: calls.DeleteCapture(pb.DeleteCaptureRequest(id=identity), **limit),
+        lambda: list(calls.DownloadArtifact(pb.DownloadArtifactRequest(id=identity), **limit)),
+        lambda: calls.ListCaptures(pb.ListCapturesRequest(job=f"{identity.partition('/')[0]}/"), **limit),
+        lambda: calls.ListCaptures(pb.ListCapturesRequest(), **limit),
+    ]
+
+
+def account(server: ApiServer, namespace: str, name: str, *roles: str) -> str:
+    """A ServiceAccount with these ClusterRoles in its namespace; its user name."""
+    server.admin.create(f"/api/v1/namespaces/{namespace}/serviceaccounts", {"metadata": {"name": name}})
+    for role in roles:
+        body = {
+            "metadata": {"name": f"{name}-{role}"},
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+        }
+        server.admin.create(f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}/rolebindings", body)
+    return f"system:serviceaccount:{namespace}:{name}"
+
+
+def token_of(server: ApiServer, namespace: str, name: str, *audiences: str) -> str:
+    """By TokenRequest, as `kubectl create token --audience` does; without audiences it is for the API server."""
+    spec = {"expirationSeconds": 600, **({"audiences": list(audiences)} if audiences else {})}
+    body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
+    made = server.admin.create(f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token", body)
+    return str(made["status"]["token"])
+
+
+def signed_token(server: ApiServer, namespace: str, name: str, expires_in: float, key: bytes | None = None) -> str:
+    """As the API server signs them, with whatever end: TokenRequest gives none that is over."""
+    uid = server.admin.get(f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}")["metadata"]["uid"]
+    now = int(time.time())
+    claims = {
+        "iss": ISSUER,
+        "sub": f"system:serviceaccount:{namespace}:{name}",
+        "aud": ["rankscope"],
+        "iat": now - 7200,
+        "nbf": now - 7200,
+        "exp": now + int(expires_in),
+        "kubernetes.io": {"namespace": namespace, "serviceaccount": {"name": name, "uid": uid}},
+    }
+    private = serialization.load_pem_private_key(key or (server.folder / "accounts.key").read_bytes(), password=None)
+    assert isinstance(private, rsa.RSAPrivateKey)
+    content = f"{_part({'alg': 'RS256', 'typ': 'JWT'})}.{_part(claims)}"
+    signature = private.sign(content.encode(), padding.PKCS1v15(), hashes.SHA256())
+    return f"{content}.{base64.urlsafe_b64encode(signature).decode().rstrip('=')}"
+
+
+def _part(document: dict[str, Any]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(document).encode()).decode().rstrip("=")
+
+
+@pytest.fixture(scope="module")
+def place(server: ApiServer, operator_user: User, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("people")
+    authority = Authority(folder / "authority")
+    pair = authority.issue("api", NAME)
+    for namespace in (TEAM, OTHERS):
+        server.admin.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
+    account(server, TEAM, "ada", "rankscope-view", "rankscope-capture")
+    account(server, TEAM, "looker", "rankscope-view")
+    account(server, OTHERS, "mallory", "rankscope-view", "rankscope-capture")
+    account(server, TEAM, "leaver", "rankscope-view", "rankscope-capture")
+    daemon = ScriptedDaemon(server, "people-node")
+    daemon.start()
+    hidden = ScriptedDaemon(server, "people-hidden-node")
+    hidden.start()
+    run = ScriptedRun(server, TEAM, "llama", [daemon])
+    secret = ScriptedRun(server, OTHERS, "secret", [hidden], job="10.0.0.9:29500/none")
+    port = free_port()
+    url = f"https://127.0.0.1:{port}"
+    api_flags = ("--api-listen", "127.0.0.1:0", "--api-certificate", str(pair.certificate), "--api-key", str(pair.key))
+    operator = OperatorProcess(
+        operator_user,
+        folder,
+        "people-0",
+        (
+            *api_flags,
+            "--audit-log",
+            str(folder / "audit.log"),
+            "--webhook-listen",
+            f"127.0.0.1:{port}",
+            "--webhook-url",
+            url,
+        ),
+    )
+    for kind, document in zip(KINDS, configurations(Address(url=url)), strict=True):
+        del document["metadata"]["labels"]  # as the chart has them: the operator may not make any
+        server.admin.create(f"{ROOT}/{kind}", document)
+    try:
+        with granted(server, "api"):
+            run.start()
+            secret.start()
+            operator.start()
+            address = operator.log.rpartition(" api ")[2].split()[0]
+            for each in (run, secret):
+                server.wait_for(lambda each=each: each.status.get("ranks", {}).get("seen") == 2)
+            server.wait_for(lambda: _is_admitted(server))
+            (folder / "token").write_text(token_of(server, TEAM, "ada", "rankscope"))
+            command = [
+                *(*MAIN, "capture", f"{TEAM}/{run.object_name}", "--operator", address, "--operator-name", NAME),
+                *("--operator-authority", str(authority.certificate), "--token-file", str(folder / "token")),
+                *("--ranks", "0,1", "--steps", "3", "--reason", "slow since noon", "--json"),
+                *("--output", str(folder / "traces")),
+            ]
+            capture = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            try:
+                yield Place(
+                    server,
+                    operator,
+                    authority.certificate,
+                    address,
+                    folder / "audit.log",
+                    run,
+                    secret,
+                    capture,
+                    folder / "traces",
+                )
+            finally:
+                capture.kill()
+                capture.wait()
+    finally:
+        operator.stop()
+        forget(server, "rankscope")
+        server.admin.delete(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/secrets/rankscope-webhook")
+        daemon.stop()
+        hidden.stop()
+
+
+def _is_admitted(server: ApiServer) -> bool:
+    body = {"apiVersion": "rankscope.dev/v1alpha1", "kind": "Capture", "metadata": {"name": "x"}}
+    try:
+        made = server.admin.create(f"{BASE}/{TEAM}/captures?dryRun=All", {**body, "spec": {"run": "x", "steps": 1}})
+    except ApiError:
+        return False
+    return made["metadata"].get("annotations", {}).get("rankscope.dev/requested-by") == "admin"
+
+
+def test_only_a_token_made_for_us_that_has_not_ended_opens_anything(place: Place) -> None:
+    server = place.server
+    own_key = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    # The twin of the one that has ended: it would be let in, and asks for what is not there.
+    good = signed_token(server, TEAM, "ada", 600)
+    missing = pb.GetCaptureRequest(id=f"{TEAM}/none")
+    code, _ = refused(lambda: place.calls(good).GetCapture(missing, timeout=CALL_SECONDS))
+    assert code is Code.NOT_FOUND
+    tokens = {
+        "none": None,
+        "for another audience": token_of(server, TEAM, "ada", "vault"),
+        "for the API server": token_of(server, TEAM, "ada"),
+        "an administrator's": server.admin.token,
+        "ended": signed_token(server, TEAM, "ada", -3600),
+        "signed by somebody else": signed_token(server, TEAM, "ada", 600, own_key),
+        "cut": good[:-20],
+        "of another with this one's signature": ".".join([good.split(".")[0], _part({"sub": "x"}), good.split(".")[2]]),
+    }
+    texts = set()
+    for kind, token in tokens.items():
+        code, text = place.refusal(token)
+        assert code is Code.UNAUTHENTICATED, (kind, code, text)
+        assert "--audience rankscope" in text and (token is None or token not in text)
+        texts.add(text)
+    assert len(texts) == 2  # no token, and not accepted: why not is nobody's business
+    told = place.operator.log
+    assert told.count("refused 127.0.0.1: 'no token'") == 1
+    assert told.count("refused 127.0.0.1: 'a token that is not accepted'") == 1
+    everything = told + place.audit.read_text()
+    assert not any(token in everything for token in tokens.values() if token is not None)
+
+
+def test_nobody_captures_or_sees_another_namespaces_job(place: Place) -> None:
+    server = place.server
+    ada, mallory = token_of(server, TEAM, "ada", "rankscope"), token_of(server, OTHERS, "mallory", "rankscope")
+    code, text = place.refusal(ada, OTHERS)
+    assert code is Code.PERMISSION_DENIED
+    assert f"may not create captures in namespace {OTHERS}" in text and "rankscope-capture" in text
+    assert place.secret.object_name not in text and "people-hidden-node" not in text
+    code, _ = place.refusal(mallory, TEAM)
+    assert code is Code.PERMISSION_DENIED
+    (capture,) = server.admin.get(f"{BASE}/{TEAM}/captures")["items"]
+    for name in (capture["metadata"]["name"], "none"):
+        for call in about(place.calls(mallory), f"{TEAM}/{name}"):
+            assert refused(call)[0] is Code.PERMISSION_DENIED
+    assert server.admin.get(f"{BASE}/{OTHERS}/captures")["items"] == []
+    denied = [record for record in place.records() if record.get("result") == "PermissionDenied"]
+    assert {(record["user"], record["namespace"]) for record in denied if record["message"] == "create captures"} == {
+        (f"system:serviceaccount:{TEAM}:ada", OTHERS),
+        (f"system:serviceaccount:{OTHERS}:mallory", TEAM),
+    }
+
+
+def test_whoever_may_look_neither_captures_nor_downloads(place: Place) -> None:
+    looker = token_of(place.server, TEAM, "looker", "rankscope")
+    code, text = place.refusal(looker)
+    assert code is Code.PERMISSION_DENIED and "rankscope-capture" in text
+    (listed,) = place.calls(looker).ListCaptures(pb.ListCapturesRequest(job=f"{TEAM}/"), timeout=CALL_SECONDS).captures
+    assert listed.requested_by == f"system:serviceaccount:{TEAM}:ada"
+    request = pb.DownloadArtifactRequest(id=listed.id, rank=0)
+    code, text = refused(lambda: list(place.calls(looker).DownloadArtifact(request, timeout=CALL_SECONDS)))
+    assert code is Code.PERMISSION_DENIED and "captures/artifacts" in text
+
+
+def test_a_token_whose_account_was_deleted_is_of_no_use_to_who_replays_it(place: Place) -> None:
+    token = token_of(place.server, TEAM, "leaver", "rankscope")
+    missing = pb.GetCaptureRequest(id=f"{TEAM}/none")
+    assert refused(lambda: place.calls(token).GetCapture(missing, timeout=CALL_SECONDS))[0] is Code.NOT_FOUND
+    place.server.admin.delete(f"/api/v1/namespaces/{TEAM}/serviceaccounts/leaver")
+    # Both the API server and the operator remember a yes for ten seconds.
+    place.server.wait_for(
+        lambda: refused(lambda: place.calls(token).GetCapture(missing, timeout=CALL_SECONDS))[0] is Code.UNAUTHENTICATED
+    )
+
+
+def test_a_capture_by_the_command_line_brings_the_traces_and_leaves_records(place: Place) -> None:
+    out, errors = place.capture.communicate(timeout=240)
+    assert place.capture.returncode == 0, errors
+    told = json.loads(out)
+    assert [(rank["rank"], rank["state"], rank["node"]) for rank in told["ranks"]] == [
+        (0, "analysed", "people-node"),
+        (1, "analysed", "people-node"),
+    ]
+    assert [Path(rank["file"]).read_bytes() for rank in told["ranks"]] == [trace_of(0), trace_of(1)]
+    namespace, _, name = told["id"].partition("/")
+    document = place.server.admin.get(f"{BASE}/{namespace}/captures/{name}")
+    ada = f"system:serviceaccount:{TEAM}:ada"
+    # Made by the operator's account, and in her name: the webhook let the operator, and nobody else, say so.
+    assert document["metadata"]["annotations"]["rankscope.dev/requested-by"] == ada
+    assert document["spec"]["reason"] == "slow since noon"
+    records = [record for record in place.records() if record.get("capture") == name]
+    assert [record["event"] for record in records] == ["asked", "begun", "ended", "downloaded", "downloaded"]
+    for record in records:
+        assert (record["via"], record["user"], record["verified"]) == ("api", ada, True)
+    asked, begun, ended, *_ = records
+    assert "system:serviceaccounts" in asked["groups"] and asked["address"] == "127.0.0.1"
+    assert (begun["ranks"], begun["id"]) == ("0,1", f"k-{document['metadata']['uid']}")
+    assert (ended["result"], ended["message"]) == ("Succeeded", "2/2 ranks delivered")
+    assert {record["reason"] for record in (asked, begun, ended)} == {"slow since noon"}
+    assert place.audit.stat().st_mode & 0o777 == 0o600
+
+
+def test_who_asks_by_kubectl_is_recorded_and_cannot_say_they_are_another(place: Place) -> None:
+    server = place.server
+    ada = User(server, "ada", token_of(server, TEAM, "ada"))
+    claims = {"rankscope.dev/requested-by": "the-boss", "rankscope.dev/via": "api", "rankscope.dev/trigger": "policy"}
+    evil = 'x"}\n{"event": "ended"'
+    body = {
+        "apiVersion": "rankscope.dev/v1alpha1",
+        "kind": "Capture",
+        "metadata": {"name": "by-hand", "annotations": claims},
+        "spec": {"run": place.run.object_name, "ranks": "7", "steps": 3, "reason": evil},
+    }
+    made = ada.create(f"{BASE}/{TEAM}/captures", body)
+    name = f"system:serviceaccount:{TEAM}:ada"
+    assert made["metadata"]["annotations"] == {"rankscope.dev/requested-by": name}
+    of_it: list[dict[str, Any]] = []
+
+    def is_over() -> bool:
+        of_it[:] = [record for record in place.records() if record.get("capture") == "by-hand"]
+        return any(record["event"] == "ended" for record in of_it)
+
+    server.wait_for(is_over)
+    assert [record["event"] for record in of_it] == ["asked", "ended"]
+    assert {(record["via"], record["user"], record["verified"]) for record in of_it} == {("kubectl", name, True)}
+    assert of_it[-1]["result"] == "Failed" and of_it[-1]["message"]
+    assert of_it[0]["reason"] == evil
+
+
+def test_cancelling_ends_a_capture_and_keeps_its_object(place: Place) -> None:
+    token = token_of(place.server, TEAM, "ada", "rankscope")
+    calls = place.calls(token)
+    request = pb.StartCaptureRequest(job=f"{TEAM}/{place.run.object_name}", ranks="1", steps=3, id="to-be-cancelled")
+    stream = calls.StartCapture(request, timeout=CALL_SECONDS)
+    assert next(stream).capture.id == f"{TEAM}/to-be-cancelled"
+    calls.CancelCapture(pb.CancelCaptureRequest(id=f"{TEAM}/to-be-cancelled"), timeout=CALL_SECONDS)
+    try:
+        last = list(stream)[-1].capture
+    except grpc.RpcError as error:  # cancelled before any rank was chosen
+        assert error.code() is Code.FAILED_PRECONDITION and "cancelled" in error.details()
+    else:
+        assert last.state == pb.CAPTURE_STATE_CANCELLED
+    kept = place.server.admin.get(f"{BASE}/{TEAM}/captures/to-be-cancelled")
+    assert kept["status"]["phase"] == "Cancelled"
+    calls.DeleteCapture(pb.DeleteCaptureRequest(id=f"{TEAM}/to-be-cancelled"), timeout=CALL_SECONDS)
+    place.server.wait_for(lambda: not place.server.admin.is_served(f"{BASE}/{TEAM}/captures/to-be-cancelled"))
