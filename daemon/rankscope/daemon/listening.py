@@ -42,9 +42,10 @@ class SocketLock:
         self._prepare_directory()
         self._lock_path = path.with_name(path.name + ".lock")
         self._descriptor = self._take()
-        if path.is_socket():
+        # A link is nobody's socket, wherever it leads.
+        if path.is_socket() and not path.is_symlink():
             path.unlink()
-        elif path.exists():
+        elif path.is_symlink() or path.exists():
             self.release()
             raise ListenError(f"{path} exists and is not a socket; remove it or pass another --socket")
 
@@ -52,7 +53,7 @@ class SocketLock:
         """Remove the socket, then give up the lock. The lock's file stays: unlinking it would let two hold it."""
         if self._descriptor is None:
             return
-        if self.path.is_socket():
+        if self.path.is_socket() and not self.path.is_symlink():
             self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
         self._descriptor = None

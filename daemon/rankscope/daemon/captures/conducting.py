@@ -158,6 +158,8 @@ class Conductor:
     def _attempt(self, capture_id: str, work: Sequence[tuple[Order, Backend]]) -> dict[int, float]:
         """Record all ranks at once and deliver what they gave. Returns the step time of ranks of which too few steps
         were recorded because it was not known, or taken for shorter."""
+        if not work:
+            return {}  # no rank could even be asked, and each says why
         recorded: dict[int, tuple[RankProcess, Recording]] = {}
         threads = [
             threading.Thread(

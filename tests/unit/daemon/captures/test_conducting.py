@@ -170,6 +170,16 @@ def test_a_rank_elsewhere_and_a_rank_no_back_end_suits_fail_with_the_reason(arch
     assert "rank 2 does not run on node-1" in capture.ranks[2].error
 
 
+def test_a_capture_of_ranks_that_can_all_not_be_asked_ends_with_their_reasons(
+    archive: MemoryArchive, caplog: pytest.LogCaptureFixture
+) -> None:
+    conducted = conductor(ScriptedBackend(unsuited=frozenset({0, 1})), archive, ranks=2)
+    capture = ended(conducted, conducted.start(pb.StartCaptureRequest(steps=1)))
+    assert capture.state == pb.CAPTURE_STATE_FAILED
+    assert all("cannot be captured" in entry.error for entry in capture.ranks)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_who_keeps_to_a_schedule_goes_first_and_who_cannot_says_so(archive: MemoryArchive) -> None:
     best, able = ScriptedBackend("best"), ScriptedBackend("able", unsuited=frozenset({1}), keeps_schedules=True)
     conducted = Conductor("n", [best, able], archive, lambda: [rank(0), rank(1)])
