@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup prometheus demo test captures kube ship lint proto docs dashboards bench dist images lock audit clean
+.PHONY: help setup prometheus demo test captures kube ship lint proto docs dashboards chart bench dist images lock audit clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,6 +50,8 @@ lint: setup  ## ruff, mypy --strict, the layer contract, fresh generated files
 	@$(BIN)/python -m tools.generate_metrics_page --check
 	@echo "==> generated dashboards"
 	@$(BIN)/python -m deploy.grafana.dashboards --check
+	@echo "==> generated files of the chart"
+	@$(BIN)/python -m tools.generate_chart_files --check
 
 proto: setup  ## regenerate the Python code of proto/
 	@$(BIN)/python tools/generate_protos.py
@@ -59,6 +61,9 @@ docs: setup  ## regenerate docs/metrics.md from the exporters
 
 dashboards: setup  ## regenerate deploy/grafana/json
 	@$(BIN)/python -m deploy.grafana.dashboards
+
+chart: setup  ## regenerate the chart's README and what it takes from elsewhere (kinds, webhooks, rules, dashboards)
+	@$(BIN)/python -m tools.generate_chart_files
 
 bench: setup prometheus  ## measure what it costs; prints a table
 	@$(BIN)/python -m benchmarks
