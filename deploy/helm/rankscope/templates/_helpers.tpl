@@ -5,16 +5,18 @@ app.kubernetes.io/name: rankscope
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
+{{/* Ours win over those that values add (commonLabels, .more): selectors rely on them. */}}
 {{- define "rankscope.labels" -}}
-{{ include "rankscope.selector" . }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-app.kubernetes.io/part-of: rankscope
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $ours := dict
+  "app.kubernetes.io/name" "rankscope"
+  "app.kubernetes.io/component" .component
+  "app.kubernetes.io/instance" .root.Release.Name
+  "app.kubernetes.io/version" .root.Chart.AppVersion
+  "app.kubernetes.io/part-of" "rankscope"
+  "app.kubernetes.io/managed-by" .root.Release.Service
+  "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_")
+-}}
+{{- toYaml (merge $ours (default dict .more) .root.Values.commonLabels) }}
 {{- end }}
 
 {{- define "rankscope.image" -}}
@@ -44,4 +46,9 @@ imagePullSecrets:
 {{/* Whether daemons listen for an operator: ours, or one elsewhere that has certificates of the same authority. */}}
 {{- define "rankscope.daemonListens" -}}
 {{- if or .Values.operator.enabled (ne .Values.tls.mode "operator") }}true{{ end -}}
+{{- end }}
+
+{{/* Whether the operator shows a certificate to callers from outside: people, Alertmanager, Prometheus. */}}
+{{- define "rankscope.operatorServesTls" -}}
+{{- if or .Values.api.enabled .Values.alerts.enabled .Values.metrics.tls }}true{{ end -}}
 {{- end }}
