@@ -12,7 +12,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
@@ -53,6 +53,7 @@ class ShardLeases:
         shards: int = 1,
         prefix: str = "rankscope-operator",
         on_change: Callable[[frozenset[int]], None] | None = None,
+        owners: Sequence[Document] = (),
         settling_seconds: float = SETTLING_SECONDS,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,6 +64,7 @@ class ShardLeases:
         self._namespace = namespace
         self._prefix = prefix
         self._on_change = on_change
+        self._owners = list(owners)
         self._settling_seconds = settling_seconds
         self._monotonic = monotonic
         self._renewed: dict[int, float] = {}  # shard to the moment before its last renewal was sent
@@ -212,7 +214,10 @@ class ShardLeases:
             "acquireTime": now if taken else before.get("acquireTime") or now,
             "leaseTransitions": int(before.get("leaseTransitions") or 0) + (1 if taken and seen is not None else 0),
         }
-        metadata = {"name": name, "namespace": self._namespace, "labels": {"rankscope.dev/leases": self._prefix}}
+        labels = {"rankscope.dev/leases": self._prefix}
+        metadata: Document = {"name": name, "namespace": self._namespace, "labels": labels}
+        if self._owners:
+            metadata["ownerReferences"] = self._owners
         body: Document = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
         try:
             if seen is None:

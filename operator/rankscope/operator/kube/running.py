@@ -35,6 +35,7 @@ from rankscope.operator.kube.fleet_certificate_keeping import FleetCertificates
 from rankscope.operator.kube.inventory import Inventory
 from rankscope.operator.kube.operator_settings import OperatorSettings
 from rankscope.operator.kube.operator_tls import metrics_guard, serving_pair, towards_callers, towards_daemons
+from rankscope.operator.kube.owning import owners
 from rankscope.operator.kube.people import People
 from rankscope.operator.kube.pods import Pod, read_pod
 from rankscope.operator.kube.policies import Daemons, PoliciesController
@@ -70,6 +71,7 @@ class Operator:
             settings.identity,
             settings.shards,
             on_change=self._shards_changed,
+            owners=owners(),
             settling_seconds=settings.settling_seconds,
         )
         base = replace(DEFAULT_POLICY, mfu_target_ratio=settings.mfu_target)
