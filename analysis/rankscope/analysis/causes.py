@@ -24,6 +24,7 @@ from rankscope.analysis.windows import (
 
 FRAMES_SHOWN = 3
 _NO_FRAME = FrameSeen("", "", 0, 0.0, 0.0, "other")
+_NOTHING = (0.0, 0.0, "other")
 
 
 @dataclass(frozen=True)
@@ -138,22 +139,18 @@ def merge_profiles(profiles: Iterable[StackProfile]) -> StackProfile | None:
     if total == 0:
         return None
     phases: dict[str, float] = {}
-    frames: dict[tuple[str, str, int], FrameSeen] = {}
+    shares: dict[tuple[str, str, int], tuple[float, float, str]] = {}
     for profile in kept:
         weight = profile.samples / total
         for phase, share in profile.phase_shares.items():
             phases[phase] = phases.get(phase, 0.0) + weight * share
         for frame in profile.frames:
-            known = frames.get(_place(frame))
-            frames[_place(frame)] = FrameSeen(
-                frame.function,
-                frame.file,
-                frame.line,
-                weight * frame.share + (known.share if known else 0.0),
-                weight * frame.leaf_share + (known.leaf_share if known else 0.0),
-                frame.phase,
-            )
-    return StackProfile(total, phases, tuple(frames.values()))
+            function, file, line, share, leaf_share, phase = frame
+            place = (file, function, line)
+            known_share, known_leaf_share, _ = shares.get(place, _NOTHING)
+            shares[place] = (known_share + weight * share, known_leaf_share + weight * leaf_share, phase)
+    frames = (FrameSeen(function, file, line, *share) for (file, function, line), share in shares.items())
+    return StackProfile(total, phases, tuple(frames))
 
 
 def _ms(seconds: float) -> str:

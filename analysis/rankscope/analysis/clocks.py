@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rankscope.analysis.robust import Floats, Ints
+from rankscope.analysis.robust import Floats, Ints, grouped_median, number_groups
 
 
 def clock_skew_seconds(
@@ -12,11 +12,6 @@ def clock_skew_seconds(
 ) -> float | None:
     """Largest difference between nodes of (end of a rank's last step, moved to a common step); None for one node."""
     moved = last_step_unix_seconds - steps_total * step_seconds
-    medians = [
-        float(np.nanmedian(moved[place == node]))
-        for node in np.unique(place)
-        if not np.isnan(moved[place == node]).all()
-    ]
-    if len(medians) < 2:
-        return None
-    return max(medians) - min(medians)
+    medians = grouped_median(moved, *number_groups(place))
+    known = medians[~np.isnan(medians)]
+    return float(known.max() - known.min()) if len(known) > 1 else None

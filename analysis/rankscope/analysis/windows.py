@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,8 +65,9 @@ def columns_of(rows: Sequence[Mapping[str, float]]) -> RankColumns:
     return RankColumns(**made)
 
 
-@dataclass(frozen=True)
-class FrameSeen:
+class FrameSeen(NamedTuple):
+    """A tuple, as a slow job is looked at with the stacks of dozens of ranks."""
+
     function: str
     file: str
     line: int

@@ -89,19 +89,20 @@ class Correlator:
         return tuple(self._states.values())
 
     def tick(self) -> bool:
-        """Evaluate what is ready; True if anything was."""
+        """Evaluate what is ready; True if anything was. One at a time; windows come in meanwhile."""
         with self._lock:
             now = self._clock()
-            for job in self._table.take_restarted():
-                self._fleet.forget(job)
+            restarted = self._table.take_restarted()
             ended = self._table.take_ended(now)
-            for job in ended:
-                self._fleet.forget(job)
-                self._states.pop(job, None)
             ready = self._table.take_ready(now)
-            verdicts = self._fleet.evaluate(ready)
-            for job, window in ready.items():
-                self._states[job] = self._state(job, window, verdicts[job], now)
+            latest = {job: HeldWindows(self._table.jobs[job].latest.copy()) for job in ready}
+        for job in (*restarted, *ended):
+            self._fleet.forget(job)
+        for job in ended:
+            self._states.pop(job, None)
+        verdicts = self._fleet.evaluate(ready)
+        for job, window in ready.items():
+            self._states[job] = self._state(job, window, verdicts[job], latest[job], now)
         if ready or ended:
             for listener in list(self._listeners):
                 self._tell(listener)
@@ -113,7 +114,7 @@ class Correlator:
         except Exception:
             log.exception("a listener failed")
 
-    def _state(self, job: str, window: JobWindow, verdict: Verdict, now: float) -> JobState:
+    def _state(self, job: str, window: JobWindow, verdict: Verdict, latest: HeldWindows, now: float) -> JobState:
         before = self._states.get(job)
         same = before is not None and _gist(before.verdict) == _gist(verdict)
         columns = window.columns
@@ -127,7 +128,7 @@ class Correlator:
             step_seconds=_known(median_or_nan(columns.step_seconds)),
             mfu_ratio=_known(median_or_nan(columns.mfu_ratio)),
             exposed_communication_ratio=_known(_mean(columns.wait_seconds / columns.step_seconds)),
-            windows=HeldWindows(self._table.jobs[job].latest.copy()),
+            windows=latest,
             window_end_unix_seconds=window.end_unix_seconds,
         )
         if before is not None and state.step_seconds is None:
@@ -160,7 +161,7 @@ def _gist(verdict: Verdict) -> tuple[Kind, Severity, tuple[int, ...], int | None
 
 def _mean(values: np.ndarray) -> float:
     known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else float("nan")
+    return float(known.sum()) / len(known) if len(known) else float("nan")
 
 
 def _known(value: float) -> float | None:

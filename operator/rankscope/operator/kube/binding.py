@@ -32,7 +32,7 @@ JOBS_PER_RUN = 16
 OWNED_SECONDS = 10.0
 
 
-# How often those of which nothing is heard are looked for, where somebody speaks of ever more ranks.
+# How often those of which nothing is heard any more are looked for.
 FORGETTING_SECONDS = 1.0
 
 Owners = dict[int, tuple[str, float]]  # of a job: rank to its pod's uid, and when it was last heard
@@ -90,18 +90,30 @@ class _Names:
     heard_at: dict[str, float] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     owners: dict[str, Owners] = field(default_factory=dict)
+    looked_at: float = 0.0
     swept_at: float = 0.0
+
+    def forget_silent(self, now: float) -> None:
+        self.looked_at = now
+        for silent in [known for known, heard in self.heard_at.items() if now - heard > SILENT_SECONDS]:
+            del self.heard_at[silent], self.names[silent]
+            self.owners.pop(silent, None)
+        if now - self.swept_at > SILENT_SECONDS:  # less often: a job may have a hundred thousand ranks
+            self.swept_at = now
+            for job, owners in self.owners.items():
+                self.owners[job] = {rank: owner for rank, owner in owners.items() if now - owner[1] < OWNED_SECONDS}
 
 
 @dataclass
 class _Place:
     """Where the ranks of one pod and job belong."""
 
-    uid: str = ""
-    names: Names = ("", "", "", "")
-    kept: bool = False
-    refusal: str = ""
-    owners: Owners = field(default_factory=dict)
+    uid: str
+    names: Names
+    kept: bool
+    refusal: str
+    owners: Owners
+    owner: tuple[str, float]
 
 
 @dataclass
@@ -247,48 +259,45 @@ class Binding:
         place = here.places.get(known.sought)
         if place is None:
             place = here.places[known.sought] = self._place(*known.sought, here)
-        if place.refusal:
-            self.refusals.add(place.refusal)
         if not place.kept:
+            if place.refusal:
+                self.refusals.add(place.refusal)
             return None
-        if not self._owns(known.rank, place, here.now):
+        owner = place.owners.get(known.rank)
+        if owner is not None and owner[0] != place.uid and self._is_alive(owner, here.now):
             self.refusals.add("rank_taken")
             return None
+        place.owners[known.rank] = place.owner
         return place
 
     def _place(self, uid: str, job: str, here: _Here) -> _Place:
         found = self._inventory.find(uid) if uid else None
         if found is None:
-            return _Place(refusal="unknown_pod")
+            return _nowhere("unknown_pod")
         pod, key = found
         if pod.node != here.node:
-            return _Place(refusal="other_node")
-        name = self._job_name(key, job)
+            return _nowhere("other_node")
+        name = self._job_name(key, job, here.now)
         if name is None:
-            return _Place(refusal="jobs")
+            return _nowhere("jobs")
         owners = self._names[key].owners.setdefault(job, {})
-        return _Place(uid, (name, here.node, pod.namespace, pod.name), here.keeps(name), owners=owners)
+        names = (name, here.node, pod.namespace, pod.name)
+        return _Place(uid, names, here.keeps(name), "", owners, (uid, here.now))
 
-    def _owns(self, rank: int, place: _Place, now: float) -> bool:
-        pod, heard_at = place.owners.get(rank) or (place.uid, now)
-        if pod != place.uid and now - heard_at < OWNED_SECONDS:
-            owner = self._inventory.find(pod)
-            if owner is not None and not owner[0].is_over and not owner[0].deleting:
-                return False
-        place.owners[rank] = (place.uid, now)
-        return True
+    def _is_alive(self, owner: tuple[str, float], now: float) -> bool:
+        uid, heard_at = owner
+        if now - heard_at >= OWNED_SECONDS:
+            return False
+        found = self._inventory.find(uid)
+        return found is not None and not found[0].is_over and not found[0].deleting
 
-    def _job_name(self, key: RunKey, job: str) -> str | None:
+    def _job_name(self, key: RunKey, job: str, now: float) -> str | None:
         """The run's own name for its one job; jobs beside it, as in a Ray cluster, get a number."""
-        now = self._monotonic()
-        jobs = self._names.setdefault(key, _Names())
-        for silent in [known for known, heard in jobs.heard_at.items() if now - heard > SILENT_SECONDS]:
-            del jobs.heard_at[silent], jobs.names[silent]
-            jobs.owners.pop(silent, None)
-        if now - jobs.swept_at > SILENT_SECONDS:
-            jobs.swept_at = now
-            for known, owners in jobs.owners.items():
-                jobs.owners[known] = {rank: own for rank, own in owners.items() if now - own[1] < OWNED_SECONDS}
+        jobs = self._names.get(key)
+        if jobs is None:
+            jobs = self._names[key] = _Names()
+        if now - jobs.looked_at > FORGETTING_SECONDS:
+            jobs.forget_silent(now)
         name = jobs.names.get(job)
         if name is None:
             taken = set(jobs.names.values())
@@ -300,3 +309,7 @@ class Binding:
             jobs.names[job] = name
         jobs.heard_at[job] = now
         return name
+
+
+def _nowhere(refusal: str) -> _Place:
+    return _Place("", ("", "", "", ""), False, refusal, {}, ("", 0.0))
