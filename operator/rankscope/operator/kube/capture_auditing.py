@@ -21,7 +21,7 @@ audit_log = logging.getLogger(LOGGER)
 # How Rankscope itself was asked for the object; set by it alone.
 VIA = "rankscope.dev/via"
 BY_API = "api"
-# The same refusal of the same caller is told again after this: a record for every attempt would fill a disk.
+# The same of the same caller is told again after this: a record for every attempt would fill a disk.
 REPEAT_SECONDS = 60.0
 REMEMBERED = 4096
 
@@ -46,10 +46,13 @@ class CaptureAudit:
         audit_log.info("%s", audit_line(record, self._unix_seconds()))
 
     def refused(self, record: AuditRecord) -> None:
-        key = (record.user, record.address, record.namespace, record.result, record.message)
-        now = self._monotonic_seconds()
-        if self._is_news(key, now, REPEAT_SECONDS):
-            self.say(replace(record, event="refused"))
+        self.say_now_and_then(replace(record, event="refused"))
+
+    def say_now_and_then(self, record: AuditRecord) -> None:
+        """The same of the same caller at most once a minute."""
+        what = (record.namespace, record.capture, record.ranks, record.result, record.message)
+        if self._is_news((record.event, record.user, record.address, *what), self._monotonic_seconds(), REPEAT_SECONDS):
+            self.say(record)
 
     def vouch_for(self, uid: str) -> None:
         with self._lock:

@@ -9,6 +9,7 @@ from rankscope.operator.kube.capture_auditing import CaptureAudit
 from rankscope.operator.kube.capture_calls import DaemonCalls
 from rankscope.operator.kube.capture_objects import CaptureObject
 from rankscope.operator.kube.people_captures import PeopleCaptures
+from rankscope.operator.kube.people_exporting import PeopleExporter
 from rankscope.operator.kube.people_guarding import Guard
 from rankscope.operator.kube.people_serving import PeopleServer, PeopleSettings
 from rankscope.operator.kube.people_traces import Traces
@@ -37,13 +38,14 @@ class People:
         self._traces = Traces(calls, addresses)
         service = PeopleCaptures(
             api,
-            lambda: captures.objects,
+            captures,
             runs.object_of,
             self._traces,
             audit,
             is_ready=lambda: captures.listed.is_set() and runs.watched.listed.is_set(),
         )
         guard = Guard(Reviews(api, settings.audience), audit)
+        self.exporter = PeopleExporter(guard.counts)
         self.server = PeopleServer(settings, service.handler(guard), read)
 
     def start(self) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import grpc
 from msgspec import structs
@@ -27,6 +28,7 @@ from rankscope.operator.kube.people_asking import (
     spec_document,
 )
 from rankscope.operator.kube.people_guarding import Call, Guard, RefusedError
+from rankscope.operator.kube.people_limiting import Allowance
 from rankscope.operator.kube.people_traces import Traces
 from rankscope.operator.kube.reviewing import Access
 from rankscope.operator.kube.runs import RunObject
@@ -39,15 +41,27 @@ POLL_SECONDS = 0.25
 UNSEEN_SECONDS = 30.0
 RECHECK_SECONDS = 30.0
 LISTED_MOST = 256
+# What one caller may ask for: each is an object in the API server and two lines in the audit log.
+ASKS_AT_ONCE = 30.0
+ASKS_PER_SECOND = 0.2
 SERVICE = pb.DESCRIPTOR.services_by_name["CaptureService"].full_name
 Code = grpc.StatusCode
+
+
+class Kept(Protocol):
+    """The watch's copy."""
+
+    @property
+    def objects(self) -> Mapping[str, CaptureObject]: ...
+
+    def find(self, uid: str) -> CaptureObject | None: ...
 
 
 class PeopleCaptures:
     def __init__(
         self,
         api: Api,
-        captures: Callable[[], Mapping[str, CaptureObject]],
+        captures: Kept,
         run_of: Callable[[str, str], RunObject | None],
         traces: Traces,
         audit: CaptureAudit,
@@ -61,17 +75,18 @@ class PeopleCaptures:
         self._audit = audit
         self._clock = clock
         self._is_ready = is_ready
+        self._asks = Allowance(ASKS_AT_ONCE, ASKS_PER_SECOND)  # by caller
         self._lock = threading.Lock()
         self._made: dict[str, tuple[CaptureObject, float]] = {}  # by uid: not yet in the watch, and since when
 
     def handler(self, guard: Guard) -> grpc.GenericRpcHandler:
         methods = {
-            "StartCapture": guard.streaming(pb.StartCaptureRequest, self.start),
-            "GetCapture": guard.single(pb.GetCaptureRequest, self.get),
-            "ListCaptures": guard.single(pb.ListCapturesRequest, self.list),
-            "CancelCapture": guard.single(pb.CancelCaptureRequest, self.cancel),
-            "DeleteCapture": guard.single(pb.DeleteCaptureRequest, self.delete),
-            "DownloadArtifact": guard.streaming(pb.DownloadArtifactRequest, self.download),
+            "StartCapture": guard.streaming("StartCapture", pb.StartCaptureRequest, self.start),
+            "GetCapture": guard.single("GetCapture", pb.GetCaptureRequest, self.get),
+            "ListCaptures": guard.single("ListCaptures", pb.ListCapturesRequest, self.list),
+            "CancelCapture": guard.single("CancelCapture", pb.CancelCaptureRequest, self.cancel),
+            "DeleteCapture": guard.single("DeleteCapture", pb.DeleteCaptureRequest, self.delete),
+            "DownloadArtifact": guard.streaming("DownloadArtifact", pb.DownloadArtifactRequest, self.download),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -86,6 +101,9 @@ class PeopleCaptures:
         if run is None or run.deleting:
             text = f"no run {place.name} in namespace {place.namespace}"
             raise RefusedError(Code.NOT_FOUND, f"{text}; next: kubectl get trainingruns -n {place.namespace}")
+        if not self._asks.take(call.caller.name):
+            text = f"{ASKS_AT_ONCE:g} captures asked for at once; one more every {1 / ASKS_PER_SECOND:g} s"
+            raise RefusedError(Code.RESOURCE_EXHAUSTED, text)
         name = capture_name(request, self._clock())
         record = asked_for(call.record("asked", namespace=place.namespace, capture=name), read_spec(spec))
         self._audit.say(record)
@@ -138,9 +156,8 @@ class PeopleCaptures:
     def download(self, request: pb.DownloadArtifactRequest, call: Call) -> Iterator[pb.DownloadArtifactResponse]:
         access = Access("get", place_of_capture(request.id).namespace, subresource="artifacts")
         thing = self._found(request.id, call, access)
-        if request.offset == 0:
-            what = {"namespace": thing.namespace, "capture": thing.name, "ranks": str(request.rank)}
-            self._audit.say(call.record("downloaded", **what))
+        what = {"namespace": thing.namespace, "capture": thing.name, "ranks": str(request.rank)}
+        self._audit.say_now_and_then(call.record("downloaded", **what))
         checked = time.monotonic()
         for part in self._traces.download(thing, request, call.context):
             yield part
@@ -157,7 +174,7 @@ class PeopleCaptures:
             if time.monotonic() - checked > RECHECK_SECONDS:
                 checked = time.monotonic()
                 call.recheck(access)
-            now = self._all().get(thing.uid)
+            now = self._find(thing.uid)
             if now is None:
                 gone = structs.replace(thing.status, phase="Cancelled", message="the Capture object was deleted")
                 yield pb.StartCaptureResponse(capture=answer(replace(thing, status=gone)))
@@ -196,7 +213,7 @@ class PeopleCaptures:
     def _all(self) -> Mapping[str, CaptureObject]:
         """By uid: what the watch tells of, and what was just made."""
         self._require_ready()
-        seen = self._captures()
+        seen = self._captures.objects
         with self._lock:
             now = time.monotonic()
             self._made = {
@@ -209,6 +226,9 @@ class PeopleCaptures:
     def _require_ready(self) -> None:
         if not self._is_ready():
             raise RefusedError(Code.UNAVAILABLE, "the operator is starting and has not seen everything yet; try again")
+
+    def _find(self, uid: str) -> CaptureObject | None:
+        return self._captures.find(uid) or self._all().get(uid)
 
     def _named(self, place: Place) -> CaptureObject | None:
         everything = self._all().values()

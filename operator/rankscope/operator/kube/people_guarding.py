@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,16 +18,17 @@ from google.protobuf.message import Message
 
 from rankscope.analysis.audit_lines import AuditRecord
 from rankscope.operator.kube.capture_auditing import CaptureAudit
+from rankscope.operator.kube.people_limiting import Allowance
 from rankscope.operator.kube.reviewing import Access, Caller, NoAnswerError, Reviews
 
 log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 10.0
 CALLS_OF_ONE = 16
-# Strangers' tokens of one address that are looked at, and how quickly there may be more.
-STRANGERS_AT_ONCE = 10.0
+# Strangers' tokens of one address that are looked at, and how quickly there may be more. A cluster may show all its
+# callers by one address.
+STRANGERS_AT_ONCE = 20.0
 STRANGERS_PER_SECOND = 1.0
-ADDRESSES_REMEMBERED = 4096
 REFUSALS_REMEMBERED = 256
 
 Asked = TypeVar("Asked", bound=Message)
@@ -60,50 +60,59 @@ class Call:
 
 
 class Guard:
-    def __init__(
-        self, reviews: Reviews, audit: CaptureAudit, monotonic_seconds: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, reviews: Reviews, audit: CaptureAudit) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()  # by method, and how a call ended
         self._reviews = reviews
         self._audit = audit
-        self._monotonic_seconds = monotonic_seconds
+        self._strangers = Allowance(STRANGERS_AT_ONCE, STRANGERS_PER_SECOND)
         self._lock = threading.Lock()
         self._calls: Counter[str] = Counter()
-        self._strangers: OrderedDict[str, tuple[float, float]] = OrderedDict()  # address to how many, when
         self._told: set[tuple[str, str]] = set()
 
-    def single(self, asked: type[Asked], behave: Callable[[Asked, Call], Said]) -> grpc.RpcMethodHandler:
+    def single(self, name: str, asked: type[Asked], behave: Callable[[Asked, Call], Said]) -> grpc.RpcMethodHandler:
         """A method with one answer."""
 
         def handle(requests: Iterator[Asked], context: grpc.ServicerContext) -> Said:
-            with self._answering(context), self._admitted(context) as call:
+            with self._answering(name, context), self._admitted(context) as call:
                 return behave(_only(requests, context), call)
             raise AssertionError("an answer or an abort")
 
         return grpc.stream_unary_rpc_method_handler(handle, asked.FromString, _bytes)
 
-    def streaming(self, asked: type[Asked], behave: Callable[[Asked, Call], Iterator[Said]]) -> grpc.RpcMethodHandler:
+    def streaming(
+        self, name: str, asked: type[Asked], behave: Callable[[Asked, Call], Iterator[Said]]
+    ) -> grpc.RpcMethodHandler:
         """A method with many."""
 
         def handle(requests: Iterator[Asked], context: grpc.ServicerContext) -> Iterator[Said]:
-            with self._answering(context), self._admitted(context) as call:
+            with self._answering(name, context), self._admitted(context) as call:
                 yield from behave(_only(requests, context), call)
 
         return grpc.stream_stream_rpc_method_handler(handle, asked.FromString, _bytes)
 
     @contextmanager
-    def _answering(self, context: grpc.ServicerContext) -> Iterator[None]:
+    def _answering(self, name: str, context: grpc.ServicerContext) -> Iterator[None]:
+        code, text = Code.OK, ""
         try:
             yield
         except RefusedError as error:
-            _abort(context, error.code, str(error))
+            code, text = error.code, str(error)
         except NoAnswerError as error:
-            _abort(context, Code.UNAVAILABLE, f"{error}; try again")
+            code, text = Code.UNAVAILABLE, f"{error}; try again"
+        except GeneratorExit:
+            code = Code.CANCELLED  # the caller has left
+            raise
         except Exception:
             if not context.is_active():
-                _abort(context, Code.CANCELLED, "gone, or turned away by gRPC itself")
-            # Its text may hold what is nobody's business.
-            log.exception("a call of the API failed")
-            _abort(context, Code.INTERNAL, "unexpected; the operator's log has the reason")
+                code, text = Code.CANCELLED, "gone, or turned away by gRPC itself"
+            else:
+                # Its text may hold what is nobody's business.
+                log.exception("a call of the API failed")
+                code, text = Code.INTERNAL, "unexpected; the operator's log has the reason"
+        finally:
+            self.counts[name, code.name] += 1
+        if code is not Code.OK:
+            _abort(context, code, text)
 
     @contextmanager
     def _admitted(self, context: grpc.ServicerContext) -> Iterator[Call]:
@@ -153,13 +162,18 @@ class Guard:
         )
 
     def _caller(self, token: str, address: str) -> Caller:
+        # One client that tries an old token again and again must not shut out all others of its address.
         is_new = not self._reviews.knows(token)
-        if is_new and not self._may_try(address):
+        if is_new and not self._strangers.take(address):
             raise RefusedError(Code.RESOURCE_EXHAUSTED, "too many tokens that were not accepted; try again in a moment")
-        caller = self._reviews.caller(token)
+        is_stranger = False
+        try:
+            caller = self._reviews.caller(token)
+            is_stranger = caller is None
+        finally:
+            if is_new and not is_stranger:
+                self._strangers.give_back(address)
         if caller is None:
-            if is_new:  # or one client that tries again and again would shut out all others of its address
-                self._count_stranger(address)
             self._turn_away(address, "a token that is not accepted")
             raise RefusedError(Code.UNAUTHENTICATED, self._bad_token)
         return caller
@@ -196,22 +210,6 @@ class Guard:
                 return
             self._told.add((address, why))
         log.warning("refused %s: %r", address, why)
-
-    def _may_try(self, address: str) -> bool:
-        return self._strangers_of(address) < STRANGERS_AT_ONCE
-
-    def _count_stranger(self, address: str) -> None:
-        number = self._strangers_of(address) + 1
-        with self._lock:
-            self._strangers[address] = (number, self._monotonic_seconds())
-            self._strangers.move_to_end(address)
-            while len(self._strangers) > ADDRESSES_REMEMBERED:
-                self._strangers.popitem(last=False)
-
-    def _strangers_of(self, address: str) -> float:
-        with self._lock:
-            number, since = self._strangers.get(address, (0.0, 0.0))
-        return max(0.0, number - (self._monotonic_seconds() - since) * STRANGERS_PER_SECOND)
 
 
 def address_of(peer: str) -> str:

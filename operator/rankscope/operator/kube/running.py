@@ -156,6 +156,7 @@ class Operator:
             self.people = People(
                 self.api, settings.people, *watches, calls, lambda: self.daemons.addresses, self.audit, read
             )
+            exporters.append(self.people.exporter)
         guard = metrics_guard(settings, self.api)
         metrics_tls = None if guard is None else self._serving_tls
         self.server = OperatorServer(settings.listen_host, settings.listen_port, self, exporters, metrics_tls, guard)

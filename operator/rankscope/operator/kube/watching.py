@@ -65,6 +65,10 @@ class Watched(Generic[Kept]):
         with self._lock:
             return dict(self._known)
 
+    def find(self, uid: str) -> Kept | None:
+        with self._lock:
+            return self._known.get(uid)
+
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=f"watch {self.path}", daemon=True)
         self._thread.start()

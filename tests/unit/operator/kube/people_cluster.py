@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import grpc
+import pytest
 
 from rankscope.operator.kube import reviewing
 from rankscope.operator.kube.api import Api, ApiError, ConflictError
@@ -22,6 +23,9 @@ from rankscope.operator.kube.reviewing import Reviews
 from rankscope.operator.kube.runs import RunObject
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
+
+RUN = "lab/pytorchjob-llama"
+START = pb.StartCaptureRequest(job=RUN, ranks="all", steps=3, reason="slow since noon")
 
 Right = tuple[str, str, str]  # user, verb (verb/subresource), namespace
 
@@ -59,10 +63,9 @@ class Cluster:
         self._numbers = itertools.count(1)
         audit = CaptureAudit()
         self.reviews = Reviews(cast(Api, self), "rankscope")
-        self.captures = PeopleCaptures(cast(Api, self), self._objects, self._run_of, cast(Traces, self.traces), audit)
-        self.server = PeopleServer(
-            PeopleSettings("127.0.0.1", 0), self.captures.handler(Guard(self.reviews, audit)), None
-        )
+        self.captures = PeopleCaptures(cast(Api, self), self, self._run_of, cast(Traces, self.traces), audit)
+        self.guard = Guard(self.reviews, audit)
+        self.server = PeopleServer(PeopleSettings("127.0.0.1", 0), self.captures.handler(self.guard), None)
         self.server.start()
 
     def stub(self, token: str | None = None, *more: tuple[str, str]) -> CaptureServiceStub:
@@ -119,7 +122,11 @@ class Cluster:
     def delete(self, path: str, body: Any = None, **query: Any) -> dict[str, Any]:
         return self.documents.pop(body["preconditions"]["uid"])
 
-    def _objects(self) -> Mapping[str, CaptureObject]:
+    def find(self, uid: str) -> CaptureObject | None:
+        return self.objects.get(uid)
+
+    @property
+    def objects(self) -> Mapping[str, CaptureObject]:
         read = {uid: read_capture_object(document) for uid, document in self.documents.items()}
         return {uid: thing for uid, thing in read.items() if thing is not None}
 
@@ -137,3 +144,32 @@ class _Showing(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercept
         return continuation(details._replace(metadata=[*(details.metadata or ()), *self._metadata]), request)
 
     intercept_unary_stream = intercept_unary_unary
+
+
+def refusal(call: Callable[[], Any]) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as error:
+        answer = call()
+        if hasattr(answer, "__next__"):
+            list(answer)
+    return error.value
+
+
+def every_call(stub: Any, capture: str, run: str = RUN) -> dict[str, Callable[[], Any]]:
+    start = pb.StartCaptureRequest(job=run, ranks="all", steps=3)
+    return {
+        "start": lambda: stub.StartCapture(start, timeout=30),
+        "get": lambda: stub.GetCapture(pb.GetCaptureRequest(id=capture), timeout=30),
+        "list": lambda: stub.ListCaptures(pb.ListCapturesRequest(job=run), timeout=30),
+        "cancel": lambda: stub.CancelCapture(pb.CancelCaptureRequest(id=capture), timeout=30),
+        "delete": lambda: stub.DeleteCapture(pb.DeleteCaptureRequest(id=capture), timeout=30),
+        "download": lambda: stub.DownloadArtifact(pb.DownloadArtifactRequest(id=capture), timeout=30),
+    }
+
+
+def begun(cluster: Cluster, name: str = "mine") -> str:
+    """A capture of ada's, under way; her token."""
+    token = cluster.may("ada", "create", "get", "list", "delete", "get/artifacts")
+    stream = cluster.stub(token).StartCapture(pb.StartCaptureRequest(job=RUN, ranks="all", steps=3, id=name))
+    next(stream)
+    stream.cancel()
+    return token

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from rankscope.operator.kube.fleet_certificate_exporting import FleetCertificateExporter
+from rankscope.operator.kube.people_exporting import PeopleExporter
 from rankscope.operator.kube.serving import OperatorExporter
 from rankscope.operator.kube.webhook_exporting import WebhookExporter
 
@@ -29,6 +31,7 @@ def scrape_everything() -> str:
     registry.register(WebhookExporter(webhooks))
     certificates: Any = SimpleNamespace(expires_unix=1_800_000_000.0)
     registry.register(FleetCertificateExporter(certificates))
+    registry.register(PeopleExporter(Counter({("StartCapture", "OK"): 4})))
     return cast(bytes, generate_latest(registry)).decode()
 
 
@@ -39,3 +42,4 @@ def test_the_operator_tells_what_it_holds_hears_and_writes() -> None:
     assert "rankscope_operator_writes_waiting 2.0" in lines
     assert 'rankscope_operator_windows_refused_total{reason="rate"} 1.0' in lines
     assert 'rankscope_operator_reviews_total{result="allowed",webhook="inject"} 3.0' in lines
+    assert 'rankscope_operator_api_calls_total{code="OK",method="StartCapture"} 4.0' in lines

@@ -2,23 +2,17 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import pytest
 
-from rankscope.operator.kube import people_captures, people_guarding
-from rankscope.operator.kube.api import ApiError, UnreachableError
-from rankscope.operator.kube.capture_auditing import CaptureAudit
-from rankscope.operator.kube.people_serving import PeopleServer, PeopleSettings
+from rankscope.operator.kube.api import ApiError
+from rankscope.operator.kube.people_limiting import Allowance
 from rankscope.v1 import capture_service_pb2 as pb
-from tests.unit.operator.kube.people_cluster import Cluster
+from tests.unit.operator.kube.people_cluster import RUN, START, Cluster, begun, every_call, refusal
 
-RUN = "lab/pytorchjob-llama"
-START = pb.StartCaptureRequest(job=RUN, ranks="all", steps=3, reason="slow since noon")
 Code = grpc.StatusCode
 
 
@@ -33,142 +27,6 @@ def cluster() -> Iterator[Cluster]:
 def audited(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]]:
     caplog.set_level(logging.INFO, "rankscope.audit")
     return lambda: [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
-
-
-def refusal(call: Callable[[], Any]) -> grpc.RpcError:
-    with pytest.raises(grpc.RpcError) as error:
-        answer = call()
-        if hasattr(answer, "__next__"):
-            list(answer)
-    return error.value
-
-
-def every_call(stub: Any, capture: str, run: str = RUN) -> dict[str, Callable[[], Any]]:
-    start = pb.StartCaptureRequest(job=run, ranks="all", steps=3)
-    return {
-        "start": lambda: stub.StartCapture(start, timeout=30),
-        "get": lambda: stub.GetCapture(pb.GetCaptureRequest(id=capture), timeout=30),
-        "list": lambda: stub.ListCaptures(pb.ListCapturesRequest(job=run), timeout=30),
-        "cancel": lambda: stub.CancelCapture(pb.CancelCaptureRequest(id=capture), timeout=30),
-        "delete": lambda: stub.DeleteCapture(pb.DeleteCaptureRequest(id=capture), timeout=30),
-        "download": lambda: stub.DownloadArtifact(pb.DownloadArtifactRequest(id=capture), timeout=30),
-    }
-
-
-def begun(cluster: Cluster, name: str = "mine") -> str:
-    """A capture of ada's, under way; her token."""
-    token = cluster.may("ada", "create", "get", "list", "delete", "get/artifacts")
-    stream = cluster.stub(token).StartCapture(pb.StartCaptureRequest(job=RUN, ranks="all", steps=3, id=name))
-    next(stream)
-    stream.cancel()
-    return token
-
-
-def test_without_a_token_nothing_is_to_be_had(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    begun(cluster)
-    stubs = {
-        "none": cluster.stub(),
-        "another scheme": cluster.stub(None, ("authorization", "Basic YWRhOmFkYQ==")),
-        "an empty one": cluster.stub(""),
-        "two": cluster.stub("token-of-ada", ("authorization", "Bearer token-of-ada")),
-    }
-    for stub in stubs.values():
-        for call in every_call(stub, "lab/mine").values():
-            error = refusal(call)
-            assert error.code() is Code.UNAUTHENTICATED, error
-            assert "kubectl create token" in error.details()
-    refused = [record for record in caplog.records if "refused 127.0.0.1" in record.message]
-    assert len(refused) == 1
-
-
-def test_a_token_that_the_api_server_does_not_know_opens_nothing_and_is_told_nowhere(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture, audited: Callable[[], list[dict[str, Any]]]
-) -> None:
-    begun(cluster)
-    caplog.clear()
-    for call in every_call(cluster.stub("forged-token"), "lab/mine").values():
-        error = refusal(call)
-        assert error.code() is Code.UNAUTHENTICATED
-        assert "SECRET" not in error.details() and "forged-token" not in error.details()
-    assert "forged-token" not in caplog.text
-    assert [record["result"] for record in audited()] == ["Unauthenticated"]
-    assert cluster.reviewed.count("forged-token") == 1
-
-
-def test_strangers_of_one_address_cannot_make_the_api_server_work(cluster: Cluster) -> None:
-    token = begun(cluster)
-    stub = cluster.stub(token)
-    codes = [
-        refusal(
-            lambda number=number: cluster.stub(f"guess{number}").GetCapture(pb.GetCaptureRequest(id="lab/mine"))
-        ).code()
-        for number in range(20)
-    ]
-    assert codes[:10] == [Code.UNAUTHENTICATED] * 10
-    assert codes[-1] is Code.RESOURCE_EXHAUSTED
-    assert sum(each.startswith("guess") for each in cluster.reviewed) < 20
-    # Who was known before is served.
-    assert stub.GetCapture(pb.GetCaptureRequest(id="lab/mine")).capture.id == "lab/mine"
-
-
-def test_one_client_with_an_old_token_does_not_shut_out_its_neighbours(cluster: Cluster) -> None:
-    old = cluster.stub("old-token")
-    for _ in range(30):
-        assert refusal(lambda: old.GetCapture(pb.GetCaptureRequest(id="lab/mine"))).code() is Code.UNAUTHENTICATED
-    token = begun(cluster)
-    assert cluster.stub(token).GetCapture(pb.GetCaptureRequest(id="lab/mine")).capture.id == "lab/mine"
-
-
-def test_whoever_may_not_is_told_the_same_whether_there_is_something_or_not(
-    cluster: Cluster, audited: Callable[[], list[dict[str, Any]]]
-) -> None:
-    begun(cluster)
-    bob = cluster.stub(cluster.may("bob", "create", "get", "list", "delete", namespace="bobs"))
-    there, nowhere = every_call(bob, "lab/mine"), every_call(bob, "lab/none", "lab/none")
-    for name in there:
-        first, second = refusal(there[name]), refusal(nowhere[name])
-        assert first.code() is second.code() is Code.PERMISSION_DENIED
-        assert first.details() == second.details()
-        assert "namespace lab" in first.details() and "ask for the role rankscope-" in first.details()
-        assert "llama" not in first.details() and "mine" not in first.details()
-    assert len(cluster.documents) == 1
-    denied = [record for record in audited() if record["event"] == "refused"]
-    assert {record["user"] for record in denied} == {"bob"}
-    assert {record["message"] for record in denied} == {
-        "create captures",
-        "get captures",
-        "list captures",
-        "delete captures",
-        "get captures/artifacts",
-    }
-
-
-def test_each_call_needs_its_own_right(cluster: Cluster) -> None:
-    begun(cluster)
-    rights = {
-        "start": "create",
-        "get": "get",
-        "list": "list",
-        "cancel": "delete",
-        "delete": "delete",
-        "download": "get/artifacts",
-    }
-    for name, right in rights.items():
-        others = set(rights.values()) - {right}
-        user = f"all-but-{name}"
-        error = refusal(every_call(cluster.stub(cluster.may(user, *others)), "lab/mine")[name])
-        assert error.code() is Code.PERMISSION_DENIED, name
-
-
-def test_all_namespaces_are_listed_only_for_those_who_may_list_all(cluster: Cluster) -> None:
-    token = begun(cluster)
-    error = refusal(lambda: cluster.stub(token).ListCaptures(pb.ListCapturesRequest()))
-    assert error.code() is Code.PERMISSION_DENIED
-    warden = cluster.may("warden", "list", namespace="")
-    assert [one.id for one in cluster.stub(warden).ListCaptures(pb.ListCapturesRequest()).captures] == ["lab/mine"]
-    assert [one.id for one in cluster.stub(token).ListCaptures(pb.ListCapturesRequest(job="lab/")).captures] == [
-        "lab/mine"
-    ]
 
 
 def test_a_capture_is_made_in_the_callers_name_and_followed_to_its_end(
@@ -325,6 +183,16 @@ def test_cancelling_says_who_and_keeps_the_object(
     assert cluster.documents == {}
 
 
+def test_nobody_fills_the_api_server_with_captures(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.captures, "_asks", Allowance(2, 0.0))
+    token = cluster.may("ada", "create")
+    for _ in range(2):
+        next(cluster.stub(token).StartCapture(START))
+    assert refusal(lambda: cluster.stub(token).StartCapture(START)).code() is Code.RESOURCE_EXHAUSTED
+    assert len(cluster.documents) == 2
+    next(cluster.stub(cluster.may("bob", "create")).StartCapture(START))
+
+
 def test_a_trace_is_passed_on_from_where_it_broke_off_and_its_download_recorded(
     cluster: Cluster, audited: Callable[[], list[dict[str, Any]]]
 ) -> None:
@@ -334,83 +202,3 @@ def test_a_trace_is_passed_on_from_where_it_broke_off_and_its_download_recorded(
     assert [part.chunk for part in (*parts, *rest)] == [b"trace", b"ce"]
     (download,) = [record for record in audited() if record["event"] == "downloaded"]
     assert (download["user"], download["capture"], download["ranks"]) == ("ada", "mine", "0")
-
-
-def test_an_api_server_that_is_away_lets_nobody_in(cluster: Cluster) -> None:
-    cluster.may("ada", "create")
-    cluster.error = UnreachableError("POST https://10.0.0.1: timed out")
-    error = refusal(lambda: cluster.stub("token-of-ada").StartCapture(START))
-    assert error.code() is Code.UNAVAILABLE and "10.0.0.1" not in error.details()
-
-
-def test_what_goes_wrong_inside_is_not_told_outside(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    token = begun(cluster)
-
-    def fail(*_: object) -> None:
-        raise ValueError("/etc/secret")
-
-    monkeypatch.setattr(people_captures, "answer", fail)
-    error = refusal(lambda: cluster.stub(token).GetCapture(pb.GetCaptureRequest(id="lab/mine")))
-    assert error.code() is Code.INTERNAL and "secret" not in error.details()
-
-
-def test_nobody_has_more_calls_under_way_than_their_share(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(people_guarding, "CALLS_OF_ONE", 2)
-    token = cluster.may("ada", "create")
-    streams = [cluster.stub(token).StartCapture(START) for _ in range(2)]
-    for stream in streams:
-        next(stream)
-    assert refusal(lambda: cluster.stub(token).StartCapture(START)).code() is Code.RESOURCE_EXHAUSTED
-    next(cluster.stub(cluster.may("bob", "create")).StartCapture(START))
-    streams[0].cancel()
-    give_up = time.monotonic() + 30
-    while True:
-        try:
-            next(cluster.stub(token).StartCapture(START))
-            break
-        except grpc.RpcError as error:
-            assert error.code() is Code.RESOURCE_EXHAUSTED and time.monotonic() < give_up
-            time.sleep(0.05)
-
-
-def test_whoever_says_nothing_after_the_head_is_cut_off(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(people_guarding, "REQUEST_SECONDS", 0.3)
-    token = cluster.may("ada", "get")
-    silent = threading.Event()
-
-    def never() -> Iterator[bytes]:
-        silent.wait(60)
-        yield b""
-
-    with grpc.insecure_channel(f"127.0.0.1:{cluster.server.port}") as channel:
-        call = channel.stream_unary("/rankscope.v1.CaptureService/GetCapture")
-        error = refusal(lambda: call(never(), metadata=[("authorization", f"Bearer {token}")], timeout=60))
-        assert error.code() is Code.CANCELLED
-        # And a stranger is not waited for at all.
-        monkeypatch.setattr(people_guarding, "REQUEST_SECONDS", 60)
-        assert refusal(lambda: call(never(), timeout=60)).code() is Code.UNAUTHENTICATED
-    silent.set()
-
-
-def test_a_message_that_is_too_large_is_refused(cluster: Cluster) -> None:
-    token = cluster.may("ada", "create")
-    request = pb.StartCaptureRequest(job=RUN, steps=3, reason="x" * (65 * 1024))
-    assert refusal(lambda: cluster.stub(token).StartCapture(request)).code() is Code.RESOURCE_EXHAUSTED
-    assert cluster.documents == {}
-
-
-def test_a_stream_ends_when_its_token_was_taken_back(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(people_captures, "RECHECK_SECONDS", 0.0)
-    monkeypatch.setattr("rankscope.operator.kube.reviewing.YES_SECONDS", 0.0)
-    token = cluster.may("ada", "create")
-    stream = cluster.stub(token).StartCapture(START, timeout=60)
-    next(stream)
-    del cluster.tokens[token]
-    assert refusal(lambda: stream).code() is Code.UNAUTHENTICATED
-
-
-def test_without_tls_only_loopback_is_listened_on(cluster: Cluster) -> None:
-    handler = cluster.captures.handler(people_guarding.Guard(cluster.reviews, CaptureAudit()))
-    for host in ("0.0.0.0", "::", "10.0.0.7", "operator.example"):
-        with pytest.raises(ValueError, match="--api-certificate"):
-            PeopleServer(PeopleSettings(host, 0), handler, None)
