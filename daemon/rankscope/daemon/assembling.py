@@ -39,6 +39,8 @@ PROBLEM_CHARACTERS = 300
 NAME_CHARACTERS = 256
 # A record of a hostile or broken process may hold anything; no step lasts eleven days.
 LONGEST_SECONDS = 1e6
+# A file name with a line break in it forges lines of py-spy's output, with any count.
+COUNT_AT_MOST = (1 << 32) - 1
 MEASURED_CAUSES = ("wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint")
 PARTS_OF_SELF = ("input", "forward", "backward", "optimizer", "checkpoint")
 
@@ -149,8 +151,8 @@ def plausible(seconds: Column) -> Column:
 def stack_summary(sample: StackSample) -> StackSummary:
     total = max(1, sample.samples)
     return StackSummary(
-        samples=sample.samples,
-        errors=sample.errors,
+        samples=min(sample.samples, COUNT_AT_MOST),
+        errors=min(sample.errors, COUNT_AT_MOST),
         phase_shares={bounded(phase, 32): count / total for phase, count in sample.phase_counts.items()},
         frames=[
             FrameShare(
@@ -255,14 +257,14 @@ def _process_usage(sample: ProcessSample) -> ProcessUsage:
         throttled_seconds=sample.throttled_seconds,
         stopped_seconds=sample.stopped_seconds,
         resident_bytes=_counter(sample.resident_bytes),
-        threads=_counter(sample.threads),
+        threads=_counter(sample.threads, COUNT_AT_MOST),
         involuntary_switches=_counter(sample.involuntary_switches),
         voluntary_switches=_counter(sample.voluntary_switches),
     )
 
 
-def _counter(value: int | None) -> int | None:
-    return value if value is not None and 0 <= value < 2**63 else None
+def _counter(value: int | None, most: int = 2**63 - 1) -> int | None:
+    return value if value is not None and 0 <= value <= most else None
 
 
 def _is_positive(value: float | None) -> bool:

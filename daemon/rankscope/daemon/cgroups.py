@@ -95,9 +95,10 @@ def _read_throttled_seconds(path: str) -> float | None:
         return None
     for line in text.splitlines():
         name, _, value = line.partition(b" ")
-        if value.isdigit():
+        count = procfs.whole_number(value)
+        if count is not None:
             if name == b"throttled_usec":
-                return int(value) / 1e6
+                return count / 1e6
             if name == b"throttled_time":
-                return int(value) / 1e9
+                return count / 1e9
     return None

@@ -21,6 +21,7 @@ DESCRIPTORS_LIMIT: Final = 4096
 RING_LINK_PREFIX: Final = "/memfd:rankscope-ring"
 
 _PF_KTHREAD: Final = 0x00200000
+_DIGITS: Final = 20
 _CHUNK_BYTES: Final = 64 * 1024
 _TORCH_MAPPINGS: Final = (b"/libtorch", b"/torch/_C.")
 _POD_UID: Final = re.compile(
@@ -81,15 +82,31 @@ def parse_stat(line: bytes) -> ProcessStat:
     return ProcessStat(
         command=line[opening + 1 : closing].decode("utf-8", "replace"),
         state=fields[0].decode("ascii", "replace"),
-        is_kernel_thread=bool(int(fields[6]) & _PF_KTHREAD),
-        parent_pid=int(fields[1]),
-        user_ticks=int(fields[11]),
-        system_ticks=int(fields[12]),
-        threads=int(fields[17]),
-        start_ticks=int(fields[19]),
-        resident_pages=int(fields[21]),
-        exec_mark=(int(fields[23]), int(fields[25])),
+        is_kernel_thread=bool(_count(fields[6]) & _PF_KTHREAD),
+        parent_pid=_count(fields[1]),
+        user_ticks=_count(fields[11]),
+        system_ticks=_count(fields[12]),
+        threads=_count(fields[17]),
+        start_ticks=_count(fields[19]),
+        resident_pages=_count(fields[21]),
+        exec_mark=(_count(fields[23]), _count(fields[25])),
     )
+
+
+def whole_number(text: bytes) -> int | None:
+    """None for what no kernel writes: what plays the kernel in a sandbox might, and no message would hold it."""
+    if not text.isdigit() or len(text) > _DIGITS:
+        return None
+    number = int(text)
+    return number if number < 1 << 64 else None
+
+
+def _count(text: bytes) -> int:
+    """None of the fields that are read here is ever negative."""
+    number = whole_number(text)
+    if number is None:
+        raise ValueError(f"not a number of /proc/<pid>/stat: {text[:40]!r}")
+    return number
 
 
 def read_stat(process: str) -> ProcessStat:
@@ -115,11 +132,12 @@ def read_status(process: str) -> Status:
         found.setdefault(name, value)
 
     def number(name: bytes) -> int | None:
-        value = found.get(name, b"").strip()
-        return int(value) if value.isdigit() else None
+        return whole_number(found.get(name, b"").strip())
 
     return Status(
-        namespace_pids=tuple(int(pid) for pid in found.get(b"NSpid", b"").split() if pid.isdigit()),
+        namespace_pids=tuple(
+            pid for text in found.get(b"NSpid", b"").split() if (pid := whole_number(text)) is not None
+        ),
         voluntary_switches=number(b"voluntary_ctxt_switches"),
         involuntary_switches=number(b"nonvoluntary_ctxt_switches"),
     )

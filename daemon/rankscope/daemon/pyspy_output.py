@@ -143,7 +143,7 @@ def _is_number(text: str) -> bool:
 
 
 def _integer(value: object) -> int:
-    return value if isinstance(value, int) else 0
+    return value if type(value) is int and 0 <= value < 1 << 31 else 0
 
 
 def _clean(name: str) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.daemon import procfs
 from rankscope.daemon.collectors.process import ProcessCollector
 from rankscope.daemon.samples import ProcessSample, RankProcess, Span
 
@@ -121,3 +122,14 @@ def test_in_a_container_without_its_own_cgroup_namespace_the_hosts_path_is_under
     sample(source)
     throttle(cgroups / "cpu", "throttled_time 700000000")
     assert sample(source).throttled_seconds == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("number", ["9" * 400, "18446744073709551616", "-1"])
+def test_numbers_that_no_kernel_writes_are_not_read(proc: FakeProc, number: str) -> None:
+    folder = proc.add(7)
+    (folder / "status").write_text(f"NSpid:\t{number}\nvoluntary_ctxt_switches:\t{number}\n")
+    status = procfs.read_status(str(folder))
+    assert status.namespace_pids == () and status.voluntary_switches is None
+    line = (folder / "stat").read_text().replace(" 100 ", f" {number} ")
+    with pytest.raises(ValueError, match="not a number"):
+        procfs.parse_stat(line.encode())

@@ -7,8 +7,11 @@ import pytest
 
 import rankscope.daemon
 from rankscope.daemon import pyspy
+from rankscope.daemon.assembling import stack_summary
 from rankscope.daemon.pyspy_output import parse_dump, parse_errors, parse_recording
 from rankscope.daemon.samples import Frame, RankProcess
+from rankscope.daemon.stack_summary import summarise
+from tests.unit.daemon import window_makers as make
 
 RANK = RankProcess("job", 3, 3, 4, 4121, 100, (4121, 7))
 
@@ -97,6 +100,20 @@ def test_a_dump_gives_the_main_threads_stack_and_nonsense_is_a_value_error() -> 
     for nonsense in ("", "{}", "[1]", '[{"frames": 3}]', '[{"frames": [3]}]'):
         with pytest.raises(ValueError, match=r"."):
             parse_dump(nonsense, {7})
+
+
+@pytest.mark.parametrize("line", ["true", "4294967296", "-1", "1e3", "null"])
+def test_a_line_number_that_none_can_be_is_unknown(line: str) -> None:
+    frame = f'{{"name": "f", "filename": "/t.py", "line": {line}}}'
+    stack = parse_dump(f'[{{"os_thread_id": 7, "frames": [{frame}]}}]', {7})
+    assert stack is not None and repr(stack[0].line) == "0"
+
+
+def test_forged_counts_of_samples_do_not_overflow_the_message() -> None:
+    forged = "".join(f"thread (7): MainThread;f (a.py:{line}) 999999999\n" for line in range(1, 7))
+    sample = summarise(parse_recording(forged, {7}).stacks, 10**12, make.span())
+    message = stack_summary(sample)
+    assert message.samples == message.errors == 2**32 - 1 and message.distinct_stacks == 6
 
 
 def test_failures_name_the_rank_the_reason_and_the_next_step() -> None:

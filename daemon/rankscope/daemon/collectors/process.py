@@ -119,7 +119,8 @@ def _run_delay_seconds(folder: str) -> float | None:
         fields = procfs.read_bounded(folder + "/schedstat").split()
     except FileNotFoundError:
         return None  # a kernel without CONFIG_SCHED_INFO; a process that is gone shows elsewhere
-    return int(fields[1]) / 1e9 if len(fields) >= 2 and fields[1].isdigit() else None
+    nanos = procfs.whole_number(fields[1]) if len(fields) >= 2 else None
+    return None if nanos is None else nanos / 1e9
 
 
 def _growth(before: Number | None, now: Number | None) -> Number | None:

@@ -73,6 +73,11 @@ def _alert(entry: object, where: str) -> Alert:
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str) or len(value) > TEXT_CHARACTERS:
         raise MalformedError(f"{where} is not a text of at most {TEXT_CHARACTERS} characters")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        # Half a surrogate pair is valid JSON, and cannot be sent on to anybody.
+        raise MalformedError(f"{where} is not Unicode") from error
     return value
 
 

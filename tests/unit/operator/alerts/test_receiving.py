@@ -112,10 +112,11 @@ def test_without_the_token_nothing_is_done_nor_told(endpoint: Endpoint, authoriz
         notification({**entry(), "labels": {"alertname": 3}}),
         notification({**entry(), "labels": {"alertname": "x" * 100_000}}),
         notification({**entry(), "status": "perhaps"}),
+        notification(entry(name="half a pair: \ud800", rank="1")),
         notification({**entry(), "startsAt": None}),
         notification({**entry(), "fingerprint": ""}),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_what_is_no_notification_is_a_400_that_says_where(endpoint: Endpoint, body: bytes) -> None:
     status, told = endpoint.ask(body)
