@@ -44,6 +44,7 @@ class Worker:
 def main() -> int:
     asked = _arguments()
     if asked.reproduce:
+        sys.path[:0] = [str(ROOT / source) for source in SOURCES]
         targets.load(asked.target[0]).run(asked.reproduce.read_bytes())
         print("nothing happened")
         return 0

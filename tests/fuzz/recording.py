@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,9 @@ while True:
     if done[0]: break
 """
 ROOT = Path(__file__).resolve().parent.parent.parent
-EVENTS = 90
+EVENTS = 120
+SLICES = 8
+_MARKS = ("ProfilerStep", "Optimizer", "nccl", "gloo", "record_param", "PyTorch Profiler", "Iteration")
 RECORDS = 24
 PROC_FILES = ("stat", "status", "environ", "maps", "cgroup", "schedstat")
 MAPS_LINES = 40
@@ -86,8 +89,9 @@ def main() -> None:
             rank.kill()
             rank.wait()
         shutil.rmtree(place)
-    h200 = ROOT / "tests" / "data" / "h200" / "nccl_world1_3steps.json.gz"
-    _keep("trace", {"nccl.json": shortened(gzip.decompress(h200.read_bytes()))})
+    h200 = ROOT / "tests" / "data" / "h200"
+    for name in ("nccl_world1_3steps", "gloo_2ranks_rank0", "gloo_2ranks_rank1"):
+        _keep("trace", {f"h200_{name}.json": shortened(gzip.decompress((h200 / f"{name}.json.gz").read_bytes()))})
     _keep("windows", {"two_ranks": windows()})
 
 
@@ -144,22 +148,30 @@ def _stacks(pid: int, place: Path) -> dict[str, bytes]:
 
 
 def shortened(text: bytes) -> bytes:
-    """The trace with few events: all kinds there are, the earliest of each, and what ties them together."""
+    """The trace with few events: steps, collectives and optimizers, and some of everything else."""
     trace: dict[str, Any] = json.loads(text)
     events = sorted(trace["traceEvents"], key=lambda event: event.get("ts", 0))
-    wanted: list[dict[str, Any]] = []
-    counts: dict[str, int] = {}
+    timed = [event["ts"] for event in events if event.get("ph") == "X"]
+    slice_us = (timed[-1] - timed[0]) / SLICES + 1
+    marks: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    counts: Counter[object] = Counter()
     correlations: set[object] = set()
     for event in events:
-        kind = f"{event.get('ph')} {event.get('cat')} {str(event.get('name')).split('#')[0].split(':')[0][:12]}"
-        counts[kind] = counts.get(kind, 0) + 1
-        arguments = event.get("args") or {}
-        if counts[kind] <= 2 or arguments.get("correlation") in correlations:
-            wanted.append(event)
-            if "correlation" in arguments:
-                correlations.add(arguments["correlation"])
-    trace["traceEvents"] = wanted[:EVENTS]
-    return json.dumps(trace).encode()
+        name = str(event.get("name"))
+        moment = int((event.get("ts", timed[0]) - timed[0]) / slice_us)
+        kind = (event.get("ph"), event.get("cat"), name[:6], moment)
+        counts[kind] += 1
+        correlation = (event.get("args") or {}).get("correlation")
+        if name.startswith(_MARKS) and event.get("ph") == "X":
+            marks.append(event)
+        elif (counts[kind] <= 1 and event.get("cat") != "python_function") or correlation in correlations:
+            others.append(event)
+            correlations |= {correlation} - {None, 0}
+    marks = marks[:: len(marks) // (EVENTS // 2) + 1]
+    others = others[:: len(others) // (EVENTS - len(marks)) + 1]
+    trace["traceEvents"] = sorted([*marks, *others], key=lambda event: event.get("ts", 0))
+    return json.dumps(trace, separators=(",", ":")).encode()
 
 
 def windows() -> bytes:

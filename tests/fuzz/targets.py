@@ -67,9 +67,10 @@ def regressions(name: str) -> list[bytes]:
 
 def without_kubernetes() -> None:
     """The readers of objects share a module with the client of the API server, which they do not call: where the
-    kubernetes package is missing, an empty one is as good."""
-    if importlib.util.find_spec("kubernetes") is None:
-        for name in ("kubernetes", "kubernetes.client", "kubernetes.config"):
-            sys.modules.setdefault(name, ModuleType(name))
-        sys.modules["kubernetes"].client = sys.modules["kubernetes.client"]  # type: ignore[attr-defined]
-        sys.modules["kubernetes"].config = sys.modules["kubernetes.config"]  # type: ignore[attr-defined]
+    packages of that are missing, empty ones are as good."""
+    for name, parts in (("kubernetes", ("client", "config")), ("urllib3", ())):
+        if name in sys.modules or importlib.util.find_spec(name) is not None:
+            continue
+        package = sys.modules[name] = ModuleType(name)
+        for part in parts:
+            setattr(package, part, ModuleType(f"{name}.{part}"))

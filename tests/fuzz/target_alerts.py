@@ -1,0 +1,74 @@
+"""Notifications of an Alertmanager, or of whoever has its token."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from rankscope.analysis.verdict import Kind, Verdict
+from rankscope.operator.alerts.choosing import Wanted
+from rankscope.operator.alerts.deciding import AlertDesk, Result
+from rankscope.operator.alerts.reading import ALERTS_MOST, MalformedError, read_notification
+from rankscope.operator.alerts.receiving import _told
+from rankscope.operator.correlation.correlator import JobState
+from rankscope.v1.capture_service_pb2 import StartCaptureRequest
+from rankscope.v1.identity_pb2 import RankIdentity
+from rankscope.v1.window_pb2 import RankWindow
+from tests.fuzz.json_mutating import JsonMutator
+from tests.fuzz.mutating import Mutator
+from tests.fuzz.targets import recorded
+
+logging.getLogger("rankscope").setLevel(logging.CRITICAL + 1)
+
+SEEDS = recorded("alerts")
+_WORDS = (
+    "alerts",
+    "labels",
+    "status",
+    "firing",
+    "resolved",
+    "startsAt",
+    "fingerprint",
+    "job",
+    "rank",
+    "capture",
+    "true",
+    "team/train",
+)
+
+
+def _state() -> JobState:
+    identities = [RankIdentity(job="team/train", rank=rank, world_size=2, node="n") for rank in (0, 1)]
+    windows = tuple(RankWindow(identity=identity) for identity in identities)
+    verdict = Verdict(kind=Kind.SLOW_RANK, reason="rank 1 is slow", culprits=(1,))
+    return JobState("team/train", 2, verdict, 0.0, 0.0, 2, 0.1, None, None, windows)
+
+
+def run(data: bytes) -> None:
+    try:
+        alerts = read_notification(data)
+    except MalformedError as error:
+        assert len(str(error)) < 300, len(str(error))
+        str(error).encode()  # it goes into the answer and the log
+        return
+    assert len(alerts) <= ALERTS_MOST
+    asked: list[Wanted] = []
+
+    def start(wanted: Wanted) -> str:
+        asked.append(wanted)
+        ranks = ",".join(map(str, wanted.ranks))
+        StartCaptureRequest(job=wanted.job, ranks=ranks, reason=wanted.reason).SerializeToString()
+        return "c1"
+
+    desk = AlertDesk(lambda: (_state(),), start, monotonic_seconds=lambda: 100.0, unix_seconds=lambda: 1.79e9)
+    for _ in range(2):
+        outcomes = desk.handle(alerts)
+        assert len(outcomes) <= len(alerts) and all(outcome.result in Result for outcome in outcomes)
+        json.dumps(_told(outcomes)).encode()
+        for outcome in outcomes:
+            assert len(outcome.text) < 2000 and len(outcome.alert) <= 256 and len(outcome.job) <= 256
+    assert len(asked) <= 1, "one firing, two captures"
+
+
+def mutator(plain: Mutator) -> JsonMutator:
+    return JsonMutator(plain, _WORDS)
