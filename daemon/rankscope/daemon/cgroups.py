@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from rankscope.daemon import procfs
+from rankscope.daemon.cgroup_namespaces import OwnGroup
 
 LEVELS_LIMIT: Final = 8
 _V1_FOLDERS: Final = ("cpu", "cpu,cpuacct", "cpuacct,cpu")
@@ -35,6 +36,7 @@ class CpuThrottling:
     def __init__(self, proc_root: Path, cgroup_root: Path) -> None:
         self._proc = str(proc_root)
         self._root = cgroup_root
+        self._own_group = OwnGroup(cgroup_root)
         # Ranks of one container share their groups: these are read once a round.
         self._round: dict[bytes, Throttled] = {}
 
@@ -77,7 +79,7 @@ class CpuThrottling:
 
     def _folder(self, hierarchy: Path, path: PurePosixPath) -> Path | None:
         if ".." in path.parts:
-            return None  # outside of our cgroup namespace, and never to be followed
+            return self._own_group.folder(hierarchy, path)  # outside of our cgroup namespace
         folder = hierarchy / path.relative_to("/") if path.is_absolute() else hierarchy / path
         if folder.is_dir():
             return folder
