@@ -125,6 +125,17 @@ class Attacked:
             answer = RankServiceStub(channel).ListRanks(ListRanksRequest(), timeout=PATIENCE_SECONDS)
         return {rank.identity.job for rank in answer.ranks}
 
+    def wait_until_served(self) -> None:
+        """An operator asks again when it is told that there is too much at once, and so do we."""
+        wait_for(self.is_served, lambda: self.log)
+
+    def is_served(self) -> bool:
+        try:
+            return self.honest_jobs() == {SECRET_JOB}
+        except grpc.RpcError as error:
+            assert error.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+            return False
+
     def check_manners(self, text: str) -> None:
         """What a stranger is told: nothing of the host, nothing of the code, nothing of other tenants."""
         for leak in (str(self.folder), "/site-packages", "Traceback", 'File "', ".py", SECRET, "Exception"):

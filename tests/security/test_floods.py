@@ -7,12 +7,11 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 
-import grpc
 import pytest
 
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
-from tests.security.attacked import DAEMON, OPERATOR, PATIENCE_SECONDS, SECRET_JOB, Attacked, wait_for
+from tests.security.attacked import DAEMON, OPERATOR, PATIENCE_SECONDS, Attacked, wait_for
 from tests.security.http2 import (
     CONTINUATION,
     DATA,
@@ -46,7 +45,7 @@ def connected(port: int, number: int, opening: bytes = b"") -> Iterator[list[soc
 @pytest.mark.parametrize("opening", [b"", b"\x16\x03\x01\x02\x00\x01", PREFACE, b"GET / HTTP/1.1\r\n"])
 def test_connections_without_a_handshake_hold_nobody_up(attacked: Attacked, opening: bytes) -> None:
     with connected(attacked.port, 200, opening):
-        assert attacked.honest_jobs() == {SECRET_JOB}
+        attacked.wait_until_served()
 
 
 def silent(connection: Connection) -> None:
@@ -74,7 +73,7 @@ def test_even_with_a_stolen_certificate_silence_holds_nobody_up(
     with contextlib.ExitStack() as stack:
         for _ in range(60):
             slow(stack.enter_context(Connection(attacked, stolen)))
-        assert attacked.honest_jobs() == {SECRET_JOB}
+        attacked.wait_until_served()
 
 
 def endless_headers(connection: Connection) -> Iterator[bytes]:
@@ -148,7 +147,7 @@ def test_a_flood_of_frames_costs_its_sender_the_connection_or_nothing(
             if not connection.send(part):
                 break
         if role != OPERATOR:  # whose calls are the honest ones: they may wait for one another
-            assert attacked.honest_jobs() == {SECRET_JOB}
+            attacked.wait_until_served()
         assert attacked.resident_bytes - before < 64 << 20
     assert len(attacked.log.splitlines()) - lines <= 2
 
@@ -158,8 +157,8 @@ def test_calls_that_an_operator_begins_and_leaves_alone_are_ended_and_others_ser
         connection.begin()
         for stream in ODD[:60]:
             connection.send(frame(HEADERS, END_HEADERS, stream, call_headers()))
-        wait_for(lambda: not is_served(attacked), lambda: attacked.log)
-        wait_for(lambda: is_served(attacked), lambda: attacked.log)
+        wait_for(lambda: not attacked.is_served(), lambda: attacked.log)
+        attacked.wait_until_served()
 
 
 def test_connections_over_the_limit_are_closed_streams_that_are_open_go_on_and_room_comes_back(
@@ -175,15 +174,7 @@ def test_connections_over_the_limit_are_closed_streams_that_are_open_go_on_and_r
             for _ in range(3):
                 assert next(stream).windows
         stream.cancel()
-    wait_for(lambda: is_served(attacked), lambda: attacked.log)
-
-
-def is_served(attacked: Attacked) -> bool:
-    try:
-        return attacked.honest_jobs() == {SECRET_JOB}
-    except grpc.RpcError as error:
-        assert error.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
-        return False
+    attacked.wait_until_served()
 
 
 HTTP_SLOW = (b"", b"GET /metrics HTTP/1.1\r\nA:", b"\x16\x03\x01")

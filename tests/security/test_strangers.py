@@ -15,7 +15,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from rankscope.v1.rank_service_pb2 import ListRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
+from rankscope.wire.addresses import is_loopback
 from tests.certificates import Pair
+from tests.listening_sockets import listening
 from tests.security.attacked import DAEMON, METRICS, OPERATOR, PATIENCE_SECONDS, Attacked
 from tests.security.http2 import END_HEADERS, HEADERS, Connection, call_headers, frame
 
@@ -87,7 +89,7 @@ def test_calls_that_another_role_begins_and_leaves_alone_take_no_thread(attacked
             connection = stack.enter_context(Connection(attacked, stolen)).begin()
             for stream in range(1, 101, 2):
                 connection.send(frame(HEADERS, END_HEADERS, stream, call_headers()))
-        assert attacked.honest_jobs()
+        attacked.wait_until_served()
 
 
 def metrics_answer(attacked: Attacked, pair: Pair | None, path: str) -> bytes:
@@ -127,3 +129,18 @@ def test_metrics_behind_tls_are_for_scrapers_with_a_certificate_and_health_for_e
         answer = metrics_answer(attacked, attacked.operator, path)
         assert b" 404 " in answer
         assert b"root:" not in answer
+
+
+def test_nothing_listens_but_what_is_documented_and_nothing_others_can_reach_is_without_tls(attacked: Attacked) -> None:
+    found = listening(attacked.pid)
+    assert {port for _, port in found} == {attacked.port, attacked.metrics_port, attacked.alerts_port}
+    for address, port in found:
+        if not is_loopback(address):
+            assert speaks_tls(port), (address, port)
+
+
+def speaks_tls(port: int) -> bool:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection(("127.0.0.1", port), PATIENCE_SECONDS) as plain, context.wrap_socket(plain) as tls:
+        return tls.getpeercert(binary_form=True) is not None

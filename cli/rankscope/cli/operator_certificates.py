@@ -44,8 +44,8 @@ def with_certificates(settings: OperatorSettings, arguments: argparse.Namespace)
         raise ValueError("--tls-certificate, --tls-key and --tls-authority belong together")
     if arguments.fleet_certificates and any(files):
         raise ValueError("--fleet-certificates makes what --tls-certificate names: leave one of them out")
-    certificate: Path | None = getattr(arguments, "api_certificate", None)
-    key: Path | None = getattr(arguments, "api_key", None)
+    certificate: Path | None = arguments.api_certificate
+    key: Path | None = arguments.api_key
     if arguments.api_name and not arguments.fleet_certificates:
         raise ValueError("--api-name needs --fleet-certificates: others name what they sign")
     serving = None if certificate is None or key is None else (certificate, key)

@@ -46,3 +46,5 @@ def test_alerts_are_not_taken_in_plain_text_where_others_can_listen() -> None:
         settings(alert_host="0.0.0.0")
     assert settings(alert_host="127.0.0.1").alert_host
     assert settings("--fleet-certificates", alert_host="0.0.0.0").alert_host
+    files = ("--api-certificate", "a", "--api-key", "b")
+    assert settings(*files, alert_host="0.0.0.0").serving_files == (Path("a"), Path("b"))

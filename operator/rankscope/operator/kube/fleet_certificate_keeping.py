@@ -175,6 +175,11 @@ class FleetCertificates:
                 self._api.replace(f"{self._path}/{name}", body)
         except ConflictError:
             return False
+        except ApiError as error:
+            if document is not None or error.status != 403:
+                raise
+            self._warn(name, f"it is not there, and we may not make it; make it, empty and with the label {OURS}")
+            return False
         log.info("secret %s was renewed", name)
         self._warned.discard(name)
         return True

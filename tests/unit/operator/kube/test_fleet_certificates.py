@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from rankscope.operator.kube.api import Api, ConflictError, MissingError
+from rankscope.operator.kube.api import Api, ApiError, ConflictError, MissingError
 from rankscope.operator.kube.certificate_issuing import (
     Use,
     authorities,
@@ -271,6 +271,28 @@ def test_empty_secrets_of_the_installation_are_filled_without_a_complaint(caplog
     assert not caplog.records
     assert fleet.secrets.kept["rankscope-api-tls"]["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
     assert fleet.secrets.kept["rankscope-api-tls"]["type"] == "Opaque"  # the API server lets nobody change it
+
+
+def test_a_secret_that_is_not_there_and_that_we_may_not_make_is_told_of_once_and_the_others_are_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fleet = Fleet()
+    fleet.round()
+    del fleet.secrets.kept["rankscope-metrics-tls"]
+    fleet.secrets.edit("rankscope-api-tls", tls_crt=b"spoilt")
+
+    def refuse(name: str) -> None:
+        if name == "rankscope-metrics-tls":
+            raise ApiError(403, "Forbidden", "may not create secrets")
+
+    fleet.secrets.before_write = refuse
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            fleet.round(seconds=10)
+    assert fleet.secrets.part("rankscope-api-tls", "tls.crt") != b"spoilt"
+    told = [record.message for record in caplog.records if "rankscope-metrics-tls" in record.message]
+    assert len(told) == 1
+    assert "make it, empty and with the label" in told[0]
 
 
 def test_of_two_that_believe_to_lead_one_signs_and_both_show_the_same() -> None:
