@@ -79,8 +79,10 @@ class CapturesController:
 
     def deleted(self, uid: str) -> None:
         with self._lock:
-            self._objects.pop(uid, None)
+            thing = self._objects.pop(uid, None)
         self._asking.forget(uid)
+        if thing is not None and not thing.is_finished and self._holds(thing):
+            self._audit.ended(thing, thing.status, "Deleted")
 
     def last_captures(self) -> Mapping[tuple[str, str], str]:
         """Namespace and run to the capture of it that ended last."""

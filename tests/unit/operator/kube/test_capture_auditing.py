@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,6 +14,9 @@ from rankscope.operator.kube.capture_asking import DaemonAsking
 from rankscope.operator.kube.capture_auditing import CaptureAudit
 from rankscope.operator.kube.capture_calls import DaemonCalls
 from rankscope.operator.kube.capture_objects import CaptureObject, read_capture_object
+from rankscope.operator.kube.captures import CapturesController
+from rankscope.operator.kube.electing import ShardLeases
+from rankscope.operator.kube.resources import CaptureStatus
 from rankscope.v1 import capture_service_pb2 as pb
 
 Records = Callable[[], list[dict[str, Any]]]
@@ -150,3 +154,18 @@ def test_a_cancelled_capture_is_cancelled_where_it_runs_and_not_begun_where_it_d
         if known is None and cancel:
             assert isinstance(answer, pb.Capture)
             assert [(rank.rank, rank.state) for rank in answer.ranks] == [(2, pb.CAPTURE_STATE_CANCELLED)]
+
+
+def test_a_capture_that_is_deleted_while_it_waits_has_a_last_record(audited: Records) -> None:
+    leases = cast(ShardLeases, SimpleNamespace(holds=lambda job: job == "lab/llama"))
+    nothing = cast(Any, None)
+    controller = CapturesController(nothing, leases, nothing, dict, dict, lambda job: None)
+    waiting = replace(capture("waiting"), status=CaptureStatus(phase="Pending", message="waits for capture x"))
+    elsewhere = replace(waiting, uid="elsewhere", namespace="other")
+    for thing in (waiting, elsewhere, capture("over")):
+        controller.changed(thing.uid, thing)
+        controller.deleted(thing.uid)
+        controller.deleted(thing.uid)
+    controller.stop()
+    (record,) = audited()
+    assert (record["event"], record["result"], record["ranks"]) == ("ended", "Deleted", "straggler")
