@@ -364,3 +364,4 @@ def test_cancelling_ends_a_capture_and_keeps_its_object(place: Place) -> None:
     assert kept["status"]["phase"] == "Cancelled"
     calls.DeleteCapture(pb.DeleteCaptureRequest(id=f"{TEAM}/to-be-cancelled"), timeout=CALL_SECONDS)
     place.server.wait_for(lambda: not place.server.admin.is_served(f"{BASE}/{TEAM}/captures/to-be-cancelled"))
+    assert "Traceback" not in place.operator.log

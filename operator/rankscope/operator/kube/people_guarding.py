@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from rankscope.analysis.audit_lines import AuditRecord
 from rankscope.operator.kube.capture_auditing import CaptureAudit
@@ -72,23 +72,23 @@ class Guard:
     def single(self, name: str, asked: type[Asked], behave: Callable[[Asked, Call], Said]) -> grpc.RpcMethodHandler:
         """A method with one answer."""
 
-        def handle(requests: Iterator[Asked], context: grpc.ServicerContext) -> Said:
+        def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Said:
             with self._answering(name, context), self._admitted(context) as call:
-                return behave(_only(requests, context), call)
+                return behave(_only(asked, requests, context), call)
             raise AssertionError("an answer or an abort")
 
-        return grpc.stream_unary_rpc_method_handler(handle, asked.FromString, _bytes)
+        return grpc.stream_unary_rpc_method_handler(handle, response_serializer=_bytes)
 
     def streaming(
         self, name: str, asked: type[Asked], behave: Callable[[Asked, Call], Iterator[Said]]
     ) -> grpc.RpcMethodHandler:
         """A method with many."""
 
-        def handle(requests: Iterator[Asked], context: grpc.ServicerContext) -> Iterator[Said]:
+        def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Said]:
             with self._answering(name, context), self._admitted(context) as call:
-                yield from behave(_only(requests, context), call)
+                yield from behave(_only(asked, requests, context), call)
 
-        return grpc.stream_stream_rpc_method_handler(handle, asked.FromString, _bytes)
+        return grpc.stream_stream_rpc_method_handler(handle, response_serializer=_bytes)
 
     @contextmanager
     def _answering(self, name: str, context: grpc.ServicerContext) -> Iterator[None]:
@@ -218,13 +218,16 @@ def address_of(peer: str) -> str:
     return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else peer[:64]
 
 
-def _only(requests: Iterator[Asked], context: grpc.ServicerContext) -> Asked:
+def _only(asked: type[Asked], requests: Iterator[bytes], context: grpc.ServicerContext) -> Asked:
     too_late = threading.Timer(REQUEST_SECONDS, context.cancel)
     too_late.daemon = True
     too_late.start()
     try:
         for request in requests:
-            return request
+            # Read here: gRPC would write a traceback to the log for every message that is none.
+            return asked.FromString(request)
+    except DecodeError:
+        raise RefusedError(Code.INVALID_ARGUMENT, "the request cannot be read") from None
     finally:
         too_late.cancel()
     raise RefusedError(Code.INVALID_ARGUMENT, "the call has no request")
