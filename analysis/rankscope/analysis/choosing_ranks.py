@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 TEXT_LIMIT = 4096
+RANKS_MOST = 131_072
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 STRAGGLER = "straggler"
 STRAGGLER_AND_PEER = "straggler+peer"
@@ -44,6 +45,9 @@ def choose_ranks(text: str, present: Collection[int], world_size: int, suspected
         first, last = int(match[1]), int(match[2] or match[1])
         if first > last or last >= world_size:
             raise ChoiceError(f"ranks {part.strip()}: the job has ranks 0 to {world_size - 1}")
+        # A job is as large as one of its processes claims: a list of ten million numbers would take a gigabyte.
+        if last - first + len(chosen) >= RANKS_MOST:
+            raise ChoiceError(f"ranks {part.strip()}: {RANKS_MOST} at most can be named at a time")
         chosen.update(range(first, last + 1))
     return sorted(chosen)
 

@@ -12,6 +12,8 @@ from rankscope.operator.kube.resources import AutomaticCaptures, ProfilingPolicy
 
 _LABEL_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _LABEL_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+# Bounded, unlike what may come: this is asked before the schema is, and digits without end would take as long.
+_RANGE = re.compile(r"\b([0-9]{1,7})-([0-9]{1,7})\b")
 # There is nothing to look at, or nothing to see.
 _NO_REASON = ("healthy", "insufficient_data")
 
@@ -29,7 +31,7 @@ def capture_mistakes(document: Mapping[str, Any], old: Mapping[str, Any] | None)
         return ["how long to record is missing: give spec.steps (exact) or spec.seconds"]
     ranks = spec.get("ranks")
     if isinstance(ranks, str):
-        for first, last in re.findall(r"(\d+)-(\d+)", ranks):
+        for first, last in _RANGE.findall(ranks):
             if int(first) > int(last):
                 return [f"spec.ranks: {first}-{last} is empty: write {last}-{first}"]
     return []

@@ -76,3 +76,9 @@ def test_a_caller_elsewhere_is_not_told_the_names_of_other_jobs(wanted: str) -> 
         choose_job(wanted, {"secret-a", "secret-b"}, names_others=False)
     assert "secret" not in str(raised.value)
     assert len(str(raised.value)) < 300
+
+
+def test_a_job_that_claims_millions_of_ranks_is_not_listed_rank_by_rank() -> None:
+    with pytest.raises(CaptureError, match="131072 at most"):
+        choose_ranks("0-9999999", "job", [0, 1], 10_000_000, lambda job: None)
+    assert len(choose_ranks("0-131071", "job", [0, 1], 10_000_000, lambda job: None)) == 131_072

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from rankscope.operator.kube.checking import capture_mistakes
+
+
+@pytest.mark.parametrize("ranks", ["9" * 5000 + "-" + "9" * 5000, "9" * 1_000_000, "1-" * 200_000])
+def test_ranks_of_any_length_are_left_to_the_schema_at_once(ranks: str) -> None:
+    # The CPU time of a pattern that tries every beginning would be minutes.
+    started = time.process_time()
+    assert capture_mistakes({"spec": {"steps": 3, "ranks": ranks}}, None) == []
+    assert time.process_time() - started < 10
+
+
+def test_an_empty_range_is_turned_round_in_words() -> None:
+    assert capture_mistakes({"spec": {"steps": 3, "ranks": "0,5-3"}}, None) == [
+        "spec.ranks: 5-3 is empty: write 3-5",
+    ]
