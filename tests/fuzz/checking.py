@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from google.protobuf.message import Message
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,6 +18,17 @@ LABEL_CHARACTERS = 256
 TEXT_CHARACTERS = 4096
 SERIES = 2000
 MESSAGE_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """What is logged about inputs is for operators, not for whoever reads ten million of them."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def check_text(text: str, characters: int = TEXT_CHARACTERS) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 from rankscope.analysis.verdict import Kind, Verdict
 from rankscope.operator.alerts.choosing import Wanted
@@ -14,11 +13,10 @@ from rankscope.operator.correlation.correlator import JobState
 from rankscope.v1.capture_service_pb2 import StartCaptureRequest
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import RankWindow
+from tests.fuzz.checking import silence
 from tests.fuzz.json_mutating import JsonMutator
 from tests.fuzz.mutating import Mutator
 from tests.fuzz.targets import recorded
-
-logging.getLogger("rankscope").setLevel(logging.CRITICAL + 1)
 
 SEEDS = recorded("alerts")
 _WORDS = (
@@ -62,7 +60,8 @@ def run(data: bytes) -> None:
 
     desk = AlertDesk(lambda: (_state(),), start, monotonic_seconds=lambda: 100.0, unix_seconds=lambda: 1.79e9)
     for _ in range(2):
-        outcomes = desk.handle(alerts)
+        with silence():
+            outcomes = desk.handle(alerts)
         assert len(outcomes) <= len(alerts) and all(outcome.result in Result for outcome in outcomes)
         json.dumps(_told(outcomes)).encode()
         for outcome in outcomes:

@@ -10,6 +10,7 @@ import shutil
 import warnings
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import msgspec
 
@@ -41,8 +42,6 @@ _HEALTHY, *_ODD = recorded("trace")[2:]
 _ENDING = layout.WINDOW_BYTES.pack(len(_ODD[0])) + layout.WINDOWS.pack(1, layout.WINDOWS_MARK)
 SEEDS = [*_ODD, recorded("trace")[1], _ODD[0] + _ENDING]
 WINDOWS_MOST = 4
-# Not in this process: limits of memory and CPU for the child that a daemon starts.
-processing.confine = lambda **limits: None
 
 
 def _pid(trace: bytes) -> int:
@@ -77,7 +76,9 @@ def _process(folder: Path, data: bytes, steps: int | None) -> None:
         for rank, process, recording in ((0, _pid(_HEALTHY), healthy), (1, _pid(data), odd))
     ]
     job_file(folder).write_bytes(msgspec.json.encode(Job(steps, ranks)))
-    processing.main(folder)
+    # Limits of memory and CPU are for the child that a daemon starts, not for this process.
+    with patch.object(processing, "confine"):
+        processing.main(folder)
     for one in ranks:
         path = result_file(folder, one.rank)
         assert path.stat().st_size < ANSWER_LIMIT_BYTES
