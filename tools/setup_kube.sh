@@ -14,7 +14,21 @@ if [ -n "${KUBEBUILDER_ASSETS:-}" ] && [ -x "$KUBEBUILDER_ASSETS/kube-apiserver"
     say "kube-apiserver and etcd of KUBEBUILDER_ASSETS ($KUBEBUILDER_ASSETS)"
     exit 0
 fi
+# One that was built without it says v0.0.0, and helm installs nothing there. Go's strings have a length, which stays.
+name_version() {
+    local told
+    told=$("$1" --version)
+    told=${told#Kubernetes }
+    case $told in
+    v$version*) return ;;
+    esac
+    [ "$(printf %.14s "$told")" = v0.0.0-master+ ] || stop "$1 is Kubernetes $told, not v$version; next step: remove it"
+    LC_ALL=C sed "s/v0\.0\.0-master+/v$version+build./g" "$1" >"$1.named"
+    chmod 755 "$1.named"
+    mv -f "$1.named" "$1"
+}
 if [ -x "$cache/kube-apiserver" ] && [ -x "$cache/etcd" ]; then
+    name_version "$cache/kube-apiserver"
     exit 0
 fi
 command -v apt-get >/dev/null || stop "no kube-apiserver: set KUBEBUILDER_ASSETS to a folder with kube-apiserver and etcd"
@@ -77,9 +91,12 @@ mkdir -p pkg/generated/openapi
 say "building kube-apiserver $version (six minutes on two cores)"
 flags="-s -w"
 for setting in gitVersion=v$version gitMajor=1 gitMinor=20 gitTreeState=clean; do
-    flags="$flags -X k8s.io/component-base/version.$setting -X k8s.io/client-go/pkg/version.$setting"
+    for package in component-base/version client-go/pkg/version; do
+        flags="$flags -X k8s.io/kubernetes/vendor/k8s.io/$package.$setting"
+    done
 done
 "$go" build -ldflags "$flags" -o "$work/kube-apiserver" ./cmd/kube-apiserver
+name_version "$work/kube-apiserver"
 install -m 755 "$work/unpacked/usr/bin/etcd" "$cache/etcd"
 install -m 755 "$work/kube-apiserver" "$cache/kube-apiserver"
 say "kube-apiserver $version and etcd: $cache"
