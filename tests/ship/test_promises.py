@@ -1,0 +1,184 @@
+"""What the chart promises of what it renders: programs that understand their flags, no more rights than needed, and one
+source for what it takes from elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rankscope.cli import daemon, operator
+from rankscope.operator.kube.crds import KINDS, definition
+from rankscope.operator.kube.daemon_pods import read_daemon_pod
+from rankscope.operator.kube.webhook_configuring import MADE_BY, Address, configurations
+from rankscope.operator.kube.webhooks import WebhookSettings
+from tests.kube.accounts import CLUSTER_ROLES, NAMESPACE_ROLES, PEOPLES_ROLES
+from tests.ship.combinations import COMBINATIONS
+from tests.ship.conftest import Rendered
+from tests.ship.helm import NAMESPACE, ROOT, Document
+
+# What a kubelet fills in.
+FILLED = {"$(NODE_NAME)": "node-a", "$(POD_NAME)": "operator-0", "$(HOST_IP)": "10.0.0.1"}
+
+
+def pod_specs(rendered: Rendered) -> Iterator[tuple[str, Document]]:
+    for document in rendered.documents:
+        if document["kind"] in ("DaemonSet", "Deployment"):
+            yield document["metadata"]["name"], document["spec"]["template"]["spec"]
+        elif document["kind"] == "Pod":
+            yield document["metadata"]["name"], document["spec"]
+
+
+def arguments(spec: Document) -> list[str]:
+    (container,) = spec["containers"]
+    texts = list(container["args"])
+    for variable, value in FILLED.items():
+        texts = [text.replace(variable, value) for text in texts]
+    assert not [text for text in texts if "$(" in text]
+    return texts
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_the_programs_understand_every_flag_they_are_started_with(rendered: dict[str, Rendered], name: str) -> None:
+    specs = dict(pod_specs(rendered[name]))
+    if "rankscope-daemon" in specs:
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        daemon.add_arguments(parser)
+        config = daemon.read_settings(parser.parse_args(arguments(specs["rankscope-daemon"]))).config
+        assert config.node == "node-a"
+        assert specs["rankscope-daemon"]["containers"][0]["command"] == ["rankscope", "daemon"]
+    if "rankscope-operator" in specs:
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        operator.add_arguments(parser)
+        parsed = parser.parse_args(arguments(specs["rankscope-operator"]))
+        assert (parsed.namespace, parsed.identity) == (NAMESPACE, "operator-0")
+        assert parsed.fleet_certificates or parsed.tls_certificate
+        assert specs["rankscope-operator"]["containers"][0]["command"] == ["rankscope", "operator"]
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_every_file_that_a_program_is_told_of_is_mounted(rendered: dict[str, Rendered], name: str) -> None:
+    for who, spec in pod_specs(rendered[name]):
+        (container,) = spec["containers"]
+        mounts = [mount["mountPath"] for mount in container.get("volumeMounts", [])]
+        named = {mount["name"] for mount in container.get("volumeMounts", [])}
+        assert named == {volume["name"] for volume in spec.get("volumes", [])}, who
+        for text in container["args"]:
+            _, _, value = text.partition("=")
+            if value.startswith("/"):
+                assert any(value == mount or value.startswith(f"{mount}/") for mount in mounts), text
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_no_pod_has_more_rights_than_it_needs(rendered: dict[str, Rendered], name: str) -> None:
+    for who, spec in pod_specs(rendered[name]):
+        (container,) = spec["containers"]
+        security: dict[str, Any] = container["securityContext"]
+        assert security["readOnlyRootFilesystem"] is True, who
+        assert security["allowPrivilegeEscalation"] is False, who
+        assert not security.get("privileged"), who
+        assert security["capabilities"]["drop"] == ["ALL"], who
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, who
+        assert not spec.get("hostNetwork") and not spec.get("hostIPC"), who
+        assert container["resources"]["requests"] and container["resources"]["limits"]["memory"], who
+        if who == "rankscope-daemon":
+            assert set(security["capabilities"]["add"]) <= {"SYS_PTRACE", "DAC_READ_SEARCH", "SYS_ADMIN"}
+            assert spec["hostPID"] is True
+            assert spec["automountServiceAccountToken"] is False
+        else:
+            assert "add" not in security["capabilities"] and not spec.get("hostPID"), who
+            assert spec["securityContext"]["runAsNonRoot"] is True and spec["securityContext"]["runAsUser"] > 0, who
+            assert spec["automountServiceAccountToken"] is (who == "rankscope-operator")
+    for account in rendered[name].all("ServiceAccount"):
+        assert account["automountServiceAccountToken"] is False
+
+
+def test_sys_admin_is_for_entering_namespaces_alone(rendered: dict[str, Rendered]) -> None:
+    def added(name: str) -> list[str]:
+        (container,) = dict(pod_specs(rendered[name]))["rankscope-daemon"]["containers"]
+        return list(container["securityContext"]["capabilities"]["add"])
+
+    assert "SYS_ADMIN" in added("default")
+    assert "SYS_ADMIN" not in added("no-namespace-entry") and "SYS_ADMIN" not in added("no-captures")
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_roles_are_bound_to_the_operator_alone_and_are_those_that_the_tests_run_with(
+    rendered: dict[str, Rendered], name: str
+) -> None:
+    roles = {(role["kind"], role["metadata"]["name"]) for role in rendered[name].all("ClusterRole")}
+    roles |= {(role["kind"], role["metadata"]["name"]) for role in rendered[name].all("Role")}
+    known = {
+        ("ClusterRole", f"rankscope-{each}") for each in (*CLUSTER_ROLES, *PEOPLES_ROLES, "api", "node-conditions")
+    }
+    known |= {("Role", f"rankscope-{each}") for each in (*NAMESPACE_ROLES, "certificates")}
+    assert roles <= known
+    for role in (*rendered[name].all("ClusterRole"), *rendered[name].all("Role")):
+        file = (
+            ROOT / "deploy/helm/rankscope/files/roles" / f"{role['metadata']['name'].removeprefix('rankscope-')}.yaml"
+        )
+        assert role["rules"] == yaml.safe_load(file.read_text())["rules"]
+        assert "*" not in json.dumps(role["rules"])
+    for binding in (*rendered[name].all("ClusterRoleBinding"), *rendered[name].all("RoleBinding")):
+        assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) in roles
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "rankscope-operator", "namespace": NAMESPACE}]
+
+
+def test_kinds_webhooks_and_rules_are_those_of_the_code(rendered: dict[str, Rendered]) -> None:
+    for kind in KINDS:
+        made = rendered["default"].one("CustomResourceDefinition", kind.name)
+        assert made["spec"] == definition(kind)["spec"]
+        assert made["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    settings = WebhookSettings("0.0.0.0", 9443, namespace=NAMESPACE)
+    for wanted in configurations(Address(settings.namespace, settings.service)):
+        held = rendered["default"].one(wanted["kind"], settings.configuration)
+        # Also that there is no caBundle: what helm does not know it does not take away.
+        assert held["webhooks"] == wanted["webhooks"]
+        # Else the operator would write all of it anew, and not only the authority.
+        assert not MADE_BY.items() <= held["metadata"]["labels"].items()
+    groups = [group for name in ("recording", "alerts") for group in read(ROOT / f"rules/{name}.yaml")["groups"]]
+    (made,) = rendered["monitored"].all("PrometheusRule")
+    assert [group["name"] for group in made["spec"]["groups"]] == [group["name"] for group in groups]
+    rules = [
+        (mine, given)
+        for group, theirs in zip(made["spec"]["groups"], groups, strict=True)
+        for mine, given in zip(group["rules"], theirs["rules"], strict=True)
+    ]
+    changed = [mine for mine, given in rules if mine["expr"] != given["expr"]]
+    assert changed == [{"record": "rankscope:threshold:exposed_communication_ratio", "expr": "vector(0.45)"}]
+    assert "https://rankscope.dev/runbooks" not in json.dumps(made) and "grafana.example" not in json.dumps(made)
+
+
+def test_dashboards_are_those_of_the_repository(rendered: dict[str, Rendered]) -> None:
+    made = {name: text for each in rendered["monitored"].all("ConfigMap") for name, text in each["data"].items()}
+    given = {path.name: json.loads(path.read_text()) for path in (ROOT / "deploy/grafana/json").glob("*.json")}
+    assert {name: json.loads(text) for name, text in made.items()} == given
+
+
+def test_the_operator_finds_the_daemons_by_the_labels_and_the_port_that_they_have(
+    rendered: dict[str, Rendered],
+) -> None:
+    template = rendered["default"].one("DaemonSet", "rankscope-daemon")["spec"]["template"]
+    status = {"podIP": "10.0.0.7", "phase": "Running"}
+    metadata = {**template["metadata"], "name": "d", "namespace": NAMESPACE, "uid": "u", "creationTimestamp": "x"}
+    pod = read_daemon_pod({"metadata": metadata, "spec": {**template["spec"], "nodeName": "n"}, "status": status})
+    assert pod is not None and pod.address == "10.0.0.7:9465"
+    labels = template["metadata"]["labels"]
+    assert (labels["app.kubernetes.io/name"], labels["app.kubernetes.io/component"]) == ("rankscope", "daemon")
+
+
+def test_what_is_scraped_keeps_the_labels_of_the_training_job(rendered: dict[str, Rendered]) -> None:
+    (daemons,) = rendered["monitored"].all("PodMonitor")[0]["spec"]["podMetricsEndpoints"]
+    (operators,) = rendered["monitored"].all("ServiceMonitor")[0]["spec"]["endpoints"]
+    for endpoint in (daemons, operators):
+        assert endpoint["honorLabels"] is True
+        assert endpoint["relabelings"][0] == {"action": "labeldrop", "regex": "namespace|pod|container|service"}
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
