@@ -1,23 +1,26 @@
 """A simulated fleet against the operator's core: real gRPC streams from every daemon, windows every two seconds.
 
-`python -m benchmarks.fleet --daemons 2000 --seconds 300` is the whole of it; `make bench` has a smaller one."""
+`python -m benchmarks.fleet --daemons 2000 --seconds 300` is the whole of it; `make bench` has a smaller one. It needs
+grpcio, protobuf, msgspec, numpy and prometheus-client, and no Kubernetes."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from benchmarks.fleet_layout import FleetLayout, node_name
-from benchmarks.reporting import Row, between, table
+from benchmarks.reporting import Row, between, machine, table, write_json
 from benchmarks.running import BenchmarkError
 
 DAEMONS = 500
@@ -29,6 +32,7 @@ SERVER_PROCESSES = 4
 CONNECTING_SECONDS = 300.0
 DESCRIPTORS = 16_384
 PODS = 50_000
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,16 @@ class Core:
         raise AssertionError("reports never end")
 
 
+@dataclass(frozen=True)
+class Servers:
+    """Of the simulated daemons."""
+
+    addresses: dict[str, str]  # by node
+    pids: tuple[int, ...]
+
+
 @contextmanager
-def daemons(layout: FleetLayout) -> Iterator[dict[str, str]]:
-    """Node to address."""
+def daemons(layout: FleetLayout) -> Iterator[Servers]:
     share = -(-layout.daemons // SERVER_PROCESSES)
     firsts = range(0, layout.daemons, share)
     shape = [str(layout.daemons), str(layout.ranks_per_node)]
@@ -115,7 +126,22 @@ def daemons(layout: FleetLayout) -> Iterator[dict[str, str]]:
             assert process.stdout is not None
             ports = json.loads(process.stdout.readline())
             addresses |= {node_name(int(node)): f"127.0.0.1:{port}" for node, port in ports.items()}
-        yield addresses
+        yield Servers(addresses, tuple(process.pid for process in processes))
+
+
+@dataclass(frozen=True)
+class Usage:
+    """CPU seconds since the machine, and the processes, began."""
+
+    simulators: float
+    machine: float
+
+    @staticmethod
+    def now(pids: Iterable[int]) -> Usage:
+        ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in pids]
+        user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split(None, 9)[1:9]
+        busy = sum(map(int, (user, nice, system, *interrupts[:2])))
+        return Usage(sum(int(tick) for pair in ticks for tick in pair) / TICKS, busy / TICKS)
 
 
 def measure(daemon_count: int = DAEMONS, seconds: float = SECONDS) -> list[Row]:
@@ -124,21 +150,24 @@ def measure(daemon_count: int = DAEMONS, seconds: float = SECONDS) -> list[Row]:
         raise BenchmarkError(f"{daemon_count} streams need more open files than the limit of {hard}; raise ulimit -Hn")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     layout = FleetLayout(daemon_count, RANKS_PER_NODE)
-    with daemons(layout) as addresses:
-        core = Core(layout, addresses)
+    with daemons(layout) as servers:
+        core = Core(layout, servers.addresses)
         try:
             core.await_streams()
             core.watch(SETTLING_SECONDS)
+            before = Usage.now(servers.pids)
             reports = core.watch(seconds)
+            after, load = Usage.now(servers.pids), os.getloadavg()
             core.finish()
         finally:
             core.kill()
-        restarted = Core(layout, addresses)
+        restarted = Core(layout, servers.addresses)
         try:
             recovered_seconds = restarted.await_streams()
         finally:
             restarted.kill()
-    return [*_rows(layout, reports, recovered_seconds), _pods()]
+    used = Usage(after.simulators - before.simulators, after.machine - before.machine)
+    return [*_rows(layout, reports, used, load, recovered_seconds), _pods()]
 
 
 def _pods() -> Row:
@@ -148,18 +177,34 @@ def _pods() -> Row:
     return Row(f"fleet: memory for each of {PODS:,} pods known", found["bytes"] / PODS / 1e3, "kB", raw=found)
 
 
-def _rows(layout: FleetLayout, reports: list[Report], recovered_seconds: float) -> list[Row]:
+def _rows(
+    layout: FleetLayout,
+    reports: list[Report],
+    used: Usage,
+    load: tuple[float, float, float],
+    recovered_seconds: float,
+) -> list[Row]:
     first, last = reports[0], reports[-1]
     seconds = last.unix_seconds - first.unix_seconds
     windows = last.windows_total - first.windows_total
     cpu = last.cpu_seconds - first.cpu_seconds
     latencies = np.array([latency for report in reports[1:] for latency in report.latencies])
     middle, high, longest = np.quantile(latencies, (0.5, 0.99, 1.0))
+    # Sampled at other moments than the operator's own: a little less than nothing is nothing.
+    others, cores = max(0.0, used.machine - used.simulators - cpu), len(os.sched_getaffinity(0))
     label = f"fleet: {layout.daemons:,} daemons × {layout.ranks_per_node}"
     raw = {
         "seconds": seconds,
         "windows": windows,
+        "windows_per_second": windows / seconds,
         "cpu_seconds": cpu,
+        "cpu_microseconds_a_window": 1e6 * cpu / windows,
+        "cpu_seconds_simulators": used.simulators,
+        "cpu_seconds_others": others,
+        "cores": cores,
+        "load_average": load,
+        "resident_bytes": max(report.resident_bytes for report in reports),
+        "recovered_seconds": recovered_seconds,
         "jobs": len(layout.jobs),
         "latency_seconds": {"p50": middle, "p99": high, "max": longest, "count": len(latencies)},
         "refused": last.refused,
@@ -174,6 +219,13 @@ def _rows(layout: FleetLayout, reports: list[Report], recovered_seconds: float) 
             100 * cpu / seconds,
             "% of a core",
             f"{1e6 * cpu / windows:.0f} µs a window",
+        ),
+        Row(f"{label}, CPU of the simulated daemons", 100 * used.simulators / seconds, "% of a core"),
+        Row(
+            f"{label}, CPU of anybody else",
+            100 * others / seconds,
+            "% of a core",
+            f"{cores} cores, load {' '.join(f'{one:.1f}' for one in load)}: the figures hold if this is small",
         ),
         Row(
             f"{label}, resident memory",
@@ -191,8 +243,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
     parser.add_argument("--daemons", type=int, default=DAEMONS, metavar="N", help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there")
     arguments = parser.parse_args()
-    print(table(measure(arguments.daemons, arguments.seconds)))
+    rows = measure(arguments.daemons, arguments.seconds)
+    print(table(rows))
+    print(json.dumps({**machine(), **rows[0].raw}))
+    if arguments.json:
+        write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

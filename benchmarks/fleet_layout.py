@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from benchmarks.fleets import SLOW_FACTOR, rank_window
 from rankscope.operator.kube.pods import Owner, Pod
 from rankscope.v1.rank_service_pb2 import WatchRanksResponse
-from rankscope.v1.window_pb2 import RankWindow
+from rankscope.v1.window_pb2 import SOURCE_GPU, SOURCE_PROBE, SOURCE_PROCESS, SOURCE_STACKS, RankWindow
 
 WINDOW_SECONDS = 2.0
 STEPS = 20
@@ -92,21 +93,38 @@ class Speaker:
             identity.pod, identity.pid = pod_uid(node), 4000 + local
             window.gpu.gpus, window.gpu.utilization_ratio, window.gpu.power_watts = 1, 0.98, 640.0
             window.gpu.sm_clock_hertz, window.gpu.temperature_celsius = 1.7e9, 61.0
+            window.sources.update(_SOURCES)
             window.start_unix_nanos, window.end_unix_nanos, window.last_step_unix_nanos = _TIMES
             _pace(window, job, rank)
-        self._message = message.SerializeToString()
+        # What is between the times, and which time comes next.
+        marks = [_varint(mark) for mark in _TIMES]
+        pieces = re.split(b"(" + b"|".join(map(re.escape, marks)) + b")", message.SerializeToString())
+        self._between = pieces[::2]
+        self._which = [marks.index(piece) for piece in pieces[1::2]]
 
     def message(self, tick: int) -> bytes:
         """Serialized, of the window that ended at tick × WINDOW_SECONDS."""
-        end_nanos = round(tick * WINDOW_SECONDS * 1e9)
-        told = self._message
-        for mark, nanos in zip(_TIMES, (round(WINDOW_SECONDS * 1e9), 0, 1_000_000), strict=True):
-            told = told.replace(_varint(mark), _varint(end_nanos - nanos))
-        return told
+        times = _times(tick)
+        parts: list[bytes] = [*self._between, *self._between[1:]]
+        parts[::2], parts[1::2] = self._between, [times[which] for which in self._which]
+        return b"".join(parts)
 
 
+_SOURCES = {
+    "steps": SOURCE_PROBE,
+    "causes": SOURCE_PROBE,
+    "process": SOURCE_PROCESS,
+    "stacks": SOURCE_STACKS,
+    "gpu": SOURCE_GPU,
+}
 # Stand for the times of a window; their bytes occur nowhere else in a message.
 _TIMES = (1_711_111_111_111_111_101, 1_722_222_222_222_222_202, 1_733_333_333_333_333_303)
+
+
+@lru_cache(maxsize=4)
+def _times(tick: int) -> tuple[bytes, ...]:
+    end_nanos = round(tick * WINDOW_SECONDS * 1e9)
+    return tuple(_varint(end_nanos - nanos) for nanos in (round(WINDOW_SECONDS * 1e9), 0, 1_000_000))
 
 
 def _varint(number: int) -> bytes:

@@ -17,6 +17,7 @@ from rankscope.analysis.verdict import Kind, Severity
 from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.operator.correlation.losing import LostSeconds
 from rankscope.operator.correlation.wire_shapes import Message
+from rankscope.operator.kube import memory_settings
 from rankscope.operator.kube.binding import Binding
 from rankscope.operator.kube.daemon_streams import DaemonStreams
 from rankscope.operator.kube.inventory import Inventory
@@ -72,6 +73,7 @@ class Core:
 def main() -> None:
     core = Core(FleetLayout(*map(int, sys.argv[1:])))
     addresses: dict[str, str] = json.loads(sys.stdin.readline())
+    memory_settings.settle()
     core.correlator.start()
     core.streams.start()
     core.streams.follow(addresses)

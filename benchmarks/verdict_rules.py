@@ -10,7 +10,9 @@ from benchmarks.reporting import Row, between
 from benchmarks.statistics import spread_of
 from rankscope.analysis.fleet import FleetJudge
 from rankscope.analysis.verdict import Kind, Severity, Verdict
-from rankscope.operator.correlation.columns import job_window
+from rankscope.operator.correlation.columns import Tick, job_windows
+from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen
+from rankscope.operator.correlation.reading_windows import read_windows
 
 FLEETS = tuple(Fleet(jobs, 100_000 // jobs, slow_ratio) for jobs in (1, 100, 12_500) for slow_ratio in (0.0, 0.01))
 # More than any rule remembers, but for the baseline of communication, which is learned for minutes.
@@ -58,11 +60,14 @@ def _check(fleet: Fleet, verdicts: Mapping[str, Verdict]) -> None:
 
 def _make_columns() -> Row:
     serialized = [rank_window(rank, COLUMN_RANKS).SerializeToString() for rank in range(COLUMN_RANKS)]
-    windows = [type(rank_window(0, 1)).FromString(data) for data in serialized]
+    members = [RankSeen(rank_window(rank, COLUMN_RANKS).identity) for rank in range(COLUMN_RANKS)]
     microseconds = []
     for _ in range(COLUMN_ROUNDS):
         started = time.process_time()
-        job_window(windows, COLUMN_RANKS)
+        read = read_windows(serialized)
+        parts = zip(members, serialized, read.starts_unix_nanos, read.ends_unix_nanos, read.measured, strict=True)
+        held = {rank: HeldWindow(*part) for rank, part in enumerate(parts)}
+        job_windows({"": Tick(held, COLUMN_RANKS)})
         microseconds.append(1e6 * (time.process_time() - started) / COLUMN_RANKS)
     spread = spread_of(microseconds)
     return Row(

@@ -61,7 +61,7 @@ def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
     if not ticks:
         return {}
     ordered = [[tick.windows[rank] for rank in sorted(tick.windows)] for tick in ticks.values()]
-    measured = rows([window.read.measured for window in chain.from_iterable(ordered)])
+    measured = rows([window.measured for window in chain.from_iterable(ordered)])
     per_step = _per_step(measured)
     steps = np.array([measured[name] for name in ("steps_total", "last_step_unix_nanos")])
     captured = measured["is_captured"] > 0
@@ -116,7 +116,7 @@ def _job_window(tick: Tick, windows: list[HeldWindow], figures: Floats, steps: F
     columns = RankColumns(layout.job, layout.rank, layout.stage, layout.place, *figures)
     last = windows[-1]
     return JobWindow(
-        end_unix_seconds=last.read.end_unix_nanos / 1e9,
+        end_unix_seconds=last.end_unix_nanos / 1e9,
         window_seconds=last.window_seconds,
         world_size=tick.world_size,
         columns=columns,

@@ -4,19 +4,15 @@ read only when somebody asks for the rest."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, overload
+from typing import overload
 
-import numpy as np
 from google.protobuf.message import DecodeError
 
-from rankscope.operator.correlation.batch_reading import read_batch
 from rankscope.operator.correlation.measuring import measure
 from rankscope.operator.correlation.wire_shapes import read_figures
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import RankWindow
 
-# Fewer are read sooner one by one.
-BATCH_LEAST = 200
 UNREADABLE = "the daemon's message could not be read"
 
 
@@ -37,27 +33,22 @@ class RankSeen:
         self.stage = coordinates.pipeline if coordinates.HasField("pipeline") else -1
 
 
-class ReadWindow(NamedTuple):
-    """What is read of a window's bytes at once."""
-
-    identity: bytes
-    start_unix_nanos: int
-    end_unix_nanos: int
-    measured: bytes  # a row of `measuring`
-
-
 class HeldWindow:
-    __slots__ = ("heard_unix_seconds", "message_bytes", "read", "who")
+    __slots__ = ("end_unix_nanos", "heard_unix_seconds", "measured", "message_bytes", "start_unix_nanos", "who")
 
-    def __init__(self, who: RankSeen, message_bytes: bytes, read: ReadWindow) -> None:
+    def __init__(
+        self, who: RankSeen, message_bytes: bytes, start_unix_nanos: int, end_unix_nanos: int, measured: bytes
+    ) -> None:
         self.who = who
         self.message_bytes = message_bytes
-        self.read = read
+        self.start_unix_nanos = start_unix_nanos
+        self.end_unix_nanos = end_unix_nanos
+        self.measured = measured  # a row of `measuring`
         self.heard_unix_seconds = 0.0  # set by the table
 
     @property
     def window_seconds(self) -> float:
-        return (self.read.end_unix_nanos - self.read.start_unix_nanos) / 1e9
+        return (self.end_unix_nanos - self.start_unix_nanos) / 1e9
 
     @property
     def identity(self) -> RankIdentity:
@@ -68,47 +59,18 @@ class HeldWindow:
         try:
             window = RankWindow.FromString(self.message_bytes)
         except DecodeError:
-            window = RankWindow(end_unix_nanos=self.read.end_unix_nanos, problems=[UNREADABLE])
+            window = RankWindow(end_unix_nanos=self.end_unix_nanos, problems=[UNREADABLE])
         window.identity.CopyFrom(self.who.identity)
         return window
-
-
-def read_windows(windows: Sequence[bytes]) -> list[ReadWindow | None]:
-    """None for what is no message."""
-    if len(windows) < BATCH_LEAST:
-        return [_read_window(window) for window in windows]
-    batch = read_batch(windows)
-    packed = batch.rows.tobytes()
-    size = len(packed) // len(windows)
-    places = zip(windows, batch.identity_start.tolist(), batch.identity_end.tolist(), strict=True)
-    found: list[ReadWindow | None] = list(
-        map(
-            ReadWindow,
-            [window[start:end] for window, start, end in places],
-            batch.start_unix_nanos.tolist(),
-            batch.end_unix_nanos.tolist(),
-            [packed[start : start + size] for start in range(0, len(packed), size)],
-        )
-    )
-    for number in np.flatnonzero(~batch.is_read).tolist():
-        found[number] = _read_window(windows[number])
-    return found
-
-
-def _read_window(window: bytes) -> ReadWindow | None:
-    try:
-        figures = read_figures(window)
-        return ReadWindow(figures.identity, figures.start_unix_nanos, figures.end_unix_nanos, measure(figures))
-    except DecodeError:
-        return None
 
 
 def hold(window: RankWindow) -> HeldWindow:
     """A window that came as a message."""
     message_bytes = window.SerializeToString()
-    read = _read_window(message_bytes)
-    assert read is not None, "what was just written is a message"
-    return HeldWindow(RankSeen(window.identity), message_bytes, read)
+    measured = measure(read_figures(message_bytes))
+    return HeldWindow(
+        RankSeen(window.identity), message_bytes, window.start_unix_nanos, window.end_unix_nanos, measured
+    )
 
 
 class HeldWindows(Sequence[RankWindow]):

@@ -78,7 +78,7 @@ class JobTable:
         job.world_size = who.world_size
         job.latest[rank] = window
         window.heard_unix_seconds = job.last_heard_unix_seconds = now_unix_seconds
-        tick = round(window.read.end_unix_nanos / TICK_NANOS)
+        tick = round(window.end_unix_nanos / TICK_NANOS)
         if tick <= job.judged_tick:
             self.late += 1
             return

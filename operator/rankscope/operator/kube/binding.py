@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen, ReadWindow, read_windows
+from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen
+from rankscope.operator.correlation.reading_windows import ReadWindows, read_windows
 from rankscope.operator.correlation.wire_shapes import Message, Said
 from rankscope.operator.kube.grouping import RunKey
 from rankscope.operator.kube.inventory import Inventory
@@ -150,15 +151,15 @@ class Binding:
         with self._lock:
             now = self._monotonic()
             listened = [self._listen(message, now) for message in messages]
-            reads = read_windows([window for windows in listened for window in windows])
-            heard, start = Heard([], []), 0
+            read = read_windows([window for windows in listened for window in windows])
+            heard, first = Heard([], []), 0
             for message, windows in zip(messages, listened, strict=True):
                 here = _Here(message.node, self._speakers[message.node], now, keeps)
-                end = start + len(windows)
-                self._bind(windows, reads[start:end], here, heard)
-                start = end
+                self._bind(windows, read, first, here, heard)
+                first += len(windows)
                 self._inventory.ranks_seen_in({pod for (pod, _), place in here.places.items() if place.uid})
-                heard.departed.extend(self._departed(message.said, here))
+                if message.said.departed:
+                    heard.departed.extend(self._departed(message.said, here))
             return heard
 
     def _listen(self, message: Message, now: float) -> Sequence[bytes]:
@@ -169,13 +170,15 @@ class Binding:
         sent = message.said.windows
         return sent[: self._allow(speaker, len(sent), now)]
 
-    def _bind(self, windows: Sequence[bytes], reads: Sequence[ReadWindow | None], here: _Here, heard: Heard) -> None:
+    def _bind(self, windows: Sequence[bytes], read: ReadWindows, first: int, here: _Here, heard: Heard) -> None:
+        """`first` of what was read is the first of these windows."""
         speaker = here.speaker
         ranks = set()
-        for window, read in zip(windows, reads, strict=True):
-            known = None if read is None else speaker.known.get(read.identity) or self._meet(read.identity, here)
-            if read is None or known is None:
-                self.refusals.add("unreadable" if read is None else "ranks")
+        for number, window in enumerate(windows, first):
+            identity = read.identities[number]
+            known = None if identity is None else speaker.known.get(identity) or self._meet(identity, here)
+            if known is None:
+                self.refusals.add("unreadable" if identity is None else "ranks")
                 continue
             ranks.add(known.key)
             place = self._believe(known, here)
@@ -184,14 +187,14 @@ class Binding:
             if len(window) > WINDOW_BYTES_LIMIT:
                 self.refusals.add("size")
                 continue
-            heard.windows.append(HeldWindow(known.under(place.names), window, read))
+            who = known.under(place.names)
+            start, end = read.starts_unix_nanos[number], read.ends_unix_nanos[number]
+            heard.windows.append(HeldWindow(who, window, start, end, read.measured[number]))
         # Those of the present message: ranks come and go, and none may raise the allowance for ever.
         speaker.ranks = len(ranks) or speaker.ranks
 
     def _departed(self, said: Said, here: _Here) -> list[RankIdentity]:
         found: list[RankIdentity] = []
-        if not said.departed:
-            return found
         for identity in said.departed[: self._allow(here.speaker, len(said.departed), here.now)]:
             try:
                 known = here.speaker.known.pop(identity, None) or _Known(RankIdentity.FromString(identity))

@@ -19,6 +19,7 @@ from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.operator.correlation.exporting import JobExporter
 from rankscope.operator.correlation.losing import LostSeconds
 from rankscope.operator.correlation.wire_shapes import Message
+from rankscope.operator.kube import memory_settings
 from rankscope.operator.kube.alert_captures import AlertCaptures
 from rankscope.operator.kube.api import Api
 from rankscope.operator.kube.automatic_making import AutomaticCaptures
@@ -164,6 +165,7 @@ class Operator:
         self._pulse_thread = threading.Thread(target=self._pulse, name="rankscope-pulse", daemon=True)
 
     def start(self) -> None:
+        memory_settings.settle()
         self.server.start()
         if self._alert_token is not None:
             address = self.settings.alert_host, self.settings.alert_port
