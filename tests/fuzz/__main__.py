@@ -122,6 +122,7 @@ def _look(worker: Worker, absent: dict[str, str]) -> Worker | None:
         worker.child.wait()
         keep_finding(worker.folder, Finding("Hang", "", f"no answer for {HUNG_SECONDS} s", data))
     elif status == 0:
+        tried.unlink()
         return None
     else:
         text = (worker.folder / f"{worker.seed}.log").read_text(errors="replace")
