@@ -118,6 +118,7 @@ class ApiServer:
 
     folder: Path
     users: Mapping[str, Sequence[str]] = field(default_factory=dict)  # name to groups, known from the start
+    services: str = "10.0.0.0/24"  # the addresses that Services get
 
     def __post_init__(self) -> None:
         self._etcd: subprocess.Popen[bytes] | None = None
@@ -165,7 +166,7 @@ class ApiServer:
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--token-auth-file={folder / 'tokens.csv'}",
             "--authorization-mode=RBAC",
-            "--service-cluster-ip-range=10.0.0.0/24",
+            f"--service-cluster-ip-range={self.services}",
             "--disable-admission-plugins=ServiceAccount",
             "--allow-privileged=true",
             "--endpoint-reconciler-type=none",

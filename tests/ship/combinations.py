@@ -66,6 +66,7 @@ COMBINATIONS: dict[str, Values] = {
     },
     "everything": {
         **_MONITORED,
+        "metrics": {**_MONITORED["metrics"], "tls": True},
         "commonLabels": {"team": "platform"},
         "image": {"pullPolicy": "Always", "pullSecrets": [{"name": "regcred"}]},
         "operator": {

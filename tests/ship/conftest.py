@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ class Rendered:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    made = ApiServer(tmp_path_factory.mktemp("kube"))
+    """Its Services have addresses of the loopback network, so that tests can serve them."""
+    made = ApiServer(tmp_path_factory.mktemp("kube"), services=f"127.{random.randint(64, 250)}.0.0/24")
     made.start()
     try:
         made.admin.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
