@@ -39,7 +39,7 @@ def test_every_value_has_its_place_in_the_schema_and_nothing_else_has() -> None:
         held: Any = VALUES
         for name in filter(None, path.split(".")):
             held = held[name]
-        optional = {"global", "claims", "localhostProfile"}  # helm's own, and Kubernetes'
+        optional = {"global", "claims", "localhostProfile", "type", "level", "role", "user"}  # helm's, and Kubernetes'
         assert set(schema["properties"]) - optional == set(held) - optional, path
 
 
@@ -95,6 +95,9 @@ def test_the_chart_has_the_version_of_the_package() -> None:
     assert version is not None
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == version.group(1)
+    told = {each["image"] for each in yaml.safe_load(chart["annotations"]["artifacthub.io/images"])}
+    parts = (VALUES["daemon"]["image"], VALUES["operator"]["image"], VALUES["webhooks"]["probe"]["image"])
+    assert told == {f"{VALUES['image']['registry']}/{part['repository']}:{version.group(1)}" for part in parts}
 
 
 def test_the_kinds_that_the_chart_tells_of_are_those_it_installs() -> None:
