@@ -54,7 +54,8 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, policy: Policy) -> O
     window, summary = ready.window, ready.summary
     screen = outlier = imbalance = stage = lingering_stage = transfer = None
     any_outlier = summary.outliers > 0
-    if summary.widest_cohort_spread >= 1 + policy.hysteresis * (policy.rank_ratio - 1):
+    # Absurd times have outliers without a spread.
+    if any_outlier or summary.widest_cohort_spread >= 1 + policy.hysteresis * (policy.rank_ratio - 1):
         screen = ready.screen
         outlier = screen.outlier
     if screen is not None and not any_outlier and summary.widest_cohort_spread >= policy.rank_ratio:

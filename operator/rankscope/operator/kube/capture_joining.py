@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import isfinite
 from statistics import fmean, median
 
 from rankscope.v1 import capture_service_pb2 as pb
@@ -18,8 +19,9 @@ def own_seconds(ranks: Iterable[pb.RankCapture]) -> Mapping[int, float]:
         steps = list(rank.summary.each_step_seconds)
         waits = list(rank.summary.each_exposed_communication_seconds)
         if rank.state == pb.CAPTURE_STATE_ANALYSED and steps and len(steps) == len(waits):
-            own = fmean(step - wait for step, wait in zip(steps, waits, strict=True))
-            if 0 < own < 1e6:  # nor NaN: a daemon says what it likes
+            each = [step - wait for step, wait in zip(steps, waits, strict=True)]
+            # Nor NaN, nor infinities that cannot be added up: a daemon says what it likes.
+            if all(map(isfinite, each)) and 0 < (own := fmean(each)) < 1e6:
                 found[rank.rank] = own
     return found
 

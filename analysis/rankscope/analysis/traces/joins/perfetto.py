@@ -25,6 +25,9 @@ _NO_TEXT = msgspec.Raw(b'""')
 _BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*"?(-?\d+)')
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _PLAIN = re.compile(rb"(-?)(\d+)(?:\.(\d*))?")
+# Beyond what 64 bits hold in nanoseconds nothing is a time.
+_FURTHEST_DIGITS = 16
+_FURTHEST_MICROSECONDS = 10**_FURTHEST_DIGITS
 _EVENTS = msgspec.json.Decoder(list[RawEvent])
 _ENCODER = msgspec.json.Encoder()
 
@@ -117,9 +120,13 @@ def nanoseconds(written: bytes) -> int | None:
     plain = _PLAIN.fullmatch(written)
     if plain is None:
         try:
-            return int(Decimal(written.decode(errors="replace")) * 1000)
+            value = Decimal(written.decode(errors="replace"))
+            # 1e999999 is a number too, of a million digits.
+            return int(value * 1000) if abs(value) < _FURTHEST_MICROSECONDS else None
         except (InvalidOperation, ValueError, OverflowError):
             return None
+    if len(plain[2]) > _FURTHEST_DIGITS:
+        return None
     whole = int(plain[2]) * 1000 + int(((plain[3] or b"") + b"000")[:3])
     return -whole if plain[1] else whole
 
