@@ -23,7 +23,11 @@ RANKS = 4
 # Its own loopback, and a /tmp that nobody else sees.
 # Processes of its own, which end with the first of them: torchrun's ranks outlive a torchrun that is killed.
 ENTER_NAMESPACES = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-ENTER = f'"$1" {LOOPBACK} && {PRIVATE_TMP} && printf "$POLLING" >/tmp/kineto.conf && exec "$@"'
+ENTER = f'"$1" {LOOPBACK} && {PRIVATE_TMP} && printf "$POLLING" >/tmp/kineto.conf && exec $AS_USER "$@"'
+# As in most pods. The capability is for a checkout that only root may read.
+AS_NOBODY = (
+    "setpriv --reuid 65534 --regid 65534 --clear-groups --inh-caps +dac_read_search --ambient-caps +dac_read_search --"
+)
 # libkineto's period is 5 s unless a file says otherwise.
 HURRIED = {"KINETO_CONFIG": "/tmp/kineto.conf", "POLLING": "ON_DEMAND_CONFIG_UPDATE_INTERVAL_SECS=1\\n"}
 CAPTURE_SECONDS = 240.0
@@ -47,10 +51,18 @@ class CaptureJob:
 
 @contextmanager
 def capture_job(
-    folder: Path, run_id: str, *, slow_rank: int = -1, probe: bool = True, hurried: bool = False
+    folder: Path,
+    run_id: str,
+    *,
+    slow_rank: int = -1,
+    probe: bool = True,
+    hurried: bool = False,
+    as_user: str = "",
+    **more: str,
 ) -> Iterator[CaptureJob]:
-    """`hurried`: asks for work every second, not every five."""
+    """`hurried`: asks for work every second, not every five. `more` goes into its environment."""
     folder.mkdir(parents=True)
+    folder.chmod(0o777)
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("RANK", "MASTER_", "KINETO"))},
         "KINETO_USE_DAEMON": "1",
@@ -59,6 +71,8 @@ def capture_job(
         "SLOW_RANK": str(slow_rank),
         **({"RANKSCOPE_PROBE": "1"} if probe else {}),
         **(HURRIED if hurried else {}),
+        "AS_USER": as_user,
+        **more,
     }
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", "29512"]
     launch += ["--rdzv-id", run_id, "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29511", str(SCRIPT)]
