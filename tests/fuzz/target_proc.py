@@ -16,6 +16,7 @@ from rankscope.daemon.rank_exporting import rank_metrics
 from rankscope.daemon.samples import Problem, RankProcess, Span
 from rankscope.daemon.tallying import RankReport, RankTotals, add_window
 from tests.fuzz.checking import check_duration, check_message, check_metrics, check_text
+from tests.fuzz.mutating import Mutator
 from tests.fuzz.packing import pack_files, unpack_files
 from tests.fuzz.scratch import scratch_folder
 from tests.fuzz.targets import recorded
@@ -136,3 +137,36 @@ def _check_window(rank: RankProcess, sample: object, span: Span, data: bytes) ->
     check_message(window)
     report = RankReport(window, add_window(RankTotals(), window), samples.problems)
     check_metrics(rank_metrics([report], "node", full=True), series=80, data=data)
+
+
+class _InFiles:
+    """One file at a time, mostly the environment, there mostly one value."""
+
+    def __init__(self, plain: Mutator) -> None:
+        self._plain = plain
+        self._random = plain.random
+
+    def mutate(self, data: bytes, other: bytes) -> bytes:
+        files = unpack_files(data)
+        if not files or self._random.random() < 0.1:
+            return self._plain.mutate(data, other)
+        for _ in range(self._random.choice((1, 1, 2))):
+            name = "environ" if self._random.random() < 0.5 else self._random.choice(sorted(files))
+            old = files.get(name, b"")
+            if name == "environ" and self._random.random() < 0.7:
+                files[name] = self._with_another_value(old)
+            else:
+                files[name] = self._plain.mutate(old, unpack_files(other).get(name, b""))
+        return pack_files(files)
+
+    def _with_another_value(self, environment: bytes) -> bytes:
+        variables = environment.split(b"\0")
+        place = self._random.randrange(len(variables))
+        name, _, value = variables[place].partition(b"=")
+        value = self._plain.token() if self._random.random() < 0.6 else self._plain.mutate(value, b"")
+        variables[place] = name + b"=" + value.replace(b"\0", b"")
+        return b"\0".join(variables)
+
+
+def mutator(plain: Mutator) -> _InFiles:
+    return _InFiles(plain)

@@ -24,6 +24,7 @@ from rankscope.daemon.stalling import StallWatch
 from rankscope.daemon.tallying import RankReport, RankTotals, add_window
 from rankscope.probe import layout
 from tests.fuzz.checking import check_message, check_metrics, check_text
+from tests.fuzz.json_mutating import JsonMutator
 from tests.fuzz.mutating import Mutator
 from tests.fuzz.targets import recorded
 
@@ -35,6 +36,19 @@ TOKENS = [
 ]
 SIZE_LIMIT = layout.HEADER_BYTES + 64 * layout.RECORD_BYTES
 CPU_SECONDS = 2.0
+_FACTS = (
+    *(
+        "rank",
+        "world_size",
+        "pipeline",
+        "tensor",
+        "data",
+        "model_flops_per_step",
+        "peak_flops_per_second",
+        "device_name",
+    ),
+    *("torch_version", "NVIDIA H200"),
+)
 _FIXED, _LIVE = layout.FIXED.size, layout.LIVE.size
 _FACTS_END = layout.COMMAND_OFFSET
 
@@ -132,14 +146,25 @@ class _Sealing:
     def __init__(self, plain: Mutator) -> None:
         self._plain = plain
         self._random: Random = plain.random
+        self._facts = JsonMutator(plain, _FACTS)
 
     def mutate(self, data: bytes, other: bytes) -> bytes:
         changed = bytearray(data.ljust(layout.HEADER_BYTES, b"\0"))
+        if self._random.random() < 0.2:
+            self._change_facts(changed)
+            return sealed(bytes(changed))
         for start, end in self._parts(len(changed)):
             before = end - start
             piece = self._plain.mutate(bytes(changed[start:end]), other[start:end])
             changed[start:end] = piece[:before].ljust(before, b"\0")
         return sealed(bytes(changed)) if self._random.random() < 0.9 else bytes(changed)
+
+    def _change_facts(self, ring: bytearray) -> None:
+        start = layout.FACTS_OFFSET + layout.FACTS_HEAD.size
+        length = min(layout.FACTS_HEAD.unpack_from(ring, layout.FACTS_OFFSET)[0], layout.FACTS_BYTES)
+        text = self._facts.mutate(bytes(ring[start : start + length]), b"")[: layout.FACTS_BYTES]
+        ring[start : start + len(text)] = text
+        layout.FACTS_HEAD.pack_into(ring, layout.FACTS_OFFSET, len(text), 0)
 
     def _parts(self, size: int) -> Iterator[tuple[int, int]]:
         """Of a fixed size each: what moves everything behind it by a byte is soon tried through."""

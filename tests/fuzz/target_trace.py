@@ -147,17 +147,23 @@ _TEXT_LIMIT = 8 << 20
 def run(data: bytes) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for salvage in (True, False):
-            try:
-                trace = read_trace(data, salvage=salvage, text_limit_bytes=_TEXT_LIMIT)
-            except TraceError as error:
-                assert error.reason and len(error.reason) < 2000, len(error.reason)
-                continue
-            _check_trace(trace)
-            if not salvage:
-                _check_cut(data, trace)
-            elif len(trace):
-                _check_analysis(trace)
+        trace = _read(data, salvage=False)
+        if trace is not None:
+            _check_cut(data, trace)
+        else:
+            trace = _read(data, salvage=True)
+        if trace is not None and len(trace):
+            _check_analysis(trace)
+
+
+def _read(data: bytes, *, salvage: bool) -> Trace | None:
+    try:
+        trace = read_trace(data, salvage=salvage, text_limit_bytes=_TEXT_LIMIT)
+    except TraceError as error:
+        assert error.reason and len(error.reason) < 2000, len(error.reason)
+        return None
+    _check_trace(trace)
+    return trace
 
 
 def _check_trace(trace: Trace) -> None:
