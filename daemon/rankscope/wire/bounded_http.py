@@ -188,6 +188,7 @@ class BoundedHttpServer(HTTPServer):
         finally:
             with self._lock:
                 self._open.pop(caller, None)
+            caller.say_goodbye()
             self.shutdown_request(caller.connection)
             self._threads.release()
 
@@ -216,6 +217,13 @@ class BoundedHttpServer(HTTPServer):
 class _Caller:
     connection: socket.socket
     until_monotonic: float | None  # None: its request was read, and nobody waits for it
+
+    def say_goodbye(self) -> None:
+        """TLS has a word for the end, and clients may take an end without it for an attack. No answer is waited for."""
+        if isinstance(self.connection, ssl.SSLSocket):
+            with contextlib.suppress(OSError, ValueError):
+                self.connection.settimeout(0.0)
+                self.connection.unwrap()
 
     def cut(self) -> None:
         # Past SSLSocket's own method, which is not for two threads: whoever reads there wakes up and finds the end.

@@ -195,6 +195,19 @@ def test_plain_text_silence_and_strangers_certificates_get_nothing_and_hold_nobo
         one.close()
 
 
+def test_the_end_of_an_answer_is_told_in_tls_too(start: Start, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    own = authority.issue("server", "server")
+    server = start(FollowedTls(files(own.certificate, own.key)))
+    context = tls_context(authority)
+    with (
+        connect(server) as plain,
+        context.wrap_socket(plain, server_hostname="server", suppress_ragged_eofs=False) as wrapped,
+    ):
+        wrapped.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert b"200 OK" in ended(wrapped)
+
+
 def test_until_there_is_a_certificate_nobody_is_served(start: Start, tmp_path: Path) -> None:
     held: list[TlsMaterial] = []
     server = start(FollowedTls(lambda: held[0] if held else None))
