@@ -108,6 +108,16 @@ def test_a_silent_job_is_forgotten() -> None:
     assert table.take_ended(161.0) == ["j"]
 
 
+def test_the_last_window_of_a_rank_goes_when_it_has_long_been_silent_and_its_job_stays() -> None:
+    """Or ranks that somebody makes up would fill the memory."""
+    table = JobTable(forget_after_seconds=60.0)
+    table.accept([window(0, 100), window(1, 100)], 100.1)
+    for second in range(102, 180, 2):
+        table.accept([window(0, second)], float(second))
+        assert table.take_ended(float(second)) == []
+    assert table.jobs["j"].latest.keys() == {0}
+
+
 def test_ranks_outside_their_world_are_refused() -> None:
     table = JobTable()
     table.accept([window(7, 100), window(-1, 100)], 100.1)

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from rankscope.operator.correlation.wire_shapes import Message, read_said
-from rankscope.operator.kube.binding import OWNED_SECONDS, SILENT_SECONDS, Binding, Heard
+from rankscope.operator.kube.binding import WINDOW_BYTES_LIMIT, Binding, Heard
 from rankscope.operator.kube.inventory import Inventory
+from rankscope.operator.kube.naming_jobs import OWNED_SECONDS, SILENT_SECONDS
 from rankscope.operator.kube.pods import Owner, Pod
+from rankscope.operator.kube.speaking import RANKS_PER_NODE
 from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 
 
@@ -137,6 +139,57 @@ def test_what_is_kept_does_not_hold_on_to_a_message_that_was_refused_in_part(inv
     said.MergeFrom(message(0))
     (kept,) = bind(Binding(inventory, Clock()), said, "node-a").windows
     assert len(kept.message_bytes) < 200
+
+
+def test_a_window_that_is_too_large_or_garbage_is_refused_and_those_beside_it_are_kept(inventory: Inventory) -> None:
+    said = message(0, 1, 2)
+    said.windows[0].problems.append("x" * WINDOW_BYTES_LIMIT)
+    # In place of a window, then in place of its identity.
+    garbage = b"\x12\x02\x0a\x7f" + b"\x12\x04\x0a\x02\xff\xff"
+    binding = Binding(inventory, Clock())
+    heard = binding.bind([Message("node-a", read_said(said.SerializeToString() + garbage))])
+    assert [window.identity.rank for window in heard.windows] == [1, 2]
+    assert binding.refusals.counts == {"size": 1, "unreadable": 2}
+
+
+def test_processes_that_a_daemon_makes_up_are_forgotten_and_only_so_many_are_known(inventory: Inventory) -> None:
+    clock = Clock()
+    binding = Binding(inventory, clock)
+    for number in range(3 * RANKS_PER_NODE):
+        clock.now += 1.0
+        said = message(0)
+        said.windows[0].identity.pid = number
+        said.windows[0].identity.rank, said.windows[0].identity.world_size = number, 1 << 30
+        bind(binding, said, "node-a")
+    assert len(binding._speakers["node-a"].known) <= RANKS_PER_NODE
+    (jobs,) = binding._jobs.values()
+    assert len(jobs.owners["10.0.0.1:29500/none"]) < 100
+    clock.now += 0.1
+    flood = message(*range(1 << 11))
+    for number, window in enumerate(flood.windows):
+        window.identity.world_size, window.identity.pid = 1 << 12, number
+    clock.now += 1000.0
+    kept = bind(binding, message(*[0] * 500), "node-a")
+    assert len(kept.windows) <= 60
+    binding = Binding(inventory, clock)
+    assert len(bind(binding, flood, "node-a").windows) == RANKS_PER_NODE
+    assert binding.refusals.counts["ranks"] == RANKS_PER_NODE
+
+
+def test_departures_count_against_the_allowance_like_windows(inventory: Inventory) -> None:
+    binding = Binding(inventory, Clock())
+    bind(binding, message(0), "node-a")
+    gone = WatchRanksResponse(departed=[message(0).windows[0].identity] * 500)
+    assert len(bind(binding, gone, "node-a").departed) < 60
+    assert binding.refusals.counts["rate"] > 440
+
+
+def test_many_messages_together_are_bound_each_by_its_own_node(inventory: Inventory) -> None:
+    words = [("node-a", message(0)), ("node-b", message(1, pod="pod-1")), ("node-b", message(2, pod="pod-0"))]
+    binding = Binding(inventory, Clock())
+    heard = binding.bind([Message(node, read_said(said.SerializeToString())) for node, said in words])
+    assert [(window.identity.rank, window.identity.node) for window in heard.windows] == [(0, "node-a"), (1, "node-b")]
+    assert binding.refusals.counts == {"other_node": 1}
 
 
 def test_a_lie_about_another_nodes_pod_takes_no_name_from_its_run(inventory: Inventory) -> None:

@@ -117,6 +117,47 @@ def test_a_message_that_nobody_can_take_in_costs_the_others_nothing() -> None:
     assert streams._gathered == []
 
 
+class Talker(RankServiceServicer):
+    """Says the same thing again and again."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def WatchRanks(self, request: WatchRanksRequest, context: grpc.ServicerContext) -> Iterator[WatchRanksResponse]:
+        self.calls += 1
+        while context.is_active():
+            yield WatchRanksResponse(node="x")
+            time.sleep(0.005)
+
+
+def test_what_is_heard_in_a_moment_is_handed_on_together_and_garbage_ends_its_stream_alone(
+    streams: Callable[..., DaemonStreams], caplog: pytest.LogCaptureFixture
+) -> None:
+    talker, server = Talker(), grpc.server(ThreadPoolExecutor(4))
+    add_RankServiceServicer_to_server(talker, server)
+    garbage = grpc.method_handlers_generic_handler(
+        "rankscope.v1.RankService",
+        {"WatchRanks": grpc.unary_stream_rpc_method_handler(lambda request, context: iter([b"\xff\xff"] * 3))},
+    )
+    liar = grpc.server(ThreadPoolExecutor(4), handlers=[garbage])
+    batches: list[Sequence[Message]] = []
+    addresses = {
+        "node-a": f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}",
+        "node-b": f"127.0.0.1:{liar.add_insecure_port('127.0.0.1:0')}",
+    }
+    server.start()
+    liar.start()
+    heard = streams(batches.append)
+    heard.follow(addresses)
+    wait_for(lambda: caplog.text.count("daemon of node-b: it sent what is no message") > 1 and len(batches) > 20)
+    assert max(map(len, batches)) > 1
+    assert {message.node for batch in batches for message in batch} == {"node-a"} == heard.connected
+    assert talker.calls == 1
+    heard.follow({})
+    server.stop(0).wait()
+    liar.stop(0).wait()
+
+
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "ca")

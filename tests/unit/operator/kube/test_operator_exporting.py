@@ -11,7 +11,7 @@ from rankscope.operator.kube.people_exporting import PeopleExporter
 from rankscope.operator.kube.serving import OperatorExporter
 from rankscope.operator.kube.webhook_exporting import WebhookExporter
 
-REASONS = ("jobs", "other_node", "rank", "rank_taken", "rate", "unknown_pod")
+REASONS = ("jobs", "other_node", "rank", "rank_taken", "ranks", "rate", "size", "unknown_pod", "unreadable")
 
 
 def scrape_everything() -> str:

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from rankscope.operator.correlation.held_windows import UNREADABLE, HeldWindow, HeldWindows, RankSeen, hold
+from rankscope.v1.identity_pb2 import RankIdentity
+from rankscope.v1.window_pb2 import RankWindow, StackSummary
+
+
+def held(rank: int, **fields: object) -> HeldWindow:
+    identity = RankIdentity(job="said", rank=rank, world_size=4)
+    return hold(RankWindow(identity=identity, end_unix_nanos=9, **fields))  # type: ignore[arg-type]
+
+
+def renamed(window: HeldWindow, message_bytes: bytes | None = None) -> HeldWindow:
+    who = RankSeen(RankIdentity(job="ours", rank=window.who.rank, world_size=4))
+    return HeldWindow(who, window.message_bytes if message_bytes is None else message_bytes, 0, 9, window.measured)
+
+
+def test_a_window_is_read_in_full_when_asked_for_and_under_our_names() -> None:
+    window = renamed(held(2, stacks=StackSummary(samples=5))).message()
+    assert (window.identity.job, window.identity.rank, window.stacks.samples) == ("ours", 2, 5)
+
+
+def test_garbage_that_is_found_only_then_is_a_window_with_a_problem_and_no_exception() -> None:
+    window = renamed(held(2), b"\x8a\x01\x02\xff\xff").message()  # stacks of two bytes that are no message
+    assert (window.identity.job, window.end_unix_nanos, list(window.problems)) == ("ours", 9, [UNREADABLE])
+
+
+def test_windows_of_a_job_are_in_the_order_of_ranks_and_can_be_sliced() -> None:
+    windows = HeldWindows({rank: held(rank) for rank in (3, 1, 2)})
+    assert [window.identity.rank for window in windows] == [1, 2, 3] == list(windows.identities)
+    assert [window.identity.rank for window in windows[1:]] == [2, 3]
+    assert (windows[-1].identity.rank, len(windows)) == (3, 3)
