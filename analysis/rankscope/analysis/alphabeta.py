@@ -103,7 +103,9 @@ def residual_ratios(observed: Observations, fit: Fit) -> Floats:
 def _fit(mine: Observations) -> Fit:
     kind = int(mine.kind[0])
     told = mine.ranks[mine.ranks > 0]
-    ranks = int(np.bincount(told).argmax()) if len(told) else -1
+    # Not bincount: a trace may name any number, and it would make a table as long.
+    sizes_told, counts = np.unique(told, return_counts=True)
+    ranks = int(sizes_told[counts.argmax()]) if len(told) else -1
     usable = mine.where((mine.bytes > 0) & (mine.seconds > 0) & np.isfinite(mine.seconds) & (mine.ranks > 0))
     sizes = np.unique(usable.bytes)
     empty = Fit(mine.groups[mine.group[0]], kind, ranks, len(usable), len(sizes))

@@ -13,10 +13,10 @@ def test_knows_what_a_balanced_pipeline_cannot_avoid(stages: int, microbatches: 
     assert one_forward_one_backward_ratio(stages, microbatches) == pytest.approx(ratio)
 
 
-def pipeline_trace(wait_us: float, description: str = "pipeline_parallel") -> Trace:
+def pipeline_trace(wait_us: float, description: str = "pipeline_parallel", peer: int = 2) -> Trace:
     """A last stage: it waits for each micro-batch, computes, and sends the gradient back."""
     events: list[Event] = []
-    group = {"group": "5", "group_description": description, "group_size": 4, "peer": 2, "stream": 20}
+    group = {"group": "5", "group_description": description, "group_size": 4, "peer": peer, "stream": 20}
     clock = 0.0
     for step in range(2):
         begun = clock
@@ -39,6 +39,12 @@ def test_measures_waiting_for_neighbours_and_holds_it_against_the_schedule() -> 
     assert (bubble.stages, bubble.microbatches) == (4, 8)
     assert bubble.theoretical_ratio == pytest.approx(3 / 11)
     assert bubble.excess_ratio == pytest.approx(0.55 - 3 / 11)
+
+
+def test_a_neighbour_of_any_number_costs_no_memory() -> None:
+    trace = pipeline_trace(wait_us=110, peer=1 << 50)
+    bubble = measure_bubble(trace, find_collectives(trace))
+    assert bubble is not None and (bubble.stages, bubble.microbatches) == (4, 8)
 
 
 def test_gives_no_theory_where_nobody_says_how_many_stages_there_are() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from rankscope.analysis.traces.columns import ABSENT, Category, ProcessGroup, Trace
 from rankscope.analysis.traces.reading import splitting
+from rankscope.analysis.traces.reading.describing import MEMBERS_LIMIT
 from rankscope.analysis.traces.reading.reader import read_trace
 from tests.shared_data import H200, shared
 
@@ -310,6 +311,14 @@ def test_ranks_of_a_group_are_the_noted_ones_unless_the_list_is_shortened(
     noted = {"Process Group Ranks": listed, "Group size": 3, "Global rank start": 0, "Global rank stride": stride}
     trace = read_events(span(args={"Collective name": "allreduce", "Process Group Name": "9", **noted}))
     assert trace.groups == (ProcessGroup("9", "", ranks),)
+
+
+def test_groups_that_claim_a_million_ranks_each_do_not_fill_the_memory() -> None:
+    claim = {"Collective name": "allreduce", "Group size": (1 << 20) - 1, "Global rank start": 0, "Rank": 7}
+    args = [{**claim, "Global rank stride": 1, "Process Group Name": str(number)} for number in range(100)]
+    trace = read_events(*(span(ts=number, args=each) for number, each in enumerate(args)))
+    assert len(trace.groups) == 100 and trace.rank == 7
+    assert 0 < sum(len(group.ranks) for group in trace.groups) <= MEMBERS_LIMIT
 
 
 @pytest.mark.parametrize(

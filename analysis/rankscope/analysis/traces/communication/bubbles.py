@@ -83,7 +83,8 @@ def measure_bubble(
 def _most_sent(mine: Collectives) -> int:
     """A stage sends each micro-batch's activations to the next one and gradients to the one before."""
     peers = mine.peer[(mine.kind == CollectiveKind.SEND) & (mine.peer >= 0)]
-    return int(np.bincount(peers).max()) if len(peers) else 0
+    # Not bincount: a trace may name any number, and it would make a table as long.
+    return int(np.unique(peers, return_counts=True)[1].max()) if len(peers) else 0
 
 
 def _stages(transfers: Collectives) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ from rankscope.analysis.traces.reading.mending import mend
 from rankscope.analysis.traces.reading.naming import COMMUNICATION_CALL
 from rankscope.analysis.traces.reading.refusing import Repairs
 
+# Of all groups together: two numbers in an event make a group of a million, and a trace has many events.
+MEMBERS_LIMIT = 1 << 21
+RANK_LIMIT = 1 << 40
 _UNKNOWN_BACKENDS = ("", "undefined", "unknown", "none")
 
 
@@ -78,13 +82,14 @@ class Membership:
     stride: int
     place: int
 
-    def members(self) -> tuple[int, ...]:
+    def members(self) -> Sequence[int]:
         """Kineto shortens long lists; regular groups are told by their start and stride too."""
         listed = rank_list(self.ranks)
         if listed and len(listed) == (self.size if self.size > 0 else len(listed)):
             return listed
-        if self.size > 0 and self.start >= 0 and self.stride > 0 and self.size < 1 << 20:
-            return tuple(range(self.start, self.start + self.size * self.stride, self.stride))
+        end = self.start + self.size * self.stride
+        if self.size > 0 and self.start >= 0 and self.stride > 0 and self.size < 1 << 20 and end < RANK_LIMIT:
+            return range(self.start, end, self.stride)
         return ()
 
 
@@ -142,11 +147,15 @@ def groups_of(description: Description, memberships: list[Membership]) -> tuple[
     for name, each in _configured(told.get("pg_config")):
         ranks = rank_list(each.get("ranks", each.get("pg_ranks", each.get("global_ranks"))))
         groups[name] = ProcessGroup(name, str(each.get("pg_desc", each.get("desc", "")) or ""), ranks)
+    left = MEMBERS_LIMIT
     for member in memberships:
         known = groups.get(member.name)
-        if known is None or (not known.ranks and member.members()):
+        members = member.members()
+        if known is None or (not known.ranks and members):
             description_text = member.description or (known.description if known else "")
-            groups[member.name] = ProcessGroup(member.name, description_text, member.members())
+            ranks = tuple(members) if len(members) <= left else ()
+            left -= len(ranks)
+            groups[member.name] = ProcessGroup(member.name, description_text, ranks)
     return tuple(groups.values())
 
 
