@@ -94,6 +94,7 @@ def main() -> None:
     (SEEDS / "admission" / "head").write_bytes("".join(f"{line}\r\n" for line in (*lines, "")).encode())
     (SEEDS / "answers").mkdir(exist_ok=True)
     (SEEDS / "answers" / "two_ranks").write_bytes(_capture().SerializeToString())
+    (SEEDS / "trace" / "pipeline.json").write_text(json.dumps(_pipeline(), separators=(",", ":")))
     resolved = {**ALERT, "status": "resolved", "fingerprint": "1"}
     _write("alerts", {"two": {"version": "4", "status": "firing", "receiver": "r", "alerts": [ALERT, resolved]}})
 
@@ -120,6 +121,42 @@ def _capture() -> pb.Capture:
         pb.JoinSummary(verdict="slow_rank", culprits=[1], reason="rank 1 comes last", last_arrivals={1: 5})
     )
     return capture
+
+
+def _pipeline() -> dict[str, Any]:
+    """A stage that waits for its neighbour, computes and sends, as NCCL's kernels show it."""
+    note = {
+        "Process Group Name": "5",
+        "Process Group Description": "pipeline_parallel",
+        "Group size": 4,
+        "dtype": "Float",
+    }
+    note |= {"Process Group Ranks": "[0, 1, 2, 3]", "In msg nelems": 4096, "Out msg nelems": 4096, "device": 0}
+    events: list[dict[str, Any]] = []
+    for number in range(12):
+        start, correlation = 1000.0 + 100 * number, 10 + number
+        kinds = {"kernel": ("ncclDevKernel_SendRecv(args)", "gemm"), "cuda_runtime": ("cudaLaunchKernel",) * 2}
+        for category, (transfer, compute) in kinds.items():
+            early = 5.0 if category == "cuda_runtime" else 0.0
+            host = {"pid": 7, "tid": 7} if early else {"pid": 0, "tid": 20}
+            side = (
+                {"Collective name": "send", "Dst Rank": 1} if number % 2 else {"Collective name": "recv", "Src Rank": 1}
+            )
+            args = {"correlation": correlation, "stream": 20, **({} if early else {**note, **side, "Seq": number})}
+            events.append(
+                {"ph": "X", "cat": category, "name": transfer, "ts": start - early, "dur": 40.0, "args": args} | host
+            )
+            args = {"correlation": correlation + 100, "stream": 7, "device": 0}
+            events.append(
+                {"ph": "X", "cat": category, "name": compute, "ts": start + 41 - early, "dur": 50, "args": args} | host
+            )
+    for step in range(3):
+        host = {"pid": 7, "tid": 7, "ts": 990.0 + 400 * step, "dur": 399.0}
+        events.append({"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", **host})
+        events.append(
+            {"ph": "X", "cat": "cpu_op", "name": "aten::mm", **host, "dur": 9.0, "args": {"External id": step}}
+        )
+    return {"schemaVersion": 1, "baseTimeNanoseconds": 1790857026000000000, "traceEvents": events}
 
 
 def _pod(path: Path) -> dict[str, Any]:
