@@ -19,6 +19,8 @@ from rankscope.v1.window_pb2 import CauseSeconds, ProcessUsage, RankWindow, Step
 
 Bytes = npt.NDArray[np.uint8]
 Longs = npt.NDArray[np.uint64]
+Which = Ints | slice
+ALL = slice(None)
 
 # A window has some twenty fields, of which `sources` and `problems` come many times.
 FIELDS_READ = 64
@@ -109,37 +111,44 @@ class _Reading:
         """Over the fields of all windows, the first of each, then the second, and so on."""
         position = self.starts.copy()
         for _ in range(FIELDS_READ):
-            at = np.flatnonzero((position < self.ends) & ~self.is_odd)
+            is_going_on = (position < self.ends) & ~self.is_odd
+            if is_going_on.all():
+                self._read_next(position, ALL)
+                continue
+            at = np.flatnonzero(is_going_on)
             if not len(at):
-                return
-            here = position[at]
-            tag = self.bytes[here].astype(np.int64)
-            here = here + 1
-            if tag.max() > 127:
-                wide = tag > 127
-                second = self.bytes[here].astype(np.int64)
-                self.is_odd[at[wide & (second > 127)]] = True
-                tag = np.where(wide, (tag & 127) | (second << 7), tag)
-                here = here + wide
-            for kind in self._kinds(tag, at):
-                if kind is None:
-                    position[at] = self._read_field(int(tag[0]), at, here)
-                else:
-                    same = tag == kind
-                    position[at[same]] = self._read_field(int(kind), at[same], here[same])
-            self.is_odd |= position > self.ends
-        self.is_odd |= position < self.ends
+                break
+            self._read_next(position, at)
+        self.is_odd |= position != self.ends
 
-    def _kinds(self, tag: Ints, at: Ints) -> Sequence[int | None]:
-        """None: all the same."""
+    def _read_next(self, position: Ints, at: Which) -> None:
+        here = position[at]
+        tag = self.bytes[here].astype(np.int64)
+        here = here + 1
+        if tag.max() > 127:
+            wide = tag > 127
+            second = self.bytes[here].astype(np.int64)
+            self._leave(at, wide & (second > 127))
+            tag = np.where(wide, (tag & 127) | (second << 7), tag)
+            here = here + wide
         if (tag == tag[0]).all():
-            return (None,)
-        kinds = np.unique(tag)
-        if len(kinds) > KINDS_READ:
-            self.is_odd[at[~np.isin(tag, kinds[:KINDS_READ])]] = True
-        return [int(kind) for kind in kinds[:KINDS_READ]]
+            position[at] = self._read_field(int(tag[0]), at, here)
+        else:
+            numbers = np.arange(len(position))[at]
+            kinds = np.unique(tag)
+            for kind in kinds[:KINDS_READ].tolist():
+                same = tag == kind
+                position[numbers[same]] = self._read_field(kind, numbers[same], here[same])
+            if len(kinds) > KINDS_READ:
+                self._leave(at, ~np.isin(tag, kinds[:KINDS_READ]))
+        self.is_odd |= position > self.ends
 
-    def _read_field(self, tag: int, at: Ints, here: Ints) -> Ints:
+    def _leave(self, at: Which, which: Bools) -> None:
+        """To protobuf."""
+        if which.any():
+            self.is_odd[np.arange(len(self.is_odd))[at][which]] = True
+
+    def _read_field(self, tag: int, at: Which, here: Ints) -> Ints:
         """Where the next one begins."""
         number, wire = tag >> 3, tag & 7
         if wire == _VARINT and number:
@@ -148,8 +157,8 @@ class _Reading:
                 self.times[_TIMES[number]][at] = value.view(np.int64)
             elif number in _COUNTS:
                 name = _COUNTS[number]
-                signed = name == "last_step_unix_nanos"
-                self.rows[_COLUMN[name], at] = value.view(np.int64) if signed else value
+                is_signed = name == "last_step_unix_nanos"
+                self.rows[_COLUMN[name], at] = value.view(np.int64) if is_signed else value
             return end
         if wire == _FIXED64:
             if number == _WINDOW["mfu_ratio"]:
@@ -166,7 +175,7 @@ class _Reading:
             self.is_odd[at] = True
         return here + 4
 
-    def _varint(self, at: Ints, here: Ints) -> tuple[Longs, Ints]:
+    def _varint(self, at: Which, here: Ints) -> tuple[Longs, Ints]:
         """Seven bits a byte, the lowest first, all but the last with the eighth bit set."""
         loaded = self.longs[here]
         last = ~loaded & _EIGHTH_BITS
@@ -175,37 +184,41 @@ class _Reading:
         for low, high, shift in _GATHERING:
             bits = (bits & low) | ((bits & high) >> shift)
         length = (((upto & _FIRST_BITS) * _FIRST_BITS) >> _TO_LAST_BYTE).astype(np.int64)
-        more = np.flatnonzero(last == 0)
-        if len(more):
-            ninth, tenth = (self.bytes[here[more] + place].astype(np.uint64) for place in (8, 9))
-            is_tenth = ninth > 127
-            self.is_odd[at[more[is_tenth & (tenth > 1)]]] = True
-            bits[more] |= (ninth & 127) << 56 | np.where(is_tenth, tenth, 0).astype(np.uint64) << 63
-            length[more] = 9 + is_tenth
+        more = last == 0
+        if more.any():
+            ninth, tenth = (self.bytes[here + place].astype(np.uint64) for place in (8, 9))
+            is_tenth = more & (ninth > 127)
+            self._leave(at, is_tenth & (tenth > 1))
+            upper = (ninth & 127) << 56 | np.where(is_tenth, tenth & _ONE, 0).astype(np.uint64) << 63
+            bits = np.where(more, bits | upper, bits)
+            length = np.where(more, 9 + is_tenth, length)
         return bits, here + length
 
-    def _length(self, at: Ints, here: Ints) -> tuple[Ints, Ints]:
+    def _length(self, at: Which, here: Ints) -> tuple[Ints, Ints]:
         length = self.bytes[here].astype(np.int64)
         start = here + 1
         if length.max() > 127:
             wide = length > 127
             second = self.bytes[start].astype(np.int64)
             third = np.where(second > 127, self.bytes[start + 1], 0).astype(np.int64)
-            self.is_odd[at[wide & (third > 127)]] = True
+            self._leave(at, wide & (third > 127))
             length = np.where(wide, (length & 127) | (second & 127) << 7 | third << 14, length)
             start = start + wide + (wide & (second > 127))
-        over = start + length > self.ends[at]
+        ends = self.ends[at]
+        over = start + length > ends
         if over.any():
-            self.is_odd[at[over]] = True
-            length = np.where(over, 0, length)
-        return length, np.minimum(start, self.ends[at])
+            self._leave(at, over)
+            start, length = np.minimum(start, ends), np.where(over, 0, length)
+        return length, start
 
-    def _look_for_capture(self, at: Ints, start: Ints, length: Ints) -> None:
+    def _look_for_capture(self, at: Which, start: Ints, length: Ints) -> None:
         maybe = np.flatnonzero(length == len(CAPTURED_STEPS))
         if len(maybe):
-            entry = self.bytes[start[maybe][:, None] + np.arange(len(CAPTURED_STEPS))]
-            said = (entry == np.frombuffer(CAPTURED_STEPS, dtype=np.uint8)).all(axis=1)
-            self.rows[_COLUMN["is_captured"], at[maybe[said]]] = 1.0
+            # The last byte is the source, which is a capture the least often.
+            said = maybe[self.bytes[start[maybe] + (len(CAPTURED_STEPS) - 1)] == CAPTURED_STEPS[-1]]
+            entry = self.bytes[start[said][:, None] + np.arange(len(CAPTURED_STEPS))]
+            said = said[(entry == np.frombuffer(CAPTURED_STEPS, dtype=np.uint8)).all(axis=1)]
+            self.rows[_COLUMN["is_captured"], np.arange(len(self.ends))[at][said]] = 1.0
 
     def _read_doubles(self, part: int, columns: dict[int, int]) -> None:
         starts, lengths = self.part_starts[part], self.part_lengths[part]
