@@ -38,8 +38,8 @@ wait
 _ANNOUNCED = re.compile(r"^rankscope up: metrics \S+:(\d+)/metrics, grpc \S+, grpc \S+:(\d+), alerts \S+:(\d+)/", re.M)
 
 
-def wait_for(condition: Callable[[], object], explain: Callable[[], object]) -> None:
-    give_up = time.monotonic() + PATIENCE_SECONDS
+def wait_for(condition: Callable[[], object], explain: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
+    give_up = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up, explain()
         time.sleep(0.05)
@@ -125,9 +125,9 @@ class Attacked:
             answer = RankServiceStub(channel).ListRanks(ListRanksRequest(), timeout=PATIENCE_SECONDS)
         return {rank.identity.job for rank in answer.ranks}
 
-    def wait_until_served(self) -> None:
+    def wait_until_served(self, seconds: float = PATIENCE_SECONDS) -> None:
         """An operator asks again when it is told that there is too much at once, and so do we."""
-        wait_for(self.is_served, lambda: self.log)
+        wait_for(self.is_served, lambda: self.log, seconds)
 
     def is_served(self) -> bool:
         try:

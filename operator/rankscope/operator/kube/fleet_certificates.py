@@ -5,6 +5,8 @@ somebody shows what another does not trust."""
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -29,6 +31,8 @@ _NAME = "rankscope fleet"
 DAEMON, OPERATOR, METRICS = "rankscope-daemon", "rankscope-operator", "rankscope-metrics"
 # By these names daemons and operator know each other: no certificate for anything else may carry one.
 ROLES = frozenset({DAEMON, OPERATOR, METRICS})
+_LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+_HOST = re.compile(rf"(?:\*\.)?{_LABEL}(?:\.{_LABEL})*")
 FLEET_LIFETIMES = Lifetimes(authority_seconds=2 * 365 * 86400.0, serving_seconds=60 * 86400.0)
 
 
@@ -46,17 +50,28 @@ class Role:
 
 
 def roles(namespace: str, api_names: Sequence[str] = ()) -> tuple[Role, ...]:
-    """Raises ValueError for a name of the API that would make its certificate an operator's or a daemon's."""
-    for name in api_names:
-        if name in ROLES:
-            raise ValueError(f"--api-name {name}: daemons know the operator by such a name; use a full host name")
+    """Raises ValueError for a name of the API that is none, or that would make its certificate an operator's or a
+    daemon's."""
     service = f"rankscope-operator.{namespace}.svc"
     return (
         Role("rankscope-daemon-tls", (DAEMON,), Use.SERVER),
         Role("rankscope-operator-tls", (OPERATOR,), Use.CLIENT),
         Role("rankscope-metrics-tls", (METRICS,), Use.CLIENT),
-        Role("rankscope-api-tls", (service, f"{service}.cluster.local", *api_names), Use.SERVER),
+        Role("rankscope-api-tls", (service, f"{service}.cluster.local", *map(_api_name, api_names)), Use.SERVER),
     )
+
+
+def _api_name(text: str) -> str:
+    """As it will be read from the certificate again: spelt otherwise, it would seem to be another."""
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        name = text.lower()
+    if name in ROLES:
+        raise ValueError(f"--api-name {text}: daemons know the operator by such a name; use a full host name")
+    if len(name) > 253 or _HOST.fullmatch(name) is None:
+        raise ValueError(f"--api-name {text!r} is neither a host name nor an address")
+    return name
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,25 @@ def test_all_is_made_in_one_round_each_for_its_side_and_then_left_alone() -> Non
 
 
 def test_the_apis_certificate_cannot_be_made_an_operators() -> None:
-    with pytest.raises(ValueError, match="--api-name rankscope-operator"):
-        roles("ns", ("good.example.com", "rankscope-operator"))
+    for name in ("rankscope-operator", "Rankscope-Daemon"):
+        with pytest.raises(ValueError, match=f"--api-name {name}"):
+            roles("ns", ("good.example.com", name))
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a b", "a\x00b", "\u00e4.example.com", "-a", "a..b", "x" * 300, "https://a", "a:443"]
+)
+def test_what_is_no_name_is_refused_before_anything_is_made(name: str) -> None:
+    with pytest.raises(ValueError, match="neither a host name nor an address"):
+        roles("ns", (name,))
+
+
+def test_a_name_in_another_spelling_is_the_same_name() -> None:
+    fleet = Fleet(api_names=("Rankscope.Example.COM", "2001:DB8:0::1", "*.example.com"))
+    fleet.round()
+    before = fleet.snapshot()
+    fleet.round(seconds=10)
+    assert fleet.snapshot() == before
 
 
 def test_for_two_years_of_days_everybody_trusts_everybody_and_nothing_comes_to_its_end() -> None:
