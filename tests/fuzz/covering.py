@@ -77,7 +77,7 @@ class MonitoredCoverage:
 
     def __init__(self) -> None:
         self.places = 0
-        self._monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
+        self._monitoring: Any = sys.monitoring
         self._tool: int = self._monitoring.COVERAGE_ID
         self._ways: dict[tuple[CodeType, int], int] = {}
         self._monitoring.use_tool_id(self._tool, "rankscope-fuzz")

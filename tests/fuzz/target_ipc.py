@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
+from pathlib import Path
 from typing import Any
 
 from rankscope.daemon.captures import wire
@@ -13,6 +15,7 @@ from rankscope.daemon.captures.namespaces import network_namespace
 from rankscope.daemon.captures.places import Place
 from rankscope.daemon.captures.receiving import Datagram
 from rankscope.daemon.procfs import read_stat
+from tests.fuzz.scratch import scratch_folder
 from tests.fuzz.targets import recorded
 
 _HEADER = wire.HEADER
@@ -22,6 +25,8 @@ SEEDS = [*recorded("ipc"), _REGISTRATION, b""]
 TOKENS = [b"req\0", b"ctxt\0", b"dynolog", _HEADER.pack(16, b"req"), _HEADER.pack(48, b"req"), bytes(32)]
 SIZE_LIMIT = 2048
 _PID = os.getpid()
+_NAMESPACE = network_namespace(_PID)
+CLIENT = "dynoconfigclient0a1b"
 _TEXT = "ACTIVITIES_LOG_FILE=/tmp/x.json\nACTIVITIES_DURATION_MSECS=100"
 
 
@@ -44,7 +49,25 @@ def run(data: bytes) -> None:
         (data[:107], True, _PID),
         (b"\0client\0", True, 0),
     ):
-        _check_answer(data, address, is_whole, pid)
+        _check_answer(data, address, is_whole, pid, Place(_Socket(), _NAMESPACE, None, bound_at=0.0, filled_at=0.0))
+    folder = _folder()
+    # A pathname, as the kernel hands it out: up to the first NUL.
+    chosen = os.fsdecode(data[:107].split(b"\0")[0])
+    for name in (f"{folder}/{CLIENT}", chosen, f"{folder}/{chosen}"[:107], f"{folder}/../{folder.name}/{CLIENT}"):
+        place = Place(_Socket(), None, str(folder), bound_at=0.0, filled_at=0.0)
+        _check_answer(data, name, True, _PID, place)
+
+
+_FOLDER: list[Path] = []
+
+
+def _folder() -> Path:
+    """Where a client has its socket."""
+    if not _FOLDER:
+        _FOLDER.append(scratch_folder("ipc"))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
+            client.bind(str(_FOLDER[0] / CLIENT))
+    return _FOLDER[0]
 
 
 def _check_parser(data: bytes) -> None:
@@ -57,25 +80,25 @@ def _check_parser(data: bytes) -> None:
         assert len(message.pids) <= wire.PIDS_LIMIT
 
 
-def _check_answer(data: bytes, address: bytes, is_whole: bool, pid: int) -> None:
+def _check_answer(data: bytes, address: bytes | str, is_whole: bool, pid: int, place: Place) -> None:
     endpoint = Endpoint(shy_seconds=0.0)
     handed: list[int] = []
     try:
         endpoint.offer(_PID, Offer(read_stat("/proc/self").start_ticks, lambda: _TEXT, lambda: handed.append(1)))
-        socket = _Socket()
-        place = Place(socket, network_namespace(_PID), None, bound_at=0.0, filled_at=0.0)  # type: ignore[arg-type]
-        datagram = Datagram(data[: wire.DATAGRAM_LIMIT], address, pid, 0, time.time(), is_whole)
+        datagram = Datagram(data[: wire.DATAGRAM_LIMIT], address, pid, os.getuid(), time.time(), is_whole)
         endpoint._answer(place, datagram)
+        sent: list[tuple[bytes, Any]] = place.endpoint.sent
         tallies = endpoint.tallies
-        assert tallies.answered == len(socket.sent)
+        assert tallies.answered == len(sent)
         assert tallies.answered + tallies.malformed + tallies.unvouched + tallies.late == 1, tallies
         assert endpoint.client_count() <= CLIENTS_PER_PROCESS
-        for answer, to in socket.sent:
+        for answer, to in sent:
             # Never anybody else, and only who the kernel vouches for.
-            assert to == address and pid == _PID and address[:1] == b"\0" and is_whole
+            own = address[:1] == b"\0" if place.directory is None else address == f"{place.directory}/{CLIENT}"
+            assert to == address and pid == _PID and own and is_whole
             size, kind = _HEADER.unpack_from(answer)
             assert size == len(answer) - _HEADER.size and kind.rstrip(b"\0") in (b"req", b"ctxt")
-        ready = any(_TEXT.encode() in answer for answer, _ in socket.sent)
+        ready = any(_TEXT.encode() in answer for answer, _ in sent)
         assert bool(handed) == ready and endpoint.withdraw(_PID) == (not ready)
     finally:
         endpoint.stop()

@@ -43,7 +43,7 @@ def run(data: bytes) -> None:
 
 def _check_order(area: bytes) -> None:
     ring = _Ring(area)
-    command = read_command(ring, area[:4])  # type: ignore[arg-type]
+    command = read_command(ring, area[:4])
     if command is None:
         return
     wrong = refusal(command, _NOW)
@@ -53,7 +53,7 @@ def _check_order(area: bytes) -> None:
         assert 1 <= command.windows <= layout.WINDOWS_LIMIT
         assert command.start_step >= 0 and max(command.wait_steps, command.warmup_steps) <= STEPS_LIMIT
         assert set(command.options) <= set(layout.OPTIONS)
-    Answer(ring, command.number).tell(layout.PHASE_FAILED, wrong or "no")  # type: ignore[arg-type]
+    Answer(ring, command.number).tell(layout.PHASE_FAILED, wrong or "no")
     assert len(ring.written) <= layout.ANSWER.size + layout.ANSWER_TEXT_BYTES
 
 

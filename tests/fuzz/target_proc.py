@@ -130,7 +130,7 @@ def _check_window(rank: RankProcess, sample: object, span: Span, data: bytes) ->
     if isinstance(sample, Problem):
         samples = RankSamples(problems=(sample,))
     else:
-        samples = RankSamples(process=sample)  # type: ignore[arg-type]
+        samples = RankSamples(process=sample)
         for name in ("cpu_seconds", "run_delay_seconds", "throttled_seconds", "stopped_seconds"):
             check_duration(getattr(sample, name, None))
     window = assemble(rank, "node", span, 1, samples, lambda _: None)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from tests.fuzz.fuzzing import Fuzzer
 from tests.fuzz.targets import Target
 
 
-def target(run, seeds=(b"abcdefgh",), cpu_seconds: float = 1.0) -> Target:  # type: ignore[no-untyped-def]
+def target(run: Any, seeds: Sequence[bytes] = (b"abcdefgh",), cpu_seconds: float = 1.0) -> Target:
     return Target("toy", run, list(seeds), lambda plain: plain, [], cpu_seconds, 4096)
 
 

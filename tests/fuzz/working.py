@@ -11,6 +11,7 @@ import resource
 import struct
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.fuzz.covering import start_coverage
@@ -94,7 +95,7 @@ def _save(folder: Path, corpus: list[bytes], known: int) -> int:
     return len(corpus)
 
 
-def _tried_in(path: Path):  # type: ignore[no-untyped-def]
+def _tried_in(path: Path) -> Callable[[bytes], None]:
     with path.open("w+b") as file:
         file.truncate(TRIED_BYTES)
         memory = mmap.mmap(file.fileno(), TRIED_BYTES)
