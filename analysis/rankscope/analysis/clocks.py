@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from rankscope.analysis.robust import Floats, Ints, grouped_median, number_groups
+from rankscope.analysis.robust import Floats, Ints, grouped_max, grouped_median, grouped_min, number_groups
 
 
-def clock_skew_seconds(
-    steps_total: Floats, last_step_unix_seconds: Floats, step_seconds: float, place: Ints
-) -> float | None:
-    """Largest difference between nodes of (end of a rank's last step, moved to a common step); None for one node."""
+def clock_skews(
+    steps_total: Floats, last_step_unix_seconds: Floats, step_seconds: Floats, job: Ints, place: Ints, job_count: int
+) -> list[float | None]:
+    """Of each job the largest difference between nodes of (end of a rank's last step, moved to a common step); None for
+    one node. Rows of one job have the same `step_seconds`."""
     moved = last_step_unix_seconds - steps_total * step_seconds
-    medians = grouped_median(moved, *number_groups(place))
-    known = medians[~np.isnan(medians)]
-    return float(known.max() - known.min()) if len(known) > 1 else None
+    node, node_count = number_groups(job, place)
+    job_of_node = np.zeros(node_count, dtype=np.int64)
+    job_of_node[node] = job
+    medians = grouped_median(moved, node, node_count)
+    apart = grouped_max(medians, job_of_node, job_count) - grouped_min(medians, job_of_node, job_count)
+    known = np.bincount(job_of_node[~np.isnan(medians)], minlength=job_count) > 1
+    return [skew if is_known else None for skew, is_known in zip(apart.tolist(), known.tolist(), strict=True)]

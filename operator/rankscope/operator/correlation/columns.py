@@ -8,8 +8,8 @@ from itertools import chain
 
 import numpy as np
 
-from rankscope.analysis.clocks import clock_skew_seconds
-from rankscope.analysis.robust import Bools, Floats, Ints, median_or_nan
+from rankscope.analysis.clocks import clock_skews
+from rankscope.analysis.robust import Bools, Floats, Ints, grouped_median
 from rankscope.analysis.windows import JobWindow, RankColumns
 from rankscope.operator.correlation.evidence import Evidence, stall_of
 from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen, hold
@@ -61,23 +61,35 @@ def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
     if not ticks:
         return {}
     ordered = [[tick.windows[rank] for rank in sorted(tick.windows)] for tick in ticks.values()]
+    layouts = [_lay_out(tick, windows) for tick, windows in zip(ticks.values(), ordered, strict=True)]
+    ends = np.cumsum([len(windows) for windows in ordered]).tolist()
+    parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     measured = rows([window.measured for window in chain.from_iterable(ordered)])
-    per_step = _per_step(measured)
-    steps = np.array([measured[name] for name in ("steps_total", "last_step_unix_nanos")])
+    figures = _per_step(measured)
     captured = measured["is_captured"] > 0
-    any_captured = bool(captured.any())
-    made, end = {}, 0
-    for (job, tick), windows in zip(ticks.items(), ordered, strict=True):
-        start, end = end, end + len(windows)
+    is_captured = [False] * len(parts)
+    if captured.any():
+        is_captured = [_settle_captured(figures[:, part], captured[part]) for part in parts]
+    skews = _skews(figures, measured, layouts, parts)
+    made = {}
+    for (job, tick), windows, layout, part, captured_only, skew in zip(
+        ticks.items(), ordered, layouts, parts, is_captured, skews, strict=True
+    ):
         # A copy, since judges remember windows: a part would keep the whole fleet's tick in memory.
-        figures = per_step[:, start:end].copy()
-        is_captured = any_captured and _settle_captured(figures, captured[start:end])
-        made[job] = _job_window(tick, windows, figures, steps[:, start:end], is_captured)
+        columns = RankColumns(layout.job, layout.rank, layout.stage, layout.place, *figures[:, part].copy())
+        made[job] = _job_window(tick, windows, columns, layout.place_names, skew, captured_only)
     return made
 
 
+def _lay_out(tick: Tick, windows: Sequence[HeldWindow]) -> Layout:
+    members = tuple([window.who for window in windows])
+    if tick.layout is None or tick.layout.members != members:
+        tick.layout = Layout.of(members)
+    return tick.layout
+
+
 def _per_step(measured: Mapping[str, Floats]) -> Floats:
-    """RankColumns' floats, a row for each."""
+    """RankColumns' floats, a row for each; the second is the step's time."""
     steps, mean, length = measured["steps"], measured["step_mean"], measured["window_nanos"] / 1e9
     captured = measured["is_captured"] > 0
     with np.errstate(all="ignore"):
@@ -108,12 +120,14 @@ def _settle_captured(figures: Floats, captured: Bools) -> bool:
     return bool(captured.any())
 
 
-def _job_window(tick: Tick, windows: list[HeldWindow], figures: Floats, steps: Floats, is_captured: bool) -> JobWindow:
-    members = tuple(window.who for window in windows)
-    layout = tick.layout
-    if layout is None or layout.members != members:
-        layout = tick.layout = Layout.of(members)
-    columns = RankColumns(layout.job, layout.rank, layout.stage, layout.place, *figures)
+def _job_window(
+    tick: Tick,
+    windows: list[HeldWindow],
+    columns: RankColumns,
+    place_names: Mapping[int, str],
+    skew_seconds: float | None,
+    is_captured: bool,
+) -> JobWindow:
     last = windows[-1]
     return JobWindow(
         end_unix_seconds=last.end_unix_nanos / 1e9,
@@ -121,17 +135,19 @@ def _job_window(tick: Tick, windows: list[HeldWindow], figures: Floats, steps: F
         world_size=tick.world_size,
         columns=columns,
         departed=tick.departed,
-        clock_skew_seconds=_skew(columns, steps) if len(layout.place_names) > 1 else None,
+        clock_skew_seconds=skew_seconds,
         evidence=lambda: Evidence(windows, columns.rank),
         stalls=lambda: {window.who.rank: stall_of(window.message()) for window in windows},
-        place_names=layout.place_names,
+        place_names=place_names,
         is_captured=is_captured,
     )
 
 
-def _skew(columns: RankColumns, steps: Floats) -> float | None:
-    step_seconds = median_or_nan(columns.step_seconds)
-    if np.isnan(step_seconds):
-        return None
-    total, last_nanos = steps
-    return clock_skew_seconds(total, last_nanos / 1e9, step_seconds, columns.place)
+def _skews(
+    figures: Floats, measured: Mapping[str, Floats], layouts: Sequence[Layout], parts: Sequence[slice]
+) -> list[float | None]:
+    job = np.repeat(np.arange(len(parts)), [part.stop - part.start for part in parts])
+    place = np.concatenate([layout.place for layout in layouts])
+    step_seconds = grouped_median(figures[1], job, len(parts))[job]
+    last_step = measured["last_step_unix_nanos"] / 1e9
+    return clock_skews(measured["steps_total"], last_step, step_seconds, job, place, len(parts))
