@@ -74,13 +74,21 @@ def _needs(program: str, library: Path) -> bool:
 def make_base(root: Path, interpreter: Interpreter) -> Path:
     """Returns the folder that pip can be imported from."""
     local = root / "usr" / "local"
-    stdlib = local / "lib" / f"python{interpreter.version}"
-    shutil.copytree(interpreter.stdlib, stdlib, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    (stdlib / "site-packages").mkdir()
-    (local / "bin").mkdir()
-    shutil.copy2(interpreter.program, local / "bin" / f"python{interpreter.version}")
+    # /usr/local is an environment of a Python inside it: Debian's would else keep packages where the image's does not.
+    own = local / "lib" / "own"
+    shutil.copytree(
+        interpreter.stdlib,
+        own / "lib" / f"python{interpreter.version}",
+        symlinks=True,
+        ignore=shutil.ignore_patterns(*LEFT_OUT),
+    )
+    for folder in (own / "bin", local / "bin", local / "lib" / f"python{interpreter.version}" / "site-packages"):
+        folder.mkdir(parents=True)
+    shutil.copy2(interpreter.program, own / "bin" / f"python{interpreter.version}")
     for name in ("python", "python3"):
-        (local / "bin" / name).symlink_to(f"python{interpreter.version}")
+        (own / "bin" / name).symlink_to(f"python{interpreter.version}")
+        (local / "bin" / name).symlink_to(f"../lib/own/bin/{name}")
+    (local / "pyvenv.cfg").write_text(f"home = /usr/local/lib/own/bin\nversion = {interpreter.version}\n")
     if interpreter.shared_library:
         (local / "lib" / interpreter.shared_library.name).write_bytes(interpreter.shared_library.read_bytes())
     pip = _bring_pip(local)
@@ -96,7 +104,7 @@ def make_base(root: Path, interpreter: Interpreter) -> Path:
 
 
 def _bring_pip(local: Path) -> Path:
-    """This environment's own, in a folder of its own: Debian's Python looks for packages elsewhere than the image's."""
+    """This environment's own; Debian's Python comes without."""
     packages = Path(sysconfig.get_path("purelib"))
     shutil.copytree(packages / "pip", local / "share" / "pip" / "pip", ignore=shutil.ignore_patterns("__pycache__"))
     (local / "bin" / "pip").write_text(PIP)

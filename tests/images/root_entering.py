@@ -10,7 +10,7 @@ from pathlib import Path
 
 LIMIT_SECONDS = 240
 # What a base image would have and a copy would take too long for: the machine's own, read-only.
-BORROWED = ("/etc", "/usr/bin", "/usr/lib", "/usr/sbin")
+BORROWED = tuple(name for name in ("/etc", "/usr/bin", "/usr/lib", "/usr/lib64", "/usr/sbin") if Path(name).is_dir())
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 
