@@ -31,7 +31,7 @@ _RBAC = "/apis/rbac.authorization.k8s.io/v1"
 # The operator's roles: in the whole cluster, and in its own namespace. The chart binds them so, and binds the daemon to
 # none. What is optional there is granted by the tests that need it.
 CLUSTER_ROLES = ("operator", "webhooks")
-NAMESPACE_ROLES = ("operator-leases", "webhooks-secrets")
+NAMESPACE_ROLES = ("operator-leases", "webhooks-secrets", "certificates")
 PEOPLES_ROLES = ("view", "capture", "policy")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import urllib.request
 from dataclasses import dataclass
@@ -31,9 +32,10 @@ class OperatorProcess:
                 stdout=log,
                 stderr=log,
             )
-        self.user.server.wait_for(lambda: "http 127.0.0.1:" in self.log or self.process.poll() is not None)
+        self.user.server.wait_for(lambda: "rankscope operator: http" in self.log or self.process.poll() is not None)
         assert self.process.poll() is None, self.log
-        self.url = "http://" + self.log.rpartition("http ")[2].split()[0]
+        scheme, address = re.findall(r"rankscope operator: (https?) (\S+)", self.log)[-1]
+        self.url = f"{scheme}://{address}"
 
     @property
     def log(self) -> str:
