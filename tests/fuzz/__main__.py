@@ -99,6 +99,7 @@ def _start(state: Path, name: str, seed: int, seconds: float) -> Worker:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "PYTHONHASHSEED": "0",
+        "PYTHONFAULTHANDLER": "1",  # where it was when it died
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
     }
