@@ -36,6 +36,10 @@ LOOKAHEAD_BYTES = 512 << 10
 METHOD = "/rankscope.v1.RankService/WatchRanks"
 # What comes within so long is handed on together.
 GATHERING_SECONDS = 0.05
+GATHERED_BYTES_LIMIT = 32 << 20
+# A daemon sends one for each window, of half a second or more. Whoever floods us is left and asked again later.
+MESSAGES_PER_SECOND = 20.0
+MESSAGES_BURST = 200.0
 # How many connections may be under way at once: a restarted operator must not meet its fleet all at the same moment.
 CONNECTING_LIMIT = 128
 
@@ -70,6 +74,8 @@ class DaemonStreams:
         self._connecting = asyncio.Semaphore(CONNECTING_LIMIT)
         self._heard_at: dict[grpc.aio.Call, float] = {}
         self._gathered: list[Message] = []
+        self._gathered_bytes = 0
+        self._handing_on: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="rankscope-streams", daemon=True)
         self.messages_total = 0
 
@@ -133,7 +139,7 @@ class DaemonStreams:
 
     async def _stream(self, target: _Target) -> bool:
         """True if anything was heard."""
-        node, heard = target.node, False
+        node, heard, patience = target.node, False, MESSAGES_BURST
         async with self._channel(target.address) as channel:
             request = rank_service_pb2.WatchRanksRequest(pods=sorted(target.pods))
             # Bytes as they are: gRPC would read all of a message, and write to the log what it cannot read.
@@ -142,12 +148,17 @@ class DaemonStreams:
                 async with self._connecting:
                     message = await asyncio.wait_for(call.read(), FIRST_MESSAGE_SECONDS)
                 while message is not grpc.aio.EOF:
+                    now = self._loop.time()
+                    patience += MESSAGES_PER_SECOND * (now - self._heard_at.get(call, now))
+                    patience = min(patience, MESSAGES_BURST) - 1
+                    if patience < 0:
+                        raise ValueError(f"it sends more than {MESSAGES_PER_SECOND:g} messages a second")
                     said = _read(message)
                     heard = True
                     self._connected.add(node)
-                    self._heard_at[call] = self._loop.time()
+                    self._heard_at[call] = now
                     self.messages_total += 1
-                    self._take(said, node)
+                    self._take(Message(node, said), len(message))
                     message = await call.read()
             except asyncio.CancelledError:
                 if heard and call not in self._heard_at:  # by `_sweep`; else by who ends this task
@@ -181,13 +192,18 @@ class DaemonStreams:
             return grpc.aio.secure_channel(address, credentials(self._tls), options=[*options, naming()])
         return grpc.aio.insecure_channel(address, options=options)
 
-    def _take(self, said: Said, node: str) -> None:
+    def _take(self, message: Message, size_bytes: int) -> None:
         if not self._gathered:
-            self._loop.call_later(GATHERING_SECONDS, self._hand_on)
-        self._gathered.append(Message(node, said))
+            self._handing_on = self._loop.call_later(GATHERING_SECONDS, self._hand_on)
+        self._gathered.append(message)
+        self._gathered_bytes += size_bytes
+        if self._gathered_bytes > GATHERED_BYTES_LIMIT:
+            self._hand_on()
 
     def _hand_on(self) -> None:
-        gathered, self._gathered = self._gathered, []
+        if self._handing_on is not None:
+            self._handing_on.cancel()
+        gathered, self._gathered, self._gathered_bytes = self._gathered, [], 0
         try:
             self._accept(gathered)
         except Exception:  # whatever one daemon says, the others are heard

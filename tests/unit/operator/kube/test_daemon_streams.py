@@ -120,21 +120,24 @@ def test_a_message_that_nobody_can_take_in_costs_the_others_nothing() -> None:
 class Talker(RankServiceServicer):
     """Says the same thing again and again."""
 
-    def __init__(self) -> None:
+    def __init__(self, pause_seconds: float = 0.02) -> None:
         self.calls = 0
+        self.pause_seconds = pause_seconds
 
     def WatchRanks(self, request: WatchRanksRequest, context: grpc.ServicerContext) -> Iterator[WatchRanksResponse]:
         self.calls += 1
         while context.is_active():
             yield WatchRanksResponse(node="x")
-            time.sleep(0.005)
+            time.sleep(self.pause_seconds)
 
 
-def test_what_is_heard_in_a_moment_is_handed_on_together_and_garbage_ends_its_stream_alone(
+def test_what_is_heard_in_a_moment_is_handed_on_together_and_garbage_or_a_flood_ends_its_own_stream(
     streams: Callable[..., DaemonStreams], caplog: pytest.LogCaptureFixture
 ) -> None:
     talker, server = Talker(), grpc.server(ThreadPoolExecutor(4))
     add_RankServiceServicer_to_server(talker, server)
+    flood, flooding = Talker(pause_seconds=0.0), grpc.server(ThreadPoolExecutor(4))
+    add_RankServiceServicer_to_server(flood, flooding)
     garbage = grpc.method_handlers_generic_handler(
         "rankscope.v1.RankService",
         {"WatchRanks": grpc.unary_stream_rpc_method_handler(lambda request, context: iter([b"\xff\xff"] * 3))},
@@ -144,18 +147,21 @@ def test_what_is_heard_in_a_moment_is_handed_on_together_and_garbage_ends_its_st
     addresses = {
         "node-a": f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}",
         "node-b": f"127.0.0.1:{liar.add_insecure_port('127.0.0.1:0')}",
+        "node-c": f"127.0.0.1:{flooding.add_insecure_port('127.0.0.1:0')}",
     }
-    server.start()
-    liar.start()
+    for one in (server, liar, flooding):
+        one.start()
     heard = streams(batches.append)
     heard.follow(addresses)
     wait_for(lambda: caplog.text.count("daemon of node-b: it sent what is no message") > 1 and len(batches) > 20)
+    wait_for(lambda: caplog.text.count("daemon of node-c: it sends more than 20 messages a second") > 1)
     assert max(map(len, batches)) > 1
-    assert {message.node for batch in batches for message in batch} == {"node-a"} == heard.connected
-    assert talker.calls == 1
+    assert {message.node for batch in batches for message in batch} == {"node-a", "node-c"}
+    assert "node-a" in heard.connected and "node-b" not in heard.connected
+    assert talker.calls == 1 and flood.calls > 1
     heard.follow({})
-    server.stop(0).wait()
-    liar.stop(0).wait()
+    for one in (server, liar, flooding):
+        one.stop(0).wait()
 
 
 @pytest.fixture
