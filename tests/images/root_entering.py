@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,11 @@ from pathlib import Path
 LIMIT_SECONDS = 240
 # What a base image would have and a copy would take too long for: the machine's own, read-only.
 BORROWED = tuple(name for name in ("/etc", "/usr/bin", "/usr/lib", "/usr/lib64", "/usr/sbin") if Path(name).is_dir())
+# SIOCSIFFLAGS with IFF_UP: a minimal Debian has no `ip`.
+LOOPBACK_UP = """
+import fcntl, socket, struct
+fcntl.ioctl(socket.socket(), 0x8914, struct.pack("16sh22x", b"lo", 1))
+"""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 
@@ -61,7 +67,7 @@ def script(root: Path, command: Sequence[str], entry: Entry) -> str:
     for device in DEVICES:
         lines += [f"touch {at}{device}", f"mount --bind {device} {at}{device}"]
     lines += [f"mount -t tmpfs -o mode=1777 tmpfs {at}{shlex.quote(folder)}" for folder in entry.writable]
-    lines.append("ip link set lo up 2>/dev/null || true")
+    lines.append(shlex.join([sys.executable, "-S", "-c", LOOPBACK_UP]))
     values = [f"{name}={value}" for name, value in entry.environment.items()]
     inside = ["sh", "-c", 'cd "$0" && exec "$@"', entry.folder, *command]
     user, _, group = entry.user.partition(":")
