@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from rankscope.analysis.verdict import Kind, Severity
 from rankscope.operator.correlation.correlator import Correlator, JobState
+from rankscope.operator.correlation.losing import LostSeconds
 from rankscope.operator.correlation.messages import job_status, verdict_of
 from rankscope.v1 import identity_pb2, rank_service_pb2, window_pb2
 
@@ -79,6 +80,27 @@ def test_an_ended_job_leaves_the_table() -> None:
     )
     fleet.correlator.tick()
     assert fleet.correlator.states == ()
+
+
+def test_nothing_is_kept_of_jobs_that_came_and_went() -> None:
+    """Some say that they end, some fall silent, some are replaced by others."""
+    fleet = Fleet()
+    lost = LostSeconds()
+    fleet.correlator.listen(lost)
+    for number in range(120):
+        message = tick(number, slow_rank=1)
+        for window in message.windows:
+            window.identity.job = f"job-{number // 2}"
+            window.identity.incarnation = number
+        fleet.play(message)
+        if number % 3 == 0:
+            gone = [window.identity for window in message.windows]
+            fleet.correlator.accept(rank_service_pb2.WatchRanksResponse(departed=gone))
+    kept = (fleet.correlator._states, fleet.correlator._fleet._judges, fleet.correlator._table.jobs, lost._totals)
+    assert max(map(len, kept)) < 25  # those of the last minute
+    fleet.now += 61.0
+    fleet.correlator.tick()
+    assert [len(table) for table in kept] == [0, 0, 0, 0]
 
 
 def test_a_verdict_survives_the_wire() -> None:
