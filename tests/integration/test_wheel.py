@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BUILD_SECONDS = 240
-PARTS = ("analysis", "cli", "daemon", "operator", "probe", "v1")
+PARTS = ("analysis", "cli", "daemon", "operator", "probe", "wire", "v1")
 
 # The folder holds the unpacked wheel and nothing else: -S keeps the checkout's own .pth files out, so that what is
 # imported as rankscope can only have come from the wheel.
