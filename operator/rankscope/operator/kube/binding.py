@@ -92,8 +92,15 @@ class Binding:
         """`first` of what was read is the first of these windows."""
         speaker = here.speaker
         ranks = set()
-        for number, window in enumerate(windows, first):
-            identity = read.identities[number]
+        last = first + len(windows)
+        for window, identity, start, end, measured in zip(
+            windows,
+            read.identities[first:last],
+            read.starts_unix_nanos[first:last],
+            read.ends_unix_nanos[first:last],
+            read.measured[first:last],
+            strict=True,
+        ):
             if identity is None:
                 self.refusals.add("unreadable")
                 continue
@@ -107,9 +114,7 @@ class Binding:
             if len(window) > WINDOW_BYTES_LIMIT:
                 self.refusals.add("size")
                 continue
-            who = known.under(place.names)
-            start, end = read.starts_unix_nanos[number], read.ends_unix_nanos[number]
-            heard.windows.append(HeldWindow(who, window, start, end, read.measured[number]))
+            heard.windows.append(HeldWindow(known.under(place.names), window, start, end, measured))
         speaker.ranks = len(ranks) or speaker.ranks
 
     def _departed(self, said: Said, here: _Here) -> list[RankIdentity]:
