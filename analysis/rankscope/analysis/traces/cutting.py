@@ -11,7 +11,7 @@ import msgspec
 
 from rankscope.analysis.robust import Ints
 from rankscope.analysis.traces.columns import ABSENT, Category, Trace
-from rankscope.analysis.traces.joins.perfetto import microseconds, nanoseconds
+from rankscope.analysis.traces.joins.perfetto import in_utf8, microseconds, nanoseconds
 from rankscope.analysis.traces.joins.perfetto_tracks import ON_DEVICE, RawEvent
 from rankscope.analysis.traces.reading.decoding import DECODE_ERRORS
 from rankscope.analysis.traces.reading.describing import base_time_ns, describe
@@ -119,8 +119,7 @@ def cut(
         yield _ENCODER.encode({**mark, "ts": microseconds(stretch.start_ns - base_ns)})
         separator = b",\n"
     for batch in batches(text, Ending()):
-        # A reader that skips a text does not mind its encoding; others would.
-        plain = batch.text if batch.text.isascii() else batch.text.decode(errors="replace").encode()
+        plain = in_utf8(batch.text)
         if stretch is None:
             left = plain[1:-1].strip()
         else:

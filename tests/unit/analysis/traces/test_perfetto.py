@@ -12,7 +12,7 @@ import pytest
 from rankscope.analysis.traces.communication.collectives import find_collectives
 from rankscope.analysis.traces.joins.aligning import ClockShift
 from rankscope.analysis.traces.joins.joining import join_traces
-from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto
+from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto, nanoseconds
 from rankscope.analysis.traces.reading.reader import read_trace
 from rankscope.analysis.traces.reading.refusing import TraceError
 from tests.shared_data import H200
@@ -149,3 +149,28 @@ def test_events_that_lack_what_others_have_are_kept_as_they_are() -> None:
     merged = _merged([(0, _file(odd)), (1, _file(odd))])["traceEvents"]
     assert [e["name"] for e in merged if e["name"] not in NAMING] == [e["name"] for e in odd] * 2
     assert len({e["id"] for e in merged if "id" in e}) == 2
+
+
+@pytest.mark.parametrize(
+    "written", [b"9" * 4400, b"1e999999", b"-1e999999", b"99999999999999999", b"nan", b"", b"null"]
+)
+def test_a_time_beyond_all_clocks_is_none(written: bytes) -> None:
+    assert nanoseconds(written) is None
+
+
+@pytest.mark.parametrize("base", [9 * 10**18, -9 * 10**18, int("9" * 30), 10**4000])
+def test_a_base_time_beyond_all_clocks_makes_valid_json(base: int) -> None:
+    text = _file([_kernel(5.0)]).replace(
+        b'{"traceEvents"', b'{"baseTimeNanoseconds": ' + _digits(base) + b', "traceEvents"'
+    )
+    assert [event["name"] for event in _merged([(0, text)])["traceEvents"] if event["ph"] == "X"]
+
+
+def _digits(number: int) -> bytes:
+    """Python writes no number of more than 4300 digits."""
+    return b"9" * 4400 if number > 10**3999 else str(number).encode()
+
+
+def test_names_that_are_not_utf8_are_made_so() -> None:
+    text = _file([_kernel(5.0, args={"note": "NOTE"})]).replace(b"NOTE", b"\x85")
+    assert "\ufffd" in str(_merged([(0, text)])["traceEvents"])

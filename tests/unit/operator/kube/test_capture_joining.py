@@ -28,6 +28,7 @@ def test_nobody_is_named_among_equals_or_without_anybody_to_hold_against() -> No
     assert joint_finding([captured(0, 0.1, 0.05), captured(1, 0.1, 0.01, pb.CAPTURE_STATE_FAILED)]) is None
     assert joint_finding([captured(0, 0.1, 0.05), captured(1, math.nan, 0.01)]) is None
     assert joint_finding([captured(0, 0.1, 0.05), captured(1, math.inf, 0.01)]) is None
+    assert joint_finding([captured(0, 0.1, 0.05), captured(1, 1.7e308, 0.01)]) is None
 
 
 def test_nodes_have_one_finding_together_and_a_single_node_its_own() -> None:

@@ -22,12 +22,13 @@ _HEAD_BYTES = 256 << 10
 _FLOW_BITS = 32
 _MISSING = msgspec.Raw(b"")
 _NO_TEXT = msgspec.Raw(b'""')
-_BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*"?(-?\d+)')
+_BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*"?(-?\d{1,19})(?!\d)')
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _PLAIN = re.compile(rb"(-?)(\d+)(?:\.(\d*))?")
 # Beyond what 64 bits hold in nanoseconds nothing is a time.
 _FURTHEST_DIGITS = 16
 _FURTHEST_MICROSECONDS = 10**_FURTHEST_DIGITS
+_FURTHEST_NS = 1 << 62
 _EVENTS = msgspec.json.Decoder(list[RawEvent])
 _ENCODER = msgspec.json.Encoder()
 
@@ -48,11 +49,12 @@ def merge_for_perfetto(
         go_to_events(text)
         writer: _RankWriter | None = None
         for batch in batches(text, Ending()):
-            events = _EVENTS.decode(batch.text)
+            events = _EVENTS.decode(in_utf8(batch.text))
             if writer is None:
                 first = _first_ns(events, base) + shift.offset_ns
                 if origin is None:
-                    origin = first - BEFORE_FIRST_NS
+                    # What is no time is shown as it is: a header holds 64 bits.
+                    origin = (first if abs(first) < _FURTHEST_NS else 0) - BEFORE_FIRST_NS
                     yield _head(origin)
                 elif abs(first - origin - BEFORE_FIRST_NS) > BEFORE_FIRST_NS:
                     # Nothing aligned this clock, and what it says cannot be: shown from the first rank's beginning.
@@ -112,6 +114,11 @@ class _RankWriter:
             if lasted is not None:
                 event["dur"] = microseconds(lasted + round(self._shift.drift_ratio * lasted))
         event["ts"] = microseconds(moved - self._origin_ns)
+
+
+def in_utf8(text: bytes) -> bytes:
+    """A reader that skips a text does not mind its encoding; others would."""
+    return text if text.isascii() else text.decode(errors="replace").encode()
 
 
 def nanoseconds(written: bytes) -> int | None:
