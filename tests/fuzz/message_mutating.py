@@ -95,6 +95,8 @@ class MessageMutator:
             made = values.add()
             if copied is not None:
                 made.CopyFrom(copied)
+        elif len(values) and kind == 2:
+            values[:] = [self._value(field, values[0])] * len(values)
         elif len(values) and kind == 1:
             values[self._random.randrange(len(values))] = self._value(field, values[0])
         else:

@@ -14,7 +14,9 @@ from rankscope.analysis.traces.columns import Trace
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.cutting import cut, outline
 from rankscope.analysis.traces.diagnosis.diagnosing import diagnose
+from rankscope.analysis.traces.joins.aligning import ClockShift
 from rankscope.analysis.traces.joins.joining import join_traces
+from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto
 from rankscope.analysis.traces.reading.decoding import DECODE_ERRORS
 from rankscope.analysis.traces.reading.reader import TraceError, read_trace
 from rankscope.analysis.traces.steps import find_steps
@@ -140,7 +142,8 @@ _WORDS = (
         "recv",
     ),
 )
-CPU_SECONDS = 3.0
+# A thousand events that cannot be read take three seconds, in a file of any length; then it is given up.
+CPU_SECONDS = 12.0
 _TEXT_LIMIT = 8 << 20
 
 
@@ -150,6 +153,7 @@ def run(data: bytes) -> None:
         trace = _read(data, salvage=False)
         if trace is not None:
             _check_cut(data, trace)
+            _check_merged(data, trace)
         else:
             trace = _read(data, salvage=True)
         if trace is not None and len(trace):
@@ -229,6 +233,15 @@ def _check_cut(data: bytes, trace: Trace) -> None:
         assert len(text) < 4 * _TEXT_LIMIT
         again = read_trace(text, salvage=False)
         assert again.rank in (None, 1) and len(again) <= len(trace) + 1
+
+
+def _check_merged(data: bytes, trace: Trace) -> None:
+    """Of files that can be read, one trace for Perfetto."""
+    try:
+        text = b"".join(merge_for_perfetto([(0, SEEDS[2]), (1, data)], {1: ClockShift(5)}))
+    except TraceError:
+        return
+    assert msgspec.json.decode(text)["traceEvents"]
 
 
 class _Compressing:
