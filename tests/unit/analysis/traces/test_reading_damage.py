@@ -11,6 +11,7 @@ import pytest
 from rankscope.analysis.traces.columns import Trace
 from rankscope.analysis.traces.reading import splitting
 from rankscope.analysis.traces.reading.reader import TraceError, read_trace
+from rankscope.analysis.traces.reading.scanning import lay_out
 from tests.shared_data import H200
 
 EVENT = '{"ph": "X", "cat": "kernel", "name": "n%d", "pid": 0, "tid": 7, "ts": %d.5, "dur": 2, "args": {"stream": 7}}'
@@ -202,3 +203,20 @@ def test_random_damage_never_gives_anything_but_a_trace_or_a_reason() -> None:
         read += 1
         assert len(trace) == len(trace.name) == len(trace.stream) <= count
     assert read > 30
+
+
+def test_a_broken_place_every_few_events_does_not_have_the_whole_text_looked_at_again_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A container that writes such a trace must not keep its node's daemon busy for hours."""
+    looked_at = []
+
+    def count(text: bytes) -> object:
+        looked_at.append(len(text))
+        return lay_out(text)
+
+    monkeypatch.setattr(splitting, "lay_out", count)
+    broken = '{"ph": "X", "name": "b"c", "pid": 0, "ts": 1}'
+    text = whole(*[part for number in range(300) for part in (good(10, 10 * number), broken)])
+    read_trace([text])
+    assert sum(looked_at) < 40 * len(text)

@@ -21,6 +21,8 @@ from rankscope.analysis.traces.reading.scanning import Layout, lay_out
 PIECE_BYTES = 2 << 20
 # One event never takes so much; without a limit a stray quote would swallow the file.
 EVENT_LIMIT_BYTES = 32 << 20
+# Behind a broken place there may be another at once: looking at a whole piece again for each would take hours.
+WARY_BYTES = 16 << 10
 
 _LIKELY_CUT = re.compile(rb"\}\s*,\s*(?=\{)")
 _LIKELY_END = re.compile(rb"\}\s*\]")
@@ -60,32 +62,36 @@ class Ending:
 def batches(text: Text, ending: Ending) -> Iterator[Batch]:
     """All events from where `text` stands, just behind the opening bracket, to the closing one. Afterwards `ending`
     tells how the array ended; the text stands behind it."""
-    wanted = PIECE_BYTES
+    reach = PIECE_BYTES
     while not (ending.closed or ending.cut):
-        text.hold(wanted)
-        batch = _decode_likely(text, ending)
+        text.hold(reach)
+        is_wary = reach < PIECE_BYTES
+        batch = None if is_wary else _decode_likely(text, ending)
         if batch is not None:
-            wanted = PIECE_BYTES
+            reach = PIECE_BYTES
             yield batch
             continue
-        held = bytes(text.held)
+        held = bytes(text.held[:reach] if is_wary else text.held)
+        is_all = text.ended and len(held) == len(text.held)
         layout = lay_out(held)
-        endless = layout.closing is None and not len(layout.commas) and not text.ended
+        endless = layout.closing is None and not len(layout.commas) and not is_all
         if endless and len(held) < EVENT_LIMIT_BYTES:
-            wanted = 2 * len(held)
+            reach = 2 * len(held)
             continue
-        wanted = PIECE_BYTES
         if endless:
             text.drop(_skip_endless(text, held))
-        elif layout.closing is not None:
-            yield from _finish_closed(text, held, layout, ending)
-        elif text.ended:
-            yield from _finish_cut(text, held, layout, ending)
+            reach = WARY_BYTES
+            continue
+        if layout.closing is not None:
+            found, following = _finish_closed(text, held, layout, ending)
+        elif is_all:
+            found, following = _finish_cut(text, held, layout, ending)
         else:
             starts, ends = layout.pieces(len(held))
             found, following = decode_pieces(held, starts[:-1], ends[:-1], text.repairs, offset=text.offset)
-            yield from found
             text.drop(starts[-1] if following is None else following)
+        reach = min(2 * reach, PIECE_BYTES) if following is None else WARY_BYTES
+        yield from found
 
 
 def _decode_likely(text: Text, ending: Ending) -> Batch | None:
@@ -107,7 +113,7 @@ def _decode_likely(text: Text, ending: Ending) -> Batch | None:
     return batch
 
 
-def _finish_closed(text: Text, held: bytes, layout: Layout, ending: Ending) -> list[Batch]:
+def _finish_closed(text: Text, held: bytes, layout: Layout, ending: Ending) -> tuple[list[Batch], int | None]:
     starts, ends = layout.pieces(len(held))
     if not held[starts[-1] : ends[-1]].strip():
         if len(starts) > 1:
@@ -116,10 +122,10 @@ def _finish_closed(text: Text, held: bytes, layout: Layout, ending: Ending) -> l
     found, following = decode_pieces(held, starts, ends, text.repairs, offset=text.offset)
     ending.closed = following is None
     text.drop(int(layout.closing or 0) + 1 if following is None else following)
-    return found
+    return found, following
 
 
-def _finish_cut(text: Text, held: bytes, layout: Layout, ending: Ending) -> list[Batch]:
+def _finish_cut(text: Text, held: bytes, layout: Layout, ending: Ending) -> tuple[list[Batch], int | None]:
     starts, ends = layout.pieces(len(held))
     found, following = decode_pieces(held, starts[:-1], ends[:-1], text.repairs, offset=text.offset)
     if following is None:
@@ -133,7 +139,7 @@ def _finish_cut(text: Text, held: bytes, layout: Layout, ending: Ending) -> list
                 note_unreadable(text.repairs, "a quote is missing or one too many", byte=text.offset + starts[-1])
     ending.cut = following is None
     text.drop(len(held) if following is None else following)
-    return found
+    return found, following
 
 
 def _skip_endless(text: Text, held: bytes) -> int:
