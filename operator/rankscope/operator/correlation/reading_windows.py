@@ -12,9 +12,9 @@ from rankscope.operator.correlation.batch_reading import read_batch
 from rankscope.operator.correlation.measuring import measure
 from rankscope.operator.correlation.wire_shapes import read_figures
 
-# Fewer are read sooner one by one, and more at a time do not fit into a processor's cache.
+# Fewer are read sooner one by one; more at a time only take more memory.
 BATCH_LEAST = 200
-BATCH_MOST = 1024
+BATCH_MOST = 4096
 
 
 @dataclass
