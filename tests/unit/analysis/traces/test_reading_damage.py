@@ -216,6 +216,7 @@ def test_a_broken_place_every_few_events_does_not_have_the_whole_text_looked_at_
         return lay_out(text)
 
     monkeypatch.setattr(splitting, "lay_out", count)
+    monkeypatch.setattr(splitting, "PIECE_BYTES", 2 << 20)
     broken = '{"ph": "X", "name": "b"c", "pid": 0, "ts": 1}'
     text = whole(*[part for number in range(300) for part in (good(10, 10 * number), broken)])
     read_trace([text])
