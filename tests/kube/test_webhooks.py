@@ -20,6 +20,7 @@ from rankscope.operator.kube import webhook_serving
 from rankscope.operator.kube.api import Api
 from rankscope.operator.kube.capture_admitting import REQUESTED_BY
 from rankscope.operator.kube.certificate_issuing import authorities
+from rankscope.operator.kube.certificate_keeping import KEPT_BY_US
 from rankscope.operator.kube.certificates import Lifetimes, renewed
 from rankscope.operator.kube.init_container import FOLDER, VOLUME
 from rankscope.operator.kube.injecting import INJECTED
@@ -393,6 +394,8 @@ def test_the_operator_serves_them_with_the_roles_of_its_account_and_no_others(
     for kind, document in zip(KINDS, configurations(Address(url=url)), strict=True):
         del document["metadata"]["labels"]  # as the chart has them: the operator may not make any
         server.admin.create(f"{ROOT}/{kind}", document)
+    secret = {"metadata": {"name": "rankscope-webhook", "labels": KEPT_BY_US}}  # as the chart has it: empty
+    server.admin.create(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/secrets", secret)
     try:
         operator.start()
         wait_until_asked(server, namespace)
@@ -403,9 +406,11 @@ def test_the_operator_serves_them_with_the_roles_of_its_account_and_no_others(
         with pytest.raises(ApiError) as refused:
             operator_user.create(f"{ROOT}/{KINDS[0]}", {"metadata": {"name": "x"}})
         assert refused.value.status == 403
-        with pytest.raises(ApiError) as refused:
-            operator_user.get(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/secrets/another")
-        assert refused.value.status == 403
+        secrets = f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/secrets"
+        for method, path in (("GET", f"{secrets}/another"), ("GET", secrets), ("POST", secrets)):
+            with pytest.raises(ApiError) as refused:
+                operator_user.request(method, path, {"metadata": {"name": "x"}} if method == "POST" else None)
+            assert refused.value.status == 403
     finally:
         operator.stop()
         forget(server, "rankscope")
