@@ -32,8 +32,8 @@ from rankscope.probe import layout
 from tests.fuzz.checking import check_number, check_text
 from tests.fuzz.mutating import Mutator
 from tests.fuzz.scratch import scratch_folder
-from tests.fuzz.target_trace import TOKENS
-from tests.fuzz.target_trace import mutator as trace_mutator
+from tests.fuzz.target_reading import TOKENS
+from tests.fuzz.target_reading import mutator as trace_mutator
 from tests.fuzz.targets import Mutates, recorded
 
 __all__ = ["TOKENS"]
