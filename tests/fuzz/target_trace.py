@@ -1,4 +1,4 @@
-"""What is made of a trace once it is read: steps, breakdown, collectives, summary, diagnosis, and the join with that of a
+"""What is made of a trace once it is read: steps, breakdown, collectives, summary, diagnosis, the join with that of a
 healthy rank. Damage to the text is `reading`'s."""
 
 from __future__ import annotations
