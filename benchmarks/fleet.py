@@ -28,7 +28,7 @@ RANKS_PER_NODE = 8
 SECONDS = 60.0
 # Verdicts need some windows, and the first ones meet a core that is still connecting.
 SETTLING_SECONDS = 20.0
-SERVER_PROCESSES = 4
+SERVER_PROCESSES = max(4, (os.cpu_count() or 1) // 2)
 CONNECTING_SECONDS = 300.0
 DESCRIPTORS = 16_384
 PODS = 50_000
