@@ -24,8 +24,8 @@ from packaging.utils import parse_wheel_filename
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "deploy" / "docker"
 UV = ROOT / ".venv-release" / "bin" / "uv"
-# The images have the second; the first is Debian bookworm's, with which the check without an engine runs.
-PYTHON_MINORS = (11, 12)
+# The images have 3.12; the others are those of Debian 12 and 13, with which the check without an engine runs.
+PYTHON_MINORS = (11, 12, 13)
 MACHINES = ("x86_64", "aarch64")
 GLIBC_MINOR = 36  # bookworm's
 HEADER = """\
@@ -63,7 +63,7 @@ class LockError(Exception):
 
 
 def text_of(lock: Lock) -> str:
-    pythons = " and ".join(f"3.{minor}" for minor in PYTHON_MINORS)
+    pythons = ", ".join(f"3.{minor}" for minor in PYTHON_MINORS)
     header = HEADER.format(what=lock.what, pythons=pythons, glibc=GLIBC_MINOR, machines=" and ".join(MACHINES))
     return header + "".join(entry(package) for package in resolve(lock) if not is_ours(package))
 

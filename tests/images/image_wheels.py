@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -19,7 +20,9 @@ def fetch_wheels(locks: list[Path], interpreter: Interpreter, pip: Path, kept: P
     complete = folder / "complete"
     if complete.exists():
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
+    for old in kept.glob(f"{interpreter.version}-*"):
+        shutil.rmtree(old)
+    folder.mkdir(parents=True)
     for lock in locks:
         command = [str(interpreter.program), "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
         command += ["--require-hashes", "--only-binary", ":all:", "--dest", str(folder), "--requirement", str(lock)]

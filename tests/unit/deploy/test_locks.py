@@ -16,6 +16,10 @@ TEXTS = {lock.name: lock.path.read_text() for lock in lock_images.LOCKS}
 PROJECT = lock_images.read_toml((ROOT / "pyproject.toml").read_text())
 
 
+def both(minor: int) -> set[tuple[int, str]]:
+    return {(minor, machine) for machine in lock_images.MACHINES}
+
+
 def pins(text: str) -> dict[str, str]:
     return dict(re.findall(r"^([a-z0-9-]+)==([^ ;\\]+)", text, re.MULTILINE))
 
@@ -59,14 +63,14 @@ def test_what_both_daemons_have_is_the_same() -> None:
 @pytest.mark.parametrize(
     ("file_name", "fits"),
     [
-        ("a-1-py3-none-any.whl", {(11, "x86_64"), (11, "aarch64"), (12, "x86_64"), (12, "aarch64")}),
-        ("a-1-py2.py3-none-manylinux2014_aarch64.whl", {(11, "aarch64"), (12, "aarch64")}),
-        ("a-1-cp39-abi3-manylinux_2_28_x86_64.whl", {(11, "x86_64"), (12, "x86_64")}),
+        ("a-1-py3-none-any.whl", {*both(11), *both(12), *both(13)}),
+        ("a-1-py2.py3-none-manylinux2014_aarch64.whl", {(11, "aarch64"), (12, "aarch64"), (13, "aarch64")}),
+        ("a-1-cp39-abi3-manylinux_2_28_x86_64.whl", {(11, "x86_64"), (12, "x86_64"), (13, "x86_64")}),
         ("a-1-cp312-cp312-manylinux_2_17_x86_64.manylinux2014_x86_64.whl", {(12, "x86_64")}),
-        ("a-1-cp312-abi3-manylinux_2_36_aarch64.whl", {(12, "aarch64")}),
+        ("a-1-cp312-abi3-manylinux_2_36_aarch64.whl", {(12, "aarch64"), (13, "aarch64")}),
         ("a-1-cp312-cp312-manylinux_2_39_x86_64.whl", set()),  # a newer glibc than the image's
         ("a-1-cp312-cp312-musllinux_1_2_x86_64.whl", set()),
-        ("a-1-cp313-cp313-manylinux2014_x86_64.whl", set()),
+        ("a-1-cp314-cp314-manylinux2014_x86_64.whl", set()),
         ("a-1-cp313-cp313t-manylinux2014_x86_64.whl", set()),
         ("a-1-cp312-cp312-macosx_11_0_arm64.whl", set()),
         ("a-1-py2-none-any.whl", set()),
