@@ -18,7 +18,8 @@ _OURS = re.compile(r"/(proto|analysis|daemon|operator|cli|site-packages)/ranksco
 class Coverage(Protocol):
     """`places` grows with every place that is new."""
 
-    places: int
+    @property
+    def places(self) -> int: ...
 
     def run(self, call: Callable[[bytes], None], data: bytes) -> None: ...
 
@@ -38,8 +39,8 @@ class TracedCoverage:
 
     def __init__(self) -> None:
         self.places = 0
-        self._seen: set[tuple[CodeType, int, int]] = set()
-        self._ours: dict[CodeType, bool] = {}
+        self._seen: set[tuple[int, int, int]] = set()  # by id: a code's hash is that of all it holds
+        self._ours: dict[str, bool] = {}
 
     def run(self, call: Callable[[bytes], None], data: bytes) -> None:
         sys.settrace(self._called)
@@ -54,18 +55,18 @@ class TracedCoverage:
 
     def _called(self, frame: FrameType, event: str, _: object) -> Any:
         code = frame.f_code
-        ours = self._ours.get(code)
+        ours = self._ours.get(code.co_filename)
         if ours is None:
-            ours = self._ours[code] = is_ours(code.co_filename)
+            ours = self._ours[code.co_filename] = is_ours(code.co_filename)
         if not ours:
             return None
-        seen, before = self._seen, 0
+        seen, number, before = self._seen, id(code), 0
 
         def line(frame: FrameType, event: str, _: object) -> Any:
             nonlocal before
             if event == "line":
                 now = frame.f_lineno
-                seen.add((code, before, now))
+                seen.add((number, before, now))
                 before = now
             return line
 
@@ -73,13 +74,14 @@ class TracedCoverage:
 
 
 class MonitoredCoverage:
-    """By sys.monitoring: lines, and the two ways out of every branch."""
+    """By sys.monitoring: lines, and the two ways out of every branch. It stays on from one input to the next: switched
+    off and on again, the interpreter forgets what it need not report any more."""
 
     def __init__(self) -> None:
-        self.places = 0
         self._monitoring: Any = sys.monitoring
         self._tool: int = self._monitoring.COVERAGE_ID
-        self._ways: dict[tuple[CodeType, int], int] = {}
+        self._seen: set[tuple[int, int, int]] = set()  # by id: a code's hash is that of all it holds
+        self._ways: dict[tuple[int, int], int] = {}
         self._monitoring.use_tool_id(self._tool, "rankscope-fuzz")
         events = self._monitoring.events
         self._monitoring.register_callback(self._tool, events.LINE, self._line)
@@ -87,35 +89,33 @@ class MonitoredCoverage:
         branches = [getattr(events, name) for name in ("BRANCH_LEFT", "BRANCH_RIGHT") if hasattr(events, name)]
         for event in branches or [events.BRANCH]:
             self._monitoring.register_callback(self._tool, event, self._way if branches else self._branch)
-        self._events = events.LINE | sum(branches or [events.BRANCH])
+        self._monitoring.set_events(self._tool, events.LINE | sum(branches or [events.BRANCH]))
+
+    @property
+    def places(self) -> int:
+        return len(self._seen)
 
     def run(self, call: Callable[[bytes], None], data: bytes) -> None:
-        self._monitoring.set_events(self._tool, self._events)
-        try:
-            call(data)
-        finally:
-            self._monitoring.set_events(self._tool, 0)
+        call(data)
 
     def close(self) -> None:
         self._monitoring.set_events(self._tool, 0)
         self._monitoring.free_tool_id(self._tool)
 
-    def _line(self, code: CodeType, _: int) -> Any:
+    def _line(self, code: CodeType, line: int) -> Any:
         if is_ours(code.co_filename):
-            self.places += 1
+            self._seen.add((id(code), -1, line))
         return self._monitoring.DISABLE
 
     def _way(self, code: CodeType, offset: int, destination: int) -> Any:
         if is_ours(code.co_filename):
-            self.places += 1
+            self._seen.add((id(code), offset, destination))
         return self._monitoring.DISABLE
 
     def _branch(self, code: CodeType, offset: int, destination: int) -> Any:
         if not is_ours(code.co_filename):
             return self._monitoring.DISABLE
-        first = self._ways.get((code, offset))
-        if first == destination:
-            return None  # the other way may be new yet
-        self._ways[code, offset] = destination
-        self.places += 1
-        return None if first is None else self._monitoring.DISABLE
+        self._seen.add((id(code), offset, destination))
+        # Both ways are one instruction: it is silent when both are known.
+        other = self._ways.setdefault((id(code), offset), destination)
+        return None if other == destination else self._monitoring.DISABLE

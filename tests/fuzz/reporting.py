@@ -1,7 +1,10 @@
-"""What a run prints: a line now and then, and a table at the end."""
+"""What a run prints: a line now and then, and a table at the end. `python -m tests.fuzz.reporting FIGURES.json` prints
+the table of a run again."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,3 +53,9 @@ def print_table(rows: Mapping[str, Mapping[str, Any]], state: Path) -> None:
         for found in row["findings"]:
             print(f"{name}: python -m tests.fuzz --target {name} --reproduce {state / name / 'findings' / found}")
     print(f"corpus, findings and figures: {state}")
+
+
+if __name__ == "__main__":
+    figures = json.loads(Path(sys.argv[1]).read_text())
+    print(f"Python {figures['python']}, {figures['machine']}, {figures['jobs']} processes")
+    print_table(figures["targets"], Path(sys.argv[1]).parent)
