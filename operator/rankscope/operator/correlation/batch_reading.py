@@ -166,6 +166,7 @@ class _Reading:
             return here + 8
         if wire == _LENGTH:
             length, start = self._length(at, here)
+            # One that goes beyond its window is seen there, and what it says is not looked at.
             if number in self.part_starts:
                 self.part_starts[number][at], self.part_lengths[number][at] = start, length
             elif number == _WINDOW["sources"]:
@@ -204,11 +205,6 @@ class _Reading:
             self._leave(at, wide & (third > 127))
             length = np.where(wide, (length & 127) | (second & 127) << 7 | third << 14, length)
             start = start + wide + (wide & (second > 127))
-        ends = self.ends[at]
-        over = start + length > ends
-        if over.any():
-            self._leave(at, over)
-            start, length = np.minimum(start, ends), np.where(over, 0, length)
         return length, start
 
     def _look_for_capture(self, at: Which, start: Ints, length: Ints) -> None:
