@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rankscope.analysis.windows import JobWindow
 from rankscope.operator.correlation.columns import Layout, Tick, job_windows
-from rankscope.operator.correlation.held_windows import HeldWindow
+from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen
 from rankscope.v1 import identity_pb2
 
 # Ticks of a job that may be open at once: slow daemons are waited for, dead ones are not.
@@ -57,22 +57,11 @@ class JobTable:
         who = window.who
         rank = who.rank
         job = self._jobs.get(who.job) or self._new_job(who.job)
-        if job is None or not 0 <= rank < min(who.world_size, RANKS_PER_JOB):
+        if job is None:
             self.refused += 1
             return
-        incarnation = who.incarnation
-        known = job.incarnations.get(rank)
-        if known is not incarnation:
-            if known is not None and known != incarnation:
-                if known[2] > incarnation[2] and known[0] == incarnation[0]:
-                    self.late += 1  # the last words of the process that this one replaced
-                    return
-                self._restart(job)
-            elif known is None and job.incarnations and who.world_size != job.world_size:
-                # One process that claims another size must not make the whole job look incomplete.
-                self.refused += 1
-                return
-            job.incarnations[rank] = incarnation
+        if job.incarnations.get(rank) is not who.incarnation and not self._meet(job, who):
+            return
         if job.departed:
             job.departed.pop(rank, None)
         job.world_size = who.world_size
@@ -85,9 +74,27 @@ class JobTable:
         open_tick = job.open_ticks.get(tick)
         if open_tick is None:
             open_tick = job.open_ticks[tick] = {}
+            if len(job.open_ticks) > OPEN_TICKS:
+                del job.open_ticks[min(job.open_ticks)]
         open_tick[rank] = window
-        if len(job.open_ticks) > OPEN_TICKS:
-            del job.open_ticks[min(job.open_ticks)]
+
+    def _meet(self, job: Job, who: RankSeen) -> bool:
+        """A process that is not the one last heard as this rank, or is told of anew; False for one not to be heard."""
+        if not 0 <= who.rank < min(who.world_size, RANKS_PER_JOB):
+            self.refused += 1
+            return False
+        known = job.incarnations.get(who.rank)
+        if known is not None and known != who.incarnation:
+            if known[2] > who.incarnation[2] and known[0] == who.incarnation[0]:
+                self.late += 1  # the last words of the process that this one replaced
+                return False
+            self._restart(job)
+        elif known is None and job.incarnations and who.world_size != job.world_size:
+            # One process that claims another size must not make the whole job look incomplete.
+            self.refused += 1
+            return False
+        job.incarnations[who.rank] = who.incarnation
+        return True
 
     def _new_job(self, name: str) -> Job | None:
         if len(self._jobs) >= JOBS_KEPT:
