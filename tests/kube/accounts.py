@@ -1,4 +1,4 @@
-"""The service accounts of the chart, as users with a token: RBAC sees a name and groups, and no difference."""
+"""The service accounts of the chart with their roles, and people: users with a token."""
 
 from __future__ import annotations
 
@@ -19,13 +19,7 @@ DAEMON = f"system:serviceaccount:{NAMESPACE}:rankscope-daemon"
 VIEWER = "viewer"
 RESEARCHER = "researcher"
 
-_ACCOUNT_GROUPS = ("system:serviceaccounts", f"system:serviceaccounts:{NAMESPACE}", "system:authenticated")
-ACCOUNTS = {
-    OPERATOR: _ACCOUNT_GROUPS,
-    DAEMON: _ACCOUNT_GROUPS,
-    VIEWER: ("system:authenticated",),
-    RESEARCHER: ("system:authenticated",),
-}
+ACCOUNTS = {VIEWER: ("system:authenticated",), RESEARCHER: ("system:authenticated",)}
 
 _RBAC = "/apis/rbac.authorization.k8s.io/v1"
 # The operator's roles: in the whole cluster, and in its own namespace. The chart binds them so, and binds the daemon to
@@ -38,6 +32,9 @@ PEOPLES_ROLES = ("view", "capture", "policy")
 def install_roles(server: ApiServer) -> None:
     """The chart's roles. Nothing aggregates roles here, so people are bound to theirs directly."""
     server.admin.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
+    for account in (OPERATOR, DAEMON):
+        name = account.rpartition(":")[2]
+        server.admin.create(f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts", {"metadata": {"name": name}})
     for name in CLUSTER_ROLES:
         _grant(server, name, "Cluster", _RBAC)
     for name in NAMESPACE_ROLES:

@@ -23,12 +23,13 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 VERSION = "1.20.2"
 READY_SECONDS = 120.0
+TOKEN_SECONDS = 7200
 
 
 def assets() -> Path:
     """The folder with kube-apiserver and etcd: KUBEBUILDER_ASSETS, or what tools/setup_kube.sh built."""
     named = os.environ.get("KUBEBUILDER_ASSETS")
-    if named:
+    if named and all((Path(named) / program).exists() for program in ("kube-apiserver", "etcd")):
         return Path(named)
     cache = os.environ.get("RANKSCOPE_KUBE_CACHE")
     if cache:
@@ -53,7 +54,7 @@ class ApiError(Exception):
 
 @dataclass
 class User:
-    """A name with a token. Service accounts are users of a certain name: RBAC sees no difference."""
+    """A name with a token."""
 
     server: ApiServer
     name: str
@@ -189,6 +190,13 @@ class ApiServer:
         return User(self, "admin", self._tokens["admin"])
 
     def user(self, name: str) -> User:
+        """One of `users`, or a service account (system:serviceaccount:NAMESPACE:NAME) with a token as pods get it."""
+        if name not in self._tokens:
+            _, _, namespace, account = name.split(":")
+            path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token"
+            asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest"}
+            made = self.admin.create(path, {**asked, "spec": {"expirationSeconds": TOKEN_SECONDS}})
+            self._tokens[name] = made["status"]["token"]
         return User(self, name, self._tokens[name])
 
     @property

@@ -40,7 +40,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 @pytest.fixture
 def stoppable_server(server: ApiServer) -> Iterator[ApiServer]:
-    """The same one, for tests that stop it: it runs again when they are done, whatever became of them."""
+    """The same one, for tests that stop it: it runs again when they are done, whatever became of them.
+
+    Ask for it last, so that other fixtures find it running when they clear away."""
     yield server
     if not server.is_running:
         server.start_api()

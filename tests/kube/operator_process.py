@@ -24,6 +24,7 @@ class OperatorProcess:
         kubeconfig = self.user.kubeconfig(self.folder / f"{self.identity}.kubeconfig")
         self.log_path = self.folder / f"{self.identity}.log"
         with self.log_path.open("ab") as log:
+            self.log_start = log.tell()
             self.process = subprocess.Popen(
                 [
                     *(*MAIN, "operator", "--kubeconfig", str(kubeconfig), "--namespace", OPERATOR_NAMESPACE),
@@ -39,7 +40,8 @@ class OperatorProcess:
 
     @property
     def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
+        """Of this process: one of the same name before it may have written to the same file."""
+        return self.log_path.read_bytes()[self.log_start :].decode(errors="replace")
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=20) as answer:

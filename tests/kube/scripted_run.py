@@ -71,6 +71,11 @@ class ScriptedRun:
         return f"pytorchjob-{self.name}"
 
     @property
+    def exported_job(self) -> str:
+        """The `job` label in metrics."""
+        return f"{self.namespace}/{self.object_name}"
+
+    @property
     def path(self) -> str:
         return f"{BASE}/{self.namespace}/trainingruns/{self.object_name}"
 

@@ -32,7 +32,8 @@ def test_a_daemon_that_lies_is_contained_and_its_neighbour_is_judged_as_before(
         run.start()
         other = ScriptedRun(server, namespace, "other", [honest], ranks_per_pod=4)
         other.pods.append(other.make_pod(0))
-        others = [Spoken(other.pods[0], rank, 4, "10.0.0.9:29500/other") for rank in range(4)]
+        other.job = "10.0.0.9:29500/other"
+        others = [Spoken(other.pods[0], rank, 4, other.job) for rank in range(4)]
         honest.ranks = [*honest.ranks, *others]
         operator = start_operator()
         run.wait_for_verdict("healthy")
@@ -43,7 +44,7 @@ def test_a_daemon_that_lies_is_contained_and_its_neighbour_is_judged_as_before(
         lies = {
             # Of pods on another node, under its name; and of pods that do not exist.
             "other_node": [
-                Spoken(uid, rank, 4, own_seconds=0.001) for uid in (run.pods[0], other.pods[0]) for rank in (0, 1)
+                Spoken(each.pods[0], rank, 4, each.job, own_seconds=0.001) for each in (run, other) for rank in (0, 1)
             ],
             "unknown_pod": [Spoken("11111111-2222-3333-4444-555555555555", 0, 4)],
             # Of ranks that its neighbour has, as another process each time; and of ranks that cannot be.

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import time
 
 import pytest
 
 from tests.kube.api_server import ApiServer
 from tests.kube.conftest import StartDaemon, StartOperator
-from tests.kube.operator_process import OperatorProcess
+from tests.kube.exported import culprits, messages_heard, verdicts
 from tests.kube.scripted_run import ScriptedRun
 
 OUTAGE_SECONDS = 60.0
 
 
-def exported(operator: OperatorProcess, job: str) -> set[str]:
-    """Verdicts of a job in /metrics."""
-    lines = re.findall(r"^rankscope_job_verdict\{(.*)\} 1", operator.get("/metrics"), re.MULTILINE)
-    ours = [line for line in lines if f'job="{job}"' in line]
-    return {match[1] for line in ours if (match := re.search(r'[{,]?verdict="(\w+)"', line))}
-
-
 @pytest.mark.timeout(600)
 def test_an_outage_with_lost_history_stops_no_verdict_and_what_is_written_afterwards_is_the_present(
-    stoppable_server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
+    namespace: str, start_daemon: StartDaemon, start_operator: StartOperator, stoppable_server: ApiServer
 ) -> None:
     server = stoppable_server
     run, gone, captured, flickering = runs = [
@@ -47,17 +39,17 @@ def test_an_outage_with_lost_history_stops_no_verdict_and_what_is_written_afterw
     flickering.slow(3)
 
     def shown(each: ScriptedRun) -> set[str]:
-        return exported(operator, f"{namespace}/{each.object_name}")
+        return verdicts(operator, each.exported_job)
 
     for each in (run, flickering):
         server.wait_for(lambda each=each: shown(each) == {"slow_rank"})
     flickering.slow()
     server.wait_for(lambda: shown(flickering) == {"healthy"})
-    # Again, long after every lease, watch and token has run out.
+    # Again, long after every lease and watch has run out.
     server.wait_for(lambda: time.monotonic() - stopped_at > OUTAGE_SECONDS)
     messages = messages_heard(operator)
     run.slow(2)
-    server.wait_for(lambda: 'rank="2"' in culprits(operator, f"{namespace}/{run.object_name}"))
+    server.wait_for(lambda: culprits(operator, run.exported_job) == {2})
     assert messages_heard(operator) > messages
     assert shown(captured) == {"healthy"}
     assert operator.get("/readyz") == operator.get("/healthz") == "ok\n"
@@ -78,14 +70,3 @@ def test_an_outage_with_lost_history_stops_no_verdict_and_what_is_written_afterw
     assert sorted(told) == sorted([(run.object_name, "SlowRank"), (run.pod_name(0), "SlowRank")])
     assert flickering.verdict() == ("healthy", "none", ())
     assert (operator.process.poll(), operator.process.pid) == (None, pid)
-
-
-def culprits(operator: OperatorProcess, job: str) -> str:
-    lines = operator.get("/metrics").splitlines()
-    return "\n".join(line for line in lines if line.startswith("rankscope_job_culprit{") and f'job="{job}"' in line)
-
-
-def messages_heard(operator: OperatorProcess) -> float:
-    match = re.search(r"^rankscope_operator_messages_total (\S+)", operator.get("/metrics"), re.MULTILINE)
-    assert match is not None
-    return float(match[1])

@@ -11,12 +11,13 @@ import pytest
 from rankscope.operator.kube.electing import shard_of
 from tests.kube.api_server import ApiServer
 from tests.kube.conftest import StartDaemon, StartOperator
+from tests.kube.exported import messages_heard, verdicts
 from tests.kube.fleet import OPERATOR_NAMESPACE
-from tests.kube.operator_process import OperatorProcess
 from tests.kube.scripted_daemon import Spoken
 from tests.kube.scripted_run import ScriptedRun
 
 TAKEOVER_SECONDS = 15.0
+SHARDS = 2
 
 
 def scripted_run(server: ApiServer, namespace: str, start_daemon: StartDaemon, name: str) -> ScriptedRun:
@@ -24,6 +25,13 @@ def scripted_run(server: ApiServer, namespace: str, start_daemon: StartDaemon, n
     run.start()
     run.slow(2)
     return run
+
+
+def holder(server: ApiServer, shard: int) -> str:
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{OPERATOR_NAMESPACE}/leases/rankscope-operator-shard-{shard}"
+    if not server.admin.is_served(path):
+        return ""
+    return str(server.admin.get(path)["spec"].get("holderIdentity") or "")
 
 
 def ended_well(run: ScriptedRun, path: str) -> dict[str, Any]:
@@ -97,14 +105,15 @@ def test_the_second_replica_takes_over_in_time_and_captures_nothing_twice(
     (daemon,) = run.daemons
     leader = start_operator("leader")
     run.wait_for_verdict("slow_rank", (2,))
-    start_operator("follower")
+    follower = start_operator("follower")
     daemon.release.clear()
     path = run.make_capture("c")
     server.wait_for(lambda: daemon.captures)
+    server.wait_for(lambda: messages_heard(follower) > 5)
+    assert verdicts(leader, run.exported_job) and not verdicts(follower, run.exported_job)  # which stands by
     leader.kill()
     killed_at = time.monotonic()
-    lease = f"/apis/coordination.k8s.io/v1/namespaces/{OPERATOR_NAMESPACE}/leases/rankscope-operator-shard-0"
-    server.wait_for(lambda: server.admin.get(lease)["spec"]["holderIdentity"] == "follower")
+    server.wait_for(lambda: holder(server, 0) == "follower")
     takeover_seconds = time.monotonic() - killed_at
     print(f"takeover after {takeover_seconds:.1f} s")
     assert takeover_seconds <= TAKEOVER_SECONDS
@@ -115,26 +124,13 @@ def test_the_second_replica_takes_over_in_time_and_captures_nothing_twice(
     run.wait_for_verdict("slow_rank", (1,))  # and judges in its place
 
 
-SHARDS = 2
-
-
-def holder(server: ApiServer, shard: int) -> str:
-    path = f"/apis/coordination.k8s.io/v1/namespaces/{OPERATOR_NAMESPACE}/leases/rankscope-operator-shard-{shard}"
-    return str(server.admin.get(path)["spec"].get("holderIdentity") or "")
-
-
-def shows(operator: OperatorProcess, run: ScriptedRun, number: str = "") -> bool:
-    job = f"{run.namespace}/{run.object_name}{number}"
-    lines = operator.get("/metrics").splitlines()
-    return any(line.startswith("rankscope_job_verdict{") and f'job="{job}"' in line for line in lines)
-
-
 @pytest.mark.timeout(600)
 def test_replicas_share_the_runs_and_those_of_one_that_dies_move_to_the_other_with_their_captures(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:
     flags = ("--shards", str(SHARDS))
     replicas = {name: start_operator(name, *flags) for name in ("left", "right")}
+    server.wait_for(lambda: {holder(server, shard) for shard in range(SHARDS)} == set(replicas))
     # Two runs of each shard, all on one node: its daemon is asked by both replicas, each about its own.
     daemon = start_daemon(f"{namespace}-all")
     names = (f"run-{number}" for number in range(1000))
@@ -153,7 +149,6 @@ def test_replicas_share_the_runs_and_those_of_one_that_dies_move_to_the_other_wi
         spoken = [Spoken(run.pods[0], rank, 4, job) for job in jobs[run.name] for rank in range(4)]
         daemon.ranks = [*daemon.ranks, *spoken]
         run.slow(2)
-    server.wait_for(lambda: {holder(server, shard) for shard in range(SHARDS)} == set(replicas))
     for run in runs:
         run.wait_for_verdict("slow_rank", (2,))
     for shard, known in of_shard.items():
@@ -162,8 +157,8 @@ def test_replicas_share_the_runs_and_those_of_one_that_dies_move_to_the_other_wi
             next(r for n, r in replicas.items() if n != holder(server, shard)),
         )
         for run in known:
-            assert shows(mine, run)
-            server.wait_for(lambda run=run, other=other: not shows(other, run))
+            server.wait_for(lambda run=run, mine=mine: verdicts(mine, run.exported_job))
+            server.wait_for(lambda run=run, other=other: not verdicts(other, run.exported_job))
 
     # A capture under way in each shard, and one in the dying replica's that was only asked for.
     dying, surviving = holder(server, 0), holder(server, 1)
@@ -178,7 +173,7 @@ def test_replicas_share_the_runs_and_those_of_one_that_dies_move_to_the_other_wi
     takeover_seconds = time.monotonic() - killed_at
     print(f"shard moved after {takeover_seconds:.1f} s")
     assert takeover_seconds <= TAKEOVER_SECONDS
-    server.wait_for(lambda: all(shows(replicas[surviving], run) for run in runs))
+    server.wait_for(lambda: all(verdicts(replicas[surviving], run.exported_job) for run in runs))
     daemon.release.set()
     for run in (of_shard[0][0], of_shard[1][0], late):
         status = run.finished_capture(paths[run.name])
