@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup prometheus demo test captures kube ship lint proto docs dashboards chart bench dist images lock audit clean
+.PHONY: help setup prometheus demo test captures kube ship lint proto docs dashboards chart bench fuzz dist images lock audit clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -67,6 +67,9 @@ chart: setup  ## regenerate the chart's README and what it takes from elsewhere 
 
 bench: setup prometheus  ## measure what it costs; prints a table
 	@$(BIN)/python -m benchmarks
+
+fuzz: setup  ## ten minutes of hostile input for every parser; FUZZ_SECONDS=60 for less
+	@$(BIN)/python -m tests.fuzz --seconds $(or $(FUZZ_SECONDS),600) --state .fuzz-state
 
 dist:  ## wheel and source archive, built with locked tools
 	@tools/setup_release.sh
