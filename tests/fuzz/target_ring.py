@@ -15,6 +15,7 @@ from random import Random
 import numpy as np
 
 from rankscope.analysis.mfu import peak_flops_per_second
+from rankscope.daemon import rings
 from rankscope.daemon.assembling import RankSamples, assemble
 from rankscope.daemon.captures import probe_commands
 from rankscope.daemon.collectors.steps import StepsCollector
@@ -28,7 +29,10 @@ from tests.fuzz.json_mutating import JsonMutator
 from tests.fuzz.mutating import Mutator
 from tests.fuzz.targets import recorded
 
-SEEDS = recorded("ring")
+_REAL = recorded("ring")
+_ROUND = bytearray(_REAL[0])
+layout.COUNTERS.pack_into(_ROUND, layout.COUNTERS_OFFSET, 20_000, 20_000)
+SEEDS = [*_REAL, bytes(_ROUND)]
 TOKENS = [
     layout.MAGIC,
     *(b'"rank": ', b'"world_size": ', b'"pipeline": ', b'"device_name": "NVIDIA H200"', b'"model_flops_per_step": '),
@@ -83,6 +87,9 @@ class _Shared:
         count = len(records) // layout.RECORD_BYTES
         (written,) = layout.COUNTERS.unpack_from(header, layout.COUNTERS_OFFSET)[:1]
         os.pwrite(self._descriptor, header, 0)
+        if count and layout.CAPACITY <= written < 1 << 53:
+            os.pwrite(self._descriptor, _full(records[: count * layout.RECORD_BYTES], written), layout.HEADER_BYTES)
+            return
         for number in range(count):
             slot = (written - count + number) % layout.CAPACITY
             record = records[number * layout.RECORD_BYTES : (number + 1) * layout.RECORD_BYTES]
@@ -90,6 +97,16 @@ class _Shared:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def _full(records: bytes, written: int) -> bytes:
+    """A ring that has gone round: the same records again and again, each with its number and a right checksum."""
+    few = np.frombuffer(records, dtype=rings.RECORD_DTYPE)
+    slots = np.arange(layout.CAPACITY)
+    many = few[slots % len(few)]
+    many["sequence"] = written - (written - 1 - slots) % layout.CAPACITY
+    many["checksum"] = rings._checksums(many.tobytes(), len(many))
+    return many.tobytes()
 
 
 def run(data: bytes) -> None:

@@ -9,7 +9,7 @@ from tests.fuzz import targets
 from tests.fuzz.fuzzing import Fuzzer, Tally
 
 # By how long one takes: about a second of a quiet core each.
-EXECUTIONS = {"capture": 15, "trace": 50, "reading": 150, "ring": 200, "windows": 200}
+EXECUTIONS = {"capture": 15, "trace": 50, "reading": 150, "ring": 100, "windows": 200}
 EXECUTIONS_OF_OTHERS = 600
 
 
