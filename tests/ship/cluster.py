@@ -47,7 +47,30 @@ def path_of(kinds: dict[tuple[str, str], Resource], document: Document, namespac
 
 def everything(admin: User) -> set[str]:
     """Kind, namespace and name of every object of the cluster, but for what the API server changes by itself."""
-    names = set()
+    return {f"{each.kind} {each.namespace}/{each.name}" for each in _objects(admin)}
+
+
+def collect_garbage(admin: User) -> None:
+    """What a cluster's controllers do and no API server does: objects go when all of their owners are gone."""
+    objects = _objects(admin)
+    living = {each.uid for each in objects}
+    for each in objects:
+        if each.owners and not living & each.owners:
+            admin.delete(f"{each.collection}/{each.name}")
+
+
+@dataclass(frozen=True)
+class _Object:
+    kind: str
+    collection: str
+    namespace: str
+    name: str
+    uid: str
+    owners: frozenset[str]
+
+
+def _objects(admin: User) -> list[_Object]:
+    found = []
     seen = set()
     for (_, kind), resource in resources(admin).items():
         # One object is often served in several versions, an event in two groups.
@@ -56,8 +79,11 @@ def everything(admin: User) -> set[str]:
         seen.add((kind, resource.plural))
         for item in admin.get(resource.path(None))["items"]:
             metadata = item["metadata"]
-            names.add(f"{kind} {metadata.get('namespace', '')}/{metadata['name']}")
-    return names
+            namespace = metadata.get("namespace", "")
+            owners = frozenset(owner["uid"] for owner in metadata.get("ownerReferences", ()))
+            path = resource.path(namespace)
+            found.append(_Object(kind, path, namespace, metadata["name"], metadata["uid"], owners))
+    return found
 
 
 def refused(admin: User, path: str, document: Document) -> str | None:

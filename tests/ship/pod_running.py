@@ -4,12 +4,15 @@ address on the loopback network and no more capabilities than it is given. And S
 from __future__ import annotations
 
 import base64
+import os
 import re
 import selectors
+import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,38 +42,42 @@ class PodProcess:
         (container,) = self.template["spec"]["containers"]
         return dict(container)
 
-    def command(self, *further: str) -> list[str]:
+    def command(self) -> list[str]:
         container = self.container
         assert container["command"][0] == "rankscope"
         words = [*container["command"][1:], *container["args"]]
-        return [sys.executable, "-m", "rankscope.cli.main", *(self._adapted(word) for word in words), *further]
+        return [sys.executable, "-m", "rankscope.cli.main", *(self._adapted(word) for word in words)]
 
-    def start(self, *further: str, wrapper: tuple[str, ...] = ()) -> None:
+    def start(self, *wrapper: str, environment: Mapping[str, str] | None = None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen([*wrapper, *self.command(*further)], stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                [*wrapper, *self._confined(), *self.command()],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **(environment or {})},
+            )
 
     @property
     def log(self) -> str:
         path = self.folder / "log"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
     def stop(self) -> None:
         if self.process is None:
             return
         self.process.terminate()
+        self.process.send_signal(signal.SIGCONT)
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
         self.process = None
-
-    def outside_its_volumes(self) -> list[str]:
-        """Paths among the arguments that are in no volume: the root filesystem is read-only."""
-        mounts = [mount["mountPath"] for mount in self.container["volumeMounts"]]
-        paths = [path for word in self.container["args"] for path in _PATH.findall(word)]
-        return [path for path in paths if not any(path.startswith(f"{mount}/") or path == mount for mount in mounts)]
 
     def _adapted(self, word: str) -> str:
         word = re.sub(r"\$\((\w+)\)", lambda match: self.environment[match[1]], word)
@@ -96,15 +103,26 @@ class PodProcess:
                 (place / key).chmod(volume["secret"]["defaultMode"])
         return place
 
-    def confined(self) -> tuple[str, ...]:
-        """A wrapper that leaves what the container's securityContext leaves: its capabilities, and no way to get more.
-        The processes of the machine are out of sight, as those of other nodes are."""
+    def _confined(self) -> tuple[str, ...]:
+        """A wrapper that leaves what the container's securityContext leaves: its capabilities, no way to get more."""
         context = self.container["securityContext"]
         assert context["capabilities"]["drop"] == ["ALL"]
         added = [f"+{name.lower()}" for name in context["capabilities"].get("add", ())]
         bounds = ",".join(["-all", *added])
         privileges = () if context["allowPrivilegeEscalation"] else ("--no-new-privs",)
-        return ("setpriv", f"--bounding-set={bounds}", f"--inh-caps={bounds}", *privileges, "--")
+        return ("setpriv", f"--bounding-set={bounds}", "--inh-caps=-all", *privileges, "--")
+
+
+def with_token(folder: Path, user: User) -> tuple[tuple[str, ...], dict[str, str]]:
+    """A wrapper and variables by which a process finds API server and token where every pod finds them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "token").write_text(user.token)
+    (folder / "ca.crt").write_bytes(base64.b64decode(user.server.ca_base64))
+    host, _, port = user.server.url.removeprefix("https://").partition(":")
+    place = "/run/secrets/kubernetes.io/serviceaccount"
+    enter = f'mount -t tmpfs tmpfs /run && mkdir -p {place} && cp "$0"/* {place} && exec "$@"'
+    wrapper = ("unshare", "--mount", "sh", "-c", enter, str(folder))
+    return wrapper, {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
 
 
 class ServiceProxy:
