@@ -12,11 +12,13 @@ def clock_skews(
 ) -> list[float | None]:
     """Of each job the largest difference between nodes of (end of a rank's last step, moved to a common step); None for
     one node. Rows of one job have the same `step_seconds`."""
-    moved = last_step_unix_seconds - steps_total * step_seconds
+    with np.errstate(invalid="ignore", over="ignore"):  # of infinities, which somebody may send
+        moved = last_step_unix_seconds - steps_total * step_seconds
     node, node_count = number_groups(job, place)
     job_of_node = np.zeros(node_count, dtype=np.int64)
     job_of_node[node] = job
     medians = grouped_median(moved, node, node_count)
-    apart = grouped_max(medians, job_of_node, job_count) - grouped_min(medians, job_of_node, job_count)
+    with np.errstate(invalid="ignore"):
+        apart = grouped_max(medians, job_of_node, job_count) - grouped_min(medians, job_of_node, job_count)
     known = np.bincount(job_of_node[~np.isnan(medians)], minlength=job_count) > 1
     return [skew if is_known else None for skew, is_known in zip(apart.tolist(), known.tolist(), strict=True)]
