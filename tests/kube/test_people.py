@@ -17,6 +17,7 @@ import pytest
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
+from rankscope.operator.kube.certificate_keeping import KEPT_BY_US
 from rankscope.operator.kube.webhook_configuring import Address, configurations
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
@@ -33,6 +34,7 @@ NAME = "rankscope-api.rankscope.svc"
 TEAM, OTHERS = "people-team", "people-others"
 ISSUER = "https://kubernetes.default.svc"
 CALL_SECONDS = 60.0
+SECRETS = f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/secrets"
 Code = grpc.StatusCode
 
 
@@ -167,6 +169,7 @@ def place(server: ApiServer, operator_user: User, tmp_path_factory: pytest.TempP
     for kind, document in zip(KINDS, configurations(Address(url=url)), strict=True):
         del document["metadata"]["labels"]  # as the chart has them: the operator may not make any
         server.admin.create(f"{ROOT}/{kind}", document)
+    server.admin.create(SECRETS, {"metadata": {"name": "rankscope-webhook", "labels": KEPT_BY_US}})
     try:
         with granted(server, "api"):
             run.start()
@@ -202,7 +205,7 @@ def place(server: ApiServer, operator_user: User, tmp_path_factory: pytest.TempP
     finally:
         operator.stop()
         forget(server, "rankscope")
-        server.admin.delete(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/secrets/rankscope-webhook")
+        server.admin.delete(f"{SECRETS}/rankscope-webhook")
         daemon.stop()
         hidden.stop()
 
