@@ -9,6 +9,7 @@ import pytest
 
 from tests.kube.api_server import ApiServer
 from tests.kube.conftest import QUICK, StartDaemon, StartOperator
+from tests.kube.exported import verdicts
 from tests.kube.operator_process import OperatorProcess
 from tests.kube.scripted_daemon import GarbageDaemon, Spoken
 from tests.kube.scripted_run import ScriptedRun
@@ -35,7 +36,7 @@ def test_a_daemon_that_lies_is_contained_and_its_neighbour_is_judged_as_before(
         other.job = "10.0.0.9:29500/other"
         others = [Spoken(other.pods[0], rank, 4, other.job) for rank in range(4)]
         honest.ranks = [*honest.ranks, *others]
-        operator = start_operator()
+        operator = start_operator("operator-0", *QUICK)
         run.wait_for_verdict("healthy")
         other.wait_for_verdict("healthy")
 
@@ -60,6 +61,7 @@ def test_a_daemon_that_lies_is_contained_and_its_neighbour_is_judged_as_before(
             liar.windows_per_second = windows_per_second
             told = refused(operator).get(reason, 0.0)
             server.wait_for(lambda told=told, reason=reason: refused(operator).get(reason, 0.0) > told + 20)
+            assert verdicts(operator, other.exported_job) == {"healthy"}
             assert other.verdict() == ("healthy", "none", ())
             assert other.status["ranks"]["summary"] == "4/4"
         # Its own run may suffer; what it makes the operator hold is bounded.
