@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +69,21 @@ print(daemon.wait(60), [line for line in text.splitlines() if line.startswith("r
 
 @pytest.fixture(scope="module")
 def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
-    folder = tmp_path_factory.mktemp("images")
+    folder = Path(tempfile.mkdtemp(dir=roomy_memory() or tmp_path_factory.mktemp("images"), prefix="rankscope-images-"))
+    try:
+        yield builder_in(folder)
+    finally:
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+def roomy_memory() -> Path | None:
+    """Tens of thousands of files, half a gigabyte: a disk takes its time to write them and again to remove them."""
+    memory = os.statvfs("/dev/shm")
+    roomy = memory.f_bavail * memory.f_frsize > 4 << 30 and not memory.f_flag & os.ST_NOEXEC
+    return Path("/dev/shm") if roomy else None
+
+
+def builder_in(folder: Path) -> Builder:
     context, base = folder / "context", folder / "base"
     for name in visible_files(ROOT, read_rules((ROOT / ".dockerignore").read_text())):
         (context / name).parent.mkdir(parents=True, exist_ok=True)
@@ -80,8 +95,7 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
     wheels = fetch_wheels(locks, interpreter, pip, ROOT / ".image-wheels")
     stages = read_stages((DOCKER / "Dockerfile").read_text(), {"BUILDPLATFORM": "linux/here"})
     start = Image(base, {"PATH": SYSTEM_PATH, **interpreter.environment})
-    yield Builder(stages, context, start, folder, wheels, {"VERSION": VERSION, "REVISION": "0123abc"})
-    subprocess.run(["rm", "-rf", str(folder)], check=True)  # half a gigabyte
+    return Builder(stages, context, start, folder, wheels, {"VERSION": VERSION, "REVISION": "0123abc"})
 
 
 @pytest.fixture(scope="module")
