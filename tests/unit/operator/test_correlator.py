@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import pytest
+
+from rankscope.analysis.judging import JobJudge
 from rankscope.analysis.verdict import Kind, Severity
+from rankscope.analysis.windows import JobWindow
 from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.operator.correlation.losing import LostSeconds
 from rankscope.operator.correlation.messages import job_status, verdict_of
@@ -107,3 +111,26 @@ def test_a_verdict_survives_the_wire() -> None:
     fleet = Fleet()
     state = fleet.play(*(tick(n, slow_rank=3) for n in range(5)))
     assert verdict_of(job_status(state).verdict) == state.verdict
+
+
+def test_a_job_that_cannot_be_judged_keeps_no_other_from_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its windows hold that nobody thought of."""
+    judge, asked = JobJudge.absorb, []
+
+    def absorb(self: JobJudge, window: JobWindow) -> JobWindow | None:
+        asked.append(window.world_size)
+        if window.world_size == 5:
+            raise ZeroDivisionError("an absurd job")
+        return judge(self, window)
+
+    monkeypatch.setattr(JobJudge, "absorb", absorb)
+    fleet = Fleet()
+    for number in range(8):
+        message = tick(number, slow_rank=1)
+        for window in tick(number).windows:
+            window.identity.job, window.identity.world_size = "odd", 5
+            message.windows.append(window)
+        state = fleet.play(message)
+    assert {state.job for state in fleet.correlator.states} == {"j"}
+    assert (state.verdict.kind, state.verdict.culprits) == (Kind.SLOW_RANK, (1,))
+    assert asked.count(5) == 2  # with the others, and by itself; then it was left out

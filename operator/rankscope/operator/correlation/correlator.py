@@ -66,6 +66,7 @@ class Correlator:
         self._table = JobTable()
         self._fleet = FleetJudge(policy, policy_of)
         self._states: dict[str, JobState] = {}
+        self._left_out: set[str] = set()
         self._listeners: list[Listener] = []
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -94,19 +95,37 @@ class Correlator:
             now = self._clock()
             restarted = self._table.take_restarted()
             ended = self._table.take_ended(now)
-            ready = self._table.take_ready(now)
+            ready = {job: window for job, window in self._table.take_ready(now).items() if job not in self._left_out}
             latest = {job: HeldWindows(self._table.jobs[job].latest.copy()) for job in ready}
         for job in (*restarted, *ended):
             self._fleet.forget(job)
+            self._left_out.discard(job)
         for job in ended:
             self._states.pop(job, None)
-        verdicts = self._fleet.evaluate(ready)
-        for job, window in ready.items():
-            self._states[job] = self._state(job, window, verdicts[job], latest[job], now)
+        for job, verdict in self._judge(ready).items():
+            self._states[job] = self._state(job, ready[job], verdict, latest[job], now)
         if ready or ended:
             for listener in list(self._listeners):
                 self._tell(listener)
         return bool(ready)
+
+    def _judge(self, ready: dict[str, JobWindow]) -> dict[str, Verdict]:
+        """A job whose windows cannot be judged, whatever they hold, keeps no other from its verdict: it is left out
+        until it ends or begins anew. The others have counted one window twice by then."""
+        try:
+            return self._fleet.evaluate(ready)
+        except Exception:
+            log.exception("%d jobs cannot be judged together; each is judged by itself", len(ready))
+        verdicts = {}
+        for job, window in ready.items():
+            try:
+                verdicts.update(self._fleet.evaluate({job: window}))
+            except Exception:
+                log.exception("%s cannot be judged, and is left out", job)
+                self._left_out.add(job)
+                self._fleet.forget(job)
+                self._states.pop(job, None)
+        return verdicts
 
     def _tell(self, listener: Listener) -> None:
         try:

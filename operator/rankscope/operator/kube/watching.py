@@ -136,7 +136,11 @@ class Watched(Generic[Kept]):
 
     def _take(self, document: Document) -> str:
         uid = _uid(document)
-        thing = self._read(document)
+        try:
+            thing = self._read(document)
+        except Exception:  # else all would be listed anew, for ever
+            log.exception("an object of %s could not be read", self.path)
+            thing = None
         if thing is None or self._stopping.is_set():
             self._drop(uid)
             return uid
