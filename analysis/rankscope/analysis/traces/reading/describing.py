@@ -115,7 +115,10 @@ def rank_and_world(description: Description, memberships: list[Membership]) -> t
             rank = member.place
         if world is None and default and member.size > 0:
             world = member.size
-    return (rank if rank is not None and rank >= 0 else None), (world if world is not None and world > 0 else None)
+    return (
+        rank if rank is not None and 0 <= rank < RANK_LIMIT else None,
+        world if world is not None and 0 < world <= RANK_LIMIT else None,
+    )
 
 
 def backend_of(description: Description, names: list[str]) -> str:
