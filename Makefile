@@ -24,7 +24,7 @@ test: setup prometheus lint  ## lint, then all tests
 	@tools/setup_grafana_schema.sh
 	@$(BIN)/python -m tools.run_tests
 
-captures: setup  ## captures of real jobs in namespaces of their own; needs root, takes six minutes
+captures: setup  ## captures of real jobs in namespaces of their own, and the demo's faults by the job's own numbers; needs root, takes eight minutes
 	@$(BIN)/python -m pytest -q tests/captures
 
 kube: setup  ## the operator against a real API server (built once, six minutes); needs root, takes eight minutes

@@ -18,9 +18,9 @@ from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.operator.correlation.losing import LostSeconds
 from rankscope.operator.correlation.wire_shapes import Message
 from rankscope.operator.kube import memory_settings
-from rankscope.operator.kube.binding import Binding
-from rankscope.operator.kube.daemon_streams import DaemonStreams
-from rankscope.operator.kube.inventory import Inventory
+from rankscope.operator.kube.runs.binding import Binding
+from rankscope.operator.kube.runs.daemon_streams import DaemonStreams
+from rankscope.operator.kube.runs.inventory import Inventory
 
 REPORT_SECONDS = 0.5
 

@@ -34,15 +34,8 @@ HELM = Suite("helm", ("tools/setup_helm.sh",))
 # One row comes after the other, the lanes of a row run side by side, the suites of a lane one by one.
 ROWS: tuple[tuple[Lane, ...], ...] = (
     (
-        (
-            tests("unit tests", "unit"),
-            tests("fuzz targets, a short run", "fuzz"),
-            tests("attackers", "security"),
-            HELM,
-            API_SERVER,
-            tests("chart", "ship"),
-            tests("images, without an engine", "images"),
-        ),
+        (tests("unit tests", "unit"), tests("fuzz targets, a short run", "fuzz"), tests("attackers", "security")),
+        (HELM, API_SERVER, tests("chart", "ship"), tests("images, without an engine", "images")),
         (API_SERVER, tests("operator on a real API server", "kube")),
     ),
     ((tests("integration tests (real processes)", "integration"),),),

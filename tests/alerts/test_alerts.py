@@ -1,6 +1,6 @@
 """From a real job with a real fault to a page and a capture: daemon, Prometheus, our rules, Alertmanager, webhooks.
 
-The rules are those that ship, in a hurry (see rankscope.cli.prometheus_stack_rules): a test cannot wait for minutes. A
+The rules are those that ship, in a hurry (see rankscope.cli.prometheus_stack.rules): a test cannot wait for minutes. A
 healthy job runs beside all of it and must be mentioned nowhere."""
 
 from __future__ import annotations

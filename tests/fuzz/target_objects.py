@@ -17,16 +17,16 @@ from tests.fuzz.targets import recorded, without_kubernetes
 without_kubernetes()
 
 from rankscope.analysis.policy import DEFAULT_POLICY  # noqa: E402 - the stand-in comes first
-from rankscope.operator.kube.annotating import read_wishes  # noqa: E402
-from rankscope.operator.kube.capture_objects import read_capture_object  # noqa: E402
-from rankscope.operator.kube.daemon_pods import DaemonPods, read_daemon_pod  # noqa: E402
-from rankscope.operator.kube.grouping import NAME_CHARACTERS, run_of  # noqa: E402
-from rankscope.operator.kube.inventory import Inventory  # noqa: E402
-from rankscope.operator.kube.matching import match, mfu_target_of, thresholds  # noqa: E402
-from rankscope.operator.kube.pods import LABELS_KEPT, TEXT_CHARACTERS, read_pod  # noqa: E402
-from rankscope.operator.kube.policy_objects import read_policy_object  # noqa: E402
+from rankscope.operator.kube.captures.objects import read_capture_object  # noqa: E402
+from rankscope.operator.kube.policies.matching import match, mfu_target_of, thresholds  # noqa: E402
+from rankscope.operator.kube.policies.objects import read_policy_object  # noqa: E402
 from rankscope.operator.kube.resources import TrainingRunStatus  # noqa: E402
-from rankscope.operator.kube.run_status import run_status  # noqa: E402
+from rankscope.operator.kube.runs.annotating import read_wishes  # noqa: E402
+from rankscope.operator.kube.runs.daemon_pods import DaemonPods, read_daemon_pod  # noqa: E402
+from rankscope.operator.kube.runs.grouping import NAME_CHARACTERS, run_of  # noqa: E402
+from rankscope.operator.kube.runs.inventory import Inventory  # noqa: E402
+from rankscope.operator.kube.runs.pods import LABELS_KEPT, TEXT_CHARACTERS, read_pod  # noqa: E402
+from rankscope.operator.kube.runs.status import run_status  # noqa: E402
 
 SEEDS = recorded("objects")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")

@@ -22,7 +22,7 @@ from tests.fuzz.targets import without_kubernetes
 without_kubernetes()
 
 from rankscope.operator.kube import people_asking  # noqa: E402 - the stand-in comes first
-from rankscope.operator.kube.people_guarding import RefusedError  # noqa: E402
+from rankscope.operator.kube.people.guarding import RefusedError  # noqa: E402
 from rankscope.operator.kube.resources import CaptureSpec  # noqa: E402
 
 _NOW = 1_790_000_000.0

@@ -17,11 +17,11 @@ from rankscope.operator.correlation.losing import LostSeconds
 from rankscope.operator.correlation.measuring import CAUSES, ROW, measure, rows
 from rankscope.operator.correlation.messages import job_status, verdict_of
 from rankscope.operator.correlation.wire_shapes import Message, read_figures, read_said
-from rankscope.operator.kube.binding import Binding
-from rankscope.operator.kube.inventory import Inventory
-from rankscope.operator.kube.pods import Pod
 from rankscope.operator.kube.resources import TrainingRunStatus
-from rankscope.operator.kube.run_status import run_status
+from rankscope.operator.kube.runs.binding import Binding
+from rankscope.operator.kube.runs.inventory import Inventory
+from rankscope.operator.kube.runs.pods import Pod
+from rankscope.operator.kube.runs.status import run_status
 from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 from tests.fuzz.checking import check_metrics, check_number
 from tests.fuzz.message_mutating import MessageMutator

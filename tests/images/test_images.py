@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.operator.kube.init_container import FOLDER, init_container
+from rankscope.operator.kube.webhooks.init_container import FOLDER, init_container
 from tests.images.base_root import find_interpreter, make_base
 from tests.images.build_context import read_rules, visible_files
 from tests.images.dockerfile_reading import read_stages

@@ -18,11 +18,11 @@ import pytest
 
 from rankscope.operator.alerts.tokens import make_token
 from rankscope.operator.kube.api import Api
-from rankscope.operator.kube.certificate_issuing import authorities
-from rankscope.operator.kube.certificates import Lifetimes
-from rankscope.operator.kube.daemon_credentials import ClientPair, HeldTls, credentials, naming
-from rankscope.operator.kube.daemon_streams import DaemonStreams
-from rankscope.operator.kube.fleet_certificate_keeping import OURS, FleetCertificates, FleetCertificateSettings
+from rankscope.operator.kube.certificates.daemon_credentials import ClientPair, HeldTls, credentials, naming
+from rankscope.operator.kube.certificates.fleet_keeping import OURS, FleetCertificates, FleetCertificateSettings
+from rankscope.operator.kube.certificates.issuing import authorities
+from rankscope.operator.kube.certificates.making import Lifetimes
+from rankscope.operator.kube.runs.daemon_streams import DaemonStreams
 from rankscope.v1.rank_service_pb2 import ListRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from tests.kube.accounts import OPERATOR, VIEWER, granted
@@ -132,7 +132,7 @@ def test_certificates_and_authority_are_rotated_under_a_stream_that_goes_on(
         assert daemon.answer(follower.operator) is grpc.StatusCode.OK
 
     try:
-        with caplog.at_level(logging.INFO, "rankscope.operator.kube.daemon_streams"):
+        with caplog.at_level(logging.INFO, "rankscope.operator.kube.runs.daemon_streams"):
             streams.follow({"n": f"127.0.0.1:{daemon.port}"})
             goes_on()
             old = follower.operator

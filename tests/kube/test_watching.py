@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 from rankscope.operator.kube.api import Api
-from rankscope.operator.kube.pods import Pod, read_pod
+from rankscope.operator.kube.runs.pods import Pod, read_pod
 from rankscope.operator.kube.watching import Watched
 from tests.kube.api_server import ApiServer
 

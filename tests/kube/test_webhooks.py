@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 
-from rankscope.operator.kube import webhook_serving
 from rankscope.operator.kube.api import Api
-from rankscope.operator.kube.capture_admitting import REQUESTED_BY
-from rankscope.operator.kube.certificate_issuing import authorities
-from rankscope.operator.kube.certificate_keeping import KEPT_BY_US
-from rankscope.operator.kube.certificates import Lifetimes, renewed
-from rankscope.operator.kube.init_container import FOLDER, VOLUME
-from rankscope.operator.kube.injecting import INJECTED
-from rankscope.operator.kube.webhook_configuring import Address, configurations
-from rankscope.operator.kube.webhook_serving import WebhookServer
-from rankscope.operator.kube.webhooks import Webhooks, WebhookSettings
+from rankscope.operator.kube.certificates.issuing import authorities
+from rankscope.operator.kube.certificates.keeping import KEPT_BY_US
+from rankscope.operator.kube.certificates.making import Lifetimes, renewed
+from rankscope.operator.kube.webhooks import serving as webhook_serving
+from rankscope.operator.kube.webhooks.capture_admitting import REQUESTED_BY
+from rankscope.operator.kube.webhooks.configuring import Address, configurations
+from rankscope.operator.kube.webhooks.init_container import FOLDER, VOLUME
+from rankscope.operator.kube.webhooks.injecting import INJECTED
+from rankscope.operator.kube.webhooks.serving import WebhookServer
+from rankscope.operator.kube.webhooks.wiring import Webhooks, WebhookSettings
 from tests.kube.api_server import ApiError, ApiServer, User, free_port
 from tests.kube.fleet import OPERATOR_NAMESPACE
 from tests.kube.operator_process import OperatorProcess

@@ -83,7 +83,7 @@ def test_every_flag_in_a_document_exists(path: Path) -> None:
     foreign = {"--nproc-per-node", "--nonblocking", "--strict", "--pid", "--audience"}
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", "\n".join(lines))) - foreign
     known = {setting.flag for setting in SETTINGS}
-    for source in (*(ROOT / "cli").glob("rankscope/cli/*.py"), ROOT / "tests" / "fuzz" / "__main__.py"):
+    for source in (*(ROOT / "cli").glob("rankscope/cli/**/*.py"), ROOT / "tests" / "fuzz" / "__main__.py"):
         known |= set(re.findall(r"add_argument\(\s*\"(--[a-z0-9-]+)\"", source.read_text()))
     assert used <= known
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rankscope.daemon.scraping import READERS
-from rankscope.operator.kube.fleet_certificate_keeping import AUTHORITY_SECRET
-from rankscope.operator.kube.fleet_certificates import roles
+from rankscope.operator.kube.certificates.fleet import roles
+from rankscope.operator.kube.certificates.fleet_keeping import AUTHORITY_SECRET
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "security.md", ROOT / "docs" / "tls.md"]

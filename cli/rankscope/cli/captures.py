@@ -10,22 +10,22 @@ from pathlib import Path
 
 import grpc
 
-from rankscope.cli.capture_connecting import (
+from rankscope.cli.capturing.as_json import to_object
+from rankscope.cli.capturing.connecting import (
     CALL_SECONDS,
     EndpointError,
     add_endpoint_argument,
     connect,
     explain,
 )
-from rankscope.cli.capture_downloading import DownloadError, prepare, safe_name
-from rankscope.cli.capture_fetching import fetch
-from rankscope.cli.capture_following import FINAL
-from rankscope.cli.capture_json import to_object
-from rankscope.cli.capture_printing import print_capture
-from rankscope.cli.capture_progress import make_progress
-from rankscope.cli.capture_table import list_table, make_console
-from rankscope.cli.capture_wording import delivered, elsewhere, state_word
-from rankscope.cli.operator_connecting import add_operator_arguments
+from rankscope.cli.capturing.downloading import DownloadError, prepare, safe_name
+from rankscope.cli.capturing.fetching import fetch
+from rankscope.cli.capturing.following import FINAL
+from rankscope.cli.capturing.operator_connecting import add_operator_arguments
+from rankscope.cli.capturing.printing import print_capture
+from rankscope.cli.capturing.progress import make_progress
+from rankscope.cli.capturing.table import list_table, make_console
+from rankscope.cli.capturing.wording import delivered, elsewhere, state_word
 from rankscope.daemon.captures.orders import CaptureError
 from rankscope.daemon.captures.selecting import choose_ranks
 from rankscope.v1 import capture_service_pb2 as pb

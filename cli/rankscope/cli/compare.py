@@ -13,10 +13,10 @@ from pathlib import Path
 from rich.console import Console
 
 from rankscope.analysis.comparing import CompareError, compare
-from rankscope.cli.compare_numbers import UNITS, StepFileError
-from rankscope.cli.compare_printing import notes_of, print_answer, to_json
-from rankscope.cli.compare_reading import read_runs
-from rankscope.cli.mfu_quantities import QuantityError
+from rankscope.cli.comparing.numbers import UNITS, StepFileError
+from rankscope.cli.comparing.printing import notes_of, print_answer, to_json
+from rankscope.cli.comparing.reading import read_runs
+from rankscope.cli.reckoning.quantities import QuantityError
 
 NAME = "compare"
 HELP = "tell whether run B is slower than run A, and how sure that is"

@@ -11,11 +11,11 @@ from rankscope.analysis.mfu import Recompute
 from rankscope.analysis.mfu_peaks import PeakError
 from rankscope.analysis.model_flops import Counting
 from rankscope.analysis.model_flops_fields import ConfigError
-from rankscope.cli.mfu_asking import understand
-from rankscope.cli.mfu_measured import add_measured_arguments, measure
-from rankscope.cli.mfu_memory import add_memory_arguments, memory_json, predict, print_memory
-from rankscope.cli.mfu_printing import print_answer, print_peaks, to_json
-from rankscope.cli.mfu_quantities import QuantityError
+from rankscope.cli.reckoning.asking import understand
+from rankscope.cli.reckoning.measured import add_measured_arguments, measure
+from rankscope.cli.reckoning.memory import add_memory_arguments, memory_json, predict, print_memory
+from rankscope.cli.reckoning.printing import print_answer, print_peaks, to_json
+from rankscope.cli.reckoning.quantities import QuantityError
 
 NAME = "mfu"
 HELP = "compute MFU and HFU of a model on a device"

@@ -18,7 +18,7 @@ from rankscope.operator.alerts.tokens import TokenError
 from rankscope.operator.kube.api import ClusterError
 from rankscope.operator.kube.operator_settings import OperatorSettings
 from rankscope.operator.kube.running import Operator
-from rankscope.operator.kube.webhooks import WebhookSettings
+from rankscope.operator.kube.webhooks.wiring import WebhookSettings
 
 NAME = "operator"
 HELP = "correlate the ranks of a Kubernetes cluster"

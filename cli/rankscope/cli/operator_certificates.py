@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rankscope.operator.alerts.receiving import check_address
-from rankscope.operator.kube.daemon_credentials import Tls
-from rankscope.operator.kube.fleet_certificate_keeping import FleetCertificateSettings
-from rankscope.operator.kube.fleet_certificates import roles
+from rankscope.operator.kube.certificates.daemon_credentials import Tls
+from rankscope.operator.kube.certificates.fleet import roles
+from rankscope.operator.kube.certificates.fleet_keeping import FleetCertificateSettings
 from rankscope.operator.kube.operator_settings import OperatorSettings
 
 

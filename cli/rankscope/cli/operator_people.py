@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rankscope.operator.kube.operator_settings import OperatorSettings
-from rankscope.operator.kube.people_serving import PORT, PeopleSettings
+from rankscope.operator.kube.people.serving import PORT, PeopleSettings
 
 
 def add_people_arguments(parser: argparse.ArgumentParser) -> None:

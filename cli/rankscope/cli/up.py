@@ -11,7 +11,7 @@ from pathlib import Path
 from rankscope.analysis.policy import DEFAULT_POLICY
 from rankscope.cli.daemon import add_setting_arguments, audit_path, read_settings, warn_of_unknown_variables
 from rankscope.cli.foreground import run_until_signalled
-from rankscope.cli.prometheus_stack_files import StackError
+from rankscope.cli.prometheus_stack.files import StackError
 from rankscope.cli.sentences import MARKS, headline, loss
 from rankscope.cli.standalone import Standalone
 from rankscope.cli.up_alerting import Alerting, UpService, add_alert_arguments

@@ -10,9 +10,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankscope.cli.prometheus_stack import PrometheusStack, StackSettings
-from rankscope.cli.prometheus_stack_config import Pace
-from rankscope.cli.prometheus_stack_files import StackError, find_binaries
+from rankscope.cli.prometheus_stack.config import Pace
+from rankscope.cli.prometheus_stack.files import StackError, find_binaries
+from rankscope.cli.prometheus_stack.running import PrometheusStack, StackSettings
 from rankscope.cli.standalone import AlertSettings, Standalone
 from rankscope.daemon.config import NONE, Config, ConfigError, parse_address
 from rankscope.daemon.listening import ListenError

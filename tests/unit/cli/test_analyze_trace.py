@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rankscope.cli.main import main
-from rankscope.cli.trace_layout import LayoutError, read_layout
+from rankscope.cli.traces.layout import LayoutError, read_layout
 from tests.shared_data import H200, ROOT
 
 NCCL = H200 / "nccl_world1_3steps.json.gz"

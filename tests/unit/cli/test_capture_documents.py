@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from rankscope.cli.capture_json import to_object
+from rankscope.cli.capturing.as_json import to_object
 from rankscope.daemon.captures.orders import PATIENCE_LIMIT_SECONDS, SECONDS_LIMIT, STEPS_LIMIT
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.unit.cli.capture_server import ANALYSED, capture
@@ -17,6 +17,7 @@ PAGE = (ROOT / "docs/captures.md").read_text()
 SOURCES = [
     *(ROOT / "daemon/rankscope/daemon").glob("captures/*.py"),
     *(ROOT / "cli/rankscope/cli").glob("capture*.py"),
+    *(ROOT / "cli/rankscope/cli").glob("capturing/*.py"),
     ROOT / "daemon/rankscope/daemon/serving.py",
     ROOT / "analysis/rankscope/analysis/choosing_ranks.py",
 ]

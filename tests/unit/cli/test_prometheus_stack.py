@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.cli import prometheus_stack_files as stack_files
-from rankscope.cli.prometheus_stack_config import Pace, alertmanager_config, prometheus_config
-from rankscope.cli.prometheus_stack_files import StackError, find_binaries, find_rules
-from rankscope.cli.prometheus_stack_rules import hurry, milliseconds
+from rankscope.cli.prometheus_stack import files as stack_files
+from rankscope.cli.prometheus_stack.config import Pace, alertmanager_config, prometheus_config
+from rankscope.cli.prometheus_stack.files import StackError, find_binaries, find_rules
+from rankscope.cli.prometheus_stack.rules import hurry, milliseconds
 from rankscope.cli.up_alerting import Alerting, add_alert_arguments
 from rankscope.daemon.config import SETTINGS, Config, ConfigError
 from rankscope.operator.alerts.tokens import TokenError

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rankscope.cli.trace_files import LoadedTraces, Progress, load_traces
-from rankscope.cli.trace_ranks import rank_in_name
+from rankscope.cli.traces.files import LoadedTraces, Progress, load_traces
+from rankscope.cli.traces.ranks import rank_in_name
 from tests.shared_data import H200
 
 

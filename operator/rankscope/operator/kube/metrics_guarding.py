@@ -6,7 +6,7 @@ import logging
 import threading
 from dataclasses import dataclass
 
-from rankscope.operator.kube.reviewing import NoAnswerError, PathAccess, Reviews
+from rankscope.operator.kube.people.reviewing import NoAnswerError, PathAccess, Reviews
 
 log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rankscope.operator.kube.daemon_credentials import Tls
-from rankscope.operator.kube.daemon_pods import SELECTOR
+from rankscope.operator.kube.certificates.daemon_credentials import Tls
+from rankscope.operator.kube.certificates.fleet_keeping import FleetCertificateSettings
 from rankscope.operator.kube.electing import SETTLING_SECONDS
-from rankscope.operator.kube.fleet_certificate_keeping import FleetCertificateSettings
-from rankscope.operator.kube.people_serving import PeopleSettings
-from rankscope.operator.kube.webhooks import WebhookSettings
+from rankscope.operator.kube.people.serving import PeopleSettings
+from rankscope.operator.kube.runs.daemon_pods import SELECTOR
+from rankscope.operator.kube.webhooks.wiring import WebhookSettings
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from rankscope.operator.kube.api import Api, ApiError, UnreachableError
-from rankscope.operator.kube.reviewing import TOKEN_REVIEWS
+from rankscope.operator.kube.people.reviewing import TOKEN_REVIEWS
 
 ACCOUNT = "system:serviceaccount:"
 AGAIN_SECONDS = 10.0

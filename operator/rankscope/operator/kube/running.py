@@ -20,33 +20,38 @@ from rankscope.operator.correlation.exporting import JobExporter
 from rankscope.operator.correlation.losing import LostSeconds
 from rankscope.operator.correlation.wire_shapes import Message
 from rankscope.operator.kube import memory_settings
-from rankscope.operator.kube.alert_captures import AlertCaptures
 from rankscope.operator.kube.api import Api
-from rankscope.operator.kube.automatic_making import AutomaticCaptures
-from rankscope.operator.kube.binding import Binding
-from rankscope.operator.kube.capture_auditing import CaptureAudit
-from rankscope.operator.kube.capture_calls import DaemonCalls
-from rankscope.operator.kube.captures import CapturesController
-from rankscope.operator.kube.daemon_pods import DaemonPod, DaemonPods, read_daemon_pod
-from rankscope.operator.kube.daemon_streams import DaemonStreams
+from rankscope.operator.kube.captures.alerts import AlertCaptures
+from rankscope.operator.kube.captures.auditing import CaptureAudit
+from rankscope.operator.kube.captures.automatic_making import AutomaticCaptures
+from rankscope.operator.kube.captures.calls import DaemonCalls
+from rankscope.operator.kube.captures.controlling import CapturesController
+from rankscope.operator.kube.certificates.exporting import FleetCertificateExporter
+from rankscope.operator.kube.certificates.fleet_keeping import FleetCertificates
+from rankscope.operator.kube.certificates.operator_tls import (
+    metrics_guard,
+    serving_pair,
+    towards_callers,
+    towards_daemons,
+)
 from rankscope.operator.kube.electing import ShardLeases
 from rankscope.operator.kube.events import Events
-from rankscope.operator.kube.fleet_certificate_exporting import FleetCertificateExporter
-from rankscope.operator.kube.fleet_certificate_keeping import FleetCertificates
-from rankscope.operator.kube.inventory import Inventory
 from rankscope.operator.kube.operator_settings import OperatorSettings
-from rankscope.operator.kube.operator_tls import metrics_guard, serving_pair, towards_callers, towards_daemons
 from rankscope.operator.kube.owning import owners
-from rankscope.operator.kube.people import People
-from rankscope.operator.kube.pods import Pod, read_pod
-from rankscope.operator.kube.policies import Daemons, PoliciesController
-from rankscope.operator.kube.policy_pushing import PolicyPusher
-from rankscope.operator.kube.runs import RunsController
+from rankscope.operator.kube.people.wiring import People
+from rankscope.operator.kube.policies.controlling import Daemons, PoliciesController
+from rankscope.operator.kube.policies.pushing import PolicyPusher
+from rankscope.operator.kube.runs.binding import Binding
+from rankscope.operator.kube.runs.controlling import RunsController
+from rankscope.operator.kube.runs.daemon_pods import DaemonPod, DaemonPods, read_daemon_pod
+from rankscope.operator.kube.runs.daemon_streams import DaemonStreams
+from rankscope.operator.kube.runs.inventory import Inventory
+from rankscope.operator.kube.runs.pods import Pod, read_pod
+from rankscope.operator.kube.runs.slow_nodes import SlowNodes
 from rankscope.operator.kube.serving import OperatorServer
-from rankscope.operator.kube.slow_nodes import SlowNodes
 from rankscope.operator.kube.watching import Watched
-from rankscope.operator.kube.webhook_exporting import WebhookExporter
-from rankscope.operator.kube.webhooks import Webhooks
+from rankscope.operator.kube.webhooks.exporting import WebhookExporter
+from rankscope.operator.kube.webhooks.wiring import Webhooks
 from rankscope.operator.kube.writing import Outbox
 
 log = logging.getLogger(__name__)

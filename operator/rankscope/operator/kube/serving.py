@@ -11,11 +11,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from rankscope.operator.kube.binding import Binding
-from rankscope.operator.kube.daemon_pods import DaemonPods
-from rankscope.operator.kube.daemon_streams import DaemonStreams
 from rankscope.operator.kube.electing import ShardLeases
 from rankscope.operator.kube.metrics_guarding import MetricsGuard
+from rankscope.operator.kube.runs.binding import Binding
+from rankscope.operator.kube.runs.daemon_pods import DaemonPods
+from rankscope.operator.kube.runs.daemon_streams import DaemonStreams
 from rankscope.operator.kube.writing import Outbox
 from rankscope.wire.bounded_http import BoundedHandler, BoundedHttpServer
 from rankscope.wire.following_tls import FollowedTls

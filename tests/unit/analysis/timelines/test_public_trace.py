@@ -10,7 +10,7 @@ import pytest
 
 from rankscope.analysis.timelines.analyzing import TimelineReport, analyze
 from rankscope.analysis.verdict import Kind
-from rankscope.cli.timeline_files import read_sizes, read_timeline
+from rankscope.cli.timelines.files import read_sizes, read_timeline
 from tests.shared_data import shared
 
 # Timestamps are stored as float32: that is the difference, and all of it.

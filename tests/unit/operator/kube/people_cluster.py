@@ -10,17 +10,17 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from rankscope.operator.kube import reviewing
 from rankscope.operator.kube.api import Api, ApiError, ConflictError
-from rankscope.operator.kube.capture_auditing import CaptureAudit
-from rankscope.operator.kube.capture_objects import CaptureObject, read_capture_object
-from rankscope.operator.kube.people_captures import PeopleCaptures
-from rankscope.operator.kube.people_guarding import Guard
-from rankscope.operator.kube.people_serving import PeopleServer, PeopleSettings
-from rankscope.operator.kube.people_traces import Traces
+from rankscope.operator.kube.captures.auditing import CaptureAudit
+from rankscope.operator.kube.captures.objects import CaptureObject, read_capture_object
+from rankscope.operator.kube.people import reviewing
+from rankscope.operator.kube.people.captures import PeopleCaptures
+from rankscope.operator.kube.people.guarding import Guard
+from rankscope.operator.kube.people.reviewing import Reviews
+from rankscope.operator.kube.people.serving import PeopleServer, PeopleSettings
+from rankscope.operator.kube.people.traces import Traces
 from rankscope.operator.kube.resources import TrainingRunStatus
-from rankscope.operator.kube.reviewing import Reviews
-from rankscope.operator.kube.runs import RunObject
+from rankscope.operator.kube.runs.controlling import RunObject
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 

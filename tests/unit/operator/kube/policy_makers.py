@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from rankscope.operator.kube.capture_objects import CaptureObject, read_capture_object
-from rankscope.operator.kube.grouping import RunKey
-from rankscope.operator.kube.inventory import Run
-from rankscope.operator.kube.pods import Pod
-from rankscope.operator.kube.policy_objects import PolicyObject, read_policy_object
-from rankscope.operator.kube.run_status import moment
-from rankscope.operator.kube.runs import RunObject, read_run_object
+from rankscope.operator.kube.captures.objects import CaptureObject, read_capture_object
+from rankscope.operator.kube.policies.objects import PolicyObject, read_policy_object
+from rankscope.operator.kube.runs.controlling import RunObject, read_run_object
+from rankscope.operator.kube.runs.grouping import RunKey
+from rankscope.operator.kube.runs.inventory import Run
+from rankscope.operator.kube.runs.pods import Pod
+from rankscope.operator.kube.runs.status import moment
 
 NOW = 1_800_000_000.0
 AUTOMATIC = {"on": ["slow_rank", "slow_communication"], "cooldownSeconds": 600, "perDay": 3, "concurrent": 2}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rankscope.operator.kube.admitting import Admission
-from rankscope.operator.kube.capture_admitting import REQUESTED_BY
+from rankscope.operator.kube.webhooks.admitting import Admission
+from rankscope.operator.kube.webhooks.capture_admitting import REQUESTED_BY
 
 CAPTURE = {"run": "llama", "steps": 3}
 

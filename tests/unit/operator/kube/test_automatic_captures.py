@@ -11,14 +11,14 @@ from rankscope.analysis.verdict import Kind, Severity, Verdict
 from rankscope.operator.alerts.choosing import RefusedError, Wanted
 from rankscope.operator.alerts.deciding import FailedError
 from rankscope.operator.correlation.correlator import JobState
-from rankscope.operator.kube import automatic_making
-from rankscope.operator.kube.alert_captures import AlertCaptures
 from rankscope.operator.kube.api import ApiError, ConflictError, UnreachableError
-from rankscope.operator.kube.automatic_captures import chosen_ranks
-from rankscope.operator.kube.automatic_making import AutomaticCaptures
-from rankscope.operator.kube.capture_objects import CaptureObject, read_capture_object
-from rankscope.operator.kube.policy_objects import PolicyObject
-from rankscope.operator.kube.run_status import moment
+from rankscope.operator.kube.captures import automatic_making
+from rankscope.operator.kube.captures.alerts import AlertCaptures
+from rankscope.operator.kube.captures.automatic import chosen_ranks
+from rankscope.operator.kube.captures.automatic_making import AutomaticCaptures
+from rankscope.operator.kube.captures.objects import CaptureObject, read_capture_object
+from rankscope.operator.kube.policies.objects import PolicyObject
+from rankscope.operator.kube.runs.status import moment
 from tests.unit.operator.kube.policy_makers import AUTOMATIC, NOW, capture, policy, run_object
 from tests.unit.operator.test_exporting import HEALTHY, SLOW, state
 

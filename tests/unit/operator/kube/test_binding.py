@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from rankscope.operator.correlation.wire_shapes import Message, read_said
-from rankscope.operator.kube.binding import WINDOW_BYTES_LIMIT, Binding, Heard
-from rankscope.operator.kube.inventory import Inventory
-from rankscope.operator.kube.naming_jobs import OWNED_SECONDS, SILENT_SECONDS
-from rankscope.operator.kube.pods import Owner, Pod
-from rankscope.operator.kube.speaking import RANKS_PER_NODE
+from rankscope.operator.kube.runs.binding import WINDOW_BYTES_LIMIT, Binding, Heard
+from rankscope.operator.kube.runs.inventory import Inventory
+from rankscope.operator.kube.runs.naming_jobs import OWNED_SECONDS, SILENT_SECONDS
+from rankscope.operator.kube.runs.pods import Owner, Pod
+from rankscope.operator.kube.runs.speaking import RANKS_PER_NODE
 from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 
 

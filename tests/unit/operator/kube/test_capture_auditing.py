@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 
 from rankscope.analysis.audit_lines import AuditRecord
-from rankscope.operator.kube.capture_asking import DaemonAsking
-from rankscope.operator.kube.capture_auditing import CaptureAudit
-from rankscope.operator.kube.capture_calls import DaemonCalls
-from rankscope.operator.kube.capture_objects import CaptureObject, read_capture_object
-from rankscope.operator.kube.captures import CapturesController
+from rankscope.operator.kube.captures.asking import DaemonAsking
+from rankscope.operator.kube.captures.auditing import CaptureAudit
+from rankscope.operator.kube.captures.calls import DaemonCalls
+from rankscope.operator.kube.captures.controlling import CapturesController
+from rankscope.operator.kube.captures.objects import CaptureObject, read_capture_object
 from rankscope.operator.kube.electing import ShardLeases
 from rankscope.operator.kube.resources import CaptureStatus
 from rankscope.v1 import capture_service_pb2 as pb

@@ -4,8 +4,8 @@ from datetime import datetime, timezone
 from typing import Any, cast
 
 from rankscope.operator.kube.api import Api
-from rankscope.operator.kube.certificate_keeping import SecretKeeper
-from rankscope.operator.kube.certificates import Lifetimes
+from rankscope.operator.kube.certificates.keeping import SecretKeeper
+from rankscope.operator.kube.certificates.making import Lifetimes
 from tests.unit.operator.kube.test_fleet_certificates import Secrets
 
 NAME = "rankscope-webhook"

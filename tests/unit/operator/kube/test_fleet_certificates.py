@@ -10,7 +10,9 @@ from typing import Any, cast
 import pytest
 
 from rankscope.operator.kube.api import Api, ApiError, ConflictError, MissingError
-from rankscope.operator.kube.certificate_issuing import (
+from rankscope.operator.kube.certificates.fleet import roles
+from rankscope.operator.kube.certificates.fleet_keeping import OURS, FleetCertificates, FleetCertificateSettings
+from rankscope.operator.kube.certificates.issuing import (
     Use,
     authorities,
     expires,
@@ -20,9 +22,7 @@ from rankscope.operator.kube.certificate_issuing import (
     names_of,
     signed,
 )
-from rankscope.operator.kube.certificates import Lifetimes
-from rankscope.operator.kube.fleet_certificate_keeping import OURS, FleetCertificates, FleetCertificateSettings
-from rankscope.operator.kube.fleet_certificates import roles
+from rankscope.operator.kube.certificates.making import Lifetimes
 
 BEGIN = datetime(2026, 6, 1, tzinfo=timezone.utc)
 LIFETIMES = Lifetimes(authority_seconds=300 * 86400, serving_seconds=30 * 86400)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.operator.kube.init_container import FOLDER, NOBODY, VOLUME
-from rankscope.operator.kube.injecting import (
+from rankscope.operator.kube.webhooks.init_container import FOLDER, NOBODY, VOLUME
+from rankscope.operator.kube.webhooks.injecting import (
     CONTAINERS,
     GIVEN_PYTHONPATH,
     IMAGE_PYTHONPATH,

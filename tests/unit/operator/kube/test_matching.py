@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from rankscope.analysis.policy import DEFAULT_POLICY
-from rankscope.operator.kube.annotating import MFU_TARGET
-from rankscope.operator.kube.matching import match, mfu_target_of, selects, thresholds
-from rankscope.operator.kube.policy_status import policy_status
+from rankscope.operator.kube.policies.matching import match, mfu_target_of, selects, thresholds
+from rankscope.operator.kube.policies.status import policy_status
+from rankscope.operator.kube.runs.annotating import MFU_TARGET
 from tests.unit.operator.kube.policy_makers import NOW, pod, policy, run
 
 

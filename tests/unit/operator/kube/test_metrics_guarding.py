@@ -7,7 +7,7 @@ import pytest
 
 from rankscope.operator.kube.api import Api, UnreachableError
 from rankscope.operator.kube.metrics_guarding import MetricsGuard
-from rankscope.operator.kube.reviewing import Reviews
+from rankscope.operator.kube.people.reviewing import Reviews
 
 
 class Cluster:

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from rankscope.operator.kube.api import ApiError
-from rankscope.operator.kube.people_limiting import Allowance
+from rankscope.operator.kube.people.limiting import Allowance
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.unit.operator.kube.people_cluster import RUN, START, Cluster, begun, every_call, refusal
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rankscope.operator.kube.crds import KINDS, definition
-from rankscope.operator.kube.people_asking import (
+from rankscope.operator.kube.people.asking import (
     Place,
     capture_name,
     one_line,
@@ -20,7 +20,7 @@ from rankscope.operator.kube.people_asking import (
     places_to_list,
     spec_document,
 )
-from rankscope.operator.kube.people_guarding import RefusedError
+from rankscope.operator.kube.people.guarding import RefusedError
 from rankscope.v1 import capture_service_pb2 as pb
 
 NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")

@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rankscope.operator.kube import people_serving
-from rankscope.operator.kube.people_serving import PeopleServer, PeopleSettings
+from rankscope.operator.kube.people import serving as people_serving
+from rankscope.operator.kube.people.serving import PeopleServer, PeopleSettings
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 from rankscope.wire.following_tls import Read, TlsMaterial, files

@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import pytest
 
-from rankscope.operator.kube import reviewing
 from rankscope.operator.kube.api import Api, ApiError, UnreachableError
-from rankscope.operator.kube.reviewing import Access, Caller, NoAnswerError, PathAccess, Reviews
+from rankscope.operator.kube.people import reviewing
+from rankscope.operator.kube.people.reviewing import Access, Caller, NoAnswerError, PathAccess, Reviews
 
 ADA = {"username": "ada", "uid": "u-1", "groups": ["team"], "extra": {"scopes": ["a", "b"]}}
 TOKEN = "eyJhbGciOiJSUzI1NiJ9.e30.c2ln"

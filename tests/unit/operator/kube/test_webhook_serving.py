@@ -12,9 +12,9 @@ from datetime import datetime, timezone
 
 import pytest
 
-from rankscope.operator.kube import webhook_serving
-from rankscope.operator.kube.certificates import Certificates, Lifetimes, renewed
-from rankscope.operator.kube.webhook_serving import BODY_BYTES_LIMIT, WebhookServer
+from rankscope.operator.kube.certificates.making import Certificates, Lifetimes, renewed
+from rankscope.operator.kube.webhooks import serving as webhook_serving
+from rankscope.operator.kube.webhooks.serving import BODY_BYTES_LIMIT, WebhookServer
 
 
 def certificates() -> Certificates:

@@ -1,0 +1,1 @@
+"""Behind `capture` and `captures`: asking, following, fetching, and saying how it went."""

@@ -1,0 +1,1 @@
+"""Behind `analyze trace`: files of ranks in, findings, tables and a page out."""

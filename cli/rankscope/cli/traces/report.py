@@ -1,0 +1,126 @@
+"""The whole report on some traces, as one object: what `--json` prints, and what table and page are made of.
+
+Field names are the keys of the JSON output; docs/analyze-trace.md describes each, and a test holds the two together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rankscope.analysis.traces.diagnosis.diagnosing import diagnose
+from rankscope.analysis.traces.diagnosis.evidence import Finding
+from rankscope.analysis.traces.summaries.records import RankSummary
+from rankscope.cli.traces.reducing import SURPRISES, Reduced, ReducedFiles
+
+if TYPE_CHECKING:
+    from rankscope.analysis.traces.joins.aligning import ClockShift
+    from rankscope.analysis.traces.joins.joining import GroupWaits, Join, RankWaits
+
+SCHEMA_VERSION = 1
+
+
+class BrokenReport(msgspec.Struct, frozen=True):
+    file: str
+    reason: str
+
+
+class JoinReport(msgspec.Struct, frozen=True):
+    clock_residual_us: float | None
+    collectives_matched: int
+    close_arrivals: int
+    last_arrivals: Mapping[int, int]
+    verdict: str
+    culprits: tuple[int, ...]
+    stage: int | None
+    impact_ratio: float | None
+    confidence: str
+    reason: str
+    world_size: int
+    clock_offsets_us: Mapping[int, float]
+    waits: Mapping[int, RankWaits]
+    groups: tuple[GroupWaits, ...]
+    notes: tuple[str, ...]
+
+
+class Report(msgspec.Struct, frozen=True):
+    schema_version: int
+    bound: str
+    sentence: str
+    shares: dict[str, float]
+    findings: tuple[Finding, ...]
+    join: JoinReport | None
+    ranks: tuple[RankSummary, ...]
+    broken: tuple[BrokenReport, ...]
+    notes: tuple[str, ...]
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    report: Report
+    shifts: Mapping[int, ClockShift]  # onto a common clock
+
+
+def make_report(files: ReducedFiles, stage_of: Mapping[int, int] | None = None) -> Outcome:
+    notes: tuple[str, ...] = ()
+    try:
+        joined = _join(files.ranks, stage_of)
+    except SURPRISES as error:
+        # What is known of each rank is worth having even where the ranks together are too odd.
+        joined = None
+        notes = (f"ranks cannot be compared ({type(error).__name__}: {error}); please report these traces",)
+    summaries = tuple(one.summary for one in files.ranks)
+    diagnosis = diagnose(summaries, joined)
+    report = Report(
+        schema_version=SCHEMA_VERSION,
+        bound=diagnosis.bound,
+        sentence=diagnosis.sentence,
+        shares=diagnosis.shares,
+        findings=diagnosis.findings,
+        join=_join_report(joined) if joined else None,
+        ranks=summaries,
+        broken=tuple(BrokenReport(str(one.path), one.reason) for one in files.broken),
+        notes=notes,
+    )
+    return Outcome(report, joined.clocks.shifts if joined else {})
+
+
+def to_json(report: Report) -> bytes:
+    """One object. What is not a number is null: JSON has no NaN."""
+    return msgspec.json.encode(report)
+
+
+def _join(ranks: Sequence[Reduced], stage_of: Mapping[int, int] | None) -> Join | None:
+    """None for one rank: there is nobody to compare it with."""
+    known = {one.summary.rank: one for one in ranks if one.summary.rank is not None}
+    if len(known) < 2:
+        return None
+    # Half of the analysis is only needed here, and a command on one rank should not wait for its import.
+    from rankscope.analysis.traces.joins.joining import join_traces
+
+    return join_traces(
+        {rank: one.trace for rank, one in known.items()},
+        {rank: one.collectives for rank, one in known.items()},
+        breakdowns={rank: one.breakdown for rank, one in known.items()},
+        stage_of=stage_of,
+    )
+
+
+def _join_report(join: Join) -> JoinReport:
+    return JoinReport(
+        clock_residual_us=join.clock_residual_us,
+        collectives_matched=join.collectives_matched,
+        close_arrivals=join.close_arrivals,
+        last_arrivals=join.last_arrivals,
+        verdict=join.verdict.value,
+        culprits=join.culprits,
+        stage=join.stage,
+        impact_ratio=join.impact_ratio,
+        confidence=join.confidence.value,
+        reason=join.reason,
+        world_size=join.world_size,
+        clock_offsets_us={rank: shift.offset_ns / 1000 for rank, shift in join.clocks.shifts.items()},
+        waits=join.waits,
+        groups=join.groups,
+        notes=join.notes,
+    )

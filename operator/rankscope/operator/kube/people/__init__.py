@@ -1,0 +1,1 @@
+"""The API for people: gRPC with a Kubernetes token, and RBAC on captures for what they may do."""
