@@ -21,7 +21,7 @@ from tests.fuzz.targets import without_kubernetes
 
 without_kubernetes()
 
-from rankscope.operator.kube import people_asking  # noqa: E402 - the stand-in comes first
+from rankscope.operator.kube.people import asking as people_asking  # noqa: E402 - the stand-in comes first
 from rankscope.operator.kube.people.guarding import RefusedError  # noqa: E402
 from rankscope.operator.kube.resources import CaptureSpec  # noqa: E402
 

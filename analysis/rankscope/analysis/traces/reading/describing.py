@@ -17,6 +17,8 @@ from rankscope.analysis.traces.reading.refusing import Repairs
 # Of all groups together: two numbers in an event make a group of a million, and a trace has many events.
 MEMBERS_LIMIT = 1 << 21
 RANK_LIMIT = 1 << 40
+# In the year 2116, and what is added to it still fits 64 bits.
+FURTHEST_NS = 1 << 62
 _UNKNOWN_BACKENDS = ("", "undefined", "unknown", "none")
 
 
@@ -97,8 +99,8 @@ def base_time_ns(description: Description, repairs: Repairs) -> int:
     if description.base_time is None:
         return 0
     number = whole(description.base_time)
-    if number is None:
-        repairs.note("baseTimeNanoseconds is no number: times are relative")
+    if number is None or abs(number) > FURTHEST_NS:
+        repairs.note("baseTimeNanoseconds is no time: times are relative")
         return 0
     return number
 
