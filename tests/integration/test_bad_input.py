@@ -199,7 +199,7 @@ echo "Permission Denied: Try running again with elevated permissions" >&2; exit 
 # Everything is loaded before the change of user, who may not be let into this checkout.
 DAEMON_AS_NOBODY = """
 import ctypes, os, sys
-import rankscope.cli.daemon, rankscope.daemon.loop, rankscope.daemon.discovery
+import rankscope.cli.audit_logging, rankscope.cli.daemon, rankscope.daemon.loop, rankscope.daemon.discovery
 import rankscope.daemon.collectors.process, rankscope.daemon.collectors.stacks, rankscope.daemon.collectors.steps
 from rankscope.cli.main import main
 if os.getuid() == 0:
