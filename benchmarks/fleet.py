@@ -23,9 +23,9 @@ from benchmarks.fleet_layout import FleetLayout, node_name
 from benchmarks.reporting import Row, between, machine, table, write_json
 from benchmarks.running import BenchmarkError
 
-DAEMONS = 500
+DAEMONS = 2000
 RANKS_PER_NODE = 8
-SECONDS = 60.0
+SECONDS = 300.0
 # Verdicts need some windows, and the first ones meet a core that is still connecting.
 SETTLING_SECONDS = 20.0
 SERVER_PROCESSES = max(4, (os.cpu_count() or 1) // 2)
