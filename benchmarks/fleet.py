@@ -1,7 +1,6 @@
 """A simulated fleet against the operator's core: real gRPC streams from every daemon, windows every two seconds.
 
-`python -m benchmarks.fleet --daemons 2000 --seconds 300` is the whole of it; `make bench` has a smaller one. It needs
-grpcio, protobuf, msgspec, numpy and prometheus-client, and no Kubernetes."""
+It needs grpcio, protobuf, msgspec, numpy and prometheus-client, and no Kubernetes."""
 
 from __future__ import annotations
 
