@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.kube.api_server import ApiServer, free_port
+from tests.namespaces import missing_for_nodes
 
 DAEMON_LABELS = {"app.kubernetes.io/name": "rankscope", "app.kubernetes.io/component": "daemon"}
 OPERATOR_NAMESPACE = "rankscope"
@@ -41,6 +44,8 @@ class Node:
     _daemon: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        if (missing := missing_for_nodes()) is not None:
+            pytest.skip(missing)
         self.folder.mkdir(parents=True, exist_ok=True)
         # The first process of the namespace; everything here ends with it.
         self._keeper = subprocess.Popen(
