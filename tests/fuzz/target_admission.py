@@ -8,15 +8,12 @@ from typing import Any
 
 import msgspec
 
+from rankscope.operator.kube.webhooks.admitting import INJECT_PATH, STAMP_PATH, VALIDATE_PATH, Admission
+from rankscope.operator.kube.webhooks.http_requests import BadRequestError, read_head
 from tests.fuzz.checking import silence
 from tests.fuzz.json_mutating import JsonMutator
 from tests.fuzz.mutating import Mutator
-from tests.fuzz.targets import recorded, without_kubernetes
-
-without_kubernetes()
-
-from rankscope.operator.kube.webhooks.admitting import INJECT_PATH, STAMP_PATH, VALIDATE_PATH, Admission  # noqa: E402
-from rankscope.operator.kube.webhooks.http_requests import BadRequestError, read_head  # noqa: E402
+from tests.fuzz.targets import recorded
 
 SEEDS = recorded("admission")
 TOKENS = [b"POST /inject HTTP/1.1\r\n", b"Content-Length: ", b"\r\n\r\n", b"Transfer-Encoding: chunked", b"\r\n", b": "]

@@ -9,24 +9,21 @@ from typing import Any
 
 import msgspec
 
+from rankscope.analysis.policy import DEFAULT_POLICY
+from rankscope.operator.kube.captures.objects import read_capture_object
+from rankscope.operator.kube.policies.matching import match, mfu_target_of, thresholds
+from rankscope.operator.kube.policies.objects import read_policy_object
+from rankscope.operator.kube.resources import TrainingRunStatus
+from rankscope.operator.kube.runs.annotating import read_wishes
+from rankscope.operator.kube.runs.daemon_pods import DaemonPods, read_daemon_pod
+from rankscope.operator.kube.runs.grouping import NAME_CHARACTERS, run_of
+from rankscope.operator.kube.runs.inventory import Inventory
+from rankscope.operator.kube.runs.pods import LABELS_KEPT, TEXT_CHARACTERS, read_pod
+from rankscope.operator.kube.runs.status import run_status
 from tests.fuzz.checking import check_number
 from tests.fuzz.json_mutating import JsonMutator
 from tests.fuzz.mutating import Mutator
-from tests.fuzz.targets import recorded, without_kubernetes
-
-without_kubernetes()
-
-from rankscope.analysis.policy import DEFAULT_POLICY  # noqa: E402 - the stand-in comes first
-from rankscope.operator.kube.captures.objects import read_capture_object  # noqa: E402
-from rankscope.operator.kube.policies.matching import match, mfu_target_of, thresholds  # noqa: E402
-from rankscope.operator.kube.policies.objects import read_policy_object  # noqa: E402
-from rankscope.operator.kube.resources import TrainingRunStatus  # noqa: E402
-from rankscope.operator.kube.runs.annotating import read_wishes  # noqa: E402
-from rankscope.operator.kube.runs.daemon_pods import DaemonPods, read_daemon_pod  # noqa: E402
-from rankscope.operator.kube.runs.grouping import NAME_CHARACTERS, run_of  # noqa: E402
-from rankscope.operator.kube.runs.inventory import Inventory  # noqa: E402
-from rankscope.operator.kube.runs.pods import LABELS_KEPT, TEXT_CHARACTERS, read_pod  # noqa: E402
-from rankscope.operator.kube.runs.status import run_status  # noqa: E402
+from tests.fuzz.targets import recorded
 
 SEEDS = recorded("objects")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")

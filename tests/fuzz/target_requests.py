@@ -12,18 +12,14 @@ from rankscope.analysis.choosing_ranks import ChoiceError, Suspected, choose_ran
 from rankscope.daemon.captures import asking
 from rankscope.daemon.captures.orders import CaptureError
 from rankscope.daemon.policies.holding import RUNS_LIMIT, BadPolicyError, PolicyBoard
+from rankscope.operator.kube.people import asking as people_asking
+from rankscope.operator.kube.people.guarding import RefusedError
+from rankscope.operator.kube.resources import CaptureSpec
 from rankscope.v1.capture_service_pb2 import StartCaptureRequest
 from rankscope.v1.policy_service_pb2 import ApplyPoliciesRequest
 from tests.fuzz.checking import check_number, check_text, silence
 from tests.fuzz.message_mutating import MessageMutator
 from tests.fuzz.mutating import Mutator
-from tests.fuzz.targets import without_kubernetes
-
-without_kubernetes()
-
-from rankscope.operator.kube.people import asking as people_asking  # noqa: E402 - the stand-in comes first
-from rankscope.operator.kube.people.guarding import RefusedError  # noqa: E402
-from rankscope.operator.kube.resources import CaptureSpec  # noqa: E402
 
 _NOW = 1_790_000_000.0
 _START = StartCaptureRequest(

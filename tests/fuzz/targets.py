@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Protocol
 
 from tests.fuzz.mutating import SIZE_LIMIT, Mutator
@@ -63,14 +61,3 @@ def recorded(name: str) -> list[bytes]:
 def regressions(name: str) -> list[bytes]:
     """Inputs that once broke something, or reach far."""
     return [path.read_bytes() for path in sorted((REGRESSIONS / name).glob("*"))]
-
-
-def without_kubernetes() -> None:
-    """The readers of objects share a module with the client of the API server, which they do not call: where the
-    packages of that are missing, empty ones are as good."""
-    for name, parts in (("kubernetes", ("client", "config")), ("urllib3", ())):
-        if name in sys.modules or importlib.util.find_spec(name) is not None:
-            continue
-        package = sys.modules[name] = ModuleType(name)
-        for part in parts:
-            setattr(package, part, ModuleType(f"{name}.{part}"))

@@ -45,7 +45,7 @@ class Node:
 
     def start(self) -> None:
         if (missing := missing_for_nodes()) is not None:
-            pytest.skip(missing)
+            pytest.fail(missing)
         self.folder.mkdir(parents=True, exist_ok=True)
         # The first process of the namespace; everything here ends with it.
         self._keeper = subprocess.Popen(

@@ -21,7 +21,6 @@ import yaml
 
 from tests.kube.api_server import ApiServer, User
 from tests.kube.fleet import make_pod
-from tests.namespaces import missing_for_nodes
 from tests.ship import cluster
 from tests.ship.combinations import COMBINATIONS
 from tests.ship.helm import CHART, Helm
@@ -36,10 +35,7 @@ WEBHOOKS = "/apis/admissionregistration.k8s.io/v1"
 Document = dict[str, Any]
 
 # Many calls of helm, each by an emulator.
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(missing_for_nodes() is not None, reason=str(missing_for_nodes())),
-]
+pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from rankscope.v1.window_pb2 import RankWindow, StackSummary
 
 def held(rank: int, **fields: object) -> HeldWindow:
     identity = RankIdentity(job="said", rank=rank, world_size=4)
-    return hold(RankWindow(identity=identity, end_unix_nanos=9, **fields))  # type: ignore[arg-type]
+    return hold(RankWindow(identity=identity, end_unix_nanos=9, **fields))
 
 
 def renamed(window: HeldWindow, message_bytes: bytes | None = None) -> HeldWindow:

@@ -327,7 +327,8 @@ def test_of_two_that_believe_to_lead_one_signs_and_both_show_the_same() -> None:
     second.round()
     first.round()
     first.check()
-    assert first.kept.operator == second.kept.operator != None  # noqa: E711 - neither is None
+    assert first.kept.operator is not None
+    assert first.kept.operator == second.kept.operator
 
 
 def test_a_follower_writes_nothing_and_shows_what_the_leader_made() -> None:
