@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import warnings
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -305,3 +306,50 @@ def test_every_key_of_the_json_is_documented_and_every_documented_key_exists(
 def test_help_teaches_with_an_example(capfd: pytest.CaptureFixture[str]) -> None:
     code, out, _ = _run(capfd, "--help")
     assert code == 0 and "rankscope analyze trace traces/ --html report.html" in out
+
+
+def test_a_last_step_that_the_recording_cut_counts_in_the_totals_and_is_noted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    content = _rank_trace(0, 1)
+    # The recording ended while the device was at the third step: its second kernel and all later ones are missing.
+    last_kernel = [event for event in content["traceEvents"] if event["cat"] == "kernel"][4]
+    content["traceEvents"] = [
+        event for event in content["traceEvents"] if event["cat"] != "kernel" or event["ts"] <= last_kernel["ts"]
+    ]
+    path = tmp_path / "rank-0.json"
+    path.write_text(json.dumps(content))
+    report = _json(capfd, path)
+    (rank,) = report["ranks"]
+    assert [step["whole"] for step in rank["steps"]] == [True, True, False, False, False]
+    assert rank["compute_us"] == pytest.approx(sum(step["compute_us"] for step in rank["steps"]))
+    assert rank["span_us"] == pytest.approx(last_kernel["ts"] + last_kernel["dur"] - 1010)
+    (note,) = report["notes"]
+    assert "the last 3 steps (0 %" in note and "counted in the totals, not in step times" in note
+    code, out, err = _run(capfd, path)
+    assert (code, err) == (0, "")
+    assert "5 steps (2 whole)" in out and "note: rank 0: the recording ended before" in " ".join(out.split())
+    typical_us = sum(step["duration_us"] for step in rank["steps"][:2]) / 2
+    assert f"   0  {typical_us / 1000:.2f} ms" in out
+
+
+@pytest.mark.parametrize("kind", ["empty kernels", "missing steps", "empty steps", "missing kernels"])
+def test_no_warning_of_numpy_reaches_a_user(tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str) -> None:
+    for rank in range(4):
+        content = _rank_trace(rank, 4)
+        kept = []
+        for number, event in enumerate(content["traceEvents"]):
+            is_kernel, is_step = event["cat"] == "kernel", event["name"].startswith("ProfilerStep")
+            if kind == "missing steps" and is_step and rank == 3 and event["name"][-1] in "1234":
+                continue
+            if kind == "missing kernels" and is_kernel and rank >= 2 and number > 12:
+                continue
+            if (kind == "empty kernels" and is_kernel) or (kind == "empty steps" and is_step and number % 2):
+                event = {**event, "dur": 0}
+            kept.append(event)
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps({**content, "traceEvents": kept}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for more in ([], ["--parallelism", "pp=2,dp=2,tp=1"], ["--html", tmp_path / "page.html"]):
+            code, _, err = _run(capfd, *sorted(tmp_path.glob("*.json")), *more)
+            assert code == 0 and "report" not in err.replace("wrote", "")

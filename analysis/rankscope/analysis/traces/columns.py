@@ -27,6 +27,7 @@ class Category(IntEnum):
     GPU_ANNOTATION = 9
     PYTHON = 10
     OVERHEAD = 11
+    DEVICE_EVENT = 12  # while a file is read only: on a device, of a kind that its name tells
 
 
 @dataclass(frozen=True)

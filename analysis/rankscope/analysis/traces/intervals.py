@@ -21,8 +21,7 @@ def union(start: Ints, end: Ints) -> Intervals:
 
 
 def merge(start: Ints, end: Ints) -> Intervals:
-    """Like `union`, but what stands alone stays even when it is empty, or ends before it starts: rounding to whole
-    microseconds leaves such kernels."""
+    """Like `union`, but what stands alone stays even when it is empty."""
     if len(start) == 0:
         return NOTHING
     order = np.argsort(start, kind="stable")

@@ -10,33 +10,35 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope.analysis.robust import Bools
-from rankscope.analysis.traces.columns import ABSENT, Category, Trace
+from rankscope.analysis.traces.columns import Category, Trace
 
 
 class Kind(IntEnum):
     NONE = 0  # neither work of a device nor communication on the host
-    COMPUTE = 1
+    COMPUTE = 1  # with memory sets: torch fills a tensor by a kernel or by a set, as it happens
     COMMUNICATION = 2
-    MEMORY = 3
+    MEMORY = 3  # copies
 
 
 Kinds = npt.NDArray[np.int8]
 
-# NCCL, and RCCL which kept its names (ncclKernel_…, ncclDevKernel_…); what writes into its peers' memory by itself.
-_NCCL = re.compile(r"nccl.*Kernel")
+# NCCL, and RCCL which kept its names (ncclKernel_…, ncclDevKernel_…); what writes into its peers' memory by itself;
+# MTIA's collectives.
 _COMMUNICATION = re.compile(
-    r"nccl.*Kernel|.*\b(rccl|mscclpp?|nvshmem|rocshmem|deep_ep|c10d::|symm_mem)"
-    r"|.*\b(one|two)_shot_(all_reduce|allreduce)|.*multimem_(one_shot_)?all_(reduce|gather)|.*\bcross_device_reduce",
+    r"nccl.*Kernel|.*\b(nccl\w*Kernel|rccl|mscclpp?|nvshmem|rocshmem|deep_ep|c10d::|symm_mem)"
+    r"|.*\b(one|two)_shot_(all_reduce|allreduce)|.*multimem_(one_shot_)?all_(reduce|gather)|.*\bcross_device_reduce"
+    r"|hccl|collective_subgraph_execution",
     re.DOTALL,
 )
+# ROCm before 7.2 shows copies as kernels of its runtime.
+_COPY = re.compile(r"__amd_rocclr_copy|MEMORY_COPY_")
 # Host-side work of backends that do the transfer themselves; with NCCL the host only enqueues.
 _HOST_COMMUNICATION = re.compile(r"(gloo|mpi|ucc):")
-_HTA_MEMORY = re.compile(r"Memcpy|Memset|dma")
-_HTA_NOT_COMPUTE = re.compile(r"nccl.*Kernel|.*Memcpy|Memset|.*Sync")
 _TENSOR_CORE = re.compile(
     r"hmma|(?<![a-z])imma|wgmma|utcmma|tcgen05|mfma|wmma|s16816|s1688|s884|h884|h1688|h16816|i16832|i8816|xmma_gemm|xmma_fprop"
     r"|xmma_dgrad|xmma_wgrad|nvjet|tensorop|gmma|sm(90|100|103|120)_xmma|flash_?(fwd|bwd|attn|attention)"
-    r"|fmha|attn_fwd|attn_bwd|_attn_fwd|Cijk_\w*(MI|MFMA)|cudnn_generated_fort_native_sdpa|deep_gemm|fp8_gemm|marlin",
+    r"|fmha|attn_fwd|attn_bwd|_attn_fwd|Cijk_\w*(MI|MFMA)|cudnn_generated_fort_native_sdpa|deep_gemm|fp8_gemm|marlin"
+    r"|(?<![a-z])bmm_\w*(E4m3|E5m2|E2m1|Bfloat16|Fp16)\w*_t\d+x\d+",
     re.IGNORECASE,
 )
 
@@ -45,10 +47,12 @@ def classify(trace: Trace) -> Kinds:
     """Kind of each row. Annotations on the device and synchronisation are NONE, as is everything on the host but the
     communication of gloo and its like."""
     kinds = np.full(len(trace), Kind.NONE, dtype=np.int8)
-    kinds[trace.of(Category.MEMCPY, Category.MEMSET)] = Kind.MEMORY
+    kinds[trace.of(Category.MEMSET)] = Kind.COMPUTE
+    kinds[trace.of(Category.MEMCPY)] = Kind.MEMORY
+    of_name = np.where(names_like(trace, _COPY), Kind.MEMORY, Kind.COMPUTE).astype(np.int8)
+    of_name[names_like(trace, _COMMUNICATION)] = Kind.COMMUNICATION
     kernels = trace.of(Category.KERNEL)
-    communication = names_like(trace, _COMMUNICATION)[trace.name]
-    kinds[kernels] = np.where(communication[kernels], Kind.COMMUNICATION, Kind.COMPUTE)
+    kinds[kernels] = of_name[trace.name[kernels]]
     kinds[host_communication(trace)] = Kind.COMMUNICATION
     return kinds
 
@@ -74,15 +78,3 @@ def _names_like(names: tuple[str, ...], pattern: re.Pattern[str], anywhere: bool
     found = np.fromiter((matches(name) is not None for name in names), dtype=bool, count=len(names))
     found.flags.writeable = False
     return found
-
-
-def hta_kinds(trace: Trace) -> Kinds:
-    """Kinds as Holistic Trace Analysis tells them, for the numbers that follow it: everything with a stream is work,
-    whatever its category, and what is not NCCL, a copy or a `…Sync` is computation (a `Stream Wait Event` too)."""
-    communication = names_like(trace, _NCCL)
-    memory = names_like(trace, _HTA_MEMORY)
-    compute = ~names_like(trace, _HTA_NOT_COMPUTE)
-    by_name = np.select(
-        (communication, memory, compute), (Kind.COMMUNICATION, Kind.MEMORY, Kind.COMPUTE), default=Kind.NONE
-    ).astype(np.int8)
-    return np.where(trace.stream != ABSENT, by_name[trace.name], np.int8(Kind.NONE))

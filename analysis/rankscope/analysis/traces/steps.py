@@ -12,6 +12,8 @@ from rankscope.analysis.traces.columns import ABSENT, Category, Trace
 from rankscope.analysis.traces.intervals import merge
 from rankscope.analysis.traces.kernels import names_like
 
+# An annotation that Rankscope puts where it cut a recording at the border of a step.
+CUT_AT_A_STEP = "rankscope: the steps asked for begin here"
 _PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,18})")
 _OPTIMIZER_STEP = re.compile(r"Optimizer\.step#")
 _BACKWARD = re.compile(r"autograd::engine::evaluate_function")
@@ -27,6 +29,9 @@ class Steps:
     start_ns: Ints
     end_ns: Ints
     source: str  # ProfilerStep, Optimizer.step, or empty where the trace shows no steps
+    # Whether the trace holds the first step from its beginning. Without the profiler's own marks it begins where the
+    # recording does, somewhere in a step.
+    first_is_whole: bool
 
     def __len__(self) -> int:
         return len(self.number)
@@ -40,7 +45,7 @@ class Steps:
         return np.where(inside, position, NO_STEP)
 
 
-NO_STEPS = Steps(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), "")
+NO_STEPS = Steps(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), "", True)
 
 
 def find_steps(trace: Trace) -> Steps:
@@ -50,6 +55,11 @@ def find_steps(trace: Trace) -> Steps:
         return _profiler_steps(trace, np.flatnonzero(marked))
     optimizers = on_host & names_like(trace, _OPTIMIZER_STEP)[trace.name]
     return _optimizer_steps(trace, np.flatnonzero(optimizers)) if optimizers.any() else NO_STEPS
+
+
+def first_whole(steps: Steps) -> int:
+    """Position of the first step that the trace holds from its beginning."""
+    return 0 if steps.first_is_whole else 1
 
 
 def launch_rows(trace: Trace) -> Ints:
@@ -94,7 +104,7 @@ def _profiler_steps(trace: Trace, rows: Ints) -> Steps:
     order = np.argsort(first, kind="stable")
     number, first, last = number[order], first[order], last[order]
     last[:-1] = np.minimum(last[:-1], first[1:])
-    return Steps(number, first, last, "ProfilerStep")
+    return Steps(number, first, last, "ProfilerStep", True)
 
 
 def _number(name: str) -> str:
@@ -113,7 +123,7 @@ def _optimizer_steps(trace: Trace, rows: Ints) -> Steps:
     host = ~trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.SYNC, Category.GPU_ANNOTATION)
     begin = int(trace.start_ns[host & ~trace.of(Category.OVERHEAD, Category.OTHER)].min())
     starts = np.concatenate(([begin], end[:-1]))
-    return Steps(np.arange(len(end)), starts, end, "Optimizer.step")
+    return Steps(np.arange(len(end)), starts, end, "Optimizer.step", CUT_AT_A_STEP in trace.names)
 
 
 def _lasts_of_steps(start: Ints, end: Ints, backward: Ints, names: Ints, named_at: Ints) -> Bools:

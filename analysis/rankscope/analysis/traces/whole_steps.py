@@ -10,10 +10,7 @@ import numpy as np
 from rankscope.analysis.robust import Ints
 from rankscope.analysis.traces.breakdowns.breakdown import Breakdown
 from rankscope.analysis.traces.columns import Trace
-from rankscope.analysis.traces.steps import Steps
-
-# Where a recording ends the device is behind the host: the last steps lack kernels that had not run yet.
-COMPLETE_RATIO = 0.98
+from rankscope.analysis.traces.steps import Steps, first_whole
 
 
 @dataclass(frozen=True)
@@ -42,22 +39,13 @@ class WholeSteps:
         return float(np.median(self.lasted_ns)) / 1e9 if len(self) else None
 
 
-def first_whole(steps: Steps) -> int:
-    """A recording begins somewhere in a step, which is not whole then; steps that the profiler marked are."""
-    return 0 if steps.source == "ProfilerStep" else 1
-
-
 def find_whole_steps(trace: Trace, steps: Steps, breakdown: Breakdown | None) -> WholeSteps:
     """Whole on the host, and with all of their work on the device."""
     first, last = first_whole(steps), len(steps)
     lasted = steps.end_ns - steps.start_ns
     if breakdown is not None and not breakdown.on_host:
         lasted = np.array([step.span_ns for step in breakdown.steps], dtype=np.int64)
-        ratios = [step.traced_launch_ratio for step in breakdown.steps]
-        # Against the best: some launches never show a kernel, in every step.
-        enough = COMPLETE_RATIO * max((ratio for ratio in ratios if ratio is not None), default=0.0)
-        while last > first and (ratio := ratios[last - 1]) is not None and ratio < enough:
-            last -= 1
+        last = first + sum(step.whole for step in breakdown.steps)
     part = slice(first, last)
     return WholeSteps(trace.base_ns, steps.start_ns[part], steps.end_ns[part], lasted[part])
 

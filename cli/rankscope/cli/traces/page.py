@@ -52,8 +52,6 @@ def _explain_parts(report: Report) -> str:
         "Each rank's span from its first kernel to its last, divided without overlap: what a colour shows is time in "
     )
     text += "which nothing of the colours before it ran. Communication here is what computation does not hide."
-    if any(rank.steps_in_totals < len(rank.steps) for rank in report.ranks):
-        text += " The last profiler step is left out, as Holistic Trace Analysis does."
     return text
 
 

@@ -62,7 +62,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 
 def median_step_us(rank: RankSummary) -> float | None:
-    return float(np.median([step.duration_us for step in rank.steps])) if rank.steps else None
+    return float(np.median(rank.step_times_us)) if rank.steps else None
 
 
 def _sentence(text: str) -> str:

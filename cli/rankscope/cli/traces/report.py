@@ -4,14 +4,16 @@ Field names are the keys of the JSON output; docs/analyze-trace.md describes eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from rankscope.analysis.drawing.quantities import count, quantity
 from rankscope.analysis.traces.diagnosis.diagnosing import diagnose
 from rankscope.analysis.traces.diagnosis.evidence import Finding
 from rankscope.analysis.traces.summaries.records import RankSummary
+from rankscope.analysis.wording import ranks as ranks_in_words
 from rankscope.cli.traces.reducing import SURPRISES, Reduced, ReducedFiles
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from rankscope.analysis.traces.joins.joining import GroupWaits, Join, RankWaits
 
 SCHEMA_VERSION = 1
+# Less than this part of a span outside of its steps is not worth a note.
+_OUTSIDE_RATIO = 0.01
 
 
 class BrokenReport(msgspec.Struct, frozen=True):
@@ -59,16 +63,17 @@ class Report(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, frozen=True):
     report: Report
     shifts: Mapping[int, ClockShift]  # onto a common clock
+    failure: str  # why ranks could not be compared; empty as a rule
 
 
 def make_report(files: ReducedFiles, stage_of: Mapping[int, int] | None = None) -> Outcome:
-    notes: tuple[str, ...] = ()
+    failure = ""
     try:
         joined = _join(files.ranks, stage_of)
     except SURPRISES as error:
         # What is known of each rank is worth having even where the ranks together are too odd.
         joined = None
-        notes = (f"ranks cannot be compared ({type(error).__name__}: {error}); please report these traces",)
+        failure = f"ranks cannot be compared ({type(error).__name__}: {error}); please report these traces"
     summaries = tuple(one.summary for one in files.ranks)
     diagnosis = diagnose(summaries, joined)
     report = Report(
@@ -80,9 +85,43 @@ def make_report(files: ReducedFiles, stage_of: Mapping[int, int] | None = None) 
         join=_join_report(joined) if joined else None,
         ranks=summaries,
         broken=tuple(BrokenReport(str(one.path), one.reason) for one in files.broken),
-        notes=notes,
+        notes=(*filter(None, [failure]), *step_notes(summaries)),
     )
-    return Outcome(report, joined.clocks.shifts if joined else {})
+    return Outcome(report, joined.clocks.shifts if joined else {}, failure)
+
+
+def step_notes(ranks: Sequence[RankSummary]) -> Iterator[str]:
+    """What the borders of the recordings cut, and where it counts."""
+    first = [rank for rank in ranks if rank.whole_steps and not rank.steps[0].whole]
+    last = [rank for rank in ranks if rank.whole_steps and not rank.steps[-1].whole]
+    cut = [rank for rank in ranks if rank.steps and not rank.whole_steps]
+    outside = [rank for rank in ranks if rank.outside_steps_us > _OUTSIDE_RATIO * rank.span_us]
+    if first:
+        yield f"{_traces(first)}: the first step began before the recording; counted in the totals, not in step times"
+    if last:
+        most = min(last, key=lambda rank: rank.steps[-1].traced_launch_ratio or 0.0)
+        steps = sum(not step.whole for step in most.steps) - (not most.steps[0].whole)
+        which = "step" if steps == 1 else f"{steps} steps"
+        traced = quantity(most.steps[-1].traced_launch_ratio, "ratio")
+        yield (
+            f"{_traces(last)}: the recording ended before the device had run all of the last {which} ({traced} of the "
+            "launches in the last one have their kernel in the trace); counted in the totals, not in step times"
+        )
+    if cut:
+        yield f"{_traces(cut)}: the recording holds no step as a whole; the step time is the host's"
+    if outside:
+        most = max(outside, key=lambda rank: rank.outside_steps_us)
+        yield (
+            f"{_traces(outside)}: {quantity(most.outside_steps_us, 'us')} of {quantity(most.span_us, 'us')} lie before "
+            "the first step or after the last; counted in the totals, not in steps"
+        )
+
+
+def _traces(ranks: Sequence[RankSummary]) -> str:
+    known = [rank.rank for rank in ranks if rank.rank is not None]
+    if len(known) == len(ranks):
+        return ranks_in_words(known)
+    return count(len(ranks), "trace")
 
 
 def to_json(report: Report) -> bytes:

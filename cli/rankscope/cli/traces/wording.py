@@ -33,6 +33,9 @@ def facts(report: Report) -> str:
     steps = sorted({len(rank.steps) for rank in report.ranks})
     words = [count(len(report.ranks), "rank")]
     words.append(count(steps[0], "step") if len(steps) == 1 else f"{steps[0]} to {steps[-1]} steps")
+    whole = sorted({len(rank.whole_steps) for rank in report.ranks})
+    if whole != steps:
+        words[-1] += f" ({whole[0]} whole)" if len(whole) == 1 else f" ({whole[0]} to {whole[-1]} whole)"
     devices = sorted({rank.device for rank in report.ranks if rank.device})
     if devices:
         words.append(devices[0] if len(devices) == 1 else f"{len(devices)} kinds of device")

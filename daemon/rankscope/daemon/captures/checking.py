@@ -13,8 +13,8 @@ from rankscope.analysis.traces.breakdowns.breakdown import break_down
 from rankscope.analysis.traces.columns import Category, Trace
 from rankscope.analysis.traces.cutting import Outline, outline
 from rankscope.analysis.traces.reading.reader import TraceError, read_trace
-from rankscope.analysis.traces.steps import find_steps
-from rankscope.analysis.traces.whole_steps import WholeSteps, find_whole_steps, first_whole
+from rankscope.analysis.traces.steps import find_steps, first_whole
+from rankscope.analysis.traces.whole_steps import WholeSteps, find_whole_steps
 from rankscope.daemon.captures.processing_records import RankJob
 
 BLOCK_BYTES: Final = 1 << 20

@@ -13,6 +13,7 @@ from rankscope.analysis.traces.breakdowns.breakdown import Breakdown, break_down
 from rankscope.analysis.traces.breakdowns.idleness import split_idle
 from rankscope.analysis.traces.columns import Category
 from rankscope.analysis.traces.reading.reader import read_trace
+from rankscope.analysis.traces.steps import CUT_AT_A_STEP
 from tests.unit.analysis.traces.building import Event, make_trace
 
 MARK, OPERATOR, CALL, KERNEL = Category.USER_ANNOTATION, Category.CPU_OP, Category.RUNTIME, Category.KERNEL
@@ -61,14 +62,14 @@ def test_parts_add_up_to_the_span_whatever_the_trace(some_events: list[Event], s
     trace = make_trace(events)
     found = break_down(trace)
     if found is None:
-        assert not any(category in (KERNEL, Category.MEMCPY, Category.SYNC) for _, category, *_ in some_events)
+        assert not any(category in (KERNEL, Category.MEMCPY) for _, category, *_ in some_events)
         return
     idle = split_idle(trace, found)
     for parts, reasons in ((found, idle), *zip(found.steps, idle.steps, strict=True)):
         assert parts.compute_ns + parts.non_compute_ns + parts.idle_ns == parts.span_ns
         assert parts.exposed_communication_ns + parts.overlapped_communication_ns == parts.communication_ns
         assert min(parts.span_ns, parts.non_compute_ns, parts.idle_ns, parts.overlapped_communication_ns) >= 0
-        named = ("host_bound", "input", "synchronisation", "communication", "other", "rounding")
+        named = ("host_bound", "input", "synchronisation", "communication", "other")
         lengths = [getattr(reasons, f"{name}_ns") for name in named]
         assert sum(lengths) == parts.idle_ns
         assert min(lengths) >= 0
@@ -96,32 +97,41 @@ def test_without_communication_there_is_no_overlap_to_speak_of() -> None:
     assert broken_down([("gemm", KERNEL, 0, 10)]).overlap_ratio is None
 
 
-def test_kernels_of_a_trace_in_nanoseconds_shrink_to_whole_microseconds_as_in_hta() -> None:
-    found = broken_down([("gemm", KERNEL, 0.2, 2.7), ("gemm", KERNEL, 10.4, 0.5), ("gemm", KERNEL, 20, 1.5)])
-    # 1–2, 11–10 which counts as minus one, 20–21.
-    assert (found.span_ns, found.compute_ns, found.idle_ns) == (20_000, 1_000, 19_000)
+def test_kernels_shorter_than_a_microsecond_count_with_what_they_lasted() -> None:
+    found = broken_down([("gemm", KERNEL, 0.2, 2.7), ("gemm", KERNEL, 10.4, 0.5), ("gemm", KERNEL, 20, 1.501)])
+    assert (found.span_ns, found.compute_ns, found.idle_ns) == (21_301, 4_701, 16_600)
 
 
-def test_where_rounding_would_leave_less_than_nothing_times_are_exact() -> None:
-    found = broken_down([("gemm", KERNEL, 5.2, 0.3)])
-    assert (found.span_ns, found.compute_ns) == (300, 300)
+def test_waiting_for_another_stream_is_no_work() -> None:
+    found = broken_down([("Stream Wait Event", Category.SYNC, 0, 50), ("gemm", KERNEL, 60, 10)])
+    assert (found.span_ns, found.compute_ns, found.idle_ns) == (10_000, 10_000, 0)
 
 
-def test_whole_microseconds_that_floats_add_up_to_stay_whole() -> None:
-    start_us = 908_654.213
-    found = broken_down([("gemm", KERNEL, start_us, 4.787), ("gemm", KERNEL, start_us + 100, 1.001)])
-    assert found.compute_ns == 4_000 + 0
+def test_a_set_is_computation_as_a_kernel_that_fills_is() -> None:
+    found = broken_down([("Memset (Device)", Category.MEMSET, 0, 5), ("Memcpy DtoH", Category.MEMCPY, 5, 3)])
+    assert (found.compute_ns, found.memory_ns, found.exposed_memory_ns) == (5_000, 3_000, 3_000)
 
 
-def test_of_several_profiler_steps_the_last_is_not_in_the_totals_but_in_the_steps() -> None:
+def test_an_exposed_copy_has_neither_computation_nor_communication_beside_it() -> None:
+    found = broken_down(
+        [
+            ("Memcpy DtoH", Category.MEMCPY, 0, 30, {"stream": 9}),
+            ("gemm", KERNEL, 0, 10),
+            (NCCL, KERNEL, 5, 15, {"stream": 20}),
+        ]
+    )
+    assert (found.memory_ns, found.exposed_memory_ns, found.exposed_communication_ns) == (30_000, 10_000, 10_000)
+    assert found.compute_ns + found.exposed_communication_ns + found.exposed_memory_ns + found.idle_ns == found.span_ns
+
+
+def test_the_totals_hold_every_step_the_last_one_too() -> None:
     steps: list[Event] = [(f"ProfilerStep#{number}", MARK, 100 * number, 100) for number in (3, 4, 5)]
     work = [event for number in (3, 4, 5) for event in launched("gemm", 100 * number + 10, 100 * number + 20, 30)]
     found = broken_down(steps + work)
-    assert found.without_last_step
-    assert (found.compute_ns, found.span_ns) == (60_000, 130_000)
+    assert (found.compute_ns, found.span_ns) == (90_000, 230_000)
     assert [(step.number, step.compute_ns) for step in found.steps] == [(3, 30_000), (4, 30_000), (5, 30_000)]
-    # HTA has no result where dropping the last step leaves nothing; then everything counts.
-    assert broken_down(steps + launched("gemm", 510, 520, 30)).compute_ns == 30_000
+    assert [step.whole for step in found.steps] == [True, True, True]
+    assert found.outside_steps_ns == 0
 
 
 def test_a_step_s_work_is_what_it_launched_and_its_idle_time_reaches_back_to_the_step_before() -> None:
@@ -144,6 +154,18 @@ def test_a_step_whose_kernels_were_not_traced_says_so() -> None:
     events += launched("gemm", 140, 145, 30)
     first, second = broken_down(events).steps
     assert (first.traced_launch_ratio, second.traced_launch_ratio) == (1.0, 0.25)
+    assert (first.whole, second.whole) == (True, False)
+
+
+def test_without_the_profiler_s_marks_the_first_step_is_not_whole_unless_the_file_was_cut_there() -> None:
+    optimizers: list[Event] = [("Optimizer.step#SGD.step", MARK, 100 * number + 80, 10) for number in range(3)]
+    work = [event for number in range(4) for event in launched("gemm", 100 * number + 10, 100 * number + 20, 30)]
+    found = broken_down(optimizers + work)
+    assert [step.whole for step in found.steps] == [False, True, True]
+    # What was launched after the last optimizer is work of a step that the trace does not hold.
+    assert (found.compute_ns, found.outside_steps_ns) == (120_000, 100_000)
+    cut = broken_down([*optimizers, *work, (CUT_AT_A_STEP, MARK, 0, 0)])
+    assert [step.whole for step in cut.steps] == [True, True, True]
 
 
 def test_gloo_on_the_host_is_a_device_s_communication_only_without_communication_kernels() -> None:
@@ -156,9 +178,9 @@ def test_gloo_on_the_host_is_a_device_s_communication_only_without_communication
     assert (with_nccl.communication_ns, with_nccl.exposed_communication_ns) == (5_000, 5_000)
 
 
-def test_communication_that_hta_takes_for_computation_counts_as_both() -> None:
+def test_communication_that_is_not_nccl_s_is_communication_and_no_computation() -> None:
     found = broken_down([("deep_ep::dispatch", KERNEL, 0, 10), ("gemm", KERNEL, 10, 10)])
-    assert (found.compute_ns, found.communication_ns, found.exposed_communication_ns) == (20_000, 10_000, 10_000)
+    assert (found.compute_ns, found.communication_ns, found.exposed_communication_ns) == (10_000, 10_000, 10_000)
 
 
 def test_without_a_device_operators_compute_and_gloo_communicates() -> None:
@@ -206,7 +228,7 @@ def test_a_real_cpu_trace_gives_its_steps_computation_and_input_wait(cpu_trace: 
     assert 0 < found.compute_ns < found.span_ns
     assert (found.non_compute_ns, found.communication_ns, found.overlap_ratio) == (0, 0, None)
     idle = split_idle(trace, found)
-    assert idle.input_ns > 0 and idle.host_bound_ns > 0 and idle.other_ns == idle.rounding_ns == 0
+    assert idle.input_ns > 0 and idle.host_bound_ns > 0 and idle.other_ns == 0
     # Everything in it is an operator of the trace: no more time than from first to last.
     spans = [event for event in json.loads(cpu_trace.read_text())["traceEvents"] if event.get("cat") == "cpu_op"]
     assert found.span_ns / 1000 == pytest.approx(

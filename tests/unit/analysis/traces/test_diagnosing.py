@@ -73,7 +73,7 @@ def test_a_healthy_trace_is_compute_bound_and_has_little_to_gain() -> None:
 
 def test_communication_that_nothing_hides_bounds_the_job() -> None:
     reduce = _work("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", 11_000, 15_000, stream=20)
-    found = _diagnose(*_steps(0, 10_000), *_busy(1000, 11_000), *reduce)
+    found = _diagnose(*_steps(0, 10_600), *_busy(1000, 11_000), *reduce)
     assert (found.bound, _kinds(found)) == ("communication", ["exposed_communication"])
     assert found.findings[0].saving_us == pytest.approx(15_000)
     assert found.findings[0].saving_ratio == pytest.approx(0.6)

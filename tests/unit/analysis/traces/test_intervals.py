@@ -67,7 +67,7 @@ def test_gaps_lie_between_neighbours_and_not_outside() -> None:
     assert (start.tolist(), end.tolist()) == ([9], [20])
 
 
-def test_merging_keeps_a_kernel_that_rounding_turned_inside_out_unless_another_covers_it() -> None:
-    start, end = intervals.merge(np.array([10, 21, 15]), np.array([20, 20, 14]))
-    assert (start.tolist(), end.tolist()) == ([10, 21], [20, 20])
-    assert intervals.total(start, end) == 9
+def test_merging_keeps_an_event_without_length_unless_another_covers_or_touches_it() -> None:
+    start, end = intervals.merge(np.array([10, 21, 15, 20, 30]), np.array([20, 21, 15, 20, 30]))
+    assert (start.tolist(), end.tolist()) == ([10, 21, 30], [20, 21, 30])
+    assert intervals.total(start, end) == 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankscope.analysis.traces.columns import Category
-from rankscope.analysis.traces.kernels import Kind, classify, hta_kinds, tensor_core
+from rankscope.analysis.traces.kernels import Kind, classify, tensor_core
 from tests.unit.analysis.traces.building import make_trace
 
 COMMUNICATION = (
@@ -57,7 +57,7 @@ def test_a_host_call_communicates_only_where_the_host_does_the_transfer() -> Non
     assert classify(trace).tolist() == [Kind.COMMUNICATION, Kind.NONE]
 
 
-def test_copies_are_memory_and_marks_on_the_device_are_nothing() -> None:
+def test_copies_are_memory_sets_compute_and_marks_on_the_device_are_nothing() -> None:
     trace = make_trace(
         [
             ("Memcpy DtoH (Device -> Pinned)", Category.MEMCPY, 0, 1),
@@ -66,10 +66,10 @@ def test_copies_are_memory_and_marks_on_the_device_are_nothing() -> None:
             ("Stream Wait Event", Category.SYNC, 3, 1),
         ]
     )
-    assert classify(trace).tolist() == [Kind.MEMORY, Kind.MEMORY, Kind.NONE, Kind.NONE]
+    assert classify(trace).tolist() == [Kind.MEMORY, Kind.COMPUTE, Kind.NONE, Kind.NONE]
 
 
-def test_hta_takes_a_stream_s_wait_and_foreign_communication_for_computation() -> None:
-    names = ("Stream Wait Event", "deep_ep::dispatch", "void SyncBatchNorm()", "ncclDevKernel_AllReduce", "dma")
-    trace = make_trace([(name, Category.SYNC, number, 1) for number, name in enumerate(names)])
-    assert hta_kinds(trace).tolist() == [Kind.COMPUTE, Kind.COMPUTE, Kind.NONE, Kind.COMMUNICATION, Kind.MEMORY]
+def test_copies_that_rocm_s_runtime_does_by_a_kernel_are_copies() -> None:
+    names = ("__amd_rocclr_copyBuffer.kd", "MEMORY_COPY_HOST_TO_DEVICE", "__amd_rocclr_fillBufferAligned.kd")
+    trace = make_trace([(name, Category.KERNEL, number, 1) for number, name in enumerate(names)])
+    assert classify(trace).tolist() == [Kind.MEMORY, Kind.MEMORY, Kind.COMPUTE]

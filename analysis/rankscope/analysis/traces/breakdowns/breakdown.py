@@ -1,8 +1,6 @@
-"""Where a rank's time went: computing, communicating, copying, idle; for the whole trace and for each step.
-
-`span`, `compute`, `non_compute` and `idle` of the whole follow Holistic Trace Analysis (HTA) to the microsecond: whole
-microseconds, without the last of several ProfilerSteps, a `Stream Wait Event` as computation (see selecting.py). Only
-communication goes beyond HTA, which knows no kernels but NCCL's and nothing of gloo (see occupying.py)."""
+"""Where a rank's time went: computing, communicating, copying, idle; for the whole trace and for each step. Times are
+exact to what the trace holds, nanoseconds as a rule. The whole is everything that ran on the device, whether or not it
+belongs to a step."""
 
 from __future__ import annotations
 
@@ -12,17 +10,20 @@ import numpy as np
 
 from rankscope.analysis.robust import Ints, number_groups
 from rankscope.analysis.traces.breakdowns.launches import traced_launch_ratios
-from rankscope.analysis.traces.breakdowns.occupying import Occupation, occupy_device, occupy_host
-from rankscope.analysis.traces.breakdowns.selecting import DeviceWork, all_device_work, device_work, exact
+from rankscope.analysis.traces.breakdowns.occupation import Occupation, device_rows, occupy
 from rankscope.analysis.traces.columns import ABSENT, Trace
-from rankscope.analysis.traces.intervals import Intervals, covered_until, gaps, intersection, total
-from rankscope.analysis.traces.kernels import Kind
-from rankscope.analysis.traces.steps import Steps, find_steps, launch_rows, step_of_rows
+from rankscope.analysis.traces.intervals import Intervals, covered_until, intersection
+from rankscope.analysis.traces.kernels import Kind, classify
+from rankscope.analysis.traces.steps import Steps, find_steps, first_whole, launch_rows, step_of_rows
+
+# Where a recording ends the device is behind the host: the last steps lack kernels that had not run yet.
+WHOLE_RATIO = 0.98
 
 
 @dataclass(frozen=True)
 class Parts:
-    """compute + non_compute + idle = span; exposed + overlapped = communication."""
+    """compute + non_compute + idle = span; exposed + overlapped = communication. With communication on the device,
+    non_compute = exposed_communication + exposed_memory."""
 
     span_ns: int  # first start to last end
     compute_ns: int  # any computation
@@ -31,7 +32,8 @@ class Parts:
     communication_ns: int
     exposed_communication_ns: int  # not covered by computation
     overlapped_communication_ns: int
-    memory_ns: int  # copies and sets
+    memory_ns: int  # copies
+    exposed_memory_ns: int  # covered neither by computation nor by communication on the device
 
     @property
     def overlap_ratio(self) -> float | None:
@@ -51,9 +53,14 @@ class StepParts(Parts):
     host_start_ns: int
     host_end_ns: int
     idle_in_host_window_ns: int  # nothing ran while the host was in this step, whoever's work it was
-    # Share of the step's launches whose kernel is in the trace: where it ends, the device is behind the host, and a
-    # step may lack some of its work or all. None where no launch is in the trace.
+    # Share of the step's launches whose kernel is in the trace. None where no launch is in the trace.
     traced_launch_ratio: float | None
+    begins_in_trace: bool  # False where the recording began in the middle of it
+    ends_in_trace: bool  # False where the recording ended before the device had run all of it
+
+    @property
+    def whole(self) -> bool:
+        return self.begins_in_trace and self.ends_in_trace
 
     @property
     def host_ns(self) -> int:
@@ -65,73 +72,47 @@ class Breakdown(Parts):
     start_ns: int
     end_ns: int
     on_host: bool  # a trace without device: operators are the computation
-    without_last_step: bool  # the last ProfilerStep is in `steps` but not in the totals, as in HTA
     steps: tuple[StepParts, ...]
+
+    @property
+    def outside_steps_ns(self) -> int:
+        """Of the span, before the first step and after the last: work of a step that the recording cut."""
+        if not self.steps:
+            return 0
+        return max(0, self.steps[0].start_ns - self.start_ns) + max(0, self.end_ns - self.steps[-1].end_ns)
 
 
 def break_down(trace: Trace) -> Breakdown | None:
     """None where the trace holds no work at all."""
+    busy = occupy(trace)
+    if not len(busy.anything[0]):
+        return None
     steps = find_steps(trace)
-    work = device_work(trace)
-    if len(work.row):
-        whole = occupy_device(trace, work)
-        if not _is_plausible(_whole_parts(whole)):
-            # Too little but kernels shorter than a microsecond: HTA fails, and there is no reason to round.
-            work = exact(trace, work)
-            whole = occupy_device(trace, work)
-        every = all_device_work(trace) if work.without_last_step else work
-        busy = occupy_device(trace, every) if work.without_last_step else whole
+    traced: list[float | None] = [None] * len(steps)
+    windows = steps.start_ns, steps.end_ns
+    if not busy.on_host:
         launches = launch_rows(trace)
-        windows = _device_windows(trace, steps, every, launches)
-        parts = _step_parts(busy, steps, *windows, traced_launch_ratios(trace, steps, launches))
-    else:
-        whole = occupy_host(trace)
-        if not len(whole.anything[0]):
-            return None
-        parts = _step_parts(whole, steps, steps.start_ns, steps.end_ns, [None] * len(steps))
+        traced = traced_launch_ratios(trace, steps, launches)
+        windows = _device_windows(trace, steps, launches)
+    begin, finish = int(busy.anything[0][0]), int(busy.anything[1][-1])
+    whole, *of_steps = _parts(busy, np.append(begin, windows[0]), np.append(finish, windows[1]))
     return Breakdown(
-        **vars(_whole_parts(whole)),
-        start_ns=int(whole.anything[0][0]),
-        end_ns=int(whole.anything[1].max()),
-        on_host=not len(work.row),
-        without_last_step=work.without_last_step,
-        steps=parts,
+        **vars(whole),
+        start_ns=begin,
+        end_ns=finish,
+        on_host=busy.on_host,
+        steps=_step_parts(busy, steps, windows, of_steps, traced),
     )
 
 
-def _whole_parts(busy: Occupation) -> Parts:
-    span = int(busy.anything[1][-1] - busy.anything[0][0])
-    compute, idle = total(*busy.compute), total(*gaps(busy.anything))
-    communication = total(*busy.communication)
-    overlapped = total(*intersection(busy.communication, busy.covering))
-    return Parts(
-        span_ns=span,
-        compute_ns=compute,
-        non_compute_ns=span - compute - idle,
-        idle_ns=idle,
-        communication_ns=communication,
-        exposed_communication_ns=communication - overlapped,
-        overlapped_communication_ns=overlapped,
-        memory_ns=total(*busy.memory),
-    )
+def _parts(busy: Occupation, start: Ints, end: Ints) -> list[Parts]:
+    """Of each window."""
 
-
-def _is_plausible(parts: Parts) -> bool:
-    """What HTA asserts of its own results."""
-    return max(parts.idle_ns, parts.compute_ns) <= parts.span_ns and parts.non_compute_ns >= 0
-
-
-def _step_parts(
-    busy: Occupation, steps: Steps, start: Ints, end: Ints, traced: list[float | None]
-) -> tuple[StepParts, ...]:
-    def within(spans: Intervals, begin: Ints = start, finish: Ints = end) -> Ints:
-        real = spans[1] > spans[0]
-        spans = (spans[0][real], spans[1][real])
-        return covered_until(spans, finish) - covered_until(spans, begin)
+    def within(spans: Intervals) -> Ints:
+        return covered_until(spans, end) - covered_until(spans, start)
 
     anything, compute, communication = within(busy.anything), within(busy.compute), within(busy.communication)
-    overlapped = within(intersection(busy.communication, busy.covering))
-    host_idle = steps.end_ns - steps.start_ns - within(busy.anything, steps.start_ns, steps.end_ns)
+    overlapped = within(intersection(busy.communication, busy.compute))
     columns = (
         end - start,
         compute,
@@ -141,27 +122,57 @@ def _step_parts(
         communication - overlapped,
         overlapped,
         within(busy.memory),
-        steps.number,
-        start,
-        end,
-        steps.start_ns,
-        steps.end_ns,
-        host_idle,
+        within(busy.exposed_memory),
     )
-    return tuple(StepParts(*row) for row in zip(*(column.tolist() for column in columns), traced, strict=True))
+    return [Parts(*row) for row in np.column_stack(columns).tolist()]
 
 
-def _device_windows(trace: Trace, steps: Steps, work: DeviceWork, launches: Ints) -> tuple[Ints, Ints]:
+def _step_parts(
+    busy: Occupation, steps: Steps, windows: Intervals, of_steps: list[Parts], traced: list[float | None]
+) -> tuple[StepParts, ...]:
+    host_busy = covered_until(busy.anything, steps.end_ns) - covered_until(busy.anything, steps.start_ns)
+    host_idle = steps.end_ns - steps.start_ns - host_busy
+    first, ended = first_whole(steps), _ended(traced)
+    return tuple(
+        StepParts(
+            **vars(parts),
+            number=int(steps.number[position]),
+            start_ns=int(windows[0][position]),
+            end_ns=int(windows[1][position]),
+            host_start_ns=int(steps.start_ns[position]),
+            host_end_ns=int(steps.end_ns[position]),
+            idle_in_host_window_ns=int(host_idle[position]),
+            traced_launch_ratio=traced[position],
+            begins_in_trace=position >= first,
+            ends_in_trace=ended[position],
+        )
+        for position, parts in enumerate(of_steps)
+    )
+
+
+def _ended(traced: list[float | None]) -> list[bool]:
+    """Of each step, whether its work is in the trace. Only the last ones can lack some."""
+    # Against the best: some launches never show a kernel, in every step.
+    enough = WHOLE_RATIO * max((ratio for ratio in traced if ratio is not None), default=0.0)
+    count = len(traced)
+    while count and (ratio := traced[count - 1]) is not None and ratio < enough:
+        count -= 1
+    return [position < count for position in range(len(traced))]
+
+
+def _device_windows(trace: Trace, steps: Steps, launches: Ints) -> tuple[Ints, Ints]:
     """Start and end of each step on the device. One stream runs in order, so on the busiest the steps do not mix; what
     other streams do meanwhile (a gather that reaches into the next step) counts where it runs."""
-    position = step_of_rows(trace, steps, launches)[work.row]
-    streams, count = number_groups(trace.device[work.row], trace.stream[work.row])
-    computing = np.where(work.kind == Kind.COMPUTE, work.end_ns - work.start_ns, 0)
+    rows = device_rows(trace)
+    row_end = trace.end_ns[rows]
+    position = step_of_rows(trace, steps, launches)[rows]
+    streams, count = number_groups(trace.device[rows], trace.stream[rows])
+    computing = np.where(classify(trace)[rows] == Kind.COMPUTE, trace.duration_ns[rows], 0)
     main = streams == np.argmax(np.bincount(streams, weights=computing, minlength=max(count, 1)))
     end = np.full(len(steps), np.iinfo(np.int64).min)
     for which in (main, position == len(steps) - 1):
         owned = which & (position != ABSENT)
-        np.maximum.at(end, position[owned], work.end_ns[owned])
-    begin = int(work.start_ns[position >= 0].min(initial=int(work.start_ns.max())))
+        np.maximum.at(end, position[owned], row_end[owned])
+    begin = int(trace.start_ns[rows][position >= 0].min(initial=int(trace.start_ns[rows].max())))
     end = np.maximum.accumulate(np.maximum(end, begin))
     return np.concatenate(([begin], end[:-1]))[: len(steps)], end

@@ -9,8 +9,7 @@ import numpy as np
 
 from rankscope.analysis.robust import Ints, number_groups
 from rankscope.analysis.traces.breakdowns.breakdown import Breakdown
-from rankscope.analysis.traces.breakdowns.occupying import occupy_host
-from rankscope.analysis.traces.breakdowns.selecting import all_device_work, device_work
+from rankscope.analysis.traces.breakdowns.occupation import device_rows, occupy_host
 from rankscope.analysis.traces.columns import ABSENT, Category, Trace
 from rankscope.analysis.traces.intervals import (
     NOTHING,
@@ -20,6 +19,7 @@ from rankscope.analysis.traces.intervals import (
     difference,
     gaps,
     intersection,
+    merge,
     union,
 )
 from rankscope.analysis.traces.kernels import host_communication, names_like
@@ -31,6 +31,7 @@ _INPUT = re.compile(
 )
 _SYNCHRONISATION = re.compile(
     r"(cuda|hip|cu)(Stream|Device|Event|Ctx|Context)Synchronize|(cuda|hip)Memcpy$|aten::(item|_local_scalar_dense)$"
+    r"|synchronize(Stream|Device|Event)?$"  # MTIA
 )
 # A trace names few threads that launch; what a broken one has beyond this is held against no thread in particular.
 _THREADS = 32
@@ -44,8 +45,7 @@ class IdleParts:
     input_ns: int  # the host waited for data
     synchronisation_ns: int  # the host waited for the device
     communication_ns: int  # the host communicated (gloo), or waited for that
-    other_ns: int  # launched but not started, or nobody knows when it was launched
-    rounding_ns: int  # not idle: what the breakdown loses by counting whole microseconds
+    other_ns: int  # launched but not started, or it is not known when it was launched
 
 
 @dataclass(frozen=True)
@@ -93,25 +93,27 @@ class _Host:
 
 def split_idle(trace: Trace, breakdown: Breakdown) -> Idleness:
     host = _watch_host(trace)
+    windows = [(breakdown.start_ns, breakdown.end_ns), *((step.start_ns, step.end_ns) for step in breakdown.steps)]
+    bounds = np.array(windows, dtype=np.int64)
     if breakdown.on_host:
-        start, end = gaps(occupy_host(trace).anything)
-        whole = _Gaps(start, end, end, np.full(len(start), ABSENT))
-        reasons = of_steps = _all_host_bound(_explain(host, whole))
+        # The host's steps begin before its first operator and end after its last.
+        window = (bounds.min(keepdims=True)[0], bounds.max(keepdims=True)[0])
+        start, end = difference(window, occupy_host(trace).anything)
+        found = _Gaps(start, end, end, np.full(len(start), ABSENT))
+        reasons = _all_host_bound(_explain(host, found))
     else:
-        launches = launch_rows(trace)
-        whole = _device_gaps(trace, host, device_work(trace).row, launches)
-        reasons = of_steps = _explain(host, whole)
-        if breakdown.without_last_step:
-            of_steps = _explain(host, _device_gaps(trace, host, all_device_work(trace).row, launches))
-    bounds = np.array([[breakdown.start_ns, breakdown.end_ns]])
-    (parts,) = _within(reasons, bounds, np.array([breakdown.idle_ns]))
-    step_bounds = np.array([(step.start_ns, step.end_ns) for step in breakdown.steps], dtype=np.int64).reshape(-1, 2)
+        found = _device_gaps(trace, host)
+        reasons = _explain(host, found)
+    parts, *steps = _within(reasons, bounds)
+    lengths = (found.end_ns - found.start_ns)[
+        (found.start_ns >= breakdown.start_ns) & (found.end_ns <= breakdown.end_ns)
+    ]
     return Idleness(
         **vars(parts),
         host_bound_after_synchronisation_ns=int((reasons.drained[1] - reasons.drained[0]).sum()),
-        gap_count=len(whole.start_ns),
-        longest_gap_ns=int((whole.end_ns - whole.start_ns).max(initial=0)),
-        steps=_within(of_steps, step_bounds, np.array([step.idle_ns for step in breakdown.steps], dtype=np.int64)),
+        gap_count=len(lengths),
+        longest_gap_ns=int(lengths.max(initial=0)),
+        steps=tuple(steps),
     )
 
 
@@ -129,12 +131,11 @@ def _watch_host(trace: Trace) -> _Host:
     )
 
 
-def _device_gaps(trace: Trace, host: _Host, rows: Ints, launches: Ints) -> _Gaps:
-    """Exact ones, not of the rounded times."""
-    start, end = gaps(union(trace.start_ns[rows], trace.end_ns[rows]))
-    rows = rows[trace.duration_ns[rows] > 0]
-    rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
-    next_row = rows[np.searchsorted(trace.start_ns[rows], end)] if len(end) else rows[:0]
+def _device_gaps(trace: Trace, host: _Host) -> _Gaps:
+    rows = device_rows(trace)
+    start, end = gaps(merge(trace.start_ns[rows], trace.end_ns[rows]))
+    next_row = rows[np.searchsorted(trace.start_ns[rows], end)]
+    launches = launch_rows(trace)
     launch = launches[next_row]
     known = launch != ABSENT
     return _Gaps(
@@ -195,7 +196,7 @@ def _all_host_bound(reasons: _Reasons) -> _Reasons:
     )
 
 
-def _within(reasons: _Reasons, bounds: Ints, idle: Ints) -> tuple[IdleParts, ...]:
+def _within(reasons: _Reasons, bounds: Ints) -> list[IdleParts]:
     columns = [
         covered_until(spans, bounds[:, 1]) - covered_until(spans, bounds[:, 0])
         for spans in (
@@ -206,5 +207,4 @@ def _within(reasons: _Reasons, bounds: Ints, idle: Ints) -> tuple[IdleParts, ...
             reasons.other,
         )
     ]
-    columns.append(idle - np.sum(columns, axis=0))
-    return tuple(IdleParts(*row) for row in np.column_stack(columns).tolist())
+    return [IdleParts(*row) for row in np.column_stack(columns).tolist()]

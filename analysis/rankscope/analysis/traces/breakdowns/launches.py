@@ -12,7 +12,7 @@ from rankscope.analysis.traces.columns import ABSENT, Category, Trace
 from rankscope.analysis.traces.kernels import names_like
 from rankscope.analysis.traces.steps import NO_STEP, Steps, launch_rows
 
-_LAUNCH = re.compile(r"(cuda|cu|hip)\w*Launch(?!Host)")
+_LAUNCH = re.compile(r"(cuda|cu|hip)\w*Launch(?!Host)|runFunction\b")  # the last is MTIA's
 
 
 @dataclass(frozen=True)

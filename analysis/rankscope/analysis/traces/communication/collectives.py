@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from rankscope.analysis.robust import Bools, Ints, number_groups
-from rankscope.analysis.traces.breakdowns.occupying import occupy_host
+from rankscope.analysis.traces.breakdowns.occupation import occupy_host
 from rankscope.analysis.traces.columns import ABSENT, Category, ProcessGroup, Trace
 from rankscope.analysis.traces.communication.bandwidth import size_bytes
 from rankscope.analysis.traces.communication.calls import find_calls, name_kinds
@@ -93,7 +93,7 @@ def hiding_intervals(trace: Trace) -> Intervals:
     """When work ran that communication could hide behind: compute kernels, or in a trace without any kernel the
     host's operators, less those that communicate."""
     if not np.any(trace.of(Category.KERNEL)):
-        return occupy_host(trace).covering
+        return occupy_host(trace).compute
     rows = classify(trace) == Kind.COMPUTE
     return union(trace.start_ns[rows], trace.end_ns[rows])
 

@@ -9,7 +9,7 @@ import numpy as np
 from rankscope.analysis.drawing.quantities import quantity
 from rankscope.analysis.policy import Policy
 from rankscope.analysis.traces.diagnosis.advice import NEXT
-from rankscope.analysis.traces.diagnosis.evidence import Evidence, Finding
+from rankscope.analysis.traces.diagnosis.evidence import Evidence, Finding, of_one_step
 from rankscope.analysis.wording import ranks as ranks_in_words
 
 if TYPE_CHECKING:
@@ -84,17 +84,19 @@ def _excess(join: Join, evidence: Evidence, policy: Policy) -> tuple[str, dict[s
     if join.verdict.value != "slow_rank" or not guilty or not innocent:
         return "", {}
     excess = {
-        part: float(np.median([r.parts_us[part] for r in guilty]) - np.median([r.parts_us[part] for r in innocent]))
+        part: float(
+            np.median([of_one_step(rank, rank.parts_us[part]) for rank in guilty])
+            - np.median([of_one_step(rank, rank.parts_us[part]) for rank in innocent])
+        )
         for part in _PARTS
     }
     most = max(excess, key=lambda part: excess[part])
     grown = sum(value for value in excess.values() if value > 0)
     if grown <= 0 or excess[most] < policy.cause_share * grown:
         return "", {}
-    per_step = excess[most] / evidence.steps
     return (
-        f"; of its time, {_PARTS[most]} is {quantity(per_step, 'us')} a step longer than its peers'",
-        {f"excess_{most}_us": per_step},
+        f"; of its time, {_PARTS[most]} is {quantity(excess[most], 'us')} a step longer than its peers'",
+        {f"excess_{most}_us": excess[most]},
     )
 
 

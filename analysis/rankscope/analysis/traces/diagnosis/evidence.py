@@ -35,21 +35,9 @@ class Evidence:
     wait_ratio: dict[int, float]  # of exposed communication, waiting for others; by rank, as far as known
 
     @cached_property
-    def steps(self) -> int:
-        return max(1, int(np.median([rank.steps_in_totals for rank in self.ranks])))
-
-    @cached_property
-    def all_steps(self) -> int:
-        """With the last one, which totals leave out."""
-        return max(1, int(np.median([len(rank.steps) for rank in self.ranks])))
-
-    @cached_property
-    def span_us(self) -> float:
-        return float(np.median([rank.span_us for rank in self.ranks]))
-
-    @property
     def step_us(self) -> float:
-        return self.span_us / self.steps
+        """The whole span where a trace shows no steps."""
+        return float(np.median([_step_us(rank) for rank in self.ranks]))
 
     @cached_property
     def shares(self) -> dict[str, float]:
@@ -68,6 +56,23 @@ class Evidence:
         known = [value for value in map(of, self.ranks) if value is not None]
         return float(np.median(known)) if known else None
 
+    def per_step(self, of: Callable[[RankSummary], float | None]) -> float | None:
+        """Of what is counted over the whole trace, the part that falls on one step."""
+
+        def share(rank: RankSummary) -> float | None:
+            counted = of(rank)
+            return None if counted is None else of_one_step(rank, counted)
+
+        return self.typical(share)
+
     def lost(self, part: str) -> tuple[float, float]:
         """Saving in µs a step and as a share of the step."""
         return self.shares[part] * self.step_us, self.shares[part]
+
+
+def of_one_step(rank: RankSummary, counted: float) -> float:
+    return counted * _step_us(rank) / rank.span_us
+
+
+def _step_us(rank: RankSummary) -> float:
+    return rank.step_us or rank.span_us

@@ -80,7 +80,7 @@ def _input(evidence: Evidence) -> Iterator[Finding]:
 
 def _launches(evidence: Evidence) -> Iterator[Finding]:
     saving, ratio = evidence.lost("host")
-    launches = evidence.typical(lambda rank: rank.launch.count / evidence.all_steps if rank.launch else None)
+    launches = evidence.per_step(lambda rank: rank.launch.count if rank.launch else None)
     kernel_us = evidence.typical(lambda rank: rank.compute_mix.kernel_median_us if rank.compute_mix else None)
     words = f"nothing runs for {quantity(saving, 'us')} a step while the host has not launched what comes next"
     numbers = {"host_bound_us": saving}
@@ -120,7 +120,7 @@ def _synchronisation(evidence: Evidence) -> Iterator[Finding]:
 
 def _copies(evidence: Evidence) -> Iterator[Finding]:
     saving, ratio = evidence.lost("memory_copies")
-    total = evidence.typical(lambda rank: rank.memory_copy_us / evidence.steps) or 0.0
+    total = evidence.per_step(lambda rank: rank.memory_copy_us) or 0.0
     yield Finding(
         kind="memory_copies",
         bound="memory",
@@ -165,8 +165,8 @@ def _fusing(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _allocations(evidence: Evidence) -> Iterator[Finding]:
-    calls = evidence.typical(lambda rank: rank.memory.allocator_calls / evidence.all_steps) or 0.0
-    spent = evidence.typical(lambda rank: rank.memory.allocator_us / evidence.all_steps) or 0.0
+    calls = evidence.per_step(lambda rank: rank.memory.allocator_calls) or 0.0
+    spent = evidence.per_step(lambda rank: rank.memory.allocator_us) or 0.0
     yield Finding(
         kind="allocator",
         bound="memory",

@@ -15,7 +15,7 @@ import numpy as np
 from rankscope.analysis.imbalance import imbalance_impact
 from rankscope.analysis.observing import ReadyWindow, observe
 from rankscope.analysis.policy import Policy
-from rankscope.analysis.robust import Bools, Floats
+from rankscope.analysis.robust import Bools, Floats, median_or_nan
 from rankscope.analysis.rules import HEALTHY, RecentWindows
 from rankscope.analysis.screening import screen
 from rankscope.analysis.summaries import summarize
@@ -94,7 +94,7 @@ def _abstain(
         blurred = times.rank[~clear].tolist()
         share = percent(float(np.median(unmatched[~clear])))
         return f"{ranks_in_words(blurred)}: {share} of a step is communication that could not be matched"
-    if clock_residual_us is not None and clock_residual_us * 1000 > np.nanmedian(times.step_ns):
+    if clock_residual_us is not None and clock_residual_us * 1000 > median_or_nan(times.step_ns):
         return "the clocks could not be aligned to within a step"
     return ""
 
@@ -104,7 +104,7 @@ def _complete_steps(times: StepTimes, world_size: int, policy: Policy) -> Bools:
 
 
 def _lost_ns(verdict: Verdict, times: StepTimes) -> float:
-    return (verdict.impact_ratio or 0.0) * float(np.nanmedian(times.step_ns))
+    return (verdict.impact_ratio or 0.0) * median_or_nan(times.step_ns)
 
 
 def _unmatched_ratio(times: StepTimes) -> Floats:
@@ -113,11 +113,15 @@ def _unmatched_ratio(times: StepTimes) -> Floats:
 
 def _spread(times: StepTimes) -> Floats:
     """A rank's slow steps against its fast ones, each step against what it took the others: a first step that is slow
-    for all is nobody's noise."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        relative = times.self_ns / np.nanmedian(times.self_ns, axis=0)
-        low, high = np.nanquantile(relative, [0.1, 0.9], axis=1)
-        return np.asarray(np.maximum(high / low, 1.0))
+    for all is nobody's noise. NaN where it is not known."""
+    typical = np.array([median_or_nan(column) for column in times.self_ns.T])
+    spread = np.full(len(times.rank), np.nan)
+    for row, own in enumerate(times.self_ns):
+        known = (own > 0) & (typical > 0)
+        if known.any():
+            low, high = np.quantile(own[known] / typical[known], [0.1, 0.9])
+            spread[row] = max(high / low, 1.0)
+    return spread
 
 
 def _columns(
@@ -153,7 +157,7 @@ def _columns(
 
 def _ready(columns: RankColumns, world_size: int, policy: Policy) -> ReadyWindow:
     screened = screen(columns, policy)
-    window = JobWindow(0.0, float(np.nanmedian(columns.step_seconds)), world_size, columns)
+    window = JobWindow(0.0, median_or_nan(columns.step_seconds), world_size, columns)
     return ReadyWindow(window, screened, slice(0, len(columns)), summarize(columns, screened, 1)[0])
 
 

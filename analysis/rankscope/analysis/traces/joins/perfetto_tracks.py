@@ -18,7 +18,15 @@ _DEVICE_ORDER, _OTHER_ORDER = 1 << 24, 1 << 25
 
 ON_DEVICE = frozenset(
     f'"{category}"'.encode()
-    for category in ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation", "cuda_sync", "hip_sync")
+    for category in (
+        "kernel",
+        "gpu_memcpy",
+        "gpu_memset",
+        "gpu_user_annotation",
+        "cuda_sync",
+        "hip_sync",
+        "mtia_ccp_events",
+    )
 )
 PROCESS_NOTES = frozenset({b'"process_name"', b'"process_labels"', b'"process_sort_index"'})
 THREAD_NOTES = frozenset({b'"thread_name"', b'"thread_sort_index"'})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.analysis.robust import Bools, Floats, Ints
-from rankscope.analysis.traces.breakdowns.breakdown import Breakdown
+from rankscope.analysis.robust import Bools, Floats, Ints, median_or_nan
+from rankscope.analysis.traces.breakdowns.breakdown import Breakdown, StepParts
 from rankscope.analysis.traces.columns import Trace
 from rankscope.analysis.traces.communication.collectives import Collectives, hiding_intervals
 from rankscope.analysis.traces.intervals import covered_until, difference, union
@@ -70,8 +70,9 @@ def measure_steps(
     windows = {}
     for rank in sorted(taking_part):
         found = breakdowns[rank]
-        if found is not None and found.steps:
-            windows[rank] = _windows(found, numbered=_is_numbered(traces[rank]))
+        ended = [step for step in found.steps if step.ends_in_trace] if found is not None else []
+        if ended:
+            windows[rank] = _windows(ended, numbered=_is_numbered(traces[rank]))
     ranks = np.array(list(windows), dtype=np.int64)
     steps, position = _common_steps(windows, traces, clocks)
     table = np.full((4, len(ranks), len(steps)), np.nan)
@@ -87,8 +88,8 @@ def measure_steps(
     return measured.take(ranks=np.asarray(~np.isnan(measured.step_ns).all(axis=1)))
 
 
-def _windows(found: Breakdown, numbered: bool) -> _Windows:
-    columns = np.array([(s.number, s.start_ns, s.end_ns) for s in found.steps], dtype=np.int64).T
+def _windows(steps: Sequence[StepParts], numbered: bool) -> _Windows:
+    columns = np.array([(step.number, step.start_ns, step.end_ns) for step in steps], dtype=np.int64).T
     return _Windows(columns[0], columns[1], columns[2], numbered)
 
 
@@ -142,8 +143,8 @@ def _trimmed_starts(windows: Mapping[int, _Windows], traces: Mapping[int, Trace]
 
 
 def _without_cut_step(times: StepTimes) -> StepTimes:
-    lengths = np.array([np.nanmedian(column) for column in times.step_ns.T])
-    if len(lengths) < 2 or lengths[0] >= CUT_STEP_RATIO * np.median(lengths[1:]):
+    lengths = np.array([median_or_nan(column) for column in times.step_ns.T])
+    if len(lengths) < 2 or lengths[0] >= CUT_STEP_RATIO * median_or_nan(lengths[1:]):
         return times
     return times.take(steps=slice(1, None))
 
@@ -170,4 +171,5 @@ def _rank_times(
     unknown = difference(union(collectives.start_ns[others], collectives.end_ns[others]), hiding)
     found = [end - start]
     found += [covered_until(spans, end) - covered_until(spans, start) for spans in (waiting, moving, unknown)]
-    return np.array(found, dtype=np.float64)
+    # A step of which nothing ran on the device is not in the trace.
+    return np.where(end > start, np.array(found, dtype=np.float64), np.nan)

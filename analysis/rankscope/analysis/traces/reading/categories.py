@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.analysis.robust import Ints
+from rankscope.analysis.robust import Bools, Ints
 from rankscope.analysis.traces.columns import Category
 
 _WRITTEN = {
@@ -16,13 +16,22 @@ _WRITTEN = {
     Category.KERNEL: ("kernel", "concurrent_kernel", "gpu_kernel"),
     Category.MEMCPY: ("gpu_memcpy", "memcpy", "gpu_memcpy2"),
     Category.MEMSET: ("gpu_memset", "memset"),
-    Category.RUNTIME: ("cuda_runtime", "runtime", "hip_runtime", "roctracer", "xpu_runtime", "privateuse1_runtime"),
+    Category.RUNTIME: (
+        "cuda_runtime",
+        "runtime",
+        "hip_runtime",
+        "roctracer",
+        "xpu_runtime",
+        "privateuse1_runtime",
+        "mtia_runtime",
+    ),
     Category.DRIVER: ("cuda_driver", "driver", "hip_driver", "xpu_driver", "privateuse1_driver"),
     Category.SYNC: ("cuda_sync", "sync", "hip_sync", "xpu_sync"),
     Category.USER_ANNOTATION: ("user_annotation", "annotation"),
     Category.GPU_ANNOTATION: ("gpu_user_annotation", "gpu_annotation"),
     Category.PYTHON: ("python_function", "python"),
     Category.OVERHEAD: ("overhead",),
+    Category.DEVICE_EVENT: ("mtia_ccp_events",),
 }
 _BY_WORD = {word: category for category, words in _WRITTEN.items() for word in words}
 
@@ -30,6 +39,11 @@ _BY_WORD = {word: category for category, words in _WRITTEN.items() for word in w
 _ANNOTATION = re.compile(r"ProfilerStep#|Optimizer\.(step|zero_grad)#|[a-z]+ccl:|gloo:|mpi:|enumerate\(DataLoader\)#")
 _RUNTIME_CALL = re.compile(r"(cuda|hip)[A-Z]\w*$")
 _DRIVER_CALL = re.compile(r"cu[A-Z]\w*$")
+# MTIA has one category for all that its control processor saw. A job and its packets stand around the kernels that they
+# ran; kernels are the rest, `pe_exe` where the launch and with it the name was before the recording.
+_MTIA_COPY = re.compile(r"dma")
+_MTIA_WAIT = re.compile(r"event_(wait|record)$")
+_MTIA_ENVELOPE = re.compile(r"job_exe|packet|cpum_exe_subgraph")
 
 
 class CategoryTable(dict[Any, int]):
@@ -40,13 +54,21 @@ class CategoryTable(dict[Any, int]):
 
 
 def correct_by_name(category: npt.NDArray[np.int8], name: Ints, names: list[str]) -> None:
-    """Annotations that an old profiler called operators, and runtime calls that have no known category. In place."""
-    annotation = np.array([_ANNOTATION.match(text) is not None for text in names], dtype=bool)
-    runtime = np.array([_RUNTIME_CALL.match(text) is not None for text in names], dtype=bool)
-    driver = np.array([_DRIVER_CALL.match(text) is not None for text in names], dtype=bool)
+    """What a category alone does not tell: annotations that an old profiler called operators, runtime calls that have
+    no known category, and what an event of MTIA's device is. In place."""
     if not len(names):
         return
-    category[(category == Category.CPU_OP) & annotation[name]] = Category.USER_ANNOTATION
+
+    def named(pattern: re.Pattern[str]) -> Bools:
+        return np.array([pattern.match(text) is not None for text in names], dtype=bool)[name]
+
+    category[(category == Category.CPU_OP) & named(_ANNOTATION)] = Category.USER_ANNOTATION
     other = category == Category.OTHER
-    category[other & runtime[name]] = Category.RUNTIME
-    category[other & driver[name]] = Category.DRIVER
+    category[other & named(_RUNTIME_CALL)] = Category.RUNTIME
+    category[other & named(_DRIVER_CALL)] = Category.DRIVER
+    device = category == Category.DEVICE_EVENT
+    if device.any():
+        category[device] = Category.KERNEL
+        category[device & named(_MTIA_COPY)] = Category.MEMCPY
+        category[device & named(_MTIA_WAIT)] = Category.SYNC
+        category[device & named(_MTIA_ENVELOPE)] = Category.OTHER

@@ -20,7 +20,7 @@ from rankscope.analysis.traces.reading.refusing import Repairs
 _NO_ARGUMENTS = Arguments()
 # Operators, Python and annotations run on the host whatever a user noted about them; they are most of a trace.
 _HOST_ONLY = (Category.CPU_OP, Category.PYTHON, Category.USER_ANNOTATION)
-_DEVICE_WORK = (Category.KERNEL, Category.MEMCPY, Category.MEMSET)
+_DEVICE_WORK = (Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.DEVICE_EVENT)
 _ALLOCATION = "[memory]"
 
 

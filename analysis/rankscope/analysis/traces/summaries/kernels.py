@@ -29,10 +29,11 @@ _FUSED = re.compile(r"triton_|fused", re.IGNORECASE)
 
 def mix_compute(trace: Trace) -> ComputeSummary | None:
     """None where no kernel computed."""
-    rows = np.flatnonzero(trace.of(Category.KERNEL) & (classify(trace) == Kind.COMPUTE))
+    rows = np.flatnonzero(classify(trace) == Kind.COMPUTE)
+    is_set = trace.of(Category.MEMSET)[rows]
     duration = trace.duration_ns[rows].astype(np.float64)
     total = float(duration.sum())
-    if total <= 0:
+    if total <= 0 or is_set.all():
         return None
     names, name_of = np.unique(trace.name[rows], return_inverse=True)
 
@@ -42,9 +43,9 @@ def mix_compute(trace: Trace) -> ComputeSummary | None:
 
     on_tensor_cores = tensor_core(trace)[rows]
     dense = like(_DENSE) | on_tensor_cores
-    moving = like(_MOVING) & ~dense
+    moving = (like(_MOVING) & ~dense) | is_set
     plain = like(_PLAIN_MATRIX) & ~on_tensor_cores
-    unfused = moving & ~like(_FUSED)
+    unfused = moving & ~is_set & ~like(_FUSED)
 
     def share(which: Bools) -> float:
         return float(duration[which].sum()) / total
@@ -54,6 +55,6 @@ def mix_compute(trace: Trace) -> ComputeSummary | None:
         unfused_ratio=share(unfused),
         plain_matrix_ratio=share(plain),
         tensor_core_ratio=share(on_tensor_cores),
-        kernel_median_us=float(np.median(duration)) / 1000,
-        kernel_count=len(rows),
+        kernel_median_us=float(np.median(duration[~is_set])) / 1000,
+        kernel_count=int((~is_set).sum()),
     )

@@ -13,13 +13,15 @@ class IdleSplit(Struct, frozen=True):
     input_wait_us: float
     synchronisation_us: float
     communication_us: float  # the host communicated itself (gloo)
-    other_us: float  # launched but not started, or nobody knows; and rounding to whole µs
+    other_us: float  # launched but not started, or not known
 
 
 class StepSummary(Struct, frozen=True):
     number: int
     duration_us: float
     host_us: float
+    whole: bool  # it neither began before the recording nor has work that ran after it
+    traced_launch_ratio: float | None
     compute_us: float
     non_compute_us: float
     idle_us: float
@@ -27,6 +29,7 @@ class StepSummary(Struct, frozen=True):
     exposed_communication_us: float
     overlap_ratio: float | None
     memory_copy_us: float
+    exposed_memory_copy_us: float
     idle: IdleSplit
 
 
@@ -161,7 +164,8 @@ class RankSummary(Struct, frozen=True):
     exposed_communication_us: float
     overlap_ratio: float | None
     memory_copy_us: float
-    steps_in_totals: int  # HTA leaves the last of several ProfilerSteps out, and so do the totals above
+    exposed_memory_copy_us: float
+    outside_steps_us: float  # of the span, before the first step and after the last
     parts_us: dict[str, float]  # the span, divided without overlap: what the diagnosis reads
     idle: IdleSplit
     host_bound_after_synchronisation_us: float  # part of host_bound: the host had waited for the device until then
@@ -177,3 +181,21 @@ class RankSummary(Struct, frozen=True):
     bubble: BubbleSummary | None
     memory: MemorySummary
     repairs: tuple[str, ...]
+
+    @property
+    def whole_steps(self) -> tuple[StepSummary, ...]:
+        return tuple(step for step in self.steps if step.whole)
+
+    @property
+    def step_times_us(self) -> tuple[float, ...]:
+        """Of the whole steps. Where the recording cut them all, the time of the host, which keeps step with its device
+        over time; its first step may be cut too."""
+        if self.whole_steps:
+            return tuple(step.duration_us for step in self.whole_steps)
+        return tuple(step.host_us for step in self.steps[1:] or self.steps)
+
+    @property
+    def step_us(self) -> float | None:
+        """The mean: times the number of steps it makes the whole. None where the trace shows no steps."""
+        times = self.step_times_us
+        return sum(times) / len(times) if times else None

@@ -10,7 +10,6 @@ from rankscope.analysis.traces.breakdowns.launches import measure_launches
 from rankscope.analysis.traces.breakdowns.top_kernels import TOP, top_kernels
 from rankscope.analysis.traces.columns import Category, Trace
 from rankscope.analysis.traces.communication.collectives import Collectives, hiding_intervals
-from rankscope.analysis.traces.kernels import Kind, classify
 from rankscope.analysis.traces.summaries.collectives import (
     summarize_bubble,
     summarize_buckets,
@@ -57,8 +56,9 @@ def summarize(
         exposed_communication_us=breakdown.exposed_communication_ns / 1000,
         overlap_ratio=breakdown.overlap_ratio,
         memory_copy_us=breakdown.memory_ns / 1000,
-        steps_in_totals=len(breakdown.steps) - breakdown.without_last_step,
-        parts_us=_parts_us(trace, breakdown, idle, compute),
+        exposed_memory_copy_us=breakdown.exposed_memory_ns / 1000,
+        outside_steps_us=breakdown.outside_steps_ns / 1000,
+        parts_us=_parts_us(breakdown, idle, compute),
         idle=_idle(idle),
         host_bound_after_synchronisation_us=idle.host_bound_after_synchronisation_ns / 1000,
         idle_gap_longest_us=idle.longest_gap_ns / 1000,
@@ -76,22 +76,21 @@ def summarize(
     )
 
 
-def _parts_us(trace: Trace, breakdown: Breakdown, idle: Idleness, compute: ComputeSummary | None) -> dict[str, float]:
+def _parts_us(breakdown: Breakdown, idle: Idleness, compute: ComputeSummary | None) -> dict[str, float]:
     """The span in parts that do not overlap. Communication on the device is work without computation; on the host
     (gloo) it shows as idle time of the device."""
-    on_device = breakdown.on_host or bool((trace.of(Category.KERNEL) & (classify(trace) == Kind.COMMUNICATION)).any())
-    exposed = min(breakdown.exposed_communication_ns, breakdown.non_compute_ns) if on_device else 0
+    exposed = breakdown.non_compute_ns - breakdown.exposed_memory_ns
     moving = breakdown.compute_ns * (compute.moving_ratio if compute else 0.0)
     drained = idle.host_bound_after_synchronisation_ns
     parts = {
         "compute": breakdown.compute_ns - moving,
         "memory_kernels": moving,
-        "memory_copies": breakdown.non_compute_ns - exposed,
+        "memory_copies": breakdown.exposed_memory_ns,
         "communication": exposed + idle.communication_ns,
         "input": idle.input_ns,
         "host": idle.host_bound_ns - drained,
         "synchronisation": idle.synchronisation_ns + drained,
-        "other": idle.other_ns + idle.rounding_ns,
+        "other": idle.other_ns,
     }
     return {part: value / 1000 for part, value in parts.items()}
 
@@ -101,6 +100,8 @@ def _step(step: StepParts, idle: IdleParts) -> StepSummary:
         number=step.number,
         duration_us=step.span_ns / 1000,
         host_us=step.host_ns / 1000,
+        whole=step.whole,
+        traced_launch_ratio=step.traced_launch_ratio,
         compute_us=step.compute_ns / 1000,
         non_compute_us=step.non_compute_ns / 1000,
         idle_us=step.idle_ns / 1000,
@@ -108,6 +109,7 @@ def _step(step: StepParts, idle: IdleParts) -> StepSummary:
         exposed_communication_us=step.exposed_communication_ns / 1000,
         overlap_ratio=step.overlap_ratio,
         memory_copy_us=step.memory_ns / 1000,
+        exposed_memory_copy_us=step.exposed_memory_ns / 1000,
         idle=_idle(idle),
     )
 
@@ -118,7 +120,7 @@ def _idle(idle: IdleParts) -> IdleSplit:
         input_wait_us=idle.input_ns / 1000,
         synchronisation_us=idle.synchronisation_ns / 1000,
         communication_us=idle.communication_ns / 1000,
-        other_us=(idle.other_ns + idle.rounding_ns) / 1000,
+        other_us=idle.other_ns / 1000,
     )
 
 

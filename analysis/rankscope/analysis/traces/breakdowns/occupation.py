@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.analysis.robust import Bools, Ints
-from rankscope.analysis.traces.breakdowns.selecting import DeviceWork
 from rankscope.analysis.traces.columns import Category, Trace
-from rankscope.analysis.traces.intervals import NOTHING, Intervals, clip, contains, merge, union
+from rankscope.analysis.traces.intervals import NOTHING, Intervals, clip, contains, difference, merge, union
 from rankscope.analysis.traces.kernels import Kind, classify, host_communication, names_like
 
 # Operators that enqueue or describe communication; what they stand for is counted as such.
@@ -19,33 +18,45 @@ _COMMUNICATION_OPERATORS = re.compile(r"c10d::|_c10d_functional::|record_param_c
 
 @dataclass(frozen=True)
 class Occupation:
-    """Sorted; disjoint but for what rounding left empty or negative (intervals.merge)."""
+    """Sorted and disjoint. `anything` holds events without a length too where they stand alone: a rank's time begins
+    with its first event and ends with its last, whatever their length."""
 
+    on_host: bool  # a trace without device: operators are the computation
     anything: Intervals
     compute: Intervals
-    covering: Intervals  # what communication may hide under: `compute` but for communication that HTA takes for it
     communication: Intervals
-    memory: Intervals
+    memory: Intervals  # copies
+    exposed_memory: Intervals  # neither computation nor communication on the device covers it
 
 
-def occupy_device(trace: Trace, work: DeviceWork) -> Occupation:
+def occupy(trace: Trace) -> Occupation:
+    return _occupy_device(trace) if len(device_rows(trace)) else occupy_host(trace)
+
+
+def device_rows(trace: Trace) -> Ints:
+    """Everything that ran on a device."""
+    return np.flatnonzero(trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET))
+
+
+def _occupy_device(trace: Trace) -> Occupation:
     """`gloo:…` on the host is communication only where the device has no communication kernels: beside NCCL it carries
     barriers and small objects, and is an explanation for idle time at most."""
-    is_compute = work.kind == Kind.COMPUTE
-    is_communication = (classify(trace)[work.row] == Kind.COMMUNICATION) | (work.kind == Kind.COMMUNICATION)
-    anything = _merged(work, np.ones(len(work.row), dtype=bool))
-    communication = _merged(work, is_communication)
-    if not is_communication.any():
-        rows = np.flatnonzero(host_communication(trace))
-        on_host = union(trace.start_ns[rows], trace.end_ns[rows])
-        communication = clip(on_host, int(anything[0][0]), int(anything[1].max())) if len(anything[0]) else NOTHING
-    return Occupation(
-        anything=anything,
-        compute=_merged(work, is_compute),
-        covering=_merged(work, is_compute & ~is_communication),
-        communication=communication,
-        memory=_merged(work, work.kind == Kind.MEMORY),
-    )
+    rows = device_rows(trace)
+    start, end, kind = trace.start_ns[rows], trace.end_ns[rows], classify(trace)[rows]
+
+    def times(wanted: Kind) -> Intervals:
+        which = kind == wanted
+        return union(start[which], end[which])
+
+    anything = merge(start, end)
+    compute, on_device, memory = times(Kind.COMPUTE), times(Kind.COMMUNICATION), times(Kind.MEMORY)
+    communication = on_device
+    if not (kind == Kind.COMMUNICATION).any():
+        transfers = np.flatnonzero(host_communication(trace))
+        on_host = union(trace.start_ns[transfers], trace.end_ns[transfers])
+        communication = clip(on_host, int(anything[0][0]), int(anything[1][-1]))
+    exposed = difference(difference(memory, compute), on_device)
+    return Occupation(False, anything, compute, communication, memory, exposed)
 
 
 def occupy_host(trace: Trace) -> Occupation:
@@ -56,11 +67,7 @@ def occupy_host(trace: Trace) -> Occupation:
     rows = np.flatnonzero(operators & ~_within_transfers(trace, transfers))
     compute = union(trace.start_ns[rows], trace.end_ns[rows])
     anything = union(np.concatenate((compute[0], communication[0])), np.concatenate((compute[1], communication[1])))
-    return Occupation(anything, compute, compute, communication, NOTHING)
-
-
-def _merged(work: DeviceWork, which: Bools) -> Intervals:
-    return merge(work.start_ns[which], work.end_ns[which])
+    return Occupation(True, anything, compute, communication, NOTHING, NOTHING)
 
 
 def _within_transfers(trace: Trace, transfers: Ints) -> Bools:
