@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.daemon.budget import LEAST_RATE_HERTZ, SHORTEST_SECONDS, Budget
 from rankscope.daemon.collectors.process import ProcessCollector
 from rankscope.daemon.collectors.stacks import StacksCollector
 from rankscope.daemon.discovery import RankDiscovery
@@ -25,6 +26,7 @@ from rankscope.daemon.samples import FrameCount, Problem, ProcessSample, RankPro
 from .small_job import as_rank, slow_line, small_ddp_job, wait_for
 
 SPAN = Span(0, 2_000_000_000)
+SLOW_BACKWARD = Path(__file__).parent / "jobs" / "slow_backward.py"
 
 RECORD_AS_NOBODY = """
 import os, sys, time
@@ -47,9 +49,25 @@ source.close()
 """
 
 
+# As many threads as a CUDA process has: most of them native, some that Python started.
+MANY_THREADS = """
+import ctypes, threading, time
+libc = ctypes.CDLL(None)
+for _ in range(60):
+    libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, ctypes.cast(libc.pause, ctypes.c_void_p), None)
+for _ in range(6):
+    threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
+print("ready", flush=True)
+def deep(frames):
+    time.sleep(300) if frames == 0 else deep(frames - 1)
+deep(30)
+"""
+
+
 @contextmanager
-def sleeper(seconds: float = 120.0) -> Iterator[subprocess.Popen[str]]:
-    program = f"import time\nprint('ready', flush=True)\ntime.sleep({seconds})\n"
+def sleeper(
+    program: str = "import time; print('ready', flush=True); time.sleep(120)",
+) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -57,6 +75,29 @@ def sleeper(seconds: float = 120.0) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
+
+
+@contextmanager
+def slow_backwards(kinds: list[str]) -> Iterator[list[RankProcess]]:
+    """A process for each kind of Python code inside backward."""
+    jobs = [
+        subprocess.Popen([sys.executable, str(SLOW_BACKWARD), kind], stdout=subprocess.PIPE, text=True)
+        for kind in kinds
+    ]
+    try:
+        for job in jobs:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "step 3\n"
+        yield [as_rank(job.pid, number) for number, job in enumerate(jobs)]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate()
+
+
+def marked_line(kind: str) -> int:
+    mark = f"# SLOW: {kind}"
+    return 1 + next(n for n, line in enumerate(SLOW_BACKWARD.read_text().splitlines()) if line.endswith(mark))
 
 
 @pytest.fixture
@@ -94,7 +135,6 @@ def test_a_real_job_shows_its_phases_and_the_line_it_sleeps_on(source: StacksCol
             return {"forward", "backward"} <= phases.keys() and len(places) >= 2
 
         wait_for(seen_enough)
-        assert phases.most_common(1)[0][0] == "forward"
         forward = next(place for place in places if place.frame.file.endswith("small_ddp.py"))
         assert forward.frame.function.endswith("forward")
         assert forward.phase == "forward"
@@ -102,6 +142,70 @@ def test_a_real_job_shows_its_phases_and_the_line_it_sleeps_on(source: StacksCol
         assert source.child_cpu_seconds > 0
         dumps = source.dump_all(ranks)
         assert all(isinstance(dump, StallDump) and dump.stack for dump in dumps.values()), dumps
+
+
+def test_time_that_python_code_takes_inside_backward_is_shown_on_its_own_line(source: StacksCollector) -> None:
+    """On the pretended device as on a GPU, autograd runs that code on a thread of its own."""
+    slow_function = {"function": "Scale.backward", "tensor_hook": "slow_tensor_hook", "module_hook": "slow_module_hook"}
+    slow_function["device"] = "Scale.backward"
+    with slow_backwards(list(slow_function)) as ranks:
+        found = recorded(source, ranks)
+        dumps = source.dump_all(ranks)
+        for rank, (kind, function) in zip(ranks, slow_function.items(), strict=True):
+            sample, dump = found[rank.rank], dumps[rank.key]
+            assert isinstance(sample, StackSample), (kind, sample)
+            slowest = max(sample.frames, key=lambda count: count.leaf)
+            line = marked_line("function" if kind == "device" else kind)
+            assert (slowest.frame.function, slowest.frame.line) == (function, line), kind
+            assert slowest.phase == "backward_code", kind
+            assert sample.phase_counts["backward_code"] > sample.samples / 2, (kind, sample.phase_counts)
+            loop = next(count for count in sample.frames if count.frame.function == "main" and count.phase != "other")
+            assert loop.inclusive >= slowest.inclusive, f"{kind}: the stack goes on to the line that called backward"
+            assert isinstance(dump, StallDump), (kind, dump)
+            assert dump.stack[-1].function == "<module>", kind
+
+
+def test_a_forward_that_is_recomputed_inside_backward_is_work_of_the_backward(source: StacksCollector) -> None:
+    with slow_backwards(["recompute"]) as ranks:
+        sample = recorded(source, ranks)[0]
+    assert isinstance(sample, StackSample), sample
+    assert sample.phase_counts["backward_code"] > sample.samples / 4
+    assert sample.phase_counts["forward"] > sample.samples / 4
+    slowest = max(sample.frames, key=lambda count: count.leaf)
+    assert (slowest.frame.function, slowest.frame.line) == ("Block.forward", marked_line("recompute"))
+
+
+def test_processes_with_many_threads_are_sampled_at_five_hertz_at_least_within_the_budget(
+    source: StacksCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankscope.daemon.budget.OBSERVED_SECONDS", 10.0)
+    with sleeper(MANY_THREADS) as one, sleeper(MANY_THREADS) as other:
+        ranks = [as_rank(one.pid, 0), as_rank(other.pid, 1)]
+        started = time.monotonic()
+        recorded(source, ranks)
+        # 10 Hz take 1.5 times the budget, whatever a sample costs on this machine.
+        ratio = source.child_cpu_seconds / (time.monotonic() - started) / len(ranks) / 1.5
+        budget = Budget(ratio, 10.0)
+        rates: list[float] = []
+        samples: list[StackSample | Problem] = []
+
+        def has_settled() -> bool:
+            now = time.monotonic()
+            source.poll(now)
+            rates.append(budget.observe(now, 0.0, source.child_cpu_seconds, len(ranks)))
+            source.set_rate(rates[-1])
+            samples.extend(source.collect(ranks, SPAN).values())
+            # Twice the time that is needed to decide, at the same rate.
+            is_steady = len(set(rates[-200:])) == 1 and len(rates) > 200
+            return is_steady and budget.used_ratio is not None and budget.used_ratio <= 1.0
+
+        wait_for(has_settled)
+    assert 2.5 <= rates[-1] < 10.0, rates
+    for sample in samples:
+        assert isinstance(sample, StackSample), sample
+        assert sample.samples >= 0.8 * SHORTEST_SECONDS * LEAST_RATE_HERTZ
+    assert source.recorded_ratio is not None
+    assert source.recorded_ratio > 0.25
 
 
 def test_a_process_that_dies_under_the_recording_leaves_what_was_seen_or_says_so(source: StacksCollector) -> None:

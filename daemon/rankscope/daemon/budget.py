@@ -1,45 +1,98 @@
-"""Keeping the daemon's own CPU use within what the user granted, by sampling stacks less often."""
+"""Keeping the daemon's own CPU use within what the user granted, by recording stacks less.
+
+A sample of a process with a hundred threads, as CUDA processes have, costs six times as much as one of a process with
+one thread. Too few samples a second miss what is looked for, so the rate has a floor, and below it ranks are recorded
+for a part of the time only."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from dataclasses import dataclass
+from typing import Final
 
-OBSERVED_SECONDS = 20.0
-# Nothing is decided on less than this: one window's cost is noise, and a new rate needs time to show.
-SETTLING_SECONDS = 20.0
-# Meeting a rank costs once: finding it while it imports, and the first look at its stacks. So does losing one: what its
-# last recording cost is known only when it has gone.
-ARRIVAL_SECONDS = 0.1
-RECOVERY_SECONDS = 30.0
-RECOVERY_SECONDS_MAX = 600.0
-RECOVERY_BELOW_RATIO = 0.5
+# While a rank is recorded, it is sampled at least so often.
+LEAST_RATE_HERTZ: Final = 5
+# Attaching costs as much as twenty samples of a process with many threads: longer recordings are cheaper, shorter ones
+# are known sooner.
+ATTACHING_SAMPLES: Final = 20
+SAMPLES_WANTED: Final = 40
+SHORTEST_SECONDS, LONGEST_SECONDS = 4, 8
+RECORDED_RATIOS: Final = (0.75, 0.5, 0.25, 0.125)
+
+OBSERVED_SECONDS: Final = 20.0
+PERIODS_OBSERVED: Final = 2
+# Meeting a rank costs once: finding it while it imports, and the first look at its stacks. So does losing one.
+ARRIVAL_SECONDS: Final = 0.1
+RECOVERY_SECONDS: Final = 30.0
+RECOVERY_SECONDS_MAX: Final = 600.0
+RECOVERY_BELOW_RATIO: Final = 0.75
+TARGET_RATIO: Final = 0.9
+RAISE_FACTOR_MAX: Final = 2.0
+# A sample of a process by its threads, and the share of the budget that is left for sampling before anything was
+# measured: a first guess, so that processes with many threads do not cost too much until it was.
+SAMPLE_SECONDS: Final = 0.0002
+SAMPLE_SECONDS_PER_THREAD: Final = 0.000011
+GUESSED_SHARE: Final = 0.7
+# The daemon's own work alone is too much, which may pass: less sampling hardly helps.
+HELPLESS_FACTOR: Final = 0.5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a rank is recorded: for `seconds` at `rate_hz`, again after `period_seconds` from start to start."""
+
+    seconds: int
+    rate_hz: int
+    period_seconds: float
+
+    @property
+    def has_pause(self) -> bool:
+        return self.period_seconds > self.seconds
+
+    @property
+    def cost(self) -> float:
+        """CPU use in samples a second."""
+        return (ATTACHING_SAMPLES + self.seconds * self.rate_hz) / self.period_seconds
+
+
+def plan_at(average_hertz: float) -> Plan | None:
+    """The recordings that make so many samples a second, pauses included. None: no recordings."""
+    if average_hertz <= 0:
+        return None
+    rate_hz = max(LEAST_RATE_HERTZ, int(average_hertz))
+    recorded_ratio = min(1.0, average_hertz / rate_hz)
+    seconds = math.ceil(SAMPLES_WANTED / rate_hz) if recorded_ratio == 1.0 else int(LONGEST_SECONDS * recorded_ratio)
+    seconds = min(LONGEST_SECONDS, max(SHORTEST_SECONDS, seconds))
+    return Plan(seconds, rate_hz, seconds / recorded_ratio)
 
 
 def rate_ladder(full_hertz: float) -> tuple[float, ...]:
-    """The rates to fall back through; the last one is off."""
-    if full_hertz <= 0:
-        return (0.0,)
-    halves = [full_hertz, full_hertz / 2, full_hertz / 4]
-    return (*(rate for rate in halves if rate >= 1.0 or rate == full_hertz), *((1.0,) if halves[2] > 1.0 else ()), 0.0)
+    """Average rates to choose from: whole numbers down to the floor, then pauses; the last one is off."""
+    lower = [float(rate) for rate in range(math.ceil(full_hertz) - 1, LEAST_RATE_HERTZ - 1, -1)]
+    paused = [LEAST_RATE_HERTZ * ratio for ratio in RECORDED_RATIOS]
+    return tuple(dict.fromkeys((max(0.0, full_hertz), *(rate for rate in (*lower, *paused) if rate < full_hertz), 0.0)))
 
 
 class Budget:
-    """Tells the stack rate to use. Give it the CPU seconds used so far at every window; it has no clock of its own."""
+    """Tells the average stack rate to use. Give it the CPU seconds used so far at every window; it has no clock of its
+    own."""
 
     def __init__(self, core_ratio_per_rank: float, full_hertz: float) -> None:
         self._core_ratio_per_rank = core_ratio_per_rank
         self._ladder = rate_ladder(full_hertz)
         self._rung = 0
         self._ranks = 0
-        # Time, CPU seconds used, and CPU seconds granted so far: the grant follows the number of ranks as it changes.
-        self._observed: deque[tuple[float, float, float]] = deque()
+        self._observed: deque[_Observed] = deque()
         self._calm_since: float | None = None
         self._raised_at: float | None = None
         self._recovery_seconds = RECOVERY_SECONDS
         self._used_ratio: float | None = None
+        self._is_guessing = True
 
     @property
     def rate_hertz(self) -> float:
+        """Stack samples per second and rank, pauses included."""
         return self._ladder[self._rung]
 
     @property
@@ -47,54 +100,105 @@ class Budget:
         """CPU use over the last seconds, as a ratio of the budget; above 1 is over it."""
         return self._used_ratio
 
-    def observe(self, now_seconds: float, cpu_seconds: float, ranks: int) -> float:
-        """Take note of the CPU seconds used since the daemon began; returns the rate from now on."""
+    def observe(
+        self, now_seconds: float, own_seconds: float, sampling_seconds: float, ranks: int, threads: float = 1.0
+    ) -> float:
+        """Take note of the CPU seconds used since the daemon began, by itself and by what it starts to read stacks;
+        returns the rate from now on. `threads` are a typical rank's."""
         if ranks == 0:
             # Looking for ranks costs what it costs; sampling less would not make it cheaper.
             self._ranks = 0
-            self._forget(now_seconds, cpu_seconds)
+            self._is_guessing = True
+            self._forget(_Observed(now_seconds, own_seconds, sampling_seconds))
             return self.rate_hertz
-        last_seconds, _, granted_seconds = self._observed[-1] if self._observed else (now_seconds, 0.0, 0.0)
-        granted_seconds += self._core_ratio_per_rank * ranks * (now_seconds - last_seconds)
-        granted_seconds += ARRIVAL_SECONDS * abs(ranks - self._ranks)
+        granted_seconds = ARRIVAL_SECONDS * abs(ranks - self._ranks)
+        if self._observed:
+            last = self._observed[-1]
+            granted_seconds += last.granted_seconds
+            granted_seconds += self._core_ratio_per_rank * ranks * (now_seconds - last.at_seconds)
         self._ranks = ranks
-        self._observed.append((now_seconds, cpu_seconds, granted_seconds))
-        while len(self._observed) > 2 and self._observed[1][0] <= now_seconds - OBSERVED_SECONDS:
+        now = _Observed(now_seconds, own_seconds, sampling_seconds, granted_seconds)
+        self._observed.append(now)
+        plan = plan_at(self.rate_hertz)
+        needed_seconds = max(OBSERVED_SECONDS, PERIODS_OBSERVED * plan.period_seconds if plan else 0.0)
+        while len(self._observed) > 2 and self._observed[1].at_seconds <= now_seconds - needed_seconds:
             self._observed.popleft()
-        since, cpu_before, granted_before = self._observed[0]
-        elapsed_seconds = now_seconds - since
-        if elapsed_seconds <= 0:
+        before = self._observed[0]
+        if now_seconds <= before.at_seconds:
             return self.rate_hertz
-        self._used_ratio = max(0.0, cpu_seconds - cpu_before) / (granted_seconds - granted_before)
-        if elapsed_seconds < SETTLING_SECONDS:
+        granted_seconds -= before.granted_seconds
+        own_ratio = max(0.0, own_seconds - before.own_seconds) / granted_seconds
+        sampling_ratio = max(0.0, sampling_seconds - before.sampling_seconds) / granted_seconds
+        self._used_ratio = own_ratio + sampling_ratio
+        if now_seconds - before.at_seconds < needed_seconds:
+            if self._is_guessing:
+                self._lower_by_guess(threads)
             return self.rate_hertz
+        self._is_guessing = False
         if self._used_ratio > 1.0:
             self._calm_since = None
-            self._lower(now_seconds, cpu_seconds)
+            self._lower(self._rung_that_fits(own_ratio, sampling_ratio), now)
         elif self._used_ratio < RECOVERY_BELOW_RATIO and self._rung > 0:
-            self._calm_since = since if self._calm_since is None else self._calm_since
+            self._calm_since = before.at_seconds if self._calm_since is None else self._calm_since
             if now_seconds - self._calm_since >= self._recovery_seconds:
-                self._raise(now_seconds, cpu_seconds)
+                self._raise(self._rung_that_fits(own_ratio, sampling_ratio), now)
         else:
             self._calm_since = None
         return self.rate_hertz
 
-    def _lower(self, now_seconds: float, cpu_seconds: float) -> None:
-        if self._rung == len(self._ladder) - 1:
+    def _lower_by_guess(self, threads: float) -> None:
+        affordable = GUESSED_SHARE * self._core_ratio_per_rank
+        per_sample = SAMPLE_SECONDS + SAMPLE_SECONDS_PER_THREAD * threads
+        while self.rate_hertz > LEAST_RATE_HERTZ:
+            plan = plan_at(self.rate_hertz)
+            if plan is None or plan.cost * per_sample <= affordable:
+                return
+            self._rung += 1
+
+    def _rung_that_fits(self, own_ratio: float, sampling_ratio: float) -> int:
+        """The highest whose cost, as far as the present one's tells, stays within the budget."""
+        present = plan_at(self.rate_hertz)
+        off = len(self._ladder) - 1
+        if present is None:
+            return off - 1
+        factor = RAISE_FACTOR_MAX
+        if own_ratio >= TARGET_RATIO:
+            factor = HELPLESS_FACTOR
+        elif sampling_ratio > 0:
+            factor = min(factor, (TARGET_RATIO - own_ratio) / sampling_ratio)
+        plans = map(plan_at, self._ladder)
+        return next((rung for rung, plan in enumerate(plans) if plan and plan.cost <= factor * present.cost), off)
+
+    def _lower(self, rung: int, now: _Observed) -> None:
+        off = len(self._ladder) - 1
+        if self._rung == off:
             return
-        if self._raised_at is not None and now_seconds - self._raised_at < 2 * self._recovery_seconds:
+        if self._raised_at is not None and now.at_seconds - self._raised_at < 2 * self._recovery_seconds:
             # The last raise did not hold: wait longer before the next, or the rate would swing for ever.
             self._recovery_seconds = min(RECOVERY_SECONDS_MAX, 2 * self._recovery_seconds)
-        self._rung += 1
-        self._forget(now_seconds, cpu_seconds)
+        # Off is the last resort: when even the fewest recordings were tried and are too much.
+        self._rung = off if self._rung == off - 1 else min(off - 1, max(self._rung + 1, rung))
+        self._forget(now)
 
-    def _raise(self, now_seconds: float, cpu_seconds: float) -> None:
-        self._rung -= 1
-        self._raised_at = now_seconds
+    def _raise(self, rung: int, now: _Observed) -> None:
+        if rung >= self._rung:
+            return
+        self._rung = rung
+        self._raised_at = now.at_seconds
         self._calm_since = None
-        self._forget(now_seconds, cpu_seconds)
+        self._forget(now)
 
-    def _forget(self, now_seconds: float, cpu_seconds: float) -> None:
+    def _forget(self, now: _Observed) -> None:
         # What was spent at the old rate says nothing about the new one.
         self._observed.clear()
-        self._observed.append((now_seconds, cpu_seconds, 0.0))
+        self._observed.append(now)
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """Totals so far. The grant follows the number of ranks as it changes."""
+
+    at_seconds: float
+    own_seconds: float
+    sampling_seconds: float
+    granted_seconds: float = 0.0

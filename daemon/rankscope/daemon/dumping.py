@@ -70,7 +70,8 @@ def _read(place: Path, rank: RankProcess, proc_root: Path, ended: pyspy.Ended) -
         return pyspy.explain_failure(rank, ended, log, _is_alive(proc_root, rank))
     text = read_text(_output(place, rank), pyspy.OUTPUT_LIMIT_BYTES)
     try:
-        stack = parse_dump(text, frozenset((rank.pid, *rank.namespace_pids)))
+        pids = frozenset((rank.pid, *rank.namespace_pids))
+        stack = parse_dump(text, pids, lambda: pyspy.engine_threads(f"{proc_root}/{rank.pid}"))
     except (ValueError, RecursionError) as error:
         return Problem(
             "stacks", "unreadable", f"rank {rank.rank} (pid {rank.pid}): py-spy's dump makes no sense: {error}"

@@ -34,6 +34,7 @@ class DaemonStatus:
     resident_bytes: int | None = None
     budget_used_ratio: float | None = None
     stack_rate_hertz: float = 0.0
+    stack_recorded_ratio: float | None = None
     ranks: int = 0
     ranks_cut: int = 0
     rank_conflicts: int = 0
@@ -97,10 +98,19 @@ def _daemon_metrics(status: DaemonStatus) -> Iterator[Metric]:
         ("daemon_resident_bytes", "Memory of the daemon.", status.resident_bytes),
         (
             "daemon_budget_ratio",
-            "CPU use over the last seconds as a ratio of the budget; above 1, stacks are sampled less often.",
+            "CPU use over the last seconds as a ratio of the budget; above 1, stacks are recorded less.",
             status.budget_used_ratio,
         ),
-        ("daemon_stack_rate_hertz", "Stack samples per second and rank at present.", status.stack_rate_hertz),
+        (
+            "daemon_stack_rate_hertz",
+            "Stack samples per second of a rank while it is recorded; 0: none is.",
+            status.stack_rate_hertz,
+        ),
+        (
+            "daemon_stack_recorded_ratio",
+            "Share of the last minute in which a rank's stacks were recorded, mean of the ranks.",
+            status.stack_recorded_ratio,
+        ),
         ("daemon_ranks", "Ranks found on this node.", status.ranks),
         ("daemon_ranks_cut", "Ranks found but not watched: over max_ranks.", status.ranks_cut),
         (

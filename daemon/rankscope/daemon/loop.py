@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 from prometheus_client.registry import Collector
 
 from rankscope.analysis.mfu import peak_flops_per_second
 from rankscope.daemon.assembling import RankSamples, assemble, identity_of
-from rankscope.daemon.budget import Budget
+from rankscope.daemon.budget import Budget, plan_at
 from rankscope.daemon.captures.desk import CaptureDesk
 from rankscope.daemon.captures.orders import CaptureError
 from rankscope.daemon.collecting import describe
@@ -29,7 +30,7 @@ from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span
 from rankscope.daemon.sampling import Collectors, Sampled, Sampling, real_collectors
 from rankscope.daemon.scraping import MetricsServer
 from rankscope.daemon.serving import GrpcServer, Service, no_capture_service, rank_service
-from rankscope.daemon.stalling import StallWatch
+from rankscope.daemon.stalling import PaceWatch, StallWatch
 from rankscope.daemon.tallying import RankReport, RankTotals, add_window
 from rankscope.daemon.ticking import Clock, RealClock, Ticker
 from rankscope.daemon.tls import metrics_tls
@@ -84,6 +85,7 @@ class Daemon:
         self._collectors = collectors or real_collectors(config)
         self._sampling = Sampling(self._collectors, self._clock, config.max_ranks)
         self._stalls = StallWatch(self._collectors.stacks.dump_all)
+        self._paces = PaceWatch()
         self._budget = Budget(config.budget_ratio, config.stack_rate_hertz)
         self._ticker = Ticker(self._clock, config.window_seconds)
         self._own_cpu_seconds = own_cpu_seconds
@@ -96,7 +98,7 @@ class Daemon:
         self._status = DaemonStatus(
             package_version(),
             config.node,
-            stack_rate_hertz=self._budget.rate_hertz,
+            stack_rate_hertz=_rate_while_recorded(self._budget.rate_hertz),
             metrics_detail=config.metrics_detail,
         )
         self._reports: tuple[RankReport, ...] = ()
@@ -159,7 +161,9 @@ class Daemon:
         self._stalls.fetch_stacks(self._clock.monotonic_seconds())
         self._stalls.keep_only(windows.keys())
         self._windows_total += len(windows)
-        self._keep_within_budget(sampled.ranks)
+        self._keep_within_budget(sampled.ranks, windows.values())
+        for job in self._paces.slower_jobs(windows):
+            self._collectors.stacks.hurry(job, self._clock.monotonic_seconds())
         if self.captures is not None:
             self.captures.observe(sampled.ranks, windows)
         tick = Tick(span, windows, departed)
@@ -240,13 +244,19 @@ class Daemon:
         incarnation.totals = add_window(incarnation.totals, window)
         return window
 
-    def _keep_within_budget(self, ranks: Sequence[RankProcess]) -> None:
+    def _keep_within_budget(self, ranks: Sequence[RankProcess], windows: Iterable[RankWindow]) -> None:
         before = self._budget.rate_hertz
-        cpu_seconds = self._own_cpu_seconds() + self._sampling.child_cpu_seconds
-        rate_hertz = self._budget.observe(self._clock.monotonic_seconds(), cpu_seconds, len(ranks))
+        threads = [window.process.threads for window in windows if window.process.HasField("threads")]
+        rate_hertz = self._budget.observe(
+            self._clock.monotonic_seconds(),
+            self._own_cpu_seconds(),
+            self._sampling.child_cpu_seconds,
+            len(ranks),
+            median(threads) if threads else 1.0,
+        )
         if rate_hertz != before:
-            used = self._budget.used_ratio or 0.0
-            log.info("%.0f%% of the CPU budget used: stack rate %g -> %g Hz", 100 * used, before, rate_hertz)
+            used = 100 * (self._budget.used_ratio or 0.0)
+            log.info("%.0f%% of the CPU budget used: %s instead of %s", used, _recorded(rate_hertz), _recorded(before))
             self._collectors.stacks.set_rate(rate_hertz)
         self._collectors.stacks.set_rates_of(self.policies.stack_rates(ranks, rate_hertz))
 
@@ -259,7 +269,8 @@ class Daemon:
             sampling_cpu_seconds=self._sampling.child_cpu_seconds,
             resident_bytes=resident_bytes(),
             budget_used_ratio=self._budget.used_ratio,
-            stack_rate_hertz=self._budget.rate_hertz,
+            stack_rate_hertz=_rate_while_recorded(self._budget.rate_hertz),
+            stack_recorded_ratio=self._collectors.stacks.recorded_ratio,
             ranks=len(sampled.ranks) + sampled.ranks_cut,
             ranks_cut=sampled.ranks_cut,
             rank_conflicts=len(sampled.conflicts),
@@ -295,6 +306,20 @@ def _open_captures(config: Config, policies: PolicyBoard) -> CaptureDesk | None:
     except CaptureError as error:
         log.warning("no captures: %s", error)
         return None
+
+
+def _rate_while_recorded(average_hertz: float) -> float:
+    plan = plan_at(average_hertz)
+    return 0.0 if plan is None else plan.rate_hz
+
+
+def _recorded(average_hertz: float) -> str:
+    plan = plan_at(average_hertz)
+    if plan is None:
+        return "no stacks"
+    return f"stacks at {plan.rate_hz} Hz" + (
+        f" for {plan.seconds} of {plan.period_seconds:g} s" if plan.has_pause else ""
+    )
 
 
 def _quoted(rank: RankProcess) -> str:

@@ -4,7 +4,10 @@
    is checkpoint, a collective in a backward hook is communication, a transform that is a module is input.
 2. Otherwise the innermost frame that names a phase decides: a closure's forward inside `optimizer.step` is forward,
    an optimizer that steps in a gradient hook is optimizer.
-3. A forward inside a backward is recomputation, and so is backward."""
+3. Inside a backward, Python code that autograd calls (a custom function's backward, a hook, a recomputed forward) is
+   BACKWARD_CODE, which is this rank's own work. The rest is BACKWARD: the engine's kernels, but also its waiting for
+   the gradients of other ranks, which a Python stack cannot tell apart. Library code without the program's own code in
+   it stays BACKWARD, for FSDP and DeepSpeed wait in their hooks."""
 
 from __future__ import annotations
 
@@ -18,13 +21,16 @@ from rankscope.daemon.samples import Frame
 INPUT: Final = "input"
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
+BACKWARD_CODE: Final = "backward_code"
 OPTIMIZER: Final = "optimizer"
 COMMUNICATION: Final = "communication"
 DEVICE_SYNC: Final = "device_sync"
 CHECKPOINT: Final = "checkpoint"
 COMPILE: Final = "compile"
 OTHER: Final = "other"
-PHASES: Final = (INPUT, FORWARD, BACKWARD, OPTIMIZER, COMMUNICATION, DEVICE_SYNC, CHECKPOINT, COMPILE, OTHER)
+PHASES: Final = (
+    *(INPUT, FORWARD, BACKWARD, BACKWARD_CODE, OPTIMIZER, COMMUNICATION, DEVICE_SYNC, CHECKPOINT, COMPILE, OTHER),
+)
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,22 @@ ALWAYS: Final = (
     _rule(COMMUNICATION, "torch/distributed/nn/functional.py"),
     _rule(COMMUNICATION, "torch/distributed/rendezvous.py"),
     _rule(COMMUNICATION, "torch/distributed/algorithms/ddp_comm_hooks/"),
-    # Our own stopwatch around C functions is around Work.wait; around Python functions, their frames tell.
+    # Innermost, the probe's wrappers are around C functions: collectives and Work.wait.
     _rule(COMMUNICATION, "rankscope/probe/timing.py", "wrapper", only_innermost=True),
+    _rule(COMMUNICATION, "rankscope/probe/spans.py", "wrapper", only_innermost=True),
+    # FSDP2 waits for its collectives here, without a frame of torch.distributed around the wait.
+    _rule(
+        COMMUNICATION,
+        "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
+        "foreach_all_gather foreach_all_gather_copy_out foreach_reduce",
+        only_innermost=True,
+    ),
+    _rule(
+        COMMUNICATION,
+        "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+        "wait_for_unshard _reset_iter_state finalize_backward _wait_for_post_backward",
+        only_innermost=True,
+    ),
     _rule(COMMUNICATION, "torch/distributed/pipelining/schedules.py", "_batch_p2p _wait_batch_p2p"),
     _rule(COMMUNICATION, "megatron/core/pipeline_parallel/p2p_communication.py"),
     _rule(COMMUNICATION, "deepspeed/comm/"),
@@ -93,6 +113,7 @@ INNERMOST: Final = (
     _rule(BACKWARD, "torch/_tensor.py", "backward"),
     _rule(BACKWARD, "torch/autograd/__init__.py", "backward grad"),
     _rule(BACKWARD, "torch/autograd/graph.py", "_engine_run_backward"),
+    _rule(BACKWARD, "megatron/core/pipeline_parallel/schedules.py", "custom_backward"),
     _rule(FORWARD, "torch/nn/modules/module.py", "_call_impl _wrapped_call_impl"),
     _rule(FORWARD, "torch/nn/parallel/distributed.py", "forward _run_ddp_forward"),
     _rule(FORWARD, "torch/nn/functional.py"),
@@ -100,32 +121,51 @@ INNERMOST: Final = (
     _rule(FORWARD, "torch/fx/graph_module.py", "call_wrapped __call__"),
 )
 
-_LIBRARY_FOLDERS: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "/rankscope/probe/")
+_LIBRARY_FOLDERS: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "/rankscope/probe/", "/torchinductor_")
 _IMPORT: Final = "<frozen importlib._bootstrap>"
 _ORDER_OF_ALWAYS: Final = tuple(dict.fromkeys(rule.phase for rule in ALWAYS))
 
 
 def phase_of(innermost_first: Sequence[Frame]) -> str:
     named: list[str] = []
+    has_code_in_backward = has_user_code = False
     for depth, frame in enumerate(innermost_first):
         if frame.file == _IMPORT:
-            named.clear()  # what runs inside an import is set-up, whichever file it is in
+            # What runs inside an import is set-up, whichever file it is in.
+            named.clear()
+            has_code_in_backward = has_user_code = False
             continue
         phase = _named_phase(frame.function, frame.file, depth == 0)
+        if phase == BACKWARD:
+            has_code_in_backward = has_user_code or FORWARD in named
         if phase is not None:
             named.append(phase)
+        elif is_user_code(frame):
+            has_user_code = True
     for phase in _ORDER_OF_ALWAYS:
         if phase in named:
             return phase
     if not named:
         return OTHER
-    return BACKWARD if named[0] == FORWARD and BACKWARD in named else named[0]
+    if BACKWARD in named and named[0] in (FORWARD, BACKWARD):
+        return BACKWARD_CODE if has_code_in_backward else BACKWARD
+    return named[0]
+
+
+def is_engine(frame: Frame) -> bool:
+    """Whether a stack that ends here is in autograd's engine, which may run Python code on a thread of its own."""
+    return _named_phase(frame.function, frame.file, True) == BACKWARD
 
 
 def is_user_code(frame: Frame) -> bool:
     """The program's own source, which its author can change: not torch, not the standard library, not this tool."""
-    path = "/" + frame.file
-    return not frame.file.startswith("<") and not any(folder in path for folder in _LIBRARY_FOLDERS)
+    return _is_user_file(frame.file)
+
+
+@lru_cache(maxsize=8192)
+def _is_user_file(file: str) -> bool:
+    path = "/" + file
+    return not file.startswith("<") and not any(folder in path for folder in _LIBRARY_FOLDERS)
 
 
 @lru_cache(maxsize=8192)

@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ ENVIRON_LIMIT_BYTES: Final = 256 * 1024
 MAPS_LIMIT_BYTES: Final = 16 * 1024 * 1024
 SMALL_FILE_LIMIT_BYTES: Final = 16 * 1024
 DESCRIPTORS_LIMIT: Final = 4096
+THREADS_LIMIT: Final = 4096
 RING_LINK_PREFIX: Final = "/memfd:rankscope-ring"
 
 _PF_KTHREAD: Final = 0x00200000
@@ -141,6 +143,16 @@ def read_status(process: str) -> Status:
         voluntary_switches=number(b"voluntary_ctxt_switches"),
         involuntary_switches=number(b"nonvoluntary_ctxt_switches"),
     )
+
+
+def thread_ids(process: str, name_prefix: bytes) -> frozenset[int]:
+    """Ids, in all their namespaces, of the threads whose names begin so."""
+    found: set[int] = set()
+    with suppress(OSError):  # it ended in between
+        for thread in islice(os.scandir(process + "/task"), THREADS_LIMIT):
+            if read_bounded(thread.path + "/comm").startswith(name_prefix):
+                found.update(read_status(thread.path).namespace_pids)
+    return frozenset(found)
 
 
 def read_environment(process: str) -> Iterator[tuple[str, str]]:

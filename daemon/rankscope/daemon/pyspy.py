@@ -8,11 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rankscope.daemon import procfs
 from rankscope.daemon.samples import Problem, RankProcess
 
 OUTPUT_LIMIT_BYTES: Final = 16 * 1024 * 1024
@@ -24,6 +27,11 @@ _CHILD_LIMITS: Final = (
     (resource.RLIMIT_CPU, 20),  # seconds; also ends a child whose daemon was killed
     (resource.RLIMIT_CORE, 0),
 )
+
+
+def engine_threads(process_folder: str) -> frozenset[int]:
+    """Threads on which autograd runs the backward of a device. torch names them; py-spy does not know these names."""
+    return procfs.thread_ids(process_folder, b"pt_autograd_")
 
 
 def find_py_spy() -> Path | None:
@@ -72,11 +80,20 @@ class Child:
                 cwd="/",
             )
         self.pid = self._process.pid
+        self._cpu_seconds = 0.0
         for limit, value in _CHILD_LIMITS:
             try:
                 resource.prlimit(self.pid, limit, (value, value))
             except (ProcessLookupError, PermissionError):
                 break  # ended already, or a py-spy that carries capabilities of its own
+
+    @property
+    def cpu_seconds(self) -> float:
+        """What it took so far."""
+        with suppress(OSError):
+            # The clock of another process' CPU time, as clock_getcpuclockid(3) makes it on Linux.
+            self._cpu_seconds = max(self._cpu_seconds, time.clock_gettime((~self.pid << 3) | 2))
+        return self._cpu_seconds
 
     def poll(self) -> Ended | None:
         """None while it runs. After it has ended once, do not ask again."""
@@ -95,7 +112,7 @@ class Child:
             return None
         status = os.waitstatus_to_exitcode(wait_status)
         self._process.returncode = status  # tells Popen that there is nothing left to wait for
-        return Ended(status, usage.ru_utime + usage.ru_stime)
+        return Ended(status, max(self._cpu_seconds, usage.ru_utime + usage.ru_stime))
 
 
 def _die_with_parent() -> tuple[str, ...]:

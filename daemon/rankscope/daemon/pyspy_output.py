@@ -6,18 +6,20 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Final, Generic, TypeAlias, TypeVar
 
+from rankscope.daemon.phases import is_engine
 from rankscope.daemon.samples import Frame
 
 FRAMES_PER_STACK_LIMIT: Final = 512
 NAME_LENGTH_LIMIT: Final = 256
 
 Stack: TypeAlias = tuple[Frame, ...]  # innermost first
+ThreadIds: TypeAlias = Callable[[], Collection[int]]
 Unparsed = TypeVar("Unparsed")
 
 _THREAD: Final = re.compile(r"thread \((\d{1,18})\)(?:: (.*))?")
@@ -50,10 +52,11 @@ def read_text(path: Path, limit_bytes: int) -> str:
         return ""
 
 
-def parse_recording(text: str, pids: Collection[int]) -> Recording:
+def parse_recording(text: str, pids: Collection[int], engine_threads: ThreadIds = frozenset) -> Recording:
     """Lines of `py-spy record --format raw --threads`: "thread (TID): NAME;outermost;…;innermost COUNT".
 
-    `pids` are the process' ids in all its namespaces, for the main thread carries one of them."""
+    `pids` are the process' ids in all its namespaces, for the main thread carries one of them. `engine_threads` is
+    asked for the ids of autograd's own threads when it matters."""
     threads: dict[int, _Thread[str]] = {}
     garbled_lines = 0
     for line in text.split("\n"):
@@ -67,15 +70,15 @@ def parse_recording(text: str, pids: Collection[int]) -> Recording:
         thread = threads.setdefault(native_id, _Thread(native_id, match.group(2) or ""))
         thread.stacks.append((body, int(count)))
         thread.torch_samples += int(count) if "/torch/" in body else 0
-    stacks: Counter[Stack] = Counter()
     training = _training_thread(threads.values(), pids)
-    for body, samples in training.stacks if training else ():
-        stack = _parse_stack(body)
-        if stack is None:
-            garbled_lines += 1
-        else:
-            stacks[stack] += samples
-    return Recording(stacks, garbled_lines)
+    if training is None:
+        return Recording(Counter(), garbled_lines)
+    stacks, garbled_stacks = _parse_stacks(training)
+    is_in_engine = any(stack and is_engine(stack[0]) for stack in stacks)
+    inside: Counter[Stack] = Counter()
+    for thread in _candidates_for_engine(threads.values(), training, engine_threads) if is_in_engine else ():
+        inside.update(_parse_stacks(thread)[0])
+    return Recording(_within_engine(stacks, inside), garbled_lines + garbled_stacks)
 
 
 def parse_errors(log: str) -> int:
@@ -84,7 +87,7 @@ def parse_errors(log: str) -> int:
     return int(tally.group(1)) if tally else 0
 
 
-def parse_dump(text: str, pids: Collection[int]) -> Stack | None:
+def parse_dump(text: str, pids: Collection[int], engine_threads: ThreadIds = frozenset) -> Stack | None:
     """The training thread's stack from `py-spy dump --json`. Raises ValueError when the text is not that."""
     document = json.loads(text)
     if not isinstance(document, list) or not all(isinstance(entry, dict) for entry in document):
@@ -102,7 +105,45 @@ def parse_dump(text: str, pids: Collection[int]) -> Stack | None:
         name = str(entry.get("thread_name") or "")
         threads.append(_Thread(_integer(entry.get("os_thread_id")), name, torch_samples, [(stack, 1)]))
     training = _training_thread(threads, pids)
-    return training.stacks[0][0] if training else None
+    if training is None:
+        return None
+    stack = training.stacks[0][0]
+    if stack and is_engine(stack[0]):
+        for thread in _candidates_for_engine(threads, training, engine_threads):
+            return (*thread.stacks[0][0], *stack)[:FRAMES_PER_STACK_LIMIT]
+    return stack
+
+
+def _candidates_for_engine(
+    threads: Iterable[_Thread[Unparsed]], training: _Thread[Unparsed], engine_threads: ThreadIds
+) -> list[_Thread[Unparsed]]:
+    """Threads of autograd that were seen in Python code. Python did not start them, so py-spy knows no name of them."""
+    nameless = [
+        thread
+        for thread in threads
+        if thread is not training
+        and (not thread.name or thread.name.startswith("Dummy-"))
+        and any(body for body, _ in thread.stacks)
+    ]
+    ids = engine_threads() if nameless else ()
+    return [thread for thread in nameless if thread.native_id in ids]
+
+
+def _within_engine(stacks: Counter[Stack], inside: Counter[Stack]) -> Counter[Stack]:
+    """On a GPU, autograd runs backward on a thread of its own while the training thread waits in the engine. Samples of
+    the two threads come without times, but Python code on the one implies that the other waits: each stack of the
+    engine's thread takes the place of as many waiting samples."""
+    merged = Counter(stacks)
+    waiting = [stack for stack, _ in stacks.most_common() if stack and is_engine(stack[0])]
+    for inner, samples in inside.most_common():
+        left = samples if inner else 0
+        for outer in waiting:
+            taken = min(left, merged[outer])
+            if taken:
+                merged[(*inner, *outer)[:FRAMES_PER_STACK_LIMIT]] += taken
+                merged[outer] -= taken
+                left -= taken
+    return +merged
 
 
 def _training_thread(threads: Iterable[_Thread[Unparsed]], pids: Collection[int]) -> _Thread[Unparsed] | None:
@@ -116,6 +157,19 @@ def _training_thread(threads: Iterable[_Thread[Unparsed]], pids: Collection[int]
             return thread
     busiest = max(candidates, key=lambda thread: thread.torch_samples, default=None)
     return busiest if busiest is not None and busiest.torch_samples else None
+
+
+def _parse_stacks(thread: _Thread[str]) -> tuple[Counter[Stack], int]:
+    """And how many of them made no sense."""
+    stacks: Counter[Stack] = Counter()
+    garbled = 0
+    for body, samples in thread.stacks:
+        stack = _parse_stack(body)
+        if stack is None:
+            garbled += 1
+        else:
+            stacks[stack] += samples
+    return stacks, garbled
 
 
 def _parse_stack(body: str) -> Stack | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.daemon import procfs, pyspy
+from rankscope.daemon.budget import Plan
 from rankscope.daemon.pyspy_output import Stack, parse_errors, parse_recording, read_text
 from rankscope.daemon.samples import Problem, RankProcess, Span, StackSample
 from rankscope.daemon.stack_summary import summarise
@@ -21,15 +23,6 @@ ERRORS_LIMIT_RATIO: Final = 0.5
 OVERSTAY_FACTOR: Final = 2.0
 OVERSTAY_SECONDS: Final = 3.0
 RECORDINGS_KEPT: Final = 16
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a rank is recorded. `period_seconds` is from start to start."""
-
-    seconds: int
-    rate_hz: int
-    period_seconds: float
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class _Ended:
 
 
 class RankRecorder:
-    """Never blocks. `due_seconds` is on the clock that `start` and `poll` are given."""
+    """Never blocks. Start it when it `is_ready`: not while it runs, nor while it backs off."""
 
     def __init__(
         self,
@@ -60,7 +53,7 @@ class RankRecorder:
         unix_nanos: Callable[[], int] = time.time_ns,
     ) -> None:
         self.rank = rank
-        self.due_seconds: float | None = None  # None: not yet decided
+        self.due_seconds = -math.inf  # on the clock that `start` and `poll` are given
         self._py_spy = py_spy
         self._output = folder / f"{rank.pid}-{rank.start_ticks}.raw"
         self._log = folder / f"{rank.pid}-{rank.start_ticks}.log"
@@ -68,6 +61,7 @@ class RankRecorder:
         self._unix_nanos = unix_nanos
         self._pids = frozenset((rank.pid, *rank.namespace_pids))
         self._running: _Running | None = None
+        self._not_before_seconds = -math.inf
         self._plan: Plan | None = None
         self._ended: deque[_Ended] = deque(maxlen=RECORDINGS_KEPT)
         self._failures = 0
@@ -77,12 +71,17 @@ class RankRecorder:
     def is_running(self) -> bool:
         return self._running is not None
 
-    def is_due(self, now_seconds: float) -> bool:
-        return self._running is None and self.due_seconds is not None and self.due_seconds <= now_seconds
+    @property
+    def running_cpu_seconds(self) -> float:
+        """Of the recording that is under way."""
+        return self._running.child.cpu_seconds if self._running is not None else 0.0
 
-    def start(self, plan: Plan, now_seconds: float) -> None:
-        self._plan = plan
-        self.due_seconds = now_seconds + plan.period_seconds
+    def is_ready(self, now_seconds: float) -> bool:
+        return self._running is None and self._not_before_seconds <= now_seconds
+
+    def start(self, plan: Plan, now_seconds: float, due_seconds: float) -> None:
+        """`due_seconds` is when the next recording is due."""
+        self._plan, self.due_seconds = plan, due_seconds
         if not self._py_spy.is_file():
             self._problem = pyspy.missing(self._py_spy)
             return
@@ -138,7 +137,8 @@ class RankRecorder:
         if ended.status != 0:
             self._fail(pyspy.explain_failure(self.rank, ended, log, self._is_alive()), now_seconds)
             return
-        recording = parse_recording(read_text(running.output, pyspy.OUTPUT_LIMIT_BYTES), self._pids)
+        text = read_text(running.output, pyspy.OUTPUT_LIMIT_BYTES)
+        recording = parse_recording(text, self._pids, lambda: pyspy.engine_threads(self._process_folder))
         samples = recording.stacks.total()
         errors = parse_errors(log) + recording.garbled_lines
         if samples:
@@ -162,7 +162,7 @@ class RankRecorder:
         excess = self._failures - (1 if problem.kind == "permission" else FAILURES_BEFORE_BACK_OFF) + 1
         if excess > 0:
             pause_seconds = min(BACK_OFF_LIMIT_SECONDS, self._plan.period_seconds * 2.0 ** min(excess, 10))
-            self.due_seconds = now_seconds + pause_seconds
+            self._not_before_seconds = now_seconds + pause_seconds
 
     def _is_alive(self) -> bool:
         return procfs.is_alive(self._process_folder, self.rank.start_ticks)

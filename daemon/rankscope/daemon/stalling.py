@@ -1,4 +1,5 @@
-"""Noticing that a rank has stopped making progress, and fetching where it stands without delaying the windows."""
+"""Noticing that a rank has stopped making progress, and fetching where it stands without delaying the windows; and
+noticing that its steps have become longer, which is when its stacks are wanted."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from rankscope.daemon.samples import (
     StallDump,
     StepSample,
 )
-from rankscope.v1.window_pb2 import Stall
+from rankscope.v1.window_pb2 import RankWindow, Stall
 
 STALL_SECONDS = 3.0
 STALL_STEPS = 8
@@ -37,6 +38,9 @@ STILL_RECORDINGS = 2
 STILL_SAMPLES = 20
 STILL_CPU_RATIO = 0.02
 STACK_LINES = 64
+
+WINDOWS_OF_A_PACE = 8
+SLOWER_RATIO = 1.15
 
 Dump = Callable[[Sequence[RankProcess]], Mapping[RankKey, StallDump | Problem]]
 
@@ -186,3 +190,25 @@ def _note_recording(memory: _Memory, sample: StackSample) -> None:
 
 def _line(frame: Frame) -> str:
     return bounded(f"{frame.function} ({frame.file}:{frame.line})")
+
+
+class PaceWatch:
+    """Which jobs have become slower than they were in the windows before."""
+
+    def __init__(self) -> None:
+        self._recent: dict[RankKey, deque[float]] = {}
+
+    def slower_jobs(self, windows: Mapping[RankKey, RankWindow]) -> set[str]:
+        """Call it after every window."""
+        for key in self._recent.keys() - windows.keys():
+            del self._recent[key]
+        slower = set()
+        for key, window in windows.items():
+            step_seconds = window.step.mean_seconds
+            if not step_seconds > 0:
+                continue
+            recent = self._recent.setdefault(key, deque(maxlen=WINDOWS_OF_A_PACE))
+            if len(recent) >= 2 and step_seconds > SLOWER_RATIO * median(recent):
+                slower.add(window.identity.job)
+            recent.append(step_seconds)
+        return slower

@@ -188,3 +188,14 @@ def test_the_loop_outlives_a_window_that_breaks() -> None:
     watched._run()
     assert next(calls) >= 4
     assert watched.snapshot().daemon.windows_total >= 3
+
+
+def test_stacks_are_recorded_when_a_job_becomes_slower() -> None:
+    pace = {"milliseconds": 50.0}
+    watching = daemon(None, make.rank(), steps=lambda _: make.steps(*[pace["milliseconds"] / 1000] * 20))
+    for index in range(4):
+        watching.tick(make.span(index))
+    assert watching._collectors.stacks.hurried == []
+    pace["milliseconds"] = 80.0
+    watching.tick(make.span(4))
+    assert watching._collectors.stacks.hurried == [make.rank().job]

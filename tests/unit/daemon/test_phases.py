@@ -7,6 +7,7 @@ from rankscope.daemon.samples import Frame
 from rankscope.probe.timing import Tally, timed
 
 LIBRARY = "/opt/venv/lib/python3.11/site-packages/"
+FSDP2 = "torch/distributed/fsdp/_fully_shard/"
 PLACES = {
     "loop": ("main", "/home/me/train.py"),
     "user forward": ("Net.forward", "/home/me/model.py"),
@@ -18,6 +19,12 @@ PLACES = {
     "ddp": ("DistributedDataParallel.forward", LIBRARY + "torch/nn/parallel/distributed.py"),
     "backward": ("Tensor.backward", LIBRARY + "torch/_tensor.py"),
     "engine": ("_engine_run_backward", LIBRARY + "torch/autograd/graph.py"),
+    "apply": ("BackwardCFunction.apply", LIBRARY + "torch/autograd/function.py"),
+    "queue": ("Queue.get", "/usr/lib/python3.11/queue.py"),
+    "inductor code": ("call", "/tmp/torchinductor_me/ab/cab.py"),
+    "fsdp hook": ("FSDPParamGroup.post_backward", LIBRARY + FSDP2 + "_fsdp_param_group.py"),
+    "fsdp wait": ("foreach_all_gather_copy_out", LIBRARY + FSDP2 + "_fsdp_collectives.py"),
+    "megatron backward": ("custom_backward", LIBRARY + "megatron/core/pipeline_parallel/schedules.py"),
     "recompute": ("checkpoint", LIBRARY + "torch/utils/checkpoint.py"),
     "step": ("Adam.step", LIBRARY + "torch/optim/adam.py"),
     "next": ("_BaseDataLoaderIter.__next__", LIBRARY + "torch/utils/data/dataloader.py"),
@@ -32,6 +39,7 @@ PLACES = {
     "inductor run": ("cudagraphify.<locals>.run", LIBRARY + "torch/_inductor/compile_fx.py"),
     "import": ("_find_and_load", "<frozen importlib._bootstrap>"),
     "stopwatch": ("timed.<locals>.wrapper", LIBRARY + "rankscope/probe/timing.py"),
+    "span": ("spanned.<locals>.wrapper", LIBRARY + "rankscope/probe/spans.py"),
     "probe hook": ("after", LIBRARY + "rankscope/probe/stepping.py"),
 }
 
@@ -44,8 +52,17 @@ PLACES = {
         ("loop / module on 3.10 / user forward", "forward"),
         ("loop / ddp / module / user forward", "forward"),
         ("loop / backward / engine", "backward"),
-        ("loop / backward / engine / user backward", "backward"),
-        ("loop / backward / engine / recompute / module / user forward", "backward"),
+        ("loop / backward / engine / apply", "backward"),
+        ("loop / backward / engine / apply / user backward", "backward_code"),
+        ("loop / backward / engine / user hook", "backward_code"),
+        ("loop / backward / engine / user hook / queue", "backward_code"),
+        ("loop / backward / engine / user hook / engine", "backward_code"),
+        ("loop / backward / engine / fsdp hook", "backward"),
+        ("loop / backward / engine / fsdp hook / fsdp wait", "communication"),
+        ("loop / backward / engine / apply / inductor code", "backward"),
+        ("loop / backward / engine / recompute / module / user forward", "backward_code"),
+        ("loop / backward / engine / recompute / module / fsdp hook / fsdp wait", "communication"),
+        ("loop / megatron backward / user hook", "backward_code"),
         ("loop / backward / engine / user hook / all_reduce", "communication"),
         ("loop / backward / engine / step", "optimizer"),
         ("loop / step", "optimizer"),
@@ -67,6 +84,8 @@ PLACES = {
         ("loop / stopwatch", "communication"),
         ("loop / stopwatch / next / dataset", "input"),
         ("loop / stopwatch / save", "checkpoint"),
+        ("loop / backward / engine / user hook / span", "communication"),
+        ("loop / span / next / dataset", "input"),
         ("loop / step / probe hook", "optimizer"),
         ("", "other"),
     ],

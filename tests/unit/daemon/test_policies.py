@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.daemon.budget import Plan
 from rankscope.daemon.captures.duty_budget import DutySettings
 from rankscope.daemon.captures.duty_cycle import DutyCycle
 from rankscope.daemon.collectors.stacks import StacksCollector
 from rankscope.daemon.loop import Daemon
 from rankscope.daemon.policies.holding import BadPolicyError, DutyWish, PolicyBoard
-from rankscope.daemon.recording import Plan, RankRecorder
+from rankscope.daemon.recording import RankRecorder
 from rankscope.daemon.samples import RankProcess, Span
 from rankscope.v1.policy_service_pb2 import ApplyPoliciesRequest, RunPolicy
 from tests.unit.daemon import window_makers as make
@@ -118,19 +119,21 @@ def test_a_rank_with_a_rate_of_its_own_is_recorded_less_often_or_not_at_all(
 ) -> None:
     started: Counter[int] = Counter()
 
-    def start(self: RankRecorder, plan: Plan, now_seconds: float) -> None:
+    def start(self: RankRecorder, plan: Plan, now_seconds: float, due_seconds: float) -> None:
         started[self.rank.rank] += 1
-        self.due_seconds = now_seconds + plan.period_seconds
+        self.due_seconds = due_seconds
 
     monkeypatch.setattr(RankRecorder, "start", start)
     ranks = [rank(0), rank(1), rank(2)]
-    collector = StacksCollector(tmp_path / "py-spy", rate_hz=10.0, recording_seconds=4)
+    now = [0.0]
+    collector = StacksCollector(tmp_path / "py-spy", rate_hz=10.0, unix_nanos=lambda: round(now[0] * 1e9))
     try:
         collector.collect(ranks, Span(0, 1))
         collector.set_rates_of({ranks[1].key: 1.0, ranks[2].key: 0.0})
         for tick in range(400):
-            collector.poll(tick * 0.2)
-        assert started == {0: 20, 1: 2}
+            now[0] = tick * 0.2
+            collector.poll(now[0])
+        assert started == {0: 20, 1: 4}
     finally:
         collector.close()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,77 @@ def test_without_a_known_id_the_main_thread_is_found_by_name_and_then_by_torch()
     named = nameless + "thread (3): MainThread;main (/t.py:4) 1\n"
     assert list(parse_recording(named, {1}).stacks) == [(Frame("main", "/t.py", 4),)]
     assert not parse_recording("thread (9);run (/t.py:1) 5\n", {1}).stacks
+
+
+LOOP = "<module> (/t.py:9);Tensor.backward (/x/torch/_tensor.py:6);_engine_run_backward (/x/torch/autograd/graph.py:8)"
+ENGINE = (
+    Frame("_engine_run_backward", "/x/torch/autograd/graph.py", 8),
+    Frame("Tensor.backward", "/x/torch/_tensor.py", 6),
+    Frame("<module>", "/t.py", 9),
+)
+FORWARD = (Frame("forward", "/m.py", 3), Frame("<module>", "/t.py", 8))
+SCALE = (Frame("Scale.backward", "/m.py", 7), Frame("BackwardCFunction.apply", "/x/torch/autograd/function.py", 3))
+CUDA = (
+    f"thread (7): MainThread;{LOOP} 30\n"
+    "thread (7): MainThread;<module> (/t.py:8);forward (/m.py:3) 10\n"
+    "thread (28);BackwardCFunction.apply (/x/torch/autograd/function.py:3);Scale.backward (/m.py:7) 18\n"
+    "thread (28);hook (/m.py:12);all_reduce (/x/torch/distributed/distributed_c10d.py:5) 4\n"
+    "thread (28) 18\n"
+    "thread (31);poll (/c.py:2) 40\n"
+    "thread (9): Thread-1 (_pin_memory_loop);run (/t.py:1) 40\n"
+)
+
+
+def test_what_autograd_runs_on_its_own_thread_counts_as_the_training_threads_backward() -> None:
+    stacks = parse_recording(CUDA, {7}, lambda: {28}).stacks
+    collective = (Frame("all_reduce", "/x/torch/distributed/distributed_c10d.py", 5), Frame("hook", "/m.py", 12))
+    assert stacks == {FORWARD: 10, (*SCALE, *ENGINE): 18, (*collective, *ENGINE): 4, ENGINE: 8}
+    phases = summarise(stacks, 0, make.span()).phase_counts
+    assert phases == {"other": 10, "backward_code": 18, "communication": 4, "backward": 8}
+
+
+def test_threads_that_are_not_autograds_change_nothing() -> None:
+    alone = {FORWARD: 10, ENGINE: 30}
+    assert parse_recording(CUDA, {7}).stacks == alone
+    assert parse_recording(CUDA, {7}, lambda: {9}).stacks == alone, "Python started it and named it"
+
+
+def test_autograds_threads_take_no_more_samples_than_the_training_thread_waits() -> None:
+    """Several devices have a thread each, and threads are not read in the same instant."""
+    busy = CUDA + "thread (29);hook (/m.py:12) 40\n"
+    stacks = parse_recording(busy, {7}, lambda: {28, 29}).stacks
+    assert stacks.total() == 40
+    assert ENGINE not in stacks
+    not_waiting = CUDA.replace("_engine_run_backward", "somewhere_else")
+    assert parse_recording(not_waiting, {7}, lambda: {28}).stacks.total() == 40
+
+
+def test_names_of_threads_are_looked_up_only_for_a_backward_with_python_code() -> None:
+    def unexpected() -> set[int]:
+        raise AssertionError("asked")
+
+    parse_recording(f"thread (7): MainThread;{LOOP} 30\nthread (28) 18\n", {7}, unexpected)
+    parse_recording("thread (7): MainThread;main (/t.py:8) 30\nthread (28);hook (/m.py:12) 3\n", {7}, unexpected)
+
+
+def test_a_dump_of_a_backward_shows_where_autograds_thread_stands() -> None:
+    def thread(number: int, name: str | None, stack: tuple[Frame, ...]) -> dict[str, object]:
+        frames = [{"name": frame.function, "filename": frame.file, "line": frame.line} for frame in stack]
+        return {"os_thread_id": number, "thread_name": name, "frames": frames}
+
+    dump = json.dumps([thread(31, None, FORWARD), thread(28, "Dummy-1", SCALE), thread(7, "MainThread", ENGINE)])
+    assert parse_dump(dump, {7}, lambda: {28}) == (*SCALE, *ENGINE)
+    assert parse_dump(dump, {7}) == ENGINE
+
+
+def test_threads_are_found_by_what_torch_calls_them_under_their_ids_in_all_namespaces(tmp_path: Path) -> None:
+    for number, name in ((4121, "python"), (4140, "pt_autograd_0"), (4141, "pt_nccl_watchdg"), (4142, "pt_autograd_1")):
+        folder = tmp_path / "task" / str(number)
+        folder.mkdir(parents=True)
+        (folder / "comm").write_text(f"{name}\n")
+        (folder / "status").write_text(f"Name:\t{name}\nNSpid:\t{number}\t{number - 4100}\n")
+    assert pyspy.engine_threads(str(tmp_path)) == {4140, 40, 4142, 42}
+    assert pyspy.engine_threads(str(tmp_path / "gone")) == frozenset()
 
 
 def test_strange_file_names_do_not_break_the_frames_around_them() -> None:
