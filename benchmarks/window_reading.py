@@ -17,6 +17,7 @@ from rankscope.probe.ring import Ring
 STEPS_PER_WINDOW = 20
 STEP_NS = 100_000_000
 WINDOWS = 400
+SECONDS = (0.001, 0.0, 0.01, 0.0, 0.02, 0.05, 0.03, 0.02, *[float("nan")] * 3)
 ME = RankProcess("job", 0, 0, 1, os.getpid(), 1, (os.getpid(),))
 
 
@@ -35,7 +36,7 @@ def _rows(ring: Ring) -> list[Row]:
     for number in range(WINDOWS):
         for _ in range(STEPS_PER_WINDOW):
             end_ns += STEP_NS
-            ring.append(end_ns, STEP_NS, (0.001, 0.0, 0.01, 0.0), (0.02, 0.05, 0.03, 0.02), layout.FLAG_DDP, 1)
+            ring.append(end_ns, STEP_NS, SECONDS, layout.FLAG_DDP, 1)
         now = time.time_ns()
         span = Span(now - STEPS_PER_WINDOW * STEP_NS, now)
         started = time.process_time()

@@ -32,7 +32,13 @@ from tests.fuzz.targets import recorded
 _REAL = recorded("ring")
 _ROUND = bytearray(_REAL[0])
 layout.COUNTERS.pack_into(_ROUND, layout.COUNTERS_OFFSET, 20_000, 20_000)
-SEEDS = [*_REAL, bytes(_ROUND)]
+_GROUPED = bytearray(_REAL[0])
+_KINDS = range(layout.GROUP_EXPOSED, layout.GROUP_RECORDER + 1)
+_TABLE = b"".join(layout.GROUP.pack(kind << 32 | 7, 4, 2, kind, 12, 0.25, 1.2) for kind in _KINDS)
+layout.GROUPS_HEAD.pack_into(_GROUPED, layout.GROUPS_OFFSET, len(_KINDS), zlib.crc32(_TABLE))
+_TABLE_START = layout.GROUPS_OFFSET + layout.GROUPS_HEAD.size
+_GROUPED[_TABLE_START : _TABLE_START + len(_TABLE)] = _TABLE
+SEEDS = [*_REAL, bytes(_ROUND), bytes(_GROUPED)]
 TOKENS = [
     layout.MAGIC,
     *(b'"rank": ', b'"world_size": ', b'"pipeline": ', b'"device_name": "NVIDIA H200"', b'"model_flops_per_step": '),
@@ -53,8 +59,9 @@ _FACTS = (
     ),
     *("torch_version", "NVIDIA H200"),
 )
+_COLUMNS = ("step", "wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint")
 _FIXED, _LIVE = layout.FIXED.size, layout.LIVE.size
-_FACTS_END = layout.COMMAND_OFFSET
+_GROUPS_SIZE = layout.GROUPS_HEAD.size + layout.GROUPS_AT_MOST * layout.GROUP.size
 
 
 def _owner(ring: bytes) -> int:
@@ -145,11 +152,15 @@ def _look(shared: _Shared, data: bytes, collector: StepsCollector) -> None:
 
 def _check_sample(sample: StepSample) -> None:
     assert sample.steps_lost >= 0 and 0 <= sample.steps_total < 2**63
-    for name in ("step", "wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint"):
+    for name in (*_COLUMNS, "host", "run_ahead"):
         column = getattr(sample, f"{name}_seconds")
         assert len(column) == len(sample.step_seconds)
         known = column[~np.isnan(column)]
         assert np.isfinite(known).all() and (known >= 0).all(), name
+    assert len(sample.groups) <= layout.GROUPS_AT_MOST
+    for group in sample.groups:
+        assert group.number < 1 << 53 and 0 <= group.position < group.size and group.kind in _KINDS, group
+        assert group.samples > 0 and 0 <= group.seconds < 1e13 and 0 < group.step_seconds < 1e13, group
 
 
 def _check_answer(descriptor: int) -> None:
@@ -191,7 +202,8 @@ class _Sealing:
             (layout.LIVE_OFFSET, layout.LIVE_OFFSET + _LIVE),
             (layout.FACTS_OFFSET, layout.FACTS_OFFSET + 600),
             (layout.ANSWER_OFFSET, layout.ANSWER_OFFSET + 200),
-            *((start, start + layout.RECORD.size) for start in range(layout.HEADER_BYTES, size - 63, 64)),
+            (layout.GROUPS_OFFSET, layout.GROUPS_OFFSET + _GROUPS_SIZE),
+            *((start, start + layout.RECORD.size) for start in _record_starts(size)),
             (layout.HEADER_BYTES, size),
         ]
         for _ in range(self._random.choice((1, 1, 2, 3))):
@@ -210,10 +222,18 @@ def sealed(data: bytes) -> bytes:
     (text,) = layout.ANSWER.unpack_from(ring, layout.ANSWER_OFFSET)[-1:]
     end = layout.ANSWER_OFFSET + layout.ANSWER.size + min(text, layout.ANSWER_TEXT_BYTES)
     layout.CHECKSUM.pack_into(ring, end, zlib.crc32(ring[layout.ANSWER_OFFSET : end]))
-    for start in range(layout.HEADER_BYTES, len(ring) - layout.RECORD_BYTES + 1, layout.RECORD_BYTES):
+    (rows,) = layout.GROUPS_HEAD.unpack_from(ring, layout.GROUPS_OFFSET)[:1]
+    groups = layout.GROUPS_OFFSET + layout.GROUPS_HEAD.size
+    table = ring[groups : groups + min(rows, layout.GROUPS_AT_MOST) * layout.GROUP.size]
+    layout.GROUPS_HEAD.pack_into(ring, layout.GROUPS_OFFSET, rows, zlib.crc32(table))
+    for start in _record_starts(len(ring)):
         body = ring[start : start + layout.RECORD.size]
         layout.CHECKSUM.pack_into(ring, start + layout.RECORD.size, zlib.crc32(body))
     return bytes(ring)
+
+
+def _record_starts(size: int) -> range:
+    return range(layout.HEADER_BYTES, size - layout.RECORD_BYTES + 1, layout.RECORD_BYTES)
 
 
 def mutator(plain: Mutator) -> _Sealing:

@@ -15,6 +15,8 @@ from rankscope.daemon.samples import Problem, RankProcess, Span, StepSample
 from rankscope.probe import injecting
 
 DEADLINE_SECONDS = 120
+# The probe of this checkout, wherever another one is installed.
+PROBE_PATH = os.pathsep.join([injecting.inject_folder(), str(Path(injecting.__file__).parents[2])])
 # The script ends when the test closes its stdin, so that nothing depends on timing.
 WAIT_FOR_THE_TEST = "\nprint('done', flush=True)\nsys.stdin.read()\n"
 
@@ -25,7 +27,7 @@ class Job:
     def __init__(self, folder: Path, script: str, ranks: int = 1, **environment: str) -> None:
         path = folder / "train.py"
         path.write_text(script + WAIT_FOR_THE_TEST)
-        environment = {"PYTHONPATH": injecting.inject_folder(), "OMP_NUM_THREADS": "1"} | environment
+        environment = {"PYTHONPATH": PROBE_PATH, "OMP_NUM_THREADS": "1"} | environment
         base = {name: value for name, value in os.environ.items() if not name.startswith("RANKSCOPE")}
         self.processes = [
             subprocess.Popen(

@@ -19,6 +19,7 @@ from rankscope.daemon.samples import (
     StackSample,
     StepSample,
 )
+from rankscope.probe import layout
 from rankscope.v1.identity_pb2 import ParallelCoordinates, RankIdentity
 from rankscope.v1.window_pb2 import (
     SOURCE_PROBE,
@@ -42,6 +43,17 @@ LONGEST_SECONDS = 1e6
 # A file name with a line break in it forges lines of py-spy's output, with any count.
 COUNT_AT_MOST = (1 << 32) - 1
 MEASURED_CAUSES = ("wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint")
+SOURCES_OF_WAIT = {
+    layout.GROUP_DDP: "ddp timers",
+    layout.GROUP_EXPOSED: "collective spans",
+    layout.GROUP_OVERLAPPED: "collective spans",
+    layout.GROUP_POINT_TO_POINT: "collective spans",
+    layout.GROUP_RECORDER: "flight recorder",
+}
+BLIND = (
+    "steps: waiting is not measured, as collectives are issued by compiled code, C++ or a CUDA graph, where the probe "
+    "cannot time them; record steps with --duty-cycle-steps 10, or start the job with TORCH_NCCL_ENABLE_TIMING=1"
+)
 PARTS_OF_SELF = ("input", "forward", "backward", "optimizer", "checkpoint")
 
 
@@ -187,6 +199,17 @@ def _add_steps(window: RankWindow, sample: StepSample) -> None:
         if statistics is not None:
             message.CopyFrom(statistics)
             names.append(name)
+    for name in ("host_seconds", "run_ahead_seconds"):
+        mean = _mean(plausible(getattr(sample, name)))
+        if mean is not None:
+            setattr(window, name, mean)
+            names.append(name)
+    for group in sample.groups:
+        row = (group.number, group.size, group.position, group.kind, group.samples, group.seconds, group.step_seconds)
+        window.groups.extend(row)
+    window.wait_source = _wait_source(window, sample)
+    if sample.is_blind and not window.wait_source and len(window.problems) < PROBLEMS_KEPT:
+        window.problems.append(BLIND)
     causes = _causes(sample, own)
     if causes is not None:
         window.causes.CopyFrom(causes)
@@ -208,9 +231,26 @@ def _causes(sample: StepSample, own: Column) -> CauseSeconds | None:
     return CauseSeconds(**measured) if measured else None
 
 
-def _total(column: Column) -> float | None:
+def _wait_source(window: RankWindow, sample: StepSample) -> str:
+    """What the time spent on others is known from; empty where it is not."""
+    kinds = {group.kind for group in sample.groups}
+    names = [name for kind, name in SOURCES_OF_WAIT.items() if kind in kinds]
+    if window.HasField("host_seconds"):
+        return " + ".join(dict.fromkeys(names))
+    if not window.HasField("wait"):
+        return ""
+    has_ddp = not np.isnan(sample.forward_seconds).all()
+    return " + ".join(["ddp timers"] * has_ddp + ["blocking calls"] * bool(names or not has_ddp))
+
+
+def _mean(column: Column) -> float | None:
     values = column[~np.isnan(column)]
-    return float(values.mean()) * len(column) if values.size else None
+    return float(values.mean()) if values.size else None
+
+
+def _total(column: Column) -> float | None:
+    mean = _mean(column)
+    return None if mean is None else mean * len(column)
 
 
 def _add_flops(window: RankWindow, sample: StepSample, peak_of_device: Callable[[str], float | None]) -> None:

@@ -20,6 +20,7 @@ MEASURED = (
     "temperature_celsius",
     "estimated_flops_per_second",
 )
+COUNTED = ("memory_used_bytes", "memory_total_bytes", "ecc_uncorrected_errors", "ecc_corrected_errors", "xids")
 
 
 def add_gpu(window: RankWindow, sample: GpuSample, peak_of_device: Callable[[str], float | None]) -> None:
@@ -38,10 +39,12 @@ def add_gpu(window: RankWindow, sample: GpuSample, peak_of_device: Callable[[str
         value = getattr(sample, name)
         if value is not None and math.isfinite(value):
             setattr(usage, name, value)
-    for name in ("memory_used_bytes", "memory_total_bytes"):
+    for name in COUNTED:
         amount = getattr(sample, name)
         if amount is not None and 0 <= amount < 2**63:
             setattr(usage, name, amount)
+    if sample.row_remap_pending is not None:
+        usage.row_remap_pending = sample.row_remap_pending
     for reason, seconds in sample.throttled_seconds.items():
         if math.isfinite(seconds) and seconds >= 0:
             usage.throttled_seconds[reason] = seconds

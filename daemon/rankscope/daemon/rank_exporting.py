@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from google.protobuf.message import Message
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -11,12 +11,23 @@ from prometheus_client.metrics_core import Metric
 from rankscope.daemon.assembling import bounded
 from rankscope.daemon.phases import OTHER, PHASES
 from rankscope.daemon.tallying import CAUSES, RankReport
+from rankscope.probe import layout
 from rankscope.v1.window_pb2 import RankWindow
 
 LABEL_CHARACTERS = 128
 PROBLEMS_LOOKED_AT = 64
 PROBLEMS_PER_RANK = 6
 PROBLEMS_IN_STANDARD = 3
+# Of the step: less is the time that it takes to reach the device.
+DEVICE_BOUND_RATIO = 0.1
+GROUP_FIELDS = 7
+GROUP_KINDS = {
+    layout.GROUP_EXPOSED: "exposed",
+    layout.GROUP_OVERLAPPED: "overlapped",
+    layout.GROUP_POINT_TO_POINT: "point_to_point",
+    layout.GROUP_DDP: "ddp",
+    layout.GROUP_RECORDER: "recorder",
+}
 # No alert needs these, and a dashboard seldom.
 FULL_ONLY = frozenset(
     {
@@ -26,6 +37,7 @@ FULL_ONLY = frozenset(
         "rank_steps_lost",
         "rank_stack_errors",
         "rank_model_flops_per_step",
+        "rank_host_seconds",
     }
 )
 
@@ -129,6 +141,7 @@ def _add_steps(families: _Families, window: RankWindow, who: Mapping[str, str]) 
         if statistics.ListFields():
             for quantile, value in (("0.5", statistics.p50_seconds), ("0.9", statistics.p90_seconds)):
                 families.gauge(f"rank_{name}_seconds", text, {**who, "quantile": quantile}, value)
+    _add_device(families, window, who)
     for name, text in (
         (
             "model_flops_per_step",
@@ -145,6 +158,31 @@ def _add_steps(families: _Families, window: RankWindow, who: Mapping[str, str]) 
         amount = _optional(window.memory, f"{kind}_bytes")
         text = "Memory of the rank's device: its total, and what torch's allocator has of it. CUDA only."
         families.gauge("rank_device_memory_bytes", text, {**who, "kind": kind}, amount)
+
+
+def _add_device(families: _Families, window: RankWindow, who: Mapping[str, str]) -> None:
+    """Of ranks whose steps are timed on a device."""
+    text = "What a step took on the host, where step time is the device's. It says nothing about the step by itself."
+    families.gauge("rank_host_seconds", text, who, _optional(window, "host_seconds"))
+    ahead = _optional(window, "run_ahead_seconds")
+    text = "The furthest the host was ahead of the device within a step, in the last window."
+    families.gauge("rank_run_ahead_seconds", text, who, ahead)
+    if ahead is not None and window.step.mean_seconds > 0:
+        is_device_bound = ahead >= DEVICE_BOUND_RATIO * window.step.mean_seconds
+        text = "1 if the host runs ahead of the device, 0 if the device waits for its host."
+        families.gauge("rank_device_bound", text, who, float(is_device_bound))
+    text = (
+        "Time in collectives per step by process group, where steps are timed on a device. What a rank spends beyond "
+        "the least in its group is waiting. group is equal on all members."
+    )
+    # Where the rank knows its self time, groups add nothing to it.
+    is_timed = window.HasField("host_seconds") and window.step.mean_seconds > 0
+    is_shown = is_timed and (families.full or not window.HasField("self"))
+    shown = window.groups if is_shown else ()
+    for number, _, _, kind, _, seconds, step_seconds in batched(shown, GROUP_FIELDS):
+        labels = {**who, "group": f"{int(number):x}", "kind": GROUP_KINDS.get(int(kind), "other")}
+        scaled = seconds * window.step.mean_seconds / step_seconds if step_seconds > 0 else None
+        families.gauge("rank_group_seconds", text, labels, scaled)
 
 
 def _add_process(families: _Families, report: RankReport, who: Mapping[str, str]) -> None:
@@ -175,8 +213,15 @@ def _add_stacks(families: _Families, report: RankReport, who: Mapping[str, str])
     for phase, share in report.window.stacks.phase_shares.items():
         shares[phase if phase in shares else OTHER] += share
     for phase, share in shares.items():
-        text = "Share of stack samples by phase in the last window."
+        text = (
+            "Share of stack samples by phase in the last window. backward is autograd's engine, which may wait for "
+            "other ranks; backward_code is Python code that it calls."
+        )
         families.gauge("rank_phase_ratio", text, {**who, "phase": phase}, share)
+
+
+def batched(values: Sequence[float], size: int) -> Iterator[Sequence[float]]:
+    return (values[start : start + size] for start in range(0, len(values) - size + 1, size))
 
 
 def _optional(message: Message, name: str) -> float | None:

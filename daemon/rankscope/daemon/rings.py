@@ -40,12 +40,28 @@ RECORD_DTYPE = np.dtype(
         ("ddp_backward", "<f4"),
         ("ddp_communication", "<f4"),
         ("ddp_overlap", "<f4"),
+        ("host", "<f4"),
+        ("run_ahead", "<f4"),
+        ("exposed", "<f4"),
         ("flags", "<u2"),
         ("steps", "<u2"),
         ("checksum", "<u4"),
     ]
 )
 assert RECORD_DTYPE.itemsize == layout.RECORD_BYTES
+
+GROUP_DTYPE = np.dtype(
+    [
+        ("number", "<u8"),
+        ("size", "<u4"),
+        ("position", "<u4"),
+        ("kind", "<u4"),
+        ("samples", "<u8"),
+        ("seconds", "<f8"),
+        ("step_seconds", "<f8"),
+    ]
+)
+assert GROUP_DTYPE.itemsize == layout.GROUP.size
 
 Records: TypeAlias = npt.NDArray[np.void]
 
@@ -194,7 +210,7 @@ def read_live(fd: int) -> Live | None:
 def read_facts_text(fd: int) -> bytes | None:
     """None when the probe has not said anything yet; raises RingError when it cannot be read."""
     for _ in range(TORN_READ_RETRIES):
-        raw = os.pread(fd, layout.HEADER_BYTES - layout.FACTS_OFFSET, layout.FACTS_OFFSET)
+        raw = os.pread(fd, layout.COMMAND_OFFSET - layout.FACTS_OFFSET, layout.FACTS_OFFSET)
         if len(raw) < layout.FACTS_HEAD.size:
             break
         length, checksum = layout.FACTS_HEAD.unpack_from(raw)
@@ -204,6 +220,20 @@ def read_facts_text(fd: int) -> bytes | None:
         if len(text) == length and zlib.crc32(text) == checksum:
             return text
     raise RingError("corrupt", "the ring's facts have a wrong length or checksum")
+
+
+def read_groups(fd: int) -> Records | None:
+    """The table of process groups; None when every try met a write under way, or the writer is broken."""
+    for _ in range(TORN_READ_RETRIES):
+        size = layout.GROUPS_HEAD.size + layout.GROUPS_AT_MOST * layout.GROUP.size
+        raw = os.pread(fd, size, layout.GROUPS_OFFSET)
+        if len(raw) < layout.GROUPS_HEAD.size:
+            return None
+        count, checksum = layout.GROUPS_HEAD.unpack_from(raw)
+        body = raw[layout.GROUPS_HEAD.size :][: count * layout.GROUP.size]
+        if count <= layout.GROUPS_AT_MOST and zlib.crc32(body) == checksum:
+            return np.frombuffer(body, dtype=GROUP_DTYPE)
+    return None
 
 
 def read_records(fd: int, first: int, last: int) -> tuple[Records, npt.NDArray[np.bool_]]:

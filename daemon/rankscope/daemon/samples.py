@@ -74,6 +74,19 @@ class ProbeFacts:
 
 
 @dataclass(frozen=True)
+class GroupSpan:
+    """Time in the collectives of one process group since the last call, per sampled step."""
+
+    number: int  # equal on all members
+    size: int
+    position: int
+    kind: int  # as in the probe's layout
+    samples: int
+    seconds: float
+    step_seconds: float
+
+
+@dataclass(frozen=True)
 class StepSample:
     """The steps of one rank that ended since the last call, oldest first."""
 
@@ -89,6 +102,8 @@ class StepSample:
     backward_seconds: Column
     optimizer_seconds: Column
     checkpoint_seconds: Column
+    host_seconds: Column  # where steps are timed on a device: the host's time, and how far it was ahead
+    run_ahead_seconds: Column
     facts: ProbeFacts
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
@@ -96,6 +111,8 @@ class StepSample:
     device_total_bytes: int | None = None
     collectives_enqueued: int | None = None
     collectives_completed: int | None = None
+    groups: tuple[GroupSpan, ...] = ()
+    is_blind: bool = False  # collectives are issued where the probe cannot time them
 
 
 @dataclass(frozen=True)
@@ -141,8 +158,8 @@ class StackSample:
 
 @dataclass(frozen=True)
 class GpuSample:
-    """The GPU of one rank over one window: means, but for the memory, which is as of the last reading. Figures are
-    there only when the process uses exactly one GPU."""
+    """The GPU of one rank over one window: means; throttled time and errors of the window; memory and a pending remap
+    as of the last reading. Figures are there only when the process uses exactly one GPU."""
 
     gpus: int = 0
     shared: bool = False
@@ -162,6 +179,10 @@ class GpuSample:
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     estimated_flops_per_second: float | None = None
+    ecc_uncorrected_errors: int | None = None
+    ecc_corrected_errors: int | None = None
+    xids: int | None = None
+    row_remap_pending: bool | None = None
     problem: Problem | None = None  # with the attribution, beside what is known
 
 

@@ -3,13 +3,14 @@ probe reads one step late, beside the step they belong to. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.daemon.samples import Column
+from rankscope.daemon.samples import Column, GroupSpan
 from rankscope.probe import layout
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -21,6 +22,17 @@ FUTURE_NS = 60_000_000_000
 # One look makes no more rows than this: a ring whose every record claims as many steps as it can hold would else take
 # tens of gigabytes. No window of a real job has as many.
 ROWS_AT_MOST = 1 << 18
+GROUP_NUMBER_LIMIT = 1 << 53
+GROUP_KINDS = frozenset(
+    {
+        layout.GROUP_EXPOSED,
+        layout.GROUP_OVERLAPPED,
+        layout.GROUP_POINT_TO_POINT,
+        layout.GROUP_DDP,
+        layout.GROUP_RECORDER,
+    }
+)
+TOTAL_AT_MOST = 1e12
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,8 @@ class StepColumns:
     backward_seconds: Column
     optimizer_seconds: Column
     checkpoint_seconds: Column
+    host_seconds: Column  # on a GPU, where the others are the device's
+    run_ahead_seconds: Column
 
 
 def ends_unix_nanos(records: npt.NDArray[np.void], wall_minus_monotonic_ns: int) -> npt.NDArray[np.int64]:
@@ -67,9 +81,14 @@ def columns(records: npt.NDArray[np.void], good: Mask, wanted: Mask) -> StepColu
     blocking = np.minimum(_seconds(rows["blocking"]), span)
     exposed = np.maximum(ddp["communication"] - ddp["overlap"], 0.0)
     has_ddp = (rows["flags"] & layout.FLAG_DDP) != 0
-    # Collectives on a device do not hold the host up, so Python's blocking calls do not show what they cost.
-    blocking_is_all = (rows["flags"] & layout.FLAG_HOST_RUNS_AHEAD) == 0
-    without_ddp = np.where(blocking_is_all, blocking, np.nan)
+    on_device = (rows["flags"] & layout.FLAG_DEVICE) != 0
+    # On a device both are sampled, and not in the same steps: the other one's mean stands in for it.
+    spans = _seconds(rows["exposed"])
+    known = ~np.isnan(spans)
+    typical = float(spans[known].mean()) if known.any() else 0.0
+    other = np.where(on_device, np.where(known, spans, typical), blocking)
+    alone = np.where(on_device, spans, blocking)
+    alone = np.where((rows["flags"] & layout.FLAG_BLIND) != 0, np.nan, alone)
     steps = rows["steps"]
 
     def per_step(column: Column) -> Column:
@@ -77,14 +96,41 @@ def columns(records: npt.NDArray[np.void], good: Mask, wanted: Mask) -> StepColu
 
     return StepColumns(
         step_seconds=per_step(span),
-        wait_seconds=per_step(np.where(has_ddp, np.minimum(blocking + exposed, span), without_ddp)),
-        communication_seconds=per_step(np.where(has_ddp, blocking + ddp["communication"], without_ddp)),
+        wait_seconds=per_step(np.minimum(np.where(has_ddp, other + exposed, alone), span)),
+        communication_seconds=per_step(np.where(has_ddp, other + ddp["communication"], alone)),
         input_seconds=per_step(np.minimum(_seconds(rows["input"]), span)),
         forward_seconds=per_step(ddp["forward"]),
         backward_seconds=per_step(ddp["backward"]),
         optimizer_seconds=per_step(np.minimum(_seconds(rows["optimizer"]), span)),
         checkpoint_seconds=per_step(np.minimum(_seconds(rows["checkpoint"]), span)),
+        host_seconds=per_step(_seconds(rows["host"])),
+        run_ahead_seconds=np.repeat(_seconds(rows["run_ahead"]), steps),
     )
+
+
+GroupTotals: TypeAlias = Mapping[tuple[int, int], tuple[int, float, float]]
+
+
+def group_spans(table: npt.NDArray[np.void] | None, before: GroupTotals) -> tuple[tuple[GroupSpan, ...], GroupTotals]:
+    """What was added to each group since `before`, and the totals to hold the next table against."""
+    if table is None:
+        return (), before
+    found, totals = [], {}
+    for row in table:
+        number, size, position, kind, samples, seconds, step_seconds = row.item()
+        key = (number, kind)
+        if key in totals or not (number < GROUP_NUMBER_LIMIT and 0 <= position < size and kind in GROUP_KINDS):
+            continue
+        if not (0 <= seconds <= TOTAL_AT_MOST and 0 <= step_seconds <= TOTAL_AT_MOST and samples <= TOTAL_AT_MOST):
+            continue
+        totals[key] = (samples, seconds, step_seconds)
+        samples_before, seconds_before, step_seconds_before = before.get(key, (0, 0.0, 0.0))
+        new = samples - samples_before
+        if new <= 0 or seconds < seconds_before or step_seconds <= step_seconds_before:
+            continue
+        per_step = (seconds - seconds_before) / new
+        found.append(GroupSpan(number, size, position, kind, new, per_step, (step_seconds - step_seconds_before) / new))
+    return tuple(found), totals
 
 
 _DDP_NAMES = ("forward", "backward", "communication", "overlap")

@@ -1,9 +1,15 @@
-"""Device memory and the flight recorder's counters: read about once a second, and while a rank is stalled."""
+"""Device memory, and what torch's flight recorder knows: its counters, read about once a second and while a rank is
+stalled, and the durations of collectives where the user has switched them on."""
 
 from __future__ import annotations
 
+import os
 import pickle
-from typing import Any, Tuple
+import time
+from typing import Any, Dict, List, Tuple
+
+from . import layout
+from .spans import Groups
 
 UNKNOWN_MEMORY = (-1, -1, -1, -1)
 UNKNOWN_COLLECTIVES = (-1, -1)
@@ -39,3 +45,54 @@ def read_collectives(torch: Any) -> Tuple[int, int]:
         except (AttributeError, TypeError, KeyError, RuntimeError, pickle.UnpicklingError):
             continue
     return enqueued, completed
+
+
+class RecordedDurations:
+    """Durations of collectives that no wrapper sees: those of compiled code and of CUDA graphs. NCCL measures them only
+    with TORCH_NCCL_ENABLE_TIMING=1, which slows every collective down, so that the probe never sets it."""
+
+    COST_BUDGET_RATIO = 0.003  # reading two thousand entries takes 50 ms
+
+    def __init__(self) -> None:
+        self.is_on = os.environ.get("TORCH_NCCL_ENABLE_TIMING", "").lower() in ("1", "true", "on", "yes", "y", "t")
+        self._next_ns = 0
+        self._seen_ns = 0  # when the newest collective that was read was issued
+
+    def read(self, torch: Any, groups: Groups, step_seconds: float) -> None:
+        start_ns = time.monotonic_ns()
+        if start_ns < self._next_ns or step_seconds <= 0:
+            return
+        dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+        try:
+            entries = [] if dump is None else pickle.loads(dump(includeStackTraces=False)).get("entries", [])
+            self._add(torch, groups, entries, step_seconds)
+        except (AttributeError, TypeError, KeyError, RuntimeError, pickle.UnpicklingError):
+            self.is_on = False  # another layout than those that are known
+        now_ns = time.monotonic_ns()
+        self._next_ns = now_ns + int((now_ns - start_ns) / self.COST_BUDGET_RATIO)
+
+    def _add(self, torch: Any, groups: Groups, entries: List[Dict[str, Any]], step_seconds: float) -> None:
+        timed = [
+            entry
+            for entry in entries
+            if entry.get("duration_ms") is not None and entry["time_created_ns"] > self._seen_ns
+        ]
+        if len(timed) < 2:
+            return
+        issued = [entry["time_created_ns"] for entry in timed]
+        self._seen_ns, covered = max(issued), (max(issued) - min(issued)) * 1e-9
+        steps = round(covered / step_seconds)
+        if steps < 1:
+            return
+        names = {name: group for group, name in torch.distributed.distributed_c10d._world.pg_names.items()}
+        touched = {}
+        for entry in timed:
+            group = names.get(entry["process_group"][0])
+            kind = layout.GROUP_POINT_TO_POINT if entry.get("is_p2p") else layout.GROUP_RECORDER
+            slot = None if group is None else groups.slot(group, kind)
+            if slot is not None:
+                slot.seconds += entry["duration_ms"] * 1e-3
+                touched[id(slot)] = slot
+        for slot in touched.values():
+            slot.samples += steps
+            slot.step_seconds += steps * step_seconds

@@ -12,6 +12,7 @@ Figures = Tuple[float, float, float, float]  # seconds: forward, backward, commu
 NOT_MEASURED: Figures = (math.nan, math.nan, math.nan, math.nan)
 
 COST_BUDGET_RATIO = 0.001
+NEVER = 1 << 62
 # What DDP itself spends on a sampled step, by CUDA events it has to wait for (measured on an H200).
 CUDA_SAMPLE_SECONDS = 0.0002
 _NAMES = (
@@ -41,6 +42,8 @@ class DdpSampler:
         self._next_read = 0
         self._stale_reads = 0
         self._fresh: Optional[Tuple[int, int]] = None  # boundary and iteration of the last new figures
+        self._ahead = NEVER  # by how many the number of a step exceeds that of its iteration
+        self.step: Optional[int] = None  # which the figures last read are of, where that is known
 
     def watch(self, ddp_class: Any) -> None:
         original = ddp_class.__init__
@@ -80,6 +83,9 @@ class DdpSampler:
             self._expect_after_stale(boundary)
             return NOT_MEASURED
         scale = self._expect_after_fresh(boundary, newest)
+        # Figures are there from the boundary after their step on, and a read may come later, never sooner.
+        self._ahead = min(self._ahead, boundary - 1 - newest)
+        self.step = newest + self._ahead if scale == 1.0 else None
         return (total[0] * scale, total[1] * scale, total[2] * scale, total[3] * scale)
 
     def _expect_after_fresh(self, boundary: int, iteration: int) -> float:

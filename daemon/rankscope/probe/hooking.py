@@ -9,15 +9,17 @@ import rankscope.probe as api
 
 from .session import Session
 from .stepping import install_optimizer_hooks
-from .timing import hide_from_dynamo, time_blocking_communication, time_checkpoints, time_input
+from .timing import hide_from_dynamo, time_checkpoints
 
 
 def install(torch: Any) -> Dict[str, Callable[[Any], None]]:
     """Hooks what is there. Returns, by module name, what to do with parts of torch that are not imported yet."""
     session = Session(torch)
     tally = session.tally
-    mark = install_optimizer_hooks(sys.modules["torch.optim.optimizer"], tally, session.flush)
+    scaler_class = getattr(sys.modules.get("torch.amp.grad_scaler"), "GradScaler", None)
+    mark = install_optimizer_hooks(sys.modules["torch.optim.optimizer"], tally, session.flush, scaler_class)
     time_checkpoints(torch, tally)
+    session.spans.install_backward(torch.autograd, session.look_at_device)
 
     def explicit_step() -> None:
         session.mark_explicit()
@@ -26,11 +28,11 @@ def install(torch: Any) -> Dict[str, Callable[[Any], None]]:
     api._marker = hide_from_dynamo(explicit_step)
 
     parts: Dict[str, Callable[[Any], None]] = {
-        "torch.utils.data.dataloader": lambda module: time_input(module, tally),
+        "torch.utils.data.dataloader": lambda module: session.spans.install_input(module, session.look_at_device),
     }
     if torch.distributed.is_available():
-        bindings = torch._C._distributed_c10d
-        time_blocking_communication(bindings, tally)
+        session.spans.install(torch._C._distributed_c10d)
+        parts["torch.distributed._functional_collectives"] = session.spans.install_functional
         parts["torch.nn.parallel.distributed"] = lambda module: session.sampler.watch(module.DistributedDataParallel)
         parts["torch.distributed.device_mesh"] = session.facts.watch_meshes
     for name in [name for name in parts if name in sys.modules]:

@@ -1,4 +1,4 @@
-"""The ring's layout, version 1: what the probe writes and the daemon reads. Little-endian, fixed size.
+"""The ring's layout, version 2: what the probe writes and the daemon reads. Little-endian, fixed size.
 
       0  fixed part   magic, version, header bytes, record bytes, capacity, owner's pid, ring id; crc32
      64  counters     u64 records written so far, u64 steps so far; record n (from 1) lies in slot (n - 1) % capacity
@@ -8,22 +8,27 @@
     256  facts        u32 length, u32 crc32, JSON
    3072  command      the one part that the daemon writes: u32 number, which moves last, then the command; crc32
    3328  answer       how far the probe is with the command; crc32
-   4096  records
+   4096  groups       time in collectives per process group, summed since the process began; crc32
+   8192  records
 
 A record covers one step, or several that together took 10 ms: microsecond steps are not worth a record each, and so the
 ring always holds more than a minute. It ends at `end_monotonic_ns` and covers `span_ns` nanoseconds and `steps` steps;
 its causes are seconds within that span. But its four DDP fields belong to the record *before* it: DDP publishes an
 iteration's figures only when the next forward has begun. NaN is "not measured". A span of 0 has no known beginning
-(the first step) or is not representative (FLOPs were being counted)."""
+(the first step) or is not representative (FLOPs were being counted).
+
+On a GPU (FLAG_DEVICE) the span is the device's, and so are `input` (the device stood still for it) and `exposed`; the
+end is when the device was done. A record is written when the device has finished the step, which may be many steps
+after the host has enqueued it."""
 
 import struct
 
 RING_NAME = "rankscope-ring"
 MAGIC = b"RNKSCOPE"
-VERSION = 1
+VERSION = 2
 
-HEADER_BYTES = 4096
-RECORD_BYTES = 64
+HEADER_BYTES = 8192
+RECORD_BYTES = 76
 CAPACITY = 8192
 RING_BYTES = HEADER_BYTES + CAPACITY * RECORD_BYTES
 
@@ -72,7 +77,8 @@ WINDOWS_SECONDS = 600
 # starting, stopping and writing took, length of the text; then the text
 ANSWER = struct.Struct("<IIqqIiqqqqI")
 ANSWER_OFFSET = 3328
-ANSWER_TEXT_BYTES = HEADER_BYTES - ANSWER_OFFSET - ANSWER.size - 4
+GROUPS_OFFSET = 4096
+ANSWER_TEXT_BYTES = GROUPS_OFFSET - ANSWER_OFFSET - ANSWER.size - 4
 TRACE_NAME = "rankscope-trace"
 # Where several windows were asked for: their traces one after the other, then u64 bytes of each, then this: how many
 # there are, and the mark.
@@ -87,14 +93,27 @@ PHASE_WRITTEN = 5
 PHASE_FAILED = 6
 PHASE_OFF = 7  # captures have failed in an unexpected way, and are not tried again
 
+# How many rows there are, crc32 of them; then a row per process group and kind: id (equal on all members), size, own
+# position, kind, steps that were sampled, seconds in collectives in these steps, seconds of these steps.
+GROUPS_HEAD = struct.Struct("<II")
+GROUP = struct.Struct("<QIIIQdd")
+GROUPS_AT_MOST = 8
+GROUP_EXPOSED = 1  # the step's own stream (on a CPU: the training thread) stood still meanwhile
+GROUP_OVERLAPPED = 2  # on another stream: other work may have gone on
+GROUP_POINT_TO_POINT = 3  # exposed; members have different roles and are not comparable
+GROUP_DDP = 4  # exposed, by DistributedDataParallel's own timers
+GROUP_RECORDER = 5  # overlapped, by the durations of NCCL's flight recorder
+
 # sequence, end_monotonic_ns, span_ns; seconds: input, blocking communication, optimizer, checkpoint; seconds of the
-# record before: ddp forward, backward, communication, overlap; flags, steps
-RECORD = struct.Struct("<Qqq8fHH")
+# record before: ddp forward, backward, communication, overlap; seconds: host, run-ahead, exposed communication; flags,
+# steps
+RECORD = struct.Struct("<Qqq11fHH")
 STEPS_AT_MOST = 0xFFFF
 
 FLAG_DDP = 1  # DDP instances are watched: the wait of a step without DDP figures is unknown, not zero
-FLAG_HOST_RUNS_AHEAD = 2  # collectives run on the device: a blocking call from Python does not show their wait
+FLAG_DEVICE = 2  # timed on the device
 FLAG_EXPLICIT = 4  # marked by rankscope.probe.step()
+FLAG_BLIND = 8  # most collectives are issued where the probe cannot time them: no figure is not zero
 
 F_ADD_SEALS = 1033
 F_GET_SEALS = 1034

@@ -42,24 +42,22 @@ class Ring:
         )
         self._memory[: len(fixed) + 4] = fixed + layout.CHECKSUM.pack(zlib.crc32(fixed))
 
-    def append(
-        self,
-        end_ns: int,
-        span_ns: int,
-        causes: Sequence[float],
-        ddp: Sequence[float],
-        flags: int,
-        steps: int,
-    ) -> None:
-        """One record. The checksum covers the sequence number and the ring's counters move last: a reader that comes in
-        between finds neither the old record nor the new one, never a mixture."""
+    def append(self, end_ns: int, span_ns: int, seconds: Sequence[float], flags: int, steps: int) -> None:
+        """One record; `seconds` as layout.RECORD has them. The checksum covers the sequence number and the ring's
+        counters move last: a reader that comes in between finds neither the old record nor the new one, never a
+        mixture."""
         offset = layout.HEADER_BYTES + self.records % layout.CAPACITY * layout.RECORD_BYTES
         self.records += 1
         self.steps += steps
         written = min(steps, layout.STEPS_AT_MOST)
-        body = layout.RECORD.pack(self.records, end_ns, span_ns, *causes, *ddp, flags, written)
+        body = layout.RECORD.pack(self.records, end_ns, span_ns, *seconds, flags, written)
         self._memory[offset : offset + layout.RECORD_BYTES] = body + layout.CHECKSUM.pack(zlib.crc32(body))
         layout.COUNTERS.pack_into(self._memory, layout.COUNTERS_OFFSET, self.records, self.steps)
+
+    def write_groups(self, rows: Sequence[Sequence[Any]]) -> None:
+        body = b"".join([layout.GROUP.pack(*row) for row in rows])
+        head = layout.GROUPS_HEAD.pack(len(rows), zlib.crc32(body))
+        self._memory[layout.GROUPS_OFFSET : layout.GROUPS_OFFSET + len(head) + len(body)] = head + body
 
     def write_live(self, memory: Tuple[int, int, int, int], collectives: Tuple[int, int]) -> None:
         body = layout.LIVE.pack(time.monotonic_ns(), time.time_ns(), *memory, *collectives)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import math
 import os
 import threading
 import time
@@ -11,12 +12,15 @@ from typing import Any, Optional
 
 from . import layout
 from .capturing import Captures
-from .counters import UNKNOWN_COLLECTIVES, UNKNOWN_MEMORY, read_collectives, read_memory
+from .clock import CudaClock
+from .counters import UNKNOWN_COLLECTIVES, UNKNOWN_MEMORY, RecordedDurations, read_collectives, read_memory
 from .ddp import NOT_MEASURED, DdpSampler, Figures
+from .device_steps import DeviceSteps
 from .facts import Facts
 from .failing import disable, switch
 from .flops import FlopCount
 from .ring import Ring
+from .spans import Spans
 from .stepping import training_thread_id
 from .timing import BLOCKING, CHECKPOINT, INPUT, LAST_END, OPTIMIZER, STEPS, Tally
 
@@ -24,16 +28,21 @@ RECORD_NS = 10_000_000  # a record covers at least this, or one step
 REFRESH_NS = 1_000_000_000
 STALLED_NS = 2_000_000_000
 STALL_CHECK_SECONDS = 1.0
+# How often the device is looked at from beside the training loop, which may pass no hook for most of a step.
+LOOK_SECONDS = 0.2
+HOST_ONLY = (math.nan, math.nan, math.nan)  # host, run-ahead and exposed seconds, where there is no device
 
 
 class Session:
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self.tally = Tally()
+        self.spans = Spans(torch, self.tally)
         self.sampler = DdpSampler()
         self.facts = Facts(torch)
         self._captures = Captures(torch)
         self._ring: Optional[Ring] = None
+        self._device: Optional[DeviceSteps] = None  # once CUDA is in use
         self._flags = 0
         self._count = FlopCount() if os.environ.get("RANKSCOPE_COUNT_FLOPS") == "1" else None
         self._written = self.tally.ledger[:]  # the ledger as of the last record
@@ -41,6 +50,7 @@ class Session:
         self._refreshed = (0, 0)  # at which time, after how many steps
         self._memory = UNKNOWN_MEMORY
         self._collectives = UNKNOWN_COLLECTIVES
+        self._recorded = RecordedDurations()
         self._watching = False
         self._leaving = False
         # Held by whoever writes the ring: the training thread, or the second one while training is stalled.
@@ -62,11 +72,15 @@ class Session:
         try:
             ring = self._ring or self._begin()
             # At every boundary as long as there is something that has to be read at every boundary.
-            slow = self._count is not None or bool(self.sampler.models)
-            figures = self.sampler.read(ring.records) if self.sampler.models else NOT_MEASURED
-            if self._count is not None:
-                self._count_flops(self._count, ring)
-            self._write(ring, figures)
+            slow = self._count is not None or bool(self.sampler.models) or self._device is not None
+            boundary = self.tally.ledger[STEPS]
+            figures = self.sampler.read(boundary) if self.sampler.models else NOT_MEASURED
+            is_typical = self._count is None or self._count_flops(self._count, boundary)
+            if self._device is not None:
+                self._device.border(self.tally.ledger[:], figures, self._flags, is_typical, self.sampler.step)
+                self._device.look()
+            else:
+                self._write(ring, figures, is_typical)
             if now_ns >= self._next_refresh_ns:
                 self._next_refresh_ns = now_ns + REFRESH_NS
                 self._refresh(ring, now_ns)
@@ -74,25 +88,36 @@ class Session:
         finally:
             self._lock.release()
 
-    def _write(self, ring: Ring, figures: Figures) -> None:
+    def look_at_device(self) -> None:
+        """Between two borders: the sooner a finished step is seen, the better its end is known."""
+        device = self._device
+        if device is not None and switch.on and self._lock.acquire(blocking=False):
+            try:
+                device.look()
+            except Exception as error:
+                disable(error)
+            finally:
+                self._lock.release()
+
+    def _write(self, ring: Ring, figures: Figures, is_typical: bool = True) -> None:
         ledger, written = self.tally.ledger[:], self._written
         steps = ledger[STEPS] - written[STEPS]
         if steps:
             causes = [(ledger[cause] - written[cause]) * 1e-9 for cause in (INPUT, BLOCKING, OPTIMIZER, CHECKPOINT)]
-            span_ns = ledger[LAST_END] - written[LAST_END]
-            ring.append(ledger[LAST_END], span_ns, causes, figures, self._flags, steps)
+            span_ns = ledger[LAST_END] - written[LAST_END] if is_typical else 0
+            ring.append(ledger[LAST_END], span_ns, (*causes, *figures, *HOST_ONLY), self._flags, steps)
             self._written = ledger
 
-    def _count_flops(self, count: FlopCount, ring: Ring) -> None:
+    def _count_flops(self, count: FlopCount, boundary: int) -> bool:
+        """False for a step that was counted, which says nothing about how long steps take."""
         if threading.get_ident() != self.tally.thread_id:
-            return
-        if count.counting:
-            # A step that was counted says nothing about how long steps take.
-            self._written[LAST_END] = self.tally.ledger[LAST_END]
-        self.facts.counted_flops = count.at_boundary(ring.records)
+            return True
+        was_counting = count.counting
+        self.facts.counted_flops = count.at_boundary(boundary)
         if count.done:
             self._count = None
             self._next_refresh_ns = 0
+        return not was_counting
 
     def mark_explicit(self) -> None:
         self._flags |= layout.FLAG_EXPLICIT
@@ -106,7 +131,29 @@ class Session:
         ring = self._ring = Ring()
         os.register_at_fork(before=self._captures.before_fork, after_in_child=self._after_fork_in_child)
         switch.when_disabled.append(ring.mark_disabled)
+        self._use_device(ring)
         return ring
+
+    def _use_device(self, ring: Ring) -> None:
+        cuda = self._torch.cuda
+        if self._device is None and cuda.is_initialized():
+            clock = CudaClock(cuda)
+            clock.watch_graph_captures(cuda.CUDAGraph)
+            self._device = DeviceSteps(clock, self.spans, ring.append)
+            self._device.on_ddp = self._add_ddp
+            # At once, so that the windows of all ranks hold the same steps.
+            self._device.on_sample = lambda: ring.write_groups(self.spans.groups.rows())
+            self.spans.clock = clock
+
+    def _add_ddp(self, figures: Figures, step_seconds: float) -> None:
+        """What DDP's buckets made the device wait, beside what other collectives did."""
+        models = [watched.reference() for watched in self.sampler.models]
+        group = next((getattr(model, "process_group", None) for model in models if model is not None), None)
+        slot = None if group is None else self.spans.groups.slot(group, layout.GROUP_DDP)
+        if slot is not None:
+            slot.samples += 1
+            slot.seconds += max(0.0, figures[2] - figures[3])
+            slot.step_seconds += step_seconds
 
     def _after_fork_in_child(self) -> None:
         # A child of a process that trains is a data-loader worker or a helper, not a rank.
@@ -118,16 +165,27 @@ class Session:
 
     def _refresh(self, ring: Ring, now_ns: int) -> None:
         since_ns, since_steps = self._refreshed
-        self._refreshed = (now_ns, ring.steps)
-        if since_ns and ring.steps > since_steps:
-            self.sampler.tune((now_ns - since_ns) * 1e-9 / (ring.steps - since_steps))
-        self._flags &= ~layout.FLAG_DDP
+        self._refreshed = (now_ns, self.tally.ledger[STEPS])
+        steps = self.tally.ledger[STEPS] - since_steps
+        if since_ns and steps > 0:
+            seconds = (now_ns - since_ns) * 1e-9
+            self.sampler.tune(seconds / steps)
+            if self._device is None:
+                self.spans.groups.count(seconds, steps)
+        self._use_device(ring)
+        self.spans.rate.tune()
+        ring.write_groups(self.spans.groups.rows())
+        self._flags &= ~(layout.FLAG_DDP | layout.FLAG_BLIND)
         if self.sampler.models:
             self._flags |= layout.FLAG_DDP
-        if _host_runs_ahead(self._torch):
-            self._flags |= layout.FLAG_HOST_RUNS_AHEAD
         self._memory = read_memory(self._torch)
+        enqueued = self._collectives[0]
         self._collectives = read_collectives(self._torch)
+        is_blind = self.spans.is_blind(self._collectives[0] - max(0, enqueued), steps) and not self.sampler.models
+        if since_ns and is_blind:
+            self._flags |= layout.FLAG_BLIND
+            if self._recorded.is_on and self._device is not None and steps > 0:
+                self._recorded.read(self._torch, self.spans.groups, (now_ns - since_ns) * 1e-9 / steps)
         ring.write_live(self._memory, self._collectives)
         ring.write_facts(self.facts.gather())
         if not self._watching and self._collectives != UNKNOWN_COLLECTIVES:
@@ -138,15 +196,23 @@ class Session:
 
     def _watch_for_stalls(self) -> None:
         """The step hook of a hanging rank does not run, so the counters that tell who never entered the collective are
-        refreshed from here. Memory is not: asking CUDA's allocator could block behind the hang, holding the GIL."""
+        refreshed from here. Memory is not: the query of CUDA's allocator could block behind the hang, holding the
+        GIL."""
+        check_at_ns = 0
         try:
             while switch.on and not self._leaving:
-                time.sleep(STALL_CHECK_SECONDS)
-                if time.monotonic_ns() - self.tally.ledger[LAST_END] < STALLED_NS:
+                time.sleep(STALL_CHECK_SECONDS if self._device is None else LOOK_SECONDS)
+                self.look_at_device()
+                now_ns = time.monotonic_ns()
+                if now_ns - self.tally.ledger[LAST_END] < STALLED_NS or now_ns < check_at_ns:
                     continue
+                check_at_ns = now_ns + int(STALL_CHECK_SECONDS * 1e9)
                 with self._lock:
                     if switch.on and not self._leaving and self._ring is not None:
-                        self._write(self._ring, NOT_MEASURED)
+                        if self._device is not None:
+                            self._device.look()
+                        else:
+                            self._write(self._ring, NOT_MEASURED)
                         self._collectives = read_collectives(self._torch)
                         self._ring.write_live(self._memory, self._collectives)
         except Exception as error:
@@ -158,10 +224,3 @@ class Session:
         self._leaving = True
         if self._lock.acquire(timeout=0.1):
             self._lock.release()
-
-
-def _host_runs_ahead(torch: Any) -> bool:
-    distributed = torch.distributed
-    if not (torch.cuda.is_initialized() and distributed.is_available() and distributed.is_initialized()):
-        return False
-    return "nccl" in str(distributed.get_backend_config()) if hasattr(distributed, "get_backend_config") else True

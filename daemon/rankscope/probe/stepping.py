@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -51,10 +52,14 @@ def training_thread_id() -> int:
     return here if here in started_by_python else threading.main_thread().ident or here
 
 
-def install_optimizer_hooks(optimizer_module: Any, tally: Tally, flush: Callable[[int], int]) -> Callable[[], None]:
-    """Registers the global hooks; returns what rankscope.probe.step() calls. `flush(now)` writes a record about the
-    steps since the last and returns when it wants to be called again: packing one costs 5 µs where torch's own
-    bookkeeping around a step keeps evicting us from the processor's caches."""
+def install_optimizer_hooks(
+    optimizer_module: Any, tally: Tally, flush: Callable[[int], int], scaler_class: Any = None
+) -> Callable[[], None]:
+    """Registers the global hooks; returns what rankscope.probe.step() calls. A step that torch's GradScaler
+    (`scaler_class`) leaves out because of an overflow took its time all the same, and counts.
+
+    `flush(now)` writes a record about the steps since the last and returns when it wants to be called again: packing
+    one costs 5 µs where torch's own bookkeeping around a step keeps evicting us from the processor's caches."""
     now = time.monotonic_ns
     ledger = tally.ledger
     optimizer_ns, started, steps, last_end = OPTIMIZER, OPTIMIZER_STARTED, STEPS, LAST_END
@@ -104,6 +109,18 @@ def install_optimizer_hooks(optimizer_module: Any, tally: Tally, flush: Callable
         except Exception as error:
             disable(error)
 
+    if scaler_class is not None:
+        scaled_step = scaler_class.step
+
+        @functools.wraps(scaled_step)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            counted = ledger[steps]
+            result = scaled_step(scaler, optimizer, *args, **kwargs)
+            if ledger[steps] == counted and id(optimizer) == anchor.optimizer_id:
+                after(optimizer, args, kwargs)
+            return result
+
+        scaler_class.step = hide_from_dynamo(step)
     optimizer_module.register_optimizer_step_pre_hook(hide_from_dynamo(before))
     optimizer_module.register_optimizer_step_post_hook(hide_from_dynamo(after))
     return hide_from_dynamo(mark)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 from typing import Any, Callable, List
@@ -23,9 +24,17 @@ class Tally:
         self.inside = False
 
 
-def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+def hide_from_dynamo(function: Callable[..., Any], with_callees: bool = True) -> Callable[..., Any]:
     """torch.compile would otherwise trace into us, guard on our counters and compile anew at every step (seen)."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # dynamo's own mark
+    # That holds where it traces a call. After a graph break it would compile what is called, frame by frame (seen).
+    frames: Any = sys.modules.get("torch._C._dynamo.eval_frame")
+    try:
+        action = frames._FrameAction
+        strategy = frames._FrameExecStrategy(action.SKIP, action.SKIP if with_callees else action.DEFAULT)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+    except (AttributeError, TypeError):
+        pass  # torch before 2.7
     return function
 
 
@@ -52,20 +61,6 @@ def timed(function: Callable[..., Any], tally: Tally, cause: int) -> Callable[..
             tally.inside = False
 
     return hide_from_dynamo(wrapper)
-
-
-def time_blocking_communication(bindings: Any, tally: Tally) -> None:
-    """Every blocking call of torch.distributed (send, recv, barrier, all_reduce, …) ends in Work.wait, so that is the
-    one place to time. The functions of torch.distributed itself stay untouched: torch.compile recognises them by
-    identity to replace them by functional collectives, and a wrapped one would be a graph break."""
-    for owner, name in ((bindings.Work, "wait"), (bindings.ProcessGroup, "monitored_barrier")):
-        if hasattr(owner, name):
-            setattr(owner, name, timed(getattr(owner, name), tally, BLOCKING))
-
-
-def time_input(dataloader: Any, tally: Tally) -> None:
-    iterator = dataloader._BaseDataLoaderIter
-    iterator.__next__ = timed(iterator.__next__, tally, INPUT)
 
 
 def time_checkpoints(torch: Any, tally: Tally) -> None:

@@ -100,9 +100,12 @@ class Cause(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
     EVIDENCE_FIELD_NUMBER: _builtins.int
+    BOUND_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
     """"unknown" when no phase holds enough of the excess"""
     evidence: _builtins.str
+    bound: _builtins.str
+    """"host" or "device": what holds up a rank whose steps are timed on a device. Empty where that is not known."""
     @_builtins.property
     def frames(self) -> _containers.RepeatedCompositeFieldContainer[_window_pb2.FrameShare]: ...
     def __init__(
@@ -111,10 +114,11 @@ class Cause(_message.Message):
         phase: _builtins.str = ...,
         frames: _abc.Iterable[_window_pb2.FrameShare] | None = ...,
         evidence: _builtins.str = ...,
+        bound: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "frames", b"frames", "phase", b"phase"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "evidence", b"evidence", "frames", b"frames", "phase", b"phase"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

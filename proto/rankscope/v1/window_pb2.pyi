@@ -47,7 +47,7 @@ Global___Source: _TypeAlias = Source  # noqa: Y015
 
 @_typing.final
 class StepStatistics(_message.Message):
-    """Over the steps that ended in the window."""
+    """Over the steps that ended in the window. On a GPU, steps are timed on the device."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -326,6 +326,10 @@ class GpuUsage(_message.Message):
     MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     ESTIMATED_FLOPS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    ECC_UNCORRECTED_ERRORS_FIELD_NUMBER: _builtins.int
+    ECC_CORRECTED_ERRORS_FIELD_NUMBER: _builtins.int
+    XIDS_FIELD_NUMBER: _builtins.int
+    ROW_REMAP_PENDING_FIELD_NUMBER: _builtins.int
     gpus: _builtins.int
     """how many GPUs, or slices of GPUs, the process uses"""
     shared: _builtins.bool
@@ -346,6 +350,14 @@ class GpuUsage(_message.Message):
     memory_total_bytes: _builtins.int
     estimated_flops_per_second: _builtins.float
     """tensor pipe, corrected by the clock; never called MFU"""
+    ecc_uncorrected_errors: _builtins.int
+    """new ones in the window"""
+    ecc_corrected_errors: _builtins.int
+    """new ones in the window"""
+    xids: _builtins.int
+    """XID errors of any number, in the window"""
+    row_remap_pending: _builtins.bool
+    """a row of its memory is remapped at the next reset"""
     @_builtins.property
     def throttled_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """by reason, in the window"""
@@ -367,13 +379,21 @@ class GpuUsage(_message.Message):
         memory_used_bytes: _builtins.int | None = ...,
         memory_total_bytes: _builtins.int | None = ...,
         estimated_flops_per_second: _builtins.float | None = ...,
+        ecc_uncorrected_errors: _builtins.int | None = ...,
+        ecc_corrected_errors: _builtins.int | None = ...,
+        xids: _builtins.int | None = ...,
+        row_remap_pending: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dram_active_ratio", b"_dram_active_ratio", "_estimated_flops_per_second", b"_estimated_flops_per_second", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_power_watts", b"_power_watts", "_sm_active_ratio", b"_sm_active_ratio", "_sm_clock_hertz", b"_sm_clock_hertz", "_sm_clock_ratio", b"_sm_clock_ratio", "_temperature_celsius", b"_temperature_celsius", "_tensor_active_ratio", b"_tensor_active_ratio", "_utilization_ratio", b"_utilization_ratio", "dram_active_ratio", b"dram_active_ratio", "estimated_flops_per_second", b"estimated_flops_per_second", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "power_watts", b"power_watts", "sm_active_ratio", b"sm_active_ratio", "sm_clock_hertz", b"sm_clock_hertz", "sm_clock_ratio", b"sm_clock_ratio", "temperature_celsius", b"temperature_celsius", "tensor_active_ratio", b"tensor_active_ratio", "utilization_ratio", b"utilization_ratio"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dram_active_ratio", b"_dram_active_ratio", "_ecc_corrected_errors", b"_ecc_corrected_errors", "_ecc_uncorrected_errors", b"_ecc_uncorrected_errors", "_estimated_flops_per_second", b"_estimated_flops_per_second", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_power_watts", b"_power_watts", "_row_remap_pending", b"_row_remap_pending", "_sm_active_ratio", b"_sm_active_ratio", "_sm_clock_hertz", b"_sm_clock_hertz", "_sm_clock_ratio", b"_sm_clock_ratio", "_temperature_celsius", b"_temperature_celsius", "_tensor_active_ratio", b"_tensor_active_ratio", "_utilization_ratio", b"_utilization_ratio", "_xids", b"_xids", "dram_active_ratio", b"dram_active_ratio", "ecc_corrected_errors", b"ecc_corrected_errors", "ecc_uncorrected_errors", b"ecc_uncorrected_errors", "estimated_flops_per_second", b"estimated_flops_per_second", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "power_watts", b"power_watts", "row_remap_pending", b"row_remap_pending", "sm_active_ratio", b"sm_active_ratio", "sm_clock_hertz", b"sm_clock_hertz", "sm_clock_ratio", b"sm_clock_ratio", "temperature_celsius", b"temperature_celsius", "tensor_active_ratio", b"tensor_active_ratio", "utilization_ratio", b"utilization_ratio", "xids", b"xids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dram_active_ratio", b"_dram_active_ratio", "_estimated_flops_per_second", b"_estimated_flops_per_second", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_power_watts", b"_power_watts", "_sm_active_ratio", b"_sm_active_ratio", "_sm_clock_hertz", b"_sm_clock_hertz", "_sm_clock_ratio", b"_sm_clock_ratio", "_temperature_celsius", b"_temperature_celsius", "_tensor_active_ratio", b"_tensor_active_ratio", "_utilization_ratio", b"_utilization_ratio", "dram_active_ratio", b"dram_active_ratio", "estimated_flops_per_second", b"estimated_flops_per_second", "gpus", b"gpus", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "power_watts", b"power_watts", "shared", b"shared", "sm_active_ratio", b"sm_active_ratio", "sm_clock_hertz", b"sm_clock_hertz", "sm_clock_ratio", b"sm_clock_ratio", "temperature_celsius", b"temperature_celsius", "tensor_active_ratio", b"tensor_active_ratio", "throttled_seconds", b"throttled_seconds", "utilization_ratio", b"utilization_ratio"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dram_active_ratio", b"_dram_active_ratio", "_ecc_corrected_errors", b"_ecc_corrected_errors", "_ecc_uncorrected_errors", b"_ecc_uncorrected_errors", "_estimated_flops_per_second", b"_estimated_flops_per_second", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_power_watts", b"_power_watts", "_row_remap_pending", b"_row_remap_pending", "_sm_active_ratio", b"_sm_active_ratio", "_sm_clock_hertz", b"_sm_clock_hertz", "_sm_clock_ratio", b"_sm_clock_ratio", "_temperature_celsius", b"_temperature_celsius", "_tensor_active_ratio", b"_tensor_active_ratio", "_utilization_ratio", b"_utilization_ratio", "_xids", b"_xids", "dram_active_ratio", b"dram_active_ratio", "ecc_corrected_errors", b"ecc_corrected_errors", "ecc_uncorrected_errors", b"ecc_uncorrected_errors", "estimated_flops_per_second", b"estimated_flops_per_second", "gpus", b"gpus", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "power_watts", b"power_watts", "row_remap_pending", b"row_remap_pending", "shared", b"shared", "sm_active_ratio", b"sm_active_ratio", "sm_clock_hertz", b"sm_clock_hertz", "sm_clock_ratio", b"sm_clock_ratio", "temperature_celsius", b"temperature_celsius", "tensor_active_ratio", b"tensor_active_ratio", "throttled_seconds", b"throttled_seconds", "utilization_ratio", b"utilization_ratio", "xids", b"xids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dram_active_ratio: _TypeAlias = _typing.Literal["dram_active_ratio"]  # noqa: Y015
     _WhichOneofArgType__dram_active_ratio: _TypeAlias = _typing.Literal["_dram_active_ratio", b"_dram_active_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__ecc_corrected_errors: _TypeAlias = _typing.Literal["ecc_corrected_errors"]  # noqa: Y015
+    _WhichOneofArgType__ecc_corrected_errors: _TypeAlias = _typing.Literal["_ecc_corrected_errors", b"_ecc_corrected_errors"]  # noqa: Y015
+    _WhichOneofReturnType__ecc_uncorrected_errors: _TypeAlias = _typing.Literal["ecc_uncorrected_errors"]  # noqa: Y015
+    _WhichOneofArgType__ecc_uncorrected_errors: _TypeAlias = _typing.Literal["_ecc_uncorrected_errors", b"_ecc_uncorrected_errors"]  # noqa: Y015
     _WhichOneofReturnType__estimated_flops_per_second: _TypeAlias = _typing.Literal["estimated_flops_per_second"]  # noqa: Y015
     _WhichOneofArgType__estimated_flops_per_second: _TypeAlias = _typing.Literal["_estimated_flops_per_second", b"_estimated_flops_per_second"]  # noqa: Y015
     _WhichOneofReturnType__memory_total_bytes: _TypeAlias = _typing.Literal["memory_total_bytes"]  # noqa: Y015
@@ -382,6 +402,8 @@ class GpuUsage(_message.Message):
     _WhichOneofArgType__memory_used_bytes: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes"]  # noqa: Y015
     _WhichOneofReturnType__power_watts: _TypeAlias = _typing.Literal["power_watts"]  # noqa: Y015
     _WhichOneofArgType__power_watts: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts"]  # noqa: Y015
+    _WhichOneofReturnType__row_remap_pending: _TypeAlias = _typing.Literal["row_remap_pending"]  # noqa: Y015
+    _WhichOneofArgType__row_remap_pending: _TypeAlias = _typing.Literal["_row_remap_pending", b"_row_remap_pending"]  # noqa: Y015
     _WhichOneofReturnType__sm_active_ratio: _TypeAlias = _typing.Literal["sm_active_ratio"]  # noqa: Y015
     _WhichOneofArgType__sm_active_ratio: _TypeAlias = _typing.Literal["_sm_active_ratio", b"_sm_active_ratio"]  # noqa: Y015
     _WhichOneofReturnType__sm_clock_hertz: _TypeAlias = _typing.Literal["sm_clock_hertz"]  # noqa: Y015
@@ -394,8 +416,14 @@ class GpuUsage(_message.Message):
     _WhichOneofArgType__tensor_active_ratio: _TypeAlias = _typing.Literal["_tensor_active_ratio", b"_tensor_active_ratio"]  # noqa: Y015
     _WhichOneofReturnType__utilization_ratio: _TypeAlias = _typing.Literal["utilization_ratio"]  # noqa: Y015
     _WhichOneofArgType__utilization_ratio: _TypeAlias = _typing.Literal["_utilization_ratio", b"_utilization_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__xids: _TypeAlias = _typing.Literal["xids"]  # noqa: Y015
+    _WhichOneofArgType__xids: _TypeAlias = _typing.Literal["_xids", b"_xids"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dram_active_ratio) -> _WhichOneofReturnType__dram_active_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ecc_corrected_errors) -> _WhichOneofReturnType__ecc_corrected_errors | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ecc_uncorrected_errors) -> _WhichOneofReturnType__ecc_uncorrected_errors | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__estimated_flops_per_second) -> _WhichOneofReturnType__estimated_flops_per_second | None: ...
     @_typing.overload
@@ -404,6 +432,8 @@ class GpuUsage(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_used_bytes) -> _WhichOneofReturnType__memory_used_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__power_watts) -> _WhichOneofReturnType__power_watts | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__row_remap_pending) -> _WhichOneofReturnType__row_remap_pending | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sm_active_ratio) -> _WhichOneofReturnType__sm_active_ratio | None: ...
     @_typing.overload
@@ -416,6 +446,8 @@ class GpuUsage(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tensor_active_ratio) -> _WhichOneofReturnType__tensor_active_ratio | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__utilization_ratio) -> _WhichOneofReturnType__utilization_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__xids) -> _WhichOneofReturnType__xids | None: ...
 
 Global___GpuUsage: _TypeAlias = GpuUsage  # noqa: Y015
 
@@ -622,6 +654,10 @@ class RankWindow(_message.Message):
     STACKS_FIELD_NUMBER: _builtins.int
     STALL_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
+    HOST_SECONDS_FIELD_NUMBER: _builtins.int
+    RUN_AHEAD_SECONDS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    WAIT_SOURCE_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
@@ -641,6 +677,13 @@ class RankWindow(_message.Message):
     """this rank's share"""
     peak_flops_per_second: _builtins.float
     mfu_ratio: _builtins.float
+    host_seconds: _builtins.float
+    """Of a rank whose steps are timed on a device: what a step took on the host, on average, and the furthest the host was
+    ahead of the device within a step. A host that is never ahead holds the device up.
+    """
+    run_ahead_seconds: _builtins.float
+    wait_source: _builtins.str
+    """Where `wait` or `groups` come from: "ddp timers", "collective spans", "flight recorder", "blocking calls", "capture"."""
     @_builtins.property
     def identity(self) -> _identity_pb2.RankIdentity: ...
     @_builtins.property
@@ -661,6 +704,13 @@ class RankWindow(_message.Message):
     def stall(self) -> Global___Stall: ...
     @_builtins.property
     def gpu(self) -> Global___GpuUsage: ...
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Time in collectives by process group, in sampled steps: rows of seven numbers, namely the group's id (equal on all
+        members), its size, this rank's position in it, the kind (layout.py of the probe), steps sampled in the window, and
+        per sampled step the seconds in collectives and the seconds of the step.
+        """
+
     @_builtins.property
     def sources(self) -> _containers.ScalarMap[_builtins.str, Global___Source.ValueType]:
         """Field name to the source that produced it; a name that is missing was not measured."""
@@ -692,13 +742,19 @@ class RankWindow(_message.Message):
         stacks: Global___StackSummary | None = ...,
         stall: Global___Stall | None = ...,
         gpu: Global___GpuUsage | None = ...,
+        host_seconds: _builtins.float | None = ...,
+        run_ahead_seconds: _builtins.float | None = ...,
+        groups: _abc.Iterable[_builtins.float] | None = ...,
+        wait_source: _builtins.str = ...,
         sources: _abc.Mapping[_builtins.str, Global___Source.ValueType] | None = ...,
         problems: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_peak_flops_per_second", b"_peak_flops_per_second", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "causes", b"causes", "gpu", b"gpu", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "self", b"self", "stacks", b"stacks", "stall", b"stall", "step", b"step", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait", b"wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_host_seconds", b"_host_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "causes", b"causes", "gpu", b"gpu", "host_seconds", b"host_seconds", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "peak_flops_per_second", b"peak_flops_per_second", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self", b"self", "stacks", b"stacks", "stall", b"stall", "step", b"step", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_peak_flops_per_second", b"_peak_flops_per_second", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "causes", b"causes", "end_unix_nanos", b"end_unix_nanos", "gpu", b"gpu", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "self", b"self", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step", b"step", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_seconds", b"_host_seconds", "_last_step_unix_nanos", b"_last_step_unix_nanos", "_mfu_ratio", b"_mfu_ratio", "_model_flops_per_step", b"_model_flops_per_step", "_peak_flops_per_second", b"_peak_flops_per_second", "_run_ahead_seconds", b"_run_ahead_seconds", "_steps", b"_steps", "_steps_lost", b"_steps_lost", "_steps_total", b"_steps_total", "causes", b"causes", "end_unix_nanos", b"end_unix_nanos", "gpu", b"gpu", "groups", b"groups", "host_seconds", b"host_seconds", "identity", b"identity", "last_step_unix_nanos", b"last_step_unix_nanos", "memory", b"memory", "mfu_ratio", b"mfu_ratio", "model_flops_per_step", b"model_flops_per_step", "peak_flops_per_second", b"peak_flops_per_second", "problems", b"problems", "process", b"process", "run_ahead_seconds", b"run_ahead_seconds", "self", b"self", "sequence", b"sequence", "sources", b"sources", "stacks", b"stacks", "stall", b"stall", "start_unix_nanos", b"start_unix_nanos", "step", b"step", "steps", b"steps", "steps_lost", b"steps_lost", "steps_total", b"steps_total", "wait", b"wait", "wait_source", b"wait_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__host_seconds: _TypeAlias = _typing.Literal["host_seconds"]  # noqa: Y015
+    _WhichOneofArgType__host_seconds: _TypeAlias = _typing.Literal["_host_seconds", b"_host_seconds"]  # noqa: Y015
     _WhichOneofReturnType__last_step_unix_nanos: _TypeAlias = _typing.Literal["last_step_unix_nanos"]  # noqa: Y015
     _WhichOneofArgType__last_step_unix_nanos: _TypeAlias = _typing.Literal["_last_step_unix_nanos", b"_last_step_unix_nanos"]  # noqa: Y015
     _WhichOneofReturnType__mfu_ratio: _TypeAlias = _typing.Literal["mfu_ratio"]  # noqa: Y015
@@ -707,12 +763,16 @@ class RankWindow(_message.Message):
     _WhichOneofArgType__model_flops_per_step: _TypeAlias = _typing.Literal["_model_flops_per_step", b"_model_flops_per_step"]  # noqa: Y015
     _WhichOneofReturnType__peak_flops_per_second: _TypeAlias = _typing.Literal["peak_flops_per_second"]  # noqa: Y015
     _WhichOneofArgType__peak_flops_per_second: _TypeAlias = _typing.Literal["_peak_flops_per_second", b"_peak_flops_per_second"]  # noqa: Y015
+    _WhichOneofReturnType__run_ahead_seconds: _TypeAlias = _typing.Literal["run_ahead_seconds"]  # noqa: Y015
+    _WhichOneofArgType__run_ahead_seconds: _TypeAlias = _typing.Literal["_run_ahead_seconds", b"_run_ahead_seconds"]  # noqa: Y015
     _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
     _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
     _WhichOneofReturnType__steps_lost: _TypeAlias = _typing.Literal["steps_lost"]  # noqa: Y015
     _WhichOneofArgType__steps_lost: _TypeAlias = _typing.Literal["_steps_lost", b"_steps_lost"]  # noqa: Y015
     _WhichOneofReturnType__steps_total: _TypeAlias = _typing.Literal["steps_total"]  # noqa: Y015
     _WhichOneofArgType__steps_total: _TypeAlias = _typing.Literal["_steps_total", b"_steps_total"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__host_seconds) -> _WhichOneofReturnType__host_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__last_step_unix_nanos) -> _WhichOneofReturnType__last_step_unix_nanos | None: ...
     @_typing.overload
@@ -721,6 +781,8 @@ class RankWindow(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model_flops_per_step) -> _WhichOneofReturnType__model_flops_per_step | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__peak_flops_per_second) -> _WhichOneofReturnType__peak_flops_per_second | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__run_ahead_seconds) -> _WhichOneofReturnType__run_ahead_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
     @_typing.overload

@@ -21,6 +21,9 @@ RECORD_NAMES = (
     "optimizer",
     "checkpoint",
     *"fbco",
+    "host",
+    "run_ahead",
+    "exposed",
     "flags",
     "steps",
 )
@@ -53,10 +56,12 @@ class Writer:
         ddp: tuple[float, float, float, float] = NAN4,
         flags: int = 0,
         steps: int = 1,
+        device: tuple[float, float, float] = NAN4[:3],
     ) -> None:
+        """`device`: the host's time, its run-ahead, and exposed communication."""
         span_ns = int(milliseconds * MS)
         self.end_ns += span_ns
-        self.ring.append(self.end_ns, span_ns, (input_, blocking, 0.001, 0.0), ddp, flags, steps)
+        self.ring.append(self.end_ns, span_ns, (input_, blocking, 0.001, 0.0, *ddp, *device), flags, steps)
 
     def rewrite(self, number: int, **changes: float) -> None:
         """Record `number` with other values and a right checksum."""

@@ -8,9 +8,11 @@ import pytest
 from rankscope.daemon import examining
 from rankscope.daemon.doctor import CHECKS, examine
 from rankscope.daemon.examining import Finding, Level
-from rankscope.daemon.examining_ranks import has_ring, rank_finding
+from rankscope.daemon.examining_ranks import WaitMeasured, has_ring, rank_finding, wait_measured
 from rankscope.daemon.samples import RankProcess
+from rankscope.probe import layout
 from tests.unit.daemon import window_makers as make
+from tests.unit.daemon.ring_writing import Writer
 
 
 def test_this_machine_is_examined_without_a_breakdown(tmp_path: Path) -> None:
@@ -89,6 +91,51 @@ def test_a_ring_is_found_among_the_descriptors_of_a_process() -> None:
         assert has_ring(Path("/proc"), os.getpid()) is True
     finally:
         os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kinds", "source"),
+    [
+        (0, (), "blocking calls"),
+        (0, (layout.GROUP_EXPOSED,), "blocking calls"),
+        (layout.FLAG_DDP, (), "ddp timers"),
+        (layout.FLAG_DDP, (layout.GROUP_EXPOSED,), "ddp timers + blocking calls"),
+        (layout.FLAG_DEVICE, (layout.GROUP_EXPOSED, layout.GROUP_OVERLAPPED), "collective spans"),
+        (layout.FLAG_DEVICE, (layout.GROUP_DDP, layout.GROUP_EXPOSED), "ddp timers + collective spans"),
+        (layout.FLAG_DEVICE, (), "no collective seen"),
+        (layout.FLAG_DEVICE | layout.FLAG_BLIND, (layout.GROUP_EXPOSED, layout.GROUP_RECORDER), "flight recorder"),
+    ],
+)
+def test_a_rank_is_told_what_its_waiting_is_known_from(flags: int, kinds: tuple[int, ...], source: str) -> None:
+    writer = Writer()
+    try:
+        writer.step(flags=flags)
+        writer.ring.write_groups([(number, 4, 2, kind, 3, 0.1, 0.3) for number, kind in enumerate(kinds)])
+        wait = wait_measured(Path("/proc"), os.getpid())
+        assert wait == WaitMeasured(source)
+        finding = rank_finding(make.rank(), True, wait)
+        assert finding.level is Level.OK and finding.text.endswith(f"probe ring, wait: {source}")
+    finally:
+        writer.ring.abandon()
+
+
+def test_a_rank_whose_waiting_is_not_measured_is_a_warning_with_the_next_step() -> None:
+    writer = Writer()
+    try:
+        assert wait_measured(Path("/proc"), os.getpid()) == WaitMeasured("no step yet")
+        writer.step(flags=layout.FLAG_DEVICE | layout.FLAG_BLIND)
+        writer.ring.write_groups([(7, 4, 2, layout.GROUP_EXPOSED, 3, 0.1, 0.3)])  # a few of many
+        finding = rank_finding(make.rank(), True, wait_measured(Path("/proc"), os.getpid()))
+        assert finding.level is Level.WARNING and "wait: not measured" in finding.text
+        assert "--duty-cycle-steps" in finding.next_step and "TORCH_NCCL_ENABLE_TIMING=1" in finding.next_step
+        writer.ring.mark_disabled()
+        disabled = wait_measured(Path("/proc"), os.getpid())
+        assert disabled is not None and "disabled itself" in disabled.source and disabled.next_step
+        writer.rewrite_header(version=9)
+        assert wait_measured(Path("/proc"), os.getpid()) is None
+    finally:
+        writer.ring.abandon()
+    assert wait_measured(Path("/proc"), os.getpid()) is None
 
 
 def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:

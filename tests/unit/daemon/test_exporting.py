@@ -11,7 +11,8 @@ from rankscope.daemon.assembling import RankSamples, assemble
 from rankscope.daemon.captures.duty_cycle import REASONS
 from rankscope.daemon.captures.exporting import CaptureStatus
 from rankscope.daemon.exporting import CollectorStatus, DaemonStatus, Exporter, Snapshot
-from rankscope.daemon.samples import ProbeFacts, Problem, RankProcess
+from rankscope.daemon.rank_exporting import GROUP_KINDS
+from rankscope.daemon.samples import GroupSpan, ProbeFacts, Problem, RankProcess
 from rankscope.daemon.tallying import RankReport, RankTotals, add_window
 from rankscope.v1.window_pb2 import Stall
 from tests.unit.daemon import gpu_makers
@@ -27,6 +28,7 @@ STATUS = DaemonStatus(
     resident_bytes=60_000_000,
     budget_used_ratio=0.4,
     stack_rate_hertz=10.0,
+    stack_recorded_ratio=0.95,
     ranks=2,
     windows_total=6,
     watch_readers=1,
@@ -52,12 +54,14 @@ def report(rank: RankProcess, samples: RankSamples, stall: Stall | None = None, 
     return RankReport(window, totals, samples.problems)
 
 
-def full_rank(number: int = 0) -> RankReport:
-    """A rank of which every source measured everything."""
+def full_rank(number: int = 0, without: tuple[str, ...] = ()) -> RankReport:
+    """A rank of which every source measured everything, more than any real one: a step is timed on a device or not."""
     facts = ProbeFacts(pipeline=1, tensor=0, data=1, model_flops_per_step=5e14, peak_flops_per_second=1e15)
     names = ("wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint")
-    columns = {name: [0.125, 0.125] for name in names}
+    columns = {name: [0.125, 0.125] for name in (*names, "host", "run_ahead") if name not in without}
     sample = make.steps(1.0, 1.0, steps_total=40, facts=facts, allocated_bytes=1_000, **columns)
+    groups = tuple(GroupSpan(0xABC, 4, number, kind, 2, 0.25, 1.0) for kind in sorted(GROUP_KINDS))
+    sample = replace(sample, groups=groups)
     sample = replace(sample, reserved_bytes=2_000, peak_allocated_bytes=1_500, device_total_bytes=4_000)
     return report(make.rank(number), RankSamples(sample, make.process(), make.stacks()), Stall(seconds_since_step=9))
 
@@ -92,7 +96,7 @@ def test_metrics_are_as_in_the_golden_file() -> None:
 def test_a_rank_and_its_gpu_cost_at_most_sixty_series_by_default() -> None:
     """With three problems and an XID error; the rest of the budget is for more of these."""
     problems = tuple(Problem(f"source{index}", "kind", "text") for index in range(50))
-    everything = full_rank()
+    everything = full_rank(without=("optimizer",))  # which only the host's clock can tell
     bare = replace(STATUS, metrics_detail="standard", gpu=gpu_makers.status())
     status = replace(bare, gpu=gpu_makers.status(gpu_makers.full_gpu()))
     measured = series(scrape(RankReport(everything.window, everything.totals, problems), status=status))

@@ -76,11 +76,34 @@ def test_ddp_figures_stand_beside_the_step_before_and_the_newest_step_waits_for_
     assert later.steps_lost == 0
 
 
-def test_blocking_calls_do_not_pass_for_all_waiting_where_collectives_run_on_a_device(
+def test_on_a_device_only_sampled_steps_tell_the_wait_and_blocking_calls_do_not(
     writer: Writer, collector: StepsCollector
 ) -> None:
-    writer.step(flags=layout.FLAG_HOST_RUNS_AHEAD, blocking=0.001)
+    writer.step(50, flags=layout.FLAG_DEVICE, blocking=0.001)
+    writer.step(50, flags=layout.FLAG_DEVICE, device=(0.004, 0.12, 0.03))
+    sample = sample_of(collector)
+    assert sample.step_seconds == pytest.approx([0.05, 0.05])
+    assert sample.wait_seconds == pytest.approx([np.nan, 0.03], nan_ok=True)
+    assert sample.host_seconds == pytest.approx([np.nan, 0.004], nan_ok=True)
+    assert sample.run_ahead_seconds == pytest.approx([np.nan, 0.12], nan_ok=True)
+
+
+def test_what_passes_by_the_probe_is_not_measured_and_not_zero(writer: Writer, collector: StepsCollector) -> None:
+    writer.step(50, flags=layout.FLAG_DEVICE | layout.FLAG_BLIND, device=(0.004, 0.0, 0.0))
     assert np.isnan(sample_of(collector).wait_seconds).all()
+
+
+def test_time_in_collectives_is_told_per_group_and_per_sampled_step_since_the_last_look(
+    writer: Writer, collector: StepsCollector
+) -> None:
+    writer.step()
+    writer.ring.write_groups([(7, 4, 2, layout.GROUP_OVERLAPPED, 10, 0.2, 0.5)])
+    assert sample_of(collector).groups == ()  # the past, which no window covers
+    writer.step()
+    writer.ring.write_groups([(7, 4, 2, layout.GROUP_OVERLAPPED, 12, 0.26, 0.6), (9, 2, 2, 1, 1, 1.0, 1.0)])
+    (span,) = sample_of(collector).groups  # the other one claims a position outside of its group
+    assert (span.number, span.size, span.position, span.kind, span.samples) == (7, 4, 2, layout.GROUP_OVERLAPPED, 2)
+    assert (span.seconds, span.step_seconds) == pytest.approx((0.03, 0.05))
 
 
 def test_history_from_before_the_first_window_is_left_out(writer: Writer, collector: StepsCollector) -> None:

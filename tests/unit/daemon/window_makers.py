@@ -26,7 +26,10 @@ from rankscope.daemon.sampling import Collectors
 
 START = 1_700_000_000_000_000_000  # a multiple of the default window
 SECOND = 1_000_000_000
-COLUMNS = ("wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint")
+COLUMNS = (
+    *("wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint"),
+    *("host", "run_ahead"),
+)
 
 
 def span(index: int = 0, seconds: float = 2.0) -> Span:
@@ -119,6 +122,7 @@ class FakeSource:
     """A source whose answers a test decides: `answer(rank)` for each rank, or an exception out of it."""
 
     child_cpu_seconds = 0.0
+    recorded_ratio: float | None = None
 
     def __init__(self, name: str, answer: Callable[[RankProcess], object] = lambda _: None) -> None:
         self.name = name
@@ -127,6 +131,7 @@ class FakeSource:
         self.polls = 0
         self.rates: list[float] = []
         self.rates_of: list[dict[int, float]] = []
+        self.hurried: list[str] = []
         self.dumped: list[list[int]] = []
 
     def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, object]:
@@ -141,6 +146,9 @@ class FakeSource:
 
     def set_rates_of(self, hz: Mapping[RankKey, float]) -> None:
         self.rates_of.append({key[1]: rate for key, rate in hz.items()})
+
+    def hurry(self, job: str, now_monotonic: float) -> None:
+        self.hurried.append(job)
 
     def dump_all(self, ranks: Sequence[RankProcess]) -> Mapping[RankKey, StallDump | Problem]:
         self.dumped.append([rank.rank for rank in ranks])

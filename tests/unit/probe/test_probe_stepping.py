@@ -26,7 +26,17 @@ class Loop:
         self.pre: Hook
         self.post: Hook
         self.fails = False
-        self.mark = stepping.install_optimizer_hooks(self, self.tally, self.flush)
+        loop = self
+
+        class Scaler:
+            """Leaves the optimizer's step out when it finds an overflow."""
+
+            def step(self, optimizer: object, overflows: bool = False) -> None:
+                if not overflows:
+                    loop.step(optimizer)
+
+        self.scaler = Scaler()
+        self.mark = stepping.install_optimizer_hooks(self, self.tally, self.flush, Scaler)
 
     def register_optimizer_step_pre_hook(self, hook: Hook) -> None:
         self.pre = hook
@@ -128,3 +138,11 @@ def test_an_exception_in_the_probe_is_one_line_and_the_end_of_it(capsys: pytest.
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["rankscope: probe disabled: ValueError: the ring is broken; training is not affected"]
     assert loop.steps == 1
+
+
+def test_a_step_that_the_scaler_leaves_out_took_its_time_and_counts_once() -> None:
+    loop, model, other = Loop(), Optimizer(), Optimizer()
+    for number in range(20):
+        loop.scaler.step(model, overflows=number % 5 == 4)
+        loop.scaler.step(other, overflows=number % 5 == 4)
+    assert loop.steps == 20

@@ -62,7 +62,8 @@ class CaptureDesk:
         self._kineto = kineto = KinetoBackend(self._endpoint, proc_root)
         self._met: set[RankKey] = set()  # ranks whose leftovers of an earlier daemon were looked after
         # The best one that suits a rank is used.
-        backends: list[Backend] = [kineto, ProbeBackend(proc_root), StacksBackend(config.py_spy or None, proc_root)]
+        probe = ProbeBackend(proc_root)
+        backends: list[Backend] = [kineto, probe, StacksBackend(config.py_spy or None, proc_root)]
         upload_url = "" if config.capture_upload_url == NONE else config.capture_upload_url
         self._conductor = Conductor(
             config.node,
@@ -75,7 +76,7 @@ class CaptureDesk:
         )
         self._earlier = self._conductor.records.all()
         settings = DutySettings(config.duty_cycle_steps, config.duty_cycle_seconds, config.duty_cycle_budget_ratio)
-        captures = DutyCaptures(self._conductor, self._store, kineto, self._endpoint, proc_root)
+        captures = DutyCaptures(self._conductor, self._store, kineto, probe, self._endpoint, proc_root)
 
         def duty_settings_of(ranks: Sequence[RankProcess]) -> DutySettings:
             wish = duty_wish(ranks)

@@ -47,20 +47,18 @@ def breakdown_of(entry: pb.RankCapture) -> CaptureBreakdown | None:
     return CaptureBreakdown(step, np.minimum(wait, step), communication)
 
 
+def lacks_wait(window: RankWindow) -> bool:
+    """Whether a probe counts the steps and cannot tell what they waited for: collectives of compiled code, of C++ or of
+    CUDA graphs. A single window may lack it by chance, as waiting is sampled."""
+    return window.HasField("steps") and not (window.HasField("wait") or window.groups)
+
+
 def fill(window: RankWindow, breakdown: CaptureBreakdown) -> None:
-    """Only where no probe counts the steps: its figures are of all steps, and undisturbed."""
-    if window.HasField("steps"):
+    """Only where no probe measures steps and waiting: its figures are of all steps, and undisturbed."""
+    if window.HasField("steps") and not lacks_wait(window):
         return
     window.steps = len(breakdown.step)
-    for name, column, message in (
-        ("step", breakdown.step, window.step),
-        ("self", breakdown.own, window.self),
-        ("wait", breakdown.wait, window.wait),
-    ):
-        statistics = statistics_of(column)
-        if statistics is not None:
-            message.CopyFrom(statistics)
-            window.sources[name] = SOURCE_CAPTURE
+    _add_statistics(window, step=breakdown.step, self=breakdown.own, wait=breakdown.wait)
     window.causes.CopyFrom(
         CauseSeconds(
             self=float(breakdown.own.sum()),
@@ -69,3 +67,20 @@ def fill(window: RankWindow, breakdown: CaptureBreakdown) -> None:
         )
     )
     window.sources["steps"] = window.sources["causes"] = SOURCE_CAPTURE
+
+
+def fill_gauges(window: RankWindow, breakdown: CaptureBreakdown) -> None:
+    """The same for a window that is only shown, where steps that a probe counts are newer than the capture."""
+    if lacks_wait(window):
+        _add_statistics(window, self=breakdown.own, wait=breakdown.wait)
+    else:
+        fill(window, breakdown)
+
+
+def _add_statistics(window: RankWindow, **columns: Column) -> None:
+    for name, column in columns.items():
+        statistics = statistics_of(column)
+        if statistics is not None:
+            getattr(window, name).CopyFrom(statistics)
+            window.sources[name] = SOURCE_CAPTURE
+    window.wait_source = "capture"

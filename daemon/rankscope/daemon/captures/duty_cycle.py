@@ -1,5 +1,6 @@
 """The duty cycle: now and then a few steps of all ranks of a job are recorded together, for the breakdown of a step
-where no probe runs. Asked after every tick, in the daemon's thread; recording is done by the captures' own threads.
+where no probe runs, or where it cannot tell what a step waits for. Asked after every tick, in the daemon's thread;
+recording is done by the captures' own threads.
 
 All nodes begin at the same moments, without talking: multiples of the period since 1970, put off by a number made of
 the job's name, so that the jobs of a node do not all record at once."""
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from rankscope.daemon.captures.duty_breakdowns import CaptureBreakdown, breakdown_of, fill
+from rankscope.daemon.captures.duty_breakdowns import CaptureBreakdown, breakdown_of, fill, fill_gauges, lacks_wait
 from rankscope.daemon.captures.duty_budget import DutySettings, cost_seconds, stride
 from rankscope.daemon.captures.kineto_attempt import seconds_to_record
 from rankscope.daemon.captures.orders import CaptureError, Order
@@ -35,6 +36,8 @@ LEAD_SECONDS: Final = 14.0
 LEAST_LEAD_SECONDS: Final = 3.0
 # Ranks that have just begun import, compile and warm up.
 YOUNG_WINDOWS: Final = 15
+# Waiting is sampled, but not as rarely as this: a probe that tells of steps and never of waiting cannot.
+BLIND_WINDOWS: Final = 15
 # Gauges show the last capture until so many periods have passed.
 SHOWN_PERIODS: Final = 3
 # Records of captures that nobody asked for; a person's must not be pushed out by them.
@@ -53,11 +56,11 @@ class Captures(Protocol):
         ...
 
     def objection(self, rank: RankProcess) -> str | None:
-        """Why the rank cannot be recorded now by libkineto without harm, one of REASONS; None if it can."""
+        """Why the rank cannot be recorded now without harm, one of REASONS; None if it can."""
         ...
 
     def is_able(self, rank: RankProcess) -> bool:
-        """Whether libkineto in the rank's process could ever be asked."""
+        """Whether libkineto, or the probe, in the rank's process could ever be asked."""
         ...
 
     def kept(self) -> Sequence[tuple[str, str]]:
@@ -104,6 +107,7 @@ class DutyCycle:
         self._unix_seconds = unix_seconds
         self._jobs: dict[str, _Job] = {}
         self._windows_seen: dict[RankKey, int] = {}
+        self._windows_without_wait: dict[RankKey, int] = {}  # one after the other, of those with steps
         self._fresh: dict[RankKey, CaptureBreakdown] = {}
         self._latest: dict[RankKey, _Latest] = {}
         self._results: Counter[str] = Counter({DONE: 0, FAILED: 0, SKIPPED: 0})
@@ -122,9 +126,14 @@ class DutyCycle:
         """After every tick."""
         present = {rank.key for rank in ranks}
         self._windows_seen = {key: self._windows_seen.get(key, 0) + 1 for key in present}
-        for kept in (self._fresh, self._latest):
+        for kept in (self._fresh, self._latest, self._windows_without_wait):
             for key in kept.keys() - present:
                 del kept[key]
+        for key, window in windows.items():
+            if window.steps and window.sources.get("steps") != SOURCE_CAPTURE and key in present:
+                self._windows_without_wait[key] = (
+                    self._windows_without_wait.get(key, 0) + 1 if lacks_wait(window) else 0
+                )
         members: dict[str, list[RankProcess]] = {}
         for rank in ranks:
             members.setdefault(rank.job, []).append(rank)
@@ -150,11 +159,12 @@ class DutyCycle:
     def shown(self, key: RankKey, window: RankWindow) -> RankWindow:
         """The window as gauges show it: with the last capture until the next, or scrapes would miss it."""
         latest = self._latest.get(key)
-        if latest is None or window.HasField("steps") or self._unix_seconds() > latest.until_unix_seconds:
+        is_measured = window.HasField("steps") and not lacks_wait(window)
+        if latest is None or is_measured or self._unix_seconds() > latest.until_unix_seconds:
             return window
         copy = RankWindow()
         copy.CopyFrom(window)
-        fill(copy, latest.breakdown)
+        fill_gauges(copy, latest.breakdown)
         return copy
 
     def _turn(self, name: str, job: _Job, ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> None:
@@ -168,7 +178,7 @@ class DutyCycle:
         first_sight, job.slot = job.slot is None, slot
         if first_sight and start < now + LEAST_LEAD_SECONDS:
             return
-        if _has_probe(ranks, windows) or not any(map(self._captures.is_able, ranks)):
+        if self._is_measured(ranks, windows) or not any(map(self._captures.is_able, ranks)):
             return  # not a job that this is for
         reason = self._reason_to_skip(name, job, slot, ranks, windows)
         if reason is None:
@@ -179,6 +189,12 @@ class DutyCycle:
             if reason != job.told:
                 log.info("duty cycle: job %r is not captured: %s", name[:128], reason)
         job.told = reason or ""
+
+    def _is_measured(self, ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> bool:
+        """By the probe, on any rank: figures of recorded steps and of plain ones are not to be compared."""
+        seeing = (rank.key for rank in ranks if self._windows_without_wait.get(rank.key, 0) < BLIND_WINDOWS)
+        found = (windows[key] for key in seeing if key in windows)
+        return any(window.HasField("steps") and window.sources.get("steps") != SOURCE_CAPTURE for window in found)
 
     def _reason_to_skip(
         self,
@@ -252,12 +268,6 @@ class DutyCycle:
             if job in jobs or len(jobs) >= RECORDS_KEPT:
                 self._captures.forget(capture_id)
             jobs.add(job)
-
-
-def _has_probe(ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> bool:
-    """On any rank: figures of recorded steps and of plain ones are not to be compared."""
-    found = (windows[rank.key] for rank in ranks if rank.key in windows)
-    return any(window.HasField("steps") and window.sources.get("steps") != SOURCE_CAPTURE for window in found)
 
 
 def _learn(job: _Job, entries: Sequence[pb.RankCapture]) -> None:

@@ -11,6 +11,7 @@ from rankscope.daemon.captures.duty_cycle import PROFILER, SLOWDOWN, UNABLE
 from rankscope.daemon.captures.endpoint import Endpoint
 from rankscope.daemon.captures.kineto_backend import KinetoBackend
 from rankscope.daemon.captures.orders import Options
+from rankscope.daemon.captures.probe_backend import ProbeBackend
 from rankscope.daemon.captures.records import DUTY_CYCLE
 from rankscope.daemon.captures.store import Store
 from rankscope.daemon.samples import RankProcess
@@ -18,14 +19,21 @@ from rankscope.v1 import capture_service_pb2 as pb
 
 
 class DutyCaptures:
-    """By libkineto alone: stacks have no breakdown, and with the probe it is not needed."""
+    """By libkineto, and else by a probe that cannot tell what its steps wait for. Stacks have no breakdown."""
 
     def __init__(
-        self, conductor: Conductor, store: Store, kineto: KinetoBackend, endpoint: Endpoint, proc_root: Path
+        self,
+        conductor: Conductor,
+        store: Store,
+        kineto: KinetoBackend,
+        probe: ProbeBackend,
+        endpoint: Endpoint,
+        proc_root: Path,
     ) -> None:
         self._conductor = conductor
         self._store = store
         self._kineto = kineto
+        self._probe = probe
         self._endpoint = endpoint
         self._proc_root = proc_root
 
@@ -39,14 +47,17 @@ class DutyCaptures:
         return self._conductor.is_busy(job)
 
     def is_able(self, rank: RankProcess) -> bool:
-        return self._kineto.objection(rank) is None
+        return self._kineto.objection(rank) is None or self._probe.objection(rank) is None
 
     def objection(self, rank: RankProcess) -> str | None:
-        client = self._endpoint.client(rank.pid)
-        if client is None or self._kineto.objection(rank) is not None:
+        if self._kineto.objection(rank) is None:
+            client = self._endpoint.client(rank.pid)
+            if client is None:
+                return UNABLE
+            if not client.is_ready:
+                return PROFILER
+        elif self._probe.objection(rank) is not None:
             return UNABLE
-        if not client.is_ready:
-            return PROFILER
         return None if slowdown_objection(rank, Options(), self._proc_root) is None else SLOWDOWN
 
     def kept(self) -> Sequence[tuple[str, str]]:

@@ -23,6 +23,7 @@ from rankscope.analysis.traces.cutting import Stretch, cut
 from rankscope.analysis.traces.joins.joining import join_traces
 from rankscope.analysis.traces.reading.decoding import DECODE_ERRORS
 from rankscope.analysis.traces.reading.reader import TraceError, read_trace
+from rankscope.analysis.traces.steps import CUT_AT_A_STEP
 from rankscope.analysis.traces.summaries.essentials import keep_essentials
 from rankscope.analysis.traces.summaries.summarizing import summarize
 from rankscope.analysis.traces.whole_steps import WholeSteps, common_run
@@ -51,7 +52,6 @@ NOTES_LIMIT: Final = 8
 # Of the shortest recording: what less than that is shared does not tell what each recorded.
 COMMON_TIME_RATIO: Final = 0.5
 EACH_STEP_LIMIT: Final = 100
-MARK: Final = "rankscope: the steps asked for begin here"
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _write_trace(
     one: RankJob, stretch: Stretch | None, steps: int | None, result: RankResult, marked: bool = False
 ) -> None:
     head = {"rankscope": {**one.notes, "steps": steps, "start_unix_millis": result.start_unix_millis}}
-    mark = {"ph": "X", "cat": "user_annotation", "name": MARK, "pid": one.pid, "tid": one.pid, "dur": 0}
+    mark = {"ph": "X", "cat": "user_annotation", "name": CUT_AT_A_STEP, "pid": one.pid, "tid": one.pid, "dur": 0}
     distributed = {"rank": one.rank, "world_size": one.world_size}
     try:
         _compress(

@@ -27,6 +27,7 @@ class _Progress:
     facts: ProbeFacts = field(default_factory=ProbeFacts)
     wall_minus_monotonic_ns: int | None = None
     last_step_unix_nanos: int | None = None
+    groups: Mapping[tuple[int, int], tuple[int, float, float]] = field(default_factory=dict)
 
 
 class StepsCollector:
@@ -117,6 +118,11 @@ def _sample(fd: int, header: rings.Header, progress: _Progress, span: Span) -> t
     else:
         lost = max(0, header.steps - progress.steps - int(records["steps"][good].sum()))
     rows = step_columns.columns(records, good, step_columns.newest(records, wanted))
+    is_blind = bool(len(records)) and bool(records["flags"][-1] & layout.FLAG_BLIND)
+    groups, totals = step_columns.group_spans(rings.read_groups(fd), progress.groups)
+    if is_blind:
+        # The spans are of a few collectives, and the durations of the flight recorder hold those too.
+        groups = tuple(span for span in groups if span.kind not in (layout.GROUP_EXPOSED, layout.GROUP_OVERLAPPED))
     sample = StepSample(
         steps_total=header.steps,
         steps_lost=lost,
@@ -129,6 +135,8 @@ def _sample(fd: int, header: rings.Header, progress: _Progress, span: Span) -> t
         backward_seconds=rows.backward_seconds,
         optimizer_seconds=rows.optimizer_seconds,
         checkpoint_seconds=rows.checkpoint_seconds,
+        host_seconds=rows.host_seconds,
+        run_ahead_seconds=rows.run_ahead_seconds,
         facts=progress.facts,
         allocated_bytes=_bounded(live.allocated_bytes, BYTES_AT_MOST),
         reserved_bytes=_bounded(live.reserved_bytes, BYTES_AT_MOST),
@@ -136,12 +144,15 @@ def _sample(fd: int, header: rings.Header, progress: _Progress, span: Span) -> t
         device_total_bytes=_bounded(live.device_total_bytes, BYTES_AT_MOST),
         collectives_enqueued=_bounded(live.collectives_enqueued, COUNTER_AT_MOST),
         collectives_completed=_bounded(live.collectives_completed, COUNTER_AT_MOST),
+        groups=groups if progress.next_sequence is not None else (),
+        is_blind=is_blind,
     )
     return sample, replace(
         progress,
         next_sequence=header.records + (0 if held_back else 1),
         steps=header.steps - steps_held_back,
         last_step_unix_nanos=sample.last_step_unix_nanos,
+        groups=totals,
     )
 
 

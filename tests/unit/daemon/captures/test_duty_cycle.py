@@ -80,17 +80,23 @@ class Node:
         self.captures, self.now = captures, begun
         self.ranks = [make.rank(0), make.rank(1)]
         self.sources: dict[int, int] = {}
+        self.blind: set[int] = set()  # ranks whose probe does not see collectives
+        self.sampled_every = 1
+        self.ticks = 0
         self.stalled = False
         self.duty = DutyCycle(settings, captures, WINDOW, lambda: self.now)
 
     def tick(self) -> dict[int, RankWindow]:
         self.now += WINDOW
+        self.ticks += 1
         windows: dict[RankKey, RankWindow] = {}
         for rank in self.ranks:
             window = windows[rank.key] = RankWindow(sequence=1)
             if rank.rank in self.sources:
                 window.steps = 20
                 window.sources["steps"] = self.sources[rank.rank]  # type: ignore[assignment]
+                if rank.rank not in self.blind and self.ticks % self.sampled_every == 0:
+                    window.wait.mean_seconds = 0.01
             if self.stalled:
                 window.stall.CopyFrom(Stall(seconds_since_step=9))
             self.duty.fill(rank.key, window)
@@ -189,6 +195,26 @@ def test_a_job_with_the_probe_on_one_rank_is_left_alone_and_so_is_one_that_canno
         node.sources = dict(sources)
         node.run(2 * PERIOD)
         assert node.captures.started == [] and node.duty.results["skipped"] == 0
+
+
+def test_a_job_whose_probe_cannot_tell_what_steps_wait_for_is_recorded(captures: ScriptedCaptures) -> None:
+    node = Node(captures)
+    node.sources, node.blind = {0: SOURCE_PROBE, 1: SOURCE_PROBE}, {0, 1}
+    for _ in range(2):
+        for window in node.capture().values():
+            assert (window.steps, window.wait_source, window.sources["steps"]) == (2, "capture", SOURCE_CAPTURE)
+        for window in node.tick().values():
+            assert (window.steps, window.wait_source, window.sources["steps"]) == (20, "", SOURCE_PROBE)
+    live = RankWindow(steps=20, sources={"steps": SOURCE_PROBE})
+    assert node.duty.shown(node.ranks[0].key, live).wait.mean_seconds == pytest.approx(0.02)
+
+
+def test_a_probe_that_samples_waiting_rarely_or_sees_it_on_one_rank_is_not_blind() -> None:
+    for blind, sampled_every in ((set(), 10), ({0}, 1)):
+        node = Node(ScriptedCaptures())
+        node.sources, node.blind, node.sampled_every = {0: SOURCE_PROBE, 1: SOURCE_PROBE}, set(blind), sampled_every
+        node.run(3 * PERIOD)
+        assert node.captures.started == []
 
 
 @pytest.mark.parametrize("reason", ["busy", "stalled", "profiler", "slowdown", "unable"])

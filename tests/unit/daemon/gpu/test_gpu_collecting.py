@@ -67,6 +67,51 @@ def test_a_counter_that_began_anew_counts_from_there(tmp_path: Path) -> None:
     assert sample.throttled_seconds == {"hw_thermal": 0.25}
 
 
+def test_a_window_has_its_new_errors(tmp_path: Path) -> None:
+    def reading(seconds: float, corrected: int, uncorrected: int, xids: dict[int, int]) -> GpuSnapshot:
+        ecc = {
+            ("volatile", "corrected"): corrected,
+            ("volatile", "uncorrected"): uncorrected,
+            ("aggregate", "corrected"): 1000 + 2 * corrected,
+        }
+        gpu = gpu_makers.gpu(0, RANK.pid, ecc_errors=ecc, xid_errors=xids, remapping_pending=uncorrected > 0)
+        return gpu_makers.snapshot(gpu, seconds=seconds)
+
+    def errors(sample: GpuSample) -> tuple[int | None, int | None, int | None, bool | None]:
+        return sample.ecc_corrected_errors, sample.ecc_uncorrected_errors, sample.xids, sample.row_remap_pending
+
+    source = gpu_makers.FakeGpus(reading(1, 40, 0, {31: 2}), reading(2, 40, 0, {31: 2}))
+    collector = GpuCollector(source, proc_root=proc(tmp_path, RANK.pid))
+    assert errors(collected(collector)) == (0, 0, 0, False)
+    source.snapshots += [reading(3, 50, 1, {31: 2}), reading(4, 52, 1, {31: 2, 63: 1, 94: 1})]
+    assert errors(collected(collector, 1)) == (12, 1, 2, True)
+    # A reading of a moment in which the GPU did not answer takes nothing away.
+    source.snapshots += [
+        reading(5, 53, 1, {31: 2, 63: 1, 94: 1}),
+        gpu_makers.snapshot(gpu_makers.gpu(0, RANK.pid), seconds=6),
+    ]
+    assert errors(collected(collector, 2)) == (1, 0, 0, True)
+    # The driver was loaded again: its counters began at zero.
+    source.snapshots += [reading(7, 53, 1, {}), reading(8, 3, 0, {})]
+    assert errors(collected(collector, 3))[:2] == (3, 0)
+
+
+def test_errors_that_nothing_reads_are_absent_and_not_zero(tmp_path: Path) -> None:
+    source = gpu_makers.FakeGpus(gpu_makers.snapshot(gpu_makers.gpu(0, RANK.pid), seconds=1))
+    sample = collected(GpuCollector(source, proc_root=proc(tmp_path, RANK.pid)))
+    assert (sample.ecc_corrected_errors, sample.ecc_uncorrected_errors, sample.xids) == (None, None, None)
+    assert sample.row_remap_pending is None
+
+
+def test_ecc_errors_are_those_of_the_gpus_life_where_only_these_are_counted(tmp_path: Path) -> None:
+    snapshots = [
+        gpu_makers.snapshot(gpu_makers.gpu(0, RANK.pid, ecc_errors={("aggregate", "corrected"): count}), seconds=count)
+        for count in (1, 3)
+    ]
+    sample = collected(GpuCollector(gpu_makers.FakeGpus(*snapshots), proc_root=proc(tmp_path, RANK.pid)))
+    assert (sample.ecc_corrected_errors, sample.ecc_uncorrected_errors) == (2, None)
+
+
 @pytest.mark.parametrize("state", [SourceState.HANGING, SourceState.FAILED, SourceState.NO_DRIVER])
 def test_a_source_that_is_not_ok_gives_no_rank_a_gpu_but_keeps_its_counters(state: SourceState, tmp_path: Path) -> None:
     gpu = gpu_makers.gpu(0, RANK.pid, state=GpuState.HANGING)
@@ -159,6 +204,17 @@ def test_the_window_carries_identity_usage_and_source() -> None:
     assert not window.gpu.HasField("sm_active_ratio") and not window.gpu.HasField("utilization_ratio")
     assert window.gpu.throttled_seconds == {"power_cap": 0.5}
     assert window.sources["gpu"] == SOURCE_GPU
+
+
+def test_the_window_carries_errors_where_they_were_read_and_are_sane() -> None:
+    usage = window_of(
+        GpuSample(1, ecc_uncorrected_errors=2, ecc_corrected_errors=0, xids=3, row_remap_pending=False)
+    ).gpu
+    assert (usage.ecc_uncorrected_errors, usage.ecc_corrected_errors, usage.xids) == (2, 0, 3)
+    assert usage.HasField("ecc_corrected_errors") and usage.HasField("row_remap_pending")
+    assert not usage.row_remap_pending
+    absurd = window_of(GpuSample(1, ecc_uncorrected_errors=2**64, ecc_corrected_errors=-1)).gpu
+    assert [field.name for field, _ in absurd.ListFields()] == ["gpus"]
 
 
 def test_the_gpu_gives_the_peak_where_the_probe_does_not_and_with_it_the_mfu() -> None:

@@ -173,6 +173,8 @@ def test_mig_instances_have_memory_processes_and_gpm_of_their_own(stubbed: Start
     assert (busy.parent_uuid, busy.index, busy.name) == (whole.uuid, 0, "NVIDIA H200 MIG 1g.18gb")
     assert (busy.memory_used_bytes, busy.processes, busy.power_watts) == (77, (GpuProcess(9, 77),), None)
     assert (busy.tensor_active_ratio["any"], idle.tensor_active_ratio["any"]) == (0.12, 0.0)
+    # Errors are the whole GPU's.
+    assert started.until(lambda now: now.gpus[0].xid_errors == {}).gpus[2].xid_errors is None
     script.set({"mig.0": 1})
     started.until(lambda now: [gpu.uuid for gpu in now.gpus] == [whole.uuid, idle.uuid])
     script.set({"mig.0": 0})

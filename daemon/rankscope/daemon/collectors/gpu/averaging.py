@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from statistics import fmean
 
 from rankscope.analysis.tensor_estimate import estimated_flops_per_second, pipe_peaks
@@ -15,6 +16,7 @@ ANY = "any"  # of the tensor pipes
 def mean_of(readings: Sequence[GpuReading], before: GpuReading | None = None) -> GpuSample:
     """`readings` are of one GPU, oldest first; `before` is the last one of the window before, for what counts up."""
     last = readings[-1]
+    seen = readings if before is None else [before, *readings]
     return GpuSample(
         gpus=1,
         uuid=last.uuid,
@@ -31,6 +33,10 @@ def mean_of(readings: Sequence[GpuReading], before: GpuReading | None = None) ->
         memory_used_bytes=last.memory_used_bytes,
         memory_total_bytes=last.memory_total_bytes,
         estimated_flops_per_second=_mean(readings, estimate_of),
+        ecc_uncorrected_errors=_new_ecc_errors(seen, "uncorrected"),
+        ecc_corrected_errors=_new_ecc_errors(seen, "corrected"),
+        xids=_new_errors(seen, lambda gpu: None if gpu.xid_errors is None else sum(gpu.xid_errors.values())),
+        row_remap_pending=_last(gpu.remapping_pending for gpu in readings),
     )
 
 
@@ -49,6 +55,23 @@ def _clock_ratio(gpu: GpuReading) -> float | None:
 def _mean(readings: Iterable[GpuReading], value: Callable[[GpuReading], float | None]) -> float | None:
     known = [number for number in map(value, readings) if number is not None]
     return fmean(known) if known else None
+
+
+def _last(values: Iterable[bool | None]) -> bool | None:
+    known = [value for value in values if value is not None]
+    return known[-1] if known else None
+
+
+def _new_ecc_errors(seen: Sequence[GpuReading], kind: str) -> int | None:
+    """By one counter: the two begin at different times."""
+    volatile = _new_errors(seen, lambda gpu: gpu.ecc_errors.get(("volatile", kind)))
+    return _new_errors(seen, lambda gpu: gpu.ecc_errors.get(("aggregate", kind))) if volatile is None else volatile
+
+
+def _new_errors(seen: Iterable[GpuReading], count: Callable[[GpuReading], int | None]) -> int | None:
+    """From the first reading that has the counter to the last; it begins at zero when the driver is loaded again."""
+    known = [number for number in map(count, seen) if number is not None]
+    return sum(now - then if now >= then else now for then, now in pairwise(known)) if known else None
 
 
 def _grown(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:

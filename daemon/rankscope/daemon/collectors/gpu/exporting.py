@@ -97,7 +97,7 @@ def _add_counters(families: _Families, gpu: GpuReading, who: Mapping[str, str], 
     for reason in ALL_REASONS if full else STANDARD_REASONS:
         text = "Time the GPU's clocks were held down, by reason; several reasons may hold at once."
         families.counter("throttled_seconds", text, {**who, "reason": reason}, gpu.throttled_seconds.get(reason))
-    for xid, count in sorted(gpu.xid_errors.items())[:XIDS_SHOWN]:
+    for xid, count in sorted((gpu.xid_errors or {}).items())[:XIDS_SHOWN]:
         text = "XID errors the driver reported since the daemon started, by number."
         families.counter("xid_errors", text, {**who, "xid": str(xid)}, count)
     for counter in ("volatile", "aggregate") if full else ("volatile",):

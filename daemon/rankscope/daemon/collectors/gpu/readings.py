@@ -65,7 +65,7 @@ class GpuReading:
     remapping_pending: bool | None = None
     remapping_failed: bool | None = None
     retired_pages: Mapping[str, int] = field(default_factory=dict)  # single_bit, double_bit: before Ampere
-    xid_errors: Mapping[int, int] = field(default_factory=dict)
+    xid_errors: Mapping[int, int] | None = None  # by number; None: nothing listens for them
 
     # GPM (Hopper and later) or dcgm-exporter: shares of the time since the reading before
     sm_active_ratio: float | None = None

@@ -19,19 +19,25 @@ RETRY_SECONDS: Final = (1.0, 30.0)
 
 
 class XidCounts:
-    """By GPU and number. Outlives a reload of the driver."""
+    """By GPU and number, of the GPUs that report XID errors. Outlives a reload of the driver."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, Counter[int]] = {}
 
+    def listen(self, uuid: str) -> None:
+        """From now on no error of this GPU means that there was none."""
+        with self._lock:
+            self._counts.setdefault(uuid, Counter())
+
     def add(self, uuid: str, xid: int) -> None:
         with self._lock:
             self._counts.setdefault(uuid, Counter())[xid] += 1
 
-    def of(self, uuid: str) -> Mapping[int, int]:
+    def of(self, uuid: str) -> Mapping[int, int] | None:
         with self._lock:
-            return dict(self._counts.get(uuid, ()))
+            counts = self._counts.get(uuid)
+            return None if counts is None else dict(counts)
 
 
 class XidListener:
@@ -79,6 +85,7 @@ class XidListener:
             try:
                 if self._called("nvmlDeviceGetSupportedEventTypes", device.handle) & XID_EVENT:
                     self._called("nvmlDeviceRegisterEvents", device.handle, XID_EVENT, event_set)
+                    self._counts.listen(device.uuid)
                     listened += 1
             except self._nvml.NVMLError as error:
                 if int(error.value) in failing.DRIVER_GONE:
