@@ -85,5 +85,15 @@ def test_the_gpu_of_a_rank_is_evidence_where_it_is_one() -> None:
     gpu = evidence_of(a_window(gpu=usage)).gpu
     assert gpu is not None and gpu.sm_clock_max_hertz == pytest.approx(2e9)
     assert gpu.throttled_shares == {"hw_thermal": 0.25} and gpu.utilization_ratio is None
+    assert (gpu.ecc_errors, gpu.xids, gpu.row_remap_pending) == (None, None, None)
     assert evidence_of(a_window(gpu=window_pb2.GpuUsage(gpus=2))).gpu is None
     assert evidence_of(a_window()).gpu is None
+
+
+def test_errors_of_the_gpu_are_evidence_with_the_time_they_came_in() -> None:
+    usage = window_pb2.GpuUsage(
+        gpus=1, ecc_uncorrected_errors=2, ecc_corrected_errors=10, xids=0, row_remap_pending=True
+    )
+    gpu = evidence_of(a_window(gpu=usage)).gpu
+    assert gpu is not None and (gpu.ecc_errors, gpu.ecc_uncorrected_errors) == (12, 2)
+    assert (gpu.xids, gpu.row_remap_pending, gpu.seconds) == (0, True, 2.0)

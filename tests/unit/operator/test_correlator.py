@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rankscope.analysis.judging import JobJudge
-from rankscope.analysis.verdict import Kind, Severity
+from rankscope.analysis.verdict import DEVICE, Cause, Kind, Severity
 from rankscope.analysis.windows import JobWindow
 from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.operator.correlation.losing import LostSeconds
@@ -72,8 +74,8 @@ def test_a_failing_listener_does_not_stop_the_verdicts() -> None:
         raise RuntimeError("a reader's fault")
 
     fleet.correlator.listen(broken)
-    assert fleet.play(tick(0), tick(1)).verdict.kind is Kind.HEALTHY
-    assert len(fleet.seen) == 2
+    assert fleet.play(tick(0), tick(1), tick(2)).verdict.kind is Kind.HEALTHY
+    assert len(fleet.seen) == 3
 
 
 def test_an_ended_job_leaves_the_table() -> None:
@@ -111,6 +113,8 @@ def test_a_verdict_survives_the_wire() -> None:
     fleet = Fleet()
     state = fleet.play(*(tick(n, slow_rank=3) for n in range(5)))
     assert verdict_of(job_status(state).verdict) == state.verdict
+    on_device = replace(state.verdict, cause=Cause("device", (), "same clock as its peers", DEVICE))
+    assert verdict_of(job_status(replace(state, verdict=on_device)).verdict) == on_device
 
 
 def test_a_job_that_cannot_be_judged_keeps_no_other_from_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_a_finding_names_the_rank_where_it_runs_the_phase_and_what_it_costs() ->
     lost(states)
     text = scrape(*states, lost=lost, mfu_target_ratio=0.5)
     assert samples(text, "rankscope_job_verdict") == {"confidence=high severity=alarm verdict=slow_rank": 1}
-    assert samples(text, "rankscope_job_culprit") == {"node=a phase=forward pod= rank=1 verdict=slow_rank": 1}
+    assert samples(text, "rankscope_job_culprit") == {"bound= node=a phase=forward pod= rank=1 verdict=slow_rank": 1}
     assert 'rankscope_job_impact_ratio{job="j",namespace="team"} 0.3' in text
     assert 'rankscope_job_lost_gpu_seconds_total{job="j",namespace="team"} 12.0' in text
     assert samples(text, "rankscope_job_ranks") == {"state=expected": 4, "state=reporting": 4}
@@ -90,14 +90,14 @@ def test_a_finding_that_nobody_is_warned_of_accuses_nobody() -> None:
 
 def test_a_job_that_hangs_has_no_pace() -> None:
     text = scrape(state(replace(SLOW, kind=Kind.HANG)))
-    assert samples(text, "rankscope_job_culprit") == {"node=a phase=forward pod= rank=1 verdict=hang": 1}
+    assert samples(text, "rankscope_job_culprit") == {"bound= node=a phase=forward pod= rank=1 verdict=hang": 1}
     assert "rankscope_job_step_seconds{" not in text
     assert "rankscope_job_mfu_ratio{" not in text
 
 
 def test_a_culprit_that_no_longer_reports_is_named_all_the_same() -> None:
     text = scrape(state(replace(SLOW, culprits=(7,))))
-    assert samples(text, "rankscope_job_culprit") == {"node= phase=forward pod= rank=7 verdict=slow_rank": 1}
+    assert samples(text, "rankscope_job_culprit") == {"bound= node= phase=forward pod= rank=7 verdict=slow_rank": 1}
 
 
 def test_culprits_and_jobs_are_bounded_and_those_with_findings_come_first() -> None:
@@ -107,7 +107,7 @@ def test_culprits_and_jobs_are_bounded_and_those_with_findings_come_first() -> N
     text = scrape(*healthy, state(SLOW, job="slow"))
     assert samples(text, "rankscope_jobs") == {"": exporting.JOBS_SHOWN + 11}
     assert samples(text, "rankscope_jobs_cut") == {"": 11}
-    assert 'rankscope_job_culprit{job="slow"' in text
+    assert 'rankscope_job_culprit{bound="",job="slow"' in text
 
 
 def test_names_are_bounded_and_printable_and_two_that_look_alike_are_one_series() -> None:

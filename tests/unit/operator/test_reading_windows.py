@@ -10,7 +10,7 @@ import pytest
 
 from rankscope.operator.correlation import measuring, reading_windows
 from rankscope.operator.correlation.batch_reading import read_batch
-from rankscope.operator.correlation.measuring import ROW, measure
+from rankscope.operator.correlation.measuring import GROUP_ROW, GROUPS_READ, ROW, measure
 from rankscope.operator.correlation.reading_windows import ReadWindows, read_windows
 from rankscope.operator.correlation.wire_shapes import read_figures
 from rankscope.v1 import window_pb2
@@ -35,6 +35,11 @@ class Maker:
     def nanos(self) -> int:
         return self.random.choice((0, -1, 1_794_744_006_000_000_000, (1 << 62) + 5))
 
+    def numbers_of_groups(self) -> int:
+        """Mostly whole groups, of which a probe tells of up to twelve."""
+        stray = self.random.choice((0, 0, 0, 1, 6))
+        return self.random.choice((0, 0, *range(13))) * len(GROUP_ROW) + stray
+
     def statistics(self) -> window_pb2.StepStatistics:
         names = ("mean_seconds", "p10_seconds", "p50_seconds", "p90_seconds", "max_seconds")
         return window_pb2.StepStatistics(**{name: self.seconds() for name in names})
@@ -54,6 +59,10 @@ class Maker:
             wait=self.some(self.statistics()),
             causes=self.some(window_pb2.CauseSeconds(**{name: self.some(self.seconds()) for name in causes})),
             mfu_ratio=self.some(self.seconds()),
+            host_seconds=self.some(self.seconds()),
+            run_ahead_seconds=self.some(self.seconds()),
+            groups=[self.seconds() for _ in range(self.numbers_of_groups())],
+            wait_source=self.random.choice(("", "collective spans")),
             process=self.some(
                 window_pb2.ProcessUsage(
                     **{name: self.some(self.seconds()) for name in usage},
@@ -96,6 +105,22 @@ def test_windows_of_all_shapes_are_read_together_as_each_alone(monkeypatch: pyte
     # Or it would be together in name only; real windows differ far less.
     assert read_batch(sent).is_read.mean() > 0.5
     assert read_batch(sent[:1] * 300).is_read.all()
+
+
+@pytest.mark.parametrize("count", range(13))
+def test_groups_are_read_in_the_order_they_are_told_and_as_many_as_a_row_holds(count: int) -> None:
+    told = [float(number) for number in range(count * len(GROUP_ROW))]
+    window = window_pb2.RankWindow(
+        identity=RankIdentity(rank=3), host_seconds=0.5, run_ahead_seconds=0.25, groups=told
+    ).SerializeToString()
+    assert read_batch([window]).is_read.all()
+    for read in (one_by_one, together):
+        row = dict(zip(ROW, np.frombuffer(read([window]).measured[0]).tolist(), strict=True))
+        assert (row["host_seconds"], row["run_ahead_seconds"]) == (0.5, 0.25)
+        found = [row[f"group{number}_{name}"] for number in range(GROUPS_READ) for name in GROUP_ROW]
+        known = told[: GROUPS_READ * len(GROUP_ROW)]
+        assert found[: len(known)] == known
+        assert np.isnan(found[len(known) :]).all()
 
 
 def test_shapes_that_are_not_remembered_are_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

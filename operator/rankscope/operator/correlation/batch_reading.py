@@ -13,7 +13,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from rankscope.analysis.robust import Bools, Floats, Ints
-from rankscope.operator.correlation.measuring import CAUSES, ROW
+from rankscope.operator.correlation.measuring import CAUSES, GROUP_ROW, GROUPS_READ, ROW
 from rankscope.operator.correlation.wire_shapes import CAPTURED_STEPS
 from rankscope.v1.window_pb2 import CauseSeconds, ProcessUsage, RankWindow, StepStatistics
 
@@ -57,7 +57,10 @@ _DOUBLES = {
     _WINDOW["causes"]: {_CAUSE[name]: _COLUMN[name] for name in CAUSES},
 }
 _USAGE = {_PROCESS[f"{name}_seconds"]: _COLUMN[name] for name in ("run_delay", "throttled", "stopped")}
-_PARTS = (*_DOUBLES, _WINDOW["process"], _WINDOW["identity"])
+_RATIOS = {_WINDOW[name]: _COLUMN[name] for name in ("mfu_ratio", "host_seconds", "run_ahead_seconds")}
+_FIRST_OF_GROUPS = _COLUMN[f"group0_{GROUP_ROW[0]}"]
+_GROUP_BYTES = 8 * len(GROUP_ROW)
+_PARTS = (*_DOUBLES, _WINDOW["process"], _WINDOW["identity"], _WINDOW["groups"])
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class _Reading:
         for part, columns in _DOUBLES.items():
             self._read_doubles(part, columns)
         self._read_usage()
+        self._read_groups()
         start, end = self.times["start_unix_nanos"], self.times["end_unix_nanos"]
         self.rows[_COLUMN["window_nanos"]] = end - start
         identity = self.part_starts[_WINDOW["identity"]] - self.starts
@@ -161,8 +165,8 @@ class _Reading:
                 self.rows[_COLUMN[name], at] = value.view(np.int64) if is_signed else value
             return end
         if wire == _FIXED64:
-            if number == _WINDOW["mfu_ratio"]:
-                self.rows[_COLUMN["mfu_ratio"], at] = self.doubles[here]
+            if number in _RATIOS:
+                self.rows[_RATIOS[number], at] = self.doubles[here]
             return here + 8
         if wire == _LENGTH:
             length, start = self._length(at, here)
@@ -237,6 +241,17 @@ class _Reading:
                         self.rows[columns[tag >> 3], at[same]] = self.doubles[first[same] + (_STRIDE * place + 1)]
             if len(kinds) > KINDS_READ:
                 self.is_odd[at[~(tags[:, None] == kinds[:KINDS_READ]).all(axis=2).any(axis=1)]] = True
+
+    def _read_groups(self) -> None:
+        """Packed doubles, as many as there are groups."""
+        starts, lengths = (table[_WINDOW["groups"]] for table in (self.part_starts, self.part_lengths))
+        if (lengths <= 0).all():
+            return
+        counts = np.minimum(np.maximum(lengths, 0) // _GROUP_BYTES, GROUPS_READ)
+        for count in np.unique(counts[counts > 0]).tolist():
+            at = np.flatnonzero((counts == count) & ~self.is_odd)
+            places = np.arange(count * len(GROUP_ROW))
+            self.rows[_FIRST_OF_GROUPS + places[:, None], at] = self.doubles[starts[at] + 8 * places[:, None]]
 
     def _read_usage(self) -> None:
         """Doubles first, then counts, none of which are wanted."""

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 
 import numpy as np
 
 from rankscope.analysis.clocks import clock_skews
+from rankscope.analysis.group_waits import GroupSpans, group_waits
 from rankscope.analysis.robust import Bools, Floats, Ints, grouped_median
 from rankscope.analysis.windows import JobWindow, RankColumns
 from rankscope.operator.correlation.evidence import Evidence, stall_of
 from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen, hold
-from rankscope.operator.correlation.measuring import CAUSES, rows
+from rankscope.operator.correlation.measuring import CAUSES, GROUPS_READ, rows
 from rankscope.v1.window_pb2 import RankWindow
 
 NAN = float("nan")
 LARGEST = 1e6
 SHORTEST_STEP_SECONDS = 1e-9
+_FLOATS = [column.name for column in fields(RankColumns)][4:]  # after the keys
+_STEP, _SELF, _WAIT, _TRANSFER, _HOST = (
+    _FLOATS.index(f"{name}_seconds") for name in ("step", "self", "wait", "transfer", "host")
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
     parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     measured = rows([window.measured for window in chain.from_iterable(ordered)])
     figures = _per_step(measured)
+    _add_device_waits(figures, measured, np.repeat(np.arange(len(parts)), [len(windows) for windows in ordered]))
     captured = measured["is_captured"] > 0
     is_captured = [False] * len(parts)
     if captured.any():
@@ -103,7 +109,7 @@ def _per_step(measured: Mapping[str, Floats]) -> Floats:
             [
                 *(steps, mean, own, wait, measured["wait_p10"]),
                 np.where(low > 0, high / low, NAN),
-                *(*phases, starved, measured["mfu_ratio"]),
+                *(*phases, starved, measured["host_seconds"], measured["run_ahead_seconds"], measured["mfu_ratio"]),
             ]
         )
     # Seconds of a step, and ratios: what a daemon says beyond these is no measurement, and would be infinite somewhere.
@@ -112,12 +118,28 @@ def _per_step(measured: Mapping[str, Floats]) -> Floats:
     return made
 
 
+def _add_device_waits(figures: Floats, measured: Mapping[str, Floats], job: Ints) -> None:
+    """Of ranks that are timed on a device. Collectives may run beside other work there, so that no rank by itself knows
+    what it waited: the members of a group tell it together."""
+    on_device = ~np.isnan(figures[_HOST]) & ~(measured["is_captured"] > 0)
+    figures[_TRANSFER, on_device] = NAN  # one rank's quantile is not what the transfer takes
+    timed = np.flatnonzero(on_device & ~np.isnan(measured["group0_id"]))
+    if not len(timed):
+        return
+    here = {name: column[timed] for name, column in measured.items()}
+    waits = group_waits(GroupSpans.of(here, GROUPS_READ), job[timed], figures[_STEP, timed])
+    found = np.array([waits.self_seconds, waits.wait_seconds, waits.transfer_seconds])
+    figures[[[_SELF], [_WAIT], [_TRANSFER]], timed] = found
+
+
 def _settle_captured(figures: Floats, captured: Bools) -> bool:
-    """Steps slowed down by recording are not to be compared with steps that a probe timed: True if all are captured."""
-    if captured.any() and not np.isnan(figures[0, ~captured]).all():
-        figures[:, captured] = NAN
+    """Steps slowed down by recording are not to be compared with steps that a probe timed: True if captures speak for
+    the job. A probe that tells of steps and not of waiting leaves that to them."""
+    if not captured.any():
         return False
-    return bool(captured.any())
+    is_measured = bool((~np.isnan(figures[_SELF]) & ~captured).any())
+    figures[:, captured if is_measured else ~captured] = NAN
+    return not is_measured
 
 
 def _job_window(

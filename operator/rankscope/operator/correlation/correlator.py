@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from rankscope.analysis.fleet import FleetJudge
 from rankscope.analysis.policy import DEFAULT_POLICY, Policy
 from rankscope.analysis.robust import median_or_nan
 from rankscope.analysis.verdict import Kind, Severity, Verdict
-from rankscope.analysis.windows import JobWindow
+from rankscope.analysis.windows import JobWindow, RankColumns
 from rankscope.operator.correlation.held_windows import HeldWindow, HeldWindows, hold
 from rankscope.operator.correlation.job_table import JobTable
 from rankscope.v1 import identity_pb2, rank_service_pb2, window_pb2
@@ -39,6 +39,8 @@ class JobState:
     exposed_communication_ratio: float | None
     windows: Sequence[window_pb2.RankWindow]  # in the order of ranks; each is read when it is asked for
     window_end_unix_seconds: float = 0.0  # of the windows that were judged; `windows` may be newer
+    # What only the comparison of ranks tells, by rank, per step: own work and waiting on others.
+    self_and_wait_seconds: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def identities(self) -> Mapping[int, identity_pb2.RankIdentity]:
@@ -149,6 +151,7 @@ class Correlator:
             exposed_communication_ratio=_known(_mean(columns.wait_seconds / columns.step_seconds)),
             windows=latest,
             window_end_unix_seconds=window.end_unix_seconds,
+            self_and_wait_seconds=_compared(columns),
         )
         if before is not None and state.step_seconds is None:
             # A tick without a finished step says nothing about the pace; what was last known stands.
@@ -176,6 +179,15 @@ class Correlator:
 
 def _gist(verdict: Verdict) -> tuple[Kind, Severity, tuple[int, ...], int | None]:
     return (verdict.kind, verdict.severity, verdict.culprits, verdict.stage)
+
+
+def _compared(columns: RankColumns) -> dict[int, tuple[float, float]]:
+    """Of ranks that are timed on a device; the windows of others have these themselves."""
+    known = ~np.isnan(columns.host_seconds) & ~np.isnan(columns.self_seconds)
+    if not known.any():
+        return {}
+    pairs = zip(columns.self_seconds[known].tolist(), columns.wait_seconds[known].tolist(), strict=True)
+    return dict(zip(columns.rank[known].tolist(), pairs, strict=True))
 
 
 def _mean(values: np.ndarray) -> float:

@@ -66,6 +66,13 @@ def _gpu(usage: window_pb2.GpuUsage, window_seconds: float) -> GpuEvidence:
             for reason, seconds in usage.throttled_seconds.items()
             if window_seconds > 0
         },
+        temperature_celsius=usage.temperature_celsius if usage.HasField("temperature_celsius") else None,
+        shared=usage.shared,
+        seconds=window_seconds,
+        ecc_uncorrected_errors=usage.ecc_uncorrected_errors if usage.HasField("ecc_uncorrected_errors") else None,
+        ecc_corrected_errors=usage.ecc_corrected_errors if usage.HasField("ecc_corrected_errors") else None,
+        xids=usage.xids if usage.HasField("xids") else None,
+        row_remap_pending=usage.row_remap_pending if usage.HasField("row_remap_pending") else None,
     )
 
 

@@ -103,9 +103,13 @@ def _add_finding(families: _Families, state: JobState, job: Mapping[str, str]) -
             "node": label(identity.node) if identity else "",
             "pod": label(identity.pod) if identity else "",
             "phase": label(verdict.cause.phase),
+            "bound": label(verdict.cause.bound),
             "verdict": verdict.kind.value,
         }
-        text = f"A rank that the verdict names, value 1, while it warns or alarms; at most {CULPRITS_SHOWN} of a job."
+        text = (
+            f"A rank that the verdict names, value 1, while it warns or alarms; at most {CULPRITS_SHOWN} of a job. "
+            "`bound`: `host` or `device`, where steps are timed on a GPU."
+        )
         families.gauge("culprit", text, labels, 1)
 
 

@@ -15,6 +15,9 @@ from rankscope.v1.window_pb2 import CauseSeconds, StepStatistics
 NAN = float("nan")
 # Causes in the order of a row.
 CAUSES = ("self", "wait", "input", "forward", "backward", "optimizer", "checkpoint", "other")
+# Of a process group, as a window tells of it.
+GROUP_ROW = ("id", "size", "position", "kind", "samples", "seconds", "step_seconds")
+GROUPS_READ = 8
 # What a row holds, in the units of the message; NaN where it is not there. Statistics: NaN where there are none.
 ROW = (
     "step_mean",
@@ -29,13 +32,18 @@ ROW = (
     "throttled",
     "stopped",
     "mfu_ratio",
+    "host_seconds",
+    "run_ahead_seconds",
     "window_nanos",
     "is_captured",
+    *(f"group{number}_{name}" for number in range(GROUPS_READ) for name in GROUP_ROW),
 )
 # Sets of fields that daemons send are few; a liar must not fill the memory with others.
 SHAPES_KEPT = 512
 
-_ROW = struct.Struct(f"<{len(ROW)}d")
+_ROW = struct.Struct(f"<{len(ROW) - GROUPS_READ * len(GROUP_ROW)}d")
+_GROUP_BYTES = 8 * len(GROUP_ROW)
+_NO_GROUPS = struct.pack("<d", NAN) * (GROUPS_READ * len(GROUP_ROW))
 # A double takes nine bytes, the first of which tells the field.
 _STRIDE = 9
 _FIXED64 = 1
@@ -61,7 +69,9 @@ def measure(figures: Figures) -> bytes:
         seconds = _read_anew(figures, key, doubles)
     steps, total, last = figures.steps, figures.steps_total, figures.last_step_unix_nanos
     process = figures.process
-    return _ROW.pack(
+    groups = figures.groups
+    groups = groups[: len(groups) - len(groups) % _GROUP_BYTES][: len(_NO_GROUPS)]
+    plain = _ROW.pack(
         *seconds,
         NAN if steps == ABSENT_COUNT else steps,
         NAN if total == ABSENT_COUNT else total,
@@ -70,9 +80,12 @@ def measure(figures: Figures) -> bytes:
         process.throttled_seconds,
         process.stopped_seconds,
         figures.mfu_ratio,
+        figures.host_seconds,
+        figures.run_ahead_seconds,
         figures.end_unix_nanos - figures.start_unix_nanos,
         CAPTURED_STEPS in figures.sources,
     )
+    return plain + groups + _NO_GROUPS[len(groups) :]
 
 
 def rows(packed: list[bytes]) -> dict[str, Floats]:

@@ -16,6 +16,10 @@ def job_status(state: JobState) -> job_service_pb2.JobStatus:
         verdict=verdict_message(state.verdict, state.since_unix_seconds),
         ranks=state.windows,
     )
+    for window in status.ranks:
+        known = state.self_and_wait_seconds.get(window.identity.rank)
+        if known is not None and window.steps:
+            window.causes.self, window.causes.wait = (seconds * window.steps for seconds in known)
     for name in ("step_seconds", "mfu_ratio", "exposed_communication_ratio"):
         value = getattr(state, name)
         if value is not None:
@@ -48,7 +52,7 @@ def _cause(cause: Cause) -> job_service_pb2.Cause:
         )
         for f in cause.frames
     ]
-    return job_service_pb2.Cause(phase=cause.phase, frames=frames, evidence=cause.evidence)
+    return job_service_pb2.Cause(phase=cause.phase, frames=frames, evidence=cause.evidence, bound=cause.bound)
 
 
 def verdict_of(message: job_service_pb2.Verdict) -> Verdict:
@@ -67,5 +71,5 @@ def verdict_of(message: job_service_pb2.Verdict) -> Verdict:
         group=message.group,
         impact_ratio=message.impact_ratio if message.HasField("impact_ratio") else None,
         lost_gpu_seconds=message.lost_gpu_seconds if message.HasField("lost_gpu_seconds") else None,
-        cause=Cause(message.cause.phase, frames, message.cause.evidence),
+        cause=Cause(message.cause.phase, frames, message.cause.evidence, message.cause.bound),
     )

@@ -62,6 +62,9 @@ class Figures(Protocol):
     wait: bytes
     causes: bytes
     mfu_ratio: float
+    host_seconds: float
+    run_ahead_seconds: float
+    groups: bytes  # packed doubles
     process: Process
     sources: Sequence[bytes]
 
@@ -84,7 +87,9 @@ def _made() -> tuple[Any, Any]:
     escaped = "".join(f"\\{byte:03o}" for byte in ABSENT)
     for name in ("step", "self", "wait", "causes"):
         _add(figures, RankWindow, name, _Kind.TYPE_BYTES, escaped)
-    _add(figures, RankWindow, "mfu_ratio", _Kind.TYPE_DOUBLE, "nan")
+    for name in ("mfu_ratio", "host_seconds", "run_ahead_seconds"):
+        _add(figures, RankWindow, name, _Kind.TYPE_DOUBLE, "nan")
+    _add(figures, RankWindow, "groups", _Kind.TYPE_BYTES)
     _add(figures, RankWindow, "process", _Kind.TYPE_MESSAGE).type_name = f".{_PACKAGE}.Process"
     _add(figures, RankWindow, "sources", _Kind.TYPE_BYTES).label = _Kind.LABEL_REPEATED
     pool = descriptor_pool.DescriptorPool()

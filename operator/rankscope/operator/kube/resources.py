@@ -88,6 +88,9 @@ class RunVerdict(Struct, rename="camel", kw_only=True):
     stage: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
     group: Text | UnsetType = UNSET
     phase: Text | UnsetType = UNSET
+    bound: (
+        Annotated[str, Meta(max_length=16, description="host or device, where steps are timed on a GPU")] | UnsetType
+    ) = UNSET
     source: Annotated[str, Meta(max_length=512, description="file:line (function)")] | UnsetType = UNSET
     evidence: Text | UnsetType = UNSET
     impact_ratio: float | UnsetType = UNSET

@@ -64,7 +64,7 @@ def thresholds(base: Policy, policy: PolicyObject | None, mfu_target: float | No
 def _changes(base: Policy, asked: Thresholds) -> dict[str, float]:
     changes: dict[str, float] = {}
     if isinstance(asked.ratio, float):
-        changes["rank_ratio"] = asked.ratio
+        changes["rank_ratio"] = changes["device_rank_ratio"] = asked.ratio
         # A rank that only waits for a CPU must not be named sooner than one that works too long.
         changes["starved_rank_ratio"] = max(base.starved_rank_ratio, asked.ratio)
     if isinstance(asked.score, float):

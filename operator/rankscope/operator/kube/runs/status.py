@@ -97,6 +97,7 @@ def _run_verdict(state: JobState) -> RunVerdict:
         stage=UNSET if verdict.stage is None else verdict.stage,
         group=verdict.group[:TEXT_CHARACTERS] or UNSET,
         phase=verdict.cause.phase if verdict.kind.is_finding else UNSET,
+        bound=verdict.cause.bound or UNSET,
         source=f"{frames[0].file}:{frames[0].line} ({frames[0].function})"[:512] if frames else UNSET,
         evidence=verdict.cause.evidence[:TEXT_CHARACTERS] or UNSET,
         impact_ratio=_rounded(verdict.impact_ratio),
