@@ -77,6 +77,8 @@ class Fleet:
             "checkpoint_seconds": np.zeros(shape),
             "other_seconds": 0.08 * base,
             "starved_seconds": np.zeros(shape),
+            "host_seconds": np.full(shape, np.nan),
+            "run_ahead_seconds": np.full(shape, np.nan),
             "mfu_ratio": np.full(shape, 0.4),
         }
         end_seconds = _START_NANOS / 1e9 + WINDOW_SECONDS * (number + 1)

@@ -1,5 +1,5 @@
-"""What captures say of a job whose steps are not known otherwise: a few steps of many, now and then. Stacks are looked
-at all the time, so the two are judged side by side."""
+"""What captures say of a job whose steps, or what they wait for, are not known otherwise: a few steps of many, now and
+then. Stacks are looked at all the time, so the two are judged side by side."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class CaptureWindows:
         self.count += 1
         self.verdict = verdict or self.verdict
 
-    def settle(self, recent: Iterable[JobWindow], policy: Policy) -> Verdict:
+    def settle(self, recent: Iterable[JobWindow], policy: Policy, missing: str = "no step records") -> Verdict:
         """A finding of captures comes before what stacks say; that they found nothing comes after. `recent` are the
-        latest windows, oldest first."""
+        latest windows, oldest first; `missing` says what they do not tell."""
         windows = list(recent)
         standing = self._standing(windows[-1].end_unix_seconds)
         if standing is not None and standing.kind.is_finding:
             return standing
-        by_stacks = judge_stack_windows(windows, policy)
+        by_stacks = judge_stack_windows(windows, policy, missing)
         return standing if standing is not None and by_stacks.kind is Kind.INSUFFICIENT_DATA else by_stacks
 
     def _standing(self, now_unix_seconds: float) -> Verdict | None:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 
 import numpy as np
 
+from rankscope.analysis.device_bound import device_bound, is_timed_on_device
 from rankscope.analysis.policy import Policy
-from rankscope.analysis.robust import Bools, median_or_nan
+from rankscope.analysis.robust import Bools, Floats, median_or_nan
 from rankscope.analysis.screening import Screen
-from rankscope.analysis.throttles import PHASES_OFF_THE_GPU, name_throttle
-from rankscope.analysis.verdict import Cause
+from rankscope.analysis.throttles import PHASES_OFF_THE_GPU, compare_clocks, compare_errors, name_throttle
+from rankscope.analysis.verdict import DEVICE, HOST, Cause
 from rankscope.analysis.windows import (
+    HOST_WAITING_PHASES,
     WAITING_PHASES,
     WORK_PHASES,
     FrameSeen,
     GpuEvidence,
     RankColumns,
     StackProfile,
+    step_phase,
 )
+from rankscope.analysis.wording import milliseconds
 
 FRAMES_SHOWN = 3
+# Measured phases without a sharp border: forward lasts until backward begins, and so holds code of the loop.
+PHASES_WITH_OTHER_CODE = frozenset({"forward", "other"})
+_LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/", "/lib/python3", "/torchinductor_", "/rankscope/probe/")
 _NO_FRAME = FrameSeen("", "", 0, 0.0, 0.0, "other")
 _NOTHING = (0.0, 0.0, "other")
 
@@ -34,6 +42,35 @@ class FrameExcess:
     leaf_share: float
 
 
+@dataclass(frozen=True)
+class _Accused:
+    """The slowest of the culprits, against the ranks of its cohort that are not accused."""
+
+    columns: RankColumns
+    row: int
+    peers: Bools
+    own_seconds: float
+    usual_seconds: float
+    bound: str
+    stacks: StackProfile | None
+    peers_stacks: Sequence[StackProfile]
+    gpu: GpuEvidence | None
+    peers_gpus: Sequence[GpuEvidence]
+
+    @property
+    def excess_seconds(self) -> float:
+        return self.own_seconds - self.usual_seconds
+
+    def more_than_peers(self, seconds: Floats) -> float:
+        """NaN where it was not measured."""
+        return float(seconds[self.row]) - median_or_nan(seconds[self.peers])
+
+    def frames(self, waiting: Collection[str] = WAITING_PHASES) -> list[FrameExcess]:
+        if self.stacks is None or not self.peers_stacks:
+            return []
+        return frames_in_excess(self.stacks, self.peers_stacks, waiting=waiting)
+
+
 def name_cause(
     columns: RankColumns,
     screened: Screen,
@@ -43,73 +80,155 @@ def name_cause(
     gpus: Mapping[int, GpuEvidence] | None = None,
 ) -> Cause:
     """Cause of the culprits' excess in one (merged) window of one job. `stacks` and `gpus` are by rank."""
-    slowest = int(np.flatnonzero(culprits)[np.argmax(screened.own_seconds[culprits])])
-    peers = ~culprits & (columns.stage == columns.stage[slowest])
-    excess = float(screened.own_seconds[slowest] - screened.reference_seconds[slowest])
-    frames = _frames_in_excess(int(columns.rank[slowest]), columns.rank[peers].tolist(), stacks)
-    if screened.starved[slowest]:
-        delay = float(columns.starved_seconds[slowest] - np.nan_to_num(median_or_nan(columns.starved_seconds[peers])))
-        return Cause("starved", frames, f"{_ms(delay)} a step without a CPU, of {_ms(excess)} in excess")
-    by_phase = _excess_by_phase(columns, slowest, peers)
-    phase, held = max(by_phase.items(), key=lambda item: item[1], default=("unknown", 0.0))
-    if held < policy.cause_share * excess:
+    row = screened.slowest(culprits)
+    peers = ~culprits & (columns.stage == columns.stage[row])
+    rank, others = int(columns.rank[row]), columns.rank[peers].tolist()
+    accused = _Accused(
+        columns,
+        row,
+        peers,
+        float(screened.own_seconds[row]),
+        float(screened.reference_seconds[row]),
+        _bound(columns, screened, row, policy),
+        stacks.get(rank),
+        [stacks[other] for other in others if other in stacks],
+        (gpus or {}).get(rank),
+        [gpus[other] for other in others if other in gpus] if gpus else [],
+    )
+    if screened.starved[row] and accused.bound != DEVICE:
+        return _starved(accused)
+    if accused.bound:
+        return _cause_on_device(accused, policy)
+    return _cause_by_phase(accused, policy)
+
+
+def _bound(columns: RankColumns, screened: Screen, row: int, policy: Policy) -> str:
+    """Empty where steps are timed by the host's clock, or where it is not known how far the host is ahead."""
+    if not is_timed_on_device(columns)[row]:
+        return ""
+    one = slice(row, row + 1)
+    excess = screened.own_seconds[one] - screened.reference_seconds[one]
+    ahead, further = columns.run_ahead_seconds[one], screened.further_ahead_seconds[one]
+    found = device_bound(ahead, further, columns.step_seconds[one], excess, policy)[0]
+    return "" if np.isnan(found) else DEVICE if found else HOST
+
+
+def _starved(accused: _Accused) -> Cause:
+    delay = np.nan_to_num(accused.more_than_peers(accused.columns.starved_seconds))
+    evidence = f"{milliseconds(float(delay))} a step without a CPU, of {milliseconds(accused.excess_seconds)} in excess"
+    return Cause("starved", _shown(accused.frames()), evidence, accused.bound)
+
+
+def _cause_on_device(accused: _Accused, policy: Policy) -> Cause:
+    """Where the step is timed on a device, and it is known whether the device or its host is late."""
+    excess, columns = accused.excess_seconds, accused.columns
+    exposed = accused.more_than_peers(columns.input_seconds)
+    if exposed >= policy.cause_share * excess:
+        frames = _shown(e for e in accused.frames() if e.frame.phase == "input")
+        return Cause("input", frames, f"its device stands still {milliseconds(exposed)} a step for its input", HOST)
+    if accused.bound == HOST:
+        return _late_host(accused, policy)
+    throttle = name_throttle(accused.gpu, accused.peers_gpus, _slowdown(accused), policy)
+    errors = compare_errors(accused.gpu, accused.peers_gpus)
+    if throttle is not None:
+        return replace(throttle, evidence=_joined(throttle.evidence, errors), bound=DEVICE)
+    held = {phase: accused.more_than_peers(columns.phase_seconds(phase)) for phase in ("forward", "backward")}
+    where = [f", in {phase}" for phase, seconds in held.items() if seconds >= policy.cause_share * excess]
+    more = f"{milliseconds(excess)} a step more on its device{''.join(where)}"
+    clocks = compare_clocks(accused.gpu, accused.peers_gpus, policy)
+    return Cause("device", (), _joined(more, errors, clocks), DEVICE)
+
+
+def _joined(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
+
+
+def _late_host(accused: _Accused, policy: Policy) -> Cause:
+    """A host that is late never waits for its device: all it is seen in is its own work, backward too."""
+    excess = accused.excess_seconds
+    late = f"its host is late by {milliseconds(excess)} a step"
+    if accused.stacks is None or not accused.peers_stacks:
+        whose = "its" if accused.stacks is None else "its peers'"
+        return Cause("unknown", (), f"{late}; {whose} stacks were not sampled", HOST)
+    needed = policy.stack_cause_share * excess
+    phase, held = _seen_in_stacks(accused, HOST_WAITING_PHASES, needed)
+    frames = accused.frames(waiting=HOST_WAITING_PHASES)
+    if held < needed:
+        return Cause("unknown", _shown(frames), f"{late}, spread over several phases", HOST)
+    return Cause(phase, _shown(frames, phase), f"{late}, {milliseconds(held)} of it in {phase}", HOST)
+
+
+def _cause_by_phase(accused: _Accused, policy: Policy) -> Cause:
+    excess = accused.excess_seconds
+    phase, held = "unknown", 0.0
+    for named in WORK_PHASES:
+        seconds = accused.more_than_peers(accused.columns.phase_seconds(named))
+        if seconds > held:
+            phase, held = named, seconds
+    needed = policy.cause_share * excess
+    if held < needed:
         # The probe cannot split every job's step (no DDP, no DataLoader); stacks can.
-        phase, held = _phase_from_stacks(columns, slowest, peers, stacks)
-    if gpus and not (phase in PHASES_OFF_THE_GPU and held >= policy.cause_share * excess):
-        theirs = [gpus[rank] for rank in columns.rank[peers].tolist() if rank in gpus]
-        slowdown = float(screened.own_seconds[slowest] / screened.reference_seconds[slowest])
-        throttle = name_throttle(gpus.get(int(columns.rank[slowest])), theirs, slowdown, policy)
+        needed = policy.stack_cause_share * excess
+        phase, held = _seen_in_stacks(accused, WAITING_PHASES, needed)
+    if not (phase in PHASES_OFF_THE_GPU and held >= needed):
+        throttle = name_throttle(accused.gpu, accused.peers_gpus, _slowdown(accused), policy)
         if throttle is not None:
             return throttle
-    if held < policy.cause_share * excess:
-        return Cause("unknown", frames, f"{_ms(excess)} a step in excess, spread over several phases")
-    in_phase = tuple(f for f in frames if f.phase == phase) or frames
-    return Cause(phase, in_phase, f"{_ms(held)} a step more {phase} than its peers")
+    if held < needed:
+        evidence = f"{milliseconds(excess)} a step in excess, spread over several phases"
+        return Cause("unknown", _shown(accused.frames()), evidence)
+    return Cause(phase, _shown(accused.frames(), phase), f"{milliseconds(held)} a step more {phase} than its peers")
 
 
-def _excess_by_phase(columns: RankColumns, row: int, peers: Bools) -> dict[str, float]:
-    found = {}
-    for phase in WORK_PHASES:
-        seconds = columns.phase_seconds(phase)
-        difference = float(seconds[row]) - median_or_nan(seconds[peers])
-        if not np.isnan(difference):
-            found[phase] = difference
-    return found
+def _slowdown(accused: _Accused) -> float:
+    return accused.own_seconds / accused.usual_seconds if accused.usual_seconds > 0 else inf
 
 
-def _phase_from_stacks(
-    columns: RankColumns, row: int, peers: Bools, stacks: Mapping[int, StackProfile]
-) -> tuple[str, float]:
-    mine = stacks.get(int(columns.rank[row]))
-    others = [stacks[rank] for rank in columns.rank[peers].tolist() if rank in stacks]
-    if mine is None or not others:
-        return "unknown", 0.0
-    step = float(columns.step_seconds[row])
+def _shown(found: Iterable[FrameExcess], phase: str | None = None) -> tuple[FrameSeen, ...]:
+    """The first few, of `phase` only: a line of another phase explains nothing."""
+    frames = [excess.frame for excess in found]
+    if phase is not None:
+        in_phase = [frame for frame in frames if step_phase(frame.phase) == phase]
+        loop = [frame for frame in frames if frame.phase == "other"] if phase in PHASES_WITH_OTHER_CODE else []
+        frames = in_phase or loop
+    return tuple(frames[:FRAMES_SHOWN])
+
+
+def _seen_in_stacks(accused: _Accused, waiting: Collection[str], needed_seconds: float) -> tuple[str, float]:
+    """The phase that holds the excess by the rank's stacks, and the seconds of a step in it. The line comes before the
+    phase: a rank that is blocked, because its device's queue is full, is seen in any phase."""
+    step_seconds = float(accused.columns.step_seconds[accused.row])
+    found = accused.frames(waiting)
+    if found and found[0].share * step_seconds >= needed_seconds:
+        phase, share = step_phase(found[0].frame.phase), found[0].share
+    else:
+        phase, share = _phase_from_stacks(accused, waiting)
+    return phase, min(share * step_seconds, accused.excess_seconds)
+
+
+def _phase_from_stacks(accused: _Accused, waiting: Collection[str]) -> tuple[str, float]:
+    """The phase that the rank is seen in most beyond its peers, and by which share of the samples."""
     best = ("unknown", 0.0)
-    for phase, share in mine.phase_shares.items():
-        if phase in WAITING_PHASES:
-            continue
-        usual = float(np.median([other.phase_shares.get(phase, 0.0) for other in others]))
-        best = max(best, (phase, (share - usual) * step), key=lambda item: item[1])
+    if accused.stacks is None or not accused.peers_stacks:
+        return best
+    for phase, share in accused.stacks.phase_shares.items():
+        if phase not in waiting:
+            usual = median(other.phase_shares.get(phase, 0.0) for other in accused.peers_stacks)
+            best = max(best, (step_phase(phase), share - usual), key=lambda item: item[1])
     return best
 
 
-def _frames_in_excess(culprit: int, peers: Sequence[int], stacks: Mapping[int, StackProfile]) -> tuple[FrameSeen, ...]:
-    mine = stacks.get(culprit)
-    others = [stacks[rank] for rank in peers if rank in stacks]
-    if mine is None or not others:
-        return ()
-    return tuple(excess.frame for excess in frames_in_excess(mine, others)[:FRAMES_SHOWN])
-
-
 def frames_in_excess(
-    mine: StackProfile, others: Sequence[StackProfile], usual: Callable[[list[float]], float] = median
+    mine: StackProfile,
+    others: Sequence[StackProfile],
+    usual: Callable[[list[float]], float] = median,
+    waiting: Collection[str] = WAITING_PHASES,
 ) -> list[FrameExcess]:
     """Own work seen more than the peers do it, the innermost place of the user's own code first."""
     tables = [{_place(frame): frame for frame in other.frames} for other in others]
     found = []
     for frame in mine.frames:
-        if frame.phase in WAITING_PHASES:
+        if frame.phase in waiting:
             continue
         seen = [table.get(_place(frame), _NO_FRAME) for table in tables]
         share = frame.share - usual([f.share for f in seen])
@@ -125,7 +244,7 @@ def frames_in_excess(
 
 def is_library(file: str) -> bool:
     """Not the user's code: the place to look is where he calls it."""
-    return "/site-packages/" in file or "/dist-packages/" in file or "/lib/python3" in file or file.startswith("<")
+    return file.startswith("<") or any(folder in file for folder in _LIBRARY_FOLDERS)
 
 
 def _place(frame: FrameSeen) -> tuple[str, str, int]:
@@ -151,7 +270,3 @@ def merge_profiles(profiles: Iterable[StackProfile]) -> StackProfile | None:
             shares[place] = (known_share + weight * share, known_leaf_share + weight * leaf_share, phase)
     frames = (FrameSeen(function, file, line, *share) for (file, function, line), share in shares.items())
     return StackProfile(total, phases, tuple(frames))
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms"

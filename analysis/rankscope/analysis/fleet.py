@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from rankscope.analysis.judging import JobJudge
 from rankscope.analysis.observing import ReadyWindow
 from rankscope.analysis.policy import DEFAULT_POLICY, Policy
@@ -27,6 +29,11 @@ class FleetJudge:
         self._judges: dict[str, JobJudge] = {}
 
     def evaluate(self, windows: Mapping[str, JobWindow]) -> dict[str, Verdict]:
+        # Columns may hold anything that was sent as a measurement; what comes of it is checked where it is used.
+        with np.errstate(all="ignore"):
+            return self._evaluate(windows)
+
+    def _evaluate(self, windows: Mapping[str, JobWindow]) -> dict[str, Verdict]:
         judges = self._judges
         if self._policy_of is None:
             for job in windows.keys() - judges.keys():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rankscope.analysis.policy import Policy
-from rankscope.analysis.windows import EXCUSED_PHASES, WAITING_PHASES, Stall
+from rankscope.analysis.windows import EXCUSED_PHASES, WAITING_PHASES, Stall, step_phase
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def find_hang(
         culprits,
         seconds,
         how,
-        (first.phase or "unknown") if first else "unknown",
+        step_phase(first.phase or "unknown") if first else "unknown",
         first.stack if first else (),
     )
 

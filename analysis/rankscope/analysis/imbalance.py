@@ -15,9 +15,11 @@ def is_contended(summary: JobSummary, policy: Policy) -> bool:
 
 def imbalance_impact(summary: JobSummary, policy: Policy) -> float | None:
     """Share of the step that even data would give back, if the window looks like uneven data; else None."""
-    waited = (summary.mean_wait_seconds - summary.least_transfer_seconds) / summary.step_seconds
+    waited = summary.mean_waited_ratio
     spread = summary.self_spread_ratio
     if isnan(waited) or isnan(spread) or is_contended(summary, policy):
         return None
+    if summary.slowest_excess_ratio >= policy.imbalance_one_rank_share * waited:
+        return None  # one rank holds what the others wait for: it is late, if only for part of the window
     uneven = waited >= policy.imbalance_wait_ratio and spread >= policy.imbalance_spread
     return waited if uneven else None

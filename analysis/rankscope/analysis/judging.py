@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from rankscope.analysis.capture_windows import CaptureWindows
+from rankscope.analysis.damping import Damper
 from rankscope.analysis.hangs import Hang, find_hang
 from rankscope.analysis.merging import merge_evidence, merge_windows
 from rankscope.analysis.observing import ReadyWindow, observe
@@ -24,6 +25,9 @@ STEPS_PER_WINDOW = 4
 # Windows without enough steps are gathered, but not for ever.
 PENDING_KEPT = 600
 FRAMES_OF_A_HANG = 3
+# Where waiting is sampled rarely: so many of the gaps between two samples, but never more windows than this.
+GAPS_WAITED = 3
+LONGEST_PATIENCE = 150
 # Nodes may differ by a step, and by what the kernel's clock discipline leaves.
 CLOCK_TOLERANCE_SECONDS = 0.25
 IN_CAPTURES = " (in captured steps)"
@@ -35,11 +39,14 @@ class JobJudge:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._pending: list[JobWindow] = []
+        self._pending_captures: list[JobWindow] = []
         self._raw: deque[JobWindow] = deque(maxlen=2 * policy.stack_windows)
         self._recent = RecentWindows(policy)
+        self._damper = Damper(policy)
         self._baseline = TransferBaseline()
         self._steps_seen = 0.0
         self._unmeasured = 0
+        self._patience = policy.windows_kept  # for windows in which waiting was not measured
         self._step_seconds: float | None = None
         self._lost_gpu_seconds = 0.0
         self._captures = CaptureWindows()
@@ -57,21 +64,29 @@ class JobJudge:
         self._policy = policy
         self._raw = deque(self._raw, maxlen=2 * policy.stack_windows)
         self._recent = RecentWindows(policy)
+        self._damper = Damper(policy)
+        self._patience = policy.windows_kept
         self._captures = CaptureWindows()
-        self.verdict = Verdict(Kind.INSUFFICIENT_DATA, "the policy has changed: the ranks are judged anew")
+        self.verdict = Verdict(Kind.INSUFFICIENT_DATA, "the policy has changed: the ranks are compared again")
 
     def absorb(self, window: JobWindow) -> JobWindow | None:
         """Take a window; return the stretch that is now ready for comparing ranks, if one is."""
         self._raw.append(window)
-        if np.isnan(window.columns.steps).all():
+        steps = window.columns.steps
+        fewest = steps.min(initial=np.inf)
+        if fewest >= STEPS_PER_WINDOW and not self._pending and not window.is_captured:
+            return window
+        if np.isnan(fewest) and np.isnan(steps).all():
             return None  # nothing to gather: between two captures there may be thousands of these
-        self._pending.append(window)
-        if len(self._pending) > PENDING_KEPT:
-            del self._pending[0]
-        ready = window if len(self._pending) == 1 else merge_windows(self._pending)
+        # Recorded steps are slower than those around them, of which only the length is known.
+        pending = self._pending_captures if window.is_captured else self._pending
+        pending.append(window)
+        if len(pending) > PENDING_KEPT:
+            del pending[0]
+        ready = window if len(pending) == 1 else merge_windows(pending)
         if not ready.columns.steps.min(initial=np.inf) >= STEPS_PER_WINDOW:  # nor where a rank's are not known
             return None
-        self._pending.clear()
+        pending.clear()
         if ready.is_captured:
             around = tuple(self._raw)
             return replace(ready, evidence=lambda: merge_evidence(around))
@@ -80,8 +95,15 @@ class JobJudge:
     def judge(self, ready: ReadyWindow | None) -> Verdict:
         """The verdict after the window last absorbed."""
         # Who has steps to be judged by is moving.
-        hung = self._hung() if ready is None else None
-        self.verdict = self._with_loss(hung or self._judge_ranks(ready))
+        verdict = self._hung() if ready is None else None
+        if verdict is None:
+            said = self._judge_ranks(ready)
+            verdict = self.verdict if said is None else self._damper.settle(said, self.verdict)
+        gaps = (Kind.INSUFFICIENT_DATA, Kind.HANG)
+        if verdict.kind in gaps and self.verdict.kind not in gaps and not self._captures.count:
+            # What was compared before a gap says nothing about what comes after it. Between captures are only gaps.
+            self._recent = RecentWindows(self._policy)
+        self.verdict = self._with_loss(verdict)
         return self.verdict
 
     def _with_loss(self, verdict: Verdict) -> Verdict:
@@ -100,7 +122,8 @@ class JobJudge:
         hang = find_hang(latest.stalls(), latest.departed, self._step_seconds, self._policy)
         return None if hang is None else _hang_verdict(hang, known_steps=self._steps_seen > 0)
 
-    def _judge_ranks(self, ready: ReadyWindow | None) -> Verdict:
+    def _judge_ranks(self, ready: ReadyWindow | None) -> Verdict | None:
+        """None where the latest window says nothing new."""
         latest = self._raw[-1]
         seen = len(latest.columns)
         if seen < self._policy.ranks_seen_ratio * latest.world_size:
@@ -108,13 +131,23 @@ class JobJudge:
         if ready is None:
             if (self._steps_seen == 0 or self._captures.count) and np.isnan(latest.columns.steps).all():
                 return self._captures.settle(self._raw, self._policy)
-            return self.verdict if self.verdict.kind is not Kind.HANG else Verdict(Kind.HEALTHY, "moving again")
+            if self.verdict.kind is Kind.HANG:
+                return Verdict(Kind.INSUFFICIENT_DATA, "moving again; no window compared yet")
+            return None
         summary = ready.summary
         if summary.ranks_measured < self._policy.ranks_seen_ratio * latest.world_size:
             self._unmeasured += 1
-            if self._steps_seen and self._unmeasured <= self._policy.windows_kept:
-                return self.verdict  # DDP is sampled, and a window may hold no sample: that alone changes nothing
-            return judge_stack_windows(list(self._raw), self._policy)
+            missing = f"waiting on others is measured on {summary.ranks_measured:.0f} of {latest.world_size} ranks"
+            if self._captures.count:
+                return self._captures.settle(self._raw, self._policy, missing)
+            if self._steps_seen and self._unmeasured <= self._patience:
+                return None  # waiting is sampled, and a window may hold no sample: that alone changes nothing
+            if self._unmeasured <= self._patience:
+                return Verdict(Kind.INSUFFICIENT_DATA, missing)  # the first steps; stacks before them say nothing
+            return judge_stack_windows(list(self._raw), self._policy, missing)
+        if self._steps_seen and self._unmeasured > self._patience:
+            # Samples of this job are that far apart.
+            self._patience = min(GAPS_WAITED * self._unmeasured, LONGEST_PATIENCE)
         self._unmeasured = 0
         self._steps_seen += summary.fewest_steps
         self._step_seconds = summary.step_seconds

@@ -31,10 +31,8 @@ def merge_columns(parts: Sequence[RankColumns]) -> RankColumns:
         values = np.array([getattr(part, column.name) for part in aligned])
         weights = np.where(np.isnan(values), 0.0, steps)
         total = weights.sum(axis=0)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            made[column.name] = np.where(
-                total > 0, (np.nan_to_num(values) * weights).sum(axis=0) / np.maximum(total, 1e-12), np.nan
-            )
+        known = np.where(weights > 0, values, 0.0)
+        made[column.name] = np.where(total > 0, (known * weights).sum(axis=0) / np.maximum(total, 1e-12), np.nan)
     made["steps"] = steps.sum(axis=0)
     return RankColumns(**made)
 

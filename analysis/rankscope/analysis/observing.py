@@ -55,10 +55,10 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, policy: Policy) -> O
     screen = outlier = imbalance = stage = lingering_stage = transfer = None
     any_outlier = summary.outliers > 0
     # Absurd times have outliers without a spread.
-    if any_outlier or summary.widest_cohort_spread >= 1 + policy.hysteresis * (policy.rank_ratio - 1):
+    if any_outlier or summary.widest_cohort_spread >= 1 + policy.hysteresis * (summary.rank_ratio - 1):
         screen = ready.screen
         outlier = screen.outlier
-    if screen is not None and not any_outlier and summary.widest_cohort_spread >= policy.rank_ratio:
+    if screen is not None and not any_outlier and summary.widest_cohort_spread >= summary.rank_ratio:
         outlier, screen, imbalance = _look_for_splits(window, screen, summary, policy)
         any_outlier = bool(outlier.any())
     if not any_outlier:
@@ -85,9 +85,7 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, policy: Policy) -> O
 
 
 def _concerns_everyone(summary: JobSummary, policy: Policy) -> bool:
-    return summary.input_seconds >= policy.input_bound_ratio * summary.step_seconds or summary.mfu_ratio < (
-        policy.mfu_target_ratio or 0.0
-    )
+    return summary.input_ratio >= policy.input_bound_ratio or summary.mfu_ratio < (policy.mfu_target_ratio or 0.0)
 
 
 def _look_at_stages(window: JobWindow, policy: Policy) -> tuple[SlowStage | None, SlowStage | None]:
@@ -107,17 +105,18 @@ def _look_for_splits(
     imbalance: float | None = None
     for stage in np.unique(columns.stage):
         rows = np.flatnonzero(columns.stage == stage)
-        split = find_split(screen.own_seconds[rows], columns.place[rows], policy)
+        split = find_split(screen.own_seconds[rows], columns.place[rows], float(screen.rank_ratio[rows[0]]))
         if split is None:
             continue
-        share = (split.slow_seconds - split.fast_seconds) / summary.step_seconds
-        if share < policy.impact_ratio:
+        share = (split.slow_seconds - split.fast_seconds) / max(summary.step_seconds, split.slow_seconds)
+        if not share >= policy.impact_ratio:
             continue
+        is_wide = split.slow_seconds >= policy.rank_ratio * split.fast_seconds
         if split.follows_place:
             outlier[rows[split.slow]] = True
             reference[rows] = split.fast_seconds
             impact[rows[split.slow]] = share
-        elif not is_contended(summary, policy):
+        elif is_wide and not is_contended(summary, policy):
             imbalance = max(imbalance or 0.0, share)
     merged = replace(
         screen,

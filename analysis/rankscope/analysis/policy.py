@@ -9,8 +9,12 @@ from dataclasses import dataclass
 class Policy:
     # A rank is an outlier of its cohort when both hold.
     rank_ratio: float = 1.10
+    # Where steps are timed on a device: far less noise than on a host. Self time still holds the communication that a
+    # framework overlaps with its work, so that a slowdown by a tenth gives a ratio of little more than this.
+    device_rank_ratio: float = 1.05
     rank_score: float = 4.0
     # The spread of a cohort is never taken as smaller than this share of its median, or a tight cohort condemns noise.
+    # A pair has no spread to learn from, and both of its ranks are noisy: there it is twice as much.
     spread_floor_ratio: float = 0.01
     # How much of the steps' own noise (a standard error of the mean) counts as spread: noise of neighbouring steps is
     # alike, so it is larger than the error says, but much of it is queueing that the comparison has taken out.
@@ -24,6 +28,8 @@ class Policy:
     stage_ratio: float = 1.15
     imbalance_wait_ratio: float = 0.15  # of the step, waited for a rank that changes
     imbalance_spread: float = 1.25  # a rank's own slow steps against its own fast ones
+    # Of what is waited, held by one rank over a whole window: such a rank is late, not unlucky.
+    imbalance_one_rank_share: float = 0.5
     contended_ratio: float = 0.05  # of the step on run queues: spread means nothing on such a machine
     communication_ratio: float = 1.5
     communication_impact_ratio: float = 0.10
@@ -34,6 +40,8 @@ class Policy:
     windows_kept: int = 5
     windows_for_alarm: int = 3
     windows_for_warning: int = 2
+    # A finding that comes back within so many windows (a minute of windows of 2 s) stays for as many.
+    windows_damped: int = 30
     # Abstention.
     ranks_seen_ratio: float = 0.80
     steps_needed: int = 20
@@ -53,6 +61,12 @@ class Policy:
     throttle_share: float = 0.3  # of the time, where clocks are not known
     # A phase is named when it holds this share of the excess.
     cause_share: float = 0.80
+    # The same from stacks, of which a window holds few.
+    stack_cause_share: float = 0.5
+    # A device is the bottleneck when its host is ahead of it by this share of a step, or further ahead than the hosts
+    # of its peers by this share of the excess.
+    device_bound_ratio: float = 0.8
+    device_bound_share: float = 0.5
 
 
 DEFAULT_POLICY = Policy()

@@ -21,7 +21,11 @@ from rankscope.analysis.wording import milliseconds, percent, ranks
 # A few dozen peers tell what is usual; reading the stacks of all would take minutes in a large job.
 PEERS_ASKED = 64
 CAUSE_KEPT_WINDOWS = 5
+USUAL_STEPS_KEPT = 30
+ALIKE = 0.7  # two estimates of one thing
 HEALTHY = Verdict(Kind.HEALTHY, "no rank, stage or link stands out")
+# A cause of another kind must be found so often in a row before it replaces the one that was named.
+CAUSE_CHANGES_AFTER = 2
 
 
 class RecentWindows:
@@ -31,7 +35,9 @@ class RecentWindows:
         self._policy = policy
         self._recent: deque[Observation] = deque(maxlen=policy.windows_kept)
         self._before = HEALTHY
+        self._usual_steps: deque[float] = deque(maxlen=USUAL_STEPS_KEPT)  # of windows in which nothing stood out
         self._cause_age = 0
+        self._other_causes = 0  # in a row
         self._unremarkable = 0  # windows since some rule wanted to look
 
     def decide(self, observation: Observation, standing: Verdict) -> Verdict:
@@ -39,13 +45,22 @@ class RecentWindows:
         self._recent.append(observation)
         self._before = standing
         self._unremarkable = 0 if observation.remarkable else self._unremarkable + 1
+        if not observation.remarkable and observation.summary.step_seconds > 0:
+            self._usual_steps.append(observation.summary.step_seconds)
         if self._unremarkable >= len(self._recent) and not standing.kind.is_finding:
-            return HEALTHY
+            return self._nothing()
         for rule in (self._slow_ranks, self._slow_stage, self._slow_communication, self._imbalance, self._input_bound):
             verdict = rule()
             if verdict is not None:
                 return verdict
-        return self._low_mfu() or HEALTHY
+        return self._low_mfu() or self._nothing()
+
+    def _nothing(self) -> Verdict:
+        """A fault is seen after so many windows: before that, its absence is not seen either."""
+        if len(self._recent) >= self._policy.windows_for_alarm:
+            return HEALTHY
+        reason = f"{len(self._recent)} of {self._policy.windows_for_alarm} windows compared"
+        return Verdict(Kind.INSUFFICIENT_DATA, reason)
 
     def _severity(self, windows: int) -> Severity | None:
         if windows >= self._policy.windows_for_alarm:
@@ -78,7 +93,8 @@ class RecentWindows:
         columns = last.columns
         rows = np.isin(columns.rank, culprits)
         cause = self._cause([o.window for o in flagged if o.window], columns, screened, culprits)
-        impact = float(np.mean([observation.impact_ratio for observation in flagged]))
+        # Not the mean: the fault began within one of the windows.
+        impact = self._against_the_past(float(np.median([o.impact_ratio for o in flagged])), columns)
         own, usual = median_or_nan(screened.own_seconds[rows]), median_or_nan(screened.reference_seconds[rows])
         group = _place_of(columns.rank[rows].tolist(), last)
         reason = (
@@ -96,6 +112,17 @@ class RecentWindows:
             cause=cause,
         )
 
+    def _against_the_past(self, impact: float, columns: RankColumns) -> float:
+        """A rank that is late hides some communication, and makes other communication slower. Where the job's past is
+        known, and the rank's excess is about what the job has lost since, that loss is what would come back."""
+        step = median_or_nan(columns.step_seconds)
+        if len(self._usual_steps) < self._policy.windows_for_alarm or not step > 0:
+            return impact
+        slowdown = 1 - float(np.median(self._usual_steps)) / step
+        if slowdown < self._policy.impact_ratio:
+            return impact
+        return slowdown if ALIKE * slowdown <= impact <= slowdown / ALIKE else impact
+
     def _cause(
         self, windows: list[JobWindow], columns: RankColumns, screened: Screen, culprits: tuple[int, ...]
     ) -> Cause:
@@ -111,13 +138,16 @@ class RecentWindows:
         stacks = {rank: e.stacks for rank, e in evidence.items() if e.stacks is not None}
         gpus = {rank: e.gpu for rank, e in evidence.items() if e.gpu is not None}
         cause = name_cause(columns, screened, rows, stacks, self._policy, gpus)
+        is_other = (cause.bound, cause.phase) != (before.cause.bound, before.cause.phase)
+        self._other_causes = self._other_causes + 1 if same and is_other else 0
         if not same:
             return cause
         # Noise may hide the phase for a window, and stacks are recorded only now and then: while the same ranks stand
         # accused, what was once named is not forgotten for want of something better.
-        if cause.phase == "unknown":
+        is_vague = cause.phase == "unknown" and cause.bound in ("", before.cause.bound)
+        if is_vague or (before.cause.phase != "unknown" and 0 < self._other_causes < CAUSE_CHANGES_AFTER):
             return before.cause
-        if not cause.frames and cause.phase == before.cause.phase:
+        if not cause.frames and not is_other:
             return replace(cause, frames=before.cause.frames)
         return cause
 
@@ -162,11 +192,13 @@ class RecentWindows:
         found = [o.imbalance_impact_ratio for o in self._recent if o.imbalance_impact_ratio is not None]
         if not found:
             return None
+        if len(found) < self._policy.windows_for_alarm and not self._standing(Kind.DATA_IMBALANCE):
+            return None  # a fault of one rank that begins looks like it
         reason = "all ranks wait in turn: the work of a step is spread unevenly, and differently each time"
         return self._everyone(Kind.DATA_IMBALANCE, found, reason, Cause("unknown", (), "self time varies by step"))
 
     def _input_bound(self) -> Verdict | None:
-        shares = [o.summary.input_seconds / o.summary.step_seconds for o in self._recent]
+        shares = [o.summary.input_ratio for o in self._recent]
         found = [share for share in shares if share >= self._policy.input_bound_ratio]
         if not found:
             return None
@@ -202,7 +234,7 @@ class RecentWindows:
 
 def _witnesses(columns: RankColumns, screened: Screen, culprits: Bools) -> list[int]:
     """The slowest culprit, whose cause is looked for, and peers from all over its cohort."""
-    slowest = int(np.flatnonzero(culprits)[np.argmax(screened.own_seconds[culprits])])
+    slowest = screened.slowest(culprits)
     peers = np.flatnonzero(~culprits & (columns.stage == columns.stage[slowest]))
     asked = peers[np.linspace(0, len(peers) - 1, min(len(peers), PEERS_ASKED)).astype(np.int64)]
     return [int(columns.rank[slowest]), *columns.rank[asked].tolist()]

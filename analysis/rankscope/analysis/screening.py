@@ -7,6 +7,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from rankscope.analysis.device_bound import device_bound, further_ahead_seconds, is_timed_on_device
 from rankscope.analysis.policy import Policy
 from rankscope.analysis.robust import (
     MAD_TO_SIGMA,
@@ -20,8 +21,10 @@ from rankscope.analysis.robust import (
 )
 from rankscope.analysis.windows import RankColumns
 
-# Some of the queueing happens while a rank waits; never take it for more than this leaves of its self time.
+# Some of the queueing happens while a rank waits, and a checkpoint may be hidden from the device: never take either for
+# more than this leaves of the self time.
 LEAST_WORK_RATIO = 0.1
+ONLY_FOR_CAUSES = ("forward_seconds", "backward_seconds", "optimizer_seconds", "other_seconds")
 # Of a normal distribution.
 P10_TO_P90_SIGMAS = 2.563
 
@@ -37,6 +40,12 @@ class Screen:
     outlier: Bools
     lingering: Bools  # not an outlier, but not clearly back either (hysteresis)
     cohort_spread: Floats  # slowest ÷ fastest of the cohort, the same for all its ranks
+    rank_ratio: Floats  # the ratio from which a rank of this cohort is slow
+    further_ahead_seconds: Floats  # its host than the hosts of its cohort, waiting left aside
+
+    def slowest(self, among: Bools) -> int:
+        """Its row; at least one is among them."""
+        return int(np.flatnonzero(among)[np.argmax(np.nan_to_num(self.own_seconds[among]))])
 
     def take(self, rows: Ints | Bools | slice) -> Screen:
         return Screen(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
@@ -52,41 +61,53 @@ class _Comparison:
     score: Floats
     impact: Floats
 
-    def exceeds(self, ratio: float, score: float) -> Bools:
+    def exceeds(self, ratio: float | Floats, score: float) -> Bools:
         return (self.ratio >= ratio) & (self.score >= score)
 
 
 def busy_seconds(columns: RankColumns) -> Floats:
     """Self time without checkpoints, which are excused."""
-    return columns.self_seconds - np.nan_to_num(columns.checkpoint_seconds)
+    own = columns.self_seconds
+    return np.maximum(own - np.nan_to_num(columns.checkpoint_seconds), LEAST_WORK_RATIO * own)
 
 
 def work_seconds(columns: RankColumns) -> Floats:
     """Self time without checkpoints and without queueing for a CPU: that is the machine's doing, spreads by chance over
-    the ranks that share it, and hides what a rank itself does."""
+    the ranks that share it, and hides what a rank itself does. A device does not queue: what its host does is hidden
+    while the host is ahead."""
     busy = busy_seconds(columns)
-    return np.maximum(busy - np.nan_to_num(columns.starved_seconds), LEAST_WORK_RATIO * busy)
+    queued = np.where(is_timed_on_device(columns), 0.0, np.nan_to_num(columns.starved_seconds))
+    return np.maximum(busy - queued, LEAST_WORK_RATIO * busy)
 
 
+@np.errstate(all="ignore")
 def screen(columns: RankColumns, policy: Policy) -> Screen:
     cohort, cohort_count = number_groups(columns.job, columns.stage)
+    on_device = is_timed_on_device(columns)
+    # A cohort is compared as one: what holds for the host's clock holds for all of it where one rank has no better.
+    strictest = np.where(on_device | np.isnan(columns.self_seconds), policy.device_rank_ratio, policy.rank_ratio)
+    rank_ratio = grouped_max(strictest, cohort, cohort_count)[cohort]
     noise = grouped_median(_step_noise(columns), cohort, cohort_count)[cohort]
-    work = _compare(work_seconds(columns), columns, cohort, cohort_count, noise, policy)
-    busy = _compare(busy_seconds(columns), columns, cohort, cohort_count, noise, policy)
+    work = _compare(work_seconds(columns), columns, cohort, cohort_count, noise, rank_ratio, policy)
+    busy = _compare(busy_seconds(columns), columns, cohort, cohort_count, noise, rank_ratio, policy)
     starving = grouped_median(columns.starved_seconds, cohort, cohort_count)[cohort]
     queued = np.nan_to_num(columns.starved_seconds - starving)
-    mostly_queued = queued >= policy.starved_share * (busy.values - busy.reference)
-    slow = work.exceeds(policy.rank_ratio, policy.rank_score) & (work.impact >= policy.impact_ratio)
+    excess = busy.values - busy.reference
+    further_ahead = further_ahead_seconds(columns, cohort, cohort_count)
+    # Where the device is to blame, its host may queue as long as it likes.
+    host_counts = device_bound(columns.run_ahead_seconds, further_ahead, columns.step_seconds, excess, policy) != 1.0
+    mostly_queued = host_counts & (queued > 0) & (queued >= policy.starved_share * excess)
+    slow = work.exceeds(rank_ratio, policy.rank_score) & (work.impact >= policy.impact_ratio)
+    slow &= ~(on_device & mostly_queued)  # of a device's time the queueing was not taken out
     starved = ~slow & mostly_queued & busy.exceeds(policy.starved_rank_ratio, policy.rank_score)
     starved &= busy.impact >= policy.impact_ratio
     outlier = slow | starved
     half = policy.hysteresis
-    lingering = work.exceeds(1 + half * (policy.rank_ratio - 1), half * policy.rank_score)
+    lingering = work.exceeds(1 + half * (rank_ratio - 1), half * policy.rank_score)
     lingering |= mostly_queued & busy.exceeds(1 + half * (policy.starved_rank_ratio - 1), half * policy.rank_score)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        widest = grouped_max(work.values, cohort, cohort_count) / grouped_min(work.values, cohort, cohort_count)
-        # A starved rank need not stand out by its work.
-        widest = np.fmax(widest, grouped_max(np.where(starved, busy.ratio, np.nan), cohort, cohort_count))
+    widest = grouped_max(work.values, cohort, cohort_count) / grouped_min(work.values, cohort, cohort_count)
+    # A starved rank need not stand out by its work.
+    widest = np.fmax(widest, grouped_max(np.where(starved, busy.ratio, np.nan), cohort, cohort_count))
     return Screen(
         own_seconds=np.where(starved, busy.values, work.values),
         reference_seconds=np.where(starved, busy.reference, work.reference),
@@ -95,6 +116,8 @@ def screen(columns: RankColumns, policy: Policy) -> Screen:
         outlier=outlier,
         lingering=lingering & ~outlier,
         cohort_spread=widest[cohort],
+        rank_ratio=rank_ratio,
+        further_ahead_seconds=further_ahead,
     )
 
 
@@ -105,7 +128,13 @@ def _step_noise(columns: RankColumns) -> Floats:
 
 
 def _compare(
-    values: Floats, columns: RankColumns, cohort: Ints, cohort_count: int, noise: Floats, policy: Policy
+    values: Floats,
+    columns: RankColumns,
+    cohort: Ints,
+    cohort_count: int,
+    noise: Floats,
+    rank_ratio: Floats,
+    policy: Policy,
 ) -> _Comparison:
     size = np.bincount(cohort[~np.isnan(values)], minlength=cohort_count)[cohort]
     median = grouped_median(values, cohort, cohort_count)[cohort]
@@ -113,20 +142,24 @@ def _compare(
     pair = size == 2
     reference = np.where(size < 2, np.nan, np.where(pair, 2 * median - values, median))
     deviation = np.where(pair, 0.0, grouped_median(np.abs(values - median), cohort, cohort_count)[cohort])
-    spread = np.maximum(MAD_TO_SIGMA * deviation, policy.spread_floor_ratio * reference)
+    floor = np.where(pair, 2, 1) * policy.spread_floor_ratio
+    spread = np.maximum(MAD_TO_SIGMA * deviation, floor * reference)
     spread = np.maximum(spread, policy.step_noise_weight * noise)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = values / reference
-        score = (values - reference) / spread
-        # What would come back: down to the slowest of the others, who then set the pace.
-        standing_out = (ratio >= policy.rank_ratio) & (score >= policy.rank_score)
-        rest = grouped_max(np.where(standing_out, np.nan, values), cohort, cohort_count)[cohort]
-        impact = np.maximum(values - np.fmax(reference, rest), 0) / columns.step_seconds
+    ratio = values / reference
+    score = (values - reference) / spread
+    # What would come back: down to the slowest of the others, who then set the pace.
+    standing_out = (ratio >= rank_ratio) & (score >= policy.rank_score)
+    rest = grouped_max(np.where(standing_out, np.nan, values), cohort, cohort_count)[cohort]
+    # A step is never shorter than the work in it.
+    impact = np.maximum(values - np.fmax(reference, rest), 0) / np.fmax(columns.step_seconds, values)
     return _Comparison(values, reference, ratio, score, np.nan_to_num(impact))
 
 
 def concatenate(parts: list[RankColumns]) -> RankColumns:
-    """One table of several jobs' windows; `job` is renumbered by position."""
-    made = {f.name: np.concatenate([*map(attrgetter(f.name), parts)]) for f in fields(RankColumns)}
-    made["job"] = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    return RankColumns(**made)
+    """One table of several jobs' windows, for comparing ranks. `job` is renumbered by position; the phases that only
+    a cause asks for are left out, as every column costs a fleet time."""
+    job = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    left_out = dict.fromkeys(ONLY_FOR_CAUSES, np.broadcast_to(np.nan, job.shape))
+    names = [f.name for f in fields(RankColumns) if f.name != "job" and f.name not in left_out]
+    made = {name: np.concatenate([*map(attrgetter(name), parts)]) for name in names}
+    return RankColumns(job=job, **made, **left_out)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.analysis.policy import Policy
 from rankscope.analysis.robust import Bools, Floats, Ints
 
 
@@ -18,10 +17,10 @@ class Split:
     follows_place: bool
 
 
-def find_split(own_seconds: Floats, place: Ints, policy: Policy) -> Split | None:
+def find_split(own_seconds: Floats, place: Ints, rank_ratio: float) -> Split | None:
     """Two clear groups of at least two ranks each, or None.
 
-    Clear: the gap between the groups is larger than the threshold and than either group is wide."""
+    Clear: the gap between the groups is larger than either group is wide, and their medians are `rank_ratio` apart."""
     if len(own_seconds) < 4 or bool(np.isnan(own_seconds).any()):
         return None
     ordered = np.sort(own_seconds)
@@ -32,7 +31,7 @@ def find_split(own_seconds: Floats, place: Ints, policy: Policy) -> Split | None
     fast, slow = ordered[:cut], ordered[cut:]
     gap = slow[0] - fast[-1]
     fast_median, slow_median = float(np.median(fast)), float(np.median(slow))
-    clear = slow_median >= policy.rank_ratio * fast_median and gap > max(fast[-1] - fast[0], slow[-1] - slow[0])
+    clear = slow_median >= rank_ratio * fast_median and gap > max(fast[-1] - fast[0], slow[-1] - slow[0])
     if not clear or len(slow) * 3 < len(ordered):
         return None  # a small slow group is the median's business
     is_slow = own_seconds >= slow[0]

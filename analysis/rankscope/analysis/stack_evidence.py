@@ -10,7 +10,7 @@ from math import sqrt
 from rankscope.analysis.causes import FRAMES_SHOWN, frames_in_excess
 from rankscope.analysis.policy import Policy
 from rankscope.analysis.verdict import Cause
-from rankscope.analysis.windows import EXCUSED_PHASES, WAITING_PHASES, StackProfile
+from rankscope.analysis.windows import EXCUSED_PHASES, WAITING_PHASES, StackProfile, step_phase
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _excess(
     largest = max(significant, key=lambda e: e.share)
     frames = tuple(e.frame for e in significant[:FRAMES_SHOWN])
     evidence = f"seen in {frames[0].function} {largest.share:.0%} of the time more than any peer"
-    return Suspect(rank, largest.share, Cause(frames[0].phase, frames, evidence))
+    return Suspect(rank, largest.share, Cause(step_phase(frames[0].phase), frames, evidence))
 
 
 def _score(share: float, excess: float, samples: int) -> float:

@@ -12,11 +12,12 @@ from rankscope.analysis.windows import JobWindow
 from rankscope.analysis.wording import ranks
 
 
-def judge_stack_windows(windows: Sequence[JobWindow], policy: Policy) -> Verdict:
-    """`windows` are the latest, oldest first. Overlapping stretches would not be two witnesses."""
+def judge_stack_windows(windows: Sequence[JobWindow], policy: Policy, missing: str = "no step records") -> Verdict:
+    """`windows` are the latest, oldest first. Overlapping stretches would not be two witnesses. `missing` says why
+    stacks are all there is."""
     length = policy.stack_windows
     if len(windows) < 2 * length:
-        return _abstain(f"no step records; {len(windows)} of {2 * length} windows of stacks gathered")
+        return _abstain(missing, f"{len(windows)} of {2 * length} windows of stacks gathered")
     older, newer = (_compare(half, policy) for half in (windows[-2 * length : -length], windows[-length:]))
     suspect = newer.suspect
     if suspect is not None and older.suspect is not None and older.suspect.rank == suspect.rank:
@@ -30,20 +31,20 @@ def judge_stack_windows(windows: Sequence[JobWindow], policy: Policy) -> Verdict
             cause=suspect.cause,
         )
     if newer.reason or older.reason:
-        return _abstain(newer.reason or older.reason)
+        return _abstain(missing, newer.reason or older.reason)
     if suspect is not None or older.suspect is not None:
-        return _abstain("a rank differs from its peers, but not for long enough")
-    return Verdict(Kind.HEALTHY, "no rank stands out in its stacks", confidence=Confidence.LOW)
+        return _abstain(missing, "a rank differs from its peers, but not for long enough")
+    return Verdict(Kind.HEALTHY, f"no rank stands out in its stacks; {missing}", confidence=Confidence.LOW)
 
 
 def _compare(windows: Sequence[JobWindow], policy: Policy) -> StackVerdict:
     evidence = merge_evidence(windows)
     profiles = {rank: e.stacks for rank, e in evidence.items() if e.stacks is not None}
     if len(profiles) < policy.ranks_seen_ratio * windows[-1].world_size:
-        return StackVerdict(reason="neither step records nor stacks of enough ranks")
+        return StackVerdict(reason="stacks of too few ranks")
     starved = {rank: e.starved_share for rank, e in evidence.items() if e.starved_share is not None}
     return judge_stacks(profiles, starved, policy)
 
 
-def _abstain(reason: str) -> Verdict:
-    return Verdict(Kind.INSUFFICIENT_DATA, reason, confidence=Confidence.LOW)
+def _abstain(missing: str, reason: str) -> Verdict:
+    return Verdict(Kind.INSUFFICIENT_DATA, f"{missing}; {reason}", confidence=Confidence.LOW)

@@ -30,8 +30,12 @@ def find_slow_stage(columns: RankColumns, policy: Policy, threshold: float | Non
         return None
     slowest = int(np.argmax(medians))
     others = np.delete(medians, slowest)
-    ratio = medians[slowest] / np.median(others)
-    impact = (medians[slowest] - others.max()) / median_or_nan(columns.step_seconds)
+    usual = float(np.median(others))
+    if not usual > 0:
+        return None
+    ratio = medians[slowest] / usual
+    # A step is never shorter than the work in it.
+    impact = (medians[slowest] - others.max()) / max(medians[slowest], median_or_nan(columns.step_seconds))
     if ratio < (threshold or policy.stage_ratio) or not impact >= policy.impact_ratio:
         return None
     return SlowStage(int(stages[slowest]), float(ratio), float(impact))

@@ -50,7 +50,7 @@ class TransferBaseline:
             return None
         usual = self._usual_pace()
         excess = pace.transfer_seconds - usual.transfer_seconds
-        impact = excess / summary.step_seconds
+        impact = excess / max(summary.step_seconds, pace.transfer_seconds)
         ratio = pace.transfer_seconds / max(usual.transfer_seconds, 1e-9)
         if ratio < policy.communication_ratio or impact < policy.communication_impact_ratio:
             if impact < policy.communication_impact_ratio / 2:
@@ -75,7 +75,7 @@ class TransferBaseline:
     def _machine_is_busy(pace: Pace, usual: Pace, excess: float, ratio: float, policy: Policy) -> bool:
         """A neighbour that eats the CPU slows own work and transfer alike; a slow network only the latter."""
         queued = np.nan_to_num(pace.starved_seconds - usual.starved_seconds) >= policy.starved_share * excess
-        alike = pace.own_seconds / usual.own_seconds * policy.communication_ratio > ratio
+        alike = pace.own_seconds * policy.communication_ratio > ratio * usual.own_seconds
         return bool(queued or alike)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import isnan
 
 from rankscope.analysis.windows import FrameSeen
 
@@ -35,11 +36,17 @@ class Confidence(str, Enum):
     HIGH = "high"
 
 
+# What a slow rank is held up by, where its steps are timed on a device.
+HOST = "host"
+DEVICE = "device"
+
+
 @dataclass(frozen=True)
 class Cause:
     phase: str = "unknown"
     frames: tuple[FrameSeen, ...] = ()
     evidence: str = ""
+    bound: str = ""  # HOST, DEVICE, or empty where it is not known
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,12 @@ class Verdict:
     impact_ratio: float | None = None
     lost_gpu_seconds: float | None = None
     cause: Cause = Cause()
+
+    def __post_init__(self) -> None:
+        """The impact is a share of the job's time, whatever was measured."""
+        impact = self.impact_ratio
+        if impact is not None and not 0.0 <= impact <= 1.0:
+            object.__setattr__(self, "impact_ratio", None if isnan(impact) else min(max(impact, 0.0), 1.0))
 
     @property
     def is_alarm(self) -> bool:

@@ -13,9 +13,18 @@ from rankscope.analysis.robust import Bools, Floats, Ints
 # Phases of own work, in the order in which a step goes through them.
 WORK_PHASES = ("input", "forward", "backward", "optimizer", "checkpoint", "other")
 # Where a rank may be waiting for others. DDP waits for its buckets inside backward, where a Python stack cannot see it.
+# Python code that runs inside backward does not wait: stacks tell it apart as `backward_code`.
 WAITING_PHASES = frozenset({"communication", "device_sync", "backward"})
+# The same for a rank that is known not to wait in backward.
+HOST_WAITING_PHASES = frozenset({"communication", "device_sync"})
+BACKWARD_CODE = "backward_code"
 # Slow by nature and not a fault.
 EXCUSED_PHASES = frozenset({"checkpoint", "compile"})
+
+
+def step_phase(stack_phase: str) -> str:
+    """The part of a step that a phase of stacks belongs to."""
+    return "backward" if stack_phase == BACKWARD_CODE else stack_phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,8 @@ class RankColumns:
     checkpoint_seconds: Floats
     other_seconds: Floats
     starved_seconds: Floats  # runnable but not running: run queue, quota, stop signal
+    host_seconds: Floats  # the host's time for a step; NaN where the step itself is timed by the host's clock
+    run_ahead_seconds: Floats  # enqueued work that the device had yet to do, at the furthest point of a step
     mfu_ratio: Floats
 
     def __len__(self) -> int:
@@ -101,9 +112,21 @@ class GpuEvidence:
     sm_clock_max_hertz: float | None = None
     utilization_ratio: float | None = None
     throttled_shares: Mapping[str, float] = field(default_factory=dict)  # of the time, by reason
+    temperature_celsius: float | None = None
+    shared: bool = False  # other ranks use it too
+    seconds: float = 0.0  # that the errors were counted in
+    ecc_uncorrected_errors: int | None = None
+    ecc_corrected_errors: int | None = None
+    xids: int | None = None
+    row_remap_pending: bool | None = None
 
     def share(self, reason: str) -> float:
         return self.throttled_shares.get(reason, 0.0)
+
+    @property
+    def ecc_errors(self) -> int | None:
+        known = [n for n in (self.ecc_corrected_errors, self.ecc_uncorrected_errors) if n is not None]
+        return sum(known) if known else None
 
 
 @dataclass(frozen=True)

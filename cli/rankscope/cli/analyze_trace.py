@@ -81,8 +81,8 @@ def _run(arguments: argparse.Namespace) -> int:
     except LayoutError as error:
         return _refuse(str(error))
     outcome = make_report(files, stage_of)
-    for note in outcome.report.notes:
-        print(f"warning: {note}", file=sys.stderr)
+    if outcome.failure:
+        print(f"warning: {outcome.failure}", file=sys.stderr)
     try:
         _write(arguments, outcome, {one.summary.rank: one.path for one in files.ranks if one.summary.rank is not None})
     except OSError as error:

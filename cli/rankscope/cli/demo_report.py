@@ -102,6 +102,7 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
         "lost_gpu_seconds": verdict.lost_gpu_seconds,
         "cause": {
             "phase": verdict.cause.phase,
+            "bound": verdict.cause.bound,
             "frames": [
                 {"function": f.function, "file": PurePath(f.file).name, "line": f.line, "share": round(f.share, 3)}
                 for f in verdict.cause.frames

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from rankscope.analysis.verdict import Confidence, Kind, Severity, Verdict
+from rankscope.analysis.verdict import DEVICE, HOST, Confidence, Kind, Severity, Verdict
 from rankscope.analysis.windows import FrameSeen
 from rankscope.analysis.wording import ranks
 
+_LATE = {False: "its host is late", True: "its input is late"}
 MARKS = {Severity.NONE: "·", Severity.WARNING: "!", Severity.ALARM: "✗"}
 
 
@@ -40,10 +41,15 @@ def because(verdict: Verdict) -> str:
         return " because it is starved of CPU"
     if cause.phase == "throttled":
         return f" because its GPU is throttled ({cause.evidence})"
-    if place and cause.phase != "unknown":
-        return f" because of {place} ({cause.frames[0].function}, {cause.phase})"
+    if cause.bound == DEVICE:
+        return f" because its GPU is slow ({cause.evidence})"
     if place:
-        return f" because of {place} ({cause.frames[0].function})"
+        phase = f", {cause.phase}" if cause.phase != "unknown" else ""
+        who = _LATE[cause.phase == "input"] + ", at " if cause.bound == HOST else "of "
+        return f" because {who}{place} ({cause.frames[0].function}{phase})"
+    if cause.bound == HOST:
+        where = f" in its {cause.phase} phase" if cause.phase not in ("unknown", "input") else ""
+        return f" because {_LATE[cause.phase == 'input']}{where}"
     return f" in its {cause.phase} phase" if cause.phase != "unknown" else ""
 
 

@@ -17,17 +17,18 @@ def rank_table(windows: Sequence[window_pb2.RankWindow], culprits: Sequence[int]
     table = Table(box=None, pad_edge=False, header_style="bold")
     places = ("phase", "hottest own line") if stacks else ()
     devices = ("GPU", "tensor") if any(window.HasField("gpu") for window in windows) else ()
-    for name in ("rank", "pid", "step", "self", "wait", "input", "MFU", "CPU", *devices, *places):
+    ahead = ("ahead",) if any(window.HasField("run_ahead_seconds") for window in windows) else ()
+    for name in ("rank", "pid", "step", "self", "wait", "input", *ahead, "MFU", "CPU", *devices, *places):
         table.add_column(name, justify="left" if name in places else "right", no_wrap=True)
     for window in windows:
         culprit = window.identity.rank in culprits
         mark = Text(f"{window.identity.rank}", style="bold red" if culprit else "")
-        cells = [*_cells(window), *(_gpu(window) if devices else ()), *(_places(window) if stacks else ())]
+        cells = [*_cells(window, bool(ahead)), *(_gpu(window) if devices else ()), *(_places(window) if stacks else ())]
         table.add_row(mark, *cells, style="red" if culprit else "")
     return table
 
 
-def _cells(window: window_pb2.RankWindow) -> list[str]:
+def _cells(window: window_pb2.RankWindow, ahead: bool) -> list[str]:
     steps = window.steps if window.HasField("steps") else 0
     causes = window.causes
     return [
@@ -36,6 +37,7 @@ def _cells(window: window_pb2.RankWindow) -> list[str]:
         milliseconds(causes.self / steps) if steps and causes.HasField("self") else "–",
         milliseconds(causes.wait / steps) if steps and causes.HasField("wait") else "–",
         milliseconds(causes.input / steps) if steps and causes.HasField("input") else "–",
+        *([_ahead(window)] if ahead else []),
         f"{window.mfu_ratio:.0%}" if window.HasField("mfu_ratio") else "–",
         _cpu(window),
     ]
@@ -56,6 +58,11 @@ def _gpu(window: window_pb2.RankWindow) -> list[str]:
 
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms"
+
+
+def _ahead(window: window_pb2.RankWindow) -> str:
+    """How far the host is ahead of the device: nothing to speak of means that the device waits for its host."""
+    return milliseconds(window.run_ahead_seconds) if window.HasField("run_ahead_seconds") else "–"
 
 
 def _cpu(window: window_pb2.RankWindow) -> str:

@@ -75,6 +75,9 @@ def _screen(jobs: Iterable[job_service_pb2.JobStatus], most_ranks: int, width: i
             facts.append(f"MFU {job.mfu_ratio:.0%}")
         if job.HasField("exposed_communication_ratio"):
             facts.append(f"exposed communication {job.exposed_communication_ratio:.0%}")
+        sources = sorted({window.wait_source for window in job.ranks} - {""})
+        if sources:
+            facts.append(f"wait by {', '.join(sources)}")
         lost = loss(verdict)
         parts.append(Text(f"{job.job}  {'  '.join(facts)}", style="bold"))
         parts.append(Text(f"{MARKS[verdict.severity]} {headline(verdict)}{'; ' + lost if lost else ''}", style=style))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -31,12 +31,21 @@ def plain(job: SyntheticJob, number: int, evidence: Mapping[int, RankEvidence]) 
     return replace(job.window(np.random.default_rng(0), number, evidence), columns=columns_of(rows))
 
 
+def blind(job: SyntheticJob, number: int, evidence: Mapping[int, RankEvidence]) -> JobWindow:
+    """Of ranks whose probe counts steps and cannot tell what they wait for."""
+    window = job.window(np.random.default_rng(0), number, evidence)
+    unknown = np.full(job.world_size, np.nan)
+    columns = replace(window.columns, self_seconds=unknown, wait_seconds=unknown, transfer_seconds=unknown)
+    return replace(window, columns=columns)
+
+
 def watch(
     *captures: SyntheticJob,
     steps: int = 5,
     seed: int = 0,
     after: int = 0,
     evidence: Mapping[int, RankEvidence] | None = None,
+    between: Callable[[SyntheticJob, int, Mapping[int, RankEvidence]], JobWindow] = plain,
 ) -> Iterator[Verdict]:
     """The verdict after each capture, and then after each of so many windows more."""
     random, fleet = np.random.default_rng(seed), FleetJudge()
@@ -44,13 +53,13 @@ def watch(
     seen = evidence if evidence is not None else stacks()
     for job in captures:
         for _ in range(APART - 1):
-            fleet.evaluate({"job": plain(job, number, seen)})
+            fleet.evaluate({"job": between(job, number, seen)})
             number += 1
         window = replace(job.but(steps=steps).window(random, number, seen), is_captured=True)
         number += 1
         yield fleet.evaluate({"job": window})["job"]
     for _ in range(after):
-        yield fleet.evaluate({"job": plain(HEALTHY, number, seen)})["job"]
+        yield fleet.evaluate({"job": between(HEALTHY, number, seen)})["job"]
         number += 1
 
 
@@ -94,10 +103,12 @@ def test_stacks_are_judged_as_if_there_were_no_captures_while_these_find_nothing
 
 
 def test_captures_speak_for_a_job_of_which_no_stacks_are_taken() -> None:
-    *_, last = watch(*[HEALTHY] * 5, after=2, evidence={})
+    *_, last = watch(*[HEALTHY] * 6, after=2, evidence={})
     assert (last.kind, last.confidence) == (Kind.HEALTHY, Confidence.LOW)
     *_, early = watch(*[HEALTHY] * 3, after=2, evidence={})
     assert early.kind is Kind.INSUFFICIENT_DATA
+    *_, soon = watch(*[HEALTHY] * 5, after=2, evidence={})
+    assert (soon.kind, soon.reason) == (Kind.INSUFFICIENT_DATA, "2 of 3 windows compared (in captured steps)")
 
 
 def test_the_cause_is_looked_for_in_the_stacks_around_a_capture() -> None:
@@ -106,3 +117,32 @@ def test_the_cause_is_looked_for_in_the_stacks_around_a_capture() -> None:
     *_, last = watch(*[SLOW.but(extra=only_self)] * 6, evidence=stacks(slow_rank=2))
     assert (last.kind, last.cause.phase) == (Kind.SLOW_RANK, "forward")
     assert [frame.function for frame in last.cause.frames] == ["spin"]
+
+
+@pytest.mark.parametrize(("steps", "captures", "between"), [(5, 6, 20), (2, 14, 20), (5, 6, 3)])
+def test_captures_speak_for_ranks_whose_probe_does_not_see_what_they_wait_for(
+    steps: int, captures: int, between: int
+) -> None:
+    """Also where a window holds fewer steps than are compared."""
+
+    def window(job: SyntheticJob, number: int, evidence: Mapping[int, RankEvidence]) -> JobWindow:
+        return blind(job.but(steps=between), number, evidence)
+
+    verdicts = list(watch(*[SLOW] * captures, steps=steps, after=7 * APART, between=window))
+    named, after = verdicts[captures - 1 : captures + 2 * APART], verdicts[-5:]
+    assert {(verdict.kind, verdict.culprits, verdict.confidence) for verdict in named} == {
+        (Kind.SLOW_RANK, (2,), Confidence.LOW)
+    }
+    assert all(verdict.reason.endswith("(in captured steps)") for verdict in named)
+    assert {verdict.kind for verdict in after} == {Kind.HEALTHY}  # by stacks
+    assert not any(verdict.is_alarm for verdict in verdicts[: captures - 1])
+    healthy = list(watch(*[HEALTHY] * captures, steps=steps, after=APART, between=window, evidence={}))
+    assert {verdict.kind for verdict in healthy[captures:]} == {Kind.HEALTHY}
+
+
+def test_without_captures_a_blind_job_says_on_how_many_ranks_waiting_is_measured() -> None:
+    fleet = FleetJudge()
+    for number in range(5):
+        verdict = fleet.evaluate({"job": blind(HEALTHY, number, {})})["job"]
+    assert verdict.kind is Kind.INSUFFICIENT_DATA
+    assert verdict.reason.startswith("waiting on others is measured on 0 of 4 ranks")

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rankscope.analysis.fleet import FleetJudge
 from rankscope.analysis.policy import DEFAULT_POLICY
-from rankscope.analysis.throttles import merge_gpus, name_throttle
+from rankscope.analysis.throttles import compare_errors, merge_gpus, name_throttle
 from rankscope.analysis.verdict import Kind, Verdict
 from rankscope.analysis.windows import GpuEvidence, RankEvidence
 from tests.unit.analysis.synthetic import SyntheticJob
@@ -65,6 +66,52 @@ def test_windows_are_averaged() -> None:
     assert merged is not None and merged.sm_clock_hertz == 1300 * MHZ
     assert merged.throttled_shares["hw_thermal"] == pytest.approx(0.2)
     assert merge_gpus([]) is None
+
+
+NO_ERRORS = replace(
+    HEALTHY, seconds=10.0, ecc_uncorrected_errors=0, ecc_corrected_errors=0, xids=0, row_remap_pending=False
+)
+
+
+def test_errors_of_several_windows_are_summed() -> None:
+    first = replace(NO_ERRORS, seconds=2.0, ecc_corrected_errors=5, xids=None, row_remap_pending=True)
+    second = replace(NO_ERRORS, seconds=2.0, ecc_corrected_errors=7, ecc_uncorrected_errors=1, row_remap_pending=None)
+    merged = merge_gpus([first, second])
+    assert merged is not None
+    assert (merged.ecc_corrected_errors, merged.ecc_uncorrected_errors, merged.ecc_errors) == (12, 1, 13)
+    assert (merged.xids, merged.row_remap_pending, merged.seconds) == (0, True, 4.0)
+    unknown = merge_gpus([HEALTHY, HEALTHY])
+    assert unknown is not None
+    assert (unknown.ecc_errors, unknown.xids, unknown.row_remap_pending) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("mine", "peers", "says"),
+    [
+        ({"ecc_corrected_errors": 12}, [{}] * 3, "12 ECC errors on its GPU in 10 s, its peers none"),
+        (
+            {"ecc_corrected_errors": 1200, "ecc_uncorrected_errors": 2, "xids": 1},
+            [{}] * 3,
+            "1,202 ECC errors (2 uncorrected) and 1 XID error on its GPU in 10 s, its peers none",
+        ),
+        ({"row_remap_pending": True}, [{}] * 3, "a pending row remap on its GPU in 10 s, its peers none"),
+        ({"xids": 3}, [{}, {}, {"xids": 1}], "3 XID errors on its GPU in 10 s, most of its peers none"),
+        ({"xids": 3, "seconds": 0.0}, [{}], "3 XID errors on its GPU, its peers none"),
+        ({}, [{}] * 3, ""),
+        ({"xids": 3}, [{"xids": 1}] * 3, ""),  # all have them: a fault of the program, more likely
+        ({"xids": 3}, [{"xids": None}] * 3, ""),  # nothing to compare with
+        ({"xids": 3}, [], ""),
+        ({}, [{"xids": 3}] * 3, ""),
+    ],
+)
+def test_errors_that_the_peers_do_not_have_are_named(
+    mine: dict[str, Any], peers: list[dict[str, Any]], says: str
+) -> None:
+    assert compare_errors(replace(NO_ERRORS, **mine), [replace(NO_ERRORS, **peer) for peer in peers]) == says
+
+
+def test_without_a_gpu_there_are_no_errors_to_name() -> None:
+    assert compare_errors(None, [NO_ERRORS]) == ""
 
 
 def verdict_of(job: SyntheticJob, gpus: Mapping[int, GpuEvidence]) -> Verdict:
