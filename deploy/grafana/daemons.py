@@ -47,7 +47,7 @@ def _numbers() -> list[Panel]:
         stat("Ranks watched", "On the chosen nodes.", Query(f"sum({of_nodes('rankscope_daemon_ranks')})"), "none"),
         stat(
             "Over budget",
-            "Daemons that use more CPU than they may; they sample stacks less often until they do not.",
+            "Daemons that use more CPU than they may; they record stacks less until they do not.",
             Query(f"count({of_nodes('rankscope_daemon_budget_ratio')} > 1) or 0 * count({DAEMON})"),
             "none",
             ((None, GOOD), (1, WARN)),
@@ -88,7 +88,7 @@ def _processor() -> Panel:
 def _budget() -> Panel:
     return timeseries(
         "CPU against the budget",
-        "Above 100 % stacks are sampled less often.",
+        "Above 100 % stacks are recorded less.",
         [Query(f"topk({SHOWN}, {of_nodes('rankscope_daemon_budget_ratio')})", "{{node}}")],
         "percentunit",
         thresholds=((None, GOOD), (1, WARN)),
@@ -116,10 +116,11 @@ def _collectors() -> Panel:
 def _ranks() -> Panel:
     return timeseries(
         "Ranks, and how often their stacks are read",
-        "The rate falls when a daemon is over its budget.",
+        "Over its budget, a daemon lowers the rate to 5 Hz, and then records each rank for a part of the time only.",
         [
             Query(f"sum({of_nodes('rankscope_daemon_ranks')})", "ranks"),
-            Query(f"min({of_nodes('rankscope_daemon_stack_rate_hertz')})", "stacks a second, lowest"),
+            Query(f"min({of_nodes('rankscope_daemon_stack_rate_hertz')})", "stacks a second while recorded, lowest"),
+            Query(f"min({of_nodes('rankscope_daemon_stack_recorded_ratio')})", "share of time recorded, lowest"),
             Query(f"sum({of_nodes('rankscope_daemon_rank_conflicts')})", "claimed by two processes"),
         ],
         "short",

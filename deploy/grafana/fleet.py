@@ -74,7 +74,7 @@ def _numbers() -> list[Panel]:
 def _jobs() -> Panel:
     step = f'quantile by (job) (0.5, rankscope_rank_step_seconds{{quantile="0.5"}}{OURS})'
     mfu = f"avg by (job) (rankscope_rank_mfu_ratio{OURS})"
-    exposed = f"avg by (job) ({queries.wait_ratio(EVERY)}{OURS})"
+    exposed = f"avg by (job) ({queries.wait_ratio(EVERY, EVERY)}{OURS})"
     worst = f"max by (job) ({queries.self_ratio(EVERY, JOBS)})"
     columns = [
         (Query(f"max by (job) (rankscope_job_lost_gpu_seconds_total{{{JOBS}}}) / 3600"), "Lost GPU-hours"),
@@ -144,7 +144,7 @@ def _mfu() -> Panel:
 
 
 def _exposed() -> Panel:
-    alone = f"avg by (job) ({queries.wait_ratio(EVERY)}{OURS})"
+    alone = f"avg by (job) ({queries.wait_ratio(EVERY, EVERY)}{OURS})"
     return timeseries(
         "Exposed communication by job, highest",
         f"Share of the step spent waiting for others, mean of the ranks; the {SHOWN} highest.",

@@ -39,6 +39,7 @@ def job() -> dict[str, Any]:
             Line(9, [_worst_over_time(), _all_over_time()]),
             Line(7, [_causes(), _step()]),
             Line(7, [_mfu(), _exposed()]),
+            Line(7, [_hosts(), _bound(), _groups()]),
             Line(9, [_ranks()]),
             Line(7, [_phases(), _throttling()]),
         ],
@@ -177,6 +178,48 @@ def _exposed() -> Panel:
         ],
         "percentunit",
         thresholds=queries.EXPOSED,
+    )
+
+
+def _hosts() -> Panel:
+    ahead = f"rankscope_rank_run_ahead_seconds{{{THE_JOB}}}"
+    return timeseries(
+        "Device steps, and their hosts",
+        "Steps are timed on the device, and hosts enqueue work ahead of it. A slow rank that is least ahead has a late "
+        "host; one that is far ahead has a slow device. CUDA only; host time needs metrics_detail = full.",
+        [
+            Query(f'quantile(0.5, rankscope_rank_step_seconds{{{THE_JOB},quantile="0.5"}})', "step, on the device"),
+            Query(f"quantile(0.5, rankscope_rank_host_seconds{{{THE_JOB}}})", "step, on the host"),
+            Query(f"quantile(0.5, {ahead})", "host is ahead by, median"),
+            Query(f"min({ahead})", "host is ahead by, least"),
+        ],
+        "s",
+    )
+
+
+def _bound() -> Panel:
+    bound = f"max by (job, rank) (rankscope_rank_device_bound{{{THE_JOB}}})"
+    return timeseries(
+        "Ranks by what holds them up",
+        "device: the host runs ahead of it, which is what you want. host: the device waits for its host. CUDA only.",
+        [Query(f"count({bound} == 1)", "device"), Query(f"count({bound} == 0)", "host")],
+        "none",
+        stacked=True,
+    )
+
+
+def _groups() -> Panel:
+    spans = f'rankscope_rank_group_seconds{{{THE_JOB},kind!="point_to_point"}}'
+    return timeseries(
+        "Waiting in collectives, by process group",
+        "Per step, the most that a member has beyond the least, which is that of the rank that comes last. The eight "
+        "groups that wait longest. CUDA only, of ranks without a self time of their own.",
+        [
+            Query(
+                f"topk(8, max by (group, kind) ({spans}) - min by (group, kind) ({spans}))", "{{kind}}, group {{group}}"
+            )
+        ],
+        "s",
     )
 
 

@@ -24,13 +24,29 @@ def with_cohort(value: str, ranks: str = JOB) -> str:
     return f"({info} * on (job, rank) group_left () max by (job, rank) ({value}))"
 
 
-def self_seconds(job: str = JOB) -> str:
-    return f'rankscope_rank_self_seconds{{{job},quantile="0.5"}}'
+def self_seconds(values: str = JOB, members: str = JOB) -> str:
+    """Self time of each rank; of one that does not know it, the step less what its groups say that it waits."""
+    known = f'max by (job, rank) (rankscope_rank_self_seconds{{{values},quantile="0.5"}})'
+    return f"({known} or clamp_min({_step_seconds(values)} - {_group_wait(values, members)}, 0))"
+
+
+def _step_seconds(values: str) -> str:
+    return f'max by (job, rank) (rankscope_rank_step_seconds{{{values},quantile="0.5"}})'
+
+
+def _group_wait(values: str, members: str) -> str:
+    """What each rank that is timed on a device waits in a step, as rules/recording.yaml has it. `members` chooses all
+    ranks of the groups."""
+    spans = 'rankscope_rank_group_seconds{%s,kind=~"%s"}'
+    counted = f"max by (job, rank, group, kind) ({spans % (values, 'exposed|ddp|point_to_point')})"
+    compared = f"max by (job, rank, group, kind) ({spans % (values, 'overlapped|recorder')})"
+    least = f"min by (job, group, kind) ({spans % (members, 'overlapped|recorder')})"
+    return f"sum by (job, rank) ({counted} or ({compared} - on (job, group, kind) group_left () {least}))"
 
 
 def self_ratio(values: str = JOB, ranks: str = JOB) -> str:
     """Self time of each rank against the median of its pipeline stage, or of the job where stages are not known."""
-    own = with_cohort(self_seconds(values), ranks)
+    own = with_cohort(self_seconds(values, values), ranks)
     return f"{own} / on (job, pipeline) group_left () quantile by (job, pipeline) (0.5, {own})"
 
 
@@ -39,11 +55,12 @@ def cohort_of_rank(value: str) -> str:
     return f"{with_cohort(value)} and on (job, pipeline) rankscope_rank_info{{{ONE_RANK}}}"
 
 
-def wait_ratio(job: str = JOB) -> str:
+def wait_ratio(values: str = JOB, members: str = JOB) -> str:
     """Share of its time that each rank waits for others."""
-    wait = f'max by (job, rank) (rate(rankscope_rank_cause_seconds_total{{{job},cause="wait"}}{RATE}))'
-    own = f'max by (job, rank) (rate(rankscope_rank_cause_seconds_total{{{job},cause="self"}}{RATE}))'
-    return f"{wait} / ({wait} + {own})"
+    wait = f'max by (job, rank) (rate(rankscope_rank_cause_seconds_total{{{values},cause="wait"}}{RATE}))'
+    own = f'max by (job, rank) (rate(rankscope_rank_cause_seconds_total{{{values},cause="self"}}{RATE}))'
+    on_device = f"clamp_max({_group_wait(values, members)} / {_step_seconds(values)}, 1)"
+    return f"({wait} / ({wait} + {own}) or {on_device})"
 
 
 def seconds_per_step(labels: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from deploy.grafana import queries
 from deploy.grafana.laying_out import RANK, Line, dashboard, to_job, to_node, variable
-from deploy.grafana.panels import BAD, GOOD, Panel, Query, linked, numbers_as_words, stat, table, timeseries
+from deploy.grafana.panels import BAD, GOOD, WARN, Panel, Query, linked, numbers_as_words, stat, table, timeseries
 from deploy.grafana.queries import ONE_RANK, RATE, gpu_of_rank, gpus_of_job
 
 COHORT, PEERS = "cohort, median", "GPUs of the job, median"
@@ -22,10 +22,11 @@ def rank() -> dict[str, Any]:
             variable("rank", "Rank", 'label_values(rankscope_rank_info{job="$job"}, rank)', numeric=True),
         ],
         [
-            Line(4, _numbers()),
+            Line(4, _numbers(), widths=[4, 4, 4, 3, 3, 3, 3]),
             Line(3, [_identity()]),
             Line(7, [_self(), _causes(), _cohort_causes()]),
-            Line(7, [_phases(), _processor(), _device_memory()]),
+            Line(7, [_host(), _groups(), _device_memory()]),
+            Line(7, [_phases(), _processor()]),
             Line(7, [_activity(), _clock(), _power()], heading="GPU"),
             Line(7, [_throttled(), _temperature(), _gpu_memory()]),
             Line(6, [_errors(), _traffic(), _problems()]),
@@ -53,6 +54,13 @@ def _numbers() -> list[Panel]:
         ),
         stat(
             "Waiting for others", "Share of its time. The culprit waits least.", Query(wait), "percentunit", decimals=0
+        ),
+        stat(
+            "Held up by",
+            "Whether the host runs ahead of the device, or the device waits for its host. CUDA only.",
+            Query(f"max(rankscope_rank_device_bound{{{ONE_RANK}}})"),
+            "none",
+            mappings=[numbers_as_words(_0=("host", WARN), _1=("device", GOOD))],
         ),
         stat("MFU", "In the last window.", Query(f"rankscope_rank_mfu_ratio{{{ONE_RANK}}}"), "percentunit", decimals=1),
         stat(
@@ -126,6 +134,38 @@ def _cohort_causes() -> Panel:
         [Query(median(cause), cause) for cause in queries.PARTS.split("|")],
         "s",
         stacked=True,
+    )
+
+
+def _host() -> Panel:
+    ahead = queries.cohort_of_rank(f"rankscope_rank_run_ahead_seconds{{{queries.JOB}}}")
+    return timeseries(
+        "Device step, and its host",
+        "Slow and far ahead: the device is slow. Slow and not ahead: the host gives it work too late, so look at the "
+        "stacks. Ranks that wait for a slow one are ahead as well. CUDA only; host time needs metrics_detail = full.",
+        [
+            Query(f'max(rankscope_rank_step_seconds{{{ONE_RANK},quantile="0.5"}})', "step, on the device"),
+            Query(f"max(rankscope_rank_host_seconds{{{ONE_RANK}}})", "step, on the host"),
+            Query(f"max(rankscope_rank_run_ahead_seconds{{{ONE_RANK}}})", "host is ahead by"),
+            Query(f"quantile(0.5, {ahead})", COHORT),
+        ],
+        "s",
+        beside=[COHORT],
+    )
+
+
+def _groups() -> Panel:
+    members = f"rankscope_rank_group_seconds{{{queries.JOB}}}"
+    own = f"rankscope_rank_group_seconds{{{ONE_RANK}}}"
+    return timeseries(
+        "Time in collectives, by process group",
+        "Per step, on the device. The rank that comes last has the least; what others have beyond that is waiting, but "
+        "for point_to_point, which is not compared. CUDA only, of ranks without a self time of their own.",
+        [
+            Query(f"max by (group, kind) ({own})", "{{kind}}, group {{group}}"),
+            Query(f"min by (group, kind) ({members} and on (group, kind) {own})", "{{kind}}, group {{group}}, least"),
+        ],
+        "s",
     )
 
 

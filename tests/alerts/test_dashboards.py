@@ -20,8 +20,15 @@ pytestmark = pytest.mark.timeout(600)  # whichever test comes first waits for th
 PATIENCE_SECONDS = 90.0
 FILES = sorted(FOLDER.glob("*.json"))
 # Queries that have nothing to say here, and why. Everything else must.
+NO_DEVICE = "the job runs on no CUDA device"
 EMPTY = {
-    ("rankscope-rank", "Memory of torch's allocator, and of the process", "A"): "the job runs on no CUDA device",
+    ("rankscope-rank", "Memory of torch's allocator, and of the process", "A"): NO_DEVICE,
+    ("rankscope-rank", "Held up by", "A"): NO_DEVICE,
+    **{("rankscope-rank", "Device step, and its host", query): NO_DEVICE for query in "BCD"},
+    **{("rankscope-rank", "Time in collectives, by process group", query): NO_DEVICE for query in "AB"},
+    **{("rankscope-job", "Device steps, and their hosts", query): NO_DEVICE for query in "BCD"},
+    **{("rankscope-job", "Ranks by what holds them up", query): NO_DEVICE for query in "AB"},
+    ("rankscope-job", "Waiting in collectives, by process group", "A"): NO_DEVICE,
     ("rankscope-daemon", "Ranks nobody could measure", "A"): "a process that lives can be measured",
 }
 MAY_BE_EMPTY = {"namespace", "pod", "pipeline", "tensor", "data"}

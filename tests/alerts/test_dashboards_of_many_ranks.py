@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
@@ -16,22 +17,42 @@ from tests.prometheus_tools import binary
 RANKS, STAGES = 512, 4
 SLOW = {7: 2.0, 300: 1.3}  # how much longer than the others of their stage
 HISTORY_SECONDS, STEP_SECONDS = 120, 15
-VARIABLES = {"job": "big", "rows": "2", "__rate_interval": "1m", "__range": "2m", "__interval": "15s"}
+VARIABLES = {"rows": "2", "__rate_interval": "1m", "__range": "2m", "__interval": "15s"}
+
+each_job = pytest.mark.parametrize("job", ["big", "sharded"])
 
 
 def history(end: int) -> Iterator[str]:
     """Stages work for different times, as they do: the last one twice as long."""
     moments = range(end - HISTORY_SECONDS, end + 1, STEP_SECONDS)
     yield "# TYPE rankscope_rank_info gauge"
-    for rank in range(RANKS):
-        labels = f'job="big",rank="{rank}",pipeline="{stage(rank)}",node="n{rank // 8}",pid="{rank}"'
+    for job, rank in product(("big", "sharded"), range(RANKS)):
+        labels = f'job="{job}",rank="{rank}",pipeline="{stage(rank)}",node="n{rank // 8}",pid="{rank}"'
         yield from (f"rankscope_rank_info{{{labels}}} 1 {moment}" for moment in moments)
     yield "# TYPE rankscope_rank_self_seconds gauge"
     for rank in range(RANKS):
         own = 0.1 * (2 if stage(rank) == STAGES - 1 else 1) * SLOW.get(rank, 1.0)
         labels = f'job="big",rank="{rank}",quantile="0.5"'
         yield from (f"rankscope_rank_self_seconds{{{labels}}} {own} {moment}" for moment in moments)
+    yield from sharded_history(moments)
     yield "# EOF"
+
+
+def sharded_history(moments: range) -> Iterator[str]:
+    """A job that shards its parameters: its ranks know how long they are in collectives, and not what they wait. What
+    the collectives themselves take, 0.01 s, is the same for all members of a group: the ranks of one stage."""
+    steps, spans = [], []
+    for rank in range(RANKS):
+        labels, group = f'job="sharded",rank="{rank}"', f'group="{stage(rank):x}",kind="overlapped"'
+        slowest = max([factor for slow, factor in SLOW.items() if stage(slow) == stage(rank)], default=1.0)
+        span = 0.01 + 0.1 * (slowest - SLOW.get(rank, 1.0))
+        for moment in moments:
+            steps.append(f'rankscope_rank_step_seconds{{{labels},quantile="0.5"}} {0.1 * slowest} {moment}')
+            spans.append(f"rankscope_rank_group_seconds{{{labels},{group}}} {span} {moment}")
+    yield "# TYPE rankscope_rank_step_seconds gauge"
+    yield from steps
+    yield "# TYPE rankscope_rank_group_seconds gauge"
+    yield from spans
 
 
 def stage(rank: int) -> int:
@@ -49,21 +70,25 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         yield prometheus
 
 
-def shown(prometheus: Prometheus, title: str) -> dict[str, float]:
+def shown(prometheus: Prometheus, job: str, title: str) -> dict[str, float]:
     """Rows in the order in which they come, with the last value of each."""
     panel = next(panel for panel in panels(FOLDER / "rankscope-job.json") if panel["title"] == title)
-    expression = filled(panel["targets"][0]["expr"], **VARIABLES)
+    expression = filled(panel["targets"][0]["expr"], job=job, **VARIABLES)
     answer = prometheus.query_range(expression, seconds=HISTORY_SECONDS, step_seconds=STEP_SECONDS)
     name = panel["targets"][0]["legendFormat"].strip("{}")
     return {series["metric"][name]: float(series["values"][-1][1]) for series in answer}
 
 
-def test_every_rank_has_its_row_in_order_of_rank_and_is_held_against_its_own_stage(prometheus: Prometheus) -> None:
-    rows = shown(prometheus, "Self time against the cohort, all ranks")
+@each_job
+def test_every_rank_has_its_row_in_order_of_rank_and_is_held_against_its_own_stage(
+    prometheus: Prometheus, job: str
+) -> None:
+    rows = shown(prometheus, job, "Self time against the cohort, all ranks")
     assert list(rows) == [f"{rank:05}" for rank in range(RANKS)]
     assert {int(row): round(ratio, 3) for row, ratio in rows.items() if abs(ratio - 1) > 0.01} == SLOW
 
 
-def test_only_the_worst_ranks_are_shown_and_the_same_ones_at_every_moment(prometheus: Prometheus) -> None:
-    rows = shown(prometheus, "Self time against the cohort, worst ranks")
+@each_job
+def test_only_the_worst_ranks_are_shown_and_the_same_ones_at_every_moment(prometheus: Prometheus, job: str) -> None:
+    rows = shown(prometheus, job, "Self time against the cohort, worst ranks")
     assert {int(row): round(ratio, 3) for row, ratio in rows.items()} == SLOW
