@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup prometheus demo test captures kube ship lint proto docs dashboards chart bench fuzz dist images lock audit clean
+.PHONY: help setup prometheus demo test frameworks captures kube ship lint proto docs dashboards chart bench fuzz dist images lock audit clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,6 +23,10 @@ demo: setup  ## a real 4-rank job with a slow rank, and Rankscope finding it
 test: setup prometheus lint  ## lint, then all tests
 	@tools/setup_grafana_schema.sh
 	@$(BIN)/python -m tools.run_tests
+
+frameworks: setup  ## real jobs of every framework, each with every fault, in an environment of their own (.venv-frameworks, 1.2 GB); takes an hour
+	@tools/setup_frameworks.sh
+	@$(BIN)/python -m pytest -q tests/frameworks
 
 captures: setup  ## captures of real jobs in namespaces of their own, and the demo's faults by the job's own numbers; needs root, takes eight minutes
 	@$(BIN)/python -m pytest -q tests/captures
@@ -56,8 +60,9 @@ lint: setup  ## ruff, mypy --strict, the layer contract, fresh generated files
 proto: setup  ## regenerate the Python code of proto/
 	@$(BIN)/python tools/generate_protos.py
 
-docs: setup  ## regenerate docs/metrics.md from the exporters
+docs: setup  ## regenerate docs/metrics.md from the exporters and the table of docs/frameworks.md
 	@$(BIN)/python -m tools.generate_metrics_page
+	@$(BIN)/python -m tests.frameworks.matrix
 
 dashboards: setup  ## regenerate deploy/grafana/json
 	@$(BIN)/python -m deploy.grafana.dashboards
@@ -88,4 +93,4 @@ audit: setup  ## hold the images' locks against known vulnerabilities; needs a n
 	@$(BIN)/python -m tools.audit_dependencies
 
 clean:  ## remove the virtual environment and caches
-	rm -rf .venv .venv-hta .venv-release .image-wheels dist .prometheus .helm .grafana-schema .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-frameworks .venv-hta .venv-release .image-wheels dist .prometheus .helm .grafana-schema .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

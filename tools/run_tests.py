@@ -23,8 +23,8 @@ class Suite:
     command: tuple[str, ...]
 
 
-def tests(name: str, folder: str) -> Suite:
-    return Suite(name, (sys.executable, "-m", "pytest", "-q", "--durations=5", f"tests/{folder}"))
+def tests(name: str, folder: str, *options: str) -> Suite:
+    return Suite(name, (sys.executable, "-m", "pytest", "-q", "--durations=5", *options, f"tests/{folder}"))
 
 
 Lane = tuple[Suite, ...]
@@ -40,6 +40,7 @@ ROWS: tuple[tuple[Lane, ...], ...] = (
     ),
     ((tests("integration tests (real processes)", "integration"),),),
     ((tests("end-to-end tests (real training jobs)", "e2e"),),),
+    ((tests("a few frameworks (real training jobs)", "frameworks", "-m", "representative"),),),
     ((tests("alerts and dashboards (a real Prometheus)", "alerts"),),),
 )
 

@@ -1,0 +1,160 @@
+"""Which frameworks are tried, and what has to be true of each. Tests and docs/frameworks.md are made from this table.
+
+To add a framework: a job in `jobs/`, a row here, and `python -m tests.frameworks.matrix` for the page."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankscope.analysis.verdict import Kind
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = ROOT / "docs" / "frameworks.md"
+NONE, HOST, INPUT, BACKWARD = "none", "host", "input", "backward"
+FAULTS = (HOST, INPUT, BACKWARD)
+DDP_TIMERS, BLOCKING_CALLS = "ddp timers", "blocking calls"
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One row. Every job runs four ranks over gloo, and rank 2 is the one with the fault."""
+
+    key: str
+    title: str
+    script: str
+    source: str  # of the wait, as the window names it
+    arguments: tuple[str, ...] = ()
+    package: str = ""  # what has to be installed beyond torch, by the name it is imported by
+    kind: Kind = Kind.SLOW_RANK
+    stage: int | None = None
+    peers: tuple[int, ...] = (0, 1, 3)  # who does the same work as the slow rank
+    not_applicable: tuple[tuple[str, str], ...] = ()  # fault, and why it cannot be had
+    limit: str = ""  # what a reader has to know
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        left_out = dict(self.not_applicable)
+        return tuple(fault for fault in FAULTS if fault not in left_out)
+
+    @property
+    def names_line(self) -> bool:
+        """Stages run different code, so a slow one is not compared line by line."""
+        return self.kind is Kind.SLOW_RANK
+
+
+def _compiled(what: str, title: str, source: str) -> Framework:
+    return Framework(
+        f"compiled_{what}", f"`torch.compile` of {title}", "compiled.py", source, (what, "aot_eager"), limit=_COMPILED
+    )
+
+
+_ALSO_DDP = "it wraps the model in DistributedDataParallel"
+_COMPILED = "tried with the backend aot_eager; what a compiled graph communicates by itself is not seen on the CPU"
+_SKIPPED = "the scaler skips every tenth step of the job"
+_STAGES = "stages run different code, so the verdict names the stage and no line"
+
+MATRIX: tuple[Framework, ...] = (
+    Framework("ddp", "DDP", "ddp.py", DDP_TIMERS),
+    Framework("ddp_no_sync", "DDP, `no_sync` accumulation", "ddp_no_sync.py", DDP_TIMERS),
+    Framework("fsdp1", "FSDP1", "fsdp1.py", BLOCKING_CALLS),
+    Framework("fsdp2", "FSDP2 (`fully_shard`)", "fsdp2.py", BLOCKING_CALLS),
+    Framework("hsdp", "HSDP (FSDP2, 2 × 2 mesh)", "hsdp.py", BLOCKING_CALLS),
+    Framework("tensor_parallel", "tensor parallel (DTensor)", "tensor_parallel.py", BLOCKING_CALLS),
+    Framework(
+        "pipeline_stages",
+        "pipeline (`torch.distributed.pipelining`), 4 stages",
+        "pipeline.py",
+        BLOCKING_CALLS,
+        ("4",),
+        kind=Kind.SLOW_STAGE,
+        stage=2,
+        limit=_STAGES,
+    ),
+    Framework(
+        "pipeline_replicas", "pipeline, 2 stages × 2 replicas", "pipeline.py", BLOCKING_CALLS, ("2",), peers=(3,)
+    ),
+    Framework("handwritten", "hand-written, flat buffer and `all_reduce`", "handwritten.py", BLOCKING_CALLS),
+    Framework(
+        "amp", "DDP, AMP with GradScaler", "amp.py", DDP_TIMERS, limit="every tenth step is skipped by the scaler"
+    ),
+    Framework("two_optimizers", "DDP, two models and optimizers (GAN)", "two_optimizers.py", DDP_TIMERS),
+    _compiled("ddp", "DDP", DDP_TIMERS),
+    _compiled("fsdp2", "FSDP2", BLOCKING_CALLS),
+    _compiled("handwritten", "the hand-written loop", BLOCKING_CALLS),
+    Framework(
+        "hf_trainer", "Hugging Face Trainer", "hf_trainer.py", DDP_TIMERS, package="transformers", limit=_ALSO_DDP
+    ),
+    Framework("accelerate", "Accelerate", "accelerate_ddp.py", DDP_TIMERS, package="accelerate", limit=_ALSO_DDP),
+    Framework("lightning", "Lightning", "lightning_ddp.py", DDP_TIMERS, package="pytorch_lightning", limit=_ALSO_DDP),
+    *(
+        Framework(
+            f"deepspeed_zero{stage}",
+            f"DeepSpeed ZeRO-{stage}",
+            "deepspeed_zero.py",
+            BLOCKING_CALLS,
+            (str(stage),),
+            package="deepspeed",
+        )
+        for stage in (1, 2, 3)
+    ),
+)
+
+# In `make test`: torch alone, about half a minute each.
+REPRESENTATIVE = frozenset(
+    {
+        ("fsdp2", HOST),
+        ("handwritten", INPUT),
+        ("tensor_parallel", HOST),
+        ("pipeline_replicas", HOST),
+        ("ddp_no_sync", HOST),
+        ("ddp", BACKWARD),
+    }
+)
+
+
+def cells() -> list[tuple[Framework, str]]:
+    return [(framework, fault) for framework in MATRIX for fault in (NONE, *framework.faults)]
+
+
+def table() -> str:
+    """The table of docs/frameworks.md."""
+    lines = [
+        "| framework | step | wait | verdict | source of wait | know that |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in MATRIX:
+        package = f" (`{row.package}`)" if row.package else ""
+        verdict = f"`{row.kind.value}`" if row.names_line else f"`{row.kind.value}` {row.stage}"
+        tried = ", ".join(row.faults)
+        missing = "".join(f"; {fault} not supported: {why}" for fault, why in row.not_applicable)
+        lines.append(
+            f"| {row.title}{package} | tested | tested | {verdict}: {tried}, healthy twin{missing} "
+            f"| {row.source} | {row.limit} |"
+        )
+    return "\n".join(lines)
+
+
+_BEGIN, _END = "<!-- table: python -m tests.frameworks.matrix -->\n", "\n<!-- end of table -->"
+
+
+def page_with_table(page: str) -> str:
+    before, begin, rest = page.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise ValueError(f"{PAGE.name} has no place for the table")
+    return f"{before}{begin}{table()}{end}{after}"
+
+
+def main() -> int:
+    page = PAGE.read_text()
+    fresh = page_with_table(page)
+    if "--check" in sys.argv[1:]:
+        return int(page != fresh)
+    PAGE.write_text(fresh)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

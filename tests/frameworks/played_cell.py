@@ -1,0 +1,267 @@
+"""Plays one cell of the matrix: a real job, a daemon that is told nothing of its fault, and what it says over time."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from statistics import median
+
+from rankscope.analysis.verdict import Confidence, Kind, Verdict
+from rankscope.cli.standalone import Standalone
+from rankscope.daemon.config import resolve
+from rankscope.operator.correlation.correlator import JobState
+from rankscope.v1 import window_pb2
+from tests.frameworks.job_process import DELAY_SECONDS, RANKS, FrameworkJob
+
+NO_FAULT = "none"
+# Ticks (one per window) that say something, before the fault and after its alarm.
+SETTLED_TICKS = 3
+HEALTHY_TICKS = 10
+TICKS_AFTER_ALARM = 2
+# A busy machine gives few stacks; the cause may be complete that many ticks later.
+TICKS_FOR_CAUSE = 10
+# Limits, not expectations.
+SETTLE_SECONDS = 120.0
+ALARM_SECONDS = 90.0
+
+
+@dataclass(frozen=True)
+class Heard:
+    """One tick: the verdict and every rank's window."""
+
+    at_monotonic: float
+    verdict: Verdict
+    windows: tuple[window_pb2.RankWindow, ...]
+
+    @property
+    def is_judged(self) -> bool:
+        """By steps: stacks alone may say something before every rank has made some, with low confidence."""
+        stepped = [window for window in self.windows if window.steps and window.HasField("step")]
+        is_sure = self.verdict.confidence is Confidence.HIGH and self.verdict.kind is not Kind.INSUFFICIENT_DATA
+        return is_sure and len(stepped) == RANKS
+
+    def __str__(self) -> str:
+        verdict = self.verdict
+        who = f" {list(verdict.culprits)}" if verdict.culprits else ""
+        stage = "" if verdict.stage is None else f" stage {verdict.stage}"
+        impact = "" if verdict.impact_ratio is None else f", costs {verdict.impact_ratio:.1%}"
+        frames = ", ".join(f"{PurePath(f.file).name}:{f.line} {f.function} {f.share:.0%}" for f in verdict.cause.frames)
+        cause = f"; {verdict.cause.phase}: {frames}" if verdict.kind.is_finding else ""
+        return f"{verdict.kind.value} {verdict.severity.value}{who}{stage}{impact}{cause} ({verdict.reason})"
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """Over the windows of a stretch, in seconds a step; None where nothing was measured. A step is the mean of all,
+    self and wait are medians of the windows."""
+
+    rank: int
+    step_seconds: float | None
+    self_seconds: float | None
+    wait_seconds: float | None
+
+    def __str__(self) -> str:
+        shown = [f"{name} {_ms(getattr(self, f'{name}_seconds'))}" for name in ("step", "self", "wait")]
+        return f"rank {self.rank}: {', '.join(shown)}"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Ticks of one state of the job: healthy, or with its fault."""
+
+    ticks: tuple[Heard, ...]
+    own_step_seconds: float | None  # the job's own measurement of the same steps
+
+    @property
+    def ranks(self) -> tuple[RankFigures, ...]:
+        return tuple(self._figures(rank) for rank in range(RANKS))
+
+    def step_seconds(self, rank: int) -> float | None:
+        """Mean over all steps that the windows of this stretch report."""
+        windows = [w for w in self._windows(rank) if w.HasField("step") and w.steps]
+        steps = sum(window.steps for window in windows)
+        return sum(window.step.mean_seconds * window.steps for window in windows) / steps if steps else None
+
+    def _windows(self, rank: int) -> list[window_pb2.RankWindow]:
+        return [window for tick in self.ticks for window in tick.windows if window.identity.rank == rank]
+
+    def _figures(self, rank: int) -> RankFigures:
+        windows = self._windows(rank)
+
+        def middle(name: str) -> float | None:
+            values = [getattr(window, name).mean_seconds for window in windows if window.HasField(name)]
+            return median(values) if values else None
+
+        return RankFigures(rank, self.step_seconds(rank), middle("self"), middle("wait"))
+
+
+@dataclass(frozen=True)
+class PlayedCell:
+    fault: str
+    heard: tuple[Heard, ...]
+    healthy: Stretch
+    faulty: Stretch | None
+    fault_at_monotonic: float | None
+    alarm_at_monotonic: float | None
+
+    @property
+    def last(self) -> Verdict:
+        return self.heard[-1].verdict
+
+    @property
+    def seconds_to_alarm(self) -> float | None:
+        if self.fault_at_monotonic is None or self.alarm_at_monotonic is None:
+            return None
+        return self.alarm_at_monotonic - self.fault_at_monotonic
+
+    @property
+    def true_impact_ratio(self) -> float | None:
+        """What the fault costs by the job's own clock. Not against the healthy stretch: how busy the machine is changes
+        between the two, and all of the delay is on the critical path."""
+        own = self.faulty.own_step_seconds if self.faulty else None
+        return DELAY_SECONDS / own if own else None
+
+    @property
+    def wait_sources(self) -> tuple[str, ...]:
+        """Where the wait comes from, by name, over all windows."""
+        windows = [window for tick in self.heard for window in tick.windows]
+        return tuple(sorted({name for window in windows if (name := wait_source(window))}))
+
+    def __str__(self) -> str:
+        """What a failed assertion has to show."""
+        began = self.fault_at_monotonic or self.heard[0].at_monotonic
+        lines = [f"fault {self.fault}, alarm after {_seconds(self.seconds_to_alarm)}, load {_load()}"]
+        before = None
+        for tick in self.heard:
+            text = str(tick)
+            if text.split("(")[0] != before:
+                lines.append(f"  {tick.at_monotonic - began:+6.1f} s {text}")
+            before = text.split("(")[0]
+        for name, stretch in (("healthy", self.healthy), ("faulty", self.faulty)):
+            if stretch is not None:
+                lines.append(f"  {name}, by the job's own clock {_ms(stretch.own_step_seconds)} a step:")
+                lines += [f"    {figures}" for figures in stretch.ranks]
+        impact = self.true_impact_ratio
+        lines.append(f"  true impact {'not known' if impact is None else f'{impact:.1%}'}")
+        lines.append(f"  source of wait: {', '.join(self.wait_sources) or 'none'}")
+        problems = {problem for tick in self.heard for window in tick.windows for problem in window.problems}
+        lines += [f"  problem: {problem}" for problem in sorted(problems)]
+        return "\n".join(lines)
+
+
+def wait_source(window: window_pb2.RankWindow) -> str:
+    """Empty where wait is not measured."""
+    return window.wait_source
+
+
+@dataclass
+class _Listener:
+    """Called by the correlator's thread."""
+
+    job: FrameworkJob
+    heard: list[Heard] = field(default_factory=list)
+    step_ends: list[float] = field(default_factory=list)  # of the job's own clock
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, states: tuple[JobState, ...]) -> None:
+        for state in states:
+            if state.job == self.job.name:
+                tick = Heard(time.monotonic(), state.verdict, tuple(state.windows))
+                with self.lock:
+                    self.heard.append(tick)
+                    self.step_ends += self.job.step_ends(len(self.step_ends))
+
+    def ticks(self) -> list[Heard]:
+        with self.lock:
+            return list(self.heard)
+
+    def judged(self) -> int:
+        return sum(tick.is_judged for tick in self.ticks())
+
+    def stretch(self, ticks: list[Heard]) -> Stretch:
+        """With the job's own measurement of the steps that ended in the ticks' windows."""
+        spans = [(w.start_unix_nanos * 1e-9, w.end_unix_nanos * 1e-9) for t in ticks for w in t.windows[:1]]
+        own = [
+            after - before
+            for before, after in zip(self.step_ends, self.step_ends[1:], strict=False)
+            if any(begin < after <= end for begin, end in spans)
+        ]
+        return Stretch(tuple(ticks), sum(own) / len(own) if own else None)
+
+
+def play(
+    python: Path,
+    script: str,
+    arguments: tuple[str, ...],
+    fault: str,
+    is_complete: Callable[[Verdict], bool] = lambda verdict: True,
+) -> PlayedCell:
+    """Raises JobError if the job does not run; a fault that is not found is the caller's to see. After the alarm the
+    job goes on for a few ticks, and then until `is_complete`, but not for long."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rankscope-frameworks-"))
+        config = resolve({"socket": f"{folder}/daemon.sock", "metrics_listen": "none", "captures": False}, {}).config
+        # The tests run in the same process; the daemon's budget is charged for the daemon's thread.
+        standalone = stack.enter_context(Standalone(config, own_cpu_seconds=time.thread_time))
+        job = stack.enter_context(FrameworkJob(python, script, arguments, fault))
+        listener = _Listener(job)
+        stack.callback(standalone.correlator.listen(listener))
+        job.wait_until_training()
+        settled = HEALTHY_TICKS if fault == NO_FAULT else SETTLED_TICKS
+        _wait(job, SETTLE_SECONDS, lambda: listener.judged() >= settled)
+        before = listener.ticks()
+        healthy = listener.stretch([tick for tick in before if tick.is_judged][-settled:])
+        if fault == NO_FAULT:
+            return PlayedCell(fault, tuple(before), healthy, None, None, None)
+        job.start_fault()
+        fault_at, fault_at_unix = time.monotonic(), time.time()
+        alarmed = _wait(job, ALARM_SECONDS, lambda: any(t.verdict.is_alarm for t in listener.ticks()[len(before) :]))
+        if alarmed:
+            then = len(listener.ticks())
+            _wait(job, ALARM_SECONDS, lambda: len(listener.ticks()) >= then + TICKS_AFTER_ALARM)
+            _wait(
+                job,
+                ALARM_SECONDS,
+                lambda: is_complete(listener.ticks()[-1].verdict) or len(listener.ticks()) >= then + TICKS_FOR_CAUSE,
+            )
+        heard = listener.ticks()
+        inside = [tick for tick in heard[len(before) :] if tick.is_judged and _begins(tick) > fault_at_unix]
+        return PlayedCell(
+            fault,
+            tuple(heard),
+            healthy,
+            listener.stretch(inside),
+            fault_at,
+            next((tick.at_monotonic for tick in heard[len(before) :] if tick.verdict.is_alarm), None),
+        )
+
+
+def _begins(tick: Heard) -> float:
+    return min(window.start_unix_nanos for window in tick.windows) * 1e-9
+
+
+def _wait(job: FrameworkJob, seconds: float, condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        job.check()
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _ms(seconds: float | None) -> str:
+    return "not measured" if seconds is None else f"{seconds * 1000:.1f} ms"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "never" if seconds is None else f"{seconds:.1f} s"
+
+
+def _load() -> str:
+    return Path("/proc/loadavg").read_text().strip()

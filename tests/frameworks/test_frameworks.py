@@ -1,0 +1,143 @@
+"""Frameworks tried, not assumed: real jobs of every row of the matrix, healthy and with one slow rank.
+
+`make test` plays the representative cells, `make frameworks` all of them."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path, PurePath
+
+import pytest
+
+from rankscope.analysis.verdict import Confidence, Severity, Verdict
+from tests.frameworks.job_process import JOBS, RANKS, SLOW_RANK
+from tests.frameworks.matrix import (
+    MATRIX,
+    NONE,
+    PAGE,
+    REPRESENTATIVE,
+    ROOT,
+    Framework,
+    cells,
+    page_with_table,
+)
+from tests.frameworks.played_cell import PlayedCell, Stretch, play
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+# Made by tools/setup_frameworks.sh. The environment of the tests itself has torch and no framework on top of it.
+FRAMEWORKS_PYTHON = ROOT / ".venv-frameworks" / "bin" / "python"
+STEP_TOLERANCE = 0.03
+IMPACT_TOLERANCE = 0.10
+
+
+@functools.cache
+def python_with(package: str) -> Path:
+    if not package:
+        return Path(sys.executable)
+    if not FRAMEWORKS_PYTHON.exists():
+        pytest.skip(f"{package} is not installed; next step: make frameworks")
+    found = subprocess.run([FRAMEWORKS_PYTHON, "-c", f"import {package}"], capture_output=True, text=True)
+    if found.returncode:
+        pytest.skip(f"{package} cannot be imported: {found.stderr.strip().splitlines()[-1]}")
+    return FRAMEWORKS_PYTHON
+
+
+def parameters() -> list[object]:
+    made = []
+    for framework, fault in cells():
+        marks = [pytest.mark.representative] if (framework.key, fault) in REPRESENTATIVE else []
+        made.append(pytest.param(framework, fault, id=f"{framework.key}-{fault}", marks=marks))
+    return made
+
+
+@pytest.mark.parametrize(("framework", "fault"), parameters())
+def test_the_slow_rank_of_a_real_job_is_named_and_nothing_else(framework: Framework, fault: str) -> None:
+    python = python_with(framework.package)
+    names_line = framework.names_line and fault != NONE
+    line = faulty_line(framework, fault) if names_line else None
+    played = play(
+        python, framework.script, framework.arguments, fault, lambda verdict: not names_line or line_of(verdict) == line
+    )
+    print(played)
+    check_step_time(played.healthy, played)
+    check_wait_is_measured(framework, played)
+    if fault == NONE:
+        assert not findings(played), str(played)
+        return
+    assert played.faulty is not None
+    assert played.seconds_to_alarm is not None, f"no alarm\n{played}"
+    check_verdict(framework, played)
+    check_step_time(played.faulty, played)
+    check_the_slow_rank_waits_least(framework, played.faulty, played)
+    if names_line:
+        assert line_of(played.last) == line, str(played)
+
+
+def findings(played: PlayedCell) -> list[Verdict]:
+    return [tick.verdict for tick in played.heard if tick.verdict.kind.is_finding]
+
+
+def check_verdict(framework: Framework, played: PlayedCell) -> None:
+    """From the first finding to the last, the truth and nothing else."""
+    expected = (framework.kind, (SLOW_RANK,), framework.stage)
+    for verdict in findings(played):
+        assert (verdict.kind, verdict.culprits, verdict.stage) == expected, str(played)
+        assert verdict.impact_ratio is not None and 0 < verdict.impact_ratio < 1, str(played)
+    assert (played.last.severity, played.last.confidence) == (Severity.ALARM, Confidence.HIGH), str(played)
+    assert played.last.impact_ratio == pytest.approx(played.true_impact_ratio, abs=IMPACT_TOLERANCE), str(played)
+
+
+def check_step_time(stretch: Stretch, played: PlayedCell) -> None:
+    own = stretch.own_step_seconds
+    assert own, str(played)
+    for rank in range(RANKS):
+        assert stretch.step_seconds(rank) == pytest.approx(own, rel=STEP_TOLERANCE), f"rank {rank}\n{played}"
+
+
+def check_wait_is_measured(framework: Framework, played: PlayedCell) -> None:
+    for figures in played.healthy.ranks:
+        assert figures.wait_seconds, f"rank {figures.rank}: no wait\n{played}"
+        assert figures.self_seconds, f"rank {figures.rank}: no self time\n{played}"
+    assert any(framework.source in source for source in played.wait_sources), str(played)
+
+
+def check_the_slow_rank_waits_least(framework: Framework, stretch: Stretch, played: PlayedCell) -> None:
+    slow = stretch.ranks[SLOW_RANK]
+    for peer in framework.peers:
+        figures = stretch.ranks[peer]
+        assert figures.wait_seconds is not None and slow.wait_seconds is not None, str(played)
+        assert figures.self_seconds is not None and slow.self_seconds is not None, str(played)
+        assert slow.wait_seconds < figures.wait_seconds, f"rank {peer} waits less\n{played}"
+        assert slow.self_seconds > figures.self_seconds, f"rank {peer} works longer\n{played}"
+
+
+def line_of(verdict: Verdict) -> tuple[str, int] | None:
+    """File and number of the line that is named first."""
+    frames = verdict.cause.frames
+    return (PurePath(frames[0].file).name, frames[0].line) if frames else None
+
+
+def faulty_line(framework: Framework, fault: str) -> tuple[str, int]:
+    """File and line of the sleep that is the fault: in the job itself, or in what all jobs share."""
+    for name in (framework.script, "parts.py"):
+        for number, text in enumerate((JOBS / name).read_text().splitlines(), start=1):
+            if text.endswith(f"# FAULT {fault}"):
+                return name, number
+    raise ValueError(f"no line is marked with FAULT {fault}")
+
+
+@pytest.mark.representative
+def test_the_page_on_frameworks_has_the_table_of_the_matrix() -> None:
+    """`make docs` makes it anew."""
+    assert PAGE.read_text() == page_with_table(PAGE.read_text())
+
+
+@pytest.mark.representative
+def test_every_cell_of_make_test_is_in_the_matrix_and_needs_torch_alone() -> None:
+    played = {(framework.key, fault): framework for framework, fault in cells()}
+    assert set(played) >= REPRESENTATIVE
+    assert not [key for key in REPRESENTATIVE if played[key].package]
+    assert len({framework.key for framework in MATRIX}) == len(MATRIX)
