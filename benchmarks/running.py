@@ -23,7 +23,7 @@ POLL_SECONDS = 0.05
 JOBS = Path(__file__).resolve().parent / "jobs"
 ROOT = JOBS.parent.parent
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-_ANNOUNCED = re.compile(r"rankscope daemon: metrics (http://\S+), grpc (unix:\S+)")
+_ANNOUNCED = re.compile(r"rankscope (?:daemon|up): metrics (http://\S+), grpc (unix:\S+)")
 
 
 class BenchmarkError(RuntimeError):
@@ -139,16 +139,18 @@ class RunningDaemon:
 
 
 @contextlib.contextmanager
-def daemon(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[RunningDaemon]:
-    """With no settings but these flags, and more in its environment if asked."""
+def daemon(
+    *flags: str, environment: Mapping[str, str] | None = None, command: str = "daemon"
+) -> Iterator[RunningDaemon]:
+    """With no settings but these flags, and more in its environment if asked. The command "up" judges as well."""
     with tempfile.TemporaryDirectory(prefix="rankscope-bench-") as folder:
         settings = ("--metrics-listen", "127.0.0.1:0", "--socket", f"{folder}/daemon.sock")
         settings += ("--capture-dir", f"{folder}/captures", *flags)
         base = {key: value for key, value in os.environ.items() if not key.startswith("RANKSCOPE_")}
         log = Path(folder) / "log"
         with log.open("w") as writing:
-            command = [sys.executable, "-m", "rankscope.cli.main", "daemon", *settings]
-            process = subprocess.Popen(command, env=base | dict(environment or {}), stderr=writing, text=True)
+            words = [sys.executable, "-m", "rankscope.cli.main", command, *settings]
+            process = subprocess.Popen(words, env=base | dict(environment or {}), stderr=writing, text=True)
         try:
 
             def announced() -> bool:

@@ -1,8 +1,9 @@
 #!/bin/bash
 # Everything that only a GPU can show, within eight minutes; see README.md beside this.
 #   benchmarks/gpu/everything.sh [--dry] [PART …]     --dry: without a GPU, to try the scripts themselves
-# Parts: counters and captures, which is the default, and aftermath, which alone takes over six minutes. Results go to $OUT
-# (gpu-results), a table per part to the terminal. A part that fails or hangs does not keep the others.
+# Parts: counters and captures, which is the default; aftermath, which alone takes over six minutes; verdicts (12 minutes for
+# the whole matrix twice), overhead and compile. Results go to $OUT (gpu-results), a table per part to the terminal. A
+# part that fails or hangs does not keep the others.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 ROOT=$PWD
@@ -11,17 +12,24 @@ PYTHON=${PYTHON:-python3}
 CAPTURES_SECONDS=${CAPTURES_SECONDS:-285}
 COUNTERS_SECONDS=${COUNTERS_SECONDS:-180}
 AFTERMATH_SECONDS=${AFTERMATH_SECONDS:-380}
+VERDICTS_SECONDS=${VERDICTS_SECONDS:-840}
+OVERHEAD_SECONDS=${OVERHEAD_SECONDS:-270}
+COMPILE_SECONDS=${COMPILE_SECONDS:-240}
 captures_flags=() counters_flags=(${COUNTERS_FLAGS:-}) aftermath_flags=()
+verdicts_flags=(${VERDICTS_FLAGS:---repeat 2 --parallel 2}) overhead_flags=(${OVERHEAD_FLAGS:-}) compile_flags=(${COMPILE_FLAGS:-})
 if [ "${1:-}" = --dry ]; then
     shift
     captures_flags+=(--cpu)
     counters_flags+=(--stub)
     aftermath_flags+=(--cpu)
+    verdicts_flags+=(--cpu)
+    overhead_flags+=(--cpu)
+    compile_flags+=(--cpu)
 fi
 parts=("$@")
 [ $# -gt 0 ] || parts=(counters captures)
 for name in "${parts[@]}"; do
-    case $name in counters|captures|aftermath) ;; *) echo "$name: no such part; see $0" >&2; exit 2 ;; esac
+    case $name in counters|captures|aftermath|verdicts|overhead|compile) ;; *) echo "$name: no such part; see $0" >&2; exit 2 ;; esac
 done
 mkdir -p "$OUT"
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
@@ -63,6 +71,10 @@ for name in "${parts[@]}"; do
         captures) rm -f "$OUT/artifacts.tar"
                   part captures "$CAPTURES_SECONDS" benchmarks.gpu.captures "${captures_flags[@]}" ;;
         aftermath) part aftermath "$AFTERMATH_SECONDS" benchmarks.gpu.aftermath "${aftermath_flags[@]}" ;;
+        verdicts) rm -rf "$OUT/verdicts"
+                  part verdicts "$VERDICTS_SECONDS" benchmarks.gpu.verdicts "${verdicts_flags[@]}" ;;
+        overhead) part overhead "$OVERHEAD_SECONDS" benchmarks.gpu.overhead "${overhead_flags[@]}" ;;
+        compile) part compile "$COMPILE_SECONDS" benchmarks.gpu.compiling "${compile_flags[@]}" ;;
     esac
 done
 for name in "${parts[@]}"; do

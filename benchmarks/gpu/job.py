@@ -56,6 +56,9 @@ class Stopwatch:
             self._file.flush()
             self._flushed = time.monotonic()
 
+    def close(self) -> None:
+        self._file.close()
+
     def _now(self) -> Any:
         if not self._on_cuda:
             return time.perf_counter_ns()

@@ -44,6 +44,13 @@ class Steps:
         return kept
 
 
+def read_steps(path: Path) -> Steps:
+    """As `job.Stopwatch` wrote them; a last line that is not complete is left out."""
+    lines = path.read_text().rpartition("\n")[0].splitlines()
+    table = np.array([line.split() for line in lines], dtype=float).reshape(-1, 3)
+    return Steps(table[:, 0] / 1e9, table[:, 1] / 1e9, table[:, 2])
+
+
 @dataclass(frozen=True)
 class TrainingJob:
     processes: tuple[subprocess.Popen[bytes], ...]
@@ -64,9 +71,7 @@ class TrainingJob:
         return found
 
     def steps(self, rank: int = 0) -> Steps:
-        lines = (self.folder / f"steps-{rank}").read_text().rpartition("\n")[0].splitlines()
-        table = np.array([line.split() for line in lines], dtype=float).reshape(-1, 3)
-        return Steps(table[:, 0] / 1e9, table[:, 1] / 1e9, table[:, 2])
+        return read_steps(self.folder / f"steps-{rank}")
 
     def name(self, watching: RunningDaemon) -> str:
         """As the daemon calls the job, once it has found all of its ranks."""

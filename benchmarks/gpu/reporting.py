@@ -83,6 +83,10 @@ class Report:
         text = self.markdown()
         self._path.with_suffix(".md").write_text(text + "\n")
         print(f"\n{text}\n", flush=True)
+        return self.has_missed
+
+    @property
+    def has_missed(self) -> bool:
         return any(row.met is False for row in self._rows)
 
 

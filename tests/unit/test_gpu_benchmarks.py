@@ -9,13 +9,19 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu.aftermath import Bench, Course, Window, summary
+from benchmarks.gpu.alternation import is_on
 from benchmarks.gpu.capturing import Captured, during_millis
 from benchmarks.gpu.comparing import QUANTITIES, Load, compare, compare_moving_clock, integral
-from benchmarks.gpu.jobs import TrainingJob
+from benchmarks.gpu.jobs import Steps, TrainingJob
+from benchmarks.gpu.lab import LabJob
 from benchmarks.gpu.observing import Observed, Scrape, Smi
+from benchmarks.gpu.overhead import block_medians
 from benchmarks.gpu.reporting import Report
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.unpacking import misfit
+from benchmarks.gpu.verdict_rows import Cell, Facts, Row, Said, judge
+from benchmarks.gpu.verdicts import chosen
+from rankscope.v1 import job_service_pb2, window_pb2
 
 GPU = 'gpu="GPU-1",node="n"'
 QUANTITY = {one.name: one for one in QUANTITIES}
@@ -177,3 +183,118 @@ def test_a_job_that_stays_slower_misses_the_target(tmp_path: Path) -> None:
     courses = [course("captured 1", 7.0, 7.2), course("not captured 1", 6.0, 6.0)]
     summary(Bench(report, tmp_path, False, 12, 5, courses))
     assert report.finish()
+
+
+FIRST, FAULT, LAST = 1000.0, 1011.0, 1030.0
+
+
+def facts(healthy_ms: float = 20.0, faulty_ms: float = 80.0, ranks: int = 4) -> Facts:
+    """Steps of a job that is slow from FAULT on."""
+    ends, now = [], FIRST
+    while now < LAST:
+        now += (healthy_ms if now < FAULT else faulty_ms) / 1e3
+        ends.append(now)
+    millis = np.diff(np.array([FIRST, *ends])) * 1e3
+    return Facts([Steps(np.array(ends), np.array(ends), millis)] * ranks, FAULT)
+
+
+def said(
+    kind: str, at: float, culprits: tuple[int, ...] = (), severity: str = "ALARM", step_ms: float = 80.0, **more: object
+) -> Said:
+    verdict = job_service_pb2.Verdict(
+        kind=job_service_pb2.VerdictKind.Value(f"VERDICT_KIND_{kind}"),
+        severity=job_service_pb2.Severity.Value(f"SEVERITY_{severity}"),
+        culprits=culprits,
+        cause=job_service_pb2.Cause(phase=str(more.get("phase", "forward")), frames=more.get("frames", ())),
+        impact_ratio=more.get("impact", 0.75),
+    )
+    span = {"start_unix_nanos": round((at - 2) * 1e9), "end_unix_nanos": round(at * 1e9)}
+    ranks = [window_pb2.RankWindow(**span) for _ in range(4)]
+    return Said(at, job_service_pb2.JobStatus(verdict=verdict, step_seconds=step_ms / 1e3, ranks=ranks))
+
+
+SLOW_LINE = [window_pb2.FrameShare(function="slow_host", file="verdict_job.py", line=9)]
+
+
+def test_a_right_alarm_in_time_meets_every_target() -> None:
+    heard = [said("HEALTHY", 1006, severity="NONE", step_ms=20)]
+    heard += [said("SLOW_RANK", 1016, (2,), "WARNING", frames=SLOW_LINE)]
+    heard += [said("SLOW_RANK", at, (2,), frames=SLOW_LINE) for at in (1018, 1020, 1022)]
+    row = judge(Cell("ddp", "host"), heard, facts())
+    assert row.misses == []
+    assert row.alarm_seconds == pytest.approx(7)
+    assert row.true_impact_ratio == pytest.approx(0.75, abs=0.01)
+    assert row.step_error_ratio == pytest.approx(0, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("heard", "missed"),
+    [
+        ([said("SLOW_RANK", 1018, (1,), frames=SLOW_LINE)], "verdict"),
+        ([said("HEALTHY", 1018, severity="NONE")], "verdict"),
+        ([said("SLOW_RANK", 1009, (2,), frames=SLOW_LINE)], "verdict"),  # before there was a fault
+        ([said("SLOW_RANK", 1028, (2,), frames=SLOW_LINE)], "late"),
+        ([said("DATA_IMBALANCE", 1014), said("SLOW_RANK", 1018, (2,), frames=SLOW_LINE)], "said before"),
+        ([said("SLOW_RANK", 1018, (2,), frames=SLOW_LINE, impact=0.6)], "impact"),
+        ([said("SLOW_RANK", 1018, (2,), frames=SLOW_LINE, step_ms=76)], "step"),
+        ([said("SLOW_RANK", 1018, (2,))], "cause"),
+    ],
+)
+def test_each_way_to_be_wrong_is_told(heard: list[Said], missed: str) -> None:
+    assert missed in judge(Cell("ddp", "host"), heard, facts()).misses
+
+
+def test_a_slow_device_is_not_blamed_on_a_line_of_the_program() -> None:
+    right = [said("SLOW_RANK", 1018, (2,), phase="device")]
+    wrong = [said("SLOW_RANK", 1018, (2,), phase="device", frames=SLOW_LINE)]
+    assert judge(Cell("ddp", "gpu"), right, facts()).misses == []
+    assert judge(Cell("ddp", "gpu"), wrong, facts()).misses == ["cause"]
+
+
+def test_a_healthy_job_must_be_called_healthy_and_nothing_else() -> None:
+    calm = Facts(facts(20.0, 20.0).steps, None)
+    heard = [said("INSUFFICIENT_DATA", 1004, severity="NONE"), said("HEALTHY", 1012, severity="NONE", step_ms=20)]
+    assert judge(Cell("fsdp2", "none"), heard, calm).misses == []
+    heard.insert(1, said("SLOW_RANK", 1008, (3,), "WARNING", step_ms=20))
+    assert set(judge(Cell("fsdp2", "none"), heard, calm).misses) == {"verdict", "said before"}
+
+
+@pytest.mark.parametrize(("faulty_ms", "must_find"), [(22.0, True), (20.2, False)])
+def test_a_small_fault_must_be_found_only_where_it_costs_something(faulty_ms: float, must_find: bool) -> None:
+    quiet = [said("HEALTHY", 1018, severity="NONE", step_ms=faulty_ms)]
+    loud = [said("SLOW_RANK", 1018, (2,), step_ms=faulty_ms, phase="device", impact=0.1)]
+    cell = Cell("fsdp2", "gpu10")
+    assert (cell.kind, cell.slow_ratio) == ("gpu", 0.1)
+    assert (judge(cell, loud, facts(20.0, faulty_ms)).misses == []) is must_find
+    assert (judge(cell, quiet, facts(20.0, faulty_ms)).misses == []) is not must_find
+
+
+def test_every_cell_has_its_turn_before_the_second_round() -> None:
+    names = [cell.name for cell in chosen("ddp:none,hf:input", 2, 2)]
+    assert names == ["ddp-none-1", "hf-input-1", "ddp-none-2", "hf-input-2"]
+
+
+def test_a_cell_that_failed_is_a_row_of_the_same_width() -> None:
+    failed = Row("ddp", "host", 1, failure="rank 0 ended with 1")
+    assert len(failed.cells()) == len(judge(Cell("ddp", "host"), [], facts()).cells())
+    assert failed.misses == ["failed"]
+
+
+def test_a_job_is_known_by_its_port_alone(tmp_path: Path) -> None:
+    job = LabJob((), tmp_path, 2958)
+    assert job.is_named("127.0.0.1:2958@node-1")
+    assert job.is_named("127.0.0.1:2958/run-7")
+    assert not job.is_named("127.0.0.1:29581@node-1")
+
+
+def test_blocks_of_steps_are_paired_by_what_was_switched_on_in_them() -> None:
+    """Steps with the probe take 11 ms, others 10; the first ones of each block are still those of the block before."""
+    plan = {"first_step": 100, "steps_per_block": 20, "blocks": 8}
+    millis = np.full(300, 10.0)
+    for block in range(8):
+        begin = 100 + 20 * block - 1  # step 101 is the first of block 0, and line 99 of the record
+        millis[begin + 5 : begin + 20] = 11.0 if is_on(block) else 10.0
+        millis[begin : begin + 5] = 50.0
+    on, off = block_medians([millis, millis], plan, "mean")
+    assert (on, off) == ([11.0] * 4, [10.0] * 4)
+    assert [is_on(block) for block in range(4)] == [False, True, True, False]

@@ -1,0 +1,351 @@
+"""The training loops of `verdict_job.py`, each as users of the framework write it. A loop never returns."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+ACCUMULATED = 4
+MICROBATCHES = 4
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Network(nn.Module):
+    def __init__(self, setup: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(setup.asked.width) for _ in range(setup.asked.layers)])
+        self._slow_down = setup.fault.in_forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._slow_down()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def network(setup: Any) -> Network:
+    return Network(setup).to(setup.device)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def loop(setup: Any, model: nn.Module) -> None:
+    """The plain loop, for every model that hides its communication in forward and backward."""
+    optimizer = optimizer_of(model)
+    for batch in setup.batches():
+        optimizer.zero_grad()
+        loss_of(model(batch)).backward()
+        optimizer.step()
+        setup.course.step_ended()
+
+
+def ddp(setup: Any) -> None:
+    loop(setup, DistributedDataParallel(network(setup)))
+
+
+def ddp_no_sync(setup: Any) -> None:
+    """Gradients of several batches are summed before they are exchanged."""
+    model = DistributedDataParallel(network(setup))
+    optimizer = optimizer_of(model)
+    batches = setup.batches()
+    while True:
+        optimizer.zero_grad()
+        with model.no_sync():
+            for _ in range(ACCUMULATED - 1):
+                loss_of(model(next(batches))).backward()
+        loss_of(model(next(batches))).backward()
+        optimizer.step()
+        setup.course.step_ended()
+
+
+def amp(setup: Any) -> None:
+    """With a scale so large that the first steps overflow and are skipped."""
+    kind = setup.device.type
+    model = DistributedDataParallel(network(setup))
+    optimizer = optimizer_of(model)
+    scaler = torch.amp.GradScaler(kind, init_scale=2.0**40, growth_interval=200)
+    dtype = torch.float16 if kind == "cuda" else torch.bfloat16
+    for batch in setup.batches():
+        optimizer.zero_grad()
+        with torch.autocast(kind, dtype=dtype):
+            loss = loss_of(model(batch).float())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        setup.course.step_ended()
+
+
+def fully_sharded(model: Network, mesh: Any = None) -> Network:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def fsdp2(setup: Any) -> None:
+    loop(setup, fully_sharded(network(setup)))
+
+
+def hsdp(setup: Any) -> None:
+    mesh = dist.init_device_mesh(setup.device.type, (2, setup.world // 2), mesh_dim_names=("replicate", "shard"))
+    loop(setup, fully_sharded(network(setup), mesh))
+
+
+def fsdp1(setup: Any) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    policy = ModuleWrapPolicy({Layer})
+    model = FullyShardedDataParallel(
+        network(setup), auto_wrap_policy=policy, device_id=setup.device, use_orig_params=True
+    )
+    loop(setup, model)
+
+
+def tensor_parallel(setup: Any) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = dist.init_device_mesh(setup.device.type, (setup.world,), mesh_dim_names=("tensor",))
+    model = network(setup)
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    loop(setup, model)
+
+
+def pipeline(setup: Any) -> None:
+    """A stage for each rank, a layer or more for each stage."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    stage_model = network(setup)
+    optimizer = optimizer_of(stage_model)
+    stage = PipelineStage(stage_model, setup.rank, setup.world, setup.device)
+    schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=lambda output, target: (output - target).square().mean())
+    is_first, is_last = setup.rank == 0, setup.rank == setup.world - 1
+    for batch in setup.batches():
+        optimizer.zero_grad()
+        schedule.step(*([batch] if is_first else []), **({"target": batch} if is_last else {}))
+        optimizer.step()
+        setup.course.step_ended()
+
+
+def hand(setup: Any) -> None:
+    """All gradients in one buffer, reduced by one call."""
+    model = network(setup)
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(one.numel() for one in parameters), device=setup.device)
+    views = flat.split([one.numel() for one in parameters])
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.grad = view.view_as(parameter)
+    optimizer = optimizer_of(model)
+    for batch in setup.batches():
+        flat.zero_()
+        loss_of(model(batch)).backward()
+        dist.all_reduce(flat)
+        flat /= setup.world
+        optimizer.step()
+        setup.course.step_ended()
+
+
+def cuda_graph(setup: Any) -> None:
+    """Forward and backward are replayed as a graph; gradients are reduced by hand after it."""
+    model = network(setup)
+    inputs = torch.zeros(setup.asked.batch, setup.asked.width, device=setup.device)
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+    def compute() -> None:
+        for parameter in parameters:
+            parameter.grad.zero_()
+        x = inputs
+        for layer in model.layers:
+            x = layer(x)
+        loss_of(x).backward()
+
+    replay = compute if setup.device.type == "cpu" else _captured(compute)
+    optimizer = optimizer_of(model)
+    for batch in setup.batches():
+        inputs.copy_(batch)
+        setup.fault.in_forward()
+        replay()
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        setup.course.step_ended()
+
+
+def _captured(compute: Callable[[], None]) -> Callable[[], None]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            compute()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # Threads of NCCL may look at events of their own meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        compute()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def default_compiler() -> str:
+    """Inductor needs a C compiler and Python's headers for the host's part."""
+    has_headers = (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
+    return "inductor" if has_headers and any(map(shutil.which, ("cc", "gcc", "clang"))) else "aot_eager"
+
+
+def compiled_layers(setup: Any) -> Network:
+    """What slows it down stays outside of what is compiled."""
+    model = network(setup)
+    for layer in model.layers:
+        layer.compile(backend=setup.asked.compiler)
+    return model
+
+
+def compiled_ddp(setup: Any) -> None:
+    loop(setup, DistributedDataParallel(compiled_layers(setup)))
+
+
+def compiled_fsdp2(setup: Any) -> None:
+    loop(setup, fully_sharded(compiled_layers(setup)))
+
+
+class WithLoss(nn.Module):
+    """A model that returns its loss, as Hugging Face's trainer expects."""
+
+    def __init__(self, setup: Any) -> None:
+        super().__init__()
+        self.network = network(setup)
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": loss_of(self.network(inputs))}
+
+
+class Named(torch.utils.data.Dataset[Any]):
+    """The samples by name, as that trainer's collator wants them."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"inputs": self._samples[index]}
+
+
+def hugging_face(setup: Any) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Steps(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: object, **__: object) -> None:
+            setup.course.step_ended()
+
+    arguments = TrainingArguments(
+        output_dir=str(setup.asked.folder / "trainer"),
+        max_steps=10**8,
+        per_device_train_batch_size=setup.asked.batch,
+        dataloader_num_workers=setup.asked.workers,
+        remove_unused_columns=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=setup.asked.cpu,
+    )
+    Trainer(WithLoss(setup), arguments, train_dataset=Named(setup.samples), callbacks=[Steps()]).train()
+
+
+def accelerate(setup: Any) -> None:
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator(cpu=setup.asked.cpu)
+    model = network(setup)
+    loader = DataLoader(setup.samples, batch_size=setup.asked.batch, num_workers=setup.asked.workers, drop_last=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
+    while True:
+        for batch in loader:
+            optimizer.zero_grad()
+            accelerator.backward(loss_of(model(batch)))
+            optimizer.step()
+            setup.course.step_ended()
+
+
+def lightning(setup: Any) -> None:
+    import pytorch_lightning
+    from torch.utils.data import DataLoader
+
+    class Module(pytorch_lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network(setup)
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            return loss_of(self.network(batch))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer_of(self)
+
+        def on_train_batch_end(self, *_: object) -> None:
+            setup.course.step_ended()
+
+    trainer = pytorch_lightning.Trainer(
+        accelerator="cpu" if setup.asked.cpu else "gpu",
+        devices=1,
+        num_nodes=setup.world,
+        strategy="ddp",
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(setup.asked.folder),
+    )
+    loader = DataLoader(setup.samples, batch_size=setup.asked.batch, num_workers=setup.asked.workers, drop_last=True)
+    trainer.fit(Module(), loader)
+
+
+FRAMEWORKS: dict[str, Callable[[Any], None]] = {
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "hand": hand,
+    "hf": hugging_face,
+    "accelerate": accelerate,
+    "lightning": lightning,
+    "ddp_no_sync": ddp_no_sync,
+    "amp": amp,
+    "fsdp1": fsdp1,
+    "hsdp": hsdp,
+    "tp": tensor_parallel,
+    "pp": pipeline,
+    "cudagraph": cuda_graph,
+    "compiled_ddp": compiled_ddp,
+    "compiled_fsdp2": compiled_fsdp2,
+}

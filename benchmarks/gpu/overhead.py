@@ -1,0 +1,152 @@
+"""What being watched costs a job on a GPU: the probe, and a daemon with everything on, against nothing, in turns.
+
+    python3 -m benchmarks.gpu.overhead [--frameworks fsdp2,ddp] [--pairs 10] [--block-seconds 4] [--cpu]
+
+Blocks of one job are compared (`alternation.py`): without the probe while the daemon and its children are stopped by a
+signal, and with the probe while they run. Steps are timed by the job itself, by CUDA events. See README.md beside this
+for what has to be on PYTHONPATH."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.gpu.alternation import is_on
+from benchmarks.gpu.lab import LabJob, await_start, lab_job, multi_process_service, probe_folder
+from benchmarks.gpu.reporting import Report
+from benchmarks.running import BenchmarkError, RunningDaemon, child_pids, daemon
+from benchmarks.statistics import paired_ratio
+
+WARM_UP_SECONDS = 8.0
+# The first part of a block, in which the daemon catches up and queues from before it are worked off.
+DROPPED_RATIO = 0.3
+RATIO_AT_MOST = 1.01
+POLL_SECONDS = 0.02
+
+
+class DaemonSwitch:
+    """Stops and continues the daemon with all its children."""
+
+    def __init__(self, watching: RunningDaemon) -> None:
+        self._pid = watching.process.pid
+
+    def set(self, is_running: bool) -> None:
+        number = signal.SIGCONT if is_running else signal.SIGSTOP
+        for pid in _family(self._pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _family(pid: int) -> Iterator[int]:
+    """The parent first, so that it starts no other child meanwhile."""
+    yield pid
+    with contextlib.suppress(OSError):
+        for child in child_pids(pid):
+            yield from _family(child)
+
+
+def block_medians(
+    millis: Sequence[np.ndarray], plan: dict[str, int], average: str = "median"
+) -> tuple[list[float], list[float]]:
+    """On and off, in pairs: the typical step of each block, as the middle rank saw it. Line 0 of a record is step 2."""
+    made: dict[bool, list[float]] = {True: [], False: []}
+    length = plan["steps_per_block"]
+    for block in range(plan["blocks"]):
+        # The border after step s is where the next block begins, so step s + 1 is its first.
+        start = plan["first_step"] + block * length - 1
+        kept = slice(start + round(DROPPED_RATIO * length), start + length)
+        values = [float(getattr(np, average)(one[kept])) for one in millis]
+        made[is_on(block)].append(float(np.median(values)))
+    return made[True], made[False]
+
+
+def measure(report: Report, asked: argparse.Namespace, probe: Path, environment: dict[str, str], name: str) -> None:
+    words = ["--framework", name, "--pairs", asked.pairs, "--block-seconds", asked.block_seconds]
+    limit = WARM_UP_SECONDS + 4 * asked.pairs * asked.block_seconds + 60
+    words += ["--start-after", WARM_UP_SECONDS, "--seconds", limit, "--width", asked.width]
+    start = partial(lab_job, "verdict_job.py", [str(word) for word in words], cpu=asked.cpu, ranks=asked.ranks)
+    with start(environment=environment, probe=probe, label=name) as job, daemon(command="up") as watching:
+        await_start([job], asked.cpu)
+        _follow(job, watching, limit)
+        plan = job.fact("plan.json")
+        if plan is None:
+            raise BenchmarkError(f"the job announced no blocks: {job.log_tail(0)}")
+        millis = [steps.millis for steps in job.steps()]
+        said = next((line for line in job.log_tail(0).splitlines() if line.startswith("switched")), "")
+        print(f"  {name}: {plan}; {said}", flush=True)
+        for average in ("median", "mean"):
+            on, off = block_medians(millis, plan, average)
+            ratio = paired_ratio(on, off)
+            is_target = average == "median"
+            report.add(
+                f"{name}, {average} step ({float(np.median(off)):.2f} ms without), {len(on)} pairs",
+                f"{ratio.ratio:.4f} × ({ratio.low:.4f} – {ratio.high:.4f})",
+                f"≤ {RATIO_AT_MOST:g} ×" if is_target else "",
+                ratio.ratio <= RATIO_AT_MOST if is_target else None,
+            )
+            report.raw[f"{name} {average}"] = {"on_milliseconds": on, "off_milliseconds": off, "plan": plan}
+
+
+def _follow(job: LabJob, watching: RunningDaemon, limit: float) -> None:
+    """Switches the daemon at the borders of blocks, as rank 0 passes them."""
+    switch = DaemonSwitch(watching)
+    give_up_at = time.monotonic() + limit + 30
+    plan, block = None, -1
+    try:
+        while job.running:
+            job.check()
+            if time.monotonic() > give_up_at:
+                raise BenchmarkError(f"the job did not end in time: {job.log_tail(0)}")
+            plan = plan or job.fact("plan.json")
+            if plan is not None:
+                passed = (job.progress(0) - 1 - plan["first_step"]) // plan["steps_per_block"]
+                if passed != block and 0 <= passed < plan["blocks"]:
+                    block = passed
+                    switch.set(is_on(block))
+            time.sleep(POLL_SECONDS)
+    finally:
+        switch.set(True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--frameworks", default="fsdp2,ddp")
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--block-seconds", type=float, default=4.0)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--width", type=int, help="of the model (default: 512, 64 with --cpu)")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds; what would not fit is left out")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--cpu", action="store_true", help="small models over gloo: to try the script itself")
+    asked = parser.parse_args()
+    asked.width = asked.width or (64 if asked.cpu else 512)
+    title = "Overhead" + (" (dry run without a GPU: only shows that the script works)" if asked.cpu else "")
+    report = Report(title, asked.out, "overhead", asked.budget, judged=not asked.cpu)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    seconds = 20 + WARM_UP_SECONDS + 2 * asked.pairs * asked.block_seconds
+    probe = Path(tempfile.mkdtemp(prefix="rankscope-probe-"))
+    try:
+        with contextlib.ExitStack() as stack:
+            environment = {} if asked.cpu else stack.enter_context(multi_process_service())
+            probe_folder(probe)
+            for name in asked.frameworks.split(","):
+                report.part(name, partial(measure, report, asked, probe, environment, name), seconds)
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
+        missed = report.finish()
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""One rank of a training job that becomes slow at a known time: no Rankscope and no profiler in it.
+
+    python3 verdict_job.py --framework fsdp2 --fault gpu --folder FOLDER [--rank 2] [--milliseconds 60]
+
+The loop never synchronises by itself: on a GPU the host runs ahead of the device as far as the framework lets it. The
+faults are a sleeping function in the forward (`host`), a kernel that spins in the forward (`gpu`) and a dataset that
+sleeps (`input`), on one rank and from `--start-after` seconds after the first step on. FOLDER/steps-RANK grows by a
+line a step (`job.Stopwatch`), FOLDER/fault.json says when the fault began, FOLDER/summary-RANK.json how it ended."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from alternation import Alternation
+from frameworks import FRAMEWORKS, default_compiler
+from job import Stopwatch
+from torch.utils.data import DataLoader, Dataset
+
+FAULTS = ("none", "host", "gpu", "input")
+HOLDING = -1
+HOLD_SECONDS = 0.05
+PATIENCE_SECONDS = 20.0
+CALIBRATION_CYCLES = 40_000_000
+SAMPLES = 4096
+
+
+class Fault:
+    """What slows one rank down, and from when on. The time is shared with the workers of data loaders."""
+
+    def __init__(self, asked: argparse.Namespace, rank: int) -> None:
+        self.kind = asked.fault if rank == asked.rank else "none"
+        self._seconds = asked.milliseconds / 1e3
+        self._ratio = asked.slow_ratio
+        self._folder = asked.folder
+        self._steps = asked.folder / f"steps-{rank}"
+        self._starts_at = torch.full((1,), float("inf"), dtype=torch.float64).share_memory_()
+        self._batch = asked.batch
+        self._began = False
+        self._cycles_per_second = 0.0 if asked.cpu or self.kind != "gpu" else _cycles_per_second()
+
+    def schedule(self, unix_seconds: float) -> None:
+        self._starts_at[0] = unix_seconds
+
+    def in_forward(self) -> None:
+        if self.kind not in ("host", "gpu") or not self._is_on():
+            return
+        if not self._began:
+            self._begin()
+        if self.kind == "host":
+            slow_host(self._seconds)
+        elif self._cycles_per_second:
+            torch.cuda._sleep(int(self._seconds * self._cycles_per_second))
+        else:
+            busy_device(self._seconds)
+
+    def in_dataset(self) -> None:
+        if self.kind == "input" and self._is_on():
+            if not self._began:
+                self._begin()
+            slow_read(self._seconds / self._batch)
+
+    def _is_on(self) -> bool:
+        return time.time() >= self._starts_at.item()
+
+    def _begin(self) -> None:
+        self._began = True
+        if self._ratio:
+            lines = self._steps.read_text().rpartition("\n")[0].splitlines()
+            self._seconds = self._ratio * statistics.median(float(line.split()[2]) for line in lines) / 1e3
+        fact = {"unix_seconds": time.time(), "milliseconds": self._seconds * 1e3, "kind": self.kind}
+        _write(self._folder / "fault.json", fact)
+
+
+def slow_host(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def slow_read(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def busy_device(seconds: float) -> None:
+    """Where the device is the CPU."""
+    until = time.perf_counter() + seconds
+    matrix = torch.ones(32, 32)
+    while time.perf_counter() < until:
+        torch.mm(matrix, matrix)
+
+
+def _cycles_per_second() -> float:
+    """Of the device's clock, as `torch.cuda._sleep` counts it; the second time, since an idle clock is slow."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(2):
+        start.record()
+        torch.cuda._sleep(CALIBRATION_CYCLES)
+        end.record()
+        end.synchronize()
+    return float(CALIBRATION_CYCLES / start.elapsed_time(end) * 1e3)
+
+
+class Samples(Dataset[Any]):
+    def __init__(self, asked: argparse.Namespace, fault: Fault) -> None:
+        self._rows = torch.randn(SAMPLES, asked.width)
+        self._fault = fault
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        self._fault.in_dataset()
+        return self._rows[index % SAMPLES]
+
+
+class Course:
+    """The steps of one rank, up to a last one that all ranks agree on. A rank that left alone would leave kernels that
+    wait for it behind, which CUDA's multi-process service may not survive.
+
+    The ranks share an array: the step that each may be in, and what rank 0 asks for (0: go on, HOLDING: begin no other
+    step, otherwise the last step)."""
+
+    def __init__(self, asked: argparse.Namespace, rank: int, world: int, fault: Fault) -> None:
+        self._asked, self._rank, self._world, self._fault = asked, rank, world, fault
+        self._steps = 0
+        self._watch: Stopwatch | None = None
+        self._ends_at = float("inf")
+        self._parent = os.getppid()
+        self._alternation: Alternation | None = None
+        if asked.pairs:
+            self._alternation = Alternation(asked.folder, rank, asked.pairs, asked.block_seconds, asked.start_after)
+        path = asked.folder / "course"
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+            file.truncate(8 * (world + 1))
+            self._shared = memoryview(mmap.mmap(file.fileno(), 8 * (world + 1))).cast("q")
+        signal.signal(signal.SIGTERM, self._end)
+
+    def _end(self, *_: object) -> None:
+        self._ends_at = 0.0
+
+    def step_ended(self) -> None:
+        """At every border of a step. Does not return after the last one."""
+        self._steps += 1
+        if self._watch is None:
+            self._first_step()
+        else:
+            self._watch.tell()
+        self._shared[self._rank] = self._steps + 1
+        if os.getppid() != self._parent:
+            os._exit(4)
+        now = time.time()
+        if self._alternation is not None and self._alternation.at_border(self._steps, now):
+            self._ends_at = 0.0
+        if self._rank == 0 and now > self._ends_at and not self._shared[self._world]:
+            self._shared[self._world] = HOLDING
+            time.sleep(HOLD_SECONDS)
+            self._shared[self._world] = max(self._shared[: self._world])
+        while self._shared[self._world] == HOLDING:
+            time.sleep(HOLD_SECONDS / 10)
+        if 0 < self._shared[self._world] <= self._steps:
+            self._leave()
+
+    def _first_step(self) -> None:
+        now = time.time()
+        self._watch = Stopwatch(not self._asked.cpu, self._asked.folder / f"steps-{self._rank}")
+        self._ends_at = now + self._asked.seconds
+        self._fault.schedule(now + self._asked.start_after)
+        watchdog = threading.Timer(self._asked.seconds + PATIENCE_SECONDS, os._exit, (3,))
+        watchdog.daemon = True
+        watchdog.start()
+        fact = {"pid": os.getpid(), "first_step_unix_seconds": now, "torch": torch.__version__}
+        _write(self._asked.folder / f"info-{self._rank}.json", fact)
+
+    def _leave(self) -> None:
+        assert self._watch is not None
+        if not self._asked.cpu:
+            torch.cuda.synchronize()
+        self._watch.tell()
+        self._watch.close()
+        _write(self._asked.folder / f"summary-{self._rank}.json", {"steps": self._steps, "unix_seconds": time.time()})
+        os._exit(0)
+
+
+class Setup:
+    """What a framework's loop needs: where to train, on what, and whom to tell about steps."""
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self.asked = asked
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.device = torch.device("cpu" if asked.cpu else "cuda:0")
+        self.fault = Fault(asked, self.rank)
+        self.course = Course(asked, self.rank, self.world, self.fault)
+        self.samples = Samples(asked, self.fault)
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """Without an end; on the device."""
+        # From memory that is not pinned, a copy may wait for the device.
+        loader = DataLoader(
+            self.samples,
+            batch_size=self.asked.batch,
+            num_workers=self.asked.workers,
+            pin_memory=not self.asked.cpu,
+            drop_last=True,
+        )
+        while True:
+            for batch in loader:
+                yield batch.to(self.device, non_blocking=True)
+
+
+def _write(path: Path, fact: dict[str, Any]) -> None:
+    path.with_suffix(".new").write_text(json.dumps(fact))
+    path.with_suffix(".new").replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--framework", choices=FRAMEWORKS, required=True)
+    parser.add_argument("--fault", choices=FAULTS, default="none")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--rank", type=int, default=2, help="the slow one")
+    parser.add_argument("--milliseconds", type=float, default=60.0)
+    parser.add_argument("--slow-ratio", type=float, help="of the step so far, instead of --milliseconds")
+    parser.add_argument("--start-after", type=float, default=11.0, help="seconds from the first step to the fault")
+    parser.add_argument("--seconds", type=float, default=30.0, help="from the first step to the last")
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=0, help="of blocks without the probe and with it; then it ends")
+    parser.add_argument("--block-seconds", type=float, default=4.0)
+    parser.add_argument("--workers", type=int, default=0, help="of the data loader")
+    parser.add_argument(
+        "--compiler", default=default_compiler(), help="backend of torch.compile (default: %(default)s)"
+    )
+    parser.add_argument("--cpu", action="store_true")
+    asked = parser.parse_args()
+    if asked.cpu:
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(0)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo" if asked.cpu else "nccl")
+    FRAMEWORKS[asked.framework](Setup(asked))
+
+
+if __name__ == "__main__":
+    main()
