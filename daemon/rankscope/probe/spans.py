@@ -165,7 +165,7 @@ class Spans:
         self.clock: Optional[CudaClock] = None  # None: the host's
         self.main_stream: Optional[int] = None  # where the optimizer steps
         self.sample: Optional[Sample] = None
-        # By id of the Work: a reference, the group and the kind. Not the Work itself, which may hold tensors.
+        # By id of the Work: references to it and to its group, and the kind. The Work itself may hold tensors.
         self._expected: Dict[int, Tuple[Any, Any, int]] = {}
         self._coalescing: Dict[int, int] = {}  # id of the group to the kind seen inside
         self._functional_groups: Set[str] = set()
@@ -201,12 +201,9 @@ class Spans:
         """How far the host is ahead of the device here."""
         sample, clock = self.sample, self.clock
         if sample is not None and clock is not None and len(sample.marks) < 16:
-            try:
-                mark = clock.mark()
-                if mark is not None:
-                    sample.marks.append((mark, time.monotonic_ns()))
-            except Exception as error:
-                disable(error)
+            mark = self._mark()
+            if mark is not None:
+                sample.marks.append((mark, time.monotonic_ns()))
 
     def is_blind(self, enqueued: int, steps: int) -> bool:
         """Whether most of the collectives that were enqueued in these steps passed by the wrappers: issued by compiled
@@ -263,11 +260,11 @@ class Spans:
             if clock is None:
                 return on_host(loader)
             look()
-            start = clock.mark() if sample is not None and switch.on and len(sample.inputs) < INPUTS_AT_MOST else None
+            start = self._mark() if sample is not None and len(sample.inputs) < INPUTS_AT_MOST else None
             try:
                 return original(loader)
             finally:
-                end = clock.mark() if start is not None else None
+                end = self._mark() if start is not None else None
                 if start is not None and end is not None and sample is not None:
                     sample.inputs.append((start, end))
 
@@ -403,8 +400,19 @@ class Spans:
     # -- what the wrappers note ----------------------------------------------------------------------------------------
 
     def _start(self) -> Optional[Mark]:
-        sample, clock = self.sample, self.clock
-        return clock.mark() if clock is not None and sample is not None and len(sample.spans) < MARKS_AT_MOST else None
+        sample = self.sample
+        return self._mark() if sample is not None and len(sample.spans) < MARKS_AT_MOST else None
+
+    def _mark(self) -> Optional[Mark]:
+        """Never raises: after a failed kernel every call of CUDA does, and that error is the program's to see."""
+        clock = self.clock
+        if clock is None or not switch.on:
+            return None
+        try:
+            return clock.mark()
+        except Exception as error:
+            disable(error)
+            return None
 
     def _finish(self, group: Any, kind: int, start: Optional[Mark], start_ns: int) -> None:
         sample, clock = self.sample, self.clock
@@ -414,7 +422,7 @@ class Spans:
                 self._tally.ledger[BLOCKING] += elapsed_ns
                 self._add_seconds(group, kind, elapsed_ns * 1e-9)
             return
-        end = clock.mark() if start is not None else None
+        end = self._mark() if start is not None else None
         if sample is None or start is None or end is None:
             return
         if kind == layout.GROUP_EXPOSED and self.main_stream not in (None, start.stream):
@@ -428,11 +436,11 @@ class Spans:
             self.clock.release(start)  # it is the wait that makes a stream stand still
         if len(self._expected) >= MARKS_AT_MOST:
             self._expected.clear()
-        self._expected[id(work)] = (weakref.ref(work), group, kind)
+        self._expected[id(work)] = (weakref.ref(work), weakref.ref(group), kind)
 
     def _group_of_work(self, work: Any) -> Tuple[Any, int]:
-        reference, group, kind = self._expected.pop(id(work), (None, None, 0))
-        return (group, kind) if reference is not None and reference() is work else (None, 0)
+        expected = self._expected.pop(id(work), None)
+        return (expected[1](), expected[2]) if expected is not None and expected[0]() is work else (None, 0)
 
     def _group_itself(self, group: Any) -> Tuple[Any, int]:
         return group, layout.GROUP_EXPOSED

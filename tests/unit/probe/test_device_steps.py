@@ -12,6 +12,7 @@ from rankscope.probe import device_steps, layout, spans
 from rankscope.probe.clock import CudaClock
 from rankscope.probe.ddp import NOT_MEASURED
 from rankscope.probe.device_steps import DeviceSteps
+from rankscope.probe.failing import switch
 from rankscope.probe.spans import Spans
 from rankscope.probe.timing import LAST_END, STEPS, Tally
 from tests.unit.probe.fake_cuda import MS, FakeCuda
@@ -240,3 +241,24 @@ def test_sampling_keeps_to_its_budget_and_to_steps_that_all_ranks_sample(step_mi
         assert cost <= spans.COST_BUDGET_RATIO * 1.5 or is_at_least
     rarest, densest = max(rates, key=lambda r: r.every), min(rates, key=lambda r: r.every)
     assert all(densest.is_sampled(step) for step in range(1, 5000) if rarest.is_sampled(step))
+
+
+def test_an_error_of_the_device_switches_the_probe_off_and_reaches_nobody(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a failed kernel every call of CUDA raises; the program's own next call is the one to tell it."""
+    job.spans.rate.every = 1
+    job.border()
+
+    def failing() -> int:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    assert job.spans.clock is not None
+    job.spans.clock._current_device = failing
+    try:
+        assert job.group.allreduce() is None
+        assert job.group.allreduce(is_async=True).wait() is None
+        assert "probe disabled" in capsys.readouterr().err
+    finally:
+        switch.on = True
+        switch.when_disabled.clear()
