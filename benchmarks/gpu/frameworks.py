@@ -44,17 +44,17 @@ def network(setup: Any) -> Network:
     return Network(setup).to(setup.device)
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+def optimizer_of(model: nn.Module, foreach: bool | None = None) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=foreach)
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
-def loop(setup: Any, model: nn.Module) -> None:
+def loop(setup: Any, model: nn.Module, foreach: bool | None = None) -> None:
     """The plain loop, for every model that hides its communication in forward and backward."""
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, foreach)
     for batch in setup.batches():
         optimizer.zero_grad()
         loss_of(model(batch)).backward()
@@ -134,7 +134,7 @@ def tensor_parallel(setup: Any) -> None:
     model = network(setup)
     for layer in model.layers:
         parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    loop(setup, model)
+    loop(setup, model, foreach=False)  # layers and norms are DTensors and plain tensors, which foreach does not mix
 
 
 def pipeline(setup: Any) -> None:
