@@ -154,8 +154,11 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     monkeypatch.setattr(capturing.atexit, "register", lambda action: None)
     loop = Loop(notes)
     yield loop
-    loop.drop() if loop.number else None
-    loop.captures._handover.wait(5.0)
+    if loop.number:
+        # What is left running would complain on stderr about a ring that is gone, in another test.
+        loop.drop()
+        loop.steps(1)
+    loop.captures._handover.wait(70.0)
     loop.ring.abandon()
 
 
