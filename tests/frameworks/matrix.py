@@ -30,13 +30,12 @@ class Framework:
     kind: Kind = Kind.SLOW_RANK
     stage: int | None = None
     peers: tuple[int, ...] = (0, 1, 3)  # who does the same work as the slow rank
-    not_applicable: tuple[tuple[str, str], ...] = ()  # fault, and why it cannot be had
-    limit: str = ""  # what a reader has to know
+    blind: str = ""  # why the wait cannot be measured; then the window has to say so, and no verdict may be wrong
+    note: str = ""  # what a reader has to know
 
     @property
     def faults(self) -> tuple[str, ...]:
-        left_out = dict(self.not_applicable)
-        return tuple(fault for fault in FAULTS if fault not in left_out)
+        return (HOST,) if self.blind else FAULTS
 
     @property
     def names_line(self) -> bool:
@@ -44,14 +43,15 @@ class Framework:
         return self.kind is Kind.SLOW_RANK
 
 
-def _compiled(what: str, title: str, source: str) -> Framework:
+def _compiled(what: str, title: str, source: str, blind: str = "") -> Framework:
+    arguments, note = (what, "aot_eager"), "backend aot_eager"
     return Framework(
-        f"compiled_{what}", f"`torch.compile` of {title}", "compiled.py", source, (what, "aot_eager"), limit=_COMPILED
+        f"compiled_{what}", f"`torch.compile` of {title}", "compiled.py", source, arguments, blind=blind, note=note
     )
 
 
-_ALSO_DDP = "it wraps the model in DistributedDataParallel"
-_COMPILED = "tried with the backend aot_eager; what a compiled graph communicates by itself is not seen on the CPU"
+_ALSO_DDP = "wraps the model in DDP"
+_IN_GRAPH = "the compiled graph calls collectives without Python"
 _SKIPPED = "the scaler skips every tenth step of the job"
 _STAGES = "stages run different code, so the verdict names the stage and no line"
 
@@ -70,24 +70,25 @@ MATRIX: tuple[Framework, ...] = (
         ("4",),
         kind=Kind.SLOW_STAGE,
         stage=2,
-        limit=_STAGES,
+        note=_STAGES,
     ),
     Framework(
         "pipeline_replicas", "pipeline, 2 stages × 2 replicas", "pipeline.py", BLOCKING_CALLS, ("2",), peers=(3,)
     ),
     Framework("handwritten", "hand-written, flat buffer and `all_reduce`", "handwritten.py", BLOCKING_CALLS),
     Framework(
-        "amp", "DDP, AMP with GradScaler", "amp.py", DDP_TIMERS, limit="every tenth step is skipped by the scaler"
+        "amp", "DDP, AMP with GradScaler", "amp.py", DDP_TIMERS, note="every tenth step is skipped by the scaler"
     ),
     Framework("two_optimizers", "DDP, two models and optimizers (GAN)", "two_optimizers.py", DDP_TIMERS),
     _compiled("ddp", "DDP", DDP_TIMERS),
     _compiled("fsdp2", "FSDP2", BLOCKING_CALLS),
+    _compiled("tensor_parallel", "tensor parallel", "", blind=_IN_GRAPH),
     _compiled("handwritten", "the hand-written loop", BLOCKING_CALLS),
     Framework(
-        "hf_trainer", "Hugging Face Trainer", "hf_trainer.py", DDP_TIMERS, package="transformers", limit=_ALSO_DDP
+        "hf_trainer", "Hugging Face Trainer", "hf_trainer.py", DDP_TIMERS, package="transformers", note=_ALSO_DDP
     ),
-    Framework("accelerate", "Accelerate", "accelerate_ddp.py", DDP_TIMERS, package="accelerate", limit=_ALSO_DDP),
-    Framework("lightning", "Lightning", "lightning_ddp.py", DDP_TIMERS, package="pytorch_lightning", limit=_ALSO_DDP),
+    Framework("accelerate", "Accelerate", "accelerate_ddp.py", DDP_TIMERS, package="accelerate", note=_ALSO_DDP),
+    Framework("lightning", "Lightning", "lightning_ddp.py", DDP_TIMERS, package="pytorch_lightning", note=_ALSO_DDP),
     *(
         Framework(
             f"deepspeed_zero{stage}",
@@ -120,19 +121,16 @@ def cells() -> list[tuple[Framework, str]]:
 
 def table() -> str:
     """The table of docs/frameworks.md."""
-    lines = [
-        "| framework | step | wait | verdict | source of wait | know that |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| framework | step | wait | verdict | source of wait | note |", "|---|---|---|---|---|---|"]
     for row in MATRIX:
         package = f" (`{row.package}`)" if row.package else ""
-        verdict = f"`{row.kind.value}`" if row.names_line else f"`{row.kind.value}` {row.stage}"
-        tried = ", ".join(row.faults)
-        missing = "".join(f"; {fault} not supported: {why}" for fault, why in row.not_applicable)
-        lines.append(
-            f"| {row.title}{package} | tested | tested | {verdict}: {tried}, healthy twin{missing} "
-            f"| {row.source} | {row.limit} |"
-        )
+        faults = ", ".join((*row.faults, "healthy"))
+        if row.blind:
+            wait, verdict = f"not supported: {row.blind}", f"abstains or names rank 2 by its stacks: {faults}"
+        else:
+            place = "rank 2" if row.names_line else f"stage {row.stage}"
+            wait, verdict = "tested", f"tested, `{row.kind.value}` of {place}: {faults}"
+        lines.append(f"| {row.title}{package} | tested | {wait} | {verdict} | {row.source or 'none'} | {row.note} |")
     return "\n".join(lines)
 
 

@@ -25,6 +25,8 @@ HEALTHY_TICKS = 10
 TICKS_AFTER_ALARM = 2
 # A busy machine gives few stacks; the cause may be complete that many ticks later.
 TICKS_FOR_CAUSE = 10
+# Where wait is not measured, stacks need two stretches of five windows.
+BLIND_TICKS = 15
 # Limits, not expectations.
 SETTLE_SECONDS = 120.0
 ALARM_SECONDS = 90.0
@@ -39,11 +41,14 @@ class Heard:
     windows: tuple[window_pb2.RankWindow, ...]
 
     @property
+    def has_steps(self) -> bool:
+        return sum(bool(window.steps) and window.HasField("step") for window in self.windows) == RANKS
+
+    @property
     def is_judged(self) -> bool:
         """By steps: stacks alone may say something before every rank has made some, with low confidence."""
-        stepped = [window for window in self.windows if window.steps and window.HasField("step")]
         is_sure = self.verdict.confidence is Confidence.HIGH and self.verdict.kind is not Kind.INSUFFICIENT_DATA
-        return is_sure and len(stepped) == RANKS
+        return is_sure and self.has_steps
 
     def __str__(self) -> str:
         verdict = self.verdict
@@ -180,9 +185,6 @@ class _Listener:
         with self.lock:
             return list(self.heard)
 
-    def judged(self) -> int:
-        return sum(tick.is_judged for tick in self.ticks())
-
     def stretch(self, ticks: list[Heard]) -> Stretch:
         """With the job's own measurement of the steps that ended in the ticks' windows."""
         spans = [(w.start_unix_nanos * 1e-9, w.end_unix_nanos * 1e-9) for t in ticks for w in t.windows[:1]]
@@ -199,10 +201,13 @@ def play(
     script: str,
     arguments: tuple[str, ...],
     fault: str,
+    *,
+    is_blind: bool = False,
     is_complete: Callable[[Verdict], bool] = lambda verdict: True,
 ) -> PlayedCell:
     """Raises JobError if the job does not run; a fault that is not found is the caller's to see. After the alarm the
-    job goes on for a few ticks, and then until `is_complete`, but not for long."""
+    job goes on for a few ticks, and then until `is_complete`, but not for long. A job whose wait cannot be measured
+    (`is_blind`) is watched for a number of ticks, as no alarm need come."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rankscope-frameworks-"))
         config = resolve({"socket": f"{folder}/daemon.sock", "metrics_listen": "none", "captures": False}, {}).config
@@ -212,16 +217,22 @@ def play(
         listener = _Listener(job)
         stack.callback(standalone.correlator.listen(listener))
         job.wait_until_training()
+
+        def good(since: int = 0) -> list[Heard]:
+            return [tick for tick in listener.ticks()[since:] if (tick.has_steps if is_blind else tick.is_judged)]
+
         settled = HEALTHY_TICKS if fault == NO_FAULT else SETTLED_TICKS
-        _wait(job, SETTLE_SECONDS, lambda: listener.judged() >= settled)
+        _wait(job, SETTLE_SECONDS, lambda: len(good()) >= settled)
         before = listener.ticks()
-        healthy = listener.stretch([tick for tick in before if tick.is_judged][-settled:])
+        healthy = listener.stretch(good()[-settled:])
         if fault == NO_FAULT:
             return PlayedCell(fault, tuple(before), healthy, None, None, None)
         job.start_fault()
         fault_at, fault_at_unix = time.monotonic(), time.time()
-        alarmed = _wait(job, ALARM_SECONDS, lambda: any(t.verdict.is_alarm for t in listener.ticks()[len(before) :]))
-        if alarmed:
+        count = len(before)
+        if is_blind:
+            _wait(job, ALARM_SECONDS, lambda: len(good(count)) >= BLIND_TICKS)
+        elif _wait(job, ALARM_SECONDS, lambda: any(tick.verdict.is_alarm for tick in good(count))):
             then = len(listener.ticks())
             _wait(job, ALARM_SECONDS, lambda: len(listener.ticks()) >= then + TICKS_AFTER_ALARM)
             _wait(
@@ -229,16 +240,10 @@ def play(
                 ALARM_SECONDS,
                 lambda: is_complete(listener.ticks()[-1].verdict) or len(listener.ticks()) >= then + TICKS_FOR_CAUSE,
             )
+        inside = [tick for tick in good(count) if _begins(tick) > fault_at_unix]
         heard = listener.ticks()
-        inside = [tick for tick in heard[len(before) :] if tick.is_judged and _begins(tick) > fault_at_unix]
-        return PlayedCell(
-            fault,
-            tuple(heard),
-            healthy,
-            listener.stretch(inside),
-            fault_at,
-            next((tick.at_monotonic for tick in heard[len(before) :] if tick.verdict.is_alarm), None),
-        )
+        alarms = (tick.at_monotonic for tick in heard[count:] if tick.verdict.is_alarm)
+        return PlayedCell(fault, tuple(heard), healthy, listener.stretch(inside), fault_at, next(alarms, None))
 
 
 def _begins(tick: Heard) -> float:

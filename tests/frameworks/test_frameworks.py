@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 
 import pytest
 
-from rankscope.analysis.verdict import Confidence, Severity, Verdict
+from rankscope.analysis.verdict import Confidence, Kind, Severity, Verdict
 from tests.frameworks.job_process import JOBS, RANKS, SLOW_RANK
 from tests.frameworks.matrix import (
     MATRIX,
@@ -45,21 +45,27 @@ def python_with(package: str) -> Path:
     return FRAMEWORKS_PYTHON
 
 
-def parameters() -> list[object]:
+def parameters(*, blind: bool) -> list[object]:
     made = []
     for framework, fault in cells():
+        if bool(framework.blind) is not blind:
+            continue
         marks = [pytest.mark.representative] if (framework.key, fault) in REPRESENTATIVE else []
         made.append(pytest.param(framework, fault, id=f"{framework.key}-{fault}", marks=marks))
     return made
 
 
-@pytest.mark.parametrize(("framework", "fault"), parameters())
+@pytest.mark.parametrize(("framework", "fault"), parameters(blind=False))
 def test_the_slow_rank_of_a_real_job_is_named_and_nothing_else(framework: Framework, fault: str) -> None:
     python = python_with(framework.package)
     names_line = framework.names_line and fault != NONE
     line = faulty_line(framework, fault) if names_line else None
     played = play(
-        python, framework.script, framework.arguments, fault, lambda verdict: not names_line or line_of(verdict) == line
+        python,
+        framework.script,
+        framework.arguments,
+        fault,
+        is_complete=lambda verdict: not names_line or line_of(verdict) == line,
     )
     print(played)
     check_step_time(played.healthy, played)
@@ -74,6 +80,23 @@ def test_the_slow_rank_of_a_real_job_is_named_and_nothing_else(framework: Framew
     check_the_slow_rank_waits_least(framework, played.faulty, played)
     if names_line:
         assert line_of(played.last) == line, str(played)
+
+
+@pytest.mark.parametrize(("framework", "fault"), parameters(blind=True))
+def test_where_waiting_cannot_be_measured_that_is_said_and_nothing_wrong(framework: Framework, fault: str) -> None:
+    played = play(python_with(framework.package), framework.script, framework.arguments, fault, is_blind=True)
+    print(played)
+    stretches = [played.healthy] if played.faulty is None else [played.healthy, played.faulty]
+    for stretch in stretches:
+        check_step_time(stretch, played)
+        assert not [figures for figures in stretch.ranks if figures.wait_seconds is not None], str(played)
+    said = [problem for window in played.heard[-1].windows for problem in window.problems]
+    assert sum("waiting is not measured" in problem for problem in said) == RANKS, str(played)
+    for verdict in findings(played):
+        # By stacks alone, then.
+        assert fault != NONE and (verdict.kind, verdict.culprits) == (framework.kind, (SLOW_RANK,)), str(played)
+        assert verdict.confidence is Confidence.LOW, str(played)
+    assert fault == NONE or played.last.kind is not Kind.HEALTHY, f"a slow job is called healthy\n{played}"
 
 
 def findings(played: PlayedCell) -> list[Verdict]:
