@@ -125,11 +125,14 @@ class PlayedCell:
         return self.alarm_at_monotonic - self.fault_at_monotonic
 
     @property
-    def true_impact_ratio(self) -> float | None:
-        """What the fault costs by the job's own clock. Not against the healthy stretch: how busy the machine is changes
-        between the two, and all of the delay is on the critical path."""
-        own = self.faulty.own_step_seconds if self.faulty else None
-        return DELAY_SECONDS / own if own else None
+    def true_impact_ratios(self) -> tuple[float, float] | None:
+        """Bounds of what the fault costs by the job's own clock: what it adds to a step, and the step with it against
+        the step before. They differ where the machine became more or less busy meanwhile."""
+        before, after = self.healthy.own_step_seconds, self.faulty.own_step_seconds if self.faulty else None
+        if not before or not after:
+            return None
+        added, grown = DELAY_SECONDS / after, max(0.0, (after - before) / after)
+        return min(added, grown), max(added, grown)
 
     @property
     def wait_sources(self) -> tuple[str, ...]:
@@ -151,8 +154,8 @@ class PlayedCell:
             if stretch is not None:
                 lines.append(f"  {name}, by the job's own clock {_ms(stretch.own_step_seconds)} a step:")
                 lines += [f"    {figures}" for figures in stretch.ranks]
-        impact = self.true_impact_ratio
-        lines.append(f"  true impact {'not known' if impact is None else f'{impact:.1%}'}")
+        if self.true_impact_ratios is not None:
+            lines.append("  true impact {:.1%} to {:.1%}".format(*self.true_impact_ratios))
         lines.append(f"  source of wait: {', '.join(self.wait_sources) or 'none'}")
         problems = {problem for tick in self.heard for window in tick.windows for problem in window.problems}
         lines += [f"  problem: {problem}" for problem in sorted(problems)]
