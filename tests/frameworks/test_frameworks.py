@@ -89,9 +89,10 @@ def test_where_waiting_cannot_be_measured_that_is_said_and_nothing_wrong(framewo
     stretches = [played.healthy] if played.faulty is None else [played.healthy, played.faulty]
     for stretch in stretches:
         check_step_time(stretch, played)
-        assert not [figures for figures in stretch.ranks if figures.wait_seconds is not None], str(played)
-    said = [problem for window in played.heard[-1].windows for problem in window.problems]
-    assert sum("waiting is not measured" in problem for problem in said) == RANKS, str(played)
+    # The probe needs a few windows to know that collectives pass it by.
+    for window in played.heard[-1].windows:
+        assert not window.HasField("wait") and not window.HasField("self"), str(played)
+        assert any("waiting is not measured" in problem for problem in window.problems), str(played)
     for verdict in findings(played):
         # By stacks alone, then.
         assert fault != NONE and (verdict.kind, verdict.culprits) == (framework.kind, (SLOW_RANK,)), str(played)
