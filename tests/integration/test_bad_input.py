@@ -17,6 +17,7 @@ import pytest
 from rankscope.cli.demo_job.faults import Fault
 from rankscope.cli.demo_job.launching import DemoJob
 from rankscope.daemon.pyspy import find_py_spy
+from rankscope.probe import layout
 from tests.integration.daemon_process import PATIENCE_SECONDS, Serving, serving
 
 KEEPER = Path(__file__).parent / "jobs" / "ring_keeper.py"
@@ -97,11 +98,13 @@ def pids_under_py_spy(daemon: Serving) -> set[int]:
 
 
 def test_rings_of_every_bad_kind_are_named_and_cost_nobody_else_anything(daemon: Serving, job: DemoJob) -> None:
+    version = layout.VERSION
+    sizes = f"{layout.HEADER_BYTES}, {layout.RECORD_BYTES}, {layout.CAPACITY}"
     expected = {
         "garbage": ("corrupt", "the ring begins with"),
-        "future-version": ("version", "ring version 2 is newer than this daemon's 1; upgrade the daemon"),
+        "future-version": ("version", f"ring version {version + 1} is newer than this daemon's {version}; upgrade"),
         "endless-counters": ("corrupt", f"the ring claims {2**60} records of {2**60} steps"),
-        "enormous": ("corrupt", f"the ring's sizes are (4096, 64, 8192, {1 << 40}); version 1 has"),
+        "enormous": ("corrupt", f"the ring's sizes are ({sizes}, {1 << 40}); version {version} has"),
         "shrinking": ("unsealed", "not sealed against resizing; it was not made by the probe; ignored"),
     }
     with ExitStack() as stack:
