@@ -83,10 +83,10 @@ class FrameworkJob:
         """By the rank that is last."""
         return min(self._board.steps_done(rank) for rank in range(RANKS))
 
-    def step_ends(self, first: int) -> list[float]:
-        """When rank 0 ended its steps from `first` on, by its own clock (Unix time); recent ones only."""
-        ends = self._board.recent_step_seconds(0)
-        oldest = self._board.steps_done(0) - len(ends)
+    def step_ends(self, rank: int, first: int) -> list[float]:
+        """When a rank ended its steps from `first` on, by its own clock (Unix time); recent ones only."""
+        ends = self._board.recent_step_seconds(rank)
+        oldest = self._board.steps_done(rank) - len(ends)
         return ends[max(0, first - oldest) :]
 
     def start_fault(self) -> int:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path, PurePath
 from statistics import median
 
@@ -80,7 +81,11 @@ class Stretch:
     """Ticks of one state of the job: healthy, or with its fault."""
 
     ticks: tuple[Heard, ...]
-    own_step_seconds: float | None  # the job's own measurement of the same steps
+    own_seconds: tuple[float | None, ...]  # a step of each rank by its own clock: the same steps
+
+    @property
+    def own_step_seconds(self) -> float | None:
+        return self.own_seconds[0]
 
     @property
     def ranks(self) -> tuple[RankFigures, ...]:
@@ -173,7 +178,7 @@ class _Listener:
 
     job: FrameworkJob
     heard: list[Heard] = field(default_factory=list)
-    step_ends: list[float] = field(default_factory=list)  # of the job's own clock
+    step_ends: list[list[float]] = field(default_factory=lambda: [[] for _ in range(RANKS)])  # by their own clocks
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, states: tuple[JobState, ...]) -> None:
@@ -182,21 +187,23 @@ class _Listener:
                 tick = Heard(time.monotonic(), state.verdict, tuple(state.windows))
                 with self.lock:
                     self.heard.append(tick)
-                    self.step_ends += self.job.step_ends(len(self.step_ends))
+                    for rank, ends in enumerate(self.step_ends):
+                        ends += self.job.step_ends(rank, len(ends))
 
     def ticks(self) -> list[Heard]:
         with self.lock:
             return list(self.heard)
 
     def stretch(self, ticks: list[Heard]) -> Stretch:
-        """With the job's own measurement of the steps that ended in the ticks' windows."""
-        spans = [(w.start_unix_nanos * 1e-9, w.end_unix_nanos * 1e-9) for t in ticks for w in t.windows[:1]]
-        own = [
-            after - before
-            for before, after in zip(self.step_ends, self.step_ends[1:], strict=False)
-            if any(begin < after <= end for begin, end in spans)
-        ]
-        return Stretch(tuple(ticks), sum(own) / len(own) if own else None)
+        """With the ranks' own measurement of the steps that ended in the ticks' windows."""
+        return Stretch(tuple(ticks), tuple(self._own(rank, ticks) for rank in range(RANKS)))
+
+    def _own(self, rank: int, ticks: list[Heard]) -> float | None:
+        windows = [window for tick in ticks for window in tick.windows if window.identity.rank == rank]
+        spans = [(window.start_unix_nanos * 1e-9, window.end_unix_nanos * 1e-9) for window in windows]
+        ends = self.step_ends[rank]
+        own = [after - before for before, after in pairwise(ends) if any(begin < after <= end for begin, end in spans)]
+        return sum(own) / len(own) if own else None
 
 
 def play(
@@ -224,7 +231,7 @@ def play(
         def good(since: int = 0) -> list[Heard]:
             return [tick for tick in listener.ticks()[since:] if (tick.has_steps if is_blind else tick.is_judged)]
 
-        settled = HEALTHY_TICKS if fault == NO_FAULT else SETTLED_TICKS
+        settled = HEALTHY_TICKS if fault == NO_FAULT or is_blind else SETTLED_TICKS
         _wait(job, SETTLE_SECONDS, lambda: len(good()) >= settled)
         before = listener.ticks()
         healthy = listener.stretch(good()[-settled:])

@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 import pytest
 
 from rankscope.analysis.verdict import Confidence, Kind, Severity, Verdict
-from tests.frameworks.job_process import JOBS, RANKS, SLOW_RANK
+from tests.frameworks.job_process import JOBS, SLOW_RANK
 from tests.frameworks.matrix import (
     MATRIX,
     NONE,
@@ -117,9 +117,8 @@ def check_verdict(framework: Framework, played: PlayedCell) -> None:
 
 
 def check_step_time(stretch: Stretch, played: PlayedCell) -> None:
-    own = stretch.own_step_seconds
-    assert own, str(played)
-    for rank in range(RANKS):
+    for rank, own in enumerate(stretch.own_seconds):
+        assert own, str(played)
         assert stretch.step_seconds(rank) == pytest.approx(own, rel=STEP_TOLERANCE), f"rank {rank}\n{played}"
 
 
