@@ -12,6 +12,9 @@ from rankscope.analysis.policy import Policy
 from rankscope.analysis.verdict import Cause
 from rankscope.analysis.windows import EXCUSED_PHASES, WAITING_PHASES, StackProfile, step_phase
 
+TRAINING_PHASES = frozenset({*WAITING_PHASES, "input", "forward", "backward_code", "optimizer"})
+TRAINING_SHARE = 0.1  # of the samples of some rank
+
 
 @dataclass(frozen=True)
 class Suspect:
@@ -39,6 +42,9 @@ def judge_stacks(
         return StackVerdict(reason=f"fewer than {policy.stack_samples_needed} stack samples of rank {thin[0]}")
     if any(sum(p.phase_shares.get(phase, 0.0) for phase in EXCUSED_PHASES) > 0.2 for p in profiles.values()):
         return StackVerdict(reason="a checkpoint or a compilation is going on")
+    training = [sum(p.phase_shares.get(phase, 0.0) for phase in TRAINING_PHASES) for p in profiles.values()]
+    if max(training) < TRAINING_SHARE:
+        return StackVerdict(reason="no training is seen in the stacks yet")  # imports, and what comes before the loop
     excess = {rank: _excess(rank, profiles, starved_shares, policy) for rank in profiles}
     ranked = sorted(profiles, key=lambda rank: excess[rank].excess_share, reverse=True)
     first, second = excess[ranked[0]], excess[ranked[1]]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rankscope.analysis.fleet import FleetJudge
-from rankscope.analysis.policy import Policy
+from rankscope.analysis.policy import DEFAULT_POLICY, Policy
+from rankscope.analysis.stack_evidence import judge_stacks
 from rankscope.analysis.verdict import Cause, Kind, Severity
 from rankscope.analysis.windows import FrameSeen, RankColumns, RankEvidence, StackProfile, Stall
 from tests.unit.analysis.synthetic import SyntheticJob, watch
@@ -375,3 +376,10 @@ class TestStacksAlone:
         profiles = {r: _profile(0.4, 0.02, 0.58, samples=3) for r in range(4)}
         profiles[2] = _profile(0.3, 0.5, 0.2, samples=3)
         assert self.judge(profiles)[-1][0] == "insufficient_data"  # type: ignore[index]
+
+
+def test_stacks_of_ranks_that_only_import_say_nothing() -> None:
+    importing = {rank: StackProfile(60, {"other": 1.0}, ()) for rank in range(4)}
+    assert judge_stacks(importing, {}, DEFAULT_POLICY).reason == "no training is seen in the stacks yet"
+    training = {rank: StackProfile(60, {"other": 0.8, "forward": 0.2}, ()) for rank in range(4)}
+    assert judge_stacks(training, {}, DEFAULT_POLICY).reason == ""
