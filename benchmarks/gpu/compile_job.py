@@ -96,7 +96,7 @@ def main() -> None:
     optimizer = optimizer_of(model)
     step = torch.compile(optimizer.step, backend=asked.compiler) if asked.model == "optimizer" else optimizer.step
     samples = [torch.randn(size, asked.width) for size in BATCHES]
-    for batch in DataLoader(samples, batch_size=None):  # type: ignore[arg-type]
+    for batch in DataLoader(samples, batch_size=None):
         optimizer.zero_grad()
         loss_of(model(batch.to(device))).backward()
         step()

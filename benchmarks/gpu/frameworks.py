@@ -263,7 +263,7 @@ class Named(torch.utils.data.Dataset[Any]):
 def hugging_face(setup: Any) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    class Steps(TrainerCallback):  # type: ignore[misc]
+    class Steps(TrainerCallback):
         def on_step_end(self, *_: object, **__: object) -> None:
             setup.course.step_ended()
 
@@ -302,7 +302,7 @@ def lightning(setup: Any) -> None:
     import pytorch_lightning
     from torch.utils.data import DataLoader
 
-    class Module(pytorch_lightning.LightningModule):  # type: ignore[misc]
+    class Module(pytorch_lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.network = network(setup)

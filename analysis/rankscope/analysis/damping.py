@@ -1,4 +1,4 @@
-"""Between what the rules say after each window and what users are told: a verdict that flips is no verdict."""
+"""Damps the rules' verdict of each window, so that users do not see it flip between kinds."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class Spans:
     def install_functional(self, module: Any) -> None:
         """Functional collectives in eager mode wait in `wait_tensor`. Which group that is for is known only where the
         process uses one group for all of them."""
-        module.wait_tensor = self._visible_to_dynamo(self._waiting(module.wait_tensor, self._group_of_tensor))
+        module.wait_tensor = self._visible_to_dynamo(module.wait_tensor)
         name = "_resolve_group" if hasattr(module, "_resolve_group") else "_resolve_group_name"
         resolve, is_compiling = getattr(module, name), self._is_compiling
 
@@ -291,9 +291,9 @@ class Spans:
         # Hooks that run inside may be compiled, as without us.
         autograd._engine_run_backward = hide_from_dynamo(_engine_run_backward, with_callees=False)
 
-    def _visible_to_dynamo(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    def _visible_to_dynamo(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Traced through instead of skipped, which would break the graph."""
-        is_compiling, original = self._is_compiling, wrapper.__wrapped__  # type: ignore[attr-defined]
+        is_compiling, wrapper = self._is_compiling, self._waiting(original, self._group_of_tensor)
 
         @functools.wraps(original)
         def wait_tensor(tensor: Any) -> Any:

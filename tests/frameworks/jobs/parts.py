@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 # Not first: names of this folder's modules win.
 sys.path.append(os.environ["RANKSCOPE_FRAMEWORKS_BOARD_FOLDER"])
-from board import Board  # type: ignore[import-not-found]
+from board import Board
 
 VOCABULARY, WIDTH, HIDDEN, BLOCKS, SEQUENCE, BATCH = 128, 64, 128, 3, 8, 4
 SAMPLES = 65536

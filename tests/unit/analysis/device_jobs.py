@@ -89,7 +89,7 @@ class DeviceJob:
         )
 
     def but(self, **changes: object) -> DeviceJob:
-        return replace(self, **changes)  # type: ignore[arg-type]  # a test helper: the caller names real fields
+        return replace(self, **changes)
 
 
 def watch(

@@ -231,7 +231,7 @@ class TestHang:
 
     def waiting(self, ranks: int = 4, **changes: object) -> dict[int, Stall | None]:
         stall = Stall(9.0, "communication", ("all_reduce (distributed_c10d.py:2)",), same_stack_looks=2)
-        return dict.fromkeys(range(ranks), replace(stall, **changes))  # type: ignore[arg-type]
+        return dict.fromkeys(range(ranks), replace(stall, **changes))
 
     def test_the_rank_that_entered_fewer_collectives_never_entered(self) -> None:
         stalls = self.waiting(phase="backward", collectives_enqueued=101, collectives_completed=100)
@@ -353,14 +353,14 @@ class TestStacksAlone:
     def test_frames_in_excess_and_missing_wait_name_the_rank_with_low_confidence(self) -> None:
         profiles = {r: _profile(0.4, 0.02, 0.58) for r in range(4)}
         profiles[2] = _profile(0.3, 0.5, 0.2)
-        kind, culprits, confidence, cause = self.judge(profiles)[-1]  # type: ignore[misc]
+        kind, culprits, confidence, cause = self.judge(profiles)[-1]
         assert (kind, culprits, confidence) == ("slow_rank", (2,), "low")
         assert (cause.frames[0].file, cause.frames[0].line) == ("model.py", 88)
 
     def test_python_code_inside_backward_is_work_and_not_waiting(self) -> None:
         profiles = {r: _profile_of_backward(0.2, 0.0, 0.8) for r in range(4)}
         profiles[2] = _profile_of_backward(0.2, 0.5, 0.3)
-        kind, culprits, _, cause = self.judge(profiles)[-1]  # type: ignore[misc]
+        kind, culprits, _, cause = self.judge(profiles)[-1]
         assert (kind, culprits, cause.phase) == ("slow_rank", (2,), "backward")
         assert cause.frames[0].function == "compress"
 

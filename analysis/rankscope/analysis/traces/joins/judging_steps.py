@@ -113,7 +113,7 @@ def _unmatched_ratio(times: StepTimes) -> Floats:
 
 def _spread(times: StepTimes) -> Floats:
     """A rank's slow steps against its fast ones, each step against what it took the others: a first step that is slow
-    for all is nobody's noise. NaN where it is not known."""
+    for all ranks alike is not noise of a rank. NaN where it is not known."""
     typical = np.array([median_or_nan(column) for column in times.self_ns.T])
     spread = np.full(len(times.rank), np.nan)
     for row, own in enumerate(times.self_ns):
