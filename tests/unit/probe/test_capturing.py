@@ -329,7 +329,7 @@ def test_a_capture_that_is_dropped_leaves_nothing_running(loop: Loop) -> None:
         {"start_step": -5},
         {"warmup_steps": 100_000},
         {"windows": 21},
-        {"give_up_unix_nanos": time.time_ns() - SECOND},
+        {"give_up_unix_nanos": 1},
         {"give_up_unix_nanos": 1 << 62},
     ],
     ids=str,
