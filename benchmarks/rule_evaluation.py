@@ -24,9 +24,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.reporting import Row, between
 from benchmarks.running import ROOT, BenchmarkError, cpu_seconds, memory_bytes, wait_until
 from benchmarks.statistics import spread_of
-from tests.prometheus_tools import binary
 from tests.unit.daemon import gpu_makers
 from tests.unit.daemon import test_exporting as exporting
+from tools.prometheus_binaries import binary
 
 RANKS = 10_000
 RANKS_PER_JOB = 500

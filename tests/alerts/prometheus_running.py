@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.prometheus_tools import binary
+from tools.prometheus_binaries import binary
 
 PATIENCE_SECONDS = 90.0
 _PORT_ATTEMPTS = 3

@@ -16,7 +16,7 @@ import pytest
 
 from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, serving, wait_until
 from tests.listening_sockets import listening
-from tests.prometheus_tools import binary
+from tools.prometheus_binaries import binary
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import pytest
 from rankscope.daemon.collectors.gpu.device_reading import Cadence
 from rankscope.daemon.collectors.gpu.fields import Rate
 from rankscope.daemon.collectors.gpu.readings import GpuProcess, GpuState
-from tests.nvml_stub.scripting import Script
 from tests.unit.daemon.gpu.stubbed_source import Stubbed
+from tools.nvml_stub import Script
 
 Start = Callable[..., Stubbed]
 MEBIBYTE = 1024 * 1024
