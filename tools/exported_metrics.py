@@ -1,24 +1,19 @@
 """Every metric that the code exports, asked of the exporters themselves: name, type, help and labels.
 
-They are given the fullest snapshots there are, the ones that their own tests use. A metric that those leave out would
+They are given the fullest samples there are, the ones that their tests use as well. A metric that those leave out would
 be missing here; the test of the dashboards holds a real `rankscope up` against this list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope.analysis.verdict import Confidence, Kind, Severity
-from rankscope.daemon.assembling import RankSamples
 from rankscope.daemon.collectors.gpu.readings import SourceState
-from rankscope.daemon.samples import Problem
-from tests.unit.daemon import test_exporting as daemon_exporting
-from tests.unit.daemon import window_makers as make
-from tests.unit.operator import test_exporting as job_exporting
-from tests.unit.operator.kube import test_operator_exporting as operator_exporting
+from tools import daemon_samples, operator_samples
 
 # Closed sets of values that a snapshot cannot show all at once.
 _CLOSED_SETS: Mapping[tuple[str, str], tuple[str, ...]] = {
@@ -60,7 +55,11 @@ class ExportedMetric:
 def exported_metrics() -> dict[str, ExportedMetric]:
     """By name, in the order of the exporters."""
     metrics: dict[str, ExportedMetric] = {}
-    for text in _scrapes():
+    for text in (
+        daemon_samples.scrape_everything(),
+        operator_samples.scrape_jobs(),
+        operator_samples.scrape_operator(),
+    ):
         for family in text_string_to_metric_families(text):
             for name in dict.fromkeys(sample.name for sample in family.samples):
                 samples = [sample.labels for sample in family.samples if sample.name == name]
@@ -68,14 +67,6 @@ def exported_metrics() -> dict[str, ExportedMetric]:
                 values = {label: _values(name, label, samples) for label in names}
                 metrics[name] = ExportedMetric(name, family.type, family.documentation, values)
     return metrics
-
-
-def _scrapes() -> Iterator[str]:
-    # A rank of which all is known and one with a problem.
-    broken = daemon_exporting.report(make.rank(1), RankSamples(problems=(Problem("stacks", "missing", ""),)))
-    yield daemon_exporting.scrape(daemon_exporting.full_rank(0), broken)
-    yield job_exporting.scrape_everything()
-    yield operator_exporting.scrape_everything()
 
 
 def _values(name: str, label: str, samples: list[dict[str, str]]) -> tuple[str, ...]:

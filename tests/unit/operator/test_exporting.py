@@ -7,8 +7,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope.analysis.verdict import Cause, Confidence, Kind, Severity, Verdict
-from rankscope.operator.alerts.deciding import Result
-from rankscope.operator.alerts.exporting import AlertExporter
 from rankscope.operator.correlation import exporting
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.operator.correlation.exporting import JobExporter
@@ -39,14 +37,6 @@ def scrape(*states: JobState, lost: LostSeconds | None = None, mfu_target_ratio:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(JobExporter(lambda: states, lost or LostSeconds(), mfu_target_ratio))
     return generate_latest(registry).decode()
-
-
-def scrape_everything() -> str:
-    """Every family there is."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(AlertExporter(lambda: dict.fromkeys(Result, 1)))
-    jobs = scrape(state(replace(SLOW, stage=1)), mfu_target_ratio=0.4)
-    return jobs + generate_latest(registry).decode()
 
 
 def samples(text: str, name: str) -> dict[str, float]:

@@ -11,6 +11,7 @@ from rankscope.daemon.examining_gpus import dcgm_answers, gpus_are_readable
 from tests.unit.daemon import gpu_makers
 from tests.unit.daemon import window_makers as make
 from tests.unit.daemon.gpu.test_dcgm import LABELS, NEW, served
+from tools.daemon_samples import full_gpu
 
 
 def found(snapshot: GpuSnapshot, driver_folder: Path) -> Finding:
@@ -23,9 +24,9 @@ def found(snapshot: GpuSnapshot, driver_folder: Path) -> Finding:
 @pytest.mark.parametrize(
     ("snapshot", "level", "words"),
     [
-        (gpu_makers.snapshot(gpu_makers.full_gpu(), driver_version="580.1"), Level.OK, "1 × NVIDIA H200, driver 580.1"),
+        (gpu_makers.snapshot(full_gpu(), driver_version="580.1"), Level.OK, "1 × NVIDIA H200, driver 580.1"),
         (gpu_makers.snapshot(gpu_makers.gpu(0)), Level.WARNING, "without GPM"),
-        (gpu_makers.snapshot(gpu_makers.full_gpu(), gpu_makers.gpu(1, state=GpuState.LOST)), Level.PROBLEM, "1 of 2"),
+        (gpu_makers.snapshot(full_gpu(), gpu_makers.gpu(1, state=GpuState.LOST)), Level.PROBLEM, "1 of 2"),
         (GpuSnapshot("nvml", SourceState.NO_GPU), Level.OK, "no GPU"),
         (GpuSnapshot("nvml", SourceState.NO_DRIVER, "missing"), Level.WARNING, "missing"),
         (GpuSnapshot("nvml", SourceState.HANGING, "opening NVML hangs"), Level.WARNING, "opening NVML hangs"),

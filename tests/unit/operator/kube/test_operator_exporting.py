@@ -1,42 +1,10 @@
 from __future__ import annotations
 
-from collections import Counter
-from types import SimpleNamespace
-from typing import Any, cast
-
-from prometheus_client import CollectorRegistry, generate_latest
-
-from rankscope.operator.kube.certificates.exporting import FleetCertificateExporter
-from rankscope.operator.kube.people.exporting import PeopleExporter
-from rankscope.operator.kube.serving import OperatorExporter
-from rankscope.operator.kube.webhooks.exporting import WebhookExporter
-
-REASONS = ("jobs", "other_node", "rank", "rank_taken", "ranks", "rate", "size", "unknown_pod", "unreadable")
-
-
-def scrape_everything() -> str:
-    """An operator that has done everything once."""
-    shown: Any = SimpleNamespace(
-        leases=SimpleNamespace(held={0, 1}),
-        daemons=SimpleNamespace(addresses={"node-a": "10.0.0.1:9465"}),
-        streams=SimpleNamespace(connected={"node-a"}, messages_total=7),
-        outbox=SimpleNamespace(waiting=2, written_total=5, failed_total=1),
-        binding=SimpleNamespace(refusals=SimpleNamespace(counts=dict.fromkeys(REASONS, 1))),
-    )
-    webhooks: Any = SimpleNamespace(
-        admission=SimpleNamespace(counts={("inject", "allowed"): 3}), expires_unix=1_800_000_000.0
-    )
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(OperatorExporter(shown))
-    registry.register(WebhookExporter(webhooks))
-    certificates: Any = SimpleNamespace(expires_unix=1_800_000_000.0)
-    registry.register(FleetCertificateExporter(certificates))
-    registry.register(PeopleExporter(Counter({("StartCapture", "OK"): 4})))
-    return cast(bytes, generate_latest(registry)).decode()
+from tools.operator_samples import scrape_operator
 
 
 def test_the_operator_tells_what_it_holds_hears_and_writes() -> None:
-    lines = scrape_everything().splitlines()
+    lines = scrape_operator().splitlines()
     assert "rankscope_operator_shards_held 2.0" in lines
     assert "rankscope_operator_daemons_connected 1.0" in lines
     assert "rankscope_operator_writes_waiting 2.0" in lines
