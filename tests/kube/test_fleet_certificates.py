@@ -25,8 +25,9 @@ from rankscope.operator.kube.certificates.making import Lifetimes
 from rankscope.operator.kube.runs.daemon_streams import DaemonStreams
 from rankscope.v1.rank_service_pb2 import ListRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
+from tests.free_ports import free_port
 from tests.kube.accounts import OPERATOR, VIEWER, granted
-from tests.kube.api_server import ApiError, ApiServer, User, free_port
+from tests.kube.api_server import ApiError, ApiServer, User
 from tests.kube.fleet import DAEMON_LABELS, MAIN, OPERATOR_NAMESPACE, delete_pod, make_pod
 from tests.kube.kubelet import MountedSecret
 from tests.kube.operator_process import OperatorProcess

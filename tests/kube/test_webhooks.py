@@ -27,8 +27,9 @@ from rankscope.operator.kube.webhooks.init_container import FOLDER, VOLUME
 from rankscope.operator.kube.webhooks.injecting import INJECTED
 from rankscope.operator.kube.webhooks.serving import WebhookServer
 from rankscope.operator.kube.webhooks.wiring import Webhooks, WebhookSettings
+from tests.free_ports import free_port
 from tests.kube.accounts import RESEARCHER
-from tests.kube.api_server import ApiError, ApiServer, User, free_port
+from tests.kube.api_server import ApiError, ApiServer, User
 from tests.kube.fleet import OPERATOR_NAMESPACE
 from tests.kube.operator_process import OperatorProcess
 
