@@ -39,14 +39,16 @@ Lane = Sequence[Step]
 API_SERVER = Step("API server (set-up)", ("tools/setup_kube.sh",))
 HELM = Step("helm (set-up)", ("tools/setup_helm.sh",))
 LINT = Step("lint", ("make", "--no-print-directory", "lint"))
-# Rows run one after the other, the lanes of a row together, the steps of a lane one after the other.
+# Rows run one after the other, the lanes of a row together, the steps of a lane one after the other. `-n`: processes
+# that share the tests of a suite. Those of the operator mostly wait, each process with an API server of its own.
 ROWS: Sequence[Sequence[Lane]] = (
     (
-        (LINT, suite("unit", "unit", "-n", "2"), suite("fuzz targets", "fuzz"), suite("security", "security")),
+        (LINT, suite("unit", "unit", "-n", "2", "--dist", "worksteal")),
+        (API_SERVER, suite("operator on an API server", "kube", "-n", "3", "--dist", "worksteal")),
         (HELM, API_SERVER, suite("chart", "ship"), suite("images", "images")),
-        (API_SERVER, suite("operator on an API server", "kube")),
+        (suite("security", "security"), suite("fuzz targets", "fuzz")),
     ),
-    ((suite("integration (real processes)", "integration"),),),
+    ((suite("integration (processes)", "integration", "-n", "2", "--dist", "loadfile"),),),
     ((suite("end-to-end (training jobs)", "e2e"),),),
     ((suite("frameworks (training jobs)", "frameworks", "-m", "representative"),),),
     ((suite("alerts and dashboards (Prometheus)", "alerts"),),),
