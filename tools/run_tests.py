@@ -29,9 +29,8 @@ class Step:
     is_pytest: bool = False
 
 
-def suite(name: str, folder: str, *options: str) -> Step:
-    command = (sys.executable, "-m", "pytest", "-q", "--durations=5", *options, f"tests/{folder}")
-    return Step(name, command, is_pytest=True)
+def suite(name: str, *options: str) -> Step:
+    return Step(name, (sys.executable, "-m", "pytest", "-q", "--durations=5", *options), is_pytest=True)
 
 
 Lane = Sequence[Step]
@@ -39,19 +38,32 @@ Lane = Sequence[Step]
 API_SERVER = Step("API server (set-up)", ("tools/setup_kube.sh",))
 HELM = Step("helm (set-up)", ("tools/setup_helm.sh",))
 LINT = Step("lint", ("make", "--no-print-directory", "lint"))
+JOBLESS_ALERTS = ("tests/alerts/test_prometheus_stack.py", "tests/alerts/test_dashboards_of_many_ranks.py")
 # Rows run one after the other, the lanes of a row together, the steps of a lane one after the other. `-n`: processes
 # that share the tests of a suite. Those of the operator mostly wait, each process with an API server of its own.
 ROWS: Sequence[Sequence[Lane]] = (
     (
-        (LINT, suite("unit", "unit", "-n", "2", "--dist", "worksteal")),
-        (API_SERVER, suite("operator on an API server", "kube", "-n", "3", "--dist", "worksteal")),
-        (HELM, API_SERVER, suite("chart", "ship"), suite("images", "images")),
-        (suite("security", "security"), suite("fuzz targets", "fuzz")),
+        (LINT, suite("unit", "tests/unit", "-n", "2", "--dist", "worksteal")),
+        (API_SERVER, suite("operator on an API server", "tests/kube", "-n", "3", "--dist", "worksteal")),
+        (HELM, API_SERVER, suite("chart", "tests/ship"), suite("images", "tests/images")),
+        (
+            suite("security", "tests/security"),
+            suite("fuzz targets", "tests/fuzz"),
+            suite("Prometheus, without jobs", *JOBLESS_ALERTS),
+        ),
     ),
-    ((suite("integration (processes)", "integration", "-n", "2", "--dist", "loadfile"),),),
-    ((suite("end-to-end (training jobs)", "e2e"),),),
-    ((suite("frameworks (training jobs)", "frameworks", "-m", "representative"),),),
-    ((suite("alerts and dashboards (Prometheus)", "alerts"),),),
+    ((suite("integration (processes)", "tests/integration", "-n", "2", "--dist", "loadfile"),),),
+    ((suite("end-to-end (training jobs)", "tests/e2e"),),),
+    ((suite("frameworks (training jobs)", "tests/frameworks", "-m", "representative"),),),
+    (
+        (
+            suite(
+                "alerts and dashboards (training jobs)",
+                "tests/alerts",
+                *(f"--ignore={path}" for path in JOBLESS_ALERTS),
+            ),
+        ),
+    ),
 )
 
 

@@ -16,7 +16,7 @@ def test_what_fails_keeps_nothing_from_running_and_the_table_has_everything(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     failing, later = python("failing", "exit('reason')"), python("later", "print('ran')")
-    counted = run_tests.suite("counted", "unit/test_version.py")
+    counted = run_tests.suite("counted", "tests/unit/test_version.py")
     monkeypatch.setattr(run_tests, "ROWS", (((failing, later), (counted,)), ((python("last", ""),),)))
     assert run_tests.main() == 1
     printed = capfd.readouterr()
