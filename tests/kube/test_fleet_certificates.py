@@ -133,7 +133,7 @@ def test_certificates_and_authority_are_rotated_under_a_stream_that_goes_on(
         assert daemon.answer(follower.operator) is grpc.StatusCode.OK
 
     try:
-        with caplog.at_level(logging.INFO, "rankscope.operator.kube.runs.daemon_streams"):
+        with caplog.at_level(logging.INFO, DaemonStreams.__module__):
             streams.follow({"n": f"127.0.0.1:{daemon.port}"})
             goes_on()
             old = follower.operator
