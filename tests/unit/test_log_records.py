@@ -8,30 +8,29 @@ import threading
 import pytest
 
 log = logging.getLogger(__name__)
+now = threading.Event()
 
 
-def logging_thread(line: str, when: threading.Event) -> threading.Thread:
-    thread = threading.Thread(target=lambda: when.wait() and log.warning(line), daemon=True)
+def logging_thread(line: str) -> threading.Thread:
+    thread = threading.Thread(target=lambda: now.wait() and log.warning(line), daemon=True)
     thread.start()
     return thread
 
 
-@pytest.fixture
-def now() -> threading.Event:
-    return threading.Event()
+earlier = logging_thread("of an earlier test")
 
 
 @pytest.fixture
-def earlier(now: threading.Event) -> threading.Thread:
-    return logging_thread("earlier", now)
+def of_a_fixture() -> threading.Thread:
+    return logging_thread("of a fixture")
 
 
 def test_threads_of_earlier_tests_leave_no_records(
-    earlier: threading.Thread, now: threading.Event, caplog: pytest.LogCaptureFixture
+    of_a_fixture: threading.Thread, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own = logging_thread("own", now)
+    own = logging_thread("own")
     now.set()
-    for thread in (earlier, own):
+    for thread in (earlier, of_a_fixture, own):
         thread.join()
     log.warning("main thread")
-    assert caplog.messages == ["own", "main thread"]
+    assert sorted(caplog.messages) == ["main thread", "of a fixture", "own"]
