@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope.analysis.verdict import Confidence, Kind, Severity
-from rankscope.daemon.assembling import RankSamples
-from rankscope.daemon.collectors.gpu.readings import SourceState
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity
+from rankscope.daemon.gpu.readings import SourceState
 from rankscope.daemon.samples import Problem
+from rankscope.daemon.windows.window import RankSamples
 from tests.unit.daemon import test_exporting as daemon_exporting
 from tests.unit.daemon import window_makers as make
 from tests.unit.operator import test_exporting as job_exporting

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.gpu.jobs import Steps, read_steps
 from benchmarks.running import BenchmarkError, wait_until
-from rankscope.probe import injecting
+from rankscope.probe import injection
 
 HERE = Path(__file__).resolve().parent
 HOST = "127.0.0.1"
@@ -62,7 +62,7 @@ def multi_process_service() -> Iterator[dict[str, str]]:
 
 def probe_folder(target: Path) -> Path:
     """The probe laid out for programs that have no Rankscope, as the README says."""
-    injecting.copy_to(str(target))
+    injection.copy_to(str(target))
     return target
 
 

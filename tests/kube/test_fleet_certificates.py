@@ -16,13 +16,12 @@ from typing import Any
 import grpc
 import pytest
 
-from rankscope.operator.alerts.tokens import make_token
-from rankscope.operator.kube.api import Api
-from rankscope.operator.kube.certificates.daemon_credentials import ClientPair, HeldTls, credentials, naming
-from rankscope.operator.kube.certificates.fleet_keeping import OURS, FleetCertificates, FleetCertificateSettings
-from rankscope.operator.kube.certificates.issuing import authorities
-from rankscope.operator.kube.certificates.making import Lifetimes
-from rankscope.operator.kube.runs.daemon_streams import DaemonStreams
+from rankscope.operator.alerts.alertmanager_webhook import make_token
+from rankscope.operator.certificates.authority import Lifetimes, authorities
+from rankscope.operator.certificates.daemon_credentials import ClientPair, HeldTls, credentials, naming
+from rankscope.operator.certificates.fleet_secrets import OURS, FleetCertificates, FleetCertificateSettings
+from rankscope.operator.kube.api_client import Api
+from rankscope.operator.runs.daemon_streams import DaemonStreams
 from rankscope.v1.rank_service_pb2 import ListRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from tests.kube.accounts import OPERATOR, VIEWER, granted
@@ -132,7 +131,7 @@ def test_certificates_and_authority_are_rotated_under_a_stream_that_goes_on(
         assert daemon.answer(follower.operator) is grpc.StatusCode.OK
 
     try:
-        with caplog.at_level(logging.INFO, "rankscope.operator.kube.runs.daemon_streams"):
+        with caplog.at_level(logging.INFO, "rankscope.operator.runs.daemon_streams"):
             streams.follow({"n": f"127.0.0.1:{daemon.port}"})
             goes_on()
             old = follower.operator

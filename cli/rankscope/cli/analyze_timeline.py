@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rankscope.analysis.timelines.analyzing import TimelineReport
+    from rankscope.analysis.timelines.report import TimelineReport
 
 HELP = "replay a pipeline-parallel job: what would it be without its slow rank, stage or operation?"
 PICTURES = (".png", ".svg")
@@ -43,10 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     # Here, because `rankscope analyze trace` asks this module for its arguments, too.
-    from rankscope.analysis.policy import DEFAULT_POLICY
-    from rankscope.analysis.timelines.analyzing import NOT_DECLARED, analyze
-    from rankscope.analysis.timelines.columns import TimelineError
-    from rankscope.cli.timelines.files import FileError, read_sizes, read_timeline
+    from rankscope.analysis.timelines.report import NOT_DECLARED, analyze
+    from rankscope.analysis.timelines.timeline import TimelineError
+    from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
+    from rankscope.cli.timeline_report.files import FileError, read_sizes, read_timeline
 
     if arguments.heatmap and arguments.heatmap.suffix.lower() not in PICTURES:
         return _fail(arguments.heatmap, "a heat map is a .png or .svg file; give it one of these endings")
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _draw(report: TimelineReport, arguments: argparse.Namespace) -> None:
     if arguments.heatmap is None and arguments.html is None:
         return
-    from rankscope.cli.timelines.pictures import draw_png, draw_svg, make_page
+    from rankscope.cli.timeline_report.page import draw_png, draw_svg, make_page
 
     if arguments.heatmap is not None:
         svg = arguments.heatmap.suffix.lower() == ".svg"
@@ -96,13 +96,13 @@ def _draw(report: TimelineReport, arguments: argparse.Namespace) -> None:
 
 def _print(report: TimelineReport, *, as_json: bool) -> None:
     if as_json:
-        from rankscope.cli.timelines.as_json import to_json
+        from rankscope.cli.timeline_report.report import to_json
 
         print(json.dumps(to_json(report), allow_nan=False))
         return
     from rich.console import Console
 
-    from rankscope.cli.timelines.report import print_report
+    from rankscope.cli.timeline_report.report import print_report
 
     print_report(report, Console(highlight=False, soft_wrap=True))
 

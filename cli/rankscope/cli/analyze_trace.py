@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rankscope.cli.traces.files import BrokenFile
-    from rankscope.cli.traces.report import Outcome
+    from rankscope.cli.trace_report.files import BrokenFile
+    from rankscope.cli.trace_report.report import Outcome
 
 _EPILOG = """\
 examples:
@@ -56,9 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from rankscope.cli.traces.layout import LayoutError, read_layout
-    from rankscope.cli.traces.reducing import reduce_files
-    from rankscope.cli.traces.report import make_report, to_json
+    from rankscope.cli.trace_report.reduction import LayoutError, read_layout, reduce_files
+    from rankscope.cli.trace_report.report import make_report, to_json
 
     if arguments.top < 1:
         return _refuse(f"--top {arguments.top}: at least one kernel is needed; next step: --top 10")
@@ -91,7 +90,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             sys.stdout.buffer.write(to_json(outcome.report) + b"\n")
         else:
-            from rankscope.cli.traces.printing import print_report
+            from rankscope.cli.trace_report.terminal import print_report
 
             print_report(outcome.report)
         sys.stdout.flush()
@@ -103,12 +102,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _write(arguments: argparse.Namespace, outcome: Outcome, paths: Mapping[int, Path]) -> None:
     if arguments.html is not None:
-        from rankscope.cli.traces.page import make_page
+        from rankscope.cli.trace_report.page import make_page
 
         arguments.html.write_text(make_page(outcome.report), encoding="utf-8")
         print(f"wrote {arguments.html}", file=sys.stderr)
     if arguments.merged is not None:
-        from rankscope.cli.traces.merging import write_merged
+        from rankscope.cli.trace_report.merged_trace import write_merged
 
         write_merged(arguments.merged, paths, outcome.shifts)
         print(f"wrote {arguments.merged}: open it at ui.perfetto.dev", file=sys.stderr)

@@ -12,22 +12,27 @@ from pathlib import Path
 
 import grpc
 
-from rankscope.cli.capturing.as_json import to_object
-from rankscope.cli.capturing.connecting import (
+from rankscope.cli.capture_client.connection import (
     CALL_SECONDS,
     EndpointError,
     add_endpoint_argument,
+    add_operator_arguments,
     connect,
     explain,
 )
-from rankscope.cli.capturing.downloading import DownloadError, prepare
-from rankscope.cli.capturing.fetching import Fetched, fetch
-from rankscope.cli.capturing.following import FINAL, LostError, follow, follow_again
-from rankscope.cli.capturing.operator_connecting import add_operator_arguments
-from rankscope.cli.capturing.printing import print_capture
-from rankscope.cli.capturing.progress import Progress, make_progress
-from rankscope.cli.capturing.table import make_console
-from rankscope.cli.capturing.wording import delivered, elsewhere, is_complete
+from rankscope.cli.capture_client.download import DownloadError, Fetched, fetch, prepare, print_capture
+from rankscope.cli.capture_client.output import (
+    FINAL,
+    LostError,
+    delivered,
+    elsewhere,
+    follow,
+    follow_again,
+    is_complete,
+    make_console,
+    to_object,
+)
+from rankscope.cli.capture_client.progress import Progress, make_progress
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 

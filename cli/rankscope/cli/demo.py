@@ -16,12 +16,11 @@ from types import FrameType
 from rich.console import Console
 
 from rankscope.cli.demo_job.faults import NONE, FaultError, parse_fault
-from rankscope.cli.demo_job.launching import DemoJob, DemoJobError
-from rankscope.cli.demo_report import Outcome, print_summary, print_verdict, to_json
-from rankscope.cli.demo_watch import Watch
+from rankscope.cli.demo_job.launcher import DemoJob, DemoJobError
+from rankscope.cli.demo_report import Outcome, Watch, print_summary, print_verdict, to_json
 from rankscope.cli.standalone import Standalone
 from rankscope.daemon.config import resolve
-from rankscope.daemon.listening import ListenError
+from rankscope.daemon.server.sockets import ListenError
 
 NAME = "demo"
 HELP = "run a real job with a fault and find it"

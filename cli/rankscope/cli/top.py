@@ -12,10 +12,9 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from rankscope.cli.sentences import MARKS, headline, loss
-from rankscope.cli.tables import milliseconds, rank_table
+from rankscope.cli.job_tables import MARKS, headline, loss, milliseconds, rank_table
 from rankscope.daemon.config import default_socket
-from rankscope.operator.correlation.messages import verdict_of
+from rankscope.operator.correlation.job_service import verdict_of
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
 
 NAME = "top"

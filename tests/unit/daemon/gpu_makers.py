@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rankscope.daemon.collectors.gpu.collecting import GpuStatus, SourceStatus
-from rankscope.daemon.collectors.gpu.exporting import ALL_REASONS
-from rankscope.daemon.collectors.gpu.readings import GpuProcess, GpuReading, GpuSnapshot, SourceState
+from rankscope.daemon.export.gpu_metrics import ALL_REASONS
+from rankscope.daemon.gpu.collector import GpuStatus, SourceStatus
+from rankscope.daemon.gpu.readings import GpuProcess, GpuReading, GpuSnapshot, SourceState
 from tests.unit.daemon import window_makers as make
 
 

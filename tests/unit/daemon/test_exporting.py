@@ -7,13 +7,13 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope.daemon.assembling import RankSamples, assemble
 from rankscope.daemon.captures.duty_cycle import REASONS
-from rankscope.daemon.captures.exporting import CaptureStatus
-from rankscope.daemon.exporting import CollectorStatus, DaemonStatus, Exporter, Snapshot
-from rankscope.daemon.rank_exporting import GROUP_KINDS
+from rankscope.daemon.export.capture_metrics import CaptureStatus
+from rankscope.daemon.export.metrics import CollectorStatus, DaemonStatus, Exporter, Snapshot
+from rankscope.daemon.export.rank_metrics import GROUP_KINDS
 from rankscope.daemon.samples import GroupSpan, ProbeFacts, Problem, RankProcess
-from rankscope.daemon.tallying import RankReport, RankTotals, add_window
+from rankscope.daemon.windows.totals import RankReport, RankTotals, add_window
+from rankscope.daemon.windows.window import RankSamples, assemble
 from rankscope.v1.window_pb2 import Stall
 from tests.unit.daemon import gpu_makers
 from tests.unit.daemon import window_makers as make

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from rankscope.cli.demo_job.faults import Fault
-from rankscope.cli.demo_job.sizing import PIPELINE_STAGES, flops_per_step
+from rankscope.cli.demo_job.model_size import PIPELINE_STAGES, flops_per_step
 
 # Below the range that kernels take outgoing ports from, so that only another listener can be in the way.
 _PORTS = range(20000, 30000)

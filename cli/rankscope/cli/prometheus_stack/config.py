@@ -2,12 +2,104 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankscope.cli.prometheus_stack.files import StackError
-from rankscope.cli.prometheus_stack.rules import hurry
+# The rules in a hurry: the same expressions, thresholds and labels, with every duration divided.
+
+_UNITS_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 604_800_000, "y": 31_536_000_000}
+_DURATION = r"(?:\d+(?:ms|[smhdwy]))+"
+# Where a duration stands: how long an alert must hold, how long Alertmanager gathers (but not when it repeats itself),
+# ranges, offsets; then the steps of subqueries.
+_PLACES = (
+    re.compile(
+        rf"(?P<before>(?<![\w-])(?:for|keep_firing_for|interval|group_wait|group_interval):\s*[\"']?|\[|\boffset\s+)(?P<duration>{_DURATION})"
+    ),
+    re.compile(rf"(?P<before>\[{_DURATION}:)(?P<duration>{_DURATION})"),
+)
+
+
+def hurry(rules: str, factor: float, least_seconds: float) -> str:
+    """The text of a file of rules (or of Alertmanager's configuration) with its durations divided by `factor`.
+
+    For trying alerts out in seconds: what is tried are the real rules, only less patient. None is made shorter than
+    `least_seconds`: a range must still hold a few scrapes, so that should be several times the scrape interval."""
+
+    def shorten(match: re.Match[str]) -> str:
+        asked_ms = milliseconds(match["duration"])
+        return match["before"] + f"{round(min(asked_ms, max(asked_ms / factor, least_seconds * 1000)))}ms"
+
+    if factor != 1:
+        for place in _PLACES:
+            rules = place.sub(shorten, rules)
+    return rules
+
+
+def milliseconds(duration: str) -> int:
+    """Of a duration as Prometheus writes it: 5m, 1h30m, 500ms."""
+    parts = re.findall(r"(\d+)(ms|[smhdwy])", duration)
+    return sum(int(number) * _UNITS_MS[unit] for number, unit in parts)
+
+
+# Where the binaries of Prometheus and Alertmanager are, and the rules that come with Rankscope.
+
+FOLDER_VARIABLE = "RANKSCOPE_PROMETHEUS_DIR"
+_HERE = Path(__file__).resolve().parent.parent
+_CHECKOUT = _HERE.parents[2]
+# Debian names one of them differently.
+_SPELLINGS = {"prometheus": ("prometheus",), "alertmanager": ("alertmanager", "prometheus-alertmanager")}
+
+
+class StackError(Exception):
+    """Prometheus or Alertmanager cannot run: says which, why and what to do."""
+
+
+@dataclass(frozen=True)
+class Binaries:
+    prometheus: Path
+    alertmanager: Path
+
+
+def find_binaries() -> Binaries:
+    found = {name: _find(name) for name in _SPELLINGS}
+    missing = [name for name, path in found.items() if path is None]
+    if missing:
+        raise StackError(
+            f"{' and '.join(missing)}: not in {FOLDER_VARIABLE}, not on the PATH; next: apt-get install "
+            f"--no-install-recommends prometheus prometheus-alertmanager, or name a folder in {FOLDER_VARIABLE}"
+        )
+    return Binaries(**{name: path for name, path in found.items() if path is not None})
+
+
+def _find(name: str) -> Path | None:
+    # What tools/setup_prometheus.sh gets for a checkout comes last: a machine's own are newer or meant.
+    folders = (os.environ.get(FOLDER_VARIABLE), os.environ.get("PATH"), str(_CHECKOUT / ".prometheus" / "bin"))
+    for folder in filter(None, folders):
+        for spelling in _SPELLINGS[name]:
+            if found := shutil.which(spelling, path=folder):
+                return Path(found).resolve()
+    return None
+
+
+@dataclass(frozen=True)
+class Rules:
+    files: tuple[Path, ...]
+    alertmanager_example: Path
+
+
+def find_rules() -> Rules:
+    """Those in the wheel, or those of the checkout."""
+    for folder in (_HERE / "rules", _CHECKOUT / "rules"):
+        files = sorted(path for path in folder.glob("*.yaml") if not path.name.endswith(".example.yaml"))
+        example = folder / "alertmanager.example.yaml"
+        if files and example.is_file():
+            return Rules(tuple(files), example)
+    raise StackError("the alerting rules are missing from this installation; install Rankscope again")
+
 
 CAPTURE_RECEIVER = "rankscope-capture"  # in the example
 LEAST_GROUP_SECONDS = 1.0

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Protocol
 
 from rankscope.daemon.samples import RankProcess
-from rankscope.probe import layout
+from rankscope.probe import ring_layout
 
 STEPS_LIMIT = 100
 WAIT_STEPS_LIMIT = 1000
 WARMUP_STEPS_LIMIT = 100
-REPEAT_LIMIT = layout.WINDOWS_LIMIT
+REPEAT_LIMIT = ring_layout.WINDOWS_LIMIT
 SECONDS_LIMIT = 60.0
 DEFAULT_PATIENCE_SECONDS = 60.0
 PATIENCE_LIMIT_SECONDS = 600.0

@@ -5,8 +5,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
+from rankscope.daemon.captures.engagements import LASTING
+from rankscope.daemon.captures.orders import CaptureError, Recording
+from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
 CAPTURES_REMEMBERED = 256
@@ -99,3 +105,90 @@ def _copy(capture: pb.Capture) -> pb.Capture:
     copy = pb.Capture()
     copy.CopyFrom(capture)
     return copy
+
+
+# What becomes of a capture, as it is entered in its record.
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """A recording in the store: compressed, annotated, and what it says."""
+
+    artifact: str
+    size_bytes: int
+    uri: str = ""
+    summary: pb.TraceSummary | None = None
+    start_unix_millis: int | None = None
+    steps: int | None = None
+    step_seconds: float | None = None  # learned from the trace
+    whole_steps: int | None = None  # that the recording held; fewer than asked for if it was too short
+    notes: tuple[str, ...] = ()
+    more_windows: tuple[pb.CaptureWindow, ...] = ()
+
+
+def enter_delivery(entry: pb.RankCapture, recording: Recording, delivered: Delivered) -> None:
+    entry.state = pb.CAPTURE_STATE_ANALYSED
+    entry.artifact, entry.bytes, entry.uri = delivered.artifact, delivered.size_bytes, delivered.uri
+    entry.notes.extend(note for note in (*recording.notes, *delivered.notes) if note not in entry.notes)
+    start = delivered.start_unix_millis if delivered.start_unix_millis is not None else recording.start_unix_millis
+    steps = delivered.steps if delivered.steps is not None else recording.steps
+    if start is not None:
+        entry.start_unix_millis = start
+    if steps is not None:
+        entry.steps = steps
+    del entry.more_windows[:]
+    entry.more_windows.extend(delivered.more_windows)
+    if delivered.summary is not None:
+        entry.summary.CopyFrom(delivered.summary)
+
+
+def forget_first_attempt(capture: pb.Capture) -> None:
+    for entry in capture.ranks:
+        lasting = [note for note in entry.notes if note.startswith(LASTING)]
+        del entry.notes[:]
+        entry.notes.extend(lasting)
+
+
+def overall_state(capture: pb.Capture) -> pb.CaptureState.ValueType:
+    states = [rank.state for rank in capture.ranks]
+    if pb.CAPTURE_STATE_ANALYSED in states:
+        return pb.CAPTURE_STATE_ANALYSED
+    return pb.CAPTURE_STATE_CANCELLED if pb.CAPTURE_STATE_CANCELLED in states else pb.CAPTURE_STATE_FAILED
+
+
+def fail(capture: pb.Capture, error: str) -> None:
+    capture.state = pb.CAPTURE_STATE_FAILED
+    for rank in capture.ranks:
+        if rank.state not in FINAL:
+            rank.state, rank.error = pb.CAPTURE_STATE_FAILED, error
+
+
+# What a conductor of captures needs from others: where recordings go, and how long steps take.
+
+Recorded = Mapping[int, tuple[RankProcess, Recording]]
+
+
+class Archive(Protocol):
+    """Where recordings and records go. Any method may raise CaptureError."""
+
+    def workspace(self, capture_id: str) -> Path: ...
+
+    def deliver(
+        self, capture: pb.Capture, recorded: Recorded, steps: int | None, cancelled: threading.Event
+    ) -> Iterator[tuple[int, Delivered | CaptureError]]:
+        """All ranks at once: their traces are cut at the same step."""
+        ...
+
+    def join(self, capture: pb.Capture) -> pb.JoinSummary | None: ...
+
+    def clean(self, capture_id: str) -> None: ...
+
+    def save(self, capture: pb.Capture) -> None: ...
+
+    def load(self) -> Sequence[pb.Capture]: ...
+
+
+class StepSecondsOf(Protocol):
+    """A rank's typical step time over a stretch of the recent past; None where its steps are not seen."""
+
+    def __call__(self, rank: RankProcess, start_unix_seconds: float, end_unix_seconds: float) -> float | None: ...

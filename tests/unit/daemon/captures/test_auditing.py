@@ -11,10 +11,10 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from rankscope.daemon.captures.auditing import CaptureAudit
-from rankscope.daemon.captures.conducting import Conductor
+from rankscope.daemon.captures.audit import CaptureAudit
+from rankscope.daemon.captures.conductor import Conductor
 from rankscope.daemon.captures.orders import CaptureError
-from rankscope.daemon.captures.serving import CaptureServicer
+from rankscope.daemon.captures.service import CaptureServicer
 from rankscope.daemon.captures.store import Store
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.unit.daemon.captures.test_conducting import MemoryArchive, ScriptedBackend, rank

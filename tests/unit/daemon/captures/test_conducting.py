@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.analysis.choosing_ranks import Suspected
-from rankscope.daemon.captures.archiving import Recorded
-from rankscope.daemon.captures.conducting import Conductor
-from rankscope.daemon.captures.learned_steps import PROCESSES_KEPT, LearnedSteps
+from rankscope.common.rank_selection import Suspected
+from rankscope.daemon.captures.conductor import PROCESSES_KEPT, Conductor, LearnedSteps
 from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage
-from rankscope.daemon.captures.outcomes import Delivered
+from rankscope.daemon.captures.records import Delivered, Recorded
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from rankscope.analysis.verdict import Kind, Verdict
-from rankscope.operator.alerts.choosing import RefusedError, Wanted
-from rankscope.operator.alerts.deciding import AlertDesk, FailedError
-from rankscope.operator.alerts.limiting import Limits
+from rankscope.analysis.verdicts.verdict import Kind, Verdict
+from rankscope.operator.alerts.alert import RefusedError, Wanted
+from rankscope.operator.alerts.decision import AlertDesk, FailedError, Limits
 from rankscope.operator.correlation.correlator import JobState
 from tests.unit.operator.alerts.notifications import HEALTHY, SLOW_NETWORK, alerts, entry, job
 from tests.unit.operator.test_exporting import SLOW

@@ -6,10 +6,10 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from rankscope.operator.kube.certificates.exporting import FleetCertificateExporter
-from rankscope.operator.kube.people.exporting import PeopleExporter
-from rankscope.operator.kube.serving import OperatorExporter
-from rankscope.operator.kube.webhooks.exporting import WebhookExporter
+from rankscope.operator.access.api_server import PeopleExporter
+from rankscope.operator.certificates.fleet_secrets import FleetCertificateExporter
+from rankscope.operator.http_endpoints import OperatorExporter
+from rankscope.operator.webhooks.webhooks import WebhookExporter
 
 REASONS = ("jobs", "other_node", "rank", "rank_taken", "ranks", "rate", "size", "unknown_pod", "unreadable")
 
