@@ -27,7 +27,7 @@ from rankscope.daemon.server.sockets import ListenError
 from rankscope.operator.alerts.alertmanager_webhook import TokenError, make_token, read_token
 from rankscope.operator.correlation.correlator import JobState
 
-# `rankscope up` with alerts: the receiver that makes captures of them, and Prometheus and Alertmanager if asked.
+# Alerts: the receiver that starts captures, and Prometheus and Alertmanager if requested.
 
 _ANY_PORT = "127.0.0.1:0"
 
@@ -87,7 +87,7 @@ class StackedAddresses(Addresses):
 
 
 class Alerting:
-    """What the arguments ask for, checked; raises ConfigError, StackError or TokenError before anything has started."""
+    """The checked arguments; raises ConfigError, StackError or TokenError before anything starts."""
 
     def __init__(self, arguments: argparse.Namespace, config: Config) -> None:
         self._own_folder: Path | None = None
@@ -157,7 +157,7 @@ class Alerting:
 
 
 class UpService:
-    """The standalone stack and what alerts need beside it, as one thing in the foreground."""
+    """The standalone stack with its alert receiver, as one foreground service."""
 
     def __init__(self, standalone: Standalone, alerting: Alerting) -> None:
         self._standalone = standalone

@@ -16,7 +16,7 @@ _CURVE_POINTS = 60
 
 
 def draw_svg(report: Report) -> str:
-    """Predicted against actual: on the diagonal they are the same, above it the collective was slow."""
+    """Predicted against actual time: above the diagonal the collective was slow."""
     clouds = []
     for fit in report.fits:
         if fit.is_fitted:

@@ -1,4 +1,4 @@
-"""What a fit of collectives found, and the same as JSON."""
+"""The result of an alpha-beta fit as text, tables and JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Prediction:
     op: str
     ranks: int
     bytes: int
-    count: int  # observed at this size; 0 for other ranks than were observed
+    count: int  # observed at this size; 0 for numbers of ranks that were not observed
     actual_seconds: float | None  # median
     predicted_seconds: float
     ring_seconds: float
@@ -182,7 +182,7 @@ def _scaled(value: float | None, factor: float) -> float | None:
     return value * factor if value is not None and math.isfinite(value) else None
 
 
-# What a fit of collectives found, in words and tables.
+# Text and tables.
 
 ROWS_SHOWN = 24
 

@@ -1,4 +1,4 @@
-"""Writes the trace of all ranks that Perfetto opens."""
+"""Writes one trace of all ranks for Perfetto."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto
 
 
 def write_merged(target: Path, paths: Mapping[int, Path], shifts: Mapping[int, ClockShift]) -> None:
-    """Ranks in order, one file open at a time. Written beside the target and put in place when complete: one of the
-    inputs may have that name, and a half trace would open without complaint."""
+    """Ranks in order, one file open at a time. Written to a temporary file and renamed when complete: an input may
+    have the target's name, and a partial trace would open without an error."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with _opened(partial, compressed=target.suffix == ".gz") as file:

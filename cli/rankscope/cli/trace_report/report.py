@@ -1,6 +1,6 @@
-"""The whole report on some traces, as one object: what `--json` prints, and what table and page are made of.
+"""The whole report on traces as one object: printed by `--json`, and the source of table and page.
 
-Field names are the keys of the JSON output; docs/analyze-trace.md describes each, and a test holds the two together."""
+Field names are the keys of the JSON output; docs/analyze-trace.md describes each, and a test compares the two."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 SCHEMA_VERSION = 1
-# Less than this part of a span outside of its steps is not worth a note.
+# A smaller share of the span outside of steps needs no note.
 _OUTSIDE_RATIO = 0.01
 
 
@@ -66,7 +66,7 @@ class Report(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, frozen=True):
     report: Report
     shifts: Mapping[int, ClockShift]  # onto a common clock
-    failure: str  # why ranks could not be compared; empty as a rule
+    failure: str  # why ranks could not be compared; usually empty
 
 
 def make_report(files: ReducedFiles, stage_of: Mapping[int, int] | None = None) -> Outcome:
@@ -74,7 +74,7 @@ def make_report(files: ReducedFiles, stage_of: Mapping[int, int] | None = None) 
     try:
         joined = _join(files.ranks, stage_of)
     except SURPRISES as error:
-        # What is known of each rank is worth having even where the ranks together are too odd.
+        # The figures of each rank remain useful if the join fails.
         joined = None
         failure = f"ranks cannot be compared ({type(error).__name__}: {error}); please report these traces"
     summaries = tuple(one.summary for one in files.ranks)
@@ -128,16 +128,16 @@ def _traces(ranks: Sequence[RankSummary]) -> str:
 
 
 def to_json(report: Report) -> bytes:
-    """One object. What is not a number is null: JSON has no NaN."""
+    """One object. Not-a-number becomes null: JSON has no NaN."""
     return msgspec.json.encode(report)
 
 
 def _join(ranks: Sequence[Reduced], stage_of: Mapping[int, int] | None) -> Join | None:
-    """None for one rank: there is nobody to compare it with."""
+    """None for one rank: there is nothing to compare it with."""
     known = {one.summary.rank: one for one in ranks if one.summary.rank is not None}
     if len(known) < 2:
         return None
-    # Half of the analysis is only needed here, and a command on one rank should not wait for its import.
+    # Half of the analysis is needed only here; a command on one rank should not wait for its import.
     from rankscope.analysis.traces.joins.join import join_traces
 
     return join_traces(
@@ -168,11 +168,11 @@ def _join_report(join: Join) -> JoinReport:
     )
 
 
-# Sentences that table and page share.
+# Sentences for table and page.
 
 
 def verdict_sentence(report: Report) -> str:
-    """What the join found, in one line; empty for one rank, or where it found nothing."""
+    """The result of the join in one line; empty for one rank or without a finding."""
     if report.join is None:
         return ""
     verdict = Verdict(
@@ -217,7 +217,7 @@ def facts(report: Report) -> str:
 
 
 def shown_rank(report: Report) -> RankSummary:
-    """The culprit where there is one, else the first."""
+    """The culprit if there is one, else the first rank."""
     culprits = report.join.culprits if report.join else ()
     return next((rank for rank in report.ranks if rank.rank in culprits), report.ranks[0])
 
