@@ -175,7 +175,7 @@ class Attempt:
                     target, is_trace=True, start_unix_millis=round(window.start * 1000), notes=tuple(notes)
                 )
             self._pasts.refused(self._process)
-            self._endpoint.hush(self._rank.pid)  # the configuration may have reached it a poll late
+            self._endpoint.skip_next_poll(self._rank.pid)  # the configuration may have reached it a poll late
             if time.time() >= self._order.give_up_unix_seconds:
                 break
             notes.append("took a configuration and recorded nothing, so it was asked again")

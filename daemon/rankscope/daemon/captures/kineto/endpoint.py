@@ -181,7 +181,7 @@ class Endpoint:
         with self._lock:
             return self._offers.pop(pid, None) is not None
 
-    def hush(self, pid: int) -> None:
+    def skip_next_poll(self, pid: int) -> None:
         """Do not answer the next poll of a process that seems to be an answer behind."""
         with self._lock:
             if len(self._hushed) < CLIENTS_LIMIT:
