@@ -107,7 +107,7 @@ def _write(arguments: argparse.Namespace, outcome: Outcome, paths: Mapping[int, 
         arguments.html.write_text(make_page(outcome.report), encoding="utf-8")
         print(f"wrote {arguments.html}", file=sys.stderr)
     if arguments.merged is not None:
-        from rankscope.cli.trace_report.merged_trace import write_merged
+        from rankscope.cli.trace_report.report import write_merged
 
         write_merged(arguments.merged, paths, outcome.shifts)
         print(f"wrote {arguments.merged}: open it at ui.perfetto.dev", file=sys.stderr)
