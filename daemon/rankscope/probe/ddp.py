@@ -1,4 +1,4 @@
-"""Reads the timers of DistributedDataParallel, rarely enough to cost under 0.1 % of a step on a CPU and 0.3 % on a GPU."""
+"""Reads DDP's own timers, rarely enough to cost under 0.1 % of a step on a CPU and 0.3 % on a GPU."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ class DdpSampler:
         self._next_read = boundary + (1 if searching else 8 * max(self._rate, 1))
 
     def tune(self, step_seconds: float) -> None:
-        """Choose the sampling rate from the mean step time since the last call, about a second ago. The median of the last
-        few filters pauses such as an evaluation, which look like one long step."""
+        """Choose the sampling rate from the mean step time since the last call, about a second ago. The median of the
+        last few filters pauses such as an evaluation, which look like one long step."""
         self.models[:] = [watched for watched in self.models if watched.reference() is not None]
         alive: List[Any] = [watched.reference() for watched in self.models]
         alive = [model for model in alive if hasattr(model, "logger")]
