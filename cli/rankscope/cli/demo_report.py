@@ -28,6 +28,12 @@ _EXPECTED = {
     faults.STAGE_IMBALANCE: Kind.SLOW_STAGE,
     faults.HANG: Kind.HANG,
 }
+POLL_SECONDS = 0.1
+# Enough healthy windows for a baseline from which a slow network can be detected.
+SETTLING_TICKS = 7
+SETTLING_TIMEOUT_SECONDS = 90.0
+# After the alarm: more stacks confirm the source line.
+CAUSE_TICKS = 2
 
 
 def expects(fault: Fault, verdict: Verdict, ranks: int) -> bool:
@@ -142,13 +148,6 @@ def _rank(window: Any) -> dict[str, Any]:
 
 
 # Follows the verdicts on the demo's job, from before its fault to the end.
-
-POLL_SECONDS = 0.1
-# Enough healthy windows for a baseline from which a slow network can be detected.
-SETTLING_TICKS = 7
-SETTLING_TIMEOUT_SECONDS = 90.0
-# After the alarm: more stacks confirm the source line.
-CAUSE_TICKS = 2
 
 
 @dataclass(frozen=True)

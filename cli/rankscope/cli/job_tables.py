@@ -13,6 +13,8 @@ from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.v1 import window_pb2
 
 STARVED_SHOWN = 0.05
+_LATE = {False: "its host is late", True: "its input is late"}
+MARKS = {Severity.NONE: "·", Severity.WARNING: "!", Severity.ALARM: "✗"}
 
 
 def rank_table(windows: Sequence[window_pb2.RankWindow], culprits: Sequence[int], *, stacks: bool) -> Table:
@@ -97,9 +99,6 @@ def _hottest(window: window_pb2.RankWindow) -> str:
 
 
 # Verdicts as sentences.
-
-_LATE = {False: "its host is late", True: "its input is late"}
-MARKS = {Severity.NONE: "·", Severity.WARNING: "!", Severity.ALARM: "✗"}
 
 
 def headline(verdict: Verdict) -> str:

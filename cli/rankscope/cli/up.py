@@ -27,9 +27,12 @@ from rankscope.daemon.server.sockets import ListenError
 from rankscope.operator.alerts.alertmanager_webhook import TokenError, make_token, read_token
 from rankscope.operator.correlation.correlator import JobState
 
-# Alerts: the receiver that starts captures, and Prometheus and Alertmanager if requested.
-
 _ANY_PORT = "127.0.0.1:0"
+NAME = "up"
+HELP = "watch this machine and judge its jobs"
+
+
+# Alerts: the receiver that starts captures, and Prometheus and Alertmanager if requested.
 
 
 def add_alert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -220,10 +223,6 @@ def _factor(text: str) -> float:
     if not (math.isfinite(factor) and 1 <= factor <= 1000):
         raise argparse.ArgumentTypeError("1 to 1000")
     return factor
-
-
-NAME = "up"
-HELP = "watch this machine and judge its jobs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

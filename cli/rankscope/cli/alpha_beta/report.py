@@ -26,6 +26,7 @@ from rankscope.analysis.quantities import quantity
 from rankscope.analysis.verdicts.verdict import Kind, Severity
 
 _MOST_SIZES = 32
+ROWS_SHOWN = 24
 
 
 @dataclass(frozen=True)
@@ -183,8 +184,6 @@ def _scaled(value: float | None, factor: float) -> float | None:
 
 
 # Text and tables.
-
-ROWS_SHOWN = 24
 
 
 def print_report(report: Report, console: Console) -> None:

@@ -15,16 +15,26 @@ from rankscope.analysis.plots.svg import printable
 from rankscope.common.http_server import is_loopback
 from rankscope.daemon.config import default_socket
 
-# The operator's token: from a file, the environment, or a kubeconfig that the user names.
-#
-# A kubeconfig is never searched for: its token grants access to the API server and must not be sent anywhere without
-# the user's request.
-
 VARIABLE = "RANKSCOPE_TOKEN"
 TOKEN_BYTES = 12 * 1024
 KUBECONFIG_BYTES = 4 << 20
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 _NEXT = "next: kubectl create token ACCOUNT --audience rankscope > FILE, and --token-file FILE"
+MESSAGE_LIMIT_BYTES = 64 << 20
+AUTHORITY_BYTES = 1 << 20
+# Prefix of HOST:PORT in messages.
+LABEL = "the operator at "
+SYSTEM_SOCKET = "/run/rankscope/daemon.sock"
+# A list of captures includes the summaries of all ranks, which may exceed gRPC's 4 MiB.
+CALL_SECONDS = 15.0
+_HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
+_REFUSALS = ("FAILED_PRECONDITION", "NOT_FOUND", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "OUT_OF_RANGE")
+
+
+# The operator's token: from a file, the environment, or a kubeconfig that the user names.
+#
+# A kubeconfig is never searched for: its token grants access to the API server and must not be sent anywhere without
+# the user's request.
 
 
 class NoTokenError(Exception):
@@ -95,11 +105,6 @@ def _named(entries: Any, name: Any, kind: str) -> dict[str, Any] | None:
 
 
 # The operator's API: TLS, a token on every call, and error messages.
-
-MESSAGE_LIMIT_BYTES = 64 << 20
-AUTHORITY_BYTES = 1 << 20
-# Prefix of HOST:PORT in messages.
-LABEL = "the operator at "
 
 
 class OperatorError(Exception):
@@ -190,13 +195,6 @@ def _unreachable(target: str, details: str) -> str:
     if "failed to connect" in lowered or "resolution" in lowered or "connection refused" in lowered:
         return f"nobody answers at {target.removeprefix(LABEL)} ({details}); does the operator run with --api-listen?"
     return f"{target}: {details}"
-
-
-SYSTEM_SOCKET = "/run/rankscope/daemon.sock"
-# A list of captures includes the summaries of all ranks, which may exceed gRPC's 4 MiB.
-CALL_SECONDS = 15.0
-_HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
-_REFUSALS = ("FAILED_PRECONDITION", "NOT_FOUND", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "OUT_OF_RANGE")
 
 
 class EndpointError(Exception):

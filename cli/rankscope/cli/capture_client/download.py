@@ -42,6 +42,7 @@ PAUSE_SECONDS = 1.0
 _NAME_CHARACTERS = 100
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+MOST_NOTES = 8
 
 
 class DownloadError(Exception):
@@ -241,8 +242,6 @@ def _write_summary(capture: pb.Capture, fetched: Fetched) -> None:
 
 
 # The end of a capture on a terminal: what each rank did, then the findings.
-
-MOST_NOTES = 8
 
 
 def print_capture(capture: pb.Capture, fetched: Fetched | None = None) -> None:

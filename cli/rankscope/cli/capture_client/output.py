@@ -31,6 +31,30 @@ _BEHIND = {
     pb.CAPTURE_STATE_RUNNING: "records",
     pb.CAPTURE_STATE_WRITTEN: "recorded; being checked and analysed",
 }
+SUMMARY_FILE = "summary.json"
+# A pipe has no width; its reader expects whole lines.
+_PIPE_COLUMNS = 2000
+_STYLES = {
+    pb.CAPTURE_STATE_ACCEPTED: "dim",
+    pb.CAPTURE_STATE_ARMED: "cyan",
+    pb.CAPTURE_STATE_RUNNING: "bold cyan",
+    pb.CAPTURE_STATE_WRITTEN: "green",
+    pb.CAPTURE_STATE_ANALYSED: "bold green",
+    pb.CAPTURE_STATE_FAILED: "bold red",
+    pb.CAPTURE_STATE_CANCELLED: "yellow",
+}
+FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, pb.CAPTURE_STATE_CANCELLED})
+# A restarting daemon is back within seconds.
+RECONNECT_SECONDS = 30.0
+POLL_SECONDS = 0.5
+# Answers rather than connection errors: the operator reviews the token again during a capture.
+REFUSALS = frozenset(
+    {
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+    }
+)
 
 
 def state_word(state: int) -> str:
@@ -146,8 +170,6 @@ def _because(reason: str) -> str:
 
 # A capture as a JSON object. docs/captures.md describes the keys; null means "not measured" or "none".
 
-SUMMARY_FILE = "summary.json"
-
 
 def to_object(
     capture: pb.Capture,
@@ -222,18 +244,6 @@ def _value(message: Message, name: str) -> Any:
 
 
 # Captures and their ranks as tables.
-
-# A pipe has no width; its reader expects whole lines.
-_PIPE_COLUMNS = 2000
-_STYLES = {
-    pb.CAPTURE_STATE_ACCEPTED: "dim",
-    pb.CAPTURE_STATE_ARMED: "cyan",
-    pb.CAPTURE_STATE_RUNNING: "bold cyan",
-    pb.CAPTURE_STATE_WRITTEN: "green",
-    pb.CAPTURE_STATE_ANALYSED: "bold green",
-    pb.CAPTURE_STATE_FAILED: "bold red",
-    pb.CAPTURE_STATE_CANCELLED: "yellow",
-}
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -321,19 +331,6 @@ def _step_times(times: pb.StepTimes) -> list[str]:
 
 
 # Starts a capture and follows it to the end, across restarts of the daemon.
-
-FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, pb.CAPTURE_STATE_CANCELLED})
-# A restarting daemon is back within seconds.
-RECONNECT_SECONDS = 30.0
-POLL_SECONDS = 0.5
-# Answers rather than connection errors: the operator reviews the token again during a capture.
-REFUSALS = frozenset(
-    {
-        grpc.StatusCode.FAILED_PRECONDITION,
-        grpc.StatusCode.UNAUTHENTICATED,
-        grpc.StatusCode.PERMISSION_DENIED,
-    }
-)
 
 
 class LostError(Exception):

@@ -39,6 +39,7 @@ _COLUMNS = {
 MOST_STEPS = 200_000_000
 MOST_JSON_BYTES = 1 << 30
 _CHUNK_BYTES = 4 << 20
+_HEAD_BYTES = 1 << 20
 
 
 class StepFileError(ValueError):
@@ -210,8 +211,6 @@ def _scaled(values: Floats, unit: str) -> Floats:
 
 
 # Runs to compare, from files and directories: traces or lists of step times.
-
-_HEAD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from rankscope.cli.mfu_report.request import Asked, QuantityError, read_count
 
 _PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "transient_bytes")
 _MOST_STAGES = 4096
+_SPLIT = ("before_trace_bytes", "forward_bytes", "backward_bytes", "optimizer_bytes")
+_WORDS = ("held before the trace began", "allocated in forward", "in backward", "in the optimizer")
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,9 +102,6 @@ def _gib(size_bytes: float) -> str:
 
 
 # `--memory-trace`: memory as a torch-profiler trace measured it, beside the prediction of `--memory`.
-
-_SPLIT = ("before_trace_bytes", "forward_bytes", "backward_bytes", "optimizer_bytes")
-_WORDS = ("held before the trace began", "allocated in forward", "in backward", "in the optimizer")
 
 
 def add_measured_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,10 +21,13 @@ from rankscope.analysis.models.mfu import (
 from rankscope.analysis.models.model_config import ConfigError, read_config
 from rankscope.analysis.models.model_shape import Counting, ModelShape, count_flops
 
-# Numbers as users write them: 8.03e9, 8B, 540e9.
-
 _POWERS = {"": 0, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
 _QUANTITY = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(?:e([+-]?[0-9]{1,4}))?\s*([KMBGT]?)", re.IGNORECASE)
+MOST_CONFIG_BYTES = 16 * 2**20
+_MODEL_OPTIONS = ("params", "config", "flops_per_token", "flops_per_step")
+
+
+# Numbers as users write them: 8.03e9, 8B, 540e9.
 
 
 class QuantityError(ValueError):
@@ -61,10 +64,6 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-MOST_CONFIG_BYTES = 16 * 2**20
-_MODEL_OPTIONS = ("params", "config", "flops_per_token", "flops_per_step")
 
 
 @dataclass(frozen=True)

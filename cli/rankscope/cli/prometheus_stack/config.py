@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Faster rules: the same expressions, thresholds and labels, with every duration divided.
-
 _UNITS_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 604_800_000, "y": 31_536_000_000}
 _DURATION = r"(?:\d+(?:ms|[smhdwy]))+"
 # Where durations occur: `for`, Alertmanager's grouping (but not its repeat interval), ranges, offsets; then the steps
@@ -21,6 +19,18 @@ _PLACES = (
     ),
     re.compile(rf"(?P<before>\[{_DURATION}:)(?P<duration>{_DURATION})"),
 )
+FOLDER_VARIABLE = "RANKSCOPE_PROMETHEUS_DIR"
+_HERE = Path(__file__).resolve().parent.parent
+_CHECKOUT = _HERE.parents[2]
+# Debian uses another name for one of them.
+_SPELLINGS = {"prometheus": ("prometheus",), "alertmanager": ("alertmanager", "prometheus-alertmanager")}
+CAPTURE_RECEIVER = "rankscope-capture"  # receiver name in the example
+LEAST_GROUP_SECONDS = 1.0
+# A range of the rules must hold a few scrapes.
+SCRAPES_PER_RANGE = 5
+
+
+# Faster rules: the same expressions, thresholds and labels, with every duration divided.
 
 
 def hurry(rules: str, factor: float, least_seconds: float) -> str:
@@ -46,12 +56,6 @@ def milliseconds(duration: str) -> int:
 
 
 # The binaries of Prometheus and Alertmanager, and Rankscope's rules.
-
-FOLDER_VARIABLE = "RANKSCOPE_PROMETHEUS_DIR"
-_HERE = Path(__file__).resolve().parent.parent
-_CHECKOUT = _HERE.parents[2]
-# Debian uses another name for one of them.
-_SPELLINGS = {"prometheus": ("prometheus",), "alertmanager": ("alertmanager", "prometheus-alertmanager")}
 
 
 class StackError(Exception):
@@ -99,12 +103,6 @@ def find_rules() -> Rules:
         if files and example.is_file():
             return Rules(tuple(files), example)
     raise StackError("the alerting rules are missing from this installation; install Rankscope again")
-
-
-CAPTURE_RECEIVER = "rankscope-capture"  # receiver name in the example
-LEAST_GROUP_SECONDS = 1.0
-# A range of the rules must hold a few scrapes.
-SCRAPES_PER_RANGE = 5
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,6 @@ from pathlib import Path
 from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
 from rankscope.analysis.traces.trace import Trace
 
-# The rank of a trace file: from the trace, else from its name; and how to resolve duplicates.
-
 # Most specific first. Bare numbers must be short: torch's default names end in a time, libkineto's in a process id.
 _PATTERNS = (
     re.compile(r"(?:^|[^a-z])rank[-_ =.]?(\d+)(?!\d)"),
@@ -27,6 +25,16 @@ _PATTERNS = (
     re.compile(r"^(\d{1,5})$"),
 )
 _SUFFIX = re.compile(r"(\.pt)?(\.trace)?\.json(\.gz)?$")
+_SUFFIXES = (".json", ".json.gz")
+# `rankscope capture --output` writes it beside the traces.
+_CAPTURE_SUMMARY = "summary.json"
+_BLOCK_BYTES = 1 << 20
+# Below this, starting processes costs more than they save.
+_POOL_TEXT_BYTES = 64 << 20
+_GZIP_RATIO = 12
+
+
+# The rank of a trace file: from the trace, else from its name; and how to resolve duplicates.
 
 
 def rank_in_name(path: Path) -> int | None:
@@ -77,15 +85,6 @@ def assign_ranks(claims: list[Claim]) -> Assigned:
             holder[mine] = claim.path
             rank[claim.path], reason[claim.path] = mine, why
     return Assigned(rank, reason)
-
-
-_SUFFIXES = (".json", ".json.gz")
-# `rankscope capture --output` writes it beside the traces.
-_CAPTURE_SUMMARY = "summary.json"
-_BLOCK_BYTES = 1 << 20
-# Below this, starting processes costs more than they save.
-_POOL_TEXT_BYTES = 64 << 20
-_GZIP_RATIO = 12
 
 
 @dataclass(frozen=True)

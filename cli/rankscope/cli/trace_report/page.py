@@ -13,8 +13,6 @@ from rankscope.analysis.quantities import NOT_MEASURED, count, quantity
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.cli.trace_report.report import JoinReport, Report, facts, gbps, name_of, shown_rank, verdict_sentence
 
-# Plots and tables.
-
 _TIME = Axis("time", "us")
 # In the order of the stack; the parts of RankSummary.parts_us.
 _PARTS = (
@@ -29,6 +27,10 @@ _PARTS = (
 )
 # Limit for a page that scrolls smoothly; the table has all ranks.
 _MOST_BARS = 256
+_FOLDED_ABOVE = 32
+
+
+# Plots and tables.
 
 
 def part_plot(report: Report) -> str:
@@ -192,9 +194,6 @@ def _product(left: float | None, right: float | None) -> float | None:
 
 def _difference(left: float | None, right: float | None) -> float | None:
     return None if left is None or right is None else left - right
-
-
-_FOLDED_ABOVE = 32
 
 
 def make_page(report: Report) -> str:

@@ -25,6 +25,8 @@ _POOL_BYTES = 8 << 20
 _MOST_PROCESSES = 8
 _BLOCK_BYTES = 1 << 20
 SURPRISES = (ArithmeticError, LookupError, TypeError, ValueError)
+_DIMENSIONS = ("pp", "dp", "tp", "cp", "ep")
+_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -155,9 +157,6 @@ def _size(path: Path) -> int:
 
 
 # The pipeline stage of each rank, from the layout that the user gives.
-
-_DIMENSIONS = ("pp", "dp", "tp", "cp", "ep")
-_MOST_RANKS = 1 << 20
 
 
 class LayoutError(ValueError):

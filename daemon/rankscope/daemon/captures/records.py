@@ -22,6 +22,7 @@ CAPTURES_REMEMBERED = 256
 DUTY_CYCLE = "duty cycle"
 FOLLOW_SECONDS = 1.0
 FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, pb.CAPTURE_STATE_CANCELLED})
+Recorded = Mapping[int, tuple[RankProcess, Recording]]
 
 
 class Records:
@@ -166,8 +167,6 @@ def fail(capture: pb.Capture, error: str) -> None:
 
 
 # What the runner needs: an archive for recordings, and step times.
-
-Recorded = Mapping[int, tuple[RankProcess, Recording]]
 
 
 class Archive(Protocol):

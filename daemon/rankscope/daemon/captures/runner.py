@@ -37,8 +37,6 @@ from rankscope.daemon.captures.reservations import Reservations
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
-# Counters of captures, and how each job's last capture changed its step time: for /metrics.
-
 # A job is a label: the job with the oldest capture is dropped.
 JOBS_KEPT = 64
 RESULTS = {
@@ -46,6 +44,14 @@ RESULTS = {
     pb.CAPTURE_STATE_FAILED: "failed",
     pb.CAPTURE_STATE_CANCELLED: "cancelled",
 }
+PROCESSES_KEPT: Final = 1024
+log = logging.getLogger(__name__)
+# Step time before and after a capture is averaged over this time.
+STEP_TIME_SECONDS = 6.0
+_STATES = {Stage.ARMED: pb.CAPTURE_STATE_ARMED, Stage.RUNNING: pb.CAPTURE_STATE_RUNNING}
+
+
+# Counters of captures, and how each job's last capture changed its step time: for /metrics.
 
 
 class CaptureTally:
@@ -83,8 +89,6 @@ class CaptureTally:
 
 # Step times learned from captures, for the next capture of the same processes.
 
-PROCESSES_KEPT: Final = 1024
-
 
 class LearnedSteps:
     """Keyed by process, not by rank: a restarted process may train differently. Drops the least recently captured.
@@ -110,13 +114,6 @@ class LearnedSteps:
 
 def _process(rank: RankProcess) -> tuple[int, int]:
     return rank.pid, rank.start_ticks
-
-
-log = logging.getLogger(__name__)
-
-# Step time before and after a capture is averaged over this time.
-STEP_TIME_SECONDS = 6.0
-_STATES = {Stage.ARMED: pb.CAPTURE_STATE_ARMED, Stage.RUNNING: pb.CAPTURE_STATE_RUNNING}
 
 
 class CaptureRunner:

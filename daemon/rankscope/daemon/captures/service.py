@@ -37,9 +37,16 @@ from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1 import capture_service_pb2_grpc
 from rankscope.v1.window_pb2 import SOURCE_CAPTURE, RankWindow
 
-# CaptureService: captures of the runner, and artifacts in chunks.
-
 CHUNK_BYTES = 256 * 1024
+WINDOWS_KEPT = 60
+log = logging.getLogger(__name__)
+# Between the last rank's poll and the start: libkineto refuses a start that is too near.
+START_MARGIN_SECONDS = 1.5
+# How often expired captures are removed.
+SWEEP_SECONDS = 3600.0
+
+
+# CaptureService: captures of the runner, and artifacts in chunks.
 
 
 class Artifacts(Protocol):
@@ -184,8 +191,6 @@ class DutyCaptures:
 
 # Recent step times of ranks, from closed windows: captures are planned and judged by them.
 
-WINDOWS_KEPT = 60
-
 
 class RecentSteps:
     """Written by the daemon's thread, read by captures."""
@@ -218,15 +223,6 @@ class RecentSteps:
         ]
         total = sum(steps for steps, _ in found)
         return sum(steps * seconds for steps, seconds in found) / total if total else None
-
-
-log = logging.getLogger(__name__)
-
-# Between the last rank's poll and the start: libkineto refuses a start that is too near.
-START_MARGIN_SECONDS = 1.5
-
-# How often expired captures are removed.
-SWEEP_SECONDS = 3600.0
 
 
 class NodeCaptures:
