@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from benchmarks.fleets import SLOW_FACTOR, rank_window
-from rankscope.operator.kube.runs.pods import Owner, Pod
+from rankscope.operator.runs.pods import Owner, Pod
 from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 from rankscope.v1.window_pb2 import SOURCE_GPU, SOURCE_PROBE, SOURCE_PROCESS, SOURCE_STACKS, RankWindow
 

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.fleet_layout import NAMESPACE, FleetLayout
-from rankscope.analysis.verdict import Kind, Severity
-from rankscope.operator.correlation.correlator import Correlator, JobState
-from rankscope.operator.correlation.losing import LostSeconds
+from rankscope.analysis.verdicts.verdict import Kind, Severity
+from rankscope.operator import runtime
+from rankscope.operator.correlation.correlator import Correlator, JobState, LostSeconds
 from rankscope.operator.correlation.wire_shapes import Message
-from rankscope.operator.kube import memory_settings
-from rankscope.operator.kube.runs.binding import Binding
-from rankscope.operator.kube.runs.daemon_streams import DaemonStreams
-from rankscope.operator.kube.runs.inventory import Inventory
+from rankscope.operator.runs.daemon_streams import DaemonStreams
+from rankscope.operator.runs.inventory import Inventory
+from rankscope.operator.runs.rank_binding import Binding
 
 REPORT_SECONDS = 0.5
 
@@ -73,7 +72,7 @@ class Core:
 def main() -> None:
     core = Core(FleetLayout(*map(int, sys.argv[1:])))
     addresses: dict[str, str] = json.loads(sys.stdin.readline())
-    memory_settings.settle()
+    runtime.settle()
     core.correlator.start()
     core.streams.start()
     core.streams.follow(addresses)

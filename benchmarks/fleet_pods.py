@@ -8,8 +8,8 @@ import sys
 from typing import Any
 
 from benchmarks.fleet_operator import resident_bytes
-from rankscope.operator.kube.runs.inventory import Inventory
-from rankscope.operator.kube.runs.pods import Pod, read_pod
+from rankscope.operator.runs.inventory import Inventory
+from rankscope.operator.runs.pods import Pod, read_pod
 
 
 def document(number: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from itertools import cycle
 
 import numpy as np
 
-from rankscope.analysis.windows import JobWindow, RankColumns, RankEvidence
+from rankscope.analysis.verdicts.windows import JobWindow, RankColumns, RankEvidence
 from rankscope.operator.correlation.columns import job_window
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import CauseSeconds, FrameShare, ProcessUsage, RankWindow, StackSummary, StepStatistics

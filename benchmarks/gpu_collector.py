@@ -22,7 +22,7 @@ SLICE_SECONDS = 10.0
 # Both do nothing but wait; one of them reads GPUs meanwhile.
 _PROGRAM = """
 import sys, time
-from rankscope.daemon.collectors.gpu.nvml import NvmlSource
+from rankscope.daemon.gpu.nvml import NvmlSource
 source = NvmlSource(1.0)
 if sys.argv[1] == "on":
     source.start()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankscope.probe import injecting
+from rankscope.probe import injection
 
 PATIENCE_SECONDS = 240.0
 POLL_SECONDS = 0.05
@@ -81,7 +81,7 @@ def job(script: str, ranks: int, environment: Mapping[str, str] | None = None) -
         control = Control(folder / "control")
         base = {key: value for key, value in os.environ.items() if not key.startswith(("RANK", "MASTER_", "OMP_"))}
         base |= {
-            "PYTHONPATH": os.pathsep.join(filter(None, (injecting.inject_folder(), str(ROOT), base.get("PYTHONPATH")))),
+            "PYTHONPATH": os.pathsep.join(filter(None, (injection.inject_folder(), str(ROOT), base.get("PYTHONPATH")))),
             "RANKSCOPE_PROBE": "1",
             "OMP_NUM_THREADS": "1",
             "WORLD_SIZE": str(ranks),

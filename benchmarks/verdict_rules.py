@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from benchmarks.fleets import Fleet, rank_window
 from benchmarks.reporting import Row, between
 from benchmarks.statistics import spread_of
-from rankscope.analysis.fleet import FleetJudge
-from rankscope.analysis.verdict import Kind, Severity, Verdict
+from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.operator.correlation.columns import Tick, job_windows
 from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen
 from rankscope.operator.correlation.reading_windows import read_windows

@@ -7,11 +7,11 @@ import time
 
 from benchmarks.reporting import Row, between
 from benchmarks.statistics import spread_of
-from rankscope.analysis.mfu import peak_flops_per_second
-from rankscope.daemon.assembling import RankSamples, assemble
-from rankscope.daemon.collectors.steps import StepsCollector
+from rankscope.analysis.models.mfu import peak_flops_per_second
 from rankscope.daemon.samples import RankProcess, Span, StepSample
-from rankscope.probe import layout
+from rankscope.daemon.steps.collector import StepsCollector
+from rankscope.daemon.windows.window import RankSamples, assemble
+from rankscope.probe import ring_layout
 from rankscope.probe.ring import Ring
 
 STEPS_PER_WINDOW = 20
@@ -36,7 +36,7 @@ def _rows(ring: Ring) -> list[Row]:
     for number in range(WINDOWS):
         for _ in range(STEPS_PER_WINDOW):
             end_ns += STEP_NS
-            ring.append(end_ns, STEP_NS, SECONDS, layout.FLAG_DDP, 1)
+            ring.append(end_ns, STEP_NS, SECONDS, ring_layout.FLAG_DDP, 1)
         now = time.time_ns()
         span = Span(now - STEPS_PER_WINDOW * STEP_NS, now)
         started = time.process_time()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 
-from rankscope.daemon.assembling import RankSamples, assemble
 from rankscope.daemon.captures.duty_cycle import REASONS
-from rankscope.daemon.captures.exporting import CaptureStatus
-from rankscope.daemon.collectors.gpu.collecting import GpuStatus, SourceStatus
-from rankscope.daemon.collectors.gpu.exporting import ALL_REASONS
-from rankscope.daemon.collectors.gpu.readings import GpuReading, SourceState
-from rankscope.daemon.exporting import CollectorStatus, DaemonStatus, Exporter, Snapshot
-from rankscope.daemon.rank_exporting import GROUP_KINDS
+from rankscope.daemon.export.capture_metrics import CaptureStatus
+from rankscope.daemon.export.gpu_metrics import ALL_REASONS
+from rankscope.daemon.export.metrics import CollectorStatus, DaemonStatus, Exporter, Snapshot
+from rankscope.daemon.export.rank_metrics import GROUP_KINDS
+from rankscope.daemon.gpu.collector import GpuStatus, SourceStatus
+from rankscope.daemon.gpu.readings import GpuReading, SourceState
 from rankscope.daemon.samples import (
     Frame,
     FrameCount,
@@ -25,7 +24,8 @@ from rankscope.daemon.samples import (
     StackSample,
     StepSample,
 )
-from rankscope.daemon.tallying import RankReport, RankTotals, add_window
+from rankscope.daemon.windows.totals import RankReport, RankTotals, add_window
+from rankscope.daemon.windows.window import RankSamples, assemble
 from rankscope.v1.window_pb2 import Stall
 
 SPAN = Span(1_700_000_000_000_000_000, 1_700_000_002_000_000_000)

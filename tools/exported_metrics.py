@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope.analysis.verdict import Confidence, Kind, Severity
-from rankscope.daemon.collectors.gpu.readings import SourceState
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity
+from rankscope.daemon.gpu.readings import SourceState
 from tools import daemon_samples, operator_samples
 
 # Closed sets of values that a snapshot cannot show all at once.

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from rankscope.operator.kube.crds import KINDS, definition
-from rankscope.operator.kube.webhooks.configuring import Address, configurations
+from rankscope.operator.webhooks.configuration import Address, configurations
 from tools.chart_readme import readme
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,16 +8,14 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from rankscope.analysis.verdict import Cause, Confidence, Kind, Severity, Verdict
-from rankscope.operator.alerts.deciding import Result
-from rankscope.operator.alerts.exporting import AlertExporter
-from rankscope.operator.correlation.correlator import JobState
-from rankscope.operator.correlation.exporting import JobExporter
-from rankscope.operator.correlation.losing import LostSeconds
-from rankscope.operator.kube.certificates.exporting import FleetCertificateExporter
-from rankscope.operator.kube.people.exporting import PeopleExporter
-from rankscope.operator.kube.serving import OperatorExporter
-from rankscope.operator.kube.webhooks.exporting import WebhookExporter
+from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict
+from rankscope.operator.access.api_server import PeopleExporter
+from rankscope.operator.alerts.decision import AlertExporter, Result
+from rankscope.operator.certificates.fleet_secrets import FleetCertificateExporter
+from rankscope.operator.correlation.correlator import JobState, LostSeconds
+from rankscope.operator.correlation.metrics import JobExporter
+from rankscope.operator.http_endpoints import OperatorExporter
+from rankscope.operator.webhooks.webhooks import WebhookExporter
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import RankWindow
 

@@ -23,7 +23,7 @@ from benchmarks.gpu.capture_rows import AFTER_AT_MOST, Rig, aftermath, collectiv
 from benchmarks.gpu.jobs import training
 from benchmarks.gpu.reporting import Report
 from benchmarks.running import daemon
-from rankscope.probe import injecting
+from rankscope.probe import injection
 
 POLL_SECONDS = 5.0
 OURS_SECONDS = 2.0
@@ -32,7 +32,7 @@ ARTIFACTS_LIMIT_BYTES = 14 << 20
 KINETO = {"KINETO_USE_DAEMON": "1", "KINETO_LOG_LEVEL": "0"}
 EVERYTHING = ("--shapes", "--stacks", "--memory", "--flops", "--modules")
 TEARDOWN = {"TEARDOWN_CUPTI": "1"}
-PROBE = {"RANKSCOPE_PROBE": "1", "PYTHONPATH": injecting.inject_folder()}
+PROBE = {"RANKSCOPE_PROBE": "1", "PYTHONPATH": injection.inject_folder()}
 
 
 def compute_bound(rig: Rig) -> None:

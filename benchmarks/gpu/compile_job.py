@@ -71,7 +71,7 @@ def counts() -> dict[str, Any]:
         "unique_graphs": int(utils.counters["stats"].get("unique_graphs", 0)),
         "break_reasons": breaks,
         "recompile_reasons": again,
-        "probe": "rankscope.probe.hooking" in sys.modules,
+        "probe": "rankscope.probe.torch_hooks" in sys.modules,
     }
 
 

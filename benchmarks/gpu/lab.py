@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.gpu.jobs import Steps, read_steps
 from benchmarks.running import BenchmarkError, wait_until
-from rankscope.probe import injecting
+from rankscope.probe import injection
 
 HERE = Path(__file__).resolve().parent
 HOST = "127.0.0.1"
@@ -62,7 +62,7 @@ def multi_process_service() -> Iterator[dict[str, str]]:
 
 def probe_folder(target: Path) -> Path:
     """The probe laid out for programs that have no Rankscope, as the README says."""
-    injecting.copy_to(str(target))
+    injection.copy_to(str(target))
     return target
 
 
@@ -101,9 +101,10 @@ class LabJob:
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
-    def progress(self, rank: int) -> int:
-        """The step that a rank is in, counted from 1."""
-        written = (self.folder / "course").read_bytes()[8 * rank : 8 * rank + 8]
+    def device_progress(self, rank: int) -> int:
+        """The step that a rank's device is in, counted from 1; its host may be many steps ahead."""
+        start = 8 * (len(self.processes) + 1 + rank)
+        written = (self.folder / "course").read_bytes()[start : start + 8]
         return int.from_bytes(written, sys.byteorder, signed=True)
 
     def steps(self) -> list[Steps]:

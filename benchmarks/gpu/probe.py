@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.analysis.mfu import peak_flops_per_second
-from rankscope.daemon.collectors.steps import StepsCollector
+from rankscope.analysis.models.mfu import peak_flops_per_second
 from rankscope.daemon.samples import RankProcess, Span, StepSample
+from rankscope.daemon.steps.collector import StepsCollector
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 6.0

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rankscope.cli.demo_job.faults import SLOW_RANK, Fault
-from rankscope.cli.demo_job.launching import DemoJob
+from rankscope.cli.demo_job.launcher import DemoJob
 from tests.alerts.prometheus_running import Prometheus, running_prometheus
 from tests.integration.daemon_process import MAIN, Serving, serving
 from tools.nvml_stub import Script, build_stub

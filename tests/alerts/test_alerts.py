@@ -1,6 +1,6 @@
 """From a real job with a real fault to a page and a capture: daemon, Prometheus, our rules, Alertmanager, webhooks.
 
-The rules are those that ship, in a hurry (see rankscope.cli.prometheus_stack.rules): a test cannot wait for minutes. A
+The rules are those that ship, in a hurry (see rankscope.cli.prometheus_stack.config): a test cannot wait for minutes. A
 healthy job runs beside all of it and must be mentioned nowhere."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from rankscope.cli.demo_job.faults import parse_fault
-from rankscope.cli.demo_job.launching import DemoJob
+from rankscope.cli.demo_job.launcher import DemoJob
 from tests.alerts.admitting import ProcView
 from tests.alerts.hearing import Heard, Hearing, hearing
 from tests.integration.daemon_process import MAIN, Serving, serving, wait_until

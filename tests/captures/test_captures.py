@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.analysis.traces.reading.reader import read_trace
+from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.steps import find_steps
 from tests.integration.capture_jobs import (
     CAPTURE_SECONDS,

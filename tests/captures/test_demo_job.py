@@ -16,9 +16,9 @@ from statistics import median
 import pytest
 
 from rankscope.cli import demo_job
-from rankscope.cli.demo_job.confining import ControlGroup
+from rankscope.cli.demo_job.cpu_limit import ControlGroup
 from rankscope.cli.demo_job.faults import parse_fault
-from rankscope.cli.demo_job.launching import DemoJob, DemoJobError
+from rankscope.cli.demo_job.launcher import DemoJob, DemoJobError
 from tests.integration.demo_job_watching import cpu_seconds, is_gone, wait_for
 
 START_SECONDS = 120.0
@@ -167,7 +167,7 @@ def is_standing_still(job: DemoJob, history: list[list[int]]) -> bool:
 def test_the_ranks_die_with_a_launcher_that_is_killed() -> None:
     code = (
         "import time; from rankscope.cli.demo_job.faults import Fault; "
-        "from rankscope.cli.demo_job.launching import DemoJob; "
+        "from rankscope.cli.demo_job.launcher import DemoJob; "
         "job = DemoJob(2, Fault(), probe=False); job.start(); print(*job.pids, flush=True); time.sleep(600)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -199,7 +199,7 @@ def test_a_job_whose_port_was_taken_starts_over_with_another(tmp_path: Path) -> 
     script.write_text(
         "import os, pathlib, sys, time\n"
         f"sys.path.insert(0, {str(Path(demo_job.__file__).parent)!r})\n"
-        "from switching import FaultSwitch\n"
+        "from fault_switch import FaultSwitch\n"
         "seen = pathlib.Path('port-' + os.environ['RANK'])\n"
         "if not seen.exists():\n"
         "    seen.write_text(os.environ['MASTER_PORT'])\n"

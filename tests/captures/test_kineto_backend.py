@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.captures.endpoint import Endpoint
-from rankscope.daemon.captures.kineto_backend import KinetoBackend
-from rankscope.daemon.captures.namespaces import network_namespace
+from rankscope.daemon.captures.kineto.backend import KinetoBackend
+from rankscope.daemon.captures.kineto.config import LEAD_SECONDS
+from rankscope.daemon.captures.kineto.endpoint import Endpoint
+from rankscope.daemon.captures.kineto.sockets import network_namespace
 from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage
-from rankscope.daemon.captures.starting import LEAD_SECONDS
 from rankscope.daemon.procfs import read_stat, read_status
 from rankscope.daemon.samples import RankProcess
 from tests.integration.private_tmp import PRIVATE_TMP

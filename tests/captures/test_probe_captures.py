@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.analysis.traces.columns import Category, Trace
-from rankscope.analysis.traces.reading.reader import read_trace
+from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.steps import Steps, find_steps
-from rankscope.daemon import rings
+from rankscope.analysis.traces.trace import Category, Trace
 from rankscope.daemon.captures.orders import CaptureError, Options, Recording
-from rankscope.probe import layout
+from rankscope.daemon.steps import ring_reader
+from rankscope.probe import ring_layout
 from tests.integration.captured_job import CapturedJob, captured_job, holds_a_trace, wait_for
 
 EXPLICIT = """
@@ -70,9 +70,9 @@ def annotations(trace: Trace, beginning: str) -> list[int]:
 
 
 def steps_so_far(job: CapturedJob) -> int:
-    with rings.opened(Path("/proc"), job.ranks[0].pid) as ring:
+    with ring_reader.opened(Path("/proc"), job.ranks[0].pid) as ring:
         assert ring is not None
-        return rings.read_header(ring).steps
+        return ring_reader.read_header(ring).steps
 
 
 def trains_on(job: CapturedJob) -> None:
@@ -131,7 +131,7 @@ def test_garbage_in_the_command_area_is_ignored(job: CapturedJob) -> None:
     ring = os.open(link, os.O_WRONLY)
     try:
         for _ in range(20):
-            os.pwrite(ring, os.urandom(256), layout.COMMAND_OFFSET)
+            os.pwrite(ring, os.urandom(256), ring_layout.COMMAND_OFFSET)
             time.sleep(0.01)
     finally:
         os.close(ring)
@@ -226,12 +226,12 @@ def test_a_failure_ends_captures_with_one_line_and_training_goes_on(tmp_path: Pa
 
 def test_no_record_of_the_ring_is_lost_by_a_capture(job: CapturedJob) -> None:
     recorded(job.capture()[0])
-    with rings.opened(Path("/proc"), job.ranks[0].pid) as ring:
+    with ring_reader.opened(Path("/proc"), job.ranks[0].pid) as ring:
         assert ring is not None
-        header = rings.read_header(ring)
+        header = ring_reader.read_header(ring)
         # Not the oldest, which are being written over.
-        first = max(1, header.records - layout.CAPACITY // 2)
-        records, whole = rings.read_records(ring, first, header.records)
+        first = max(1, header.records - ring_layout.CAPACITY // 2)
+        records, whole = ring_reader.read_records(ring, first, header.records)
     assert whole.all()
     assert int(np.sum(records["steps"])) <= header.steps
     trains_on(job)

@@ -49,7 +49,7 @@ class FrameworkJob:
         for rank in range(RANKS):
             with self._log_path(rank).open("wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(DEMO_JOB / "tethering.py"), str(os.getpid()), *self._command],
+                    [sys.executable, "-I", "-S", str(DEMO_JOB / "tether.py"), str(os.getpid()), *self._command],
                     env=self._environment(rank),
                     cwd=self._folder,
                     stdin=subprocess.DEVNULL,

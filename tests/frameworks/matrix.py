@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankscope.analysis.verdict import Kind
+from rankscope.analysis.verdicts.verdict import Kind
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "frameworks.md"

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path, PurePath
 from statistics import median
 
-from rankscope.analysis.verdict import Confidence, Kind, Verdict
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict
 from rankscope.cli.standalone import Standalone
 from rankscope.daemon.config import resolve
 from rankscope.operator.correlation.correlator import JobState

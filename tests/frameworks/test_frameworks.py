@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 
 import pytest
 
-from rankscope.analysis.verdict import Confidence, Kind, Severity, Verdict
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity, Verdict
 from tests.frameworks.job_process import JOBS, SLOW_RANK
 from tests.frameworks.matrix import (
     MATRIX,

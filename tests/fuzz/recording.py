@@ -20,14 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rankscope.daemon import rings
-from rankscope.daemon.assembling import RankSamples, assemble
-from rankscope.daemon.collectors.steps import StepsCollector
-from rankscope.daemon.pyspy import dump_command, find_py_spy, record_command
-from rankscope.daemon.pyspy_output import parse_recording
 from rankscope.daemon.samples import GpuSample, ProcessSample, StepSample
-from rankscope.daemon.stack_summary import summarise
-from rankscope.probe import layout
+from rankscope.daemon.stacks.pyspy import dump_command, find_py_spy, record_command
+from rankscope.daemon.stacks.pyspy_output import parse_recording
+from rankscope.daemon.stacks.recording import summarise
+from rankscope.daemon.steps import ring_reader
+from rankscope.daemon.steps.collector import StepsCollector
+from rankscope.daemon.windows.window import RankSamples, assemble
+from rankscope.probe import ring_layout
 from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 from rankscope.v1.window_pb2 import Stall
 from tests.fuzz import target_ring, target_windows
@@ -119,12 +119,12 @@ def _start(place: Path, rank: int) -> subprocess.Popen[bytes]:
 
 def _ring(pid: int) -> bytes:
     """The header and the latest records, as target_ring packs them."""
-    with rings.opened(Path("/proc"), pid) as descriptor:
+    with ring_reader.opened(Path("/proc"), pid) as descriptor:
         assert descriptor is not None
-        header = rings.read_header(descriptor)
-        whole = os.pread(descriptor, layout.RING_BYTES, 0)
-    start = layout.HEADER_BYTES + (header.records - RECORDS) * layout.RECORD_BYTES
-    return whole[: layout.HEADER_BYTES] + whole[start : start + RECORDS * layout.RECORD_BYTES]
+        header = ring_reader.read_header(descriptor)
+        whole = os.pread(descriptor, ring_layout.RING_BYTES, 0)
+    start = ring_layout.HEADER_BYTES + (header.records - RECORDS) * ring_layout.RECORD_BYTES
+    return whole[: ring_layout.HEADER_BYTES] + whole[start : start + RECORDS * ring_layout.RECORD_BYTES]
 
 
 def _proc(pid: int) -> bytes:

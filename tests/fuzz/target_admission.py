@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from rankscope.operator.kube.webhooks.admitting import INJECT_PATH, STAMP_PATH, VALIDATE_PATH, Admission
-from rankscope.operator.kube.webhooks.http_requests import BadRequestError, read_head
+from rankscope.operator.webhooks.admission import INJECT_PATH, STAMP_PATH, VALIDATE_PATH, Admission
+from rankscope.operator.webhooks.https_server import BadRequestError, read_head
 from tests.fuzz.checking import silence
 from tests.fuzz.json_mutating import JsonMutator
 from tests.fuzz.mutating import Mutator

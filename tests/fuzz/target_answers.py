@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from google.protobuf.message import DecodeError
 
-from rankscope.operator.kube.captures.status import concluded, findings_of, summarised, told_ranks
+from rankscope.operator.captures.status import concluded, findings_of, summarised, told_ranks
 from rankscope.operator.kube.resources import CapturedRank, CaptureStatus
 from rankscope.v1.capture_service_pb2 import Capture
 from tests.fuzz.checking import check_number

@@ -14,10 +14,10 @@ from unittest.mock import patch
 
 import msgspec
 
-from rankscope.daemon.captures import processing
 from rankscope.daemon.captures.orders import CaptureError
-from rankscope.daemon.captures.probe_windows import take_apart
-from rankscope.daemon.captures.processing_records import (
+from rankscope.daemon.captures.probe.commands import take_apart
+from rankscope.daemon.captures.processing import worker
+from rankscope.daemon.captures.processing.messages import (
     ANSWER_LIMIT_BYTES,
     Job,
     Joined,
@@ -28,7 +28,7 @@ from rankscope.daemon.captures.processing_records import (
     join_file,
     result_file,
 )
-from rankscope.probe import layout
+from rankscope.probe import ring_layout
 from tests.fuzz.checking import check_number, check_text
 from tests.fuzz.mutating import Mutator
 from tests.fuzz.scratch import scratch_folder
@@ -40,7 +40,7 @@ __all__ = ["TOKENS"]
 # A thousand events that cannot be read take three seconds, in a file of any length; then it is given up.
 CPU_SECONDS = 12.0
 _HEALTHY, *_ODD = recorded("trace")[2:]
-_ENDING = layout.WINDOW_BYTES.pack(len(_ODD[0])) + layout.WINDOWS.pack(1, layout.WINDOWS_MARK)
+_ENDING = ring_layout.WINDOW_BYTES.pack(len(_ODD[0])) + ring_layout.WINDOWS.pack(1, ring_layout.WINDOWS_MARK)
 SEEDS = [*_ODD, recorded("trace")[1], _ODD[0] + _ENDING]
 WINDOWS_MOST = 4
 
@@ -78,8 +78,8 @@ def _process(folder: Path, data: bytes, steps: int | None) -> None:
     ]
     job_file(folder).write_bytes(msgspec.json.encode(Job(steps, ranks)))
     # Limits of memory and CPU are for the child that a daemon starts, not for this process.
-    with patch.object(processing, "confine"):
-        processing.main(folder)
+    with patch.object(worker, "confine"):
+        worker.main(folder)
     for one in ranks:
         path = result_file(folder, one.rank)
         assert path.stat().st_size < ANSWER_LIMIT_BYTES
@@ -133,7 +133,7 @@ class _Packing:
         self._inner = trace_mutator(plain)
 
     def mutate(self, data: bytes, other: bytes) -> bytes:
-        if not data.endswith(layout.WINDOWS_MARK):
+        if not data.endswith(ring_layout.WINDOWS_MARK):
             return self._inner.mutate(data, other)
         return data[:-40] + self._plain.mutate(data[-40:], other[-40:])
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
-from rankscope.daemon.collectors.gpu.collecting import GpuStatus, SourceStatus
-from rankscope.daemon.collectors.gpu.dcgm_names import GPUS_READ, parse_readings
-from rankscope.daemon.collectors.gpu.exporting import gpu_metrics
-from rankscope.daemon.collectors.gpu.readings import SourceState
+from rankscope.daemon.export.gpu_metrics import gpu_metrics
+from rankscope.daemon.gpu.collector import GpuStatus, SourceStatus
+from rankscope.daemon.gpu.dcgm import GPUS_READ, parse_readings
+from rankscope.daemon.gpu.readings import SourceState
 from tests.fuzz.checking import check_metrics, check_text
 from tests.fuzz.targets import recorded
 

@@ -8,17 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rankscope.daemon.captures import wire
-from rankscope.daemon.captures.clients import CLIENTS_PER_PROCESS
-from rankscope.daemon.captures.endpoint import Endpoint, Offer
-from rankscope.daemon.captures.namespaces import network_namespace
-from rankscope.daemon.captures.places import Place
-from rankscope.daemon.captures.receiving import Datagram
+from rankscope.daemon.captures.kineto import datagrams
+from rankscope.daemon.captures.kineto.clients import CLIENTS_PER_PROCESS
+from rankscope.daemon.captures.kineto.datagrams import Datagram
+from rankscope.daemon.captures.kineto.endpoint import Endpoint, Offer, Place
+from rankscope.daemon.captures.kineto.sockets import network_namespace
 from rankscope.daemon.procfs import read_stat
 from tests.fuzz.scratch import scratch_folder
 from tests.fuzz.targets import recorded
 
-_HEADER = wire.HEADER
+_HEADER = datagrams.HEADER
 # A registration of the protocol's: what this torch sends where it sees a GPU.
 _REGISTRATION = _HEADER.pack(16, b"ctxt") + bytes.fromhex("00000000085b00000000000000000000")
 SEEDS = [*recorded("ipc"), _REGISTRATION, b""]
@@ -72,12 +71,12 @@ def _folder() -> Path:
 
 def _check_parser(data: bytes) -> None:
     try:
-        message = wire.parse(data[: wire.DATAGRAM_LIMIT])
-    except wire.MalformedError as error:
+        message = datagrams.parse(data[: datagrams.DATAGRAM_LIMIT])
+    except datagrams.MalformedError as error:
         assert len(str(error)) < 200
         return
-    if isinstance(message, wire.Request):
-        assert len(message.pids) <= wire.PIDS_LIMIT
+    if isinstance(message, datagrams.Request):
+        assert len(message.pids) <= datagrams.PIDS_LIMIT
 
 
 def _check_answer(data: bytes, address: bytes | str, is_whole: bool, pid: int, place: Place) -> None:
@@ -85,7 +84,7 @@ def _check_answer(data: bytes, address: bytes | str, is_whole: bool, pid: int, p
     handed: list[int] = []
     try:
         endpoint.offer(_PID, Offer(read_stat("/proc/self").start_ticks, lambda: _TEXT, lambda: handed.append(1)))
-        datagram = Datagram(data[: wire.DATAGRAM_LIMIT], address, pid, os.getuid(), time.time(), is_whole)
+        datagram = Datagram(data[: datagrams.DATAGRAM_LIMIT], address, pid, os.getuid(), time.time(), is_whole)
         endpoint._answer(place, datagram)
         sent: list[tuple[bytes, Any]] = place.endpoint.sent
         tallies = endpoint.tallies

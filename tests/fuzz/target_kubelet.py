@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankscope.daemon.collectors.gpu.pod_resources import NAME_CHARACTERS, MalformedAnswerError, parse_pods
+from rankscope.daemon.gpu.pod_resources import NAME_CHARACTERS, MalformedAnswerError, parse_pods
 from tests.fuzz.checking import check_text
 from tests.fuzz.targets import recorded
 

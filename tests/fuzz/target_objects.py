@@ -9,17 +9,15 @@ from typing import Any
 
 import msgspec
 
-from rankscope.analysis.policy import DEFAULT_POLICY
-from rankscope.operator.kube.captures.objects import read_capture_object
-from rankscope.operator.kube.policies.matching import match, mfu_target_of, thresholds
-from rankscope.operator.kube.policies.objects import read_policy_object
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
+from rankscope.operator.captures.capture_object import read_capture_object
 from rankscope.operator.kube.resources import TrainingRunStatus
-from rankscope.operator.kube.runs.annotating import read_wishes
-from rankscope.operator.kube.runs.daemon_pods import DaemonPods, read_daemon_pod
-from rankscope.operator.kube.runs.grouping import NAME_CHARACTERS, run_of
-from rankscope.operator.kube.runs.inventory import Inventory
-from rankscope.operator.kube.runs.pods import LABELS_KEPT, TEXT_CHARACTERS, read_pod
-from rankscope.operator.kube.runs.status import run_status
+from rankscope.operator.policies.policy import match, mfu_target_of, read_policy_object, thresholds
+from rankscope.operator.runs.daemon_streams import DaemonPods, read_daemon_pod
+from rankscope.operator.runs.inventory import Inventory
+from rankscope.operator.runs.pods import LABELS_KEPT, TEXT_CHARACTERS, read_pod, read_wishes
+from rankscope.operator.runs.run_grouping import NAME_CHARACTERS, run_of
+from rankscope.operator.runs.status import run_status
 from tests.fuzz.checking import check_number
 from tests.fuzz.json_mutating import JsonMutator
 from tests.fuzz.mutating import Mutator

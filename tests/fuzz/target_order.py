@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import zlib
 
-from rankscope.probe import declaring, layout
-from rankscope.probe.commanding import LENGTH_LIMIT_NS, PATIENCE_LIMIT_NS, STEPS_LIMIT, Answer, read_command, refusal
+from rankscope.probe import declaration, ring_layout
+from rankscope.probe.capture_commands import (
+    LENGTH_LIMIT_NS,
+    PATIENCE_LIMIT_NS,
+    STEPS_LIMIT,
+    Answer,
+    read_command,
+    refusal,
+)
 from tests.fuzz.mutating import Mutator
 
 _NOW = 1_790_000_000_000_000_000
-_BODY = layout.COMMAND.pack(7, layout.VERB_CAPTURE, 3, _NOW + 10**9, 0, 0, 1, 3, 10**10, _NOW + 6 * 10**10)
+_BODY = ring_layout.COMMAND.pack(7, ring_layout.VERB_CAPTURE, 3, _NOW + 10**9, 0, 0, 1, 3, 10**10, _NOW + 6 * 10**10)
 _WORDS = (
     b"params=7B,layers=32,width=4096,sequence=4096,batch=1024",
     b"pp=2,dp=4",
@@ -18,10 +25,10 @@ _WORDS = (
     b"4.2e18",
 )
 # An order as the daemon's `write_command` leaves it, and the words of the documentation.
-SEEDS = [_BODY + layout.CHECKSUM.pack(zlib.crc32(_BODY)), *_WORDS]
+SEEDS = [_BODY + ring_layout.CHECKSUM.pack(zlib.crc32(_BODY)), *_WORDS]
 TOKENS = [b"pp=", b"tp=", b"dp=", b",", b"=", b"params=", b"batch=", b"7B", b"1e400", b"\xff" * 8]
 SIZE_LIMIT = 4096
-_AREA = layout.COMMAND.size + 4
+_AREA = ring_layout.COMMAND.size + 4
 
 
 class _Ring:
@@ -50,24 +57,24 @@ def _check_order(area: bytes) -> None:
     if wrong is None:
         assert 0 < command.length_ns <= LENGTH_LIMIT_NS and command.steps <= STEPS_LIMIT
         assert 0 < command.give_up_unix_ns - _NOW <= PATIENCE_LIMIT_NS
-        assert 1 <= command.windows <= layout.WINDOWS_LIMIT
+        assert 1 <= command.windows <= ring_layout.WINDOWS_LIMIT
         assert command.start_step >= 0 and max(command.wait_steps, command.warmup_steps) <= STEPS_LIMIT
-        assert set(command.options) <= set(layout.OPTIONS)
-    Answer(ring, command.number).tell(layout.PHASE_FAILED, wrong or "no")
-    assert len(ring.written) <= layout.ANSWER.size + layout.ANSWER_TEXT_BYTES
+        assert set(command.options) <= set(ring_layout.OPTIONS)
+    Answer(ring, command.number).tell(ring_layout.PHASE_FAILED, wrong or "no")
+    assert len(ring.written) <= ring_layout.ANSWER.size + ring_layout.ANSWER_TEXT_BYTES
 
 
 def _check_words(text: str) -> None:
     for name in ("RANKSCOPE_FLOPS_PER_STEP", "RANKSCOPE_MODEL"):
         try:
-            flops = declaring.flops_from_environment({name: text})
+            flops = declaration.flops_from_environment({name: text})
             assert flops is None or flops > 0
-        except declaring.BadValueError as error:
+        except declaration.BadValueError as error:
             assert len(str(error)) < 600
     try:
-        place = declaring.coordinates("RANKSCOPE_PARALLELISM", text, 3, 8)
+        place = declaration.coordinates("RANKSCOPE_PARALLELISM", text, 3, 8)
         assert all(0 <= value < 8 for value in place.values()), place
-    except declaring.BadValueError as error:
+    except declaration.BadValueError as error:
         assert len(str(error)) < 600
 
 
@@ -79,8 +86,8 @@ class _Sealing:
         changed = self._plain.mutate(data, other)
         if data[:1].isalnum() or self._plain.random.random() < 0.1:
             return changed
-        body = changed[: layout.COMMAND.size].ljust(layout.COMMAND.size, b"\0")
-        return body + layout.CHECKSUM.pack(zlib.crc32(body))
+        body = changed[: ring_layout.COMMAND.size].ljust(ring_layout.COMMAND.size, b"\0")
+        return body + ring_layout.CHECKSUM.pack(zlib.crc32(body))
 
 
 def mutator(plain: Mutator) -> _Sealing:

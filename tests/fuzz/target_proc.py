@@ -6,15 +6,15 @@ from __future__ import annotations
 import contextlib
 import os
 
-from rankscope.daemon.assembling import RankSamples, assemble
-from rankscope.daemon.collectors.gpu.readings import GpuReading
-from rankscope.daemon.collectors.gpu.visible_devices import claimed_gpu, visible_gpus
-from rankscope.daemon.collectors.process import ProcessCollector
-from rankscope.daemon.discovery import PROBLEMS_LIMIT, RankDiscovery
-from rankscope.daemon.environments import JOB_LENGTH_LIMIT, WORLD_SIZE_LIMIT
-from rankscope.daemon.rank_exporting import rank_metrics
+from rankscope.daemon.discovery.rank_environment import JOB_LENGTH_LIMIT, WORLD_SIZE_LIMIT
+from rankscope.daemon.discovery.ranks import PROBLEMS_LIMIT, RankDiscovery
+from rankscope.daemon.export.rank_metrics import rank_metrics
+from rankscope.daemon.gpu.attribution import claimed_gpu, visible_gpus
+from rankscope.daemon.gpu.readings import GpuReading
+from rankscope.daemon.process_collector import ProcessCollector
 from rankscope.daemon.samples import Problem, RankProcess, Span
-from rankscope.daemon.tallying import RankReport, RankTotals, add_window
+from rankscope.daemon.windows.totals import RankReport, RankTotals, add_window
+from rankscope.daemon.windows.window import RankSamples, assemble
 from tests.fuzz.checking import check_duration, check_message, check_metrics, check_text
 from tests.fuzz.mutating import Mutator
 from tests.fuzz.packing import pack_files, unpack_files

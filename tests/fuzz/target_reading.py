@@ -9,12 +9,12 @@ import zlib
 import msgspec
 import numpy as np
 
-from rankscope.analysis.traces.columns import Trace
-from rankscope.analysis.traces.cutting import cut, outline
-from rankscope.analysis.traces.joins.aligning import ClockShift
+from rankscope.analysis.traces.cut import cut, outline
+from rankscope.analysis.traces.joins.clock_alignment import ClockShift
 from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto
-from rankscope.analysis.traces.reading.decoding import DECODE_ERRORS
-from rankscope.analysis.traces.reading.reader import TraceError, read_trace
+from rankscope.analysis.traces.reader.events import DECODE_ERRORS
+from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
+from rankscope.analysis.traces.trace import Trace
 from tests.fuzz.json_mutating import JsonMutator
 from tests.fuzz.mutating import Mutator
 from tests.fuzz.targets import recorded

@@ -8,12 +8,12 @@ import re
 import msgspec
 from google.protobuf.message import DecodeError
 
-from rankscope.analysis.choosing_ranks import ChoiceError, Suspected, choose_ranks
-from rankscope.daemon.captures import asking
+from rankscope.common.rank_selection import ChoiceError, Suspected, choose_ranks
+from rankscope.daemon.captures import request as asking
 from rankscope.daemon.captures.orders import CaptureError
-from rankscope.daemon.policies.holding import RUNS_LIMIT, BadPolicyError, PolicyBoard
-from rankscope.operator.kube.people import asking as people_asking
-from rankscope.operator.kube.people.guarding import RefusedError
+from rankscope.daemon.server.policies import RUNS_LIMIT, BadPolicyError, PolicyBoard
+from rankscope.operator.access import requests as people_asking
+from rankscope.operator.access.guard import RefusedError
 from rankscope.operator.kube.resources import CaptureSpec
 from rankscope.v1.capture_service_pb2 import StartCaptureRequest
 from rankscope.v1.policy_service_pb2 import ApplyPoliciesRequest

@@ -14,16 +14,16 @@ from random import Random
 
 import numpy as np
 
-from rankscope.analysis.mfu import peak_flops_per_second
-from rankscope.daemon import rings
-from rankscope.daemon.assembling import RankSamples, assemble
-from rankscope.daemon.captures import probe_commands
-from rankscope.daemon.collectors.steps import StepsCollector
-from rankscope.daemon.rank_exporting import rank_metrics
+from rankscope.analysis.models.mfu import peak_flops_per_second
+from rankscope.daemon.captures.probe import commands
+from rankscope.daemon.export.rank_metrics import rank_metrics
 from rankscope.daemon.samples import Problem, RankProcess, Span, StepSample
-from rankscope.daemon.stalling import StallWatch
-from rankscope.daemon.tallying import RankReport, RankTotals, add_window
-from rankscope.probe import layout
+from rankscope.daemon.steps import ring_reader
+from rankscope.daemon.steps.collector import StepsCollector
+from rankscope.daemon.windows.stalls import StallWatch
+from rankscope.daemon.windows.totals import RankReport, RankTotals, add_window
+from rankscope.daemon.windows.window import RankSamples, assemble
+from rankscope.probe import ring_layout
 from tests.fuzz.checking import check_message, check_metrics, check_text
 from tests.fuzz.json_mutating import JsonMutator
 from tests.fuzz.mutating import Mutator
@@ -31,20 +31,20 @@ from tests.fuzz.targets import recorded
 
 _REAL = recorded("ring")
 _ROUND = bytearray(_REAL[0])
-layout.COUNTERS.pack_into(_ROUND, layout.COUNTERS_OFFSET, 20_000, 20_000)
+ring_layout.COUNTERS.pack_into(_ROUND, ring_layout.COUNTERS_OFFSET, 20_000, 20_000)
 _GROUPED = bytearray(_REAL[0])
-_KINDS = range(layout.GROUP_EXPOSED, layout.GROUP_RECORDER + 1)
-_TABLE = b"".join(layout.GROUP.pack(kind << 32 | 7, 4, 2, kind, 12, 0.25, 1.2) for kind in _KINDS)
-layout.GROUPS_HEAD.pack_into(_GROUPED, layout.GROUPS_OFFSET, len(_KINDS), zlib.crc32(_TABLE))
-_TABLE_START = layout.GROUPS_OFFSET + layout.GROUPS_HEAD.size
+_KINDS = range(ring_layout.GROUP_EXPOSED, ring_layout.GROUP_RECORDER + 1)
+_TABLE = b"".join(ring_layout.GROUP.pack(kind << 32 | 7, 4, 2, kind, 12, 0.25, 1.2) for kind in _KINDS)
+ring_layout.GROUPS_HEAD.pack_into(_GROUPED, ring_layout.GROUPS_OFFSET, len(_KINDS), zlib.crc32(_TABLE))
+_TABLE_START = ring_layout.GROUPS_OFFSET + ring_layout.GROUPS_HEAD.size
 _GROUPED[_TABLE_START : _TABLE_START + len(_TABLE)] = _TABLE
 SEEDS = [*_REAL, bytes(_ROUND), bytes(_GROUPED)]
 TOKENS = [
-    layout.MAGIC,
+    ring_layout.MAGIC,
     *(b'"rank": ', b'"world_size": ', b'"pipeline": ', b'"device_name": "NVIDIA H200"', b'"model_flops_per_step": '),
     *(b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"\0\0\x80\xff", b"\xff" * 8),
 ]
-SIZE_LIMIT = layout.HEADER_BYTES + 64 * layout.RECORD_BYTES
+SIZE_LIMIT = ring_layout.HEADER_BYTES + 64 * ring_layout.RECORD_BYTES
 CPU_SECONDS = 2.0
 _FACTS = (
     *(
@@ -60,12 +60,12 @@ _FACTS = (
     *("torch_version", "NVIDIA H200"),
 )
 _COLUMNS = ("step", "wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint")
-_FIXED, _LIVE = layout.FIXED.size, layout.LIVE.size
-_GROUPS_SIZE = layout.GROUPS_HEAD.size + layout.GROUPS_AT_MOST * layout.GROUP.size
+_FIXED, _LIVE = ring_layout.FIXED.size, ring_layout.LIVE.size
+_GROUPS_SIZE = ring_layout.GROUPS_HEAD.size + ring_layout.GROUPS_AT_MOST * ring_layout.GROUP.size
 
 
 def _owner(ring: bytes) -> int:
-    return int(layout.FIXED.unpack_from(ring)[5])
+    return int(ring_layout.FIXED.unpack_from(ring)[5])
 
 
 _RANK = RankProcess("j", 1, 1, 2, os.getpid(), 7, (os.getpid(), _owner(SEEDS[0])))
@@ -73,7 +73,7 @@ _RANK = RankProcess("j", 1, 1, 2, os.getpid(), 7, (os.getpid(), _owner(SEEDS[0])
 
 def _span() -> Span:
     """As the seed's clock has it."""
-    unix_ns = layout.LIVE.unpack_from(SEEDS[0], layout.LIVE_OFFSET)[1]
+    unix_ns = ring_layout.LIVE.unpack_from(SEEDS[0], ring_layout.LIVE_OFFSET)[1]
     return Span(unix_ns - 5_000_000_000, unix_ns + 1_000_000_000)
 
 
@@ -81,26 +81,28 @@ class _Shared:
     """A sealed memfd among our own descriptors, where the collector finds it. Written anew for every input."""
 
     def __init__(self) -> None:
-        self._descriptor = os.memfd_create(layout.RING_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._descriptor, layout.RING_BYTES)
-        seals = layout.F_SEAL_SHRINK | layout.F_SEAL_GROW | layout.F_SEAL_SEAL
-        fcntl.fcntl(self._descriptor, layout.F_ADD_SEALS, seals)
+        self._descriptor = os.memfd_create(ring_layout.RING_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._descriptor, ring_layout.RING_BYTES)
+        seals = ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW | ring_layout.F_SEAL_SEAL
+        fcntl.fcntl(self._descriptor, ring_layout.F_ADD_SEALS, seals)
         self.descriptor = self._descriptor
 
     def write(self, data: bytes) -> None:
         """Where the ring says that its latest records are."""
-        header = data[: layout.HEADER_BYTES].ljust(layout.HEADER_BYTES, b"\0")
-        records = data[layout.HEADER_BYTES :]
-        count = len(records) // layout.RECORD_BYTES
-        (written,) = layout.COUNTERS.unpack_from(header, layout.COUNTERS_OFFSET)[:1]
+        header = data[: ring_layout.HEADER_BYTES].ljust(ring_layout.HEADER_BYTES, b"\0")
+        records = data[ring_layout.HEADER_BYTES :]
+        count = len(records) // ring_layout.RECORD_BYTES
+        (written,) = ring_layout.COUNTERS.unpack_from(header, ring_layout.COUNTERS_OFFSET)[:1]
         os.pwrite(self._descriptor, header, 0)
-        if count and layout.CAPACITY <= written < 1 << 53:
-            os.pwrite(self._descriptor, _full(records[: count * layout.RECORD_BYTES], written), layout.HEADER_BYTES)
+        if count and ring_layout.CAPACITY <= written < 1 << 53:
+            os.pwrite(
+                self._descriptor, _full(records[: count * ring_layout.RECORD_BYTES], written), ring_layout.HEADER_BYTES
+            )
             return
         for number in range(count):
-            slot = (written - count + number) % layout.CAPACITY
-            record = records[number * layout.RECORD_BYTES : (number + 1) * layout.RECORD_BYTES]
-            os.pwrite(self._descriptor, record, layout.HEADER_BYTES + slot * layout.RECORD_BYTES)
+            slot = (written - count + number) % ring_layout.CAPACITY
+            record = records[number * ring_layout.RECORD_BYTES : (number + 1) * ring_layout.RECORD_BYTES]
+            os.pwrite(self._descriptor, record, ring_layout.HEADER_BYTES + slot * ring_layout.RECORD_BYTES)
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -108,11 +110,11 @@ class _Shared:
 
 def _full(records: bytes, written: int) -> bytes:
     """A ring that has gone round: the same records again and again, each with its number and a right checksum."""
-    few = np.frombuffer(records, dtype=rings.RECORD_DTYPE)
-    slots = np.arange(layout.CAPACITY)
+    few = np.frombuffer(records, dtype=ring_reader.RECORD_DTYPE)
+    slots = np.arange(ring_layout.CAPACITY)
     many = few[slots % len(few)]
-    many["sequence"] = written - (written - 1 - slots) % layout.CAPACITY
-    many["checksum"] = rings._checksums(many.tobytes(), len(many))
+    many["sequence"] = written - (written - 1 - slots) % ring_layout.CAPACITY
+    many["checksum"] = ring_reader._checksums(many.tobytes(), len(many))
     return many.tobytes()
 
 
@@ -157,17 +159,17 @@ def _check_sample(sample: StepSample) -> None:
         assert len(column) == len(sample.step_seconds)
         known = column[~np.isnan(column)]
         assert np.isfinite(known).all() and (known >= 0).all(), name
-    assert len(sample.groups) <= layout.GROUPS_AT_MOST
+    assert len(sample.groups) <= ring_layout.GROUPS_AT_MOST
     for group in sample.groups:
         assert group.number < 1 << 53 and 0 <= group.position < group.size and group.kind in _KINDS, group
         assert group.samples > 0 and 0 <= group.seconds < 1e13 and 0 < group.step_seconds < 1e13, group
 
 
 def _check_answer(descriptor: int) -> None:
-    answer = probe_commands.read_answer(descriptor)
+    answer = commands.read_answer(descriptor)
     if answer is not None:
-        check_text(answer.text, layout.ANSWER_TEXT_BYTES)
-        probe_commands.plausible(answer)
+        check_text(answer.text, ring_layout.ANSWER_TEXT_BYTES)
+        commands.plausible(answer)
 
 
 class _Sealing:
@@ -177,7 +179,7 @@ class _Sealing:
         self._facts = JsonMutator(plain, _FACTS)
 
     def mutate(self, data: bytes, other: bytes) -> bytes:
-        changed = bytearray(data.ljust(layout.HEADER_BYTES, b"\0"))
+        changed = bytearray(data.ljust(ring_layout.HEADER_BYTES, b"\0"))
         if self._random.random() < 0.2:
             self._change_facts(changed)
             return sealed(bytes(changed))
@@ -188,23 +190,23 @@ class _Sealing:
         return sealed(bytes(changed)) if self._random.random() < 0.9 else bytes(changed)
 
     def _change_facts(self, ring: bytearray) -> None:
-        start = layout.FACTS_OFFSET + layout.FACTS_HEAD.size
-        length = min(layout.FACTS_HEAD.unpack_from(ring, layout.FACTS_OFFSET)[0], layout.FACTS_BYTES)
-        text = self._facts.mutate(bytes(ring[start : start + length]), b"")[: layout.FACTS_BYTES]
+        start = ring_layout.FACTS_OFFSET + ring_layout.FACTS_HEAD.size
+        length = min(ring_layout.FACTS_HEAD.unpack_from(ring, ring_layout.FACTS_OFFSET)[0], ring_layout.FACTS_BYTES)
+        text = self._facts.mutate(bytes(ring[start : start + length]), b"")[: ring_layout.FACTS_BYTES]
         ring[start : start + len(text)] = text
-        layout.FACTS_HEAD.pack_into(ring, layout.FACTS_OFFSET, len(text), 0)
+        ring_layout.FACTS_HEAD.pack_into(ring, ring_layout.FACTS_OFFSET, len(text), 0)
 
     def _parts(self, size: int) -> Iterator[tuple[int, int]]:
         """Of a fixed size each: what moves everything behind it by a byte is soon tried through."""
         parts = [
             (0, _FIXED),
-            (layout.COUNTERS_OFFSET, layout.ABILITIES_OFFSET + 4),
-            (layout.LIVE_OFFSET, layout.LIVE_OFFSET + _LIVE),
-            (layout.FACTS_OFFSET, layout.FACTS_OFFSET + 600),
-            (layout.ANSWER_OFFSET, layout.ANSWER_OFFSET + 200),
-            (layout.GROUPS_OFFSET, layout.GROUPS_OFFSET + _GROUPS_SIZE),
-            *((start, start + layout.RECORD.size) for start in _record_starts(size)),
-            (layout.HEADER_BYTES, size),
+            (ring_layout.COUNTERS_OFFSET, ring_layout.ABILITIES_OFFSET + 4),
+            (ring_layout.LIVE_OFFSET, ring_layout.LIVE_OFFSET + _LIVE),
+            (ring_layout.FACTS_OFFSET, ring_layout.FACTS_OFFSET + 600),
+            (ring_layout.ANSWER_OFFSET, ring_layout.ANSWER_OFFSET + 200),
+            (ring_layout.GROUPS_OFFSET, ring_layout.GROUPS_OFFSET + _GROUPS_SIZE),
+            *((start, start + ring_layout.RECORD.size) for start in _record_starts(size)),
+            (ring_layout.HEADER_BYTES, size),
         ]
         for _ in range(self._random.choice((1, 1, 2, 3))):
             yield self._random.choice(parts)
@@ -213,27 +215,27 @@ class _Sealing:
 def sealed(data: bytes) -> bytes:
     """The same with all checksums right."""
     ring = bytearray(data)
-    layout.CHECKSUM.pack_into(ring, _FIXED, zlib.crc32(ring[:_FIXED]))
-    live = ring[layout.LIVE_OFFSET : layout.LIVE_OFFSET + _LIVE]
-    layout.CHECKSUM.pack_into(ring, layout.LIVE_OFFSET + _LIVE, zlib.crc32(live))
-    facts = layout.FACTS_OFFSET + layout.FACTS_HEAD.size
-    length = min(layout.FACTS_HEAD.unpack_from(ring, layout.FACTS_OFFSET)[0], layout.FACTS_BYTES)
-    layout.FACTS_HEAD.pack_into(ring, layout.FACTS_OFFSET, length, zlib.crc32(ring[facts : facts + length]))
-    (text,) = layout.ANSWER.unpack_from(ring, layout.ANSWER_OFFSET)[-1:]
-    end = layout.ANSWER_OFFSET + layout.ANSWER.size + min(text, layout.ANSWER_TEXT_BYTES)
-    layout.CHECKSUM.pack_into(ring, end, zlib.crc32(ring[layout.ANSWER_OFFSET : end]))
-    (rows,) = layout.GROUPS_HEAD.unpack_from(ring, layout.GROUPS_OFFSET)[:1]
-    groups = layout.GROUPS_OFFSET + layout.GROUPS_HEAD.size
-    table = ring[groups : groups + min(rows, layout.GROUPS_AT_MOST) * layout.GROUP.size]
-    layout.GROUPS_HEAD.pack_into(ring, layout.GROUPS_OFFSET, rows, zlib.crc32(table))
+    ring_layout.CHECKSUM.pack_into(ring, _FIXED, zlib.crc32(ring[:_FIXED]))
+    live = ring[ring_layout.LIVE_OFFSET : ring_layout.LIVE_OFFSET + _LIVE]
+    ring_layout.CHECKSUM.pack_into(ring, ring_layout.LIVE_OFFSET + _LIVE, zlib.crc32(live))
+    facts = ring_layout.FACTS_OFFSET + ring_layout.FACTS_HEAD.size
+    length = min(ring_layout.FACTS_HEAD.unpack_from(ring, ring_layout.FACTS_OFFSET)[0], ring_layout.FACTS_BYTES)
+    ring_layout.FACTS_HEAD.pack_into(ring, ring_layout.FACTS_OFFSET, length, zlib.crc32(ring[facts : facts + length]))
+    (text,) = ring_layout.ANSWER.unpack_from(ring, ring_layout.ANSWER_OFFSET)[-1:]
+    end = ring_layout.ANSWER_OFFSET + ring_layout.ANSWER.size + min(text, ring_layout.ANSWER_TEXT_BYTES)
+    ring_layout.CHECKSUM.pack_into(ring, end, zlib.crc32(ring[ring_layout.ANSWER_OFFSET : end]))
+    (rows,) = ring_layout.GROUPS_HEAD.unpack_from(ring, ring_layout.GROUPS_OFFSET)[:1]
+    groups = ring_layout.GROUPS_OFFSET + ring_layout.GROUPS_HEAD.size
+    table = ring[groups : groups + min(rows, ring_layout.GROUPS_AT_MOST) * ring_layout.GROUP.size]
+    ring_layout.GROUPS_HEAD.pack_into(ring, ring_layout.GROUPS_OFFSET, rows, zlib.crc32(table))
     for start in _record_starts(len(ring)):
-        body = ring[start : start + layout.RECORD.size]
-        layout.CHECKSUM.pack_into(ring, start + layout.RECORD.size, zlib.crc32(body))
+        body = ring[start : start + ring_layout.RECORD.size]
+        ring_layout.CHECKSUM.pack_into(ring, start + ring_layout.RECORD.size, zlib.crc32(body))
     return bytes(ring)
 
 
 def _record_starts(size: int) -> range:
-    return range(layout.HEADER_BYTES, size - layout.RECORD_BYTES + 1, layout.RECORD_BYTES)
+    return range(ring_layout.HEADER_BYTES, size - ring_layout.RECORD_BYTES + 1, ring_layout.RECORD_BYTES)
 
 
 def mutator(plain: Mutator) -> _Sealing:

@@ -7,16 +7,15 @@ import warnings
 
 import msgspec
 
-from rankscope.analysis.traces.breakdowns.breakdown import Breakdown, break_down
-from rankscope.analysis.traces.columns import Trace
+from rankscope.analysis.traces.breakdown import Breakdown, break_down
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
-from rankscope.analysis.traces.diagnosis.diagnosing import diagnose
-from rankscope.analysis.traces.joins.joining import join_traces
-from rankscope.analysis.traces.reading.reader import read_trace
+from rankscope.analysis.traces.cut import find_whole_steps
+from rankscope.analysis.traces.diagnosis.diagnosis import diagnose
+from rankscope.analysis.traces.joins.join import join_traces, keep_essentials
+from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.steps import find_steps
-from rankscope.analysis.traces.summaries.essentials import keep_essentials
-from rankscope.analysis.traces.summaries.summarizing import summarize
-from rankscope.analysis.traces.whole_steps import find_whole_steps
+from rankscope.analysis.traces.summary import summarize
+from rankscope.analysis.traces.trace import Trace
 from tests.fuzz.target_reading import CPU_SECONDS, SEEDS, TOKENS, mutator, read
 
 __all__ = ["CPU_SECONDS", "SEEDS", "TOKENS", "mutator"]

@@ -10,18 +10,17 @@ import msgspec
 from google.protobuf.message import DecodeError
 
 from rankscope.operator.correlation.batch_reading import read_batch
-from rankscope.operator.correlation.correlator import Correlator
-from rankscope.operator.correlation.exporting import JobExporter
+from rankscope.operator.correlation.correlator import Correlator, LostSeconds
 from rankscope.operator.correlation.held_windows import HeldWindow
-from rankscope.operator.correlation.losing import LostSeconds
+from rankscope.operator.correlation.job_service import job_status, verdict_of
 from rankscope.operator.correlation.measuring import CAUSES, ROW, measure, rows
-from rankscope.operator.correlation.messages import job_status, verdict_of
+from rankscope.operator.correlation.metrics import JobExporter
 from rankscope.operator.correlation.wire_shapes import Message, read_figures, read_said
 from rankscope.operator.kube.resources import TrainingRunStatus
-from rankscope.operator.kube.runs.binding import Binding
-from rankscope.operator.kube.runs.inventory import Inventory
-from rankscope.operator.kube.runs.pods import Pod
-from rankscope.operator.kube.runs.status import run_status
+from rankscope.operator.runs.inventory import Inventory
+from rankscope.operator.runs.pods import Pod
+from rankscope.operator.runs.rank_binding import Binding
+from rankscope.operator.runs.status import run_status
 from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 from tests.fuzz.checking import check_metrics, check_number
 from tests.fuzz.message_mutating import MessageMutator

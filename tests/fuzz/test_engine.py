@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.daemon.captures import wire
+from rankscope.daemon.captures.kineto import datagrams
 from tests.fuzz import targets
 from tests.fuzz.covering import Coverage, start_coverage
 from tests.fuzz.fuzzing import Fuzzer
@@ -36,7 +36,7 @@ def test_an_exception_is_found_told_where_and_made_short() -> None:
 
 def test_coverage_leads_through_a_door_behind_a_door() -> None:
     """Each condition alone is one in hundreds; all at once nobody would meet by chance."""
-    folder = Path(wire.__file__).parent
+    folder = Path(datagrams.__file__).parent
     source = """
 def run(data):
     if data[:1] in (b"R", b"S", b"T", b"U"):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.operator.kube.webhooks.init_container import FOLDER, init_container
+from rankscope.operator.webhooks.pod_injection import FOLDER, init_container
 from tests.images.base_root import find_interpreter, make_base
 from tests.images.build_context import read_rules, visible_files
 from tests.images.dockerfile_reading import read_stages
@@ -196,7 +196,7 @@ def test_the_webhook_s_command_fills_the_volume_whoever_it_runs_as(builder: Buil
 
 
 def test_the_probe_s_image_has_the_probe_its_metadata_and_nothing_else(probe: Image) -> None:
-    assert (probe.entrypoint, probe.command) == (("python3", "-m", "rankscope.probe.injecting"), (FOLDER,))
+    assert (probe.entrypoint, probe.command) == (("python3", "-m", "rankscope.probe.injection"), (FOLDER,))
     ours = probe.root / "opt" / "rankscope-probe"
     assert {path.name for path in ours.iterdir()} == {"rankscope", f"rankscope-{VERSION}.dist-info"}
     assert {path.name for path in (ours / "rankscope").iterdir()} == {"probe"}

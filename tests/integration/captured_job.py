@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rankscope.daemon.captures.orders import CaptureError, Options, Order, Recording, Stage
-from rankscope.daemon.captures.probe_backend import ProbeBackend
+from rankscope.daemon.captures.probe.backend import ProbeBackend
 from rankscope.daemon.procfs import read_stat
 from rankscope.daemon.samples import RankProcess
-from rankscope.probe import injecting
+from rankscope.probe import injection
 
 # Importing torch takes two minutes on a machine with fifty others at work.
 DEADLINE_SECONDS = 280.0
@@ -62,7 +62,7 @@ class CapturedJob:
         self.temporary.mkdir()
         dropped = ("RANKSCOPE", "KINETO")
         base = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-        base |= {"PYTHONPATH": injecting.inject_folder(), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
+        base |= {"PYTHONPATH": injection.inject_folder(), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, str(path), str(folder / "rendezvous")],
@@ -103,7 +103,7 @@ class CapturedJob:
         options: Options = Options(),  # noqa: B008 - frozen
         when_running: Callable[[], None] = lambda: None,
     ) -> list[Recording | CaptureError]:
-        """Of all ranks at once, each in a thread, as the conductor does it."""
+        """Of all ranks at once, each in a thread, as the runner does it."""
         self._captures += 1
         workspace = self.folder / f"capture{self._captures}"
         workspace.mkdir()

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.analysis.robust import Bools, Ints
-from rankscope.analysis.traces.columns import ABSENT, Trace
+from rankscope.analysis.stats.robust import Bools, Ints
 from rankscope.analysis.traces.intervals import Intervals, gaps, intersection, merge, total
+from rankscope.analysis.traces.trace import ABSENT, Trace
 
 _STEP = re.compile(r".*ProfilerStep", re.DOTALL)
 # Held for device events although they name no stream.

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rankscope.daemon.captures.endpoint import Endpoint, Offer
-from rankscope.daemon.captures.namespaces import network_namespace
+from rankscope.daemon.captures.kineto.endpoint import Endpoint, Offer
+from rankscope.daemon.captures.kineto.sockets import network_namespace
 from rankscope.daemon.procfs import read_stat
 
 from .small_job import wait_for

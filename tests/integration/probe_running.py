@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rankscope.daemon.collectors.steps import StepsCollector
 from rankscope.daemon.samples import Problem, RankProcess, Span, StepSample
-from rankscope.probe import injecting
+from rankscope.daemon.steps.collector import StepsCollector
+from rankscope.probe import injection
 
 DEADLINE_SECONDS = 120
 # The probe of this checkout, wherever another one is installed.
-PROBE_PATH = os.pathsep.join([injecting.inject_folder(), str(Path(injecting.__file__).parents[2])])
+PROBE_PATH = os.pathsep.join([injection.inject_folder(), str(Path(injection.__file__).parents[2])])
 # The script ends when the test closes its stdin, so that nothing depends on timing.
 WAIT_FOR_THE_TEST = "\nprint('done', flush=True)\nsys.stdin.read()\n"
 

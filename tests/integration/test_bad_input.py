@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from rankscope.cli.demo_job.faults import Fault
-from rankscope.cli.demo_job.launching import DemoJob
-from rankscope.daemon.pyspy import find_py_spy
-from rankscope.probe import layout
+from rankscope.cli.demo_job.launcher import DemoJob
+from rankscope.daemon.stacks.pyspy import find_py_spy
+from rankscope.probe import ring_layout
 from tests.integration.daemon_process import PATIENCE_SECONDS, Serving, serving
 
 KEEPER = Path(__file__).parent / "jobs" / "ring_keeper.py"
@@ -98,8 +98,8 @@ def pids_under_py_spy(daemon: Serving) -> set[int]:
 
 
 def test_rings_of_every_bad_kind_are_named_and_cost_nobody_else_anything(daemon: Serving, job: DemoJob) -> None:
-    version = layout.VERSION
-    sizes = f"{layout.HEADER_BYTES}, {layout.RECORD_BYTES}, {layout.CAPACITY}"
+    version = ring_layout.VERSION
+    sizes = f"{ring_layout.HEADER_BYTES}, {ring_layout.RECORD_BYTES}, {ring_layout.CAPACITY}"
     expected = {
         "garbage": ("corrupt", "the ring begins with"),
         "future-version": ("version", f"ring version {version + 1} is newer than this daemon's {version}; upgrade"),
@@ -202,8 +202,8 @@ echo "Permission Denied: Try running again with elevated permissions" >&2; exit 
 # Everything is loaded before the change of user, who may not be let into this checkout.
 DAEMON_AS_NOBODY = """
 import ctypes, os, sys
-import rankscope.cli.audit_logging, rankscope.cli.daemon, rankscope.daemon.loop, rankscope.daemon.discovery
-import rankscope.daemon.collectors.process, rankscope.daemon.collectors.stacks, rankscope.daemon.collectors.steps
+import rankscope.cli.foreground, rankscope.cli.daemon, rankscope.daemon.loop, rankscope.daemon.discovery.ranks
+import rankscope.daemon.process_collector, rankscope.daemon.stacks.collector, rankscope.daemon.steps.collector
 from rankscope.cli.main import main
 if os.getuid() == 0:
     os.setgroups([]), os.setgid(65534), os.setuid(65534)

@@ -14,11 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.captures import binding
-from rankscope.daemon.captures.clients import CLIENTS_PER_PROCESS
-from rankscope.daemon.captures.endpoint import Endpoint, Offer
-from rankscope.daemon.captures.namespaces import SlowError, SocketError
-from rankscope.daemon.captures.socket_files import DEAD_AFTER_SECONDS, bind_file, remove_dead_clients
+from rankscope.daemon.captures.kineto import sockets
+from rankscope.daemon.captures.kineto.clients import CLIENTS_PER_PROCESS
+from rankscope.daemon.captures.kineto.endpoint import Endpoint, Offer
+from rankscope.daemon.captures.kineto.sockets import (
+    DEAD_AFTER_SECONDS,
+    SlowError,
+    SocketError,
+    bind_file,
+    remove_dead_clients,
+)
 
 from .kineto_peers import endpoint_for, offer, peer, watch
 from .small_job import wait_for
@@ -181,7 +186,7 @@ def test_a_client_that_seems_to_be_an_answer_behind_is_left_without_one_once() -
     with peer() as trainer, endpoint_for(trainer) as endpoint:
         assert trainer.polls() == [""]
         endpoint.offer(trainer.pid, offer("A=1\n", trainer))
-        endpoint.hush(trainer.pid)
+        endpoint.skip_next_poll(trainer.pid)
         assert trainer.is_ignored()
         assert not endpoint.is_hushed(trainer.pid)
         assert trainer.polls() == ["A=1\n"]
@@ -205,7 +210,7 @@ def test_ten_thousand_clients_in_one_namespace_cost_bounded_memory_and_starve_no
 
 def test_polls_are_answered_while_another_namespace_is_being_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     entered, leave = threading.Event(), threading.Event()
-    real = binding.bind_in
+    real = sockets.bind_in
 
     def slow_for_the_second(pid: int, namespace: int, proc_root: Path) -> socket.socket:
         if pid == second.pid:
@@ -213,7 +218,7 @@ def test_polls_are_answered_while_another_namespace_is_being_entered(monkeypatch
             assert leave.wait(60)
         return real(pid, namespace, proc_root)
 
-    monkeypatch.setattr(binding, "bind_in", slow_for_the_second)
+    monkeypatch.setattr(sockets, "bind_in", slow_for_the_second)
     with peer() as first, peer() as second, endpoint_for(first) as endpoint:
         endpoint.watch({first.namespace: first.pid, second.namespace: second.pid})
         assert entered.wait(60)
@@ -248,7 +253,7 @@ def test_a_namespace_that_cannot_be_entered_is_tried_again_with_another_process(
 def test_a_namespace_that_was_not_entered_for_want_of_cpu_is_tried_again_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real, tries = binding.bind_in, []
+    real, tries = sockets.bind_in, []
 
     def slow_at_first(pid: int, namespace: int, proc_root: Path) -> socket.socket:
         tries.append(pid)
@@ -256,8 +261,8 @@ def test_a_namespace_that_was_not_entered_for_want_of_cpu_is_tried_again_at_once
             raise SlowError("no answer within 10 s")
         return real(pid, namespace, proc_root)
 
-    monkeypatch.setattr(binding, "bind_in", slow_at_first)
-    monkeypatch.setattr(binding, "RETRY_SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(sockets, "bind_in", slow_at_first)
+    monkeypatch.setattr(sockets, "RETRY_SLOW_SECONDS", 0.0)
     with peer() as trainer, endpoint_for() as endpoint:
         endpoint.watch({trainer.namespace: trainer.pid})
         wait_for(lambda: endpoint.served_seconds(trainer.namespace) is not None)

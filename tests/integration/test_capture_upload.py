@@ -18,9 +18,9 @@ from typing import Any
 import boto3
 import pytest
 
-from rankscope.daemon.captures.delivering import LocalArchive
 from rankscope.daemon.captures.orders import Recording
-from rankscope.daemon.captures.outcomes import Delivered
+from rankscope.daemon.captures.processing.delivery import LocalArchive
+from rankscope.daemon.captures.records import Delivered
 from rankscope.daemon.captures.store import Store
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb

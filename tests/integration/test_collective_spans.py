@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.daemon import rings
-from rankscope.probe import layout
+from rankscope.daemon.steps import ring_reader
+from rankscope.probe import ring_layout
 from tests.integration.probe_running import Job, running
 
 START = """
@@ -114,7 +114,7 @@ for function in (by_functional, lazily, in_place, asynchronously, training):
         optimizer.step()
     breaks = sum(counters["graph_break"].values())
     print(function.__name__, graphs.frame_count, graphs.op_count, breaks, file=sys.stderr)
-print("probe:", "rankscope.probe.spans" in sys.modules, file=sys.stderr)
+print("probe:", "rankscope.probe.collective_spans" in sys.modules, file=sys.stderr)
 """
 
 SAID = ("by_functional", "lazily", "in_place", "asynchronously", "training", "probe:")
@@ -124,9 +124,9 @@ def tables(job: Job) -> list[dict[tuple[int, int], tuple[int, ...]]]:
     """Of each rank: number and kind of a group to size, position and whether any time was spent in it."""
     found: list[dict[tuple[int, int], tuple[int, ...]]] = []
     for process in job.processes:
-        with rings.opened(Path("/proc"), process.pid) as descriptor:
+        with ring_reader.opened(Path("/proc"), process.pid) as descriptor:
             assert descriptor is not None
-            table = rings.read_groups(descriptor)
+            table = ring_reader.read_groups(descriptor)
         assert table is not None
         rows = [row.item() for row in table]
         found.append({(row[0], row[3]): (row[1], row[2], int(row[4] > 0 and row[5] > 0)) for row in rows})
@@ -139,7 +139,7 @@ def test_groups_have_the_same_number_on_all_members_and_another_one_each(tmp_pat
         found = tables(job)
         members: dict[int, dict[int, tuple[int, ...]]] = {}
         for rank, table in enumerate(found):
-            assert {kind for _, kind in table} == {layout.GROUP_EXPOSED}
+            assert {kind for _, kind in table} == {ring_layout.GROUP_EXPOSED}
             for (number, _), described in table.items():
                 members.setdefault(number, {})[rank] = described
         by_ranks = {tuple(sorted(of_group)): of_group for of_group in members.values()}
@@ -159,7 +159,7 @@ def test_functional_and_coalesced_collectives_count_as_waiting_and_messages_as_p
         assert (waiting.wait_seconds <= waiting.step_seconds).all()
         assert np.median(late.wait_seconds[:calls]) < 0.03
         for table in tables(job):
-            assert sorted(kind for _, kind in table) == [layout.GROUP_EXPOSED, layout.GROUP_POINT_TO_POINT]
+            assert sorted(kind for _, kind in table) == [ring_layout.GROUP_EXPOSED, ring_layout.GROUP_POINT_TO_POINT]
             assert len({number for number, _ in table}) == 1
         assert job.finish() == [(0, "")] * 2
 

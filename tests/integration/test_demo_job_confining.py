@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.cli.demo_job.confining import ControlGroup, StopAndGo, confine
+from rankscope.cli.demo_job.cpu_limit import ControlGroup, StopAndGo, confine
 from tests.integration.demo_job_watching import cpu_seconds, cpu_share, is_gone, state, wait_for
 
 
@@ -56,7 +56,7 @@ def test_where_no_control_group_can_be_made_the_process_is_stopped_and_started(
 
 def test_a_process_runs_on_when_whoever_stopped_it_is_killed(busy: subprocess.Popen[bytes]) -> None:
     code = (
-        "import sys; from rankscope.cli.demo_job.confining import StopAndGo; "
+        "import sys; from rankscope.cli.demo_job.cpu_limit import StopAndGo; "
         "print(StopAndGo(int(sys.argv[1])).helper_pid, flush=True); sys.stdin.read()"
     )
     launcher = subprocess.Popen(

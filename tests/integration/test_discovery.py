@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rankscope.daemon.discovery import RankDiscovery
+from rankscope.daemon.discovery.ranks import RankDiscovery
 
 from .small_job import small_ddp_job, wait_for
 
@@ -23,7 +23,7 @@ os.wait()
 
 SCAN_AS_NOBODY = """
 import os
-from rankscope.daemon.discovery import RankDiscovery
+from rankscope.daemon.discovery.ranks import RankDiscovery
 if os.getuid() == 0:
     os.setgid(65534), os.setuid(65534)
 discovery = RankDiscovery()

@@ -148,4 +148,4 @@ def test_without_a_driver_the_daemon_says_so_once_and_goes_on(tmp_path: Path) ->
         daemon.wait_until(lambda: daemon.value("rankscope_gpu_source_state", source="nvml", state="no_driver") == 1)
         assert daemon.values("rankscope_gpu_info") == []
         assert daemon.value("rankscope_collector_success", collector="gpu") == 1
-        assert daemon.log.count("info rankscope.daemon.collectors.gpu.collecting: nvml: no_driver") == 1
+        assert daemon.log.count("info rankscope.daemon.gpu.collector: nvml: no_driver") == 1

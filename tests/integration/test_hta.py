@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from rankscope.analysis.traces.breakdowns.breakdown import break_down
-from rankscope.analysis.traces.breakdowns.occupation import device_rows
-from rankscope.analysis.traces.columns import ABSENT, Category
-from rankscope.analysis.traces.reading.reader import read_trace
+from rankscope.analysis.traces.breakdown import break_down, device_rows
+from rankscope.analysis.traces.reader.trace_file import read_trace
+from rankscope.analysis.traces.trace import ABSENT, Category
 from tests.integration import trace_variants
 from tests.integration.hta_rules import hta_breakdown, is_finer_than_microseconds, profiler_steps
 from tests.integration.trace_variants import varied

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.daemon.collectors.steps import StepsCollector
 from rankscope.daemon.samples import Problem, StepSample
-from rankscope.probe import injecting
+from rankscope.daemon.steps.collector import StepsCollector
+from rankscope.probe import injection
 from tests.integration.probe_running import running
 
 DDP = """
@@ -135,7 +135,7 @@ def test_optimizers_accumulation_fork_input_checkpoint_flops_and_exec(tmp_path: 
     own = tmp_path / "own"
     own.mkdir()
     (own / "sitecustomize.py").write_text("import os; os.environ['OWN_SITECUSTOMIZE'] = 'ran'")
-    path = os.pathsep.join([injecting.inject_folder(), str(own)])
+    path = os.pathsep.join([injection.inject_folder(), str(own)])
     environment = {"PYTHONPATH": path, "RANKSCOPE_COUNT_FLOPS": "1", "RANKSCOPE_PEAK_FLOPS": "many"}
     with running(tmp_path, MANY_WAYS + THEN_EXEC, 1, **environment) as job:
         rings: list[int] = []
@@ -178,7 +178,7 @@ def test_a_failure_inside_the_probe_changes_nothing_but_one_line(tmp_path: Path)
         "for _ in range(100): optimizer.step()\n"
         "import atexit, os; atexit.register(os._exit, 7)\n"
     )
-    with running(tmp_path, script, PYTHONPATH=os.pathsep.join([injecting.inject_folder(), str(own)])) as job:
+    with running(tmp_path, script, PYTHONPATH=os.pathsep.join([injection.inject_folder(), str(own)])) as job:
         job.wait_until_done()
         (problem,) = job.look()
         assert isinstance(problem, Problem) and problem.kind == "disabled"

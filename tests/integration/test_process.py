@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from rankscope.daemon.collectors.process import ProcessCollector
+from rankscope.daemon.process_collector import ProcessCollector
 from rankscope.daemon.samples import ProcessSample, RankProcess, Span
 
 from .small_job import as_rank, wait_for

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.budget import LEAST_RATE_HERTZ, SHORTEST_SECONDS, Budget
-from rankscope.daemon.collectors.process import ProcessCollector
-from rankscope.daemon.collectors.stacks import StacksCollector
-from rankscope.daemon.discovery import RankDiscovery
-from rankscope.daemon.pyspy import find_py_spy
+from rankscope.daemon.discovery.ranks import RankDiscovery
+from rankscope.daemon.process_collector import ProcessCollector
 from rankscope.daemon.samples import FrameCount, Problem, ProcessSample, RankProcess, Span, StackSample, StallDump
+from rankscope.daemon.stacks.collector import StacksCollector
+from rankscope.daemon.stacks.pyspy import find_py_spy
+from rankscope.daemon.stacks.sampling_budget import LEAST_RATE_HERTZ, SHORTEST_SECONDS, Budget
 
 from .small_job import as_rank, slow_line, small_ddp_job, wait_for
 
@@ -30,7 +30,7 @@ SLOW_BACKWARD = Path(__file__).parent / "jobs" / "slow_backward.py"
 
 RECORD_AS_NOBODY = """
 import os, sys, time
-from rankscope.daemon.collectors.stacks import StacksCollector
+from rankscope.daemon.stacks.collector import StacksCollector
 from rankscope.daemon.samples import RankProcess, Span
 from rankscope.daemon.procfs import read_stat
 if os.getuid() == 0:
@@ -178,7 +178,7 @@ def test_a_forward_that_is_recomputed_inside_backward_is_work_of_the_backward(so
 def test_processes_with_many_threads_are_sampled_at_five_hertz_at_least_within_the_budget(
     source: StacksCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rankscope.daemon.budget.OBSERVED_SECONDS", 10.0)
+    monkeypatch.setattr("rankscope.daemon.stacks.sampling_budget.OBSERVED_SECONDS", 10.0)
     with sleeper(MANY_THREADS) as one, sleeper(MANY_THREADS) as other:
         ranks = [as_rank(one.pid, 0), as_rank(other.pid, 1)]
         started = time.monotonic()
@@ -268,7 +268,7 @@ def test_a_process_of_another_user_is_a_permission_problem_with_the_next_step() 
 def test_recordings_die_with_the_daemon() -> None:
     program = (
         "import os, sys, time\n"
-        "from rankscope.daemon.pyspy import Child, find_py_spy, record_command\n"
+        "from rankscope.daemon.stacks.pyspy import Child, find_py_spy, record_command\n"
         "from pathlib import Path\n"
         "child = Child(record_command(find_py_spy(), int(sys.argv[1]), 60, 10, Path('/dev/null')), Path('/dev/null'))\n"
         "print(child.pid, flush=True)\n"

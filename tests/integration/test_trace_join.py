@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rankscope.analysis.traces.communication.collectives import find_collectives
-from rankscope.analysis.traces.joins.joining import Join, join_traces
-from rankscope.analysis.traces.reading.reader import read_trace
-from rankscope.analysis.verdict import Kind
+from rankscope.analysis.traces.joins.join import Join, join_traces
+from rankscope.analysis.traces.reader.trace_file import read_trace
+from rankscope.analysis.verdicts.verdict import Kind
 
 SCRIPT = Path(__file__).parent / "jobs" / "profiled_ddp.py"
 RANKS, STEPS = 4, 6

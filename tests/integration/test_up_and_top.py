@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from rankscope.cli.demo_job.faults import Fault
-from rankscope.cli.demo_job.launching import DemoJob
+from rankscope.cli.demo_job.launcher import DemoJob
 from rankscope.v1.job_service_pb2 import (
     VERDICT_KIND_UNSPECIFIED,
     JobStatus,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.operator.kube.api import Api
+from rankscope.operator.kube.api_client import Api
 from rankscope.operator.kube.crds import KINDS, definition
 from tests.kube.accounts import ACCOUNTS, DAEMON, OPERATOR, install_roles
 from tests.kube.api_server import ApiServer, User

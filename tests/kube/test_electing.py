@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rankscope.operator.kube.api import Api
-from rankscope.operator.kube.electing import ShardLeases
+from rankscope.operator.kube.api_client import Api
+from rankscope.operator.kube.leader_election import ShardLeases
 from tests.kube.api_server import ApiServer
 
 

@@ -16,13 +16,12 @@ from typing import Any
 import grpc
 import pytest
 
-from rankscope.operator.alerts.tokens import make_token
-from rankscope.operator.kube.api import Api
-from rankscope.operator.kube.certificates.daemon_credentials import ClientPair, HeldTls, credentials, naming
-from rankscope.operator.kube.certificates.fleet_keeping import OURS, FleetCertificates, FleetCertificateSettings
-from rankscope.operator.kube.certificates.issuing import authorities
-from rankscope.operator.kube.certificates.making import Lifetimes
-from rankscope.operator.kube.runs.daemon_streams import DaemonStreams
+from rankscope.operator.alerts.alertmanager_webhook import make_token
+from rankscope.operator.certificates.authority import Lifetimes, authorities
+from rankscope.operator.certificates.daemon_credentials import ClientPair, HeldTls, credentials, naming
+from rankscope.operator.certificates.fleet_secrets import OURS, FleetCertificates, FleetCertificateSettings
+from rankscope.operator.kube.api_client import Api
+from rankscope.operator.runs.daemon_streams import DaemonStreams
 from rankscope.v1.rank_service_pb2 import ListRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from tests.free_ports import free_port

@@ -17,8 +17,8 @@ import pytest
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
-from rankscope.operator.kube.certificates.keeping import KEPT_BY_US
-from rankscope.operator.kube.webhooks.configuring import Address, configurations
+from rankscope.operator.certificates.webhook_secret import KEPT_BY_US
+from rankscope.operator.webhooks.configuration import Address, configurations
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 from tests.certificates import Authority

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.operator.kube.electing import shard_of
+from rankscope.operator.kube.leader_election import shard_of
 from tests.kube.api_server import ApiServer
 from tests.kube.conftest import StartDaemon, StartOperator
 from tests.kube.exported import messages_heard, verdicts

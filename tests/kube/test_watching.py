@@ -3,9 +3,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from rankscope.operator.kube.api import Api
-from rankscope.operator.kube.runs.pods import Pod, read_pod
-from rankscope.operator.kube.watching import Watched
+from rankscope.operator.kube.api_client import Api
+from rankscope.operator.kube.watch_cache import Watched
+from rankscope.operator.runs.pods import Pod, read_pod
 from tests.kube.api_server import ApiServer
 
 

@@ -16,17 +16,15 @@ from typing import Any
 
 import pytest
 
-from rankscope.operator.kube.api import Api
-from rankscope.operator.kube.certificates.issuing import authorities
-from rankscope.operator.kube.certificates.keeping import KEPT_BY_US
-from rankscope.operator.kube.certificates.making import Lifetimes, renewed
-from rankscope.operator.kube.webhooks import serving as webhook_serving
-from rankscope.operator.kube.webhooks.capture_admitting import REQUESTED_BY
-from rankscope.operator.kube.webhooks.configuring import Address, configurations
-from rankscope.operator.kube.webhooks.init_container import FOLDER, VOLUME
-from rankscope.operator.kube.webhooks.injecting import INJECTED
-from rankscope.operator.kube.webhooks.serving import WebhookServer
-from rankscope.operator.kube.webhooks.wiring import Webhooks, WebhookSettings
+from rankscope.operator.certificates.authority import Lifetimes, authorities, renewed
+from rankscope.operator.certificates.webhook_secret import KEPT_BY_US
+from rankscope.operator.kube.api_client import Api
+from rankscope.operator.webhooks import https_server as webhook_serving
+from rankscope.operator.webhooks.admission import REQUESTED_BY
+from rankscope.operator.webhooks.configuration import Address, configurations
+from rankscope.operator.webhooks.https_server import WebhookServer
+from rankscope.operator.webhooks.pod_injection import FOLDER, INJECTED, VOLUME
+from rankscope.operator.webhooks.webhooks import Webhooks, WebhookSettings
 from tests.free_ports import free_port
 from tests.kube.accounts import RESEARCHER
 from tests.kube.api_server import ApiError, ApiServer, User

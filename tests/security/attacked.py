@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 
-from rankscope.operator.alerts.tokens import make_token
+from rankscope.operator.alerts.alertmanager_webhook import make_token
 from rankscope.v1.rank_service_pb2 import ListRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from tests.certificates import Authority, Pair

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rankscope.daemon.listening import ListenError, SocketLock
+from rankscope.daemon.server.sockets import ListenError, SocketLock
 from rankscope.v1.rank_service_pb2 import ListRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from tests.security.attacked import PATIENCE_SECONDS, Attacked

@@ -13,9 +13,9 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from rankscope.common.http_server import is_loopback
 from rankscope.v1.rank_service_pb2 import ListRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
-from rankscope.wire.addresses import is_loopback
 from tests.certificates import Pair
 from tests.listening_sockets import listening
 from tests.security.attacked import DAEMON, METRICS, OPERATOR, PATIENCE_SECONDS, Attacked

@@ -14,9 +14,9 @@ import yaml
 
 from rankscope.cli import daemon, operator
 from rankscope.operator.kube.crds import KINDS, definition
-from rankscope.operator.kube.runs.daemon_pods import read_daemon_pod
-from rankscope.operator.kube.webhooks.configuring import MADE_BY, Address, configurations
-from rankscope.operator.kube.webhooks.wiring import WebhookSettings
+from rankscope.operator.runs.daemon_streams import read_daemon_pod
+from rankscope.operator.webhooks.configuration import MADE_BY, Address, configurations
+from rankscope.operator.webhooks.webhooks import WebhookSettings
 from tests.kube.accounts import CLUSTER_ROLES, NAMESPACE_ROLES, PEOPLES_ROLES
 from tests.ship.combinations import COMBINATIONS
 from tests.ship.conftest import Rendered

@@ -73,7 +73,7 @@ def test_every_command_in_a_document_exists(path: Path) -> None:
     assert commands <= {subcommand.name for subcommand in SUBCOMMANDS}
     targets = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE)) <= targets
-    assert set(re.findall(r"python -m (rankscope[\w.]*)", text)) <= {"rankscope.probe.injecting"}
+    assert set(re.findall(r"python -m (rankscope[\w.]*)", text)) <= {"rankscope.probe.injection"}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -124,8 +124,7 @@ def test_the_json_keys_of_the_demo_are_described() -> None:
     written = next(node.value for node in function.body if isinstance(node, ast.Return))
     assert isinstance(written, ast.Dict)
     keys = {key.value for key in written.keys if isinstance(key, ast.Constant)}
-    section = README.split("## The demo")[1].split("\n## ")[0]
-    assert keys <= set(re.findall(r"`(\w+)`", section))
+    assert keys <= set(re.findall(r"`(\w+)`", document("demo.md")))
 
 
 ABSTAINING = ("__init__", "_judge_ranks", "_nothing", "judge_stack_windows", "_compare", "judge_stacks")
@@ -135,8 +134,8 @@ def test_every_reason_to_abstain_has_an_answer() -> None:
     """The words of the rules, less what they fill in."""
     page = re.sub(r"\b[NM]\b|\d+", "#", document("troubleshooting.md"))
     reasons: list[ast.expr] = []
-    for name in ("judging.py", "rules.py", "stack_judging.py", "stack_evidence.py"):
-        tree = ast.parse((ROOT / "analysis/rankscope/analysis" / name).read_text())
+    for name in ("detector.py", "rules.py", "stack_verdict.py"):
+        tree = ast.parse((ROOT / "analysis/rankscope/analysis/verdicts" / name).read_text())
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in ABSTAINING]
         for node in (node for function in functions for node in ast.walk(function)):
             if isinstance(node, ast.Assign | ast.Return) and node.value is not None:
@@ -163,5 +162,5 @@ def _words(reason: ast.expr) -> str:
 
 
 def test_the_probe_is_laid_out_as_the_documents_say(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "rankscope.probe.injecting", str(tmp_path)], check=True)
+    subprocess.run([sys.executable, "-m", "rankscope.probe.injection", str(tmp_path)], check=True)
     assert (tmp_path / "sitecustomize.py").is_file()

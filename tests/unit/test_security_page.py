@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.scraping import READERS
-from rankscope.operator.kube.certificates.fleet import roles
-from rankscope.operator.kube.certificates.fleet_keeping import AUTHORITY_SECRET
+from rankscope.daemon.server.http_server import READERS
+from rankscope.operator.certificates.fleet import roles
+from rankscope.operator.certificates.fleet_secrets import AUTHORITY_SECRET
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "security.md", ROOT / "docs" / "tls.md"]

@@ -35,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Here, because `rankscope analyze trace` asks this module for its arguments, too.
-    from rankscope.analysis.traces.communication.kinds import kind_of_note
-    from rankscope.cli.alphabeta.files import FileError, read_collectives
-    from rankscope.cli.alphabeta.report import make_report, to_json
+    # Imported here because `rankscope analyze trace` reads this module's arguments, too.
+    from rankscope.analysis.collectives.kinds import kind_of_note
+    from rankscope.cli.alpha_beta.files import FileError, read_collectives
+    from rankscope.cli.alpha_beta.report import make_report, to_json
 
     for option, value in (("--ranks", arguments.ranks), ("--at-ranks", arguments.at_ranks)):
         if value is not None and not 1 <= value < 1 << 31:
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     name = Path(arguments.files[0]).name if len(arguments.files) == 1 else f"{len(arguments.files)} files"
     for path in (arguments.svg, arguments.html):
         if path is not None:
-            from rankscope.cli.alphabeta.pictures import draw_svg, make_page
+            from rankscope.cli.alpha_beta.page import draw_svg, make_page
 
             text = draw_svg(report) if path is arguments.svg else make_page(report, name)
             try:
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from rankscope.cli.alphabeta.printing import print_report
+    from rankscope.cli.alpha_beta.report import print_report
 
     print_report(report, Console(highlight=False, soft_wrap=True))
     return 0

@@ -1,4 +1,4 @@
-"""`rankscope analyze timeline`: what would the step be without its slow rank, stage or operation?"""
+"""`rankscope analyze timeline`: the step time without its slow rank, stage or operation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rankscope.analysis.timelines.analyzing import TimelineReport
+    from rankscope.analysis.timelines.report import TimelineReport
 
 HELP = "replay a pipeline-parallel job: what would it be without its slow rank, stage or operation?"
 PICTURES = (".png", ".svg")
@@ -42,11 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Here, because `rankscope analyze trace` asks this module for its arguments, too.
-    from rankscope.analysis.policy import DEFAULT_POLICY
-    from rankscope.analysis.timelines.analyzing import NOT_DECLARED, analyze
-    from rankscope.analysis.timelines.columns import TimelineError
-    from rankscope.cli.timelines.files import FileError, read_sizes, read_timeline
+    # Imported here because `rankscope analyze trace` reads this module's arguments, too.
+    from rankscope.analysis.timelines.report import NOT_DECLARED, analyze
+    from rankscope.analysis.timelines.timeline import TimelineError
+    from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
+    from rankscope.cli.timeline_report.files import FileError, read_sizes, read_timeline
 
     if arguments.heatmap and arguments.heatmap.suffix.lower() not in PICTURES:
         return _fail(arguments.heatmap, "a heat map is a .png or .svg file; give it one of these endings")
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print(report, as_json=arguments.json)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read it has seen enough; Python would complain once more when it closes the pipe.
+        # The reader closed the pipe; without this, Python reports an error when it closes its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _draw(report: TimelineReport, arguments: argparse.Namespace) -> None:
     if arguments.heatmap is None and arguments.html is None:
         return
-    from rankscope.cli.timelines.pictures import draw_png, draw_svg, make_page
+    from rankscope.cli.timeline_report.page import draw_png, draw_svg, make_page
 
     if arguments.heatmap is not None:
         svg = arguments.heatmap.suffix.lower() == ".svg"
@@ -96,19 +96,19 @@ def _draw(report: TimelineReport, arguments: argparse.Namespace) -> None:
 
 def _print(report: TimelineReport, *, as_json: bool) -> None:
     if as_json:
-        from rankscope.cli.timelines.as_json import to_json
+        from rankscope.cli.timeline_report.report import to_json
 
         print(json.dumps(to_json(report), allow_nan=False))
         return
     from rich.console import Console
 
-    from rankscope.cli.timelines.report import print_report
+    from rankscope.cli.timeline_report.report import print_report
 
     print_report(report, Console(highlight=False, soft_wrap=True))
 
 
 def _progress(text: str) -> None:
-    """One line that the next one replaces; nothing where nobody watches."""
+    """One line that the next one replaces; nothing if stderr is not a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""`rankscope capture`: a deep recording of chosen ranks, at the same moment, without a change to their code."""
+"""`rankscope capture`: a deep recording of chosen ranks, at the same time, without a change to their code."""
 
 from __future__ import annotations
 
@@ -12,28 +12,33 @@ from pathlib import Path
 
 import grpc
 
-from rankscope.cli.capturing.as_json import to_object
-from rankscope.cli.capturing.connecting import (
+from rankscope.cli.capture_client.connection import (
     CALL_SECONDS,
     EndpointError,
     add_endpoint_argument,
+    add_operator_arguments,
     connect,
     explain,
 )
-from rankscope.cli.capturing.downloading import DownloadError, prepare
-from rankscope.cli.capturing.fetching import Fetched, fetch
-from rankscope.cli.capturing.following import FINAL, LostError, follow, follow_again
-from rankscope.cli.capturing.operator_connecting import add_operator_arguments
-from rankscope.cli.capturing.printing import print_capture
-from rankscope.cli.capturing.progress import Progress, make_progress
-from rankscope.cli.capturing.table import make_console
-from rankscope.cli.capturing.wording import delivered, elsewhere, is_complete
+from rankscope.cli.capture_client.download import DownloadError, Fetched, fetch, prepare, print_capture
+from rankscope.cli.capture_client.output import (
+    FINAL,
+    LostError,
+    delivered,
+    elsewhere,
+    follow,
+    follow_again,
+    is_complete,
+    make_console,
+    to_object,
+)
+from rankscope.cli.capture_client.progress import Progress, make_progress
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
 NAME = "capture"
 HELP = "record chosen ranks in depth, all at the same moment"
-# How long a cancelled capture is watched, to tell what became of its ranks.
+# How long a cancelled capture is followed, to report the state of its ranks.
 CANCEL_SECONDS = 10.0
 _STEPS_MOST = 1_000_000
 _EPILOG = """\
@@ -85,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # A shell starts background programs with SIGINT ignored; a capture that Ctrl-C cannot end is a trap.
+    # A shell starts background programs with SIGINT ignored; Ctrl-C must still end a capture.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         request = _request(arguments)
@@ -189,7 +194,7 @@ def _request(arguments: argparse.Namespace) -> pb.StartCaptureRequest:
             allow_slowdown=arguments.allow_slowdown,
         ),
     )
-    # How much is too much is for the daemon to say; here only what the contract cannot hold.
+    # The daemon enforces its limits; this checks only what the message type cannot hold.
     request.options.wait_steps = _count("--wait", arguments.wait, 0)
     request.options.repeat = _count("--repeat", arguments.repeat, 1)
     if arguments.warmup is not None:

@@ -1,4 +1,4 @@
-"""`rankscope captures`: the captures a daemon or an operator knows: list, show, download, cancel, remove."""
+"""`rankscope captures`: the captures that a daemon or an operator knows: list, show, download, cancel, remove."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from pathlib import Path
 
 import grpc
 
-from rankscope.cli.capturing.as_json import to_object
-from rankscope.cli.capturing.connecting import (
+from rankscope.cli.capture_client.connection import (
     CALL_SECONDS,
     EndpointError,
     add_endpoint_argument,
+    add_operator_arguments,
     connect,
     explain,
 )
-from rankscope.cli.capturing.downloading import DownloadError, prepare, safe_name
-from rankscope.cli.capturing.fetching import fetch
-from rankscope.cli.capturing.following import FINAL
-from rankscope.cli.capturing.operator_connecting import add_operator_arguments
-from rankscope.cli.capturing.printing import print_capture
-from rankscope.cli.capturing.progress import make_progress
-from rankscope.cli.capturing.table import list_table, make_console
-from rankscope.cli.capturing.wording import delivered, elsewhere, state_word
+from rankscope.cli.capture_client.download import DownloadError, fetch, prepare, print_capture, safe_name
+from rankscope.cli.capture_client.output import (
+    FINAL,
+    delivered,
+    elsewhere,
+    list_table,
+    make_console,
+    state_word,
+    to_object,
+)
+from rankscope.cli.capture_client.progress import make_progress
 from rankscope.daemon.captures.orders import CaptureError
-from rankscope.daemon.captures.selecting import choose_ranks
+from rankscope.daemon.captures.request import choose_ranks
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 

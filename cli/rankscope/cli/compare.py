@@ -1,4 +1,4 @@
-"""`rankscope compare`: whether run B is slower than run A, by how much, and how sure that is."""
+"""`rankscope compare`: whether run B is slower than run A, by how much, and with what confidence."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rankscope.analysis.comparing import CompareError, compare
-from rankscope.cli.comparing.numbers import UNITS, StepFileError
-from rankscope.cli.comparing.printing import notes_of, print_answer, to_json
-from rankscope.cli.comparing.reading import read_runs
-from rankscope.cli.reckoning.quantities import QuantityError
+from rankscope.analysis.stats.step_time_comparison import CompareError, compare
+from rankscope.cli.comparison.report import notes_of, print_answer, to_json
+from rankscope.cli.comparison.step_times import UNITS, StepFileError, read_runs
+from rankscope.cli.mfu_report.request import QuantityError
 
 NAME = "compare"
 HELP = "tell whether run B is slower than run A, and how sure that is"

@@ -1,7 +1,10 @@
-"""What the demo shows of its outcome: to people, and as one JSON object."""
+"""The outcome of the demo, as text and as a JSON object."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -9,12 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.padding import Padding
 
-from rankscope.analysis.verdict import Kind, Severity, Verdict
+from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.cli.demo_job import faults
 from rankscope.cli.demo_job.faults import Fault
-from rankscope.cli.sentences import headline, loss, source_line
-from rankscope.cli.tables import rank_table
-from rankscope.operator.correlation.correlator import JobState
+from rankscope.cli.demo_job.launcher import DemoJob, DemoJobError
+from rankscope.cli.job_tables import MARKS, headline, loss, rank_table, source_line
+from rankscope.operator.correlation.correlator import Correlator, JobState
 
 _EXPECTED = {
     faults.NONE: Kind.HEALTHY,
@@ -25,10 +28,16 @@ _EXPECTED = {
     faults.STAGE_IMBALANCE: Kind.SLOW_STAGE,
     faults.HANG: Kind.HANG,
 }
+POLL_SECONDS = 0.1
+# Enough healthy windows for a baseline from which a slow network can be detected.
+SETTLING_TICKS = 7
+SETTLING_TIMEOUT_SECONDS = 90.0
+# After the alarm: more stacks confirm the source line.
+CAUSE_TICKS = 2
 
 
 def expects(fault: Fault, verdict: Verdict, ranks: int) -> bool:
-    """Is this the truth about that fault?"""
+    """Whether this verdict is right about the fault."""
     if verdict.kind is not _EXPECTED[fault.kind]:
         return False
     if fault.kind == faults.STAGE_IMBALANCE:
@@ -58,7 +67,7 @@ class Outcome:
 
 
 def print_verdict(console: Console, outcome: Outcome) -> None:
-    """The moment it stands."""
+    """Print the verdict as soon as it is raised."""
     verdict = outcome.verdict
     console.print(f"\n[bold red]✗ {headline(verdict)}[/]")
     console.print(Padding(verdict.reason, (0, 0, 0, 2)))
@@ -130,9 +139,117 @@ def _rank(window: Any) -> dict[str, Any]:
     return {
         "rank": window.identity.rank,
         "pid": window.identity.pid,
-        # The mean, as for self and wait: then step = self + wait, and a median of few uneven steps cannot differ
+        # The mean, as for self and wait: then step = self + wait, and a median of a few uneven steps cannot differ
         # between ranks that took the same steps.
         "step_seconds": window.step.mean_seconds if window.HasField("step") else None,
         "self_seconds": per_step.get("self"),
         "wait_seconds": per_step.get("wait"),
     }
+
+
+# Follows the verdicts on the demo's job, from before its fault to the end.
+
+
+@dataclass(frozen=True)
+class Alarm:
+    verdict: Verdict
+    at_monotonic: float
+
+
+class Watch:
+    """Not thread-safe except for the listener, which the correlator calls from its own thread."""
+
+    def __init__(self, correlator: Correlator, job: DemoJob, show: Callable[[str], None]) -> None:
+        self._job = job
+        self._show = show
+        self._lock = threading.Lock()
+        self._state: JobState | None = None
+        self._ticks = 0
+        self._judged_ticks = 0
+        self._alarms: list[Alarm] = []
+        self._fault_at: float | None = None
+        correlator.listen(self._note)
+
+    def _note(self, states: tuple[JobState, ...]) -> None:
+        now = time.monotonic()
+        for state in states:
+            if state.job != self._job.job_name:
+                continue
+            with self._lock:
+                self._state = state
+                self._ticks += 1
+                self._judged_ticks += state.verdict.kind is not Kind.INSUFFICIENT_DATA
+                before = self._alarms[-1].verdict if self._alarms else None
+                if state.verdict.is_alarm and (
+                    before is None or (before.kind, before.culprits) != (state.verdict.kind, state.verdict.culprits)
+                ):
+                    self._alarms.append(Alarm(state.verdict, now))
+
+    def start_fault(self) -> None:
+        self._fault_at = self._job.start_fault()
+
+    def until_settled(self) -> None:
+        """Wait until the healthy job has been judged for a while; at level 0 all verdicts may abstain."""
+        enough = SETTLING_TICKS
+        self._wait(SETTLING_TIMEOUT_SECONDS, lambda: self._judged_ticks >= enough or self._ticks >= 3 * enough)
+
+    def for_seconds(self, seconds: float) -> None:
+        self._wait(seconds, lambda: False)
+
+    def until_alarm(self, timeout: float) -> bool:
+        """Wait for the alarm that the fault should raise; True if it came."""
+        return self._wait(timeout, lambda: self._found() is not None)
+
+    def until_cause_settles(self, seconds: float | None) -> None:
+        """Wait a little longer for the source line, or as long as the caller requested."""
+        if seconds is not None and self._fault_at is not None:
+            self.for_seconds(max(0.0, self._fault_at + seconds - time.monotonic()))
+            return
+        target = self._ticks + CAUSE_TICKS
+        self._wait(10.0, lambda: self._ticks >= target)
+
+    def _found(self) -> Alarm | None:
+        with self._lock:
+            return next((alarm for alarm in self._alarms if self._is_right(alarm)), None)
+
+    def _is_right(self, alarm: Alarm) -> bool:
+        after = self._fault_at is not None and alarm.at_monotonic >= self._fault_at
+        return after and expects(self._job.fault, alarm.verdict, self._job.ranks)
+
+    def _wait(self, timeout: float, condition: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if gone := self._job.poll():
+                rank, code = gone[0]
+                raise DemoJobError(f"rank {rank} of the demo job ended with {code}:\n{self._job.log_tail(rank)}")
+            if time.monotonic() >= deadline:
+                return False
+            self._show(self._progress(deadline - time.monotonic()))
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def _progress(self, remaining: float) -> str:
+        state = self._state
+        steps = min(self._job.steps_done())
+        if state is None:
+            return f"step {steps}; waiting for the first window"
+        pace = f", {state.step_seconds * 1000:.0f} ms each" if state.step_seconds else ""
+        return f"step {steps}{pace}; {MARKS[state.verdict.severity]} {headline(state.verdict)}; {remaining:.0f} s left"
+
+    def outcome(self) -> Outcome:
+        found = self._found()
+        with self._lock:
+            state, alarms = self._state, list(self._alarms)
+        verdict = state.verdict if state else Verdict(Kind.INSUFFICIENT_DATA, "no window was seen")
+        if found is not None and not expects(self._job.fault, verdict, self._job.ranks):
+            verdict = found.verdict  # the job continued after the verdict
+        false_alarms = [alarm.verdict for alarm in alarms if not self._is_right(alarm)]
+        return Outcome(
+            fault=self._job.fault,
+            ranks=self._job.ranks,
+            verdict=verdict,
+            seconds_to_verdict=found.at_monotonic - self._fault_at if found and self._fault_at else None,
+            false_alarms=tuple(false_alarms),
+            state=state,
+            probe=self._job.probe,
+        )

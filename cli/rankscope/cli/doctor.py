@@ -1,4 +1,4 @@
-"""`rankscope doctor`: what will not work on this machine, why, and the next step."""
+"""`rankscope doctor`: what does not work on this machine, why, and the next step."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    from rankscope.daemon.doctor import examine
-    from rankscope.daemon.examining import Level
+    from rankscope.daemon.doctor.checks import Level
+    from rankscope.daemon.doctor.doctor import examine
 
     findings = []
     for finding in examine(config):

@@ -7,15 +7,20 @@ import json
 import sys
 from pathlib import Path
 
-from rankscope.analysis.mfu import Recompute
-from rankscope.analysis.mfu_peaks import PeakError
-from rankscope.analysis.model_flops import Counting
-from rankscope.analysis.model_flops_fields import ConfigError
-from rankscope.cli.reckoning.asking import understand
-from rankscope.cli.reckoning.measured import add_measured_arguments, measure
-from rankscope.cli.reckoning.memory import add_memory_arguments, memory_json, predict, print_memory
-from rankscope.cli.reckoning.printing import print_answer, print_peaks, to_json
-from rankscope.cli.reckoning.quantities import QuantityError
+from rankscope.analysis.models.device_peaks import PeakError
+from rankscope.analysis.models.mfu import Recompute
+from rankscope.analysis.models.model_config import ConfigError
+from rankscope.analysis.models.model_shape import Counting
+from rankscope.cli.mfu_report.memory import (
+    add_measured_arguments,
+    add_memory_arguments,
+    measure,
+    memory_json,
+    predict,
+    print_memory,
+)
+from rankscope.cli.mfu_report.output import print_answer, print_peaks, to_json
+from rankscope.cli.mfu_report.request import QuantityError, understand
 
 NAME = "mfu"
 HELP = "compute MFU and HFU of a model on a device"

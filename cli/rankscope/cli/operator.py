@@ -7,18 +7,114 @@ import logging
 import signal
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
-from rankscope.cli.audit_logging import AuditFileError, add_audit_argument, open_audit_log
-from rankscope.cli.operator_certificates import add_certificate_arguments, with_certificates
-from rankscope.cli.operator_people import add_people_arguments, with_people
+from rankscope.cli.foreground import AuditFileError, add_audit_argument, open_audit_log
+from rankscope.daemon.collector import OneLine
 from rankscope.daemon.config import LOG_LEVELS
-from rankscope.daemon.reporting import OneLine
-from rankscope.operator.alerts.tokens import TokenError
-from rankscope.operator.kube.api import ClusterError
-from rankscope.operator.kube.operator_settings import OperatorSettings
-from rankscope.operator.kube.running import Operator
-from rankscope.operator.kube.webhooks.wiring import WebhookSettings
+from rankscope.operator.access.api_server import PORT, PeopleSettings
+from rankscope.operator.alerts.alertmanager_webhook import TokenError, check_address
+from rankscope.operator.certificates.daemon_credentials import Tls
+from rankscope.operator.certificates.fleet import roles
+from rankscope.operator.certificates.fleet_secrets import FleetCertificateSettings
+from rankscope.operator.kube.api_client import ClusterError
+from rankscope.operator.runtime import Operator
+from rankscope.operator.settings import OperatorSettings
+from rankscope.operator.webhooks.webhooks import WebhookSettings
+
+# Flags of `rankscope operator` about certificates, and what they mean together.
+
+
+def add_certificate_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("certificates (docs/tls.md)")
+    group.add_argument(
+        "--fleet-certificates",
+        action="store_true",
+        help="make and renew the daemons' and our own, in Secrets of our namespace; in place of the next three",
+    )
+    group.add_argument("--tls-certificate", type=Path, metavar="FILE", help="ours, for the daemons; with the next two")
+    group.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
+    group.add_argument("--tls-authority", type=Path, metavar="FILE", help="who signed the daemons' certificates")
+    group.add_argument(
+        "--api-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="with --fleet-certificates: a further host name or address that we are called by (may be repeated)",
+    )
+    group.add_argument(
+        "--metrics-auth",
+        action="store_true",
+        help="/metrics with TLS, for tokens that may get it (needs a certificate, and the chart's role api)",
+    )
+
+
+def with_certificates(settings: OperatorSettings, arguments: argparse.Namespace) -> OperatorSettings:
+    """Raises ValueError for what makes no sense together, or would be without TLS where it needs one."""
+    files = (arguments.tls_certificate, arguments.tls_key, arguments.tls_authority)
+    if any(files) and not all(files):
+        raise ValueError("--tls-certificate, --tls-key and --tls-authority belong together")
+    if arguments.fleet_certificates and any(files):
+        raise ValueError("--fleet-certificates makes what --tls-certificate names: leave one of them out")
+    certificate: Path | None = arguments.api_certificate
+    key: Path | None = arguments.api_key
+    if arguments.api_name and not arguments.fleet_certificates:
+        raise ValueError("--api-name needs --fleet-certificates: others name what they sign")
+    serving = None if certificate is None or key is None else (certificate, key)
+    has_serving = arguments.fleet_certificates or serving is not None
+    if arguments.metrics_auth and not has_serving:
+        raise ValueError("--metrics-auth needs --fleet-certificates, or --api-certificate and --api-key")
+    if settings.alert_token_file is not None:
+        check_address(settings.alert_host, has_serving)
+    kept = None
+    if arguments.fleet_certificates:
+        roles(settings.namespace, arguments.api_name)
+        kept = FleetCertificateSettings(settings.namespace, tuple(arguments.api_name))
+    return replace(
+        settings,
+        tls=Tls(*files) if all(files) else None,
+        fleet_certificates=kept,
+        serving_files=serving,
+        metrics_auth=arguments.metrics_auth,
+    )
+
+
+# Flags of `rankscope operator` about the API for people.
+
+
+def add_people_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("captures for people (docs/api.md)", "`rankscope capture --operator HOST:PORT`")
+    group.add_argument(
+        "--api-listen", metavar="HOST:PORT", help=f"serve them here, usually 0.0.0.0:{PORT} (default: no such API)"
+    )
+    group.add_argument(
+        "--api-certificate",
+        type=Path,
+        metavar="FILE",
+        help="for callers of this API, of alerts and of --metrics-auth; with the next one",
+    )
+    group.add_argument("--api-key", type=Path, metavar="FILE", help="its key")
+    group.add_argument(
+        "--api-audience",
+        default=PeopleSettings.audience,
+        metavar="TEXT",
+        help="what people's tokens have to be for (default: %(default)s)",
+    )
+
+
+def with_people(settings: OperatorSettings, arguments: argparse.Namespace) -> OperatorSettings:
+    if (arguments.api_certificate is None) != (arguments.api_key is None):
+        raise ValueError("--api-certificate and --api-key belong together")
+    if arguments.api_listen is None:
+        return settings
+    host, _, port = arguments.api_listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"--api-listen {arguments.api_listen!r} is not HOST:PORT")
+    if not arguments.api_audience.strip():
+        raise ValueError("--api-audience is empty: tokens for the API server are not for us to see")
+    return replace(settings, people=PeopleSettings(host.strip("[]"), int(port), arguments.api_audience))
+
 
 NAME = "operator"
 HELP = "correlate the ranks of a Kubernetes cluster"

@@ -6,28 +6,56 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
+import grpc
 from prometheus_client.registry import Collector
 
-from rankscope.analysis.choosing_ranks import Suspected
-from rankscope.analysis.policy import DEFAULT_POLICY, Policy
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
+from rankscope.common.rank_selection import Suspected
+from rankscope.common.tls import FollowedTls
 from rankscope.daemon.config import Config
-from rankscope.daemon.listening import ListenError
+from rankscope.daemon.export.metrics import process_cpu_seconds
 from rankscope.daemon.loop import Addresses, Daemon
-from rankscope.daemon.own_usage import process_cpu_seconds
-from rankscope.daemon.serving import Service
-from rankscope.operator.alerts.capturing import start_capture
-from rankscope.operator.alerts.choosing import Wanted
-from rankscope.operator.alerts.deciding import AlertDesk
-from rankscope.operator.alerts.exporting import AlertExporter
-from rankscope.operator.alerts.receiving import AlertReceiver
-from rankscope.operator.correlation.correlator import Correlator
-from rankscope.operator.correlation.exporting import JobExporter
-from rankscope.operator.correlation.losing import LostSeconds
-from rankscope.operator.correlation.serving import JobServicer
-from rankscope.operator.correlation.streams import RankStream
-from rankscope.operator.correlation.suspecting import suspects
+from rankscope.daemon.server.grpc_server import Service
+from rankscope.daemon.server.sockets import ListenError
+from rankscope.operator.alerts.alert import RefusedError, Wanted
+from rankscope.operator.alerts.alertmanager_webhook import AlertReceiver
+from rankscope.operator.alerts.decision import AlertDecisions, AlertExporter, FailedError
+from rankscope.operator.correlation.correlator import Correlator, LostSeconds, suspects
+from rankscope.operator.correlation.daemon_stream import RankStream
+from rankscope.operator.correlation.job_service import JobServicer
+from rankscope.operator.correlation.metrics import JobExporter
+from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
-from rankscope.wire.following_tls import FollowedTls
+from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
+
+# Asks a daemon for the capture that alerts want.
+
+STEPS = 3
+# For ranks whose steps nobody sees.
+SECONDS = 2.0
+CALL_SECONDS = 15.0
+_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
+
+
+def start_capture(target: str, wanted: Wanted) -> str:
+    """The id of the capture, which goes on when we hang up."""
+    request = pb.StartCaptureRequest(job=wanted.job, ranks=",".join(map(str, wanted.ranks)), reason=wanted.reason)
+    if wanted.steps_are_known:
+        request.steps = STEPS
+    else:
+        request.seconds = SECONDS
+    try:
+        with grpc.insecure_channel(target) as channel:
+            call = CaptureServiceStub(channel).StartCapture(request, timeout=CALL_SECONDS)
+            first: pb.StartCaptureResponse = next(iter(call))
+            call.cancel()
+            return first.capture.id
+    except grpc.RpcError as error:
+        if error.code() in _REFUSALS:
+            raise RefusedError(error.details()) from error
+        raise FailedError(f"the daemon at {target}: {error.code().name}: {error.details()}") from error
+    except StopIteration:
+        raise FailedError(f"the daemon at {target} told nothing about the capture") from None
 
 
 @dataclass(frozen=True)
@@ -58,7 +86,7 @@ class Standalone:
         self.correlator.listen(lost)
         metrics: list[Collector] = [JobExporter(lambda: self.correlator.states, lost, policy.mfu_target_ratio)]
         self._alerts = alerts
-        self._alert_desk = AlertDesk(lambda: self.correlator.states, self._capture)
+        self._alert_desk = AlertDecisions(lambda: self.correlator.states, self._capture)
         self._receiver: AlertReceiver | None = None
         if alerts is not None:
             metrics.append(AlertExporter(lambda: self._alert_desk.totals))

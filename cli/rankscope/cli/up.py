@@ -3,24 +3,226 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
+import shutil
 import sys
+import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rankscope.analysis.policy import DEFAULT_POLICY
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
 from rankscope.cli.daemon import add_setting_arguments, audit_path, read_settings, warn_of_unknown_variables
 from rankscope.cli.foreground import run_until_signalled
-from rankscope.cli.prometheus_stack.files import StackError
-from rankscope.cli.sentences import MARKS, headline, loss
-from rankscope.cli.standalone import Standalone
-from rankscope.cli.up_alerting import Alerting, UpService, add_alert_arguments
-from rankscope.daemon.config import ConfigError
-from rankscope.operator.alerts.tokens import TokenError
+from rankscope.cli.job_tables import MARKS, headline, loss
+from rankscope.cli.prometheus_stack.config import Pace, StackError, find_binaries
+from rankscope.cli.prometheus_stack.processes import PrometheusStack, StackSettings
+from rankscope.cli.standalone import AlertSettings, Standalone
+from rankscope.common.http_server import is_loopback
+from rankscope.common.tls import FollowedTls, files
+from rankscope.daemon.config import NONE, Config, ConfigError, parse_address
+from rankscope.daemon.loop import Addresses
+from rankscope.daemon.server.sockets import ListenError
+from rankscope.operator.alerts.alertmanager_webhook import TokenError, make_token, read_token
 from rankscope.operator.correlation.correlator import JobState
 
+_ANY_PORT = "127.0.0.1:0"
 NAME = "up"
 HELP = "watch this machine and judge its jobs"
+
+
+# Alerts: the receiver that starts captures, and Prometheus and Alertmanager if requested.
+
+
+def add_alert_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("alerts (docs/alerts.md)")
+    group.add_argument(
+        "--prometheus", action="store_true", help="start a Prometheus and an Alertmanager with our rules beside this"
+    )
+    group.add_argument(
+        "--prometheus-listen", default=_ANY_PORT, metavar="HOST:PORT", help="default: a free port on loopback"
+    )
+    group.add_argument("--alertmanager-listen", default=_ANY_PORT, metavar="HOST:PORT", help="the same")
+    group.add_argument(
+        "--prometheus-dir", type=Path, metavar="DIR", help="keep data, logs and configuration there (default: nowhere)"
+    )
+    group.add_argument(
+        "--prometheus-interval",
+        type=_seconds,
+        default=Pace.interval_seconds,
+        metavar="S",
+        help=f"scrape and evaluate so often (default: {Pace.interval_seconds:g} s)",
+    )
+    group.add_argument(
+        "--hurry",
+        type=_factor,
+        default=1.0,
+        metavar="N",
+        help="divide all durations in the rules by N, to try alerts out; not for real jobs (default: 1)",
+    )
+    group.add_argument(
+        "--alerts-listen",
+        metavar="HOST:PORT",
+        help="take notifications of Alertmanager, and capture when they ask for it (default: with --prometheus only)",
+    )
+    group.add_argument(
+        "--alerts-token", type=Path, metavar="FILE", help="a token that notifications must show; only you may read FILE"
+    )
+    group.add_argument("--alerts-webhook", metavar="URL", help="with --prometheus: notify this address, too")
+
+
+@dataclass(frozen=True)
+class StackedAddresses(Addresses):
+    alerts_url: str | None = None
+    prometheus_url: str | None = None
+    alertmanager_url: str | None = None
+    logs: Path | None = None
+
+    def __str__(self) -> str:
+        named = {
+            "alerts": self.alerts_url,
+            "prometheus": self.prometheus_url,
+            "alertmanager": self.alertmanager_url,
+            "their logs": self.logs,
+        }
+        return ", ".join([super().__str__(), *(f"{name} {what}" for name, what in named.items() if what)])
+
+
+class Alerting:
+    """The checked arguments; raises ConfigError, StackError or TokenError before anything starts."""
+
+    def __init__(self, arguments: argparse.Namespace, config: Config) -> None:
+        self._own_folder: Path | None = None
+        self._stack: PrometheusStack | None = None
+        self.settings: AlertSettings | None = None
+        listen = arguments.alerts_listen or (_ANY_PORT if arguments.prometheus else None)
+        if arguments.prometheus:
+            if config.metrics_listen == "none":
+                raise ConfigError("--prometheus has nothing to scrape with --metrics-listen none; leave that out")
+            if config.metrics_tls:
+                raise ConfigError("--prometheus has no certificate to show for --metrics-tls; leave that out")
+            self._stack = PrometheusStack(_stack_settings(arguments))
+        elif arguments.alerts_webhook:
+            raise ConfigError("--alerts-webhook needs --prometheus")
+        address = parse_address(listen, "--alerts-listen") if listen else None
+        if address is None:
+            if arguments.prometheus:
+                raise ConfigError("--prometheus needs the receiver of alerts; leave --alerts-listen out")
+            return
+        if arguments.alerts_token is None and not arguments.prometheus:
+            raise ConfigError(
+                "--alerts-listen needs --alerts-token FILE; next: (umask 077; openssl rand -hex 32 > FILE)"
+            )
+        tls = None if is_loopback(address[0]) else self._tls(arguments, config, address[0])
+        self._token_file = arguments.alerts_token.absolute() if arguments.alerts_token else self._make_token()
+        self.settings = AlertSettings(*address, read_token(self._token_file), tls)
+
+    def _tls(self, arguments: argparse.Namespace, config: Config, host: str) -> FollowedTls:
+        if config.tls_certificate == NONE:
+            raise ConfigError(
+                f"--alerts-listen {host}: others can reach this address and there is no TLS, so the token would be "
+                "read on its way; pass --tls-certificate, --tls-key and --tls-client-authority, or listen on 127.0.0.1"
+            )
+        if arguments.prometheus:
+            raise ConfigError("--prometheus notifies this machine only; leave --alerts-listen out")
+        return FollowedTls(files(Path(config.tls_certificate), Path(config.tls_key)))
+
+    def _make_token(self) -> Path:
+        self._own_folder = Path(tempfile.mkdtemp(prefix="rankscope-alerts-"))
+        make_token(self._own_folder / "token")
+        return self._own_folder / "token"
+
+    def start(self, standalone: Standalone) -> None:
+        if self._stack is None:
+            return
+        metrics_url, alerts_url = standalone.addresses.metrics_url, standalone.alerts_url
+        assert metrics_url is not None  # checked above
+        assert alerts_url is not None
+        self._stack.start(metrics_url, alerts_url, self._token_file)
+
+    def stop(self) -> None:
+        if self._stack is not None:
+            self._stack.stop()
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
+
+    def addresses(self, standalone: Standalone) -> StackedAddresses:
+        plain, stack = standalone.addresses, self._stack
+        return StackedAddresses(
+            plain.metrics_url,
+            plain.grpc_targets,
+            standalone.alerts_url,
+            stack.prometheus_url if stack else None,
+            stack.alertmanager_url if stack else None,
+            stack.folder if stack else None,
+        )
+
+
+class UpService:
+    """The standalone stack with its alert receiver, as one foreground service."""
+
+    def __init__(self, standalone: Standalone, alerting: Alerting) -> None:
+        self._standalone = standalone
+        self._alerting = alerting
+
+    @property
+    def addresses(self) -> Addresses:
+        return self._alerting.addresses(self._standalone)
+
+    def start(self) -> None:
+        try:
+            self._standalone.start()
+            try:
+                self._alerting.start(self._standalone)
+            except StackError as error:
+                self._standalone.stop()
+                raise ListenError(str(error)) from error
+        except BaseException:
+            self._alerting.stop()
+            raise
+
+    def stop(self) -> None:
+        self._alerting.stop()
+        self._standalone.stop()
+
+
+def _stack_settings(arguments: argparse.Namespace) -> StackSettings:
+    prometheus = parse_address(arguments.prometheus_listen, "--prometheus-listen")
+    alertmanager = parse_address(arguments.alertmanager_listen, "--alertmanager-listen")
+    if prometheus is None or alertmanager is None:
+        raise ConfigError("--prometheus-listen and --alertmanager-listen: must be HOST:PORT")
+    for flag, (host, _) in (("--prometheus-listen", prometheus), ("--alertmanager-listen", alertmanager)):
+        if not is_loopback(host):
+            raise ConfigError(
+                f"{flag} {host}: others can reach this address, and what is started here has no TLS; listen on "
+                "127.0.0.1 and come through an SSH tunnel, or run your own"
+            )
+    webhook: str | None = arguments.alerts_webhook
+    if webhook is not None and not re.fullmatch(r"https?://\S+", webhook):
+        raise ConfigError(f"--alerts-webhook {webhook}: must be an http:// or https:// address")
+    return StackSettings(
+        find_binaries(),
+        Pace(arguments.prometheus_interval, arguments.hurry),
+        prometheus,
+        alertmanager,
+        arguments.prometheus_dir,
+        webhook,
+    )
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text.removesuffix("s"))
+    if not 0.1 <= seconds <= 60:
+        raise argparse.ArgumentTypeError("0.1 to 60 seconds")
+    return seconds
+
+
+def _factor(text: str) -> float:
+    factor = float(text)
+    if not (math.isfinite(factor) and 1 <= factor <= 1000):
+        raise argparse.ArgumentTypeError("1 to 1000")
+    return factor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,16 +2,76 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from rankscope.daemon import procfs
-from rankscope.daemon.cgroup_namespaces import OwnGroup
 
+# Where the container's runtime mounts what its namespace shows; the host's whole tree is mounted elsewhere.
+OWN_ROOT: Final = Path("/sys/fs/cgroup")
+FOLDERS_LIMIT: Final = 100_000
 LEVELS_LIMIT: Final = 8
 _V1_FOLDERS: Final = ("cpu", "cpu,cpuacct", "cpuacct,cpu")
+# What version 1 says when there is no limit.
+_UNLIMITED: Final = 1 << 60
+
+
+# Where other containers' control groups are, for a daemon in a cgroup namespace of its own, as Kubernetes gives it
+# with cgroup version 2: the kernel tells paths from the daemon's own group on, as in `/../../pod7/app`.
+
+
+class OwnGroup:
+    """Our own group in the host's tree, looked for once: it is the folder with the number of our namespace's root."""
+
+    def __init__(self, root: Path, own_root: Path = OWN_ROOT) -> None:
+        self._root = root
+        self._own_root = own_root
+        self._found: dict[Path, tuple[str, ...] | None] = {}
+
+    def folder(self, hierarchy: Path, path: PurePosixPath) -> Path | None:
+        """Of a path that begins with `/..`; None if it cannot be told."""
+        parts = path.parts[1:] if path.is_absolute() else path.parts
+        up = next((index for index, part in enumerate(parts) if part != ".."), len(parts))
+        rest = parts[up:]
+        own = self._own_parts(hierarchy)
+        if own is None or up > len(own) or ".." in rest:
+            return None
+        folder = hierarchy.joinpath(*own[: len(own) - up], *rest)
+        return folder if folder.is_dir() else None
+
+    def _own_parts(self, hierarchy: Path) -> tuple[str, ...] | None:
+        if hierarchy not in self._found:
+            self._found[hierarchy] = self._search(hierarchy)
+        return self._found[hierarchy]
+
+    def _search(self, hierarchy: Path) -> tuple[str, ...] | None:
+        try:
+            own = (self._own_root / hierarchy.relative_to(self._root)).stat()
+            if (own.st_dev, own.st_ino) == _identity(hierarchy):
+                return ()
+        except OSError:
+            return None
+        looked_at = 0
+        for parent, names, _ in os.walk(hierarchy):
+            looked_at += len(names)
+            if looked_at > FOLDERS_LIMIT:
+                return None
+            for name in names:
+                folder = Path(parent, name)
+                try:
+                    if _identity(folder) == (own.st_dev, own.st_ino):
+                        return folder.relative_to(hierarchy).parts
+                except OSError:
+                    continue  # gone in between
+        return None
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 @dataclass(frozen=True)
@@ -104,3 +164,51 @@ def _read_throttled_seconds(path: str) -> float | None:
             if name == b"throttled_time":
                 return count / 1e9
     return None
+
+
+# How much memory this process' control groups leave it: beyond that the kernel kills, and on Kubernetes it kills the
+# whole container, with the daemon in it.
+
+
+def memory_left_bytes(cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path | None = None) -> int | None:
+    """None where nothing limits it, or nothing tells."""
+    found = [_left(*files) for files in _groups(cgroup_root, membership or Path("/proc/self/cgroup"))]
+    known = [left for left in found if left is not None]
+    return min(known) if known else None
+
+
+def _groups(root: Path, membership: Path) -> list[tuple[Path, Path, Path]]:
+    """Files with the limit, the use and its parts of every group that this process is in, and of those above."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return []
+    groups = []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            base, names = root, ("memory.max", "memory.current", "memory.stat")
+        elif "memory" in controllers.split(","):
+            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            folder = base.joinpath(*parts[:depth])
+            groups.append((folder / names[0], folder / names[1], folder / names[2]))
+    return groups
+
+
+def _left(limit_file: Path, use_file: Path, parts_file: Path) -> int | None:
+    try:
+        limit = limit_file.read_text().strip()
+        if not limit.isdigit() or int(limit) >= _UNLIMITED:
+            return None
+        used = int(use_file.read_text())
+        parts = dict(line.split(maxsplit=1) for line in parts_file.read_text().splitlines())
+        # The kernel gives up old pages of files before it kills.
+        reclaimable = int(parts.get("total_inactive_file", parts.get("inactive_file", "0")))
+    except (OSError, ValueError):
+        return None
+    return max(0, int(limit) - max(0, used - reclaimable))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from rankscope.wire.addresses import is_loopback
+from rankscope.common.http_server import is_loopback
 
 ENVIRONMENT_PREFIX = "RANKSCOPE_DAEMON_"
 DEFAULT_FILE = Path("/etc/rankscope/rankscope.toml")

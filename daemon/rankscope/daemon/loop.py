@@ -12,28 +12,32 @@ from statistics import median
 
 from prometheus_client.registry import Collector
 
-from rankscope.analysis.mfu import peak_flops_per_second
-from rankscope.daemon.assembling import RankSamples, assemble, identity_of
-from rankscope.daemon.budget import Budget, plan_at
-from rankscope.daemon.captures.desk import CaptureDesk
+from rankscope.analysis.models.mfu import peak_flops_per_second
 from rankscope.daemon.captures.orders import CaptureError
-from rankscope.daemon.collecting import describe
+from rankscope.daemon.captures.service import NodeCaptures
+from rankscope.daemon.collector import ProblemLog, describe
 from rankscope.daemon.config import NONE, Config, parse_address
-from rankscope.daemon.exporting import DaemonStatus, Exporter, Snapshot
-from rankscope.daemon.listening import SocketLock
-from rankscope.daemon.own_usage import package_version, process_cpu_seconds, resident_bytes
-from rankscope.daemon.policies.holding import PolicyBoard
-from rankscope.daemon.policies.serving import policy_service
-from rankscope.daemon.publishing import Publisher, Tick
-from rankscope.daemon.reporting import ProblemLog
+from rankscope.daemon.export.metrics import (
+    DaemonStatus,
+    Exporter,
+    Snapshot,
+    package_version,
+    process_cpu_seconds,
+    resident_bytes,
+)
+from rankscope.daemon.sampler import Collectors, Sampled, Sampling, real_collectors
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span
-from rankscope.daemon.sampling import Collectors, Sampled, Sampling, real_collectors
-from rankscope.daemon.scraping import MetricsServer
-from rankscope.daemon.serving import GrpcServer, Service, no_capture_service, rank_service
-from rankscope.daemon.stalling import PaceWatch, StallWatch
-from rankscope.daemon.tallying import RankReport, RankTotals, add_window
-from rankscope.daemon.ticking import Clock, RealClock, Ticker
-from rankscope.daemon.tls import metrics_tls
+from rankscope.daemon.server.certificates import metrics_tls
+from rankscope.daemon.server.grpc_server import GrpcServer, Service, no_capture_service, rank_service
+from rankscope.daemon.server.http_server import MetricsServer
+from rankscope.daemon.server.policies import PolicyBoard, policy_service
+from rankscope.daemon.server.sockets import SocketLock
+from rankscope.daemon.stacks.sampling_budget import Budget, plan_at
+from rankscope.daemon.windows.broadcast import Publisher, Tick
+from rankscope.daemon.windows.schedule import Clock, RealClock, Ticker
+from rankscope.daemon.windows.stalls import PaceWatch, StallWatch
+from rankscope.daemon.windows.totals import RankReport, RankTotals, add_window
+from rankscope.daemon.windows.window import RankSamples, assemble, identity_of
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import RankWindow
 
@@ -92,7 +96,7 @@ class Daemon:
         self.policies = PolicyBoard(config.stack_rate_hertz, self._clock.monotonic_seconds)
         self._services = (rank_service(config.node, self.publisher), policy_service(self.policies), *services)
         self._more_metrics = tuple(metrics)
-        self.captures: CaptureDesk | None = None  # once started, if they can be had
+        self.captures: NodeCaptures | None = None  # once started, if they can be had
         self._problems = ProblemLog(log, self._clock.monotonic_seconds)
         self._incarnations: dict[RankKey, _Incarnation] = {}
         self._status = DaemonStatus(
@@ -298,11 +302,11 @@ class Daemon:
                     self._problems.warn(key, f"job {_quoted(rank)}: {problem.source}: {problem.text}")
 
 
-def _open_captures(config: Config, policies: PolicyBoard) -> CaptureDesk | None:
+def _open_captures(config: Config, policies: PolicyBoard) -> NodeCaptures | None:
     """None where captures are off or cannot be kept: everything else goes on without them."""
     try:
         is_on = config.captures and config.capture_dir != NONE
-        return CaptureDesk(config, policies.duty_wish) if is_on else None
+        return NodeCaptures(config, policies.duty_wish) if is_on else None
     except CaptureError as error:
         log.warning("no captures: %s", error)
         return None

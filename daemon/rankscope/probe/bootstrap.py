@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Callable, Dict
 
-from .failing import disable, switch
+from .failure import disable, switch
 
 
 class TorchFinder:
@@ -57,7 +57,7 @@ class TorchFinder:
             disable(error)
 
     def _torch_is_there(self, torch: Any) -> None:
-        from . import hooking
+        from . import torch_hooks as hooking
 
         self._waiting.update(hooking.install(torch))
 

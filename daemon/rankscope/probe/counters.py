@@ -8,8 +8,8 @@ import pickle
 import time
 from typing import Any, Dict, List, Tuple
 
-from . import layout
-from .spans import Groups
+from . import ring_layout
+from .collective_spans import Groups
 
 UNKNOWN_MEMORY = (-1, -1, -1, -1)
 UNKNOWN_COLLECTIVES = (-1, -1)
@@ -88,7 +88,7 @@ class RecordedDurations:
         touched = {}
         for entry in timed:
             group = names.get(entry["process_group"][0])
-            kind = layout.GROUP_POINT_TO_POINT if entry.get("is_p2p") else layout.GROUP_RECORDER
+            kind = ring_layout.GROUP_POINT_TO_POINT if entry.get("is_p2p") else ring_layout.GROUP_RECORDER
             slot = None if group is None else groups.slot(group, kind)
             if slot is not None:
                 slot.seconds += entry["duration_ms"] * 1e-3

@@ -11,11 +11,11 @@ from collections import deque
 from statistics import median
 from typing import Callable, Deque, Dict, List, Optional, Sequence, Tuple
 
-from . import layout
+from . import ring_layout
 from .clock import CudaClock, Mark
+from .collective_spans import Sample, Spans
 from .ddp import Figures
-from .spans import Sample, Spans
-from .timing import CHECKPOINT, LAST_END, STEPS
+from .torch_timers import CHECKPOINT, LAST_END, STEPS
 
 PENDING_AT_MOST = 256
 # A step's marks lie on several streams; where some are not passed by so many borders later, they are given up.
@@ -102,7 +102,7 @@ class DeviceSteps:
         if mark is None:
             return  # the next border covers this step too
         self._spans.main_stream = mark.stream
-        flags |= layout.FLAG_DEVICE
+        flags |= ring_layout.FLAG_DEVICE
         self._pending.append(Border(mark, ledger, figures, ddp_step, flags, sample, is_typical))
 
     def look(self) -> None:

@@ -6,8 +6,8 @@ import functools
 import os
 from typing import Any, Callable, Dict, Optional, Tuple
 
-from . import _declared, declaring
-from .failing import complain
+from . import _declared, declaration
+from .failure import complain
 
 
 class Facts:
@@ -42,7 +42,9 @@ class Facts:
         peak = os.environ.get("RANKSCOPE_PEAK_FLOPS")
         if peak is not None:
             name = "RANKSCOPE_PEAK_FLOPS"
-            facts["peak_flops_per_second"] = self._try(lambda: declaring.quantity(name, peak, declaring.PEAK_EXAMPLE))
+            facts["peak_flops_per_second"] = self._try(
+                lambda: declaration.quantity(name, peak, declaration.PEAK_EXAMPLE)
+            )
         if torch.cuda.is_initialized():
             facts["device_name"] = torch.cuda.get_device_name()
         return {name: value for name, value in facts.items() if value is not None}
@@ -61,7 +63,7 @@ class Facts:
             given, name = _declared.get("parallelism"), "declare(parallelism)"
         if given is not None and rank is not None and world_size is not None:
             known_rank, known_size = rank, world_size
-            return self._try(lambda: declaring.coordinates(name, given, known_rank, known_size)) or {}
+            return self._try(lambda: declaration.coordinates(name, given, known_rank, known_size)) or {}
         return self._mesh_coordinates()
 
     def _mesh_coordinates(self) -> Dict[str, int]:
@@ -71,20 +73,20 @@ class Facts:
             names, place = mesh.mesh_dim_names, mesh.get_coordinate()
             if names and place is not None and len(names) > self._mesh[0]:
                 sizes = tuple(mesh.mesh.shape)
-                self._mesh = (len(names), declaring.mesh_coordinates(tuple(names), sizes, tuple(place)))
+                self._mesh = (len(names), declaration.mesh_coordinates(tuple(names), sizes, tuple(place)))
         return self._mesh[1]
 
     def _flops(self, world_size: Optional[int]) -> Optional[float]:
         """This rank's share."""
-        whole = self._try(lambda: declaring.flops_from_environment(os.environ))
+        whole = self._try(lambda: declaration.flops_from_environment(os.environ))
         if whole is None:
-            whole = self._try(lambda: declaring.flops_declared(_declared))
+            whole = self._try(lambda: declaration.flops_declared(_declared))
         return whole / (world_size or 1) if whole is not None else self.counted_flops
 
     def _try(self, parse: Callable[[], Any]) -> Any:
         try:
             return parse()
-        except declaring.BadValueError as error:
+        except declaration.BadValueError as error:
             if str(error) not in self._told:
                 self._told.add(str(error))
                 complain("{} (ignored)".format(error))

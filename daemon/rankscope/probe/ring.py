@@ -11,7 +11,7 @@ import time
 import zlib
 from typing import Any, Dict, Sequence, Tuple
 
-from . import layout
+from . import ring_layout
 
 
 class Ring:
@@ -19,79 +19,83 @@ class Ring:
 
     def __init__(self) -> None:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        self._fd = os.memfd_create(layout.RING_NAME, flags)
-        os.ftruncate(self._fd, layout.RING_BYTES)
+        self._fd = os.memfd_create(ring_layout.RING_NAME, flags)
+        os.ftruncate(self._fd, ring_layout.RING_BYTES)
         # Sealed, so that nobody can shrink the file under a reader, which would be a SIGBUS for it.
-        fcntl.fcntl(self._fd, layout.F_ADD_SEALS, layout.F_SEAL_SHRINK | layout.F_SEAL_GROW | layout.F_SEAL_SEAL)
+        fcntl.fcntl(
+            self._fd,
+            ring_layout.F_ADD_SEALS,
+            ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW | ring_layout.F_SEAL_SEAL,
+        )
         self._inode = os.fstat(self._fd).st_ino
-        self._memory = mmap.mmap(self._fd, layout.RING_BYTES)
+        self._memory = mmap.mmap(self._fd, ring_layout.RING_BYTES)
         self._facts: bytes = b""
         self.records = 0
         self.steps = 0
-        self._write_state(layout.STATE_RUNNING)
-        layout.ABILITIES.pack_into(self._memory, layout.ABILITIES_OFFSET, layout.TAKES_CAPTURES)
+        self._write_state(ring_layout.STATE_RUNNING)
+        ring_layout.ABILITIES.pack_into(self._memory, ring_layout.ABILITIES_OFFSET, ring_layout.TAKES_CAPTURES)
         self.write_live((-1, -1, -1, -1), (-1, -1))
-        fixed = layout.FIXED.pack(
-            layout.MAGIC,
-            layout.VERSION,
-            layout.HEADER_BYTES,
-            layout.RECORD_BYTES,
-            layout.CAPACITY,
+        fixed = ring_layout.FIXED.pack(
+            ring_layout.MAGIC,
+            ring_layout.VERSION,
+            ring_layout.HEADER_BYTES,
+            ring_layout.RECORD_BYTES,
+            ring_layout.CAPACITY,
             os.getpid(),
             int.from_bytes(os.urandom(8), "little"),
         )
-        self._memory[: len(fixed) + 4] = fixed + layout.CHECKSUM.pack(zlib.crc32(fixed))
+        self._memory[: len(fixed) + 4] = fixed + ring_layout.CHECKSUM.pack(zlib.crc32(fixed))
 
     def append(self, end_ns: int, span_ns: int, seconds: Sequence[float], flags: int, steps: int) -> None:
         """One record; `seconds` as layout.RECORD has them. The checksum covers the sequence number and the ring's
         counters move last: a reader that comes in between finds neither the old record nor the new one, never a
         mixture."""
-        offset = layout.HEADER_BYTES + self.records % layout.CAPACITY * layout.RECORD_BYTES
+        offset = ring_layout.HEADER_BYTES + self.records % ring_layout.CAPACITY * ring_layout.RECORD_BYTES
         self.records += 1
         self.steps += steps
-        written = min(steps, layout.STEPS_AT_MOST)
-        body = layout.RECORD.pack(self.records, end_ns, span_ns, *seconds, flags, written)
-        self._memory[offset : offset + layout.RECORD_BYTES] = body + layout.CHECKSUM.pack(zlib.crc32(body))
-        layout.COUNTERS.pack_into(self._memory, layout.COUNTERS_OFFSET, self.records, self.steps)
+        written = min(steps, ring_layout.STEPS_AT_MOST)
+        body = ring_layout.RECORD.pack(self.records, end_ns, span_ns, *seconds, flags, written)
+        self._memory[offset : offset + ring_layout.RECORD_BYTES] = body + ring_layout.CHECKSUM.pack(zlib.crc32(body))
+        ring_layout.COUNTERS.pack_into(self._memory, ring_layout.COUNTERS_OFFSET, self.records, self.steps)
 
     def write_groups(self, rows: Sequence[Sequence[Any]]) -> None:
-        body = b"".join([layout.GROUP.pack(*row) for row in rows])
-        head = layout.GROUPS_HEAD.pack(len(rows), zlib.crc32(body))
-        self._memory[layout.GROUPS_OFFSET : layout.GROUPS_OFFSET + len(head) + len(body)] = head + body
+        body = b"".join([ring_layout.GROUP.pack(*row) for row in rows])
+        head = ring_layout.GROUPS_HEAD.pack(len(rows), zlib.crc32(body))
+        self._memory[ring_layout.GROUPS_OFFSET : ring_layout.GROUPS_OFFSET + len(head) + len(body)] = head + body
 
     def write_live(self, memory: Tuple[int, int, int, int], collectives: Tuple[int, int]) -> None:
-        body = layout.LIVE.pack(time.monotonic_ns(), time.time_ns(), *memory, *collectives)
-        end = layout.LIVE_OFFSET + len(body) + 4
-        self._memory[layout.LIVE_OFFSET : end] = body + layout.CHECKSUM.pack(zlib.crc32(body))
+        body = ring_layout.LIVE.pack(time.monotonic_ns(), time.time_ns(), *memory, *collectives)
+        end = ring_layout.LIVE_OFFSET + len(body) + 4
+        self._memory[ring_layout.LIVE_OFFSET : end] = body + ring_layout.CHECKSUM.pack(zlib.crc32(body))
 
     def write_facts(self, facts: Dict[str, Any]) -> None:
         text = json.dumps(facts, sort_keys=True, allow_nan=False).encode()
         if text == self._facts:
             return
-        if len(text) > layout.FACTS_BYTES:
+        if len(text) > ring_layout.FACTS_BYTES:
             raise ValueError("facts of {} bytes do not fit".format(len(text)))
-        head = layout.FACTS_HEAD.pack(len(text), zlib.crc32(text))
-        self._memory[layout.FACTS_OFFSET : layout.FACTS_OFFSET + len(head) + len(text)] = head + text
+        head = ring_layout.FACTS_HEAD.pack(len(text), zlib.crc32(text))
+        self._memory[ring_layout.FACTS_OFFSET : ring_layout.FACTS_OFFSET + len(head) + len(text)] = head + text
         self._facts = text
 
     def command_mark(self) -> bytes:
         """Changes when the daemon has left a command."""
-        return self._memory[layout.COMMAND_OFFSET : layout.COMMAND_OFFSET + 4]
+        return self._memory[ring_layout.COMMAND_OFFSET : ring_layout.COMMAND_OFFSET + 4]
 
     def read_command(self) -> bytes:
-        start = layout.COMMAND_BODY_OFFSET
-        return self._memory[start : start + layout.COMMAND.size + 4]
+        start = ring_layout.COMMAND_BODY_OFFSET
+        return self._memory[start : start + ring_layout.COMMAND.size + 4]
 
     def write_answer(self, answer: bytes) -> None:
-        end = layout.ANSWER_OFFSET + len(answer) + 4
-        self._memory[layout.ANSWER_OFFSET : end] = answer + layout.CHECKSUM.pack(zlib.crc32(answer))
+        end = ring_layout.ANSWER_OFFSET + len(answer) + 4
+        self._memory[ring_layout.ANSWER_OFFSET : end] = answer + ring_layout.CHECKSUM.pack(zlib.crc32(answer))
 
     def _write_state(self, state: int) -> None:
-        self._memory[layout.STATE_OFFSET : layout.STATE_OFFSET + 4] = layout.STATE.pack(state)
+        self._memory[ring_layout.STATE_OFFSET : ring_layout.STATE_OFFSET + 4] = ring_layout.STATE.pack(state)
 
     def mark_disabled(self) -> None:
         """Without this a probe that gave up would look like a rank that hangs."""
-        self._write_state(layout.STATE_DISABLED)
+        self._write_state(ring_layout.STATE_DISABLED)
 
     def abandon(self) -> None:
         """In a forked child: this ring is the parent's. The number may have been closed and used again by the user, so

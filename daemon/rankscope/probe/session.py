@@ -10,19 +10,18 @@ import threading
 import time
 from typing import Any, Optional
 
-from . import layout
-from .capturing import Captures
+from . import ring_layout
+from .capture import Captures
 from .clock import CudaClock
+from .collective_spans import Spans
 from .counters import UNKNOWN_COLLECTIVES, UNKNOWN_MEMORY, RecordedDurations, read_collectives, read_memory
 from .ddp import NOT_MEASURED, DdpSampler, Figures
 from .device_steps import DeviceSteps
 from .facts import Facts
-from .failing import disable, switch
-from .flops import FlopCount
+from .failure import disable, switch
 from .ring import Ring
-from .spans import Spans
-from .stepping import training_thread_id
-from .timing import BLOCKING, CHECKPOINT, INPUT, LAST_END, OPTIMIZER, STEPS, Tally
+from .step_boundary import training_thread_id
+from .torch_timers import BLOCKING, CHECKPOINT, INPUT, LAST_END, OPTIMIZER, STEPS, FlopCount, Tally
 
 RECORD_NS = 10_000_000  # a record covers at least this, or one step
 REFRESH_NS = 1_000_000_000
@@ -61,7 +60,7 @@ class Session:
         again_ns = self._record(now_ns)
         ring, captures = self._ring, self._captures
         if ring is not None and (captures.active or ring.command_mark() != captures.mark):
-            is_inside_step = not self._flags & layout.FLAG_EXPLICIT
+            is_inside_step = not self._flags & ring_layout.FLAG_EXPLICIT
             captures.at_boundary(ring, self.tally.ledger[STEPS], is_inside_step)
             return now_ns if captures.active else again_ns
         return again_ns
@@ -120,7 +119,7 @@ class Session:
         return not was_counting
 
     def mark_explicit(self) -> None:
-        self._flags |= layout.FLAG_EXPLICIT
+        self._flags |= ring_layout.FLAG_EXPLICIT
 
     def _begin(self) -> Ring:
         """At the first step, not before: launchers and helpers import torch too, and must not look like ranks."""
@@ -149,7 +148,7 @@ class Session:
         """What DDP's buckets made the device wait, beside what other collectives did."""
         models = [watched.reference() for watched in self.sampler.models]
         group = next((getattr(model, "process_group", None) for model in models if model is not None), None)
-        slot = None if group is None else self.spans.groups.slot(group, layout.GROUP_DDP)
+        slot = None if group is None else self.spans.groups.slot(group, ring_layout.GROUP_DDP)
         if slot is not None:
             slot.samples += 1
             slot.seconds += max(0.0, figures[2] - figures[3])
@@ -175,15 +174,15 @@ class Session:
         self._use_device(ring)
         self.spans.rate.tune()
         ring.write_groups(self.spans.groups.rows())
-        self._flags &= ~(layout.FLAG_DDP | layout.FLAG_BLIND)
+        self._flags &= ~(ring_layout.FLAG_DDP | ring_layout.FLAG_BLIND)
         if self.sampler.models:
-            self._flags |= layout.FLAG_DDP
+            self._flags |= ring_layout.FLAG_DDP
         self._memory = read_memory(self._torch)
         enqueued = self._collectives[0]
         self._collectives = read_collectives(self._torch)
         is_blind = self.spans.is_blind(self._collectives[0] - max(0, enqueued), steps) and not self.sampler.models
         if since_ns and is_blind:
-            self._flags |= layout.FLAG_BLIND
+            self._flags |= ring_layout.FLAG_BLIND
             if self._recorded.is_on and self._device is not None and steps > 0:
                 self._recorded.read(self._torch, self.spans.groups, (now_ns - since_ns) * 1e-9 / steps)
         ring.write_live(self._memory, self._collectives)

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from rankscope.probe import layout
+from rankscope.probe import ring_layout
 from rankscope.probe.ring import Ring
 
 STEP_SECONDS = 0.02
-SEALS = layout.F_SEAL_SHRINK | layout.F_SEAL_GROW
+SEALS = ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW
 
 
 def look_like_torch() -> mmap.mmap:
@@ -33,10 +33,10 @@ def look_like_torch() -> mmap.mmap:
 
 
 def forged(size: int, content: bytes, seals: int) -> int:
-    descriptor = os.memfd_create(layout.RING_NAME, os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create(ring_layout.RING_NAME, os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size)
     os.pwrite(descriptor, content, 0)
-    fcntl.fcntl(descriptor, layout.F_ADD_SEALS, seals)
+    fcntl.fcntl(descriptor, ring_layout.F_ADD_SEALS, seals)
     return descriptor
 
 
@@ -58,22 +58,22 @@ class Keeper(Trick):
 
 
 def header(version: int) -> bytes:
-    sizes = (layout.HEADER_BYTES, layout.RECORD_BYTES, layout.CAPACITY)
-    fixed = layout.FIXED.pack(layout.MAGIC, version, *sizes, os.getpid(), 1)
-    return fixed + layout.CHECKSUM.pack(zlib.crc32(fixed))
+    sizes = (ring_layout.HEADER_BYTES, ring_layout.RECORD_BYTES, ring_layout.CAPACITY)
+    fixed = ring_layout.FIXED.pack(ring_layout.MAGIC, version, *sizes, os.getpid(), 1)
+    return fixed + ring_layout.CHECKSUM.pack(zlib.crc32(fixed))
 
 
 class FutureVersion(Keeper):
     def __init__(self) -> None:
         super().__init__()
-        future = header(layout.VERSION + 1)
+        future = header(ring_layout.VERSION + 1)
         self.memory[: len(future)] = future
 
 
 class EndlessCounters(Keeper):
     def step(self) -> None:
         super().step()
-        layout.COUNTERS.pack_into(self.memory, layout.COUNTERS_OFFSET, 2**60, 2**60)
+        ring_layout.COUNTERS.pack_into(self.memory, ring_layout.COUNTERS_OFFSET, 2**60, 2**60)
 
 
 class Scribbler(Keeper):
@@ -82,7 +82,7 @@ class Scribbler(Keeper):
     def step(self) -> None:
         super().step()
         for _ in range(200):
-            place = random.randrange(layout.RING_BYTES - 64)
+            place = random.randrange(ring_layout.RING_BYTES - 64)
             self.memory[place : place + 64] = random.randbytes(64)
 
 
@@ -90,24 +90,24 @@ class Garbage(Trick):
     """Rightly sealed and of the right size, and nothing in it means anything."""
 
     def __init__(self) -> None:
-        forged(layout.RING_BYTES, random.Random(0).randbytes(layout.RING_BYTES), SEALS)
+        forged(ring_layout.RING_BYTES, random.Random(0).randbytes(ring_layout.RING_BYTES), SEALS)
 
     def step(self) -> None: ...
 
 
 class Enormous(Garbage):
     def __init__(self) -> None:
-        forged(1 << 40, header(layout.VERSION), SEALS)
+        forged(1 << 40, header(ring_layout.VERSION), SEALS)
 
 
 class Shrinking(Trick):
     """A reader that maps this file would be killed by SIGBUS."""
 
     def __init__(self) -> None:
-        self.descriptor = forged(layout.RING_BYTES, header(layout.VERSION), 0)
+        self.descriptor = forged(ring_layout.RING_BYTES, header(ring_layout.VERSION), 0)
 
     def step(self) -> None:
-        for size in (0, layout.RING_BYTES):
+        for size in (0, ring_layout.RING_BYTES):
             os.ftruncate(self.descriptor, size)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from rankscope.analysis.alphabeta import Observations
-from rankscope.analysis.alphabeta_predicting import Algorithm, predicted_seconds
-from rankscope.analysis.robust import Ints
-from rankscope.analysis.traces.communication.kinds import CollectiveKind
+from rankscope.analysis.collectives.alpha_beta import Algorithm, Observations, predicted_seconds
+from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.stats.robust import Ints
 
 
 def sizes(rng: np.random.Generator, count: int) -> Ints:

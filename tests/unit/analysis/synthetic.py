@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rankscope.analysis.fleet import FleetJudge
-from rankscope.analysis.policy import DEFAULT_POLICY, Policy
-from rankscope.analysis.verdict import Verdict
-from rankscope.analysis.windows import JobWindow, RankEvidence, columns_of
+from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
+from rankscope.analysis.verdicts.verdict import Verdict
+from rankscope.analysis.verdicts.windows import JobWindow, RankEvidence, columns_of
 
 WINDOW_SECONDS = 2.0
 

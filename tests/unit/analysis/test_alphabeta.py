@@ -5,9 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.analysis.alphabeta import Fit, Observations, fit_collectives
-from rankscope.analysis.alphabeta_predicting import Algorithm, crossover_bytes, predicted_seconds, steps
-from rankscope.analysis.traces.communication.kinds import CollectiveKind
+from rankscope.analysis.collectives.alpha_beta import (
+    Algorithm,
+    Fit,
+    Observations,
+    crossover_bytes,
+    fit_collectives,
+    predicted_seconds,
+    steps,
+)
+from rankscope.analysis.collectives.kinds import CollectiveKind
 from tests.unit.analysis.collective_timings import observe, sizes, together
 
 ALL_REDUCE = CollectiveKind.ALL_REDUCE

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.analysis.alphabeta import Observations
-from rankscope.analysis.alphabeta_anomalies import anomalies
-from rankscope.analysis.verdict import Severity
+from rankscope.analysis.collectives.alpha_beta import Observations
+from rankscope.analysis.collectives.anomalies import anomalies
+from rankscope.analysis.verdicts.verdict import Severity
 from tests.unit.analysis.collective_timings import observe, sizes, together
 
 

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from rankscope.analysis.alphabeta import fit_collectives
-from rankscope.analysis.alphabeta_reading import UnreadableError, read_text
-from rankscope.analysis.traces.communication.kinds import CollectiveKind
+from rankscope.analysis.collectives.alpha_beta import fit_collectives
+from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.collectives.timings import UnreadableError, read_text
 
 RANK_LINES = "".join(f"#  Rank  {n} Group  0 Pid  57123 on   node-1 device  {n} [0x1b] NVIDIA H100\n" for n in range(8))
 NCCL_TESTS = f"""\

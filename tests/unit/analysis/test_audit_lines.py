@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from rankscope.analysis.audit_lines import AuditRecord, audit_line
+from rankscope.common.audit import AuditRecord, audit_line
 
 
 def test_a_record_tells_who_what_why_and_how_it_ended() -> None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.analysis.fleet import FleetJudge
-from rankscope.analysis.verdict import Confidence, Kind, Severity, Verdict
-from rankscope.analysis.windows import FrameSeen, JobWindow, RankEvidence, StackProfile, columns_of
+from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity, Verdict
+from rankscope.analysis.verdicts.windows import FrameSeen, JobWindow, RankEvidence, StackProfile, columns_of
 from tests.unit.analysis.synthetic import SyntheticJob
 
 HEALTHY = SyntheticJob()

@@ -3,10 +3,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.analysis.comparing import CompareError, compare
-from rankscope.analysis.comparing_blocks import correlation_steps, warmup_steps
-from rankscope.analysis.comparing_student import quantile, two_sided_p
-from rankscope.analysis.robust import Floats
+from rankscope.analysis.stats.robust import Floats
+from rankscope.analysis.stats.step_time_comparison import (
+    CompareError,
+    compare,
+    correlation_steps,
+    quantile,
+    two_sided_p,
+    warmup_steps,
+)
 
 
 def noisy(random: np.random.Generator, steps: int, alike: float, spread: float = 0.05) -> Floats:

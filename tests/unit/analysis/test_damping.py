@@ -9,13 +9,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from rankscope.analysis.damping import Damper
-from rankscope.analysis.fleet import FleetJudge
-from rankscope.analysis.imbalance import imbalance_impact
-from rankscope.analysis.policy import DEFAULT_POLICY
-from rankscope.analysis.summaries import JobSummary
-from rankscope.analysis.verdict import Kind, Severity, Verdict
-from rankscope.analysis.windows import RankColumns, Stall
+from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.findings import imbalance_impact
+from rankscope.analysis.verdicts.job_summary import JobSummary
+from rankscope.analysis.verdicts.rules import Damper
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
+from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
+from rankscope.analysis.verdicts.windows import RankColumns, Stall
 from tests.unit.analysis.device_jobs import WINDOW_SECONDS, DeviceJob, told, watch
 from tests.unit.analysis.synthetic import SyntheticJob
 from tests.unit.analysis.synthetic import watch as watch_host

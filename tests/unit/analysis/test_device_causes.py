@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.analysis.policy import Policy
-from rankscope.analysis.verdict import DEVICE, HOST, Cause, Kind, Severity
-from rankscope.analysis.windows import FrameSeen, GpuEvidence, RankEvidence, StackProfile
+from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.verdict import DEVICE, HOST, Cause, Kind, Severity
+from rankscope.analysis.verdicts.windows import FrameSeen, GpuEvidence, RankEvidence, StackProfile
 from tests.unit.analysis.device_jobs import DeviceJob, profile, told, watch
 
 HEALTHY = DeviceJob()

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.analysis.memory_measured import Holder, measure_memory
-from rankscope.analysis.traces.columns import Category, MemoryColumns, Trace
+from rankscope.analysis.traces.device_memory import Holder, measure_memory
+from rankscope.analysis.traces.trace import Category, MemoryColumns, Trace
 from tests.unit.analysis.traces.building import Event, make_trace
 
 CPU_OP, ANNOTATION = Category.CPU_OP, Category.USER_ANNOTATION

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope.analysis.memory_model import Spread, Training, layer_activations, predict_memory
-from rankscope.analysis.mfu import Recompute
-from rankscope.analysis.model_flops_config import read_config
-from rankscope.analysis.model_flops_shape import ModelShape
+from rankscope.analysis.models.memory_model import Spread, Training, layer_activations, predict_memory
+from rankscope.analysis.models.mfu import Recompute
+from rankscope.analysis.models.model_config import read_config
+from rankscope.analysis.models.model_shape import ModelShape
 
 S, B, H, A = 2048, 2, 12288, 96
 

@@ -4,7 +4,8 @@ import csv
 
 import pytest
 
-from rankscope.analysis.mfu import (
+from rankscope.analysis.models.device_peaks import DTYPES, PeakError, find_peak, known_devices, peaks_of
+from rankscope.analysis.models.mfu import (
     Recompute,
     declared_token_flops,
     palm_flops_per_token,
@@ -12,7 +13,6 @@ from rankscope.analysis.mfu import (
     peak_flops_per_second,
     utilisation,
 )
-from rankscope.analysis.mfu_peaks import DTYPES, PeakError, find_peak, known_devices, peaks_of
 from tests.shared_data import shared
 
 

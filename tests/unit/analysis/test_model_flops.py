@@ -4,10 +4,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from rankscope.analysis.mfu import Recompute, palm_flops_per_token, utilisation
-from rankscope.analysis.model_flops import Counting, count_flops
-from rankscope.analysis.model_flops_config import FAMILIES, read_config
-from rankscope.analysis.model_flops_fields import ConfigError
+from rankscope.analysis.models.mfu import Recompute, palm_flops_per_token, utilisation
+from rankscope.analysis.models.model_config import FAMILIES, ConfigError, read_config
+from rankscope.analysis.models.model_shape import Counting, count_flops
 
 Config = Mapping[str, object]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.analysis.verdict import Kind
+from rankscope.analysis.verdicts.verdict import Kind
 from tests.unit.analysis.synthetic import SyntheticJob, watch
 
 

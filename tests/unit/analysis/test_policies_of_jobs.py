@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from rankscope.analysis.fleet import FleetJudge
-from rankscope.analysis.policy import DEFAULT_POLICY, Policy
-from rankscope.analysis.verdict import Kind, Severity, Verdict
+from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
+from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from tests.unit.analysis.synthetic import SyntheticJob
 
 LENIENT = replace(DEFAULT_POLICY, rank_ratio=2.0, starved_rank_ratio=2.0)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.analysis.fleet import FleetJudge
-from rankscope.analysis.policy import Policy
-from rankscope.analysis.verdict import Kind, Verdict
-from rankscope.analysis.windows import (
+from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.verdict import Kind, Verdict
+from rankscope.analysis.verdicts.windows import (
     FrameSeen,
     GpuEvidence,
     JobWindow,

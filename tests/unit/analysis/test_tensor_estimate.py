@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rankscope.analysis.tensor_estimate import estimated_flops_per_second, estimated_hfu_ratio, pipe_peaks
+from rankscope.analysis.models.mfu import estimated_flops_per_second, estimated_hfu_ratio, pipe_peaks
 
 PEAKS = pipe_peaks("NVIDIA H200")
 HALF = {"hmma": 989e12}

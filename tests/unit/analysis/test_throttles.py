@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rankscope.analysis.fleet import FleetJudge
-from rankscope.analysis.policy import DEFAULT_POLICY
-from rankscope.analysis.throttles import compare_errors, merge_gpus, name_throttle
-from rankscope.analysis.verdict import Kind, Verdict
-from rankscope.analysis.windows import GpuEvidence, RankEvidence
+from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.gpu_throttling import compare_errors, merge_gpus, name_throttle
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
+from rankscope.analysis.verdicts.verdict import Kind, Verdict
+from rankscope.analysis.verdicts.windows import GpuEvidence, RankEvidence
 from tests.unit.analysis.synthetic import SyntheticJob
 
 MHZ = 1e6

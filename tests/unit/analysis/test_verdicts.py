@@ -7,11 +7,11 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from rankscope.analysis.fleet import FleetJudge
-from rankscope.analysis.policy import DEFAULT_POLICY, Policy
-from rankscope.analysis.stack_evidence import judge_stacks
-from rankscope.analysis.verdict import Cause, Kind, Severity
-from rankscope.analysis.windows import FrameSeen, RankColumns, RankEvidence, StackProfile, Stall
+from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.stack_verdict import judge_stacks
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
+from rankscope.analysis.verdicts.verdict import Cause, Kind, Severity
+from rankscope.analysis.verdicts.windows import FrameSeen, RankColumns, RankEvidence, StackProfile, Stall
 from tests.unit.analysis.synthetic import SyntheticJob, watch
 
 HEALTHY = SyntheticJob()

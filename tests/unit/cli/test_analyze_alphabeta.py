@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rankscope.analysis.traces.communication.kinds import CollectiveKind
+from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.cli.main import main
 from tests.shared_data import H200
 from tests.unit.analysis.collective_timings import observe, sizes

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rankscope.cli.main import main
-from rankscope.cli.traces.layout import LayoutError, read_layout
+from rankscope.cli.trace_report.reduction import LayoutError, read_layout
 from tests.shared_data import H200, ROOT
 
 NCCL = H200 / "nccl_world1_3steps.json.gz"
@@ -130,7 +130,7 @@ def test_ranks_that_cannot_be_compared_are_still_broken_down(
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a step of no length")
 
-    monkeypatch.setattr("rankscope.analysis.traces.joins.joining.join_traces", fails)
+    monkeypatch.setattr("rankscope.analysis.traces.joins.join.join_traces", fails)
     code, out, err = _run(capfd, *GLOO, "--json")
     report = json.loads(out)
     assert code == 0 and report["join"] is None and len(report["ranks"]) == 2

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.analysis.audit_lines import LOGGER
-from rankscope.cli.audit_logging import AuditFileError, open_audit_log
+from rankscope.cli.foreground import AuditFileError, open_audit_log
+from rankscope.common.audit import LOGGER
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from rankscope.cli import capture as command
 from rankscope.cli import captures
-from rankscope.cli.capturing import following as capture_following
-from rankscope.cli.capturing.progress import LineProgress, LiveProgress
+from rankscope.cli.capture_client import output as capture_following
+from rankscope.cli.capture_client.progress import LineProgress, LiveProgress
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.unit.cli import capture_server as scripted
 from tests.unit.cli.capture_server import (

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from rankscope.cli.capturing.as_json import to_object
+from rankscope.cli.capture_client.output import to_object
 from rankscope.daemon.captures.orders import PATIENCE_LIMIT_SECONDS, SECONDS_LIMIT, STEPS_LIMIT
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.unit.cli.capture_server import ANALYSED, capture
@@ -15,11 +15,11 @@ from tests.unit.cli.test_capture import joined
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/captures.md").read_text()
 SOURCES = [
-    *(ROOT / "daemon/rankscope/daemon").glob("captures/*.py"),
+    *(ROOT / "daemon/rankscope/daemon").glob("captures/**/*.py"),
     *(ROOT / "cli/rankscope/cli").glob("capture*.py"),
-    *(ROOT / "cli/rankscope/cli").glob("capturing/*.py"),
-    ROOT / "daemon/rankscope/daemon/serving.py",
-    ROOT / "analysis/rankscope/analysis/choosing_ranks.py",
+    *(ROOT / "cli/rankscope/cli").glob("capture_client/*.py"),
+    ROOT / "daemon/rankscope/daemon/server/grpc_server.py",
+    ROOT / "daemon/rankscope/common/rank_selection.py",
 ]
 # What stands for something else in a sentence of the page.
 PLACEHOLDERS = re.compile(

@@ -10,8 +10,8 @@ import pytest
 
 from rankscope.cli import capture as command
 from rankscope.cli import captures
-from rankscope.cli.capturing import downloading as capture_downloading
-from rankscope.cli.capturing.downloading import DownloadError, artifacts, download, file_name
+from rankscope.cli.capture_client import download as capture_downloading
+from rankscope.cli.capture_client.download import DownloadError, artifacts, download, file_name
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 from tests.unit.cli import capture_server as scripted
 from tests.unit.cli.capture_server import ANALYSED, FAILED, ID, ScriptedCaptures, capture

@@ -12,7 +12,7 @@ from rankscope.cli import demo_job
 from rankscope.cli.demo_job import environment
 from rankscope.cli.demo_job.board import RECENT_STEPS, Board
 from rankscope.cli.demo_job.faults import parse_fault
-from rankscope.cli.demo_job.sizing import ModelSize, flops_per_step
+from rankscope.cli.demo_job.model_size import ModelSize, flops_per_step
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_the_board_keeps_the_latest_step_times_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rank", "expected"), [(1, [None, None, "slow-rank", "slow-rank"]), (0, [None] * 4)])
 def test_the_fault_begins_at_its_step_on_its_rank_only(tmp_path: Path, rank: int, expected: list[str | None]) -> None:
     launcher = Board.create(tmp_path / "board", ranks=2)
-    switch = importlib.import_module("switching").FaultSwitch(rank, "slow-rank:rank=1", Board(tmp_path / "board"))
+    switch = importlib.import_module("fault_switch").FaultSwitch(rank, "slow-rank:rank=1", Board(tmp_path / "board"))
     seen = []
     for _ in range(4):
         seen.append(switch.active)
@@ -49,7 +49,7 @@ def test_the_fault_begins_at_its_step_on_its_rank_only(tmp_path: Path, rank: int
 @pytest.mark.usefixtures("scripts")
 def test_a_fault_ends_when_it_is_switched_off_even_in_the_middle_of_a_step(tmp_path: Path) -> None:
     launcher = Board.create(tmp_path / "board", ranks=2)
-    switch = importlib.import_module("switching").FaultSwitch(1, "hang:rank=1", Board(tmp_path / "board"))
+    switch = importlib.import_module("fault_switch").FaultSwitch(1, "hang:rank=1", Board(tmp_path / "board"))
     launcher.fault_step = 1
     switch.next_step()
     assert switch.active == "hang"
@@ -61,7 +61,7 @@ def test_a_fault_ends_when_it_is_switched_off_even_in_the_middle_of_a_step(tmp_p
 @pytest.mark.usefixtures("scripts")
 def test_the_declared_size_and_work_are_those_of_the_real_model() -> None:
     size = ModelSize(device_forward_seconds=0, device_backward_seconds=0)
-    faults = importlib.import_module("switching").FaultSwitch(0, "none", None)
+    faults = importlib.import_module("fault_switch").FaultSwitch(0, "none", None)
     model = importlib.import_module("model").LanguageModel(size, faults)
     tokens = torch.zeros(size.batch, size.sequence, dtype=torch.long)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rankscope.cli import operator
-from rankscope.cli.operator_certificates import with_certificates
-from rankscope.operator.kube.operator_settings import OperatorSettings
+from rankscope.cli.operator import with_certificates
+from rankscope.operator.settings import OperatorSettings
 
 
 def settings(*flags: str, alert_host: str | None = None) -> OperatorSettings:

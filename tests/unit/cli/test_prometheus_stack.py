@@ -6,13 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.cli.prometheus_stack import files as stack_files
-from rankscope.cli.prometheus_stack.config import Pace, alertmanager_config, prometheus_config
-from rankscope.cli.prometheus_stack.files import StackError, find_binaries, find_rules
-from rankscope.cli.prometheus_stack.rules import hurry, milliseconds
-from rankscope.cli.up_alerting import Alerting, add_alert_arguments
+from rankscope.cli.prometheus_stack import config as stack_files
+from rankscope.cli.prometheus_stack.config import (
+    Pace,
+    StackError,
+    alertmanager_config,
+    find_binaries,
+    find_rules,
+    hurry,
+    milliseconds,
+    prometheus_config,
+)
+from rankscope.cli.up import Alerting, add_alert_arguments
 from rankscope.daemon.config import SETTINGS, Config, ConfigError
-from rankscope.operator.alerts.tokens import TokenError
+from rankscope.operator.alerts.alertmanager_webhook import TokenError
 
 RULES = """\
 groups:

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from rankscope.cli.tables import rank_table
+from rankscope.cli.job_tables import rank_table
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import GpuUsage, RankWindow
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from rankscope.analysis.verdict import DEVICE, HOST, Cause, Confidence, Kind, Severity, Verdict
-from rankscope.analysis.windows import FrameSeen
-from rankscope.cli.sentences import headline, loss
+from rankscope.analysis.verdicts.verdict import DEVICE, HOST, Cause, Confidence, Kind, Severity, Verdict
+from rankscope.analysis.verdicts.windows import FrameSeen
+from rankscope.cli.job_tables import headline, loss
 
 SLOW = Verdict(Kind.SLOW_RANK, "reason", Severity.ALARM, culprits=(2,), impact_ratio=0.41)
 LINE = FrameSeen("normalize", "/job/model.py", 88, 0.6, 0.6, "forward")

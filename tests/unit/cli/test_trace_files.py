@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.cli.traces.files import LoadedTraces, Progress, load_traces
-from rankscope.cli.traces.ranks import rank_in_name
+from rankscope.cli.trace_report.files import LoadedTraces, Progress, load_traces, rank_in_name
 from tests.shared_data import H200
 
 

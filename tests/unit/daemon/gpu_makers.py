@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rankscope.daemon.collectors.gpu.readings import GpuProcess, GpuReading, GpuSnapshot, SourceState
+from rankscope.daemon.gpu.readings import GpuProcess, GpuReading, GpuSnapshot, SourceState
 from tests.unit.daemon import window_makers as make
 from tools.daemon_samples import gpu_uuid
 

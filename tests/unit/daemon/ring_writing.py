@@ -6,9 +6,9 @@ import os
 import time
 import zlib
 
-from rankscope.daemon.collectors.steps import StepsCollector
 from rankscope.daemon.samples import Problem, RankProcess, Span, StepSample
-from rankscope.probe import layout
+from rankscope.daemon.steps.collector import StepsCollector
+from rankscope.probe import ring_layout
 from rankscope.probe.ring import Ring
 
 MS = 1_000_000
@@ -66,23 +66,23 @@ class Writer:
     def rewrite(self, number: int, **changes: float) -> None:
         """Record `number` with other values and a right checksum."""
         names = RECORD_NAMES
-        offset = layout.HEADER_BYTES + (number - 1) % layout.CAPACITY * layout.RECORD_BYTES
-        values = dict(zip(names, layout.RECORD.unpack_from(self.write, offset), strict=True)) | changes
-        body = layout.RECORD.pack(*values.values())
-        self.write[offset : offset + layout.RECORD_BYTES] = body + layout.CHECKSUM.pack(zlib.crc32(body))
+        offset = ring_layout.HEADER_BYTES + (number - 1) % ring_layout.CAPACITY * ring_layout.RECORD_BYTES
+        values = dict(zip(names, ring_layout.RECORD.unpack_from(self.write, offset), strict=True)) | changes
+        body = ring_layout.RECORD.pack(*values.values())
+        self.write[offset : offset + ring_layout.RECORD_BYTES] = body + ring_layout.CHECKSUM.pack(zlib.crc32(body))
 
     def rewrite_facts(self, text: bytes, length: int | None = None) -> None:
-        head = layout.FACTS_HEAD.pack(len(text) if length is None else length, zlib.crc32(text))
-        self.write[layout.FACTS_OFFSET : layout.FACTS_OFFSET + len(head) + len(text)] = head + text
+        head = ring_layout.FACTS_HEAD.pack(len(text) if length is None else length, zlib.crc32(text))
+        self.write[ring_layout.FACTS_OFFSET : ring_layout.FACTS_OFFSET + len(head) + len(text)] = head + text
 
     def rewrite_counters(self, records: int, steps: int) -> None:
-        layout.COUNTERS.pack_into(self.write, layout.COUNTERS_OFFSET, records, steps)
+        ring_layout.COUNTERS.pack_into(self.write, ring_layout.COUNTERS_OFFSET, records, steps)
 
     def rewrite_header(self, **changes: object) -> None:
         names = HEADER_NAMES
-        values = dict(zip(names, layout.FIXED.unpack_from(self.write, 0), strict=True)) | changes
-        fixed = layout.FIXED.pack(*values.values())
-        self.write[: len(fixed) + 4] = fixed + layout.CHECKSUM.pack(zlib.crc32(fixed))
+        values = dict(zip(names, ring_layout.FIXED.unpack_from(self.write, 0), strict=True)) | changes
+        fixed = ring_layout.FIXED.pack(*values.values())
+        self.write[: len(fixed) + 4] = fixed + ring_layout.CHECKSUM.pack(zlib.crc32(fixed))
 
 
 def sample_of(collector: StepsCollector, rank: RankProcess = ME) -> StepSample:

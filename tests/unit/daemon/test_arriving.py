@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rankscope.daemon.arriving import Arrivals
+from rankscope.daemon.server.grpc_server import Arrivals
 
 
 def wait_for_lines(caplog: pytest.LogCaptureFixture, number: int) -> None:

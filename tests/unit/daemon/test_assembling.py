@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.daemon.assembling import PROBLEMS_KEPT, RankSamples, assemble
 from rankscope.daemon.samples import ProbeFacts, Problem
+from rankscope.daemon.windows.window import PROBLEMS_KEPT, RankSamples, assemble
 from rankscope.v1.window_pb2 import SOURCE_PROBE, RankWindow
 from tests.unit.daemon import window_makers as make
 

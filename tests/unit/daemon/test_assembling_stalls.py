@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import threading
 
-from rankscope.daemon.assembling import RankSamples
 from rankscope.daemon.samples import Frame, RankProcess, StallDump
-from rankscope.daemon.stalling import StallWatch
+from rankscope.daemon.windows.stalls import StallWatch
+from rankscope.daemon.windows.window import RankSamples
 from tests.unit.daemon import window_makers as make
 
 RANK = make.rank(1)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rankscope.daemon.budget import LEAST_RATE_HERTZ, Budget, plan_at, rate_ladder
+from rankscope.daemon.stacks.sampling_budget import LEAST_RATE_HERTZ, Budget, plan_at, rate_ladder
 
 
 class Machine:

@@ -4,7 +4,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from rankscope.daemon.cgroup_namespaces import OwnGroup
+from rankscope.daemon.cgroups import OwnGroup
 
 POD = "kubepods/burstable/pod7/app"
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rankscope.daemon.collecting import Supervised
+from rankscope.daemon.collector import Supervised
 from rankscope.daemon.samples import Problem
 from tests.unit.daemon import window_makers as make
 

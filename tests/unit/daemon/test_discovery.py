@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.discovery import Discovered, RankDiscovery
-from rankscope.daemon.process_table import LOOK_AGAIN_SECONDS
+from rankscope.daemon.discovery.process_table import LOOK_AGAIN_SECONDS
+from rankscope.daemon.discovery.ranks import Discovered, RankDiscovery
 
 from .fake_proc import FakeProc, torchrun
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.daemon.environments import (
+from rankscope.daemon.discovery.rank_environment import (
     JOB_LENGTH_LIMIT,
     SCHEMES,
     Claim,

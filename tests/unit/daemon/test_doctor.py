@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon import examining
-from rankscope.daemon.doctor import CHECKS, examine
-from rankscope.daemon.examining import Finding, Level
-from rankscope.daemon.examining_ranks import WaitMeasured, has_ring, rank_finding, wait_measured
+from rankscope.daemon.doctor import checks
+from rankscope.daemon.doctor.checks import Finding, Level
+from rankscope.daemon.doctor.doctor import CHECKS, WaitMeasured, examine, has_ring, rank_finding, wait_measured
 from rankscope.daemon.samples import RankProcess
-from rankscope.probe import layout
+from rankscope.probe import ring_layout
 from tests.unit.daemon import window_makers as make
 from tests.unit.daemon.ring_writing import Writer
 
@@ -24,19 +23,19 @@ def test_this_machine_is_examined_without_a_breakdown(tmp_path: Path) -> None:
 
 
 def test_py_spy_really_reads_the_stack_of_a_child() -> None:
-    (finding,) = examining.py_spy_samples(make.config())
+    (finding,) = checks.py_spy_samples(make.config())
     assert finding.level is Level.OK, finding.text
     assert "read the stack" in finding.text
 
 
 def test_a_py_spy_that_is_missing_or_broken_is_a_problem_with_a_next_step(tmp_path: Path) -> None:
-    (missing,) = examining.py_spy_samples(make.config(py_spy=str(tmp_path / "nowhere")))
+    (missing,) = checks.py_spy_samples(make.config(py_spy=str(tmp_path / "nowhere")))
     assert missing.level is Level.PROBLEM
     assert "pip install py-spy" in missing.next_step
     broken = tmp_path / "py-spy"
     broken.write_text("#!/bin/sh\necho 'Permission Denied: Try running again with elevated permissions' >&2\nexit 1\n")
     broken.chmod(0o755)
-    (refused,) = examining.py_spy_samples(make.config(py_spy=str(broken)))
+    (refused,) = checks.py_spy_samples(make.config(py_spy=str(broken)))
     assert refused.level is Level.PROBLEM
     assert "Permission Denied" in refused.text
 
@@ -57,20 +56,20 @@ def test_the_right_to_read_memory_is_judged(tmp_path: Path, capabilities: str, s
     if scope is not None:
         (tmp_path / "sys/kernel/yama").mkdir(parents=True)
         (tmp_path / "sys/kernel/yama/ptrace_scope").write_text(f"{scope}\n")
-    (finding,) = examining.may_read_memory(make.config(proc_root=str(tmp_path)))
+    (finding,) = checks.may_read_memory(make.config(proc_root=str(tmp_path)))
     assert finding.level is level
     assert level is Level.OK or finding.next_step
 
 
 def test_cgroups_of_both_versions_are_known(tmp_path: Path) -> None:
-    (none,) = examining.cgroups_are_readable(make.config(cgroup_root=str(tmp_path)))
+    (none,) = checks.cgroups_are_readable(make.config(cgroup_root=str(tmp_path)))
     assert none.level is Level.WARNING
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu/cpu.stat").touch()
-    (first,) = examining.cgroups_are_readable(make.config(cgroup_root=str(tmp_path)))
+    (first,) = checks.cgroups_are_readable(make.config(cgroup_root=str(tmp_path)))
     assert first.text.startswith("v1")
     (tmp_path / "cgroup.controllers").touch()
-    (second,) = examining.cgroups_are_readable(make.config(cgroup_root=str(tmp_path)))
+    (second,) = checks.cgroups_are_readable(make.config(cgroup_root=str(tmp_path)))
     assert second.text.startswith("v2")
 
 
@@ -97,13 +96,17 @@ def test_a_ring_is_found_among_the_descriptors_of_a_process() -> None:
     ("flags", "kinds", "source"),
     [
         (0, (), "blocking calls"),
-        (0, (layout.GROUP_EXPOSED,), "blocking calls"),
-        (layout.FLAG_DDP, (), "ddp timers"),
-        (layout.FLAG_DDP, (layout.GROUP_EXPOSED,), "ddp timers + blocking calls"),
-        (layout.FLAG_DEVICE, (layout.GROUP_EXPOSED, layout.GROUP_OVERLAPPED), "collective spans"),
-        (layout.FLAG_DEVICE, (layout.GROUP_DDP, layout.GROUP_EXPOSED), "ddp timers + collective spans"),
-        (layout.FLAG_DEVICE, (), "no collective seen"),
-        (layout.FLAG_DEVICE | layout.FLAG_BLIND, (layout.GROUP_EXPOSED, layout.GROUP_RECORDER), "flight recorder"),
+        (0, (ring_layout.GROUP_EXPOSED,), "blocking calls"),
+        (ring_layout.FLAG_DDP, (), "ddp timers"),
+        (ring_layout.FLAG_DDP, (ring_layout.GROUP_EXPOSED,), "ddp timers + blocking calls"),
+        (ring_layout.FLAG_DEVICE, (ring_layout.GROUP_EXPOSED, ring_layout.GROUP_OVERLAPPED), "collective spans"),
+        (ring_layout.FLAG_DEVICE, (ring_layout.GROUP_DDP, ring_layout.GROUP_EXPOSED), "ddp timers + collective spans"),
+        (ring_layout.FLAG_DEVICE, (), "no collective seen"),
+        (
+            ring_layout.FLAG_DEVICE | ring_layout.FLAG_BLIND,
+            (ring_layout.GROUP_EXPOSED, ring_layout.GROUP_RECORDER),
+            "flight recorder",
+        ),
     ],
 )
 def test_a_rank_is_told_what_its_waiting_is_known_from(flags: int, kinds: tuple[int, ...], source: str) -> None:
@@ -123,8 +126,8 @@ def test_a_rank_whose_waiting_is_not_measured_is_a_warning_with_the_next_step() 
     writer = Writer()
     try:
         assert wait_measured(Path("/proc"), os.getpid()) == WaitMeasured("no step yet")
-        writer.step(flags=layout.FLAG_DEVICE | layout.FLAG_BLIND)
-        writer.ring.write_groups([(7, 4, 2, layout.GROUP_EXPOSED, 3, 0.1, 0.3)])  # a few of many
+        writer.step(flags=ring_layout.FLAG_DEVICE | ring_layout.FLAG_BLIND)
+        writer.ring.write_groups([(7, 4, 2, ring_layout.GROUP_EXPOSED, 3, 0.1, 0.3)])  # a few of many
         finding = rank_finding(make.rank(), True, wait_measured(Path("/proc"), os.getpid()))
         assert finding.level is Level.WARNING and "wait: not measured" in finding.text
         assert "--duty-cycle-steps" in finding.next_step and "TORCH_NCCL_ENABLE_TIMING=1" in finding.next_step
@@ -142,7 +145,7 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:
     def broken(_: object) -> list[Finding]:
         raise ZeroDivisionError("oops")
 
-    first, second = examine(make.config(), (broken, examining.python_is_new_enough))
+    first, second = examine(make.config(), (broken, checks.python_is_new_enough))
     assert (first.level, second.level) == (Level.WARNING, Level.OK)
     assert "oops" in first.text
     assert len(CHECKS) >= 12

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope.daemon.assembling import RankSamples
 from rankscope.daemon.samples import Problem
-from rankscope.daemon.tallying import RankReport
+from rankscope.daemon.windows.totals import RankReport
+from rankscope.daemon.windows.window import RankSamples
 from tests.unit.daemon import window_makers as make
 from tools.daemon_samples import STATUS, full_gpu, full_rank, gpu_status, report, scrape
 

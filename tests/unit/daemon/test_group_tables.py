@@ -10,17 +10,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.daemon.assembling import BLIND, PROBLEMS_KEPT, RankSamples, assemble
-from rankscope.daemon.collectors.steps import StepsCollector
 from rankscope.daemon.samples import GroupSpan, Problem, StepSample
-from rankscope.probe import layout
+from rankscope.daemon.steps.collector import StepsCollector
+from rankscope.daemon.windows.window import BLIND, PROBLEMS_KEPT, RankSamples, assemble
+from rankscope.probe import ring_layout
 from rankscope.v1.window_pb2 import RankWindow
 from tests.unit.daemon import window_makers as make
 from tests.unit.daemon.ring_writing import Writer, sample_of
 
 NAN = float("nan")
-GOOD = (7, 4, 2, layout.GROUP_EXPOSED)
-BODY = layout.GROUPS_OFFSET + layout.GROUPS_HEAD.size
+GOOD = (7, 4, 2, ring_layout.GROUP_EXPOSED)
+BODY = ring_layout.GROUPS_OFFSET + ring_layout.GROUPS_HEAD.size
 
 
 @pytest.fixture
@@ -47,19 +47,22 @@ def looked_at(collector: StepsCollector) -> StepSample:
         return sample_of(collector)
 
 
-@pytest.mark.parametrize("count", [layout.GROUPS_AT_MOST + 1, 1000, 2**32 - 1])
+@pytest.mark.parametrize("count", [ring_layout.GROUPS_AT_MOST + 1, 1000, 2**32 - 1])
 def test_a_table_that_claims_more_rows_than_there_is_room_for_is_not_read(
     count: int, writer: Writer, collector: StepsCollector
 ) -> None:
-    size = count * layout.GROUP.size
-    body = bytes(writer.write[BODY : BODY + min(size, layout.HEADER_BYTES - BODY)])
-    layout.GROUPS_HEAD.pack_into(writer.write, layout.GROUPS_OFFSET, count, zlib.crc32(body))
+    size = count * ring_layout.GROUP.size
+    body = bytes(writer.write[BODY : BODY + min(size, ring_layout.HEADER_BYTES - BODY)])
+    ring_layout.GROUPS_HEAD.pack_into(writer.write, ring_layout.GROUPS_OFFSET, count, zlib.crc32(body))
     sample = looked_at(collector)
     assert sample.groups == () and len(sample.step_seconds) == 1
 
 
 def test_a_full_table_is_read(writer: Writer, collector: StepsCollector) -> None:
-    rows = [(number, 4, 2, layout.GROUP_EXPOSED, 1, 0.01, 0.1) for number in range(100, 100 + layout.GROUPS_AT_MOST)]
+    rows = [
+        (number, 4, 2, ring_layout.GROUP_EXPOSED, 1, 0.01, 0.1)
+        for number in range(100, 100 + ring_layout.GROUPS_AT_MOST)
+    ]
     writer.ring.write_groups(rows)
     assert [span.number for span in looked_at(collector).groups] == [row[0] for row in rows]
 
@@ -68,7 +71,7 @@ def test_a_table_with_a_wrong_checksum_changes_nothing_and_the_next_one_counts_f
     writer: Writer, collector: StepsCollector
 ) -> None:
     writer.ring.write_groups([(*GOOD, 12, 0.26, 0.6)])
-    writer.write[BODY + layout.GROUP.size - 1] ^= 1
+    writer.write[BODY + ring_layout.GROUP.size - 1] ^= 1
     assert looked_at(collector).groups == ()
     writer.ring.write_groups([(*GOOD, 14, 0.32, 0.7)])
     (span,) = looked_at(collector).groups
@@ -77,13 +80,13 @@ def test_a_table_with_a_wrong_checksum_changes_nothing_and_the_next_one_counts_f
 
 def test_a_write_under_way_is_not_half_believed(writer: Writer, collector: StepsCollector) -> None:
     """The head of the new table with the body of the old one, and the other way round."""
-    before = bytes(writer.write[layout.GROUPS_OFFSET : layout.HEADER_BYTES])
-    writer.ring.write_groups([(*GOOD, 12, 0.26, 0.6), (9, 2, 0, layout.GROUP_DDP, 1, 0.01, 0.1)])
-    after = bytes(writer.write[layout.GROUPS_OFFSET : layout.HEADER_BYTES])
-    for cut in (4, 8, 30, layout.GROUP.size + 8):
-        writer.write[layout.GROUPS_OFFSET : layout.HEADER_BYTES] = after[:cut] + before[cut:]
+    before = bytes(writer.write[ring_layout.GROUPS_OFFSET : ring_layout.HEADER_BYTES])
+    writer.ring.write_groups([(*GOOD, 12, 0.26, 0.6), (9, 2, 0, ring_layout.GROUP_DDP, 1, 0.01, 0.1)])
+    after = bytes(writer.write[ring_layout.GROUPS_OFFSET : ring_layout.HEADER_BYTES])
+    for cut in (4, 8, 30, ring_layout.GROUP.size + 8):
+        writer.write[ring_layout.GROUPS_OFFSET : ring_layout.HEADER_BYTES] = after[:cut] + before[cut:]
         assert looked_at(collector).groups == (), cut
-    writer.write[layout.GROUPS_OFFSET : layout.HEADER_BYTES] = after
+    writer.write[ring_layout.GROUPS_OFFSET : ring_layout.HEADER_BYTES] = after
     assert len(looked_at(collector).groups) == 2
 
 
@@ -102,8 +105,8 @@ def test_a_write_under_way_is_not_half_believed(writer: Writer, collector: Steps
         pytest.param((*GOOD, 12, 1e300, 0.6), id="huge seconds"),
         pytest.param((*GOOD, 12, -1.0, 0.6), id="negative seconds"),
         pytest.param((2**53, *GOOD[1:], 12, 0.3, 0.6), id="an id that is no exact float"),
-        pytest.param((7, 0, 0, layout.GROUP_EXPOSED, 12, 0.3, 0.6), id="an empty group"),
-        pytest.param((7, 4, 4, layout.GROUP_EXPOSED, 12, 0.3, 0.6), id="outside of its group"),
+        pytest.param((7, 0, 0, ring_layout.GROUP_EXPOSED, 12, 0.3, 0.6), id="an empty group"),
+        pytest.param((7, 4, 4, ring_layout.GROUP_EXPOSED, 12, 0.3, 0.6), id="outside of its group"),
         pytest.param((7, 4, 2, 0, 12, 0.3, 0.6), id="kind 0"),
         pytest.param((7, 4, 2, 99, 12, 0.3, 0.6), id="kind 99"),
     ],
@@ -111,9 +114,9 @@ def test_a_write_under_way_is_not_half_believed(writer: Writer, collector: Steps
 def test_a_row_that_cannot_be_true_is_left_out_and_the_others_stay(
     row: Sequence[float], writer: Writer, collector: StepsCollector
 ) -> None:
-    writer.ring.write_groups([row, (9, 2, 0, layout.GROUP_DDP, 2, 0.02, 0.2)])
+    writer.ring.write_groups([row, (9, 2, 0, ring_layout.GROUP_DDP, 2, 0.02, 0.2)])
     (span,) = looked_at(collector).groups
-    assert (span.number, span.kind, span.samples) == (9, layout.GROUP_DDP, 2)
+    assert (span.number, span.kind, span.samples) == (9, ring_layout.GROUP_DDP, 2)
     assert (span.seconds, span.step_seconds) == pytest.approx((0.01, 0.1))
 
 
@@ -131,14 +134,16 @@ def test_spans_of_the_few_collectives_that_are_seen_do_not_stand_for_all(
     """A compiled model, and a loss that is reduced from Python: most of the wait is not in these spans. Durations of
     the flight recorder hold all of it."""
     for number in (1, 2):
-        rows = [(*GOOD[:3], layout.GROUP_OVERLAPPED, number, 0.01 * number, 0.1 * number)]
-        rows += [(7, 4, 2, layout.GROUP_EXPOSED, 10 + number, 0.2 + 0.01 * number, 0.5 + 0.1 * number)]
-        rows += [(7, 4, 2, layout.GROUP_RECORDER, 10 * number, 0.5 * number, number)]
-        writer.step(50, flags=layout.FLAG_DEVICE | (layout.FLAG_BLIND if number == 2 else 0), device=(0.05, 0.0, 0.01))
+        rows = [(*GOOD[:3], ring_layout.GROUP_OVERLAPPED, number, 0.01 * number, 0.1 * number)]
+        rows += [(7, 4, 2, ring_layout.GROUP_EXPOSED, 10 + number, 0.2 + 0.01 * number, 0.5 + 0.1 * number)]
+        rows += [(7, 4, 2, ring_layout.GROUP_RECORDER, 10 * number, 0.5 * number, number)]
+        writer.step(
+            50, flags=ring_layout.FLAG_DEVICE | (ring_layout.FLAG_BLIND if number == 2 else 0), device=(0.05, 0.0, 0.01)
+        )
         writer.ring.write_groups(rows)
         kinds = {span.kind for span in looked_at(collector).groups}
-        seen = {layout.GROUP_OVERLAPPED, layout.GROUP_EXPOSED} if number == 1 else set()
-        assert kinds == seen | {layout.GROUP_RECORDER}
+        seen = {ring_layout.GROUP_OVERLAPPED, ring_layout.GROUP_EXPOSED} if number == 1 else set()
+        assert kinds == seen | {ring_layout.GROUP_RECORDER}
 
 
 def window_of(sample: StepSample, *problems: Problem) -> RankWindow:
@@ -151,7 +156,7 @@ def with_groups(sample: StepSample, *kinds: int) -> StepSample:
 
 
 def test_groups_are_rows_of_seven_numbers_in_a_window() -> None:
-    window = window_of(with_groups(make.steps(0.1, host=[0.01]), layout.GROUP_EXPOSED, layout.GROUP_DDP))
+    window = window_of(with_groups(make.steps(0.1, host=[0.01]), ring_layout.GROUP_EXPOSED, ring_layout.GROUP_DDP))
     assert list(window.groups) == [7, 4, 2, 1, 3, 0.02, 0.1, 8, 4, 2, 4, 3, 0.02, 0.1]
     assert window.host_seconds == 0.01
     assert not window_of(make.steps(0.1)).groups
@@ -161,9 +166,12 @@ def test_groups_are_rows_of_seven_numbers_in_a_window() -> None:
     ("kinds", "source"),
     [
         ((), ""),
-        ((layout.GROUP_EXPOSED, layout.GROUP_OVERLAPPED, layout.GROUP_POINT_TO_POINT), "collective spans"),
-        ((layout.GROUP_EXPOSED, layout.GROUP_DDP), "ddp timers + collective spans"),
-        ((layout.GROUP_RECORDER,), "flight recorder"),
+        (
+            (ring_layout.GROUP_EXPOSED, ring_layout.GROUP_OVERLAPPED, ring_layout.GROUP_POINT_TO_POINT),
+            "collective spans",
+        ),
+        ((ring_layout.GROUP_EXPOSED, ring_layout.GROUP_DDP), "ddp timers + collective spans"),
+        ((ring_layout.GROUP_RECORDER,), "flight recorder"),
     ],
 )
 def test_on_a_device_the_source_of_waiting_is_that_of_the_groups(kinds: Sequence[int], source: str) -> None:
@@ -175,8 +183,8 @@ def test_on_a_cpu_it_is_what_the_wait_was_measured_by() -> None:
     assert window_of(blocking).wait_source == "blocking calls"
     by_ddp = make.steps(0.1, wait=[0.02], forward=[0.03])
     assert window_of(by_ddp).wait_source == "ddp timers"
-    assert window_of(with_groups(by_ddp, layout.GROUP_EXPOSED)).wait_source == "ddp timers + blocking calls"
-    assert window_of(with_groups(make.steps(0.1), layout.GROUP_EXPOSED)).wait_source == ""
+    assert window_of(with_groups(by_ddp, ring_layout.GROUP_EXPOSED)).wait_source == "ddp timers + blocking calls"
+    assert window_of(with_groups(make.steps(0.1), ring_layout.GROUP_EXPOSED)).wait_source == ""
 
 
 def test_a_rank_whose_collectives_pass_by_the_probe_says_what_to_do_about_it() -> None:
@@ -184,7 +192,7 @@ def test_a_rank_whose_collectives_pass_by_the_probe_says_what_to_do_about_it() -
     (problem,) = window_of(blind).problems
     assert problem == BLIND
     assert len(problem) <= 300 and "--duty-cycle-steps 10" in problem and "TORCH_NCCL_ENABLE_TIMING=1" in problem
-    assert not window_of(with_groups(blind, layout.GROUP_RECORDER)).problems
+    assert not window_of(with_groups(blind, ring_layout.GROUP_RECORDER)).problems
     assert not window_of(make.steps(0.1, host=[0.01])).problems
 
 

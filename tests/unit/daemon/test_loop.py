@@ -6,9 +6,9 @@ import logging
 import pytest
 
 from rankscope.daemon.loop import Daemon
-from rankscope.daemon.publishing import Tick
 from rankscope.daemon.samples import Frame, Problem, RankProcess, Span, StallDump
-from rankscope.daemon.ticking import Ticker
+from rankscope.daemon.windows.broadcast import Tick
+from rankscope.daemon.windows.schedule import Ticker
 from tests.unit.daemon import window_makers as make
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope.daemon.phases import PHASES, is_user_code, phase_of
 from rankscope.daemon.samples import Frame
-from rankscope.probe.timing import Tally, timed
+from rankscope.daemon.stacks.phases import PHASES, is_user_code, phase_of
+from rankscope.probe.torch_timers import Tally, timed
 
 LIBRARY = "/opt/venv/lib/python3.11/site-packages/"
 FSDP2 = "torch/distributed/fsdp/_fully_shard/"
@@ -38,9 +38,9 @@ PLACES = {
     "inductor": ("compile_fx_inner", LIBRARY + "torch/_inductor/compile_fx.py"),
     "inductor run": ("cudagraphify.<locals>.run", LIBRARY + "torch/_inductor/compile_fx.py"),
     "import": ("_find_and_load", "<frozen importlib._bootstrap>"),
-    "stopwatch": ("timed.<locals>.wrapper", LIBRARY + "rankscope/probe/timing.py"),
-    "span": ("spanned.<locals>.wrapper", LIBRARY + "rankscope/probe/spans.py"),
-    "probe hook": ("after", LIBRARY + "rankscope/probe/stepping.py"),
+    "stopwatch": ("timed.<locals>.wrapper", LIBRARY + "rankscope/probe/torch_timers.py"),
+    "span": ("spanned.<locals>.wrapper", LIBRARY + "rankscope/probe/collective_spans.py"),
+    "probe hook": ("after", LIBRARY + "rankscope/probe/step_boundary.py"),
 }
 
 
@@ -114,4 +114,4 @@ def test_user_code_is_what_its_author_can_change() -> None:
     assert not is_user_code(Frame("f", LIBRARY + "torch/_tensor.py", 1))
     assert not is_user_code(Frame("f", "/usr/lib/python3.11/threading.py", 1))
     assert not is_user_code(Frame("f", "<frozen importlib._bootstrap>", 1))
-    assert not is_user_code(Frame("f", "/home/me/rankscope/daemon/rankscope/probe/timing.py", 1))
+    assert not is_user_code(Frame("f", "/home/me/rankscope/daemon/rankscope/probe/torch_timers.py", 1))

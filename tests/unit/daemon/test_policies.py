@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.budget import Plan
-from rankscope.daemon.captures.duty_budget import DutySettings
-from rankscope.daemon.captures.duty_cycle import DutyCycle
-from rankscope.daemon.collectors.stacks import StacksCollector
+from rankscope.daemon.captures.duty_cycle import DutyCycle, DutySettings
 from rankscope.daemon.loop import Daemon
-from rankscope.daemon.policies.holding import BadPolicyError, DutyWish, PolicyBoard
-from rankscope.daemon.recording import RankRecorder
 from rankscope.daemon.samples import RankProcess, Span
+from rankscope.daemon.server.policies import BadPolicyError, DutyWish, PolicyBoard
+from rankscope.daemon.stacks.collector import StacksCollector
+from rankscope.daemon.stacks.recording import RankRecorder
+from rankscope.daemon.stacks.sampling_budget import Plan
 from rankscope.v1.policy_service_pb2 import ApplyPoliciesRequest, RunPolicy
 from tests.unit.daemon import window_makers as make
 from tests.unit.daemon.captures.test_duty_cycle import ScriptedCaptures

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.daemon import procfs
-from rankscope.daemon.collectors.process import ProcessCollector
+from rankscope.daemon.process_collector import ProcessCollector
 from rankscope.daemon.samples import ProcessSample, RankProcess, Span
 
 from .fake_proc import FakeProc

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rankscope.daemon import procfs
-from rankscope.daemon.discovery import RankDiscovery
-from rankscope.probe import layout
+from rankscope.daemon.discovery.ranks import RankDiscovery
+from rankscope.probe import ring_layout
 
 # What a second daemon on the same machine does in every window, or when it leaves a command, held open.
 READER = """
@@ -23,7 +23,7 @@ sys.stdin.read()
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY])
 def test_who_looks_into_a_ring_is_not_who_keeps_it(flags: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    ring = os.memfd_create(layout.RING_NAME)
+    ring = os.memfd_create(ring_layout.RING_NAME)
     try:
         with subprocess.Popen(
             [sys.executable, "-c", READER, f"/proc/{os.getpid()}/fd/{ring}", str(flags)],

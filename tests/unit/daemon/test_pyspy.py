@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import rankscope.daemon
-from rankscope.daemon import pyspy
-from rankscope.daemon.assembling import stack_summary
-from rankscope.daemon.pyspy_output import parse_dump, parse_errors, parse_recording
 from rankscope.daemon.samples import Frame, RankProcess
-from rankscope.daemon.stack_summary import summarise
+from rankscope.daemon.stacks import pyspy
+from rankscope.daemon.stacks.pyspy_output import parse_dump, parse_errors, parse_recording
+from rankscope.daemon.stacks.recording import summarise
+from rankscope.daemon.windows.window import stack_summary
 from tests.unit.daemon import window_makers as make
 
 RANK = RankProcess("job", 3, 3, 4, 4121, 100, (4121, 7))

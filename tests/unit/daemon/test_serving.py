@@ -14,10 +14,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rankscope.daemon.listening import ListenError, SocketLock
 from rankscope.daemon.loop import Daemon
-from rankscope.daemon.publishing import QUEUED_TICKS, Publisher, Tick
-from rankscope.daemon.serving import Service
+from rankscope.daemon.server.grpc_server import Service
+from rankscope.daemon.server.sockets import ListenError, SocketLock
+from rankscope.daemon.windows.broadcast import QUEUED_TICKS, Publisher, Tick
 from rankscope.v1 import (
     capture_service_pb2,
     capture_service_pb2_grpc,
@@ -169,7 +169,7 @@ def test_a_living_daemons_socket_is_left_alone_and_a_dead_ones_is_replaced(tmp_p
 
 def test_our_own_folder_is_closed_to_others_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "volume" / "daemon.sock"
-    monkeypatch.setattr("rankscope.daemon.listening.default_socket", lambda: str(path))
+    monkeypatch.setattr("rankscope.daemon.server.sockets.default_socket", lambda: str(path))
     path.parent.mkdir()
     path.parent.chmod(0o777)  # as an emptyDir is
     SocketLock(path).release()

@@ -15,12 +15,12 @@ from typing import ClassVar
 import pytest
 
 from rankscope.daemon import procfs
-from rankscope.daemon.budget import Budget, Plan
-from rankscope.daemon.collectors.stacks import HOLD_UP_SECONDS, StacksCollector
-from rankscope.daemon.private_folder import PrivateFolder
-from rankscope.daemon.pyspy_output import Stack
 from rankscope.daemon.samples import Frame, Problem, RankProcess, Span, StackSample
-from rankscope.daemon.stack_summary import FRAMES_KEPT, LIBRARY_FRAMES_KEPT, summarise
+from rankscope.daemon.stacks.collector import HOLD_UP_SECONDS, StacksCollector
+from rankscope.daemon.stacks.pyspy import PrivateFolder
+from rankscope.daemon.stacks.pyspy_output import Stack
+from rankscope.daemon.stacks.recording import FRAMES_KEPT, LIBRARY_FRAMES_KEPT, summarise
+from rankscope.daemon.stacks.sampling_budget import Budget, Plan
 
 SPAN = Span(0, 2_000_000_000)
 ME = os.getpid()
@@ -136,7 +136,7 @@ class SimulatedNode:
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankscope.daemon.collectors.stacks.RankRecorder", SimulatedRecorder)
+    monkeypatch.setattr("rankscope.daemon.stacks.collector.RankRecorder", SimulatedRecorder)
     monkeypatch.setattr(SimulatedRecorder, "started", [])
     monkeypatch.setattr(SimulatedRecorder, "overrun_seconds", {})
     monkeypatch.setattr(SimulatedRecorder, "cost_seconds", (0.0, 0.0))
@@ -287,7 +287,7 @@ def test_a_recording_of_a_rank_that_departed_and_all_at_the_end_are_killed(tmp_p
 
 
 def test_a_dump_that_hangs_does_not_hold_the_daemon_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankscope.daemon.collectors.stacks.DUMP_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("rankscope.daemon.stacks.collector.DUMP_TIMEOUT_SECONDS", 0.2)
     with collector(tmp_path, "exec sleep 60") as source:
         problem = source.dump(rank(0))
         assert isinstance(problem, Problem)

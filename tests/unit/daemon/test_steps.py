@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.daemon.collectors.steps import StepsCollector
-from rankscope.probe import layout
+from rankscope.daemon.steps.collector import StepsCollector
+from rankscope.probe import ring_layout
 from tests.unit.daemon.ring_writing import ME, MS, Writer, problem_of, sample_of, window
 
 
@@ -63,13 +63,13 @@ def test_ddp_figures_stand_beside_the_step_before_and_the_newest_step_waits_for_
     writer: Writer, collector: StepsCollector
 ) -> None:
     for number in range(1, 5):
-        writer.step(100, flags=layout.FLAG_DDP, blocking=0.01, ddp=(0.01 * number, 0.02, 0.05, 0.03))
+        writer.step(100, flags=ring_layout.FLAG_DDP, blocking=0.01, ddp=(0.01 * number, 0.02, 0.05, 0.03))
     sample = sample_of(collector)
     assert sample.forward_seconds == pytest.approx([0.02, 0.03, 0.04])
     assert sample.wait_seconds == pytest.approx([0.01 + 0.02] * 3)
     assert sample.communication_seconds == pytest.approx([0.01 + 0.05] * 3)
     assert sample.steps_total == 4
-    writer.step(100, flags=layout.FLAG_DDP)
+    writer.step(100, flags=ring_layout.FLAG_DDP)
     later = sample_of(collector)
     assert len(later.step_seconds) == 1
     assert np.isnan(later.wait_seconds).all()  # not sampled: unknown, not zero
@@ -79,8 +79,8 @@ def test_ddp_figures_stand_beside_the_step_before_and_the_newest_step_waits_for_
 def test_on_a_device_only_sampled_steps_tell_the_wait_and_blocking_calls_do_not(
     writer: Writer, collector: StepsCollector
 ) -> None:
-    writer.step(50, flags=layout.FLAG_DEVICE, blocking=0.001)
-    writer.step(50, flags=layout.FLAG_DEVICE, device=(0.004, 0.12, 0.03))
+    writer.step(50, flags=ring_layout.FLAG_DEVICE, blocking=0.001)
+    writer.step(50, flags=ring_layout.FLAG_DEVICE, device=(0.004, 0.12, 0.03))
     sample = sample_of(collector)
     assert sample.step_seconds == pytest.approx([0.05, 0.05])
     assert sample.wait_seconds == pytest.approx([np.nan, 0.03], nan_ok=True)
@@ -89,7 +89,7 @@ def test_on_a_device_only_sampled_steps_tell_the_wait_and_blocking_calls_do_not(
 
 
 def test_what_passes_by_the_probe_is_not_measured_and_not_zero(writer: Writer, collector: StepsCollector) -> None:
-    writer.step(50, flags=layout.FLAG_DEVICE | layout.FLAG_BLIND, device=(0.004, 0.0, 0.0))
+    writer.step(50, flags=ring_layout.FLAG_DEVICE | ring_layout.FLAG_BLIND, device=(0.004, 0.0, 0.0))
     assert np.isnan(sample_of(collector).wait_seconds).all()
 
 
@@ -97,12 +97,18 @@ def test_time_in_collectives_is_told_per_group_and_per_sampled_step_since_the_la
     writer: Writer, collector: StepsCollector
 ) -> None:
     writer.step()
-    writer.ring.write_groups([(7, 4, 2, layout.GROUP_OVERLAPPED, 10, 0.2, 0.5)])
+    writer.ring.write_groups([(7, 4, 2, ring_layout.GROUP_OVERLAPPED, 10, 0.2, 0.5)])
     assert sample_of(collector).groups == ()  # the past, which no window covers
     writer.step()
-    writer.ring.write_groups([(7, 4, 2, layout.GROUP_OVERLAPPED, 12, 0.26, 0.6), (9, 2, 2, 1, 1, 1.0, 1.0)])
+    writer.ring.write_groups([(7, 4, 2, ring_layout.GROUP_OVERLAPPED, 12, 0.26, 0.6), (9, 2, 2, 1, 1, 1.0, 1.0)])
     (span,) = sample_of(collector).groups  # the other one claims a position outside of its group
-    assert (span.number, span.size, span.position, span.kind, span.samples) == (7, 4, 2, layout.GROUP_OVERLAPPED, 2)
+    assert (span.number, span.size, span.position, span.kind, span.samples) == (
+        7,
+        4,
+        2,
+        ring_layout.GROUP_OVERLAPPED,
+        2,
+    )
     assert (span.seconds, span.step_seconds) == pytest.approx((0.03, 0.05))
 
 
@@ -119,11 +125,11 @@ def test_history_from_before_the_first_window_is_left_out(writer: Writer, collec
 def test_overwritten_steps_are_counted_as_lost(writer: Writer, collector: StepsCollector) -> None:
     writer.step(0.001)
     sample_of(collector)
-    for _ in range(layout.CAPACITY + 50):
+    for _ in range(ring_layout.CAPACITY + 50):
         writer.step(0.001)
     sample = sample_of(collector)
     # The slot that the writer would write next is not believed either.
-    assert len(sample.step_seconds) + sample.steps_lost == layout.CAPACITY + 50
+    assert len(sample.step_seconds) + sample.steps_lost == ring_layout.CAPACITY + 50
     assert 50 <= sample.steps_lost <= 51
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.daemon import step_columns
-from rankscope.daemon.collectors.steps import StepsCollector
 from rankscope.daemon.samples import ProbeFacts, Problem, RankProcess, StepSample
-from rankscope.probe import layout
+from rankscope.daemon.steps import step_columns
+from rankscope.daemon.steps.collector import StepsCollector
+from rankscope.probe import ring_layout
 from tests.unit.daemon.ring_writing import ME, Writer, problem_of, sample_of, window
 
 
@@ -43,7 +43,7 @@ def test_one_damaged_record_costs_one_step(writer: Writer, collector: StepsColle
     sample_of(collector)
     for _ in range(5):
         writer.step()
-    writer.write[layout.HEADER_BYTES + 6 * layout.RECORD_BYTES + 20] ^= 1
+    writer.write[ring_layout.HEADER_BYTES + 6 * ring_layout.RECORD_BYTES + 20] ^= 1
     sample = sample_of(collector)
     assert (len(sample.step_seconds), sample.steps_lost) == (4, 1)
 
@@ -152,34 +152,36 @@ def test_facts_that_claim_a_megabyte_are_refused(writer: Writer, collector: Step
 def test_a_damaged_clock_is_refused(writer: Writer, collector: StepsCollector) -> None:
     writer.step()
     body = struct.pack("<8q", 2**62, -(2**62), *(-1,) * 6)
-    writer.write[layout.LIVE_OFFSET : layout.LIVE_OFFSET + 68] = body + layout.CHECKSUM.pack(zlib.crc32(body))
+    writer.write[ring_layout.LIVE_OFFSET : ring_layout.LIVE_OFFSET + 68] = body + ring_layout.CHECKSUM.pack(
+        zlib.crc32(body)
+    )
     assert problem_of(collector).kind == "corrupt"
 
 
 @contextlib.contextmanager
 def memfd(size: int, *, seals: int = 0) -> Iterator[int]:
-    fd = os.memfd_create(layout.RING_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(ring_layout.RING_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
-        fcntl.fcntl(fd, layout.F_ADD_SEALS, seals)
+        fcntl.fcntl(fd, ring_layout.F_ADD_SEALS, seals)
         yield fd
     finally:
         os.close(fd)
 
 
 def test_an_unsealed_file_is_not_read(collector: StepsCollector) -> None:
-    with memfd(layout.RING_BYTES):
+    with memfd(ring_layout.RING_BYTES):
         assert problem_of(collector).kind == "unsealed"
 
 
-@pytest.mark.parametrize("size", [0, 100, layout.RING_BYTES - 1, 1 << 40])
+@pytest.mark.parametrize("size", [0, 100, ring_layout.RING_BYTES - 1, 1 << 40])
 def test_a_file_of_another_size_is_refused_without_reading_it_whole(size: int, collector: StepsCollector) -> None:
-    with memfd(size, seals=layout.F_SEAL_SHRINK | layout.F_SEAL_GROW):
+    with memfd(size, seals=ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW):
         assert problem_of(collector).kind == "corrupt"
 
 
 def test_a_file_on_disk_under_the_rings_name_is_not_opened(collector: StepsCollector) -> None:
-    name = Path(f"/memfd:{layout.RING_NAME}")  # its link in /proc reads exactly like a memfd's
+    name = Path(f"/memfd:{ring_layout.RING_NAME}")  # its link in /proc reads exactly like a memfd's
     if not os.access("/", os.W_OK):
         name = Path("/dev/null")  # only root can plant it; the collector must stay quiet then too
     fd = os.open(name, os.O_CREAT | os.O_RDWR)
@@ -249,20 +251,20 @@ def test_a_directory_that_may_not_be_read_is_a_permission_problem(tmp_path: Path
 def test_records_that_claim_as_many_steps_as_they_can_hold_do_not_fill_the_memory(
     writer: Writer, collector: StepsCollector
 ) -> None:
-    for _ in range(layout.CAPACITY):
-        writer.step(0.001, steps=layout.STEPS_AT_MOST)
+    for _ in range(ring_layout.CAPACITY):
+        writer.step(0.001, steps=ring_layout.STEPS_AT_MOST)
     sample = sample_of(collector)
     assert 0 < len(sample.step_seconds) <= step_columns.ROWS_AT_MOST
-    assert sample.steps_total == layout.CAPACITY * layout.STEPS_AT_MOST
+    assert sample.steps_total == ring_layout.CAPACITY * ring_layout.STEPS_AT_MOST
 
 
 def test_a_signalling_nan_is_not_measured_and_complains_nowhere(writer: Writer, collector: StepsCollector) -> None:
     writer.step(10)
-    offset = layout.HEADER_BYTES + 24  # the first of the seconds
+    offset = ring_layout.HEADER_BYTES + 24  # the first of the seconds
     writer.write[offset : offset + 4] = b"\x01\x00\x80\x7f"
-    body = writer.write[layout.HEADER_BYTES : layout.HEADER_BYTES + layout.RECORD.size]
-    writer.write[offset + layout.RECORD.size - 24 : offset + layout.RECORD.size - 20] = layout.CHECKSUM.pack(
-        zlib.crc32(body)
+    body = writer.write[ring_layout.HEADER_BYTES : ring_layout.HEADER_BYTES + ring_layout.RECORD.size]
+    writer.write[offset + ring_layout.RECORD.size - 24 : offset + ring_layout.RECORD.size - 20] = (
+        ring_layout.CHECKSUM.pack(zlib.crc32(body))
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -13,14 +13,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rankscope.daemon import serving
-from rankscope.daemon.certificates import CertificateError, names, validity
 from rankscope.daemon.config import ConfigError, resolve
-from rankscope.daemon.examining import Level
-from rankscope.daemon.examining_tls import certificates_are_good
-from rankscope.daemon.guarding import NOT_AN_OPERATOR
-from rankscope.daemon.listening import ListenError
+from rankscope.daemon.doctor.checks import Level, certificates_are_good
 from rankscope.daemon.loop import Daemon
+from rankscope.daemon.server import grpc_server
+from rankscope.daemon.server.certificates import CertificateError, names, validity
+from rankscope.daemon.server.grpc_server import NOT_AN_OPERATOR
+from rankscope.daemon.server.sockets import ListenError
 from rankscope.v1.rank_service_pb2 import ListRanksRequest, WatchRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from tests.certificates import Authority, Pair
@@ -188,7 +187,7 @@ def test_new_certificates_are_used_for_new_connections_while_open_streams_live_o
 
 
 def test_oversized_messages_are_refused_and_others_are_served_meanwhile(served: Served) -> None:
-    limit = dict(serving.OPTIONS)["grpc.max_receive_message_length"]
+    limit = dict(grpc_server.OPTIONS)["grpc.max_receive_message_length"]
     with stub(served, served.operator) as operator:
         with pytest.raises(grpc.RpcError) as raised:
             operator.ListRanks(ListRanksRequest(job="x" * (limit + 1)), timeout=CALL_SECONDS)
@@ -199,7 +198,7 @@ def test_oversized_messages_are_refused_and_others_are_served_meanwhile(served: 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = {"grpc.server_handshake_timeout_ms": 1000, "grpc.max_allowed_incoming_connections": 100}
-    monkeypatch.setattr(serving, "OPTIONS", tuple({**dict(serving.OPTIONS), **quick}.items()))
+    monkeypatch.setattr(grpc_server, "OPTIONS", tuple({**dict(grpc_server.OPTIONS), **quick}.items()))
 
 
 def test_whoever_connects_and_says_nothing_is_cut_off_and_holds_nobody_up(hasty: None, served: Served) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from rankscope.daemon.config import Config
-from rankscope.daemon.discovery import Discovered
+from rankscope.daemon.discovery.ranks import Discovered
+from rankscope.daemon.sampler import Collectors
 from rankscope.daemon.samples import (
     Column,
     Frame,
@@ -22,7 +23,6 @@ from rankscope.daemon.samples import (
     StallDump,
     StepSample,
 )
-from rankscope.daemon.sampling import Collectors
 
 START = 1_700_000_000_000_000_000  # a multiple of the default window
 SECOND = 1_000_000_000

@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.operator.correlation.columns import job_window
-from rankscope.operator.correlation.evidence import evidence_of, stall_of, starved_seconds
+from rankscope.operator.correlation.columns import evidence_of, job_window, stall_of, starved_seconds
 from rankscope.v1 import identity_pb2, window_pb2
 
 SECOND = 1_000_000_000

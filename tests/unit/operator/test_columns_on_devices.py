@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from rankscope.analysis.group_waits import EXPOSED, OVERLAPPED
+from rankscope.analysis.verdicts.communication import EXPOSED, OVERLAPPED
 from rankscope.operator.correlation.columns import Tick, job_window, job_windows
 from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.operator.correlation.held_windows import hold
-from rankscope.operator.correlation.messages import job_status
+from rankscope.operator.correlation.job_service import job_status
 from rankscope.v1 import rank_service_pb2, window_pb2
 from tests.unit.operator.test_columns import SECOND, a_window
 

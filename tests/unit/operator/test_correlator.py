@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from rankscope.analysis.judging import JobJudge
-from rankscope.analysis.verdict import DEVICE, Cause, Kind, Severity
-from rankscope.analysis.windows import JobWindow
-from rankscope.operator.correlation.correlator import Correlator, JobState
-from rankscope.operator.correlation.losing import LostSeconds
-from rankscope.operator.correlation.messages import job_status, verdict_of
+from rankscope.analysis.verdicts.detector import JobJudge
+from rankscope.analysis.verdicts.verdict import DEVICE, Cause, Kind, Severity
+from rankscope.analysis.verdicts.windows import JobWindow
+from rankscope.operator.correlation.correlator import Correlator, JobState, LostSeconds
+from rankscope.operator.correlation.job_service import job_status, verdict_of
 from rankscope.v1 import identity_pb2, rank_service_pb2, window_pb2
 
 SECOND = 1_000_000_000

@@ -6,11 +6,10 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope.analysis.verdict import Cause, Confidence, Kind, Severity, Verdict
-from rankscope.operator.correlation import exporting
-from rankscope.operator.correlation.correlator import JobState
-from rankscope.operator.correlation.exporting import JobExporter
-from rankscope.operator.correlation.losing import LostSeconds
+from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict
+from rankscope.operator.correlation import metrics
+from rankscope.operator.correlation.correlator import JobState, LostSeconds
+from rankscope.operator.correlation.metrics import JobExporter
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import RankWindow
 from tests.unit.operator.test_correlator import Fleet, tick
@@ -92,10 +91,10 @@ def test_a_culprit_that_no_longer_reports_is_named_all_the_same() -> None:
 
 def test_culprits_and_jobs_are_bounded_and_those_with_findings_come_first() -> None:
     many = replace(SLOW, culprits=tuple(range(100)))
-    assert len(samples(scrape(state(many, ranks=100)), "rankscope_job_culprit")) == exporting.CULPRITS_SHOWN
-    healthy = [state(job=f"job-{number}", ranks=1) for number in range(exporting.JOBS_SHOWN + 10)]
+    assert len(samples(scrape(state(many, ranks=100)), "rankscope_job_culprit")) == metrics.CULPRITS_SHOWN
+    healthy = [state(job=f"job-{number}", ranks=1) for number in range(metrics.JOBS_SHOWN + 10)]
     text = scrape(*healthy, state(SLOW, job="slow"))
-    assert samples(text, "rankscope_jobs") == {"": exporting.JOBS_SHOWN + 11}
+    assert samples(text, "rankscope_jobs") == {"": metrics.JOBS_SHOWN + 11}
     assert samples(text, "rankscope_jobs_cut") == {"": 11}
     assert 'rankscope_job_culprit{bound="",job="slow"' in text
 
@@ -105,7 +104,7 @@ def test_names_are_bounded_and_printable_and_two_that_look_alike_are_one_series(
     jobs = {s.labels["job"] for f in text_string_to_metric_families(text) for s in f.samples if "job" in s.labels}
     assert len(jobs) == 1
     job = jobs.pop()
-    assert len(job) == exporting.LABEL_CHARACTERS
+    assert len(job) == metrics.LABEL_CHARACTERS
     assert job.isprintable()
     assert samples(text, "rankscope_jobs_cut") == {"": 1}
 

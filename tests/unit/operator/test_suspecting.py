@@ -2,9 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rankscope.analysis.verdict import Confidence, Kind, Severity, Verdict
-from rankscope.operator.correlation.correlator import JobState
-from rankscope.operator.correlation.suspecting import suspects
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity, Verdict
+from rankscope.operator.correlation.correlator import JobState, suspects
 from rankscope.v1.identity_pb2 import ParallelCoordinates, RankIdentity
 from rankscope.v1.window_pb2 import RankWindow, StepStatistics
 

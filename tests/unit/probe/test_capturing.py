@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from rankscope.daemon.captures import probe_commands
 from rankscope.daemon.captures.orders import Options
-from rankscope.daemon.captures.probe_commands import Answer, Command
-from rankscope.probe import capturing, layout
-from rankscope.probe.capturing import Captures
+from rankscope.daemon.captures.probe import commands
+from rankscope.daemon.captures.probe.commands import Answer, Command
+from rankscope.probe import capture, ring_layout
+from rankscope.probe.capture import Captures
 from rankscope.probe.ring import Ring
 
 SECOND = 1_000_000_000
@@ -101,7 +101,7 @@ class Loop:
         self.number = 0
 
     def ask(self, **changes: Any) -> None:
-        self.number = probe_commands.new_number()
+        self.number = commands.new_number()
         now = time.time_ns()
         fields: dict[str, Any] = {
             "number": self.number,
@@ -114,10 +114,10 @@ class Loop:
             "options": Options(),
         }
         self.command = Command(**(fields | changes))
-        probe_commands.write_command(self.ring._fd, self.command)
+        commands.write_command(self.ring._fd, self.command)
 
     def drop(self) -> None:
-        probe_commands.drop(self.ring._fd, self.command)
+        commands.drop(self.ring._fd, self.command)
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -127,7 +127,7 @@ class Loop:
 
     @property
     def answer(self) -> Answer | None:
-        answer = probe_commands.read_answer(self.ring._fd)
+        answer = commands.read_answer(self.ring._fd)
         return answer if answer is not None and answer.number == self.number else None
 
     @property
@@ -151,7 +151,7 @@ class Loop:
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     notes = Notes()
     monkeypatch.setitem(sys.modules, "torch.autograd.profiler", notes.profiler)  # type: ignore[arg-type]
-    monkeypatch.setattr(capturing.atexit, "register", lambda action: None)
+    monkeypatch.setattr(capture.atexit, "register", lambda action: None)
     loop = Loop(notes)
     yield loop
     if loop.number:
@@ -165,9 +165,9 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
 def test_the_steps_asked_for_are_recorded_from_the_step_agreed_on(loop: Loop) -> None:
     loop.ask(start_step=4, steps=2, options=Options(shapes=True, flops=True))
     loop.steps(3)
-    assert loop.phase == layout.PHASE_ARMED
+    assert loop.phase == ring_layout.PHASE_ARMED
     loop.steps(2)
-    assert loop.phase == layout.PHASE_RUNNING
+    assert loop.phase == ring_layout.PHASE_RUNNING
     loop.steps(4)
     assert loop.profiled == [
         "4 made cpu cuda record_shapes with_flops",
@@ -179,7 +179,7 @@ def test_the_steps_asked_for_are_recorded_from_the_step_agreed_on(loop: Loop) ->
         "6 leave ProfilerStep#6",
         "6 stop",
     ]
-    answer = loop.wait_for(layout.PHASE_WRITTEN)
+    answer = loop.wait_for(ring_layout.PHASE_WRITTEN)
     assert (answer.first_step, answer.steps, answer.trace_bytes) == (5, 2, 2)
     assert os.pread(answer.fd, 10, 0) == b"{}"
     loop.drop()
@@ -215,10 +215,10 @@ def test_windows_follow_each_other_after_as_many_steps_and_are_handed_over_toget
         "15 prepare", "16 start",
     ]  # fmt: skip
     loop.steps(1)
-    answer = loop.wait_for(layout.PHASE_WRITTEN)
+    answer = loop.wait_for(ring_layout.PHASE_WRITTEN)
     assert (answer.first_step, answer.steps) == (7, 6)
     packed = os.pread(answer.fd, 100, 0)
-    assert packed.startswith(b"{}{}{}") and packed.endswith(layout.WINDOWS_MARK)
+    assert packed.startswith(b"{}{}{}") and packed.endswith(ring_layout.WINDOWS_MARK)
     assert not loop.captures.active
 
 
@@ -235,7 +235,7 @@ def test_a_profiler_of_the_users_between_windows_ends_the_capture_with_what_ther
     loop.steps(7)
     loop.notes.profiler._prepare_profiler()
     loop.steps(4)
-    answer = loop.wait_for(layout.PHASE_WRITTEN)
+    answer = loop.wait_for(ring_layout.PHASE_WRITTEN)
     assert answer.steps == 1 and "stopped early: a profiler of the user's own began" in answer.text
     assert [event for event in loop.profiled if event.endswith("start")] == ["5 start"]
 
@@ -244,7 +244,7 @@ def test_a_thread_that_ends_between_windows_ends_the_capture(loop: Loop) -> None
     loop.ask(start_step=2, wait_steps=5, steps=1, windows=2)
     loop.steps(9)
     loop.captures._thread_ends()
-    assert loop.phase == layout.PHASE_FAILED
+    assert loop.phase == ring_layout.PHASE_FAILED
     assert not loop.captures.active
 
 
@@ -262,10 +262,10 @@ def test_waiting_and_warming_up_come_before_recording(loop: Loop) -> None:
 def test_recording_by_time_ends_at_the_first_boundary_after_it(loop: Loop) -> None:
     loop.ask(steps=0, length_nanos=SECOND)  # more than three steps take on a busy machine
     loop.steps(3)
-    assert loop.phase == layout.PHASE_RUNNING
+    assert loop.phase == ring_layout.PHASE_RUNNING
     time.sleep(1.0)
     loop.steps(1)
-    assert loop.wait_for(layout.PHASE_WRITTEN).steps == 3
+    assert loop.wait_for(ring_layout.PHASE_WRITTEN).steps == 3
 
 
 def test_a_start_in_the_future_is_waited_for(loop: Loop) -> None:
@@ -274,7 +274,7 @@ def test_a_start_in_the_future_is_waited_for(loop: Loop) -> None:
     assert loop.profiled == []
     time.sleep(1.0)
     loop.steps(1)
-    assert loop.phase == layout.PHASE_RUNNING
+    assert loop.phase == ring_layout.PHASE_RUNNING
 
 
 @pytest.mark.parametrize("prepared_only", [True, False])
@@ -284,11 +284,11 @@ def test_a_profiler_of_the_users_is_waited_for(prepared_only: bool, loop: Loop) 
         loop.notes.profiler._enable_profiler()
     loop.ask()
     loop.steps(3)
-    assert loop.phase == layout.PHASE_HELD
+    assert loop.phase == ring_layout.PHASE_HELD
     assert loop.profiled == []
     loop.notes.profiler._disable_profiler()
     loop.steps(1)
-    assert loop.phase == layout.PHASE_RUNNING
+    assert loop.phase == ring_layout.PHASE_RUNNING
 
 
 def test_a_profiler_of_the_users_that_begins_goes_first(loop: Loop) -> None:
@@ -297,7 +297,7 @@ def test_a_profiler_of_the_users_that_begins_goes_first(loop: Loop) -> None:
     assert loop.notes.profiler_enabled
     loop.notes.profiler._prepare_profiler()
     assert not loop.notes.profiler_enabled
-    assert loop.phase == layout.PHASE_FAILED
+    assert loop.phase == ring_layout.PHASE_FAILED
     assert not loop.captures.active
 
 
@@ -337,12 +337,12 @@ def test_a_capture_that_is_dropped_leaves_nothing_running(loop: Loop) -> None:
 def test_a_request_beyond_bounds_is_refused_with_the_reason(changes: dict[str, int], loop: Loop) -> None:
     loop.ask(**changes)
     loop.steps(3)
-    assert loop.phase == layout.PHASE_FAILED
+    assert loop.phase == ring_layout.PHASE_FAILED
     assert loop.answer is not None and loop.answer.text.startswith("the probe refused: ")
     assert loop.profiled == []
 
 
-@pytest.mark.parametrize("place", [layout.COMMAND_BODY_OFFSET + 3, layout.COMMAND_BODY_OFFSET + 20])
+@pytest.mark.parametrize("place", [ring_layout.COMMAND_BODY_OFFSET + 3, ring_layout.COMMAND_BODY_OFFSET + 20])
 def test_a_damaged_command_is_ignored(place: int, loop: Loop) -> None:
     loop.ask()
     loop.ring._memory[place] ^= 1
@@ -369,14 +369,14 @@ def test_nothing_is_started_or_stopped_while_a_cuda_graph_is_captured(loop: Loop
     assert loop.profiled == []
     loop.notes.capturing_a_graph = False
     loop.steps(1)
-    assert loop.phase == layout.PHASE_RUNNING
+    assert loop.phase == ring_layout.PHASE_RUNNING
 
 
 def test_a_failure_ends_captures_and_leaves_no_profiler_running(loop: Loop, capsys: pytest.CaptureFixture[str]) -> None:
     loop.ask(steps=1)
     loop.notes.fails = True
     loop.steps(3)
-    assert loop.phase == layout.PHASE_OFF
+    assert loop.phase == ring_layout.PHASE_OFF
     assert not loop.notes.profiler_enabled
     assert capsys.readouterr().err == (
         "rankscope: captures disabled: ValueError: no profiler; training is not affected\n"
@@ -387,15 +387,15 @@ def test_a_failure_ends_captures_and_leaves_no_profiler_running(loop: Loop, caps
 
 
 def test_scarce_memory_refuses_a_capture_and_ends_one_early(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capturing, "memory_left_bytes", lambda: 10 << 20)
+    monkeypatch.setattr(capture, "memory_left_bytes", lambda: 10 << 20)
     loop.ask()
     loop.steps(2)
     assert loop.answer is not None and "only 10 MB" in loop.answer.text
-    monkeypatch.setattr(capturing, "memory_left_bytes", lambda: 800 << 20)
-    monkeypatch.setattr(capturing, "resident_bytes", lambda: loop.notes.step * (40 << 20))
+    monkeypatch.setattr(capture, "memory_left_bytes", lambda: 800 << 20)
+    monkeypatch.setattr(capture, "resident_bytes", lambda: loop.notes.step * (40 << 20))
     loop.ask(steps=50)
     loop.steps(6)
-    answer = loop.wait_for(layout.PHASE_WRITTEN)
+    answer = loop.wait_for(ring_layout.PHASE_WRITTEN)
     assert "memory would have become short" in answer.text
     assert answer.steps == 3
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from rankscope.probe import device_steps, layout, spans
+from rankscope.probe import collective_spans, device_steps, ring_layout
 from rankscope.probe.clock import CudaClock
+from rankscope.probe.collective_spans import Spans
 from rankscope.probe.ddp import NOT_MEASURED
 from rankscope.probe.device_steps import DeviceSteps
-from rankscope.probe.failing import switch
-from rankscope.probe.spans import Spans
-from rankscope.probe.timing import LAST_END, STEPS, Tally
+from rankscope.probe.failure import switch
+from rankscope.probe.torch_timers import LAST_END, STEPS, Tally
 from tests.unit.probe.fake_cuda import MS, FakeCuda
 
 SECONDS = ("input", "blocking", "optimizer", "checkpoint", *"fbco", "host", "run_ahead", "exposed")
@@ -56,7 +56,7 @@ class Job:
         self.cuda = FakeCuda()
         clock = SimpleNamespace(monotonic_ns=self.cuda.monotonic_ns)
         monkeypatch.setattr(device_steps, "time", clock)
-        monkeypatch.setattr(spans, "time", clock)
+        monkeypatch.setattr(collective_spans, "time", clock)
         self.tally = Tally()
         distributed = SimpleNamespace(
             get_process_group_ranks=lambda group: [0, 1, 2, 3], get_rank=lambda: 2, group=SimpleNamespace(WORLD=None)
@@ -101,7 +101,7 @@ def test_a_step_takes_as_long_as_on_the_device_although_the_host_is_done_in_a_mo
     assert job.median("span") == pytest.approx(58.0)
     assert job.median("host") == pytest.approx(58.0, abs=0.1)
     assert job.median("run_ahead") == pytest.approx(20 * 54.0, rel=0.1)
-    assert all(record["flags"] & layout.FLAG_DEVICE for record in job.records)
+    assert all(record["flags"] & ring_layout.FLAG_DEVICE for record in job.records)
 
 
 def test_a_late_host_is_never_ahead(job: Job) -> None:
@@ -139,7 +139,7 @@ def test_the_rank_that_others_wait_for_has_the_shortest_spans(monkeypatch: pytes
             job.cuda.pass_time(75.0)
             job.border()
         (slot,) = job.spans.groups.slots.values()
-        assert (slot.size, slot.position, slot.kind) == (4, 2, layout.GROUP_EXPOSED)
+        assert (slot.size, slot.position, slot.kind) == (4, 2, ring_layout.GROUP_EXPOSED)
         slots.append(slot)
         assert job.median("span") == pytest.approx(75.0)
         assert job.median("exposed") == pytest.approx(slot.seconds / slot.samples * 1000)
@@ -185,7 +185,7 @@ def test_what_another_stream_waits_is_not_taken_for_exposed(job: Job) -> None:
         job.cuda.pass_time(40.0)
         job.border()
     (slot,) = [slot for slot in job.spans.groups.slots.values() if slot.samples > 5]
-    assert slot.kind == layout.GROUP_OVERLAPPED
+    assert slot.kind == ring_layout.GROUP_OVERLAPPED
     assert job.records[-5]["exposed"] != job.records[-5]["exposed"]
 
 
@@ -229,16 +229,16 @@ def test_events_are_used_again(job: Job) -> None:
 def test_sampling_keeps_to_its_budget_and_to_steps_that_all_ranks_sample(step_milliseconds: float, marks: int) -> None:
     rates = []
     for jitter in (0.97, 1.0, 1.02):
-        rate = spans.Rate()
+        rate = collective_spans.Rate()
         for step in range(1, 400):
             sampled = rate.is_sampled(step)
             rate.observe(step_milliseconds * jitter * 1e-3, marks if sampled else 0)
             if step % 20 == 0:
                 rate.tune()
         rates.append(rate)
-        cost = marks * spans.MARK_SECONDS / (rate.every * step_milliseconds * 1e-3)
-        is_at_least = rate.every * step_milliseconds * 1e-3 * 2 > spans.SAMPLED_EVERY_SECONDS
-        assert cost <= spans.COST_BUDGET_RATIO * 1.5 or is_at_least
+        cost = marks * collective_spans.MARK_SECONDS / (rate.every * step_milliseconds * 1e-3)
+        is_at_least = rate.every * step_milliseconds * 1e-3 * 2 > collective_spans.SAMPLED_EVERY_SECONDS
+        assert cost <= collective_spans.COST_BUDGET_RATIO * 1.5 or is_at_least
     rarest, densest = max(rates, key=lambda r: r.every), min(rates, key=lambda r: r.every)
     assert all(densest.is_sampled(step) for step in range(1, 5000) if rarest.is_sampled(step))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rankscope.probe
-from rankscope.probe import injecting
+from rankscope.probe import injection
 
 FOLDER = Path(rankscope.probe.__file__).parent
 MODULES = sorted(FOLDER.rglob("*.py"))
@@ -40,14 +40,14 @@ def test_every_module_is_python_3_9_and_imports_only_the_standard_library_at_loa
 
 def test_the_ring_and_the_parsing_work_on_python_3_9(tmp_path: Path) -> None:
     python = interpreter("python3.9") or sys.executable
-    injecting.copy_to(str(tmp_path))
+    injection.copy_to(str(tmp_path))
     code = (
         "import os, sys\n"
         "assert 'rankscope.probe.bootstrap' in sys.modules\n"
-        "from rankscope.probe import ring, declaring, session, hooking, step, declare\n"
+        "from rankscope.probe import ring, declaration, session, torch_hooks, step, declare\n"
         "step(); declare(params='7B')\n"
         "r = ring.Ring(); r.append(2, 1, (0,) * 11, 0, 1); r.write_facts({'rank': 1})\n"
-        "assert declaring.coordinates('P', 'pp=2,dp=2', 3, 4) == {'pipeline': 1, 'data': 1}\n"
+        "assert declaration.coordinates('P', 'pp=2,dp=2', 3, 4) == {'pipeline': 1, 'data': 1}\n"
         "print(os.readlink('/proc/self/fd/%d' % r._fd))\n"
     )
     done = subprocess.run(
@@ -65,7 +65,7 @@ def test_any_python_of_a_container_starts_quietly_and_still_runs_its_own_sitecus
     own.mkdir()
     (own / "sitecustomize.py").write_text("import os; os.environ['OWN'] = 'ran'")
     code = "import os, sys; print(os.environ['OWN'] + ' ' + sys.modules['sitecustomize'].__file__)"
-    path = os.pathsep.join([injecting.inject_folder(), str(own)])
+    path = os.pathsep.join([injection.inject_folder(), str(own)])
     done = subprocess.run(
         [python, "-c", code],
         env={"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
@@ -84,7 +84,7 @@ def test_injection_works_where_rankscope_is_not_installed_and_api_calls_find_the
         "assert not any('site-packages' in f and 'rankscope' in f for f in sys.path)\n"
         "print(sum(type(f).__name__ == 'TorchFinder' for f in sys.meta_path), p.__file__)\n"
     )
-    env = {"PYTHONPATH": injecting.inject_folder()}
+    env = {"PYTHONPATH": injection.inject_folder()}
     # The interpreter our virtual environment was made from has no site-packages of ours, like a foreign image.
     python = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
     done = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True, check=False)
@@ -96,15 +96,15 @@ def test_both_ways_in_start_one_probe_and_switching_off_starts_none() -> None:
     code = "import sys; print(sum(type(f).__name__ == 'TorchFinder' for f in sys.meta_path))"
     counts = []
     for value in ("1", "0"):
-        env = {"PYTHONPATH": injecting.inject_folder(), "RANKSCOPE_PROBE": value}
+        env = {"PYTHONPATH": injection.inject_folder(), "RANKSCOPE_PROBE": value}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         counts.append((done.stdout.strip(), done.stderr))
     assert counts == [("1", ""), ("0", "")]
 
 
 def test_a_broken_probe_package_does_not_stop_the_program(tmp_path: Path) -> None:
-    injecting.copy_to(str(tmp_path))
-    (tmp_path / "rankscope/probe/failing.py").write_text("raise RuntimeError('half\\ncopied')")
+    injection.copy_to(str(tmp_path))
+    (tmp_path / "rankscope/probe/failure.py").write_text("raise RuntimeError('half\\ncopied')")
     env = {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", "print('ran')"], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "ran\n"
@@ -117,7 +117,7 @@ def test_hooks_are_installed_after_torch_has_run_and_into_parts_that_come_later(
     (torch / "__init__.py").write_text("events = ['torch runs']")
     (torch / "late.py").write_text("import torch; torch.events.append('late runs')")
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys, rankscope.probe.hooking as hooking\n"
+        "import sys, rankscope.probe.torch_hooks as hooking\n"
         "def install(torch):\n"
         "    torch.events.append('install')\n"
         "    return {'torch.late': lambda module: torch.events.append('install late')}\n"
@@ -128,7 +128,7 @@ def test_hooks_are_installed_after_torch_has_run_and_into_parts_that_come_later(
         "import torch; print(torch.events); import torch.late; print(torch.events[2:])\n"
         "print(type(torch.__loader__).__name__, vars(torch.__loader__).keys() & {'exec_module'}, torch.__spec__.name)\n"
     )
-    path = os.pathsep.join([injecting.inject_folder(), str(tmp_path)])
+    path = os.pathsep.join([injection.inject_folder(), str(tmp_path)])
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True, check=False
     )

@@ -1,22 +1,22 @@
 import pytest
 
-from rankscope.probe import declaring
-from rankscope.probe.declaring import BadValueError
+from rankscope.probe import declaration
+from rankscope.probe.declaration import BadValueError
 
 
 def test_numbers_take_exponents_and_suffixes() -> None:
-    assert [declaring.quantity("N", text, "") for text in ("7e9", "7B", "7_000M", "0.007t")] == [7e9, 7e9, 7e9, 7e9]
+    assert [declaration.quantity("N", text, "") for text in ("7e9", "7B", "7_000M", "0.007t")] == [7e9, 7e9, 7e9, 7e9]
 
 
 def test_model_flops_follow_the_palm_formula_per_token_times_tokens() -> None:
     environment = {"RANKSCOPE_MODEL": "params=7B,layers=32,width=4096,sequence=2048,batch=512"}
     per_token = 6 * 7e9 + 12 * 32 * 4096 * 2048
-    assert declaring.flops_from_environment(environment) == pytest.approx(per_token * 2048 * 512)
+    assert declaration.flops_from_environment(environment) == pytest.approx(per_token * 2048 * 512)
 
 
 def test_flops_per_step_win_over_the_models_shape() -> None:
     environment = {"RANKSCOPE_MODEL": "params=7B,sequence=1,batch=1", "RANKSCOPE_FLOPS_PER_STEP": "3P"}
-    assert declaring.flops_from_environment(environment) == 3e15
+    assert declaration.flops_from_environment(environment) == 3e15
 
 
 @pytest.mark.parametrize(
@@ -33,11 +33,11 @@ def test_flops_per_step_win_over_the_models_shape() -> None:
 )
 def test_a_bad_model_is_refused_with_its_name_the_reason_and_an_example(value: str, reason: str) -> None:
     with pytest.raises(BadValueError, match=r"RANKSCOPE_MODEL.*" + reason + r".*example: RANKSCOPE_MODEL=params=7B"):
-        declaring.flops_from_environment({"RANKSCOPE_MODEL": value})
+        declaration.flops_from_environment({"RANKSCOPE_MODEL": value})
 
 
 def test_the_last_axis_of_the_layout_varies_fastest() -> None:
-    places = [declaring.coordinates("P", "pp=2,dp=3,tp=2", rank, 12) for rank in (0, 1, 2, 6, 11)]
+    places = [declaration.coordinates("P", "pp=2,dp=3,tp=2", rank, 12) for rank in (0, 1, 2, 6, 11)]
     assert [(p["pipeline"], p["data"], p["tensor"]) for p in places] == [
         (0, 0, 0),
         (0, 0, 1),
@@ -48,18 +48,18 @@ def test_the_last_axis_of_the_layout_varies_fastest() -> None:
 
 
 def test_an_axis_without_a_cohort_takes_part_in_the_layout_only() -> None:
-    assert declaring.coordinates("P", {"dp": 2, "cp": 2}, 3, 4) == {"data": 1}
+    assert declaration.coordinates("P", {"dp": 2, "cp": 2}, 3, 4) == {"data": 1}
 
 
 @pytest.mark.parametrize("layout", ["pp=2,dp=2", "pp=2.5,dp=2", "xx=5", "pp=0,dp=5", "pp:5"])
 def test_a_layout_that_does_not_fit_the_world_is_refused(layout: str) -> None:
     with pytest.raises(BadValueError):
-        declaring.coordinates("RANKSCOPE_PARALLELISM", layout, 0, 5)
+        declaration.coordinates("RANKSCOPE_PARALLELISM", layout, 0, 5)
 
 
 def test_several_data_axes_of_a_mesh_make_one_coordinate() -> None:
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    assert declaring.mesh_coordinates(names, (2, 2, 4, 2, 8), (1, 1, 3, 1, 5)) == {
+    assert declaration.mesh_coordinates(names, (2, 2, 4, 2, 8), (1, 1, 3, 1, 5)) == {
         "pipeline": 1,
         "data": 7,
         "tensor": 5,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rankscope.probe import stepping, timing
-from rankscope.probe.failing import switch
+from rankscope.probe import step_boundary, torch_timers
+from rankscope.probe.failure import switch
 
 Hook = Callable[[Any, Any, Any], None]
 
@@ -22,7 +22,7 @@ class Loop:
     """Stands for torch's optimizer module and for the session."""
 
     def __init__(self) -> None:
-        self.tally = timing.Tally()
+        self.tally = torch_timers.Tally()
         self.pre: Hook
         self.post: Hook
         self.fails = False
@@ -36,7 +36,7 @@ class Loop:
                     loop.step(optimizer)
 
         self.scaler = Scaler()
-        self.mark = stepping.install_optimizer_hooks(self, self.tally, self.flush, Scaler)
+        self.mark = step_boundary.install_optimizer_hooks(self, self.tally, self.flush, Scaler)
 
     def register_optimizer_step_pre_hook(self, hook: Hook) -> None:
         self.pre = hook
@@ -55,7 +55,7 @@ class Loop:
 
     @property
     def steps(self) -> int:
-        return self.tally.ledger[timing.STEPS]
+        return self.tally.ledger[torch_timers.STEPS]
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_one_optimizer_per_parameter_makes_one_step_per_round() -> None:
 def test_another_optimizer_takes_over_when_the_first_falls_silent() -> None:
     loop, first, second = Loop(), Optimizer(), Optimizer()
     loop.step(first)
-    for _ in range(stepping.RE_ELECT_AFTER_STEPS + 9):
+    for _ in range(step_boundary.RE_ELECT_AFTER_STEPS + 9):
         loop.step(second)
     assert loop.steps == 1 + 10
 
@@ -111,14 +111,14 @@ def test_explicit_steps_are_the_only_ones_once_they_begin() -> None:
 
 def test_an_optimizer_inside_another_is_timed_once() -> None:
     loop, outer, inner = Loop(), Optimizer(), Optimizer()
-    wait = timing.timed(lambda: None, loop.tally, timing.BLOCKING)
-    loop.tally.thread_id = stepping.training_thread_id()
+    wait = torch_timers.timed(lambda: None, loop.tally, torch_timers.BLOCKING)
+    loop.tally.thread_id = step_boundary.training_thread_id()
     loop.pre(outer, (), {})
     loop.step(inner)
-    spent = loop.tally.ledger[timing.OPTIMIZER]
+    spent = loop.tally.ledger[torch_timers.OPTIMIZER]
     wait()
     loop.post(outer, (), {})
-    assert loop.tally.ledger[timing.OPTIMIZER] == spent
+    assert loop.tally.ledger[torch_timers.OPTIMIZER] == spent
 
 
 def test_a_step_that_raised_leaves_nothing_behind() -> None:
@@ -126,7 +126,7 @@ def test_a_step_that_raised_leaves_nothing_behind() -> None:
     loop.pre(optimizer, (), {})  # and the step raises: no post hook
     loop.step(optimizer)
     assert loop.steps == 1
-    assert loop.tally.ledger[timing.OPTIMIZER_STARTED] == 0
+    assert loop.tally.ledger[torch_timers.OPTIMIZER_STARTED] == 0
 
 
 def test_an_exception_in_the_probe_is_one_line_and_the_end_of_it(capsys: pytest.CaptureFixture[str]) -> None:

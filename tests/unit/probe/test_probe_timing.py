@@ -8,12 +8,12 @@ from types import FrameType
 
 import pytest
 
-from rankscope.probe import timing
-from rankscope.probe.failing import disable, switch
+from rankscope.probe import torch_timers
+from rankscope.probe.failure import disable, switch
 
 
-def tally_of_this_thread() -> timing.Tally:
-    tally = timing.Tally()
+def tally_of_this_thread() -> torch_timers.Tally:
+    tally = torch_timers.Tally()
     tally.thread_id = threading.get_ident()
     return tally
 
@@ -25,7 +25,7 @@ def test_results_exceptions_signature_and_name_pass_through() -> None:
             raise OSError("no space")
         return f
 
-    wrapped = timing.timed(save, tally_of_this_thread(), timing.CHECKPOINT)
+    wrapped = torch_timers.timed(save, tally_of_this_thread(), torch_timers.CHECKPOINT)
     assert wrapped(1, f="x") == "x"
     assert inspect.signature(wrapped) == inspect.signature(save)
     assert (wrapped.__name__, wrapped.__doc__) == ("save", "Saves.")
@@ -35,13 +35,13 @@ def test_results_exceptions_signature_and_name_pass_through() -> None:
 
 def test_a_call_inside_a_timed_call_is_counted_once_and_for_the_outer_cause() -> None:
     tally = tally_of_this_thread()
-    inner = timing.timed(lambda: time.sleep(0.002), tally, timing.BLOCKING)
-    outer = timing.timed(inner, tally, timing.INPUT)
+    inner = torch_timers.timed(lambda: time.sleep(0.002), tally, torch_timers.BLOCKING)
+    outer = torch_timers.timed(inner, tally, torch_timers.INPUT)
     outer()
-    assert tally.ledger[timing.INPUT] >= 2_000_000
-    assert tally.ledger[timing.BLOCKING] == 0
+    assert tally.ledger[torch_timers.INPUT] >= 2_000_000
+    assert tally.ledger[torch_timers.BLOCKING] == 0
     inner()
-    assert tally.ledger[timing.BLOCKING] >= 2_000_000
+    assert tally.ledger[torch_timers.BLOCKING] >= 2_000_000
 
 
 def test_a_call_that_raises_is_counted_and_the_next_one_too() -> None:
@@ -50,22 +50,22 @@ def test_a_call_that_raises_is_counted_and_the_next_one_too() -> None:
     def fails() -> None:
         raise RuntimeError
 
-    wrapped = timing.timed(fails, tally, timing.BLOCKING)
+    wrapped = torch_timers.timed(fails, tally, torch_timers.BLOCKING)
     spent = []
     for _ in range(2):
         with pytest.raises(RuntimeError):
             wrapped()
-        spent.append(tally.ledger[timing.BLOCKING])
+        spent.append(tally.ledger[torch_timers.BLOCKING])
     assert 0 < spent[0] < spent[1]
 
 
 def test_other_threads_are_not_counted() -> None:
     tally = tally_of_this_thread()
-    wrapped = timing.timed(lambda: None, tally, timing.INPUT)
+    wrapped = torch_timers.timed(lambda: None, tally, torch_timers.INPUT)
     thread = threading.Thread(target=wrapped)
     thread.start()
     thread.join()
-    assert tally.ledger[timing.INPUT] == 0
+    assert tally.ledger[torch_timers.INPUT] == 0
 
 
 def test_an_exception_from_the_users_signal_handler_arrives_although_a_hook_was_running() -> None:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.wire.addresses import is_loopback
-from rankscope.wire.bounded_http import HEAD_BYTES, BoundedHandler, BoundedHttpServer
-from rankscope.wire.following_tls import FollowedTls, TlsMaterial, files
+from rankscope.common.http_server import HEAD_BYTES, BoundedHandler, BoundedHttpServer, is_loopback
+from rankscope.common.tls import FollowedTls, TlsMaterial, files
 from tests.certificates import Authority, Pair
 
 AT_ONCE = 8

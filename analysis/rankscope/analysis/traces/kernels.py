@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.analysis.robust import Bools
-from rankscope.analysis.traces.columns import Category, Trace
+from rankscope.analysis.stats.robust import Bools, Ints
+from rankscope.analysis.traces.intervals import nest
+from rankscope.analysis.traces.summary_records import ComputeSummary
+from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
 
 class Kind(IntEnum):
@@ -78,3 +81,130 @@ def _names_like(names: tuple[str, ...], pattern: re.Pattern[str], anywhere: bool
     found = np.fromiter((matches(name) is not None for name in names), dtype=bool, count=len(names))
     found.flags.writeable = False
     return found
+
+
+# Which kernels the time went into.
+
+TOP = 20
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """One kernel by name. On a trace without device these are operators, without what they called."""
+
+    name: str
+    kind: Kind
+    tensor_core: bool
+    count: int
+    total_ns: int
+    share_ratio: float  # of the durations of everything on the device
+    mean_ns: float
+    longest_ns: int
+
+
+def top_kernels(trace: Trace, limit: int = TOP) -> tuple[KernelUse, ...]:
+    """By total time, longest first. Durations add up whether or not they overlap."""
+    kind = classify(trace)
+    duration = trace.duration_ns
+    rows = np.flatnonzero(trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET))
+    if len(rows) == 0:
+        rows = np.flatnonzero(trace.of(Category.CPU_OP))
+        kind = np.full(len(trace), Kind.COMPUTE, dtype=np.int8)
+        duration = _own_durations(trace, rows)
+    size = len(trace.names)
+    totals = np.zeros(size, dtype=np.int64)
+    np.add.at(totals, trace.name[rows], duration[rows])
+    counts = np.bincount(trace.name[rows], minlength=size)
+    longest = np.zeros(size, dtype=np.int64)
+    np.maximum.at(longest, trace.name[rows], duration[rows])
+    kind_of_name = np.zeros(size, dtype=np.int8)
+    kind_of_name[trace.name[rows]] = kind[rows]
+    on_tensor_core = np.zeros(size, dtype=bool)
+    on_tensor_core[trace.name[tensor_core(trace)]] = True
+    everything = max(int(totals.sum()), 1)
+    best = np.argsort(-totals, kind="stable")[:limit]
+    return tuple(
+        KernelUse(
+            name=trace.names[name],
+            kind=Kind(int(kind_of_name[name])),
+            tensor_core=bool(on_tensor_core[name]),
+            count=int(counts[name]),
+            total_ns=int(totals[name]),
+            share_ratio=float(totals[name] / everything),
+            mean_ns=float(totals[name] / counts[name]),
+            longest_ns=int(longest[name]),
+        )
+        for name in best
+        if counts[name]
+    )
+
+
+def tensor_core_ratio(trace: Trace) -> float | None:
+    """Share of the time in computation kernels that is in those of tensor cores; None without such kernels."""
+    compute = classify(trace) == Kind.COMPUTE
+    total = int(trace.duration_ns[compute].sum())
+    return float(trace.duration_ns[compute & tensor_core(trace)].sum() / total) if total else None
+
+
+def _own_durations(trace: Trace, rows: Ints) -> Ints:
+    """Of each row, its duration without that of the rows it directly encloses on its thread."""
+    # Only the order of times matters here, and ranks stay small however far apart the times of a broken trace are.
+    _, rank = np.unique(np.concatenate((trace.start_ns, trace.end_ns)), return_inverse=True)
+    start, end = np.split(rank, 2)
+    spans = nest(replace(trace, start_ns=start, duration_ns=end - start), rows)
+    inner = spans.parent != ABSENT
+    own: Ints = trace.duration_ns.copy()
+    np.subtract.at(own, spans.row[spans.parent[inner]], trace.duration_ns[spans.row[inner]])
+    np.maximum(own, 0, out=own)
+    return own
+
+
+# How computation divides: dense work that arithmetic bounds, and kernels that only move data through memory.
+
+# FP32 products on the plain units; a name that shows tensor cores overrules it.
+_PLAIN_MATRIX = re.compile(r"sgemm|dgemm|simt_|_ffma_|gemmSN|gemmk1|scudnn|implicit_convolve_sgemm", re.IGNORECASE)
+_DENSE = re.compile(
+    r"gemm|conv|fprop|dgrad|wgrad|attn|attention|fmha|flash|cutlass|xmma|nvjet|Cijk_|matmul|winograd|_mma_|wgmma|lstm|rnn"
+    r"|triton_(tem|mm|bmm)",
+    re.IGNORECASE,
+)
+_MOVING = re.compile(
+    r"elementwise|reduce_kernel|softmax|layer_?norm|rms_?norm|batch_?norm|group_?norm|bn_(fw|bw)|copy|CatArray|index|gather"
+    r"|scatter|embedding|multi_tensor_apply|dropout|[Ff]ill|transpose|permute|nll_loss|cross_entropy|gemv|radixsort|sort"
+    r"|scan|\bcub::|where|adam|pool|memcpy|memset|triton_(poi|red|per)|GammaBeta|compute_grad|rotary|silu|gelu|swiglu",
+    re.IGNORECASE,
+)
+_FUSED = re.compile(r"triton_|fused", re.IGNORECASE)
+
+
+def mix_compute(trace: Trace) -> ComputeSummary | None:
+    """None where no kernel computed."""
+    rows = np.flatnonzero(classify(trace) == Kind.COMPUTE)
+    is_set = trace.of(Category.MEMSET)[rows]
+    duration = trace.duration_ns[rows].astype(np.float64)
+    total = float(duration.sum())
+    if total <= 0 or is_set.all():
+        return None
+    names, name_of = np.unique(trace.name[rows], return_inverse=True)
+
+    def like(pattern: re.Pattern[str]) -> Bools:
+        # Of kernels only: a trace names many more things, and these patterns are slow.
+        return np.array([pattern.search(trace.names[name]) is not None for name in names.tolist()])[name_of]
+
+    on_tensor_cores = tensor_core(trace)[rows]
+    dense = like(_DENSE) | on_tensor_cores
+    moving = (like(_MOVING) & ~dense) | is_set
+    plain = like(_PLAIN_MATRIX) & ~on_tensor_cores
+    unfused = moving & ~is_set & ~like(_FUSED)
+
+    def share(which: Bools) -> float:
+        return float(duration[which].sum()) / total
+
+    return ComputeSummary(
+        moving_ratio=share(moving),
+        unfused_ratio=share(unfused),
+        plain_matrix_ratio=share(plain),
+        tensor_core_ratio=share(on_tensor_cores),
+        kernel_median_us=float(np.median(duration[~is_set])) / 1000,
+        kernel_count=int((~is_set).sum()),
+    )

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.analysis.robust import Bools, Ints
-from rankscope.analysis.traces.columns import ABSENT, Category, Trace
+from rankscope.analysis.stats.robust import Bools, Ints
 from rankscope.analysis.traces.intervals import merge
 from rankscope.analysis.traces.kernels import names_like
+from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
 # An annotation that Rankscope puts where it cut a recording at the border of a step.
 CUT_AT_A_STEP = "rankscope: the steps asked for begin here"

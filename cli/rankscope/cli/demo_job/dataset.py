@@ -7,9 +7,9 @@ from __future__ import annotations
 import time
 
 import torch
+from fault_switch import FaultSwitch
 from faults import SLOW_INPUT
-from sizing import ModelSize
-from switching import FaultSwitch
+from model_size import ModelSize
 from torch.utils.data import Dataset
 
 SAMPLES = 65536

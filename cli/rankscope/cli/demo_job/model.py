@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 import torch
+from fault_switch import FaultSwitch
 from faults import HANG, SLOW_RANK, STAGE_IMBALANCE
-from sizing import ModelSize
-from switching import FaultSwitch
+from model_size import ModelSize
 from torch import nn
 
 WIDE_VOCABULARY = 8192

@@ -12,9 +12,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from dataset import TokenDataset
+from fault_switch import FaultSwitch
 from model import FirstStage, LastStage
-from sizing import MICRO_BATCHES, PIPELINE_SIZE, PIPELINE_STAGES, ModelSize
-from switching import FaultSwitch
+from model_size import MICRO_BATCHES, PIPELINE_SIZE, PIPELINE_STAGES, ModelSize
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from train import LEARNING_RATE, endless_batches

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dataset import TokenDataset
+from fault_switch import FaultSwitch
 from faults import SLOW_NETWORK
 from model import LanguageModel
-from sizing import DATA_PARALLEL_SIZE
-from switching import FaultSwitch
+from model_size import DATA_PARALLEL_SIZE
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler

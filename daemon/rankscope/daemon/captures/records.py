@@ -1,23 +1,32 @@
-"""The records of captures: what was asked, what each rank did, and why it failed. A record is the protobuf message
-itself, changed only here under a lock, given out as copies, and saved at every change of state."""
+"""The records of captures: the request, what each rank did, and why it failed.
+
+A record is the protobuf message itself. It is changed only here under a lock, returned as a copy, and saved at every
+change of state."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
+from rankscope.daemon.captures.orders import CaptureError, Recording
+from rankscope.daemon.captures.reservations import LASTING
+from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
 CAPTURES_REMEMBERED = 256
-# Who asked for the captures that nobody asked for.
+# `requested_by` of automatic captures.
 DUTY_CYCLE = "duty cycle"
 FOLLOW_SECONDS = 1.0
 FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, pb.CAPTURE_STATE_CANCELLED})
+Recorded = Mapping[int, tuple[RankProcess, Recording]]
 
 
 class Records:
-    """All methods may be called from any thread."""
+    """Thread-safe."""
 
     def __init__(self, save: Callable[[pb.Capture], None], known: Iterable[pb.Capture] = ()) -> None:
         self._save = save
@@ -34,7 +43,7 @@ class Records:
             self._changed.notify_all()
 
     def change(self, capture_id: str, edit: Callable[[pb.Capture], None]) -> None:
-        """`edit` gets the record itself; be quick."""
+        """`edit` receives the record itself and must be quick."""
         with self._changed:
             capture = self._captures[capture_id]
             before = [capture.state, *(rank.state for rank in capture.ranks)]
@@ -44,7 +53,7 @@ class Records:
             self._changed.notify_all()
 
     def change_rank(self, capture_id: str, rank: int, edit: Callable[[pb.RankCapture], None]) -> None:
-        """The capture as a whole is as far as the rank that is least far, until it is concluded."""
+        """The capture as a whole is in the state of its least advanced rank until it is concluded."""
 
         def edit_both(capture: pb.Capture) -> None:
             edit(next(entry for entry in capture.ranks if entry.rank == rank))
@@ -60,12 +69,12 @@ class Records:
             return None if capture is None else _copy(capture)
 
     def all(self, job: str = "") -> list[pb.Capture]:
-        """The latest first."""
+        """Newest first."""
         with self._changed:
             return [_copy(capture) for capture in reversed(self._captures.values()) if job in ("", capture.job)]
 
     def finished(self, requested_by: str) -> list[tuple[str, str]]:
-        """Id and job of captures that are over, the oldest first."""
+        """Id and job of finished captures, oldest first."""
         with self._changed:
             return [
                 (capture.id, capture.job)
@@ -79,7 +88,7 @@ class Records:
             self._changed.notify_all()
 
     def follow(self, capture_id: str, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[pb.Capture]:
-        """The capture now and at every change, until it is final or nobody wants it any more."""
+        """The capture now and at every change, until it is final or no longer wanted."""
         seen: pb.Capture | None = None
         while is_wanted():
             with self._changed:
@@ -99,3 +108,88 @@ def _copy(capture: pb.Capture) -> pb.Capture:
     copy = pb.Capture()
     copy.CopyFrom(capture)
     return copy
+
+
+# Entering results into a record.
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """A stored recording: compressed, annotated, summarized."""
+
+    artifact: str
+    size_bytes: int
+    uri: str = ""
+    summary: pb.TraceSummary | None = None
+    start_unix_millis: int | None = None
+    steps: int | None = None
+    step_seconds: float | None = None  # learned from the trace
+    whole_steps: int | None = None  # in the recording; fewer than requested if it was too short
+    notes: tuple[str, ...] = ()
+    more_windows: tuple[pb.CaptureWindow, ...] = ()
+
+
+def enter_delivery(entry: pb.RankCapture, recording: Recording, delivered: Delivered) -> None:
+    entry.state = pb.CAPTURE_STATE_ANALYSED
+    entry.artifact, entry.bytes, entry.uri = delivered.artifact, delivered.size_bytes, delivered.uri
+    entry.notes.extend(note for note in (*recording.notes, *delivered.notes) if note not in entry.notes)
+    start = delivered.start_unix_millis if delivered.start_unix_millis is not None else recording.start_unix_millis
+    steps = delivered.steps if delivered.steps is not None else recording.steps
+    if start is not None:
+        entry.start_unix_millis = start
+    if steps is not None:
+        entry.steps = steps
+    del entry.more_windows[:]
+    entry.more_windows.extend(delivered.more_windows)
+    if delivered.summary is not None:
+        entry.summary.CopyFrom(delivered.summary)
+
+
+def forget_first_attempt(capture: pb.Capture) -> None:
+    for entry in capture.ranks:
+        lasting = [note for note in entry.notes if note.startswith(LASTING)]
+        del entry.notes[:]
+        entry.notes.extend(lasting)
+
+
+def overall_state(capture: pb.Capture) -> pb.CaptureState.ValueType:
+    states = [rank.state for rank in capture.ranks]
+    if pb.CAPTURE_STATE_ANALYSED in states:
+        return pb.CAPTURE_STATE_ANALYSED
+    return pb.CAPTURE_STATE_CANCELLED if pb.CAPTURE_STATE_CANCELLED in states else pb.CAPTURE_STATE_FAILED
+
+
+def fail(capture: pb.Capture, error: str) -> None:
+    capture.state = pb.CAPTURE_STATE_FAILED
+    for rank in capture.ranks:
+        if rank.state not in FINAL:
+            rank.state, rank.error = pb.CAPTURE_STATE_FAILED, error
+
+
+# What the runner needs: an archive for recordings, and step times.
+
+
+class Archive(Protocol):
+    """Stores recordings and records. Any method may raise CaptureError."""
+
+    def workspace(self, capture_id: str) -> Path: ...
+
+    def deliver(
+        self, capture: pb.Capture, recorded: Recorded, steps: int | None, cancelled: threading.Event
+    ) -> Iterator[tuple[int, Delivered | CaptureError]]:
+        """All ranks at once: their traces are cut at the same step."""
+        ...
+
+    def join(self, capture: pb.Capture) -> pb.JoinSummary | None: ...
+
+    def clean(self, capture_id: str) -> None: ...
+
+    def save(self, capture: pb.Capture) -> None: ...
+
+    def load(self) -> Sequence[pb.Capture]: ...
+
+
+class StepSecondsOf(Protocol):
+    """A rank's typical step time over a recent interval; None if its steps are not seen."""
+
+    def __call__(self, rank: RankProcess, start_unix_seconds: float, end_unix_seconds: float) -> float | None: ...

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
-from rankscope.analysis.robust import Bools, Floats, Ints
+from rankscope.analysis.stats.robust import Bools, Floats, Ints
 from rankscope.operator.correlation.measuring import CAUSES, GROUP_ROW, GROUPS_READ, ROW
 from rankscope.operator.correlation.wire_shapes import CAPTURED_STEPS
 from rankscope.v1.window_pb2 import CauseSeconds, ProcessUsage, RankWindow, StepStatistics

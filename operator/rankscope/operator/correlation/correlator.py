@@ -10,14 +10,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rankscope.analysis.fleet import FleetJudge
-from rankscope.analysis.policy import DEFAULT_POLICY, Policy
-from rankscope.analysis.robust import median_or_nan
-from rankscope.analysis.verdict import Kind, Severity, Verdict
-from rankscope.analysis.windows import JobWindow, RankColumns
+from rankscope.analysis.stats.robust import median_or_nan
+from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
+from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
+from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
 from rankscope.operator.correlation.held_windows import HeldWindow, HeldWindows, hold
 from rankscope.operator.correlation.job_table import JobTable
 from rankscope.v1 import identity_pb2, rank_service_pb2, window_pb2
+from rankscope.v1.window_pb2 import RankWindow
 
 log = logging.getLogger(__name__)
 
@@ -197,3 +198,63 @@ def _mean(values: np.ndarray) -> float:
 
 def _known(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
+
+
+# GPU time that findings cost a job, over its whole life: a verdict forgets its own loss when it goes.
+
+
+class LostSeconds:
+    """A listener of the correlator. The sum of a job never falls as long as the job is there, restarts included."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals: dict[str, float] = {}
+        self._standing: dict[str, float] = {}
+
+    def __call__(self, states: tuple[JobState, ...]) -> None:
+        with self._lock:
+            present = {state.job for state in states}
+            for job in self._totals.keys() - present:
+                del self._totals[job]
+                self._standing.pop(job, None)
+            for state in states:
+                self._count(state.job, state.verdict.lost_gpu_seconds or 0.0)
+
+    def _count(self, job: str, lost: float) -> None:
+        before = self._standing.get(job, 0.0)
+        # Less than before is the loss of another finding, from its beginning.
+        self._totals[job] = self._totals.get(job, 0.0) + (lost - before if lost >= before else lost)
+        self._standing[job] = lost
+
+    def of(self, job: str) -> float:
+        with self._lock:
+            return self._totals.get(job, 0.0)
+
+
+# Whom a capture should look at: the ranks that a verdict names, and healthy ranks of the same role to hold against.
+
+
+@dataclass(frozen=True)
+class Suspects:
+    culprits: tuple[int, ...]
+    peers: tuple[int, ...]  # the most typical first
+    reason: str
+
+
+def suspects(state: JobState) -> Suspects:
+    """Of a job; no culprits where nobody is blamed. A slow stage's peers are ranks of other stages."""
+    culprits = state.verdict.culprits if state.verdict.kind.is_finding else ()
+    windows = {window.identity.rank: window for window in state.windows}
+    accused = [windows[rank] for rank in culprits if rank in windows]
+    others = [window for rank, window in windows.items() if rank not in culprits]
+    if accused and state.verdict.stage is None:
+        others = [window for window in others if _stage(window) == _stage(accused[0])]
+    known = sorted((window for window in others if window.HasField("self")), key=lambda w: w.self.mean_seconds)
+    middle = len(known) // 2
+    typical = [*known[middle:], *reversed(known[:middle])] if known else others
+    return Suspects(culprits, tuple(window.identity.rank for window in typical), state.verdict.reason)
+
+
+def _stage(window: RankWindow) -> int | None:
+    coordinates = window.identity.coordinates
+    return coordinates.pipeline if coordinates.HasField("pipeline") else None

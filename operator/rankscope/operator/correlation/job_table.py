@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rankscope.analysis.windows import JobWindow
+from rankscope.analysis.verdicts.windows import JobWindow
 from rankscope.operator.correlation.columns import Layout, Tick, job_windows
 from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen
 from rankscope.v1 import identity_pb2

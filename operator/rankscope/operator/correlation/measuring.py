@@ -8,7 +8,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from rankscope.analysis.robust import Floats
+from rankscope.analysis.stats.robust import Floats
 from rankscope.operator.correlation.wire_shapes import ABSENT, ABSENT_COUNT, ABSENT_NANOS, CAPTURED_STEPS, Figures
 from rankscope.v1.window_pb2 import CauseSeconds, StepStatistics
 

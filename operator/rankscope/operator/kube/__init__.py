@@ -1,1 +1,1 @@
-"""The operator in a cluster: pods become runs, verdicts become status and events, Capture objects become captures."""
+"""The Kubernetes API: client, watch cache, leases, writer, our own kinds."""

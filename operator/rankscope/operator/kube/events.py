@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Literal
 
-from rankscope.operator.kube.api import Api, ConflictError, Document
-from rankscope.operator.kube.writing import Outbox, Write
+from rankscope.operator.kube.api_client import Api, ConflictError, Document
+from rankscope.operator.kube.object_writer import Outbox, Write
 
 COMPONENT = "rankscope-operator"
 MESSAGE_CHARACTERS = 1000

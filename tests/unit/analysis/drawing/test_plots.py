@@ -8,12 +8,13 @@ import zlib
 import numpy as np
 import pytest
 
-from rankscope.analysis.drawing import charts, colours
-from rankscope.analysis.drawing.axes import Axis
-from rankscope.analysis.drawing.charts import Cloud, Series
-from rankscope.analysis.drawing.heat_map import heat_map
-from rankscope.analysis.drawing.page import Section, Table, page
-from rankscope.analysis.drawing.png import heat_map_png, palette
+from rankscope.analysis.plots import charts
+from rankscope.analysis.plots import svg as colours
+from rankscope.analysis.plots.charts import Cloud, Series
+from rankscope.analysis.plots.heat_map import heat_map
+from rankscope.analysis.plots.page import Section, Table, page
+from rankscope.analysis.plots.png import heat_map_png, palette
+from rankscope.analysis.plots.svg import Axis
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = "</title><script>alert(1)</script>\x00\x1b[31m\ud800\u202e\"'&"

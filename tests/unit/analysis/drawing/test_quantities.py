@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from rankscope.analysis.drawing.axes import Axis, scale
-from rankscope.analysis.drawing.quantities import number, quantity, shorten
+from rankscope.analysis.plots.svg import Axis, scale
+from rankscope.analysis.quantities import number, quantity, shorten
 
 
 @pytest.mark.parametrize(

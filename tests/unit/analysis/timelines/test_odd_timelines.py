@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.analysis.timelines.analyzing import TimelineReport, analyze
-from rankscope.analysis.timelines.columns import JobSizes, TimelineError, read_columns
-from rankscope.analysis.verdict import Kind
+from rankscope.analysis.timelines.report import TimelineReport, analyze
+from rankscope.analysis.timelines.timeline import JobSizes, TimelineError, read_columns
+from rankscope.analysis.verdicts.verdict import Kind
 from tests.unit.analysis.timelines.simulating import Fault, Shape, simulate
 
 Columns = dict[str, np.ndarray]

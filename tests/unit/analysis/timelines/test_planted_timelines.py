@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from rankscope.analysis.timelines.analyzing import TimelineReport, analyze
-from rankscope.analysis.timelines.columns import read_columns
-from rankscope.analysis.verdict import Kind
+from rankscope.analysis.timelines.report import TimelineReport, analyze
+from rankscope.analysis.timelines.timeline import read_columns
+from rankscope.analysis.verdicts.verdict import Kind
 from tests.unit.analysis.timelines.simulating import Fault, Place, Shape, simulate
 
 STEPS = 22

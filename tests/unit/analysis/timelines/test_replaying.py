@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.analysis.timelines.columns import JobSizes, read_columns
-from rankscope.analysis.timelines.laying import lay_out
-from rankscope.analysis.timelines.modelling import Model, build_model, replay_recorded
+from rankscope.analysis.timelines.layout import lay_out
+from rankscope.analysis.timelines.replay import Model, build_model, replay_recorded
+from rankscope.analysis.timelines.timeline import JobSizes, read_columns
 
 Row = tuple[int, int, str, float, float]  # stage, dp rank, operation, start, end
 

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rankscope.analysis.robust import Ints
-from rankscope.analysis.traces.columns import (
+from rankscope.analysis.stats.robust import Ints
+from rankscope.analysis.traces.trace import (
     ABSENT,
     Category,
     CollectiveColumns,

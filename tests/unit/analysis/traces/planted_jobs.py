@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.analysis.traces.columns import Category, ProcessGroup, Trace
 from rankscope.analysis.traces.communication.collectives import find_collectives
-from rankscope.analysis.traces.joins.joining import Join, join_traces
+from rankscope.analysis.traces.joins.join import Join, join_traces
+from rankscope.analysis.traces.trace import Category, ProcessGroup, Trace
 from tests.unit.analysis.traces.building import Event, make_trace
 
 UNIX_NS = 1_700_000_000_000_000_000

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.analysis.traces.joins.aligning import align
+from rankscope.analysis.traces.joins.clock_alignment import align
 from tests.unit.analysis.traces.planted_jobs import PlantedJob
 
 HOUR_US = 3.6e9

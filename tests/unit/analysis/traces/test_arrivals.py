@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from rankscope.analysis.traces.communication.kinds import CollectiveKind
-from rankscope.analysis.traces.joins.aligning import Clocks, ClockShift
-from rankscope.analysis.traces.joins.arrivals import Arrivals, find_arrivals
+from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.traces.joins.channels import Calls, Channel
-from rankscope.analysis.traces.joins.matching import Matched
+from rankscope.analysis.traces.joins.clock_alignment import Clocks, ClockShift
+from rankscope.analysis.traces.joins.collective_matching import Matched
+from rankscope.analysis.traces.joins.self_time import Arrivals, find_arrivals
 
 
 def _arrivals(

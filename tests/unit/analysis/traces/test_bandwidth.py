@@ -3,14 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.analysis.traces.communication.bandwidth import (
-    algorithm_gbps,
-    bus_factor,
-    bus_gbps,
-    element_bytes,
-    size_bytes,
-)
-from rankscope.analysis.traces.communication.kinds import CollectiveKind
+from rankscope.analysis.collectives.bandwidth import algorithm_gbps, bus_factor, bus_gbps, element_bytes, size_bytes
+from rankscope.analysis.collectives.kinds import CollectiveKind
 
 
 def one(value: int) -> np.ndarray:

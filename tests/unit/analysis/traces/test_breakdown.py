@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.analysis.traces.breakdowns.breakdown import Breakdown, break_down
-from rankscope.analysis.traces.breakdowns.idleness import split_idle
-from rankscope.analysis.traces.columns import Category
-from rankscope.analysis.traces.reading.reader import read_trace
+from rankscope.analysis.traces.breakdown import Breakdown, break_down
+from rankscope.analysis.traces.idle_time import split_idle
+from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.steps import CUT_AT_A_STEP
+from rankscope.analysis.traces.trace import Category
 from tests.unit.analysis.traces.building import Event, make_trace
 
 MARK, OPERATOR, CALL, KERNEL = Category.USER_ANNOTATION, Category.CPU_OP, Category.RUNTIME, Category.KERNEL

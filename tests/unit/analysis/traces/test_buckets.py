@@ -3,11 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.analysis.traces.columns import Category, Trace
-from rankscope.analysis.traces.communication.buckets import find_buckets
 from rankscope.analysis.traces.communication.collectives import find_collectives
-from rankscope.analysis.traces.communication.rebucketing import Rebucketing, try_other_caps
-from rankscope.analysis.traces.reading.reader import read_trace
+from rankscope.analysis.traces.communication.gradient_buckets import Rebucketing, find_buckets, try_other_caps
+from rankscope.analysis.traces.reader.trace_file import read_trace
+from rankscope.analysis.traces.trace import Category, Trace
 from tests.shared_data import H200
 from tests.unit.analysis.traces.building import Event, make_trace
 

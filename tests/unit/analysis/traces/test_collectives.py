@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope.analysis.traces.columns import Category, ProcessGroup
+from rankscope.analysis.collectives.kinds import CollectiveKind, kind_of_kernel, kind_of_note
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
-from rankscope.analysis.traces.communication.kinds import CollectiveKind, kind_of_kernel, kind_of_note
-from rankscope.analysis.traces.reading.reader import read_trace
+from rankscope.analysis.traces.reader.trace_file import read_trace
+from rankscope.analysis.traces.trace import Category, ProcessGroup
 from tests.shared_data import H200, shared
 from tests.unit.analysis.traces.building import Event, make_trace
 

@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.analysis.traces.breakdowns.breakdown import break_down
-from rankscope.analysis.traces.columns import Category, Trace
-from rankscope.analysis.traces.cutting import cut, outline
-from rankscope.analysis.traces.reading.inflating import blocks_of
-from rankscope.analysis.traces.reading.reader import read_trace
-from rankscope.analysis.traces.reading.refusing import TraceError
+from rankscope.analysis.traces.breakdown import break_down
+from rankscope.analysis.traces.cut import WholeSteps, common_run, cut, find_whole_steps, outline
+from rankscope.analysis.traces.reader.json_stream import blocks_of
+from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.steps import find_steps
-from rankscope.analysis.traces.whole_steps import WholeSteps, common_run, find_whole_steps
+from rankscope.analysis.traces.trace import Category, Trace, TraceError
 from tests.shared_data import H200
 from tests.unit.analysis.traces.step_files import UNIX_NS, StepFile
 

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 
-from rankscope.analysis.traces.breakdowns.breakdown import Breakdown, break_down
-from rankscope.analysis.traces.breakdowns.idleness import split_idle
-from rankscope.analysis.traces.breakdowns.launches import measure_launches
-from rankscope.analysis.traces.breakdowns.top_kernels import top_kernels
-from rankscope.analysis.traces.columns import Category, Trace
+from rankscope.analysis.traces.breakdown import Breakdown, break_down, measure_launches
 from rankscope.analysis.traces.communication.collectives import find_collectives
-from rankscope.analysis.traces.kernels import tensor_core
-from rankscope.analysis.traces.reading.reader import read_trace
-from rankscope.analysis.traces.summaries.summarizing import summarize
+from rankscope.analysis.traces.idle_time import split_idle
+from rankscope.analysis.traces.kernels import tensor_core, top_kernels
+from rankscope.analysis.traces.reader.trace_file import read_trace
+from rankscope.analysis.traces.summary import summarize
+from rankscope.analysis.traces.trace import Category, Trace
 
 Event = dict[str, Any]
 HOST = 6583

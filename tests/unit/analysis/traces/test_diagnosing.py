@@ -4,15 +4,14 @@ from itertools import pairwise
 
 import pytest
 
-from rankscope.analysis.traces.breakdowns.breakdown import break_down
-from rankscope.analysis.traces.columns import Category, Trace
+from rankscope.analysis.traces.breakdown import break_down
 from rankscope.analysis.traces.communication.collectives import find_collectives
-from rankscope.analysis.traces.diagnosis.diagnosing import Diagnosis, diagnose
-from rankscope.analysis.traces.joins.joining import Join, join_traces
-from rankscope.analysis.traces.reading.reader import read_trace
-from rankscope.analysis.traces.summaries.essentials import keep_essentials
-from rankscope.analysis.traces.summaries.records import RankSummary
-from rankscope.analysis.traces.summaries.summarizing import summarize
+from rankscope.analysis.traces.diagnosis.diagnosis import Diagnosis, diagnose
+from rankscope.analysis.traces.joins.join import Join, join_traces, keep_essentials
+from rankscope.analysis.traces.reader.trace_file import read_trace
+from rankscope.analysis.traces.summary import summarize
+from rankscope.analysis.traces.summary_records import RankSummary
+from rankscope.analysis.traces.trace import Category, Trace
 from tests.shared_data import H200
 from tests.unit.analysis.traces.building import Event, make_trace
 from tests.unit.analysis.traces.planted_jobs import PlantedJob

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.analysis.traces.breakdowns.breakdown import Parts, break_down
-from rankscope.analysis.traces.breakdowns.idleness import split_idle
-from rankscope.analysis.traces.reading.reader import read_trace
+from rankscope.analysis.traces.breakdown import Parts, break_down
+from rankscope.analysis.traces.idle_time import split_idle
+from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.cli.main import main
 from tests.integration.trace_variants import load
 from tests.shared_data import H200, shared

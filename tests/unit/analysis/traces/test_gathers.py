@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope.analysis.traces.columns import Category
+from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.traces.communication.collectives import find_collectives
-from rankscope.analysis.traces.communication.gathers import Gathers, find_gathers
-from rankscope.analysis.traces.communication.kinds import CollectiveKind
+from rankscope.analysis.traces.communication.parallelism_costs import Gathers, find_gathers
+from rankscope.analysis.traces.trace import Category
 from tests.unit.analysis.traces.building import Event, make_trace
 
 KERNEL = Category.KERNEL

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rankscope.analysis.traces.breakdowns.breakdown import break_down
-from rankscope.analysis.traces.breakdowns.idleness import Idleness, split_idle
-from rankscope.analysis.traces.columns import Category
+from rankscope.analysis.traces.breakdown import break_down
+from rankscope.analysis.traces.idle_time import Idleness, split_idle
+from rankscope.analysis.traces.trace import Category
 from tests.unit.analysis.traces.building import Event, make_trace
 
 MARK, OPERATOR, CALL, KERNEL = Category.USER_ANNOTATION, Category.CPU_OP, Category.RUNTIME, Category.KERNEL

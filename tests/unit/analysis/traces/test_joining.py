@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.analysis.policy import DEFAULT_POLICY
-from rankscope.analysis.traces.columns import Category, ProcessGroup, Trace
 from rankscope.analysis.traces.communication.collectives import find_collectives
-from rankscope.analysis.traces.joins.joining import join_traces
-from rankscope.analysis.traces.joins.judging_steps import judge_steps
-from rankscope.analysis.traces.reading.reader import read_trace
-from rankscope.analysis.verdict import Confidence, Kind
+from rankscope.analysis.traces.joins.join import join_traces
+from rankscope.analysis.traces.joins.step_verdict import judge_steps
+from rankscope.analysis.traces.reader.trace_file import read_trace
+from rankscope.analysis.traces.trace import Category, ProcessGroup, Trace
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
+from rankscope.analysis.verdicts.verdict import Confidence, Kind
 from tests.shared_data import H200, shared
 from tests.unit.analysis.traces.building import Event, make_trace
 from tests.unit.analysis.traces.planted_jobs import PlantedJob

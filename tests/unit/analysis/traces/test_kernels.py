@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope.analysis.traces.columns import Category
 from rankscope.analysis.traces.kernels import Kind, classify, tensor_core
+from rankscope.analysis.traces.trace import Category
 from tests.unit.analysis.traces.building import make_trace
 
 COMMUNICATION = (

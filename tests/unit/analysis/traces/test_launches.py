@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rankscope.analysis.traces.breakdowns.launches import measure_launches
-from rankscope.analysis.traces.breakdowns.top_kernels import tensor_core_ratio, top_kernels
-from rankscope.analysis.traces.columns import Category
-from rankscope.analysis.traces.kernels import Kind
+from rankscope.analysis.traces.breakdown import measure_launches
+from rankscope.analysis.traces.kernels import Kind, tensor_core_ratio, top_kernels
+from rankscope.analysis.traces.trace import Category
 from tests.unit.analysis.traces.building import Event, make_trace
 
 CALL, KERNEL = Category.RUNTIME, Category.KERNEL

@@ -5,11 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.analysis.traces.columns import Category, ProcessGroup, Trace
 from rankscope.analysis.traces.communication.collectives import find_collectives
 from rankscope.analysis.traces.joins.channels import gather_calls
-from rankscope.analysis.traces.joins.matching import Matched, match_calls
-from rankscope.analysis.traces.joins.ordering import Run, fit_runs
+from rankscope.analysis.traces.joins.collective_matching import Matched, Run, fit_runs, match_calls
+from rankscope.analysis.traces.trace import Category, ProcessGroup, Trace
 from tests.unit.analysis.traces.building import make_trace
 from tests.unit.analysis.traces.planted_jobs import PlantedJob
 

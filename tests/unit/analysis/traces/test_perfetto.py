@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from rankscope.analysis.traces.communication.collectives import find_collectives
-from rankscope.analysis.traces.joins.aligning import ClockShift
-from rankscope.analysis.traces.joins.joining import join_traces
+from rankscope.analysis.traces.joins.clock_alignment import ClockShift
+from rankscope.analysis.traces.joins.join import join_traces
 from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto, nanoseconds
-from rankscope.analysis.traces.reading.reader import read_trace
-from rankscope.analysis.traces.reading.refusing import TraceError
+from rankscope.analysis.traces.reader.trace_file import read_trace
+from rankscope.analysis.traces.trace import TraceError
 from tests.shared_data import H200
 
 NAMING = {"process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index"}
@@ -132,7 +132,7 @@ def test_a_clock_that_nothing_aligned_does_not_stretch_the_trace_over_years() ->
 def test_many_small_pieces_and_no_files_make_valid_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _merged([]) == {"traceEvents": []}
     assert len(_merged([(0, _file([])), (1, _file([_kernel(1.0)]))])["traceEvents"]) == 2 + 2 + 1
-    monkeypatch.setattr("rankscope.analysis.traces.reading.splitting.PIECE_BYTES", 4096)
+    monkeypatch.setattr("rankscope.analysis.traces.reader.json_stream.PIECE_BYTES", 4096)
     assert len(_merged(_real())["traceEvents"]) > 15_000
     with pytest.raises(TraceError, match="no traceEvents"):
         _merged([(0, b'{"events": []}')])

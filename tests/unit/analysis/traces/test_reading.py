@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rankscope.analysis.traces.columns import ABSENT, Category, ProcessGroup, Trace
-from rankscope.analysis.traces.reading import splitting
-from rankscope.analysis.traces.reading.describing import MEMBERS_LIMIT
-from rankscope.analysis.traces.reading.reader import read_trace
+from rankscope.analysis.traces.reader import json_stream
+from rankscope.analysis.traces.reader.metadata import MEMBERS_LIMIT
+from rankscope.analysis.traces.reader.trace_file import read_trace
+from rankscope.analysis.traces.trace import ABSENT, Category, ProcessGroup, Trace
 from tests.shared_data import H200, shared
 
 CATEGORIES = {
@@ -161,7 +161,7 @@ event = st.fixed_dictionaries(
 def test_any_events_in_any_formatting_give_the_same_columns(
     monkeypatch: pytest.MonkeyPatch, events: list[dict[str, Any]], seed: int, piece: int, packed: bool
 ) -> None:
-    monkeypatch.setattr(splitting, "PIECE_BYTES", piece)
+    monkeypatch.setattr(json_stream, "PIECE_BYTES", piece)
     whole = {"schemaVersion": 1, "traceEvents": events, "baseTimeNanoseconds": 1_700_000_000_000_000_000}
     whole["distributedInfo"] = {"backend": "nccl", "rank": 3, "world_size": 8}
     text = write_differently(whole, random.Random(seed))

@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from rankscope.analysis.traces.columns import Trace
-from rankscope.analysis.traces.reading import splitting
-from rankscope.analysis.traces.reading.reader import TraceError, read_trace
-from rankscope.analysis.traces.reading.scanning import lay_out
+from rankscope.analysis.traces.reader import json_stream
+from rankscope.analysis.traces.reader.events import lay_out
+from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
+from rankscope.analysis.traces.trace import Trace
 from tests.shared_data import H200
 
 EVENT = '{"ph": "X", "cat": "kernel", "name": "n%d", "pid": 0, "tid": 7, "ts": %d.5, "dur": 2, "args": {"stream": 7}}'
@@ -31,7 +31,7 @@ def names(trace: Trace) -> list[str]:
 
 @pytest.fixture(params=[64, 2 << 20], ids=["small pieces", "one piece"], autouse=True)
 def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splitting, "PIECE_BYTES", request.param)
+    monkeypatch.setattr(json_stream, "PIECE_BYTES", request.param)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ def test_text_that_grows_beyond_the_limit_is_refused() -> None:
 
 
 def test_an_event_without_end_is_refused_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splitting, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(splitting, "EVENT_LIMIT_BYTES", 100_000)
+    monkeypatch.setattr(json_stream, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(json_stream, "EVENT_LIMIT_BYTES", 100_000)
     blocks = iter([whole(good(3), '{"name": "')[:-20], *([b"a" * 10_000] * 1000)])
     with pytest.raises(TraceError, match=r"an event has no end: it is longer than 100000 bytes"):
         read_trace(blocks)
@@ -218,8 +218,8 @@ def test_a_broken_place_every_few_events_does_not_have_the_whole_text_looked_at_
         looked_at.append(len(text))
         return lay_out(text)
 
-    monkeypatch.setattr(splitting, "lay_out", count)
-    monkeypatch.setattr(splitting, "PIECE_BYTES", 2 << 20)
+    monkeypatch.setattr(json_stream, "lay_out", count)
+    monkeypatch.setattr(json_stream, "PIECE_BYTES", 2 << 20)
     broken = '{"ph": "X", "name": "b"c", "pid": 0, "ts": 1}'
     text = whole(*[part for number in range(300) for part in (good(10, 10 * number), broken)])
     read_trace([text])

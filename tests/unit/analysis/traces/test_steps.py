@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rankscope.analysis.traces.columns import Category
 from rankscope.analysis.traces.steps import NO_STEP, find_steps, step_of_rows
+from rankscope.analysis.traces.trace import Category
 from tests.unit.analysis.traces.building import Event, make_trace
 
 MARK, OPERATOR, CALL, KERNEL = Category.USER_ANNOTATION, Category.CPU_OP, Category.RUNTIME, Category.KERNEL

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from rankscope.analysis.traces.breakdowns.breakdown import break_down
-from rankscope.analysis.traces.columns import Category
+from rankscope.analysis.traces.breakdown import break_down
 from rankscope.analysis.traces.communication.collectives import find_collectives, hiding_intervals
-from rankscope.analysis.traces.reading.reader import read_trace
-from rankscope.analysis.traces.summaries.collectives import summarize_collectives
+from rankscope.analysis.traces.reader.trace_file import read_trace
+from rankscope.analysis.traces.summary import summarize_collectives
+from rankscope.analysis.traces.trace import Category
 from tests.shared_data import H200
 from tests.unit.analysis.traces.building import make_trace
 

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from rankscope.daemon.captures.confining import confine
+from rankscope.daemon.captures.processing.sandbox import confine
 
 
 def main(folder: Path) -> None:

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from rankscope.daemon.captures.asking import kept_text, length_of, options_of, patience_of, start_of
 from rankscope.daemon.captures.orders import CaptureError
+from rankscope.daemon.captures.request import kept_text, length_of, options_of, patience_of, start_of
 from rankscope.v1.capture_service_pb2 import CaptureOptions, StartCaptureRequest
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope.daemon.captures import clients
-from rankscope.daemon.captures.clients import CLIENTS_PER_NAMESPACE, CLIENTS_PER_PROCESS, STALE_SECONDS, Clients
+from rankscope.daemon.captures.kineto import clients
+from rankscope.daemon.captures.kineto.clients import CLIENTS_PER_NAMESPACE, CLIENTS_PER_PROCESS, STALE_SECONDS, Clients
 
 HOST, POD, OTHER_POD = 1, 2, 3
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.captures.cuda_care import slowdown_objection, uses_cuda
+from rankscope.daemon.captures.cupti import slowdown_objection, uses_cuda
 from rankscope.daemon.captures.orders import Options
 from rankscope.daemon.samples import RankProcess
 

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from rankscope.daemon.captures import delivering
-from rankscope.daemon.captures.archiving import Archive
-from rankscope.daemon.captures.delivering import LocalArchive
-from rankscope.daemon.captures.making_room import Quota
 from rankscope.daemon.captures.orders import CaptureError, Recording
-from rankscope.daemon.captures.outcomes import Delivered
-from rankscope.daemon.captures.processing_records import RankResult, leave, result_file
-from rankscope.daemon.captures.store import Store
+from rankscope.daemon.captures.processing import delivery
+from rankscope.daemon.captures.processing.delivery import LocalArchive
+from rankscope.daemon.captures.processing.messages import RankResult, leave, result_file
+from rankscope.daemon.captures.records import Archive, Delivered
+from rankscope.daemon.captures.store import Quota, Store
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.unit.analysis.traces.step_files import StepFile
@@ -110,7 +108,7 @@ def test_what_was_done_before_the_process_died_counts(store: Store, monkeypatch:
         result_file(folder, 1).write_bytes(b'{"rank": 1, "steps": "../')
         raise CaptureError(f"{what} failed (signal 11): no message")
 
-    monkeypatch.setattr(delivering, "run_module", die)
+    monkeypatch.setattr(delivery, "run_module", die)
     delivered = _deliver(LocalArchive(store, "n"), [b"", b"", b""], 2)
     assert isinstance(delivered[0], Delivered) and delivered[0].steps == 2
     for rank in (1, 2):
@@ -166,7 +164,7 @@ def test_a_disk_that_fills_up_fails_every_rank_in_words(store: Store, monkeypatc
     def leave_nothing(path: Path, answer: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(delivering.records, "leave", leave_nothing)
+    monkeypatch.setattr(delivery.records, "leave", leave_nothing)
     delivered = _deliver(LocalArchive(store, "n"), [b"{}", b"{}"], 2)
     for rank, one in delivered.items():
         assert isinstance(one, CaptureError)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.daemon.captures.duty_breakdowns import breakdown_of, fill, fill_gauges
+from rankscope.daemon.captures.duty_cycle import breakdown_of, fill, fill_gauges
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.window_pb2 import SOURCE_CAPTURE, SOURCE_PROBE, RankWindow, StepStatistics
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope.daemon.captures.duty_budget import DutySettings, cost_seconds, stride
+from rankscope.daemon.captures.duty_cycle import DutySettings, cost_seconds, stride
 
 SETTINGS = DutySettings(steps=2, period_seconds=600, budget_ratio=0.005)  # 3 s a period
 

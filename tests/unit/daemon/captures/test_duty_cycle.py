@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from rankscope.daemon.captures.duty_budget import DutySettings
-from rankscope.daemon.captures.duty_cycle import RECORDS_KEPT, YOUNG_WINDOWS, DutyCycle
+from rankscope.daemon.captures.duty_cycle import RECORDS_KEPT, YOUNG_WINDOWS, DutyCycle, DutySettings
 from rankscope.daemon.captures.orders import CaptureError
 from rankscope.daemon.samples import RankKey, RankProcess
 from rankscope.v1 import capture_service_pb2 as pb

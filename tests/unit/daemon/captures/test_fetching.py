@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.captures import fetching
-from rankscope.daemon.captures.fetching import NotThereError, remove_file, take_file
+from rankscope.daemon.captures import fetch
+from rankscope.daemon.captures.fetch import NotThereError, remove_file, take_file
 from rankscope.daemon.captures.orders import CaptureError
 
 PID = 7
@@ -153,7 +153,7 @@ def test_a_device_is_refused_and_not_even_opened(box: Box, monkeypatch: pytest.M
             opened.append(path)
         return real(path, flags)
 
-    monkeypatch.setattr(fetching.os, "open", watched)
+    monkeypatch.setattr(fetch.os, "open", watched)
     box.refuses("is not a plain file")
     assert opened == []
 
@@ -166,27 +166,27 @@ def test_a_file_with_a_second_name_is_refused(box: Box) -> None:
 
 def test_a_file_that_keeps_growing_is_given_up(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     box.trace.write_bytes(b"x" * 1000)
-    monkeypatch.setattr(fetching, "CHUNK_BYTES", 100)
-    disk_usage = fetching.shutil.disk_usage
+    monkeypatch.setattr(fetch, "CHUNK_BYTES", 100)
+    disk_usage = fetch.shutil.disk_usage
 
     def growing(place: str) -> object:
         with box.trace.open("ab") as file:
             file.write(b"x" * 1000)
         return disk_usage(place)
 
-    monkeypatch.setattr(fetching.shutil, "disk_usage", growing)
+    monkeypatch.setattr(fetch.shutil, "disk_usage", growing)
     box.refuses("had 1000 bytes and changed while it was read")
 
 
 def test_a_file_that_shrinks_is_given_up(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     box.trace.write_bytes(b"x" * 1000)
-    disk_usage = fetching.shutil.disk_usage
+    disk_usage = fetch.shutil.disk_usage
 
     def shrinking(place: str) -> object:
         os.truncate(box.trace, 10)
         return disk_usage(place)
 
-    monkeypatch.setattr(fetching.shutil, "disk_usage", shrinking)
+    monkeypatch.setattr(fetch.shutil, "disk_usage", shrinking)
     box.refuses("had 1000 bytes and changed while it was read")
 
 
@@ -206,7 +206,7 @@ def test_a_file_beyond_the_limit_or_half_the_free_disk_is_refused(box: Box, monk
     class Usage:
         free = 399
 
-    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda place: Usage)
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda place: Usage)
     box.refuses("half of what is free")
     Usage.free = 400
     assert box.take() == 200

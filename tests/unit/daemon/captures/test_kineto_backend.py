@@ -11,9 +11,9 @@ from typing import cast
 
 import pytest
 
-from rankscope.daemon.captures.clients import Client
-from rankscope.daemon.captures.endpoint import Endpoint
-from rankscope.daemon.captures.kineto_backend import SILENCE_SECONDS, KinetoBackend
+from rankscope.daemon.captures.kineto.backend import SILENCE_SECONDS, KinetoBackend
+from rankscope.daemon.captures.kineto.clients import Client
+from rankscope.daemon.captures.kineto.endpoint import Endpoint
 from rankscope.daemon.captures.orders import CaptureError, Order
 from rankscope.daemon.samples import RankProcess
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rankscope.daemon.captures.kineto_config import configuration, log_file, written_file
+from rankscope.daemon.captures.kineto.config import configuration, log_file, written_file
 from rankscope.daemon.captures.orders import SECONDS_LIMIT, CaptureError, Options
 
 PATH = "/tmp/rankscope-c-1-rank3.json"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.captures import leftovers
-from rankscope.daemon.captures.leftovers import Leftovers, left_behind
+from rankscope.daemon.captures.kineto import backend
+from rankscope.daemon.captures.kineto.backend import Leftovers, left_behind
 from rankscope.daemon.procfs import read_stat
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
@@ -23,7 +23,7 @@ NOW = 1_800_000_000.0
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftovers, "INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(backend, "INTERVAL_SECONDS", 0.01)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -58,7 +58,7 @@ def test_a_process_that_ended_and_a_file_that_never_comes_are_forgotten(
     removing = Leftovers()
     removing.expect(RANK.pid, RANK.start_ticks + 1, str(tmp_path / "x"))  # another process by now
     wait_for(lambda: len(removing) == 0)
-    monkeypatch.setattr(leftovers, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(backend, "PATIENCE_SECONDS", 0.05)
     removing.expect(RANK.pid, RANK.start_ticks, str(tmp_path / "x"))
     wait_for(lambda: len(removing) == 0)
 
@@ -85,4 +85,4 @@ def test_what_is_not_provably_an_earlier_daemons_is_left_alone(known: pb.Capture
 
 
 def test_captures_of_long_ago_have_written_what_they_will() -> None:
-    assert left_behind([capture()], [RANK], NOW + leftovers.LOST_SECONDS) == []
+    assert left_behind([capture()], [RANK], NOW + backend.LOST_SECONDS) == []

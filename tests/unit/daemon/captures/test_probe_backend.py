@@ -13,17 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.captures import probe_backend, probe_commands
 from rankscope.daemon.captures.orders import CancelledError, CaptureError, Options, Order, Recording, Stage
-from rankscope.daemon.captures.probe_backend import ProbeBackend
-from rankscope.daemon.captures.probe_windows import take_apart
+from rankscope.daemon.captures.probe import backend as probe_backend
+from rankscope.daemon.captures.probe import commands
+from rankscope.daemon.captures.probe.backend import ProbeBackend
+from rankscope.daemon.captures.probe.commands import take_apart
 from rankscope.daemon.procfs import read_stat
-from rankscope.probe import commanding, layout
-from rankscope.probe.commanding import Answer, Command
+from rankscope.probe import capture_commands, ring_layout
+from rankscope.probe.capture_commands import Answer, Command
 from tests.unit.daemon.ring_writing import ME, Writer
 
 RANK = replace(ME, start_ticks=read_stat("/proc/self").start_ticks)
-ALL_SEALS = layout.F_SEAL_SHRINK | layout.F_SEAL_GROW | layout.F_SEAL_WRITE | layout.F_SEAL_SEAL
+ALL_SEALS = ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW | ring_layout.F_SEAL_WRITE | ring_layout.F_SEAL_SEAL
 
 
 @pytest.fixture
@@ -40,11 +41,11 @@ def order(patience_seconds: float = 30.0, **changes: object) -> Order:
 
 
 @contextmanager
-def sealed(content: bytes, name: str = layout.TRACE_NAME, seals: int = ALL_SEALS) -> Iterator[int]:
+def sealed(content: bytes, name: str = ring_layout.TRACE_NAME, seals: int = ALL_SEALS) -> Iterator[int]:
     fd = os.memfd_create(name, os.MFD_ALLOW_SEALING)
     try:
         os.write(fd, content)
-        fcntl.fcntl(fd, layout.F_ADD_SEALS, seals)
+        fcntl.fcntl(fd, ring_layout.F_ADD_SEALS, seals)
         yield fd
     finally:
         os.close(fd)
@@ -64,7 +65,7 @@ class Probe:
             assert time.monotonic() < end
             mark = self._ring.command_mark()
             if mark != self._mark:
-                command = commanding.read_command(self._ring, mark)
+                command = capture_commands.read_command(self._ring, mark)
                 assert command is not None
                 self._mark = mark
                 self.commands.append(command)
@@ -101,22 +102,22 @@ class Capture:
 def test_a_trace_is_fetched_and_the_probe_told_that_it_may_go(writer: Writer, tmp_path: Path) -> None:
     probe, capture = Probe(writer), Capture(tmp_path, order())
     command = probe.next_command()
-    assert (command.verb, command.steps, command.start_step) == (layout.VERB_CAPTURE, 3, 0)
+    assert (command.verb, command.steps, command.start_step) == (ring_layout.VERB_CAPTURE, 3, 0)
     with sealed(b"the trace") as fd:
         # Short captures are over before the daemon looks; every stage is told all the same.
-        probe.tell(layout.PHASE_WRITTEN, steps=3, fd=fd, size=9, first_step=7, start_unix_ns=5_000_000)
+        probe.tell(ring_layout.PHASE_WRITTEN, steps=3, fd=fd, size=9, first_step=7, start_unix_ns=5_000_000)
         dropped = probe.next_command()
         result = capture.end()
     assert isinstance(result, Recording), result
     assert result.path.read_bytes() == b"the trace"
     assert (result.steps, result.start_unix_millis, result.is_trace) == (3, 5, True)
     assert capture.stages == [Stage.ARMED, Stage.RUNNING]
-    assert (dropped.verb, dropped.start_step) == (layout.VERB_DROP, command.number)
+    assert (dropped.verb, dropped.start_step) == (ring_layout.VERB_DROP, command.number)
 
 
-def packed(*windows: bytes, mark: bytes = layout.WINDOWS_MARK, count: int | None = None) -> bytes:
-    sizes = b"".join(layout.WINDOW_BYTES.pack(len(window)) for window in windows)
-    return b"".join(windows) + sizes + layout.WINDOWS.pack(len(windows) if count is None else count, mark)
+def packed(*windows: bytes, mark: bytes = ring_layout.WINDOWS_MARK, count: int | None = None) -> bytes:
+    sizes = b"".join(ring_layout.WINDOW_BYTES.pack(len(window)) for window in windows)
+    return b"".join(windows) + sizes + ring_layout.WINDOWS.pack(len(windows) if count is None else count, mark)
 
 
 def test_a_schedule_is_passed_on_and_the_windows_are_taken_apart(writer: Writer, tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_a_schedule_is_passed_on_and_the_windows_are_taken_apart(writer: Writer,
     assert (command.wait_steps, command.warmup_steps, command.windows, command.steps) == (7, 2, 3, 3)
     assert command.options == {"record_shapes": True}
     with sealed(packed(b"first", b"", b"the third")) as fd:
-        probe.tell(layout.PHASE_WRITTEN, steps=9, fd=fd)
+        probe.tell(ring_layout.PHASE_WRITTEN, steps=9, fd=fd)
         result = capture.end()
     assert isinstance(result, Recording), result
     assert [path.name for path in (result.path, *result.more_windows)] == [
@@ -162,7 +163,7 @@ def test_windows_that_the_probe_did_not_pack_are_not_kept(content: bytes, tmp_pa
     ("name", "seals", "words"),
     [
         ("somebody-elses", ALL_SEALS, "not a trace of the probe's"),
-        (layout.TRACE_NAME, layout.F_SEAL_GROW, "not sealed"),
+        (ring_layout.TRACE_NAME, ring_layout.F_SEAL_GROW, "not sealed"),
     ],
 )
 def test_what_is_not_a_sealed_trace_is_not_touched(
@@ -171,7 +172,7 @@ def test_what_is_not_a_sealed_trace_is_not_touched(
     probe, capture = Probe(writer), Capture(tmp_path, order())
     probe.next_command()
     with sealed(b"secret", name, seals) as fd:
-        probe.tell(layout.PHASE_WRITTEN, fd=fd)
+        probe.tell(ring_layout.PHASE_WRITTEN, fd=fd)
         assert words in str(capture.end())
     assert not list(tmp_path.iterdir())
 
@@ -181,7 +182,7 @@ def test_a_file_on_disk_that_is_named_like_a_trace_is_not_touched(writer: Writer
     probe.next_command()
     fd = os.open("/etc/passwd", os.O_RDONLY)
     try:
-        probe.tell(layout.PHASE_WRITTEN, fd=fd)
+        probe.tell(ring_layout.PHASE_WRITTEN, fd=fd)
         assert "not a trace" in str(capture.end())
     finally:
         os.close(fd)
@@ -191,7 +192,7 @@ def test_a_file_on_disk_that_is_named_like_a_trace_is_not_touched(writer: Writer
 def test_a_forged_descriptor_is_an_error_and_nothing_else(fd: int, writer: Writer, tmp_path: Path) -> None:
     probe, capture = Probe(writer), Capture(tmp_path, order())
     probe.next_command()
-    probe.tell(layout.PHASE_WRITTEN, fd=fd)
+    probe.tell(ring_layout.PHASE_WRITTEN, fd=fd)
     assert isinstance(capture.end(), CaptureError)
 
 
@@ -200,14 +201,14 @@ def test_a_trace_beyond_the_limit_is_refused(writer: Writer, tmp_path: Path, mon
     probe, capture = Probe(writer), Capture(tmp_path, order())
     probe.next_command()
     with sealed(b"12345") as fd:
-        probe.tell(layout.PHASE_WRITTEN, fd=fd)
+        probe.tell(ring_layout.PHASE_WRITTEN, fd=fd)
         assert "capture fewer steps" in str(capture.end())
 
 
 def test_what_the_probe_says_went_wrong_is_told_without_control_characters(writer: Writer, tmp_path: Path) -> None:
     probe, capture = Probe(writer), Capture(tmp_path, order())
     probe.next_command()
-    probe.tell(layout.PHASE_FAILED, "no \x1b[31mmemory")
+    probe.tell(ring_layout.PHASE_FAILED, "no \x1b[31mmemory")
     assert str(capture.end()) == f"rank 3 (pid {RANK.pid}): no ?[31mmemory"
 
 
@@ -215,8 +216,8 @@ def test_what_the_probe_says_went_wrong_is_told_without_control_characters(write
     ("phase", "words"),
     [
         (0, "no step has ended since the capture was asked for"),
-        (layout.PHASE_ARMED, "no step has ended since the capture was to begin"),
-        (layout.PHASE_HELD, "a profiler of the user's own is active"),
+        (ring_layout.PHASE_ARMED, "no step has ended since the capture was to begin"),
+        (ring_layout.PHASE_HELD, "a profiler of the user's own is active"),
     ],
 )
 def test_a_rank_that_cannot_be_had_in_time_is_told_with_the_reason_and_let_go(
@@ -227,7 +228,7 @@ def test_a_rank_that_cannot_be_had_in_time_is_told_with_the_reason_and_let_go(
     if phase:
         probe.tell(phase)
     assert words in str(capture.end())
-    assert probe.next_command().verb == layout.VERB_DROP
+    assert probe.next_command().verb == ring_layout.VERB_DROP
 
 
 def test_a_rank_that_stands_still_in_mid_capture_is_told(
@@ -236,17 +237,17 @@ def test_a_rank_that_stands_still_in_mid_capture_is_told(
     monkeypatch.setattr(probe_backend, "STEP_SECONDS_ALLOWED", 0.2)
     probe, capture = Probe(writer), Capture(tmp_path, order(steps=None, seconds=0.1))
     probe.next_command()
-    probe.tell(layout.PHASE_RUNNING)
+    probe.tell(ring_layout.PHASE_RUNNING)
     assert "in the middle of the capture" in str(capture.end())
 
 
 def test_cancelling_lets_the_process_go(writer: Writer, tmp_path: Path) -> None:
     probe, capture = Probe(writer), Capture(tmp_path, order())
     probe.next_command()
-    probe.tell(layout.PHASE_RUNNING)
+    probe.tell(ring_layout.PHASE_RUNNING)
     capture.cancelled.set()
     assert isinstance(capture.end(), CancelledError)
-    assert probe.next_command().verb == layout.VERB_DROP
+    assert probe.next_command().verb == ring_layout.VERB_DROP
 
 
 def test_a_process_that_ends_is_told(writer: Writer, tmp_path: Path) -> None:
@@ -259,7 +260,7 @@ def test_fewer_steps_than_asked_for_are_noted_with_the_reason(writer: Writer, tm
     probe, capture = Probe(writer), Capture(tmp_path, order())
     probe.next_command()
     with sealed(b"x") as fd:
-        probe.tell(layout.PHASE_WRITTEN, "memory would have become short", steps=2, fd=fd)
+        probe.tell(ring_layout.PHASE_WRITTEN, "memory would have become short", steps=2, fd=fd)
         result = capture.end()
     assert isinstance(result, Recording)
     assert any("2 steps were recorded, of 3; memory" in note for note in result.notes)
@@ -270,24 +271,26 @@ def test_ranks_are_objected_to_by_what_their_ring_says(writer: Writer) -> None:
     assert backend.objection(RANK) is None
     assert "runs without the probe" in str(backend.objection(replace(RANK, pid=os.getppid())))
     assert "belongs to pid" in str(backend.objection(replace(RANK, namespace_pids=(1,))))
-    Answer(writer.ring, 1).tell(layout.PHASE_OFF, "ValueError: broken")
+    Answer(writer.ring, 1).tell(ring_layout.PHASE_OFF, "ValueError: broken")
     assert "ValueError: broken" in str(backend.objection(RANK))
     writer.ring.mark_disabled()
     assert "disabled itself" in str(backend.objection(RANK))
 
 
 def test_a_ring_of_a_probe_from_before_captures_is_read_and_told_to_be_too_old(writer: Writer) -> None:
-    layout.ABILITIES.pack_into(writer.write, layout.ABILITIES_OFFSET, 0)
+    ring_layout.ABILITIES.pack_into(writer.write, ring_layout.ABILITIES_OFFSET, 0)
     writer.step()
     assert "too old to capture" in str(ProbeBackend().objection(RANK))
 
 
-@pytest.mark.parametrize("place", range(layout.ANSWER_OFFSET, layout.ANSWER_OFFSET + layout.ANSWER.size + 8, 4))
+@pytest.mark.parametrize(
+    "place", range(ring_layout.ANSWER_OFFSET, ring_layout.ANSWER_OFFSET + ring_layout.ANSWER.size + 8, 4)
+)
 def test_a_damaged_answer_is_none(place: int, writer: Writer) -> None:
-    Answer(writer.ring, 7).tell(layout.PHASE_FAILED, "text")
-    assert probe_commands.read_answer(writer.ring._fd) is not None
+    Answer(writer.ring, 7).tell(ring_layout.PHASE_FAILED, "text")
+    assert commands.read_answer(writer.ring._fd) is not None
     writer.write[place : place + 4] = bytes(b ^ 0xFF for b in writer.write[place : place + 4])
-    assert probe_commands.read_answer(writer.ring._fd) is None
+    assert commands.read_answer(writer.ring._fd) is None
 
 
 def test_ranks_that_count_alike_begin_at_the_same_step_and_others_by_time(tmp_path: Path) -> None:
@@ -298,7 +301,7 @@ def test_ranks_that_count_alike_begin_at_the_same_step_and_others_by_time(tmp_pa
         writer.end_ns = time.monotonic_ns() - 100_000_000
         writer.step(milliseconds=10, steps=counted)
         try:
-            with probe_commands.opened(RANK) as (ring, _):
+            with commands.opened(RANK) as (ring, _):
                 steps.append(backend._agreed_step(asked, ring, 0.5))
         finally:
             writer.ring.abandon()

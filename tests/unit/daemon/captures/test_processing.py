@@ -9,10 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from rankscope.daemon.captures.confining import run_module
-from rankscope.daemon.captures.memory_left import memory_left_bytes
 from rankscope.daemon.captures.orders import CancelledError, CaptureError
-from rankscope.daemon.captures.processing_records import (
+from rankscope.daemon.captures.processing.messages import (
     Job,
     Joined,
     RankJob,
@@ -23,6 +21,8 @@ from rankscope.daemon.captures.processing_records import (
     leave,
     result_file,
 )
+from rankscope.daemon.captures.processing.sandbox import run_module
+from rankscope.daemon.cgroups import memory_left_bytes
 from tests.shared_data import H200, ROOT
 from tests.unit.analysis.traces.step_files import StepFile
 
@@ -39,7 +39,7 @@ class Processed:
             (folder / f"rank{rank}.json").write_bytes(data)
             jobs.append(self._job(rank, len(recordings), **options))
         leave(job_file(folder), Job(asked, jobs))
-        run_module("rankscope.daemon.captures.processing", folder, seconds=120, what="working on the traces")
+        run_module("rankscope.daemon.captures.processing.worker", folder, seconds=120, what="working on the traces")
 
     def _job(self, rank: int, world_size: int, **options: Any) -> RankJob:
         recording, artifact = self.folder / f"rank{rank}.json", self.folder / f"rank{rank}.json.gz"

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope.analysis.choosing_ranks import Suspected
+from rankscope.common.rank_selection import Suspected
 from rankscope.daemon.captures.orders import CaptureError
-from rankscope.daemon.captures.selecting import choose_job, choose_ranks
+from rankscope.daemon.captures.request import choose_job, choose_ranks
 
 SLOW = Suspected((2,), (3, 0), "rank 2 is slow")
 

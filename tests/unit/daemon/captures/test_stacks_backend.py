@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Stage
-from rankscope.daemon.captures.stacks_backend import StacksBackend
+from rankscope.daemon.captures.stack_backend import StacksBackend
 from rankscope.daemon.procfs import read_stat
-from rankscope.daemon.pyspy_output import parse_recording
 from rankscope.daemon.samples import RankProcess
+from rankscope.daemon.stacks.pyspy_output import parse_recording
 
 SCRIPT = """
 import time

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.daemon.captures.starting import SAFE_SECONDS, Pasts, common_start, safe_start, slack_seconds
+from rankscope.daemon.captures.kineto.config import SAFE_SECONDS, Pasts, common_start, safe_start, slack_seconds
 
 SECONDS = st.integers(0, 10_000_000).map(lambda millis: 1_700_000_000 + millis / 1000)
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.captures.making_room import CAPTURES_LIMIT, Kept, Quota, Usage, choose_to_go
 from rankscope.daemon.captures.orders import CaptureError
-from rankscope.daemon.captures.store import LOST, Store
+from rankscope.daemon.captures.store import CAPTURES_LIMIT, LOST, Kept, Quota, Store, Usage, choose_to_go
 from rankscope.v1 import capture_service_pb2 as pb
 
 FIRST, SECOND, THIRD = (f"c-20261115-12000{second}-abcdef" for second in (0, 1, 2))

@@ -7,7 +7,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from rankscope.daemon.captures.uploading import ATTEMPTS, UploadError, shown, target_url, upload
+from rankscope.daemon.captures.processing.upload import ATTEMPTS, UploadError, shown, target_url, upload
 
 
 class Troubled(MemoryFileSystem):  # type: ignore[misc]

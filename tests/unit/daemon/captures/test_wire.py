@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.daemon.captures import wire
+from rankscope.daemon.captures.kineto import datagrams
 
 
 def request(mask: int = 3, count: int | None = None, pids: tuple[int, ...] = (7, 1), job_id: int = 42) -> bytes:
@@ -18,52 +18,52 @@ def request(mask: int = 3, count: int | None = None, pids: tuple[int, ...] = (7,
 
 
 def test_a_request_and_a_registration_are_read_as_libkineto_writes_them() -> None:
-    assert wire.parse(request()) == wire.Request(mask=3, job_id=42, pids=(7, 1))
+    assert datagrams.parse(request()) == datagrams.Request(mask=3, job_id=42, pids=(7, 1))
     registration = struct.pack("<Q32siiq", 16, b"ctxt", 2, 99, 42)
-    assert wire.parse(registration) == wire.Registration(gpu=2, pid=99, job_id=42)
+    assert datagrams.parse(registration) == datagrams.Registration(gpu=2, pid=99, job_id=42)
 
 
 @pytest.mark.parametrize(("mask", "is_ready"), [(3, True), (1, False), (2, True), (0, False)])
 def test_only_the_second_bit_of_the_mask_asks_for_a_configuration(mask: int, is_ready: bool) -> None:
-    message = wire.parse(request(mask))
-    assert isinstance(message, wire.Request)
+    message = datagrams.parse(request(mask))
+    assert isinstance(message, datagrams.Request)
     assert message.is_ready is is_ready
 
 
-@pytest.mark.parametrize("count", [-1, 1, 3, wire.PIDS_LIMIT + 1, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("count", [-1, 1, 3, datagrams.PIDS_LIMIT + 1, 2**31 - 1, -(2**31)])
 def test_a_request_that_lies_about_its_pids_is_malformed(count: int) -> None:
-    with pytest.raises(wire.MalformedError, match="pids announced"):
-        wire.parse(request(count=count))
+    with pytest.raises(datagrams.MalformedError, match="pids announced"):
+        datagrams.parse(request(count=count))
 
 
 def test_a_datagram_of_another_length_than_it_says_is_malformed() -> None:
     whole = request()
     for size in range(len(whole)):
-        with pytest.raises(wire.MalformedError):
-            wire.parse(whole[:size])
-    with pytest.raises(wire.MalformedError):
-        wire.parse(whole + b"\0")
+        with pytest.raises(datagrams.MalformedError):
+            datagrams.parse(whole[:size])
+    with pytest.raises(datagrams.MalformedError):
+        datagrams.parse(whole + b"\0")
 
 
-@given(st.binary(max_size=2 * wire.DATAGRAM_LIMIT))
+@given(st.binary(max_size=2 * datagrams.DATAGRAM_LIMIT))
 def test_no_bytes_do_worse_than_being_malformed(datagram: bytes) -> None:
     try:
-        message = wire.parse(datagram)
-    except wire.MalformedError as error:
+        message = datagrams.parse(datagram)
+    except datagrams.MalformedError as error:
         assert len(str(error)) < 200
     else:
-        assert isinstance(message, wire.Request | wire.Registration)
+        assert isinstance(message, datagrams.Request | datagrams.Registration)
 
 
 def test_the_longest_request_that_is_taken_fits_the_buffer_for_it() -> None:
-    longest = request(pids=tuple(range(wire.PIDS_LIMIT)))
-    assert len(longest) == wire.DATAGRAM_LIMIT
-    assert isinstance(wire.parse(longest), wire.Request)
+    longest = request(pids=tuple(range(datagrams.PIDS_LIMIT)))
+    assert len(longest) == datagrams.DATAGRAM_LIMIT
+    assert isinstance(datagrams.parse(longest), datagrams.Request)
 
 
 def test_answers_are_what_libkineto_reads() -> None:
-    assert wire.configuration("A=1\n") == struct.pack("<Q32s", 4, b"req") + b"A=1\n"
-    assert wire.configuration("") == struct.pack("<Q32s", 0, b"req")
-    assert wire.count(3) == struct.pack("<Q32si", 4, b"ctxt", 3)
+    assert datagrams.configuration("A=1\n") == struct.pack("<Q32s", 4, b"req") + b"A=1\n"
+    assert datagrams.configuration("") == struct.pack("<Q32s", 0, b"req")
+    assert datagrams.count(3) == struct.pack("<Q32si", 4, b"ctxt", 3)
     with pytest.raises(UnicodeEncodeError):
-        wire.configuration("ACTIVITIES_LOG_FILE=/tmp/ü")
+        datagrams.configuration("ACTIVITIES_LOG_FILE=/tmp/ü")

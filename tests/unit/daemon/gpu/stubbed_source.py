@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rankscope.daemon.collectors.gpu.device_reading import Cadence
-from rankscope.daemon.collectors.gpu.nvml import NvmlSource
-from rankscope.daemon.collectors.gpu.readings import GpuReading, GpuSnapshot, GpuState, SourceState
+from rankscope.daemon.gpu.nvml import NvmlSource
+from rankscope.daemon.gpu.nvml_device import Cadence
+from rankscope.daemon.gpu.readings import GpuReading, GpuSnapshot, GpuState, SourceState
 from tools.nvml_stub import Script
 
 PATIENCE_SECONDS = 60.0

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from rankscope.daemon.collectors.gpu.attributing import Attributed, attribute
-from rankscope.daemon.collectors.gpu.readings import GpuReading, GpuState
-from rankscope.daemon.collectors.gpu.visible_devices import claimed_gpu, visible_gpus
+from rankscope.daemon.gpu.attribution import Attributed, attribute, claimed_gpu, visible_gpus
+from rankscope.daemon.gpu.readings import GpuReading, GpuState
 from rankscope.daemon.samples import RankProcess
 from tests.unit.daemon import gpu_makers
 from tests.unit.daemon import window_makers as make

@@ -10,11 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rankscope.daemon.collectors.gpu import dcgm
-from rankscope.daemon.collectors.gpu.dcgm import DcgmError, DcgmSource, fetch
-from rankscope.daemon.collectors.gpu.dcgm_names import parse_readings
-from rankscope.daemon.collectors.gpu.merging import merge
-from rankscope.daemon.collectors.gpu.readings import GpuReading, GpuSnapshot, SourceState
+from rankscope.daemon.gpu import dcgm
+from rankscope.daemon.gpu.collector import merge
+from rankscope.daemon.gpu.dcgm import DcgmError, DcgmSource, fetch, parse_readings
+from rankscope.daemon.gpu.readings import GpuReading, GpuSnapshot, SourceState
 from tests.unit.daemon import gpu_makers
 
 LABELS = 'gpu="0",UUID="GPU-1",device="nvidia0",modelName="NVIDIA A100-SXM4-80GB",Hostname="n"'

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.assembling import RankSamples, assemble
-from rankscope.daemon.collectors.gpu.collecting import GpuCollector
-from rankscope.daemon.collectors.gpu.pod_resources import Pod
-from rankscope.daemon.collectors.gpu.readings import GpuSnapshot, GpuState, SourceState
+from rankscope.daemon.gpu.collector import GpuCollector
+from rankscope.daemon.gpu.pod_resources import Pod
+from rankscope.daemon.gpu.readings import GpuSnapshot, GpuState, SourceState
 from rankscope.daemon.samples import GpuSample, ProbeFacts, Problem, RankKey
+from rankscope.daemon.windows.window import RankSamples, assemble
 from rankscope.v1.window_pb2 import SOURCE_GPU, RankWindow
 from tests.unit.daemon import gpu_makers
 from tests.unit.daemon import window_makers as make
@@ -227,7 +227,7 @@ def test_the_gpu_gives_the_peak_where_the_probe_does_not_and_with_it_the_mfu() -
 
 
 def test_the_problem_of_a_gpu_reaches_the_window(tmp_path: Path) -> None:
-    from rankscope.daemon.sampling import Sampling
+    from rankscope.daemon.sampler import Sampling
 
     gpus = [gpu_makers.gpu(index, RANK.pid) for index in range(2)]
     source = gpu_makers.FakeGpus(gpu_makers.snapshot(*gpus, seconds=1))

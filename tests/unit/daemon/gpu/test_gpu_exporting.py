@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from rankscope.daemon.collectors.gpu.collecting import GpuStatus
-from rankscope.daemon.collectors.gpu.readings import GpuState
+from rankscope.daemon.gpu.collector import GpuStatus
+from rankscope.daemon.gpu.readings import GpuState
 from tests.unit.daemon import gpu_makers
 from tests.unit.daemon import test_exporting as exporting
 from tools.daemon_samples import full_gpu, gpu_status

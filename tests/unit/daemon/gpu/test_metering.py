@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope.daemon.collectors.gpu.metering import EnergyMeter
+from rankscope.daemon.gpu.nvml_counters import EnergyMeter
 
 
 def test_between_readings_of_the_counter_power_over_time_is_added() -> None:

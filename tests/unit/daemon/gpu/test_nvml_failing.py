@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.collectors.gpu import library
-from rankscope.daemon.collectors.gpu.readings import GpuState, SourceState
+from rankscope.daemon.gpu import nvml_calls
+from rankscope.daemon.gpu.readings import GpuState, SourceState
 from tests.unit.daemon.gpu.stubbed_source import PATIENCE_SECONDS, Stubbed
 from tools.nvml_stub import Script
 
@@ -19,7 +19,7 @@ Start = Callable[..., Stubbed]
 
 
 def test_a_node_without_the_library_has_no_driver(stubbed: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "PLACES", ("libnvidia-ml-is-not-here.so.1",))
+    monkeypatch.setattr(nvml_calls, "PLACES", ("libnvidia-ml-is-not-here.so.1",))
     started = stubbed()
     snapshot = started.until(lambda now: now.state is SourceState.NO_DRIVER)
     assert "libnvidia-ml-is-not-here" in snapshot.reason
@@ -145,7 +145,7 @@ def test_a_library_that_hangs_when_it_is_opened_is_told_and_holds_nobody_up(stub
 def test_a_process_ends_at_once_while_a_call_hangs(stub_library: Path, script: Script) -> None:
     script.set({"hang.nvmlDeviceGetPowerUsage": 1})
     program = """
-from rankscope.daemon.collectors.gpu.nvml import NvmlSource
+from rankscope.daemon.gpu.nvml import NvmlSource
 import time
 source = NvmlSource(0.05, hang_seconds=0.2)
 source.start()

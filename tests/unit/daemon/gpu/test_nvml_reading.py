@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rankscope.daemon.collectors.gpu.device_reading import Cadence
-from rankscope.daemon.collectors.gpu.fields import Rate
-from rankscope.daemon.collectors.gpu.readings import GpuProcess, GpuState
+from rankscope.daemon.gpu.nvml_device import Cadence, Rate
+from rankscope.daemon.gpu.readings import GpuProcess, GpuState
 from tests.unit.daemon.gpu.stubbed_source import Stubbed
 from tools.nvml_stub import Script
 

@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.daemon.collectors.gpu.pod_resources import (
-    LIST,
-    NO_PODS,
-    KubeletPods,
-    MalformedAnswerError,
-    Pod,
-    parse_pods,
-)
+from rankscope.daemon.gpu.pod_resources import LIST, NO_PODS, KubeletPods, MalformedAnswerError, Pod, parse_pods
 from tests.integration.daemon_process import wait_until
 
 

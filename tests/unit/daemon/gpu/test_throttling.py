@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope.daemon.collectors.gpu.throttling import REASONS, ThrottleClock
+from rankscope.daemon.gpu.nvml_counters import REASONS, ThrottleClock
 
 POWER_CAP, HW_THERMAL = REASONS["power_cap"], REASONS["hw_thermal"]
 

@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from rankscope.analysis.verdict import Kind, Severity, Verdict
-from rankscope.operator.alerts.reading import Alert, read_notification
+from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
+from rankscope.operator.alerts.alert import Alert, read_notification
 from rankscope.operator.correlation.correlator import JobState
 from tests.unit.operator.test_exporting import SLOW, state
 

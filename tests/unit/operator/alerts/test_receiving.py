@@ -16,10 +16,17 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rankscope.operator.alerts import tokens
-from rankscope.operator.alerts.deciding import FailedError
-from rankscope.operator.alerts.receiving import BODY_BYTES, CONCURRENT_REQUESTS, PATH, AlertReceiver
-from rankscope.operator.alerts.tokens import TokenError, make_token, read_token
+from rankscope.operator.alerts import alertmanager_webhook
+from rankscope.operator.alerts.alertmanager_webhook import (
+    BODY_BYTES,
+    CONCURRENT_REQUESTS,
+    PATH,
+    AlertReceiver,
+    TokenError,
+    make_token,
+    read_token,
+)
+from rankscope.operator.alerts.decision import FailedError
 from tests.unit.operator.alerts.notifications import entry, notification
 from tests.unit.operator.alerts.test_deciding import Played
 
@@ -207,7 +214,7 @@ def test_a_mounted_secret_of_roots_is_read_by_our_group_where_we_are_not_root(
     monkeypatch.setattr(os, "getgroups", lambda: [2000])
     status = os.stat_result((stat.S_IFREG | mode, 0, 0, 1, 0, group, 65, 0, 0, 0))
     with pytest.raises(TokenError, match="chmod 600") if is_refused else nullcontext():
-        tokens._check_owner(Path("/secret/token"), status)
+        alertmanager_webhook._check_owner(Path("/secret/token"), status)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"short", b"two words of sixteen", b"x" * 5000, b"\xe9" * 40])

@@ -10,17 +10,17 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from rankscope.operator.kube.api import Api, ApiError, ConflictError
-from rankscope.operator.kube.captures.auditing import CaptureAudit
-from rankscope.operator.kube.captures.objects import CaptureObject, read_capture_object
-from rankscope.operator.kube.people import reviewing
-from rankscope.operator.kube.people.captures import PeopleCaptures
-from rankscope.operator.kube.people.guarding import Guard
-from rankscope.operator.kube.people.reviewing import Reviews
-from rankscope.operator.kube.people.serving import PeopleServer, PeopleSettings
-from rankscope.operator.kube.people.traces import Traces
+from rankscope.operator.access import token_review
+from rankscope.operator.access.api_server import PeopleServer, PeopleSettings
+from rankscope.operator.access.capture_service import PeopleCaptures
+from rankscope.operator.access.guard import Guard
+from rankscope.operator.access.token_review import Reviews
+from rankscope.operator.access.trace_relay import Traces
+from rankscope.operator.captures.audit import CaptureAudit
+from rankscope.operator.captures.capture_object import CaptureObject, read_capture_object
+from rankscope.operator.kube.api_client import Api, ApiError, ConflictError
 from rankscope.operator.kube.resources import TrainingRunStatus
-from rankscope.operator.kube.runs.controlling import RunObject
+from rankscope.operator.runs.controller import RunObject
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
@@ -89,13 +89,13 @@ class Cluster:
     def create(self, path: str, body: Any, **query: Any) -> dict[str, Any]:
         if self.error is not None:
             raise self.error
-        if path == reviewing.TOKEN_REVIEWS:
+        if path == token_review.TOKEN_REVIEWS:
             self.reviewed.append(body["spec"]["token"])
             user = self.tokens.get(body["spec"]["token"])
             if user is None:
                 return {"status": {"authenticated": False, "error": "SECRET DETAILS"}}
             return {"status": {"authenticated": True, "user": {"username": user}, "audiences": ["rankscope"]}}
-        if path == reviewing.ACCESS_REVIEWS:
+        if path == token_review.ACCESS_REVIEWS:
             wanted = body["spec"]["resourceAttributes"]
             verb = "/".join(part for part in (wanted["verb"], wanted.get("subresource")) if part)
             right = (body["spec"]["user"], verb, wanted.get("namespace", ""))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from rankscope.operator.kube.captures.objects import CaptureObject, read_capture_object
-from rankscope.operator.kube.policies.objects import PolicyObject, read_policy_object
-from rankscope.operator.kube.runs.controlling import RunObject, read_run_object
-from rankscope.operator.kube.runs.grouping import RunKey
-from rankscope.operator.kube.runs.inventory import Run
-from rankscope.operator.kube.runs.pods import Pod
-from rankscope.operator.kube.runs.status import moment
+from rankscope.operator.captures.capture_object import CaptureObject, read_capture_object
+from rankscope.operator.policies.policy import PolicyObject, read_policy_object
+from rankscope.operator.runs.controller import RunObject, read_run_object
+from rankscope.operator.runs.inventory import Run
+from rankscope.operator.runs.pods import Pod
+from rankscope.operator.runs.run_grouping import RunKey
+from rankscope.operator.runs.status import moment
 
 NOW = 1_800_000_000.0
 AUTOMATIC = {"on": ["slow_rank", "slow_communication"], "cooldownSeconds": 600, "perDay": 3, "concurrent": 2}

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.operator.kube.webhooks.admitting import Admission
-from rankscope.operator.kube.webhooks.capture_admitting import REQUESTED_BY
+from rankscope.operator.webhooks.admission import REQUESTED_BY, Admission
 
 CAPTURE = {"run": "llama", "steps": 3}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.operator.kube.api import Api, ClusterError, GoneError, UnreachableError
+from rankscope.operator.kube.api_client import Api, ClusterError, GoneError, UnreachableError
 
 
 @pytest.mark.parametrize("text", ["not: [yaml", "scalar", "[1, 2]", "clusters: 5", ""])

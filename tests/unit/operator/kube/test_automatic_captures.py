@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 
-from rankscope.analysis.verdict import Kind, Severity, Verdict
-from rankscope.operator.alerts.choosing import RefusedError, Wanted
-from rankscope.operator.alerts.deciding import FailedError
+from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
+from rankscope.operator.alerts.alert import RefusedError, Wanted
+from rankscope.operator.alerts.decision import FailedError
+from rankscope.operator.captures import automatic
+from rankscope.operator.captures.alert_captures import AlertCaptures
+from rankscope.operator.captures.automatic import AutomaticCaptureMaker, chosen_ranks
+from rankscope.operator.captures.capture_object import CaptureObject, read_capture_object
 from rankscope.operator.correlation.correlator import JobState
-from rankscope.operator.kube.api import ApiError, ConflictError, UnreachableError
-from rankscope.operator.kube.captures import automatic_making
-from rankscope.operator.kube.captures.alerts import AlertCaptures
-from rankscope.operator.kube.captures.automatic import chosen_ranks
-from rankscope.operator.kube.captures.automatic_making import AutomaticCaptures
-from rankscope.operator.kube.captures.objects import CaptureObject, read_capture_object
-from rankscope.operator.kube.policies.objects import PolicyObject
-from rankscope.operator.kube.runs.status import moment
+from rankscope.operator.kube.api_client import ApiError, ConflictError, UnreachableError
+from rankscope.operator.policies.policy import PolicyObject
+from rankscope.operator.runs.status import moment
 from tests.unit.operator.kube.policy_makers import AUTOMATIC, NOW, capture, policy, run_object
 from tests.unit.operator.test_exporting import HEALTHY, SLOW, state
 
@@ -83,7 +82,7 @@ class AtOnce:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    monkeypatch.setattr(automatic_making, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(automatic, "ThreadPoolExecutor", AtOnce)
     return Cluster()
 
 
@@ -93,7 +92,7 @@ class Operator:
         self.verdict(verdict)
         self.others: dict[str, JobState] = {}
         fake: Any = cluster
-        self.captures = AutomaticCaptures(
+        self.captures = AutomaticCaptureMaker(
             fake, fake, fake, fake, fake, lambda: {NAME: self.state, **self.others}, lambda: self.cluster.now
         )
 
@@ -234,7 +233,7 @@ def test_captures_of_one_round_count_for_the_next_run_of_the_same_policy(cluster
     operator = Operator(cluster)
     fake: Any = cluster
     states = {NAME: operator.state, "team/run-b": replace(operator.state, job="team/run-b")}
-    captures = AutomaticCaptures(fake, fake, fake, fake, fake, lambda: states, lambda: cluster.now)
+    captures = AutomaticCaptureMaker(fake, fake, fake, fake, fake, lambda: states, lambda: cluster.now)
     for _ in range(3):
         captures.reconcile(dict.fromkeys(states, once))
     assert len(cluster.stored) == 1

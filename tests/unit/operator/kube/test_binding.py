@@ -6,11 +6,16 @@ from typing import Any
 import pytest
 
 from rankscope.operator.correlation.wire_shapes import Message, read_said
-from rankscope.operator.kube.runs.binding import WINDOW_BYTES_LIMIT, Binding, Heard
-from rankscope.operator.kube.runs.inventory import Inventory
-from rankscope.operator.kube.runs.naming_jobs import OWNED_SECONDS, SILENT_SECONDS
-from rankscope.operator.kube.runs.pods import Owner, Pod
-from rankscope.operator.kube.runs.speaking import RANKS_PER_NODE
+from rankscope.operator.runs.inventory import Inventory
+from rankscope.operator.runs.pods import Owner, Pod
+from rankscope.operator.runs.rank_binding import (
+    OWNED_SECONDS,
+    RANKS_PER_NODE,
+    SILENT_SECONDS,
+    WINDOW_BYTES_LIMIT,
+    Binding,
+    Heard,
+)
 from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 
 

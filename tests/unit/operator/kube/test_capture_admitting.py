@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from rankscope.operator.kube.api import Api, UnreachableError
-from rankscope.operator.kube.captures.auditing import CaptureAudit
-from rankscope.operator.kube.own_name import OwnName, account_in
-from rankscope.operator.kube.webhooks.admitting import Admission
+from rankscope.operator.captures.audit import CaptureAudit
+from rankscope.operator.kube.api_client import Api, UnreachableError
+from rankscope.operator.kube.ownership import OwnName, account_in
+from rankscope.operator.webhooks.admission import Admission
 
 OPERATOR = "system:serviceaccount:rankscope:rankscope-operator"
 BY, VIA, TRIGGER = "rankscope.dev/requested-by", "rankscope.dev/via", "rankscope.dev/trigger"

@@ -9,13 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from rankscope.analysis.audit_lines import AuditRecord
-from rankscope.operator.kube.captures.asking import DaemonAsking
-from rankscope.operator.kube.captures.auditing import CaptureAudit
-from rankscope.operator.kube.captures.calls import DaemonCalls
-from rankscope.operator.kube.captures.controlling import CapturesController
-from rankscope.operator.kube.captures.objects import CaptureObject, read_capture_object
-from rankscope.operator.kube.electing import ShardLeases
+from rankscope.common.audit import AuditRecord
+from rankscope.operator.captures.audit import CaptureAudit
+from rankscope.operator.captures.capture_object import CaptureObject, read_capture_object
+from rankscope.operator.captures.controller import CapturesController
+from rankscope.operator.captures.daemon_calls import DaemonAsking, DaemonCalls
+from rankscope.operator.kube.leader_election import ShardLeases
 from rankscope.operator.kube.resources import CaptureStatus
 from rankscope.v1 import capture_service_pb2 as pb
 

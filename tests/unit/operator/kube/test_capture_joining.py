@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import math
 
-from rankscope.operator.kube.captures.joining import joint_finding
-from rankscope.operator.kube.captures.status import findings_of, phase_of, told_ranks
+from rankscope.operator.captures.status import findings_of, joint_finding, phase_of, told_ranks
 from rankscope.operator.kube.resources import CapturedRank
 from rankscope.v1 import capture_service_pb2 as pb
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope.operator.kube.captures.planning import PlanError, plan
+from rankscope.operator.captures.controller import PlanError, plan
 from rankscope.operator.kube.resources import CaptureSpec
 from tests.unit.operator.test_exporting import SLOW, state
 

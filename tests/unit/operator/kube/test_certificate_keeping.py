@@ -3,9 +3,9 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Any, cast
 
-from rankscope.operator.kube.api import Api
-from rankscope.operator.kube.certificates.keeping import SecretKeeper
-from rankscope.operator.kube.certificates.making import Lifetimes
+from rankscope.operator.certificates.authority import Lifetimes
+from rankscope.operator.certificates.webhook_secret import SecretKeeper
+from rankscope.operator.kube.api_client import Api
 from tests.unit.operator.kube.test_fleet_certificates import Secrets
 
 NAME = "rankscope-webhook"

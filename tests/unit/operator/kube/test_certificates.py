@@ -6,8 +6,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 from cryptography import x509
 
-from rankscope.operator.kube.certificates.issuing import authorities, expires
-from rankscope.operator.kube.certificates.making import Certificates, Lifetimes, renewed
+from rankscope.operator.certificates.authority import Certificates, Lifetimes, authorities, expires, renewed
 
 NOW = datetime(2026, 6, 1, tzinfo=timezone.utc)
 NAMES = ("rankscope-webhook.rankscope.svc", "127.0.0.1")

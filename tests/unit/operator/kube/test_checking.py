@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from rankscope.operator.kube.webhooks.checking import capture_mistakes
+from rankscope.operator.webhooks.validation import capture_mistakes
 
 
 @pytest.mark.parametrize("ranks", ["9" * 5000 + "-" + "9" * 5000, "9" * 1_000_000, "1-" * 200_000])

@@ -12,11 +12,11 @@ import grpc
 import pytest
 
 from rankscope.daemon.loop import Daemon
+from rankscope.operator.captures.daemon_calls import DaemonAwayError, DaemonCalls, DaemonRefusedError
+from rankscope.operator.certificates.daemon_credentials import Tls
 from rankscope.operator.correlation.wire_shapes import Message, read_said
-from rankscope.operator.kube.captures.calls import DaemonAwayError, DaemonCalls, DaemonRefusedError
-from rankscope.operator.kube.certificates.daemon_credentials import Tls
-from rankscope.operator.kube.runs import daemon_streams
-from rankscope.operator.kube.runs.daemon_streams import DaemonStreams
+from rankscope.operator.runs import daemon_streams
+from rankscope.operator.runs.daemon_streams import DaemonStreams
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest, WatchRanksResponse
 from rankscope.v1.rank_service_pb2_grpc import RankServiceServicer, add_RankServiceServicer_to_server
 from tests.certificates import Authority, Pair

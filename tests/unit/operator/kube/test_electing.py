@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 
-from rankscope.operator.kube.api import ConflictError, Document, MissingError, UnreachableError
-from rankscope.operator.kube.electing import DURATION_SECONDS, RENEW_SECONDS, SETTLING_SECONDS, ShardLeases, shard_of
+from rankscope.operator.kube.api_client import ConflictError, Document, MissingError, UnreachableError
+from rankscope.operator.kube.leader_election import (
+    DURATION_SECONDS,
+    RENEW_SECONDS,
+    SETTLING_SECONDS,
+    ShardLeases,
+    shard_of,
+)
 
 STEP_SECONDS = 0.25
 TAKEOVER_SECONDS = 15.0

@@ -9,10 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from rankscope.operator.kube.api import Api, ApiError, ConflictError, MissingError
-from rankscope.operator.kube.certificates.fleet import roles
-from rankscope.operator.kube.certificates.fleet_keeping import OURS, FleetCertificates, FleetCertificateSettings
-from rankscope.operator.kube.certificates.issuing import (
+from rankscope.operator.certificates.authority import (
+    Lifetimes,
     Use,
     authorities,
     expires,
@@ -22,7 +20,9 @@ from rankscope.operator.kube.certificates.issuing import (
     names_of,
     signed,
 )
-from rankscope.operator.kube.certificates.making import Lifetimes
+from rankscope.operator.certificates.fleet import roles
+from rankscope.operator.certificates.fleet_secrets import OURS, FleetCertificates, FleetCertificateSettings
+from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, MissingError
 
 BEGIN = datetime(2026, 6, 1, tzinfo=timezone.utc)
 LIFETIMES = Lifetimes(authority_seconds=300 * 86400, serving_seconds=30 * 86400)

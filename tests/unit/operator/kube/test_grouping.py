@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from rankscope.operator.kube.runs.grouping import NAME_CHARACTERS, RunKey, run_of
-from rankscope.operator.kube.runs.pods import LABELS_KEPT, Pod, read_pod
+from rankscope.operator.runs.pods import LABELS_KEPT, Pod, read_pod
+from rankscope.operator.runs.run_grouping import NAME_CHARACTERS, RunKey, run_of
 
 
 def pod(labels: dict[str, str], owner: tuple[str, str, str] | None = None, **metadata: Any) -> Pod:

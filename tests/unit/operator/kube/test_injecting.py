@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.operator.kube.webhooks.init_container import FOLDER, NOBODY, VOLUME
-from rankscope.operator.kube.webhooks.injecting import (
+from rankscope.operator.webhooks.pod_injection import (
     CONTAINERS,
+    FOLDER,
     GIVEN_PYTHONPATH,
     IMAGE_PYTHONPATH,
     INJECTED,
+    NOBODY,
     NOT_INJECTED,
+    VOLUME,
     Injection,
     Wish,
     inject,

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rankscope.operator.kube.runs.inventory import Inventory
-from rankscope.operator.kube.runs.pods import Owner, Pod
+from rankscope.operator.runs.inventory import Inventory
+from rankscope.operator.runs.pods import Owner, Pod
 
 
 def pod(uid: str, **fields: Any) -> Pod:

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope.analysis.policy import DEFAULT_POLICY
-from rankscope.operator.kube.policies.matching import match, mfu_target_of, selects, thresholds
-from rankscope.operator.kube.policies.status import policy_status
-from rankscope.operator.kube.runs.annotating import MFU_TARGET
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
+from rankscope.operator.policies.controller import policy_status
+from rankscope.operator.policies.policy import match, mfu_target_of, selects, thresholds
+from rankscope.operator.runs.pods import MFU_TARGET
 from tests.unit.operator.kube.policy_makers import NOW, pod, policy, run
 
 

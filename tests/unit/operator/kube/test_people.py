@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rankscope.operator.kube.api import ApiError
-from rankscope.operator.kube.people.limiting import Allowance
+from rankscope.operator.access.guard import Allowance
+from rankscope.operator.kube.api_client import ApiError
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.unit.operator.kube.people_cluster import RUN, START, Cluster, begun, every_call, refusal
 

@@ -10,8 +10,8 @@ import grpc
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rankscope.operator.kube.crds import KINDS, definition
-from rankscope.operator.kube.people.asking import (
+from rankscope.operator.access.guard import RefusedError
+from rankscope.operator.access.requests import (
     Place,
     capture_name,
     one_line,
@@ -20,7 +20,7 @@ from rankscope.operator.kube.people.asking import (
     places_to_list,
     spec_document,
 )
-from rankscope.operator.kube.people.guarding import RefusedError
+from rankscope.operator.kube.crds import KINDS, definition
 from rankscope.v1 import capture_service_pb2 as pb
 
 NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")

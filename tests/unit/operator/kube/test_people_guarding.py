@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from rankscope.operator.kube.api import UnreachableError
-from rankscope.operator.kube.captures.auditing import CaptureAudit
-from rankscope.operator.kube.people import captures as people_captures
-from rankscope.operator.kube.people import guarding as people_guarding
-from rankscope.operator.kube.people.limiting import Allowance
-from rankscope.operator.kube.people.serving import PeopleServer, PeopleSettings
+from rankscope.operator.access import capture_service as people_captures
+from rankscope.operator.access import guard as people_guarding
+from rankscope.operator.access.api_server import PeopleServer, PeopleSettings
+from rankscope.operator.access.guard import Allowance
+from rankscope.operator.captures.audit import CaptureAudit
+from rankscope.operator.kube.api_client import UnreachableError
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.unit.operator.kube.people_cluster import RUN, START, Cluster, begun, every_call, refusal
 
@@ -234,7 +234,7 @@ def test_a_message_that_is_too_large_is_refused(cluster: Cluster) -> None:
 
 def test_a_stream_ends_when_its_token_was_taken_back(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(people_captures, "RECHECK_SECONDS", 0.0)
-    monkeypatch.setattr("rankscope.operator.kube.people.reviewing.YES_SECONDS", 0.0)
+    monkeypatch.setattr("rankscope.operator.access.token_review.YES_SECONDS", 0.0)
     token = cluster.may("ada", "create")
     stream = cluster.stub(token).StartCapture(START, timeout=60)
     next(stream)

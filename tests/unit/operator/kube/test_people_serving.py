@@ -15,11 +15,11 @@ from typing import Any
 import grpc
 import pytest
 
-from rankscope.operator.kube.people import serving as people_serving
-from rankscope.operator.kube.people.serving import PeopleServer, PeopleSettings
+from rankscope.common.tls import Read, TlsMaterial, files
+from rankscope.operator.access import api_server as people_serving
+from rankscope.operator.access.api_server import PeopleServer, PeopleSettings
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
-from rankscope.wire.following_tls import Read, TlsMaterial, files
 from tests.certificates import Authority
 from tests.unit.operator.kube.people_cluster import Cluster, begun, refusal
 

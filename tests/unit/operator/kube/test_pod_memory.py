@@ -3,8 +3,8 @@ from __future__ import annotations
 import tracemalloc
 
 from benchmarks.fleet_pods import document
-from rankscope.operator.kube.runs.inventory import Inventory
-from rankscope.operator.kube.runs.pods import read_pod
+from rankscope.operator.runs.inventory import Inventory
+from rankscope.operator.runs.pods import read_pod
 
 PODS = 3000
 

@@ -9,7 +9,7 @@ from time import monotonic, sleep
 import grpc
 import pytest
 
-from rankscope.operator.kube.policies.pushing import LEASE_SECONDS, RETRY_SECONDS, PolicyPusher
+from rankscope.operator.policies.rates import LEASE_SECONDS, RETRY_SECONDS, PolicyPusher
 from rankscope.v1 import policy_service_pb2 as pb
 from rankscope.v1.policy_service_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
 

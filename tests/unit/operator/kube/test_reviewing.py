@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import pytest
 
-from rankscope.operator.kube.api import Api, ApiError, UnreachableError
-from rankscope.operator.kube.people import reviewing
-from rankscope.operator.kube.people.reviewing import Access, Caller, NoAnswerError, PathAccess, Reviews
+from rankscope.operator.access import token_review
+from rankscope.operator.access.token_review import Access, Caller, NoAnswerError, PathAccess, Reviews
+from rankscope.operator.kube.api_client import Api, ApiError, UnreachableError
 
 ADA = {"username": "ada", "uid": "u-1", "groups": ["team"], "extra": {"scopes": ["a", "b"]}}
 TOKEN = "eyJhbGciOiJSUzI1NiJ9.e30.c2ln"
@@ -29,7 +29,7 @@ class FakeApi:
         self.asked.append(body)
         if self.error is not None:
             raise self.error
-        return {"status": self.token_status if path == reviewing.TOKEN_REVIEWS else self.access_status}
+        return {"status": self.token_status if path == token_review.TOKEN_REVIEWS else self.access_status}
 
 
 def made(api: FakeApi) -> Reviews:
@@ -61,7 +61,7 @@ def test_anything_but_a_plain_yes_for_our_audience_is_a_no(change: dict[str, Any
     assert made(api).caller(TOKEN) is None
 
 
-@pytest.mark.parametrize("token", ["", " ", "a b", "a\nb", "ä", "x" * (reviewing.TOKEN_CHARACTERS + 1)])
+@pytest.mark.parametrize("token", ["", " ", "a b", "a\nb", "ä", "x" * (token_review.TOKEN_CHARACTERS + 1)])
 def test_what_is_no_token_is_not_even_asked_about(token: str) -> None:
     api = FakeApi()
     assert made(api).caller(token) is None
@@ -86,7 +86,7 @@ def test_a_yes_holds_for_ten_seconds_and_a_no_for_two() -> None:
 
 
 def test_no_token_is_kept_and_no_more_answers_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reviewing, "REMEMBERED", 3)
+    monkeypatch.setattr(token_review, "REMEMBERED", 3)
     api = FakeApi()
     reviews = made(api)
     for number in range(10):

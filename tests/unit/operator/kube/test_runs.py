@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
 
-from rankscope.operator.kube.runs.annotating import MFU_TARGET
-from rankscope.operator.kube.runs.controlling import RunsController
-from rankscope.operator.kube.runs.grouping import RunKey
-from rankscope.operator.kube.runs.inventory import Run
+from rankscope.operator.runs.controller import RunsController
+from rankscope.operator.runs.inventory import Run
+from rankscope.operator.runs.pods import MFU_TARGET
+from rankscope.operator.runs.run_grouping import RunKey
 from tests.unit.operator.kube.policy_makers import pod, run
 
 

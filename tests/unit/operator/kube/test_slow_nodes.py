@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from rankscope.analysis.verdict import Kind, Severity, Verdict
+from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.operator.correlation.correlator import JobState
-from rankscope.operator.kube.runs.slow_nodes import CONDITION, read_node, slow_nodes
+from rankscope.operator.runs.slow_nodes import CONDITION, read_node, slow_nodes
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import RankWindow
 

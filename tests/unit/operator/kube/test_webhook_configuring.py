@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rankscope.operator.kube.webhooks.configuring import Address, configurations
+from rankscope.operator.webhooks.configuration import Address, configurations
 
 
 def test_nothing_waits_for_us_but_who_asked_and_every_name_is_told_once() -> None:

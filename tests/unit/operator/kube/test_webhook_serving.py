@@ -12,9 +12,9 @@ from datetime import datetime, timezone
 
 import pytest
 
-from rankscope.operator.kube.certificates.making import Certificates, Lifetimes, renewed
-from rankscope.operator.kube.webhooks import serving as webhook_serving
-from rankscope.operator.kube.webhooks.serving import BODY_BYTES_LIMIT, WebhookServer
+from rankscope.operator.certificates.authority import Certificates, Lifetimes, renewed
+from rankscope.operator.webhooks import https_server as webhook_serving
+from rankscope.operator.webhooks.https_server import BODY_BYTES_LIMIT, WebhookServer
 
 
 def certificates() -> Certificates:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rankscope.operator.kube import writing
-from rankscope.operator.kube.api import ApiError, UnreachableError
-from rankscope.operator.kube.writing import Outbox, Write
+from rankscope.operator.kube import object_writer
+from rankscope.operator.kube.api_client import ApiError, UnreachableError
+from rankscope.operator.kube.object_writer import Outbox, Write
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def test_the_same_thing_is_written_once_and_the_newest_wish_replaces_those_befor
 def test_what_an_absent_or_starting_server_did_not_take_is_written_soon_after(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "FIRST_PAUSE_SECONDS", 0.05)
-    monkeypatch.setattr(writing, "FIRST_REFUSED_SECONDS", 0.05)
+    monkeypatch.setattr(object_writer, "FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(object_writer, "FIRST_REFUSED_SECONDS", 0.05)
     refused = [ApiError(403, "Forbidden", "roles are not read yet") for _ in range(3)]
     server = Server(UnreachableError("away"), *refused)
     outbox.put(Write("status", "a", lambda: server.send("a")))

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from rankscope.analysis.robust import Bools, Ints, number_groups
-from rankscope.analysis.traces.columns import Trace
+from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.stats.robust import Bools, Ints, number_groups
 from rankscope.analysis.traces.communication.collectives import Collectives
-from rankscope.analysis.traces.communication.kinds import CollectiveKind
+from rankscope.analysis.traces.trace import Trace
 
 _POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV)
 # Of these every rank passes the same number of bytes, so that different numbers are different collectives. An

@@ -1,0 +1,1 @@
+"""Latency and bandwidth of collectives from timed calls (the alpha-beta model)."""

@@ -1,0 +1,1 @@
+"""What a model needs: FLOPs, memory, MFU and the peaks of devices."""

@@ -1,0 +1,266 @@
+"""Plots as SVG text: bars, stacked bars, lines, scatter, histogram. A value that is None or not finite is left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rankscope.analysis.plots import svg
+from rankscope.analysis.plots.svg import (
+    Axis,
+    Frame,
+    Scale,
+    base_line,
+    drawing,
+    element,
+    frame,
+    heading,
+    hover,
+    label,
+    round_step,
+    scale,
+    text_pixels,
+    x_axis,
+    y_axis,
+)
+from rankscope.analysis.quantities import quantity, shorten
+
+Values = Sequence[float | None]
+
+_ROW_PIXELS = 22.0
+_BARS_PIXELS = 720.0
+_PLOT_PIXELS = 300.0
+_LABEL_CHARACTERS = 46
+_MOST_BINS = 40
+
+
+@dataclass(frozen=True)
+class Series:
+    """One colour of a plot. The colour is taken in turn from a set that colour-blind readers can tell apart."""
+
+    name: str
+    values: Values
+    colour: str | None = None
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Points of one colour; `notes` are shown when the pointer rests on a point."""
+
+    name: str
+    x: Values
+    y: Values
+    colour: str | None = None
+    notes: Sequence[str] = ()
+
+
+def bars(
+    labels: Sequence[str],
+    values: Values,
+    *,
+    axis: Axis,
+    title: str = "",
+    marked: Sequence[int] = (),
+    row_title: str = "",
+) -> str:
+    """A lying bar per label, from the top; `marked` rows stand out (they are what the reader should look at)."""
+    plain = Series(axis.title, values, svg.BLUE)
+    return _lying(labels, (plain,), axis, title, row_title, frozenset(marked), legend=False)
+
+
+def stacked_bars(
+    labels: Sequence[str], series: Sequence[Series], *, axis: Axis, title: str = "", row_title: str = ""
+) -> str:
+    """A lying bar per label, made of each series' value in turn. Values below zero are left out."""
+    return _lying(labels, series, axis, title, row_title, frozenset(), legend=True)
+
+
+def lines(
+    positions: Sequence[float],
+    series: Sequence[Series],
+    *,
+    across: Axis,
+    up: Axis,
+    title: str = "",
+    from_zero: bool = True,
+) -> str:
+    """A line per series over common positions; a missing value breaks the line."""
+    clouds = [Cloud(one.name, positions, one.values, one.colour) for one in series]
+    return _plane(clouds, (), across, up, title, joined=True, from_zero=from_zero, diagonal=False)
+
+
+def scatter(
+    clouds: Sequence[Cloud],
+    *,
+    across: Axis,
+    up: Axis,
+    title: str = "",
+    curves: Sequence[Cloud] = (),
+    diagonal: bool = False,
+) -> str:
+    """Points, with fitted `curves` over them; `diagonal` draws y = x (predicted against actual)."""
+    return _plane(clouds, curves, across, up, title, joined=False, from_zero=False, diagonal=diagonal)
+
+
+def histogram(
+    values: Values, *, axis: Axis, title: str = "", bins: int | None = None, marks: Mapping[str, float] | None = None
+) -> str:
+    """How often which value; bins end at round numbers. `marks` are named positions, such as a median."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    wanted = min(bins or max(8, round(2 * len(known) ** (1 / 3))), _MOST_BINS)
+    inside = frame(_PLOT_PIXELS, left=64, title=title)
+    across = scale(axis, known, inside.left, inside.right, most=8)
+    step = round_step((across.high - across.low) / across.shown.factor, wanted) * across.shown.factor
+    edges = across.low + step * np.arange(math.ceil((across.high - across.low) / step - 1e-9) + 1)
+    counts = np.histogram(known, edges)[0].tolist() if known else [0] * (len(edges) - 1)
+    up = scale(Axis("count"), [0.0, float(max(counts, default=1) or 1)], inside.bottom, inside.top, from_zero=True)
+    parts = [heading(title), x_axis(inside, across), y_axis(inside, up)]
+    for low, high, count in zip(edges[:-1].tolist(), edges[1:].tolist(), counts, strict=True):
+        if count:
+            text = f"{quantity(low, axis.unit)} to {quantity(high, axis.unit)}: {count}"
+            left, top = across.place(low), up.place(count)
+            parts.append(_block(left + 0.5, top, across.place(high) - left - 1, inside.bottom - top, svg.BLUE, text))
+    for name, value in (marks or {}).items():
+        if math.isfinite(value):
+            parts.append(_mark(inside, across.place(value), f"{name} {quantity(value, axis.unit)}"))
+    return drawing(inside.width, inside.height, title or axis.title, "".join(parts))
+
+
+def _lying(
+    labels: Sequence[str],
+    series: Sequence[Series],
+    axis: Axis,
+    title: str,
+    row_title: str,
+    marked: frozenset[int],
+    *,
+    legend: bool,
+) -> str:
+    row = min(_ROW_PIXELS, max(1.5, _BARS_PIXELS / max(len(labels), 1)))
+    shown = [shorten(text, _LABEL_CHARACTERS) for text in labels]
+    left = min(max((text_pixels(text) for text in shown), default=40.0) + 34, 340.0)
+    inside = frame(
+        row * max(len(labels), 1) + 4, left=left, title=title, names=[one.name for one in series] if legend else ()
+    )
+    fills = [one.colour or svg.category(index) for index, one in enumerate(series)]
+    drawn = [[_positive(value) for value in one.values] for one in series]
+    totals = [sum(column) for column in zip(*drawn, strict=True)] if legend else _known(series[0].values)
+    across = scale(axis, totals, inside.left, inside.right, from_zero=True, most=8)
+    parts = [heading(title, [one.name for one in series] if legend else (), fills if legend else ())]
+    parts.append(x_axis(inside, across))
+    every = max(1, math.ceil(13 / row))  # a name needs 13 pixels
+    for index, text in enumerate(labels):
+        y = inside.top + 2 + index * row
+        if index % every == 0:
+            tip = text if shown[index] != text else ""
+            parts.append(label(inside.left - 7, y + row / 2 + 4, shown[index], anchor="end", tooltip=tip))
+        thick = row - min(4.0, row * 0.2)
+        at = 0.0
+        for one, fill in zip(series, fills, strict=True):
+            value = one.values[index]
+            if value is None or not math.isfinite(value) or (legend and value <= 0):
+                continue
+            start, end = sorted((across.place(at), across.place(at + value)))
+            note = (
+                f"{text}: {one.name} {quantity(value, axis.unit)}"
+                if legend
+                else f"{text}: {quantity(value, axis.unit)}"
+            )
+            colour = svg.VERMILION if index in marked else fill
+            parts.append(_block(start, y, max(end - start, 0.4), thick, colour, note))
+            at = at + value if legend else 0.0
+    parts.append(base_line(inside, across.place(0.0)))
+    if row_title:
+        parts.append(label(16, (inside.top + inside.bottom) / 2, row_title, anchor="middle", muted=True, turned=True))
+    return drawing(inside.width, inside.height, title or axis.title, "".join(parts))
+
+
+def _plane(
+    clouds: Sequence[Cloud],
+    curves: Sequence[Cloud],
+    x: Axis,
+    y: Axis,
+    title: str,
+    *,
+    joined: bool,
+    from_zero: bool,
+    diagonal: bool,
+) -> str:
+    everything = [*clouds, *curves]
+    named = [one for one in everything if one.name]
+    fills = {id(one): one.colour or svg.category(index) for index, one in enumerate(everything)}
+    legend = len(named) > 1
+    inside = frame(_PLOT_PIXELS, left=84, title=title, names=[one.name for one in named] if legend else ())
+    xs = [value for one in everything for value in one.x]
+    ys = [value for one in everything for value in one.y]
+    across = scale(x, xs, inside.left, inside.right, most=8)
+    up = scale(y, ys, inside.bottom, inside.top, from_zero=from_zero)
+    parts = [heading(title, *(([c.name for c in named], [fills[id(c)] for c in named]) if legend else ()))]
+    parts += [x_axis(inside, across), y_axis(inside, up)]
+    if diagonal:
+        low, high = max(across.low, up.low), min(across.high, up.high)
+        if low < high:
+            ends = [(across.place(value), up.place(value)) for value in (low, high)]
+            parts.append(_path(ends, svg.MUTED, dashed=True))
+    for one in curves:
+        parts += [_path(piece, fills[id(one)]) for piece in _pieces(one, across, up)]
+    for one in clouds:
+        pieces = _pieces(one, across, up)
+        if joined:
+            parts += [_path(piece, fills[id(one)]) for piece in pieces]
+        parts.append(_points(one, across, up, fills[id(one)], x.unit, y.unit, small=joined))
+    return drawing(inside.width, inside.height, title or y.title, "".join(parts))
+
+
+def _pieces(cloud: Cloud, across: Scale, up: Scale) -> list[list[tuple[float, float]]]:
+    """Runs of points without a gap."""
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for x, y in zip(cloud.x, cloud.y, strict=True):
+        if not (_drawable(x, across) and _drawable(y, up)):
+            pieces.append([])
+        elif x is not None and y is not None:
+            pieces[-1].append((across.place(x), up.place(y)))
+    return [piece for piece in pieces if len(piece) > 1]
+
+
+def _points(cloud: Cloud, across: Scale, up: Scale, colour: str, x_unit: str, y_unit: str, *, small: bool) -> str:
+    parts = []
+    for index, (x, y) in enumerate(zip(cloud.x, cloud.y, strict=True)):
+        if x is None or y is None or not (_drawable(x, across) and _drawable(y, up)):
+            continue
+        note = cloud.notes[index] if index < len(cloud.notes) else f"{quantity(x, x_unit)}, {quantity(y, y_unit)}"
+        text = f"{cloud.name}: {note}" if cloud.name else note
+        place = {"cx": across.place(x), "cy": up.place(y)}
+        parts.append(element("circle", hover(text), **place, r=2.5 if small else 3.5, fill=colour, fill_opacity=0.75))
+    return "".join(parts)
+
+
+def _path(points: Sequence[tuple[float, float]], colour: str, *, dashed: bool = False) -> str:
+    text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    dash = "5 4" if dashed else None
+    return element("polyline", points=text, fill="none", stroke=colour, stroke_width=1.6, stroke_dasharray=dash)
+
+
+def _block(x: float, y: float, width: float, height: float, colour: str, note: str) -> str:
+    return element("rect", hover(note), x=x, y=y, width=width, height=height, fill=colour)
+
+
+def _mark(inside: Frame, x: float, text: str) -> str:
+    line = element("line", x1=x, y1=inside.top, x2=x, y2=inside.bottom, stroke=svg.VERMILION, stroke_width=1.5)
+    right = x + text_pixels(text) + 8 < inside.right
+    return line + label(x + 5 if right else x - 5, inside.top + 11, text, anchor="start" if right else "end")
+
+
+def _drawable(value: float | None, on: Scale) -> bool:
+    return value is not None and math.isfinite(value) and not (on.log and value <= 0)
+
+
+def _positive(value: float | None) -> float:
+    return value if value is not None and math.isfinite(value) and value > 0 else 0.0
+
+
+def _known(values: Values) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]

@@ -1,0 +1,1 @@
+"""Statistics over columns of numbers. Imports nothing of Rankscope."""

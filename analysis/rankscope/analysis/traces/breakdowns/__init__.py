@@ -1,1 +1,0 @@
-"""Where one rank's time went: computing, communicating, copying, idle and why."""

@@ -1,0 +1,261 @@
+"""Cuts a trace to a stretch of time on the host, with the work on devices that was launched in it, whenever it ran."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rankscope.analysis.stats.robust import Ints
+from rankscope.analysis.traces.breakdown import Breakdown
+from rankscope.analysis.traces.joins.perfetto import ON_DEVICE, RawEvent, in_utf8, microseconds, nanoseconds
+from rankscope.analysis.traces.reader.events import DECODE_ERRORS, mend
+from rankscope.analysis.traces.reader.json_stream import Ending, Text, batches, inflate
+from rankscope.analysis.traces.reader.metadata import base_time_ns, describe
+from rankscope.analysis.traces.steps import Steps, first_whole
+from rankscope.analysis.traces.trace import ABSENT, Category, Repairs, Trace, TraceError
+
+# What a profiler says before its events takes a few kilobytes; a long list of process groups some hundred.
+HEAD_LIMIT_BYTES = 8 << 20
+_FIRST_HEAD_BYTES = 256 << 10
+_SECOND_NS = 1_000_000_000
+# Given anew, or not the head's to say.
+_REPLACED = ("traceEvents", "distributedInfo", "")
+
+_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_EVENTS = msgspec.json.Decoder(list[RawEvent])
+_HEAD = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENCODER = msgspec.json.Encoder()
+_MISSING = msgspec.Raw(b"")
+_ARROW = b'"ac2g"'
+_FRAME = b'"python_function"'
+_DEVICE_MARK = b'"gpu_user_annotation"'
+
+
+class _Ties(msgspec.Struct, gc=False):
+    """What ties an event on a device to one on the host."""
+
+    correlation: Any = ABSENT
+    external_id: Any = msgspec.field(default=ABSENT, name="External id")
+
+
+_TIES = msgspec.json.Decoder(_Ties)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What must be kept of a trace to cut its file later."""
+
+    base_ns: int
+    call_start_ns: Ints
+    call_correlation: Ints
+    mark_start_ns: Ints
+    mark_external_id: Ints
+
+    def stretch(self, start_ns: int, end_ns: int) -> Stretch:
+        """Times as in the trace's columns: from its base."""
+        calls = (self.call_start_ns >= start_ns) & (self.call_start_ns < end_ns)
+        marks = (self.mark_start_ns >= start_ns) & (self.mark_start_ns < end_ns)
+        return Stretch(
+            self.base_ns + start_ns,
+            self.base_ns + end_ns,
+            has_calls=len(self.call_start_ns) > 0,
+            correlations=frozenset(self.call_correlation[calls].tolist()),
+            external_ids=frozenset(self.mark_external_id[marks].tolist()),
+        )
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """In unix time."""
+
+    start_ns: int
+    end_ns: int
+    has_calls: bool  # in the whole trace; without any, work on a device counts by its own time
+    correlations: frozenset[int]  # of the calls in the stretch
+    external_ids: frozenset[int]  # of the annotations on the host in it
+
+
+def outline(trace: Trace) -> Outline:
+    calls = trace.of(Category.RUNTIME, Category.DRIVER) & (trace.correlation != ABSENT)
+    marks = trace.of(Category.USER_ANNOTATION) & (trace.external_id != ABSENT)
+    return Outline(
+        trace.base_ns,
+        trace.start_ns[calls],
+        trace.correlation[calls],
+        trace.start_ns[marks],
+        trace.external_id[marks],
+    )
+
+
+def cut(
+    blocks: Iterable[bytes],
+    stretch: Stretch | None,
+    head: Mapping[str, Any],
+    *,
+    distributed: Mapping[str, Any],
+    mark: Mapping[str, Any] | None = None,
+) -> Iterator[bytes]:
+    """Pieces of the JSON text of what is left of a file that `read_trace` took, in blocks; all of its events without a
+    stretch. `head` replaces what the file says under the same names about itself, and `distributed` what it says of
+    its rank; nothing that follows the events is kept. Names of processes and threads are. `mark` is an event to begin
+    with, at the start of the stretch: steps that are bounded by optimizers begin there, and not with the next operator.
+
+    Raises TraceError where the file does not say before its events when they were."""
+    text = Text(inflate(blocks), Repairs())
+    own = _open(text)
+    base_ns = base_time_ns(describe(_ENCODER.encode(own), Repairs(), offset=0), Repairs())
+    kept = {name: value for name, value in own.items() if name not in _REPLACED and name not in head}
+    told = {**_mapping(own.get("distributedInfo")), **distributed}
+    written: dict[str, Any] = {**kept, "baseTimeNanoseconds": base_ns, **head, "distributedInfo": told}
+    yield _ENCODER.encode(written)[:-1] + b',"traceEvents":[\n'
+    separator = b""
+    if mark is not None and stretch is not None:
+        yield _ENCODER.encode({**mark, "ts": microseconds(stretch.start_ns - base_ns)})
+        separator = b",\n"
+    for batch in batches(text, Ending()):
+        plain = in_utf8(batch.text)
+        if stretch is None:
+            left = plain[1:-1].strip()
+        else:
+            events = _EVENTS.decode(plain)
+            left = _ENCODER.encode([event for event in events if _belongs(event, stretch, base_ns)])[1:-1]
+        if left:
+            yield separator + left
+            separator = b",\n"
+    yield b"\n]}"
+
+
+def _open(text: Text) -> dict[str, msgspec.Raw]:
+    """Goes to the first event; what stood before it."""
+    text.hold(_FIRST_HEAD_BYTES)
+    while True:
+        for found in _EVENTS_KEY.finditer(bytes(text.held)):
+            before = bytes(text.held[: found.start()]).removeprefix(b"\xef\xbb\xbf") + b'"":0}'
+            try:
+                head = _HEAD.decode(mend(before, Repairs(), offset=0))
+            except DECODE_ERRORS:
+                continue  # within another value
+            text.drop(found.end())
+            return head
+        if text.ended or len(text.held) > HEAD_LIMIT_BYTES:
+            raise TraceError("no traceEvents where a profiler writes them: within the first megabytes of an object")
+        text.hold(2 * len(text.held))
+
+
+def _mapping(value: msgspec.Raw | None) -> dict[str, msgspec.Raw]:
+    try:
+        return {} if value is None else _HEAD.decode(value)
+    except DECODE_ERRORS:
+        return {}
+
+
+def _belongs(event: RawEvent, stretch: Stretch, base_ns: int) -> bool:
+    if bytes(event.get("ph", _MISSING)) == b'"M"':
+        return True
+    category = bytes(event.get("cat", _MISSING))
+    if category == _ARROW and stretch.has_calls:
+        return _whole(event.get("id", _MISSING)) in stretch.correlations
+    if category in ON_DEVICE and stretch.has_calls:
+        return _is_launched(event, category, stretch)
+    start = nanoseconds(bytes(event.get("ts", _MISSING)))
+    if start is None:
+        return False
+    if category == _FRAME:
+        return _clip(event, start, stretch.start_ns - base_ns, stretch.end_ns - base_ns)
+    return stretch.start_ns <= start + base_ns < stretch.end_ns
+
+
+def _is_launched(event: RawEvent, category: bytes, stretch: Stretch) -> bool:
+    try:
+        ties = _TIES.decode(event.get("args", _MISSING))
+    except DECODE_ERRORS:
+        return False
+    if category == _DEVICE_MARK:
+        return isinstance(ties.external_id, int) and ties.external_id in stretch.external_ids
+    return isinstance(ties.correlation, int) and ties.correlation in stretch.correlations
+
+
+def _clip(event: RawEvent, start_ns: int, begin_ns: int, end_ns: int) -> bool:
+    """Functions that run on into the stretch or out of it are shortened, so that what they called has its callers."""
+    end = start_ns + (nanoseconds(bytes(event.get("dur", _MISSING))) or 0)
+    if start_ns >= end_ns or end <= begin_ns:
+        return False
+    if start_ns < begin_ns or end > end_ns:
+        start = max(start_ns, begin_ns)
+        event["ts"], event["dur"] = microseconds(start), microseconds(min(end, end_ns) - start)
+    return True
+
+
+def _whole(written: msgspec.Raw) -> int:
+    text = bytes(written)
+    return int(text) if text.isdigit() and len(text) < 20 else ABSENT
+
+
+# Which steps of a trace are whole, and where the same run of them lies in the traces of several ranks.
+
+
+@dataclass(frozen=True)
+class WholeSteps:
+    """On the host, in time from the trace's base; neighbours."""
+
+    base_ns: int
+    start_ns: Ints
+    end_ns: Ints
+    lasted_ns: Ints  # by the device's work where there is a device, else by the host
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+    def run(self, first: int, count: int) -> WholeSteps:
+        part = slice(first, first + count)
+        return WholeSteps(self.base_ns, self.start_ns[part], self.end_ns[part], self.lasted_ns[part])
+
+    @property
+    def unix_ns(self) -> Ints:
+        return self.start_ns + self.base_ns
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the typical one."""
+        return float(np.median(self.lasted_ns)) / 1e9 if len(self) else None
+
+
+def find_whole_steps(trace: Trace, steps: Steps, breakdown: Breakdown | None) -> WholeSteps:
+    """Whole on the host, and with all of their work on the device."""
+    first, last = first_whole(steps), len(steps)
+    lasted = steps.end_ns - steps.start_ns
+    if breakdown is not None and not breakdown.on_host:
+        lasted = np.array([step.span_ns for step in breakdown.steps], dtype=np.int64)
+        last = first + sum(step.whole for step in breakdown.steps)
+    part = slice(first, last)
+    return WholeSteps(trace.base_ns, steps.start_ns[part], steps.end_ns[part], lasted[part])
+
+
+def common_run(steps_of: Mapping[int, WholeSteps], count: int) -> dict[int, int] | None:
+    """For each rank the position of the first of `count` steps that begin at the same boundary on all ranks, as early
+    as possible; None if there is no such run. Ranks in step pass a boundary at about the same time: of the runs of
+    another rank the one that is nearest in time is the same."""
+    if not steps_of or any(len(steps) < count for steps in steps_of.values()):
+        return None
+    reference = max(steps_of.values(), key=lambda steps: int(steps.unix_ns[0]))
+    for position in range(len(reference) - count + 1):
+        moments = reference.unix_ns[position : position + count]
+        nearest = {rank: _nearest_run(steps, moments) for rank, steps in steps_of.items()}
+        if all(place is not None for place in nearest.values()):
+            return {rank: place for rank, place in nearest.items() if place is not None}
+    return None
+
+
+def _nearest_run(steps: WholeSteps, moments: Ints) -> int | None:
+    """None where a run that was not recorded would be nearer."""
+    starts = np.lib.stride_tricks.sliding_window_view(steps.unix_ns, len(moments))
+    distances = np.abs(starts - moments).mean(axis=1)
+    best = int(distances.argmin())
+    if best in (0, len(distances) - 1) and distances[best] > np.median(steps.end_ns - steps.start_ns) / 2:
+        return None
+    return best

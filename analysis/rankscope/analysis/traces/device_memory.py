@@ -1,0 +1,181 @@
+"""Device memory as a trace measured it: how full, how much of it unusable, and who held it when it was fullest."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from rankscope.analysis.stats.robust import Bools, Ints, number_groups
+from rankscope.analysis.traces.intervals import merge, nest
+from rankscope.analysis.traces.kernels import names_like
+from rankscope.analysis.traces.summary_records import MemorySummary
+from rankscope.analysis.traces.trace import ABSENT, Category, MemoryColumns, Trace
+
+# They hand memory to whoever called them: that one holds it.
+_FACTORY = re.compile(r"aten::(new_)?(empty|zeros|ones|full)(_like|_strided|_permuted)?$|aten::(resize_|to|_to_copy)$")
+_BACKWARD = re.compile(r"autograd::engine::evaluate_function")
+_OPTIMIZER = re.compile(r"Optimizer\.step#")
+MOST_CLIMBS = 32
+
+
+@dataclass(frozen=True)
+class Holder:
+    name: str  # of the operation that allocated; empty: none was running
+    size_bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """Of one device. What was held before the trace began has no holder: mostly weights and optimizer state."""
+
+    device: int
+    on_device: bool
+    first_allocated_bytes: int
+    peak_allocated_bytes: int
+    peak_time_ns: int
+    peak_reserved_bytes: int | None
+    fragmentation_ratio: float | None  # 1 − allocated ÷ reserved, when most was reserved
+    before_trace_bytes: int  # of the peak, and so the four below: they add up to it
+    forward_bytes: int
+    backward_bytes: int
+    optimizer_bytes: int
+    holders: tuple[Holder, ...]  # of what was allocated within the trace and live at the peak, largest first
+
+
+def measure_memory(trace: Trace, *, most_holders: int = 10) -> tuple[MeasuredMemory, ...]:
+    """Per device with allocator events; empty where the profiler ran without profile_memory=True."""
+    memory = trace.memory
+    told = memory.allocated_bytes >= 0
+    places, count = number_groups(memory.on_device.astype(np.int64), memory.device)
+    return tuple(
+        _measure(trace, rows, most_holders)
+        for place in range(count)
+        if len(rows := np.flatnonzero((places == place) & told))
+    )
+
+
+def _measure(trace: Trace, rows: Ints, most_holders: int) -> MeasuredMemory:
+    memory = trace.memory
+    allocated, reserved = memory.allocated_bytes[rows], memory.reserved_bytes[rows]
+    peak = int(np.argmax(allocated))
+    until = rows[: peak + 1]
+    live = until[_live(memory.change_bytes[until])]
+    sizes, moments = memory.change_bytes[live], memory.time_ns[live]
+    optimizer = _within(trace, trace.of(Category.USER_ANNOTATION) & names_like(trace, _OPTIMIZER)[trace.name], moments)
+    backward = _within(trace, trace.of(Category.CPU_OP) & names_like(trace, _BACKWARD)[trace.name], moments)
+    backward &= ~optimizer
+    largest = int(reserved.max())
+    return MeasuredMemory(
+        device=int(memory.device[rows[0]]),
+        on_device=bool(memory.on_device[rows[0]]),
+        first_allocated_bytes=int(allocated[0] - memory.change_bytes[rows[0]]),
+        peak_allocated_bytes=int(allocated[peak]),
+        peak_time_ns=int(memory.time_ns[rows[peak]]),
+        peak_reserved_bytes=largest if largest > 0 else None,
+        fragmentation_ratio=_fragmentation(memory, rows) if largest > 0 else None,
+        before_trace_bytes=int(allocated[peak] - sizes.sum()),
+        forward_bytes=int(sizes[~optimizer & ~backward].sum()),
+        backward_bytes=int(sizes[backward].sum()),
+        optimizer_bytes=int(sizes[optimizer].sum()),
+        holders=_holders(trace, sizes, moments, most_holders),
+    )
+
+
+def _fragmentation(memory: MemoryColumns, rows: Ints) -> float:
+    reserved = memory.reserved_bytes[rows]
+    fullest = reserved == reserved.max()
+    return float(1 - memory.allocated_bytes[rows][fullest].max() / reserved.max())
+
+
+def _live(change: Ints) -> Bools:
+    """Which of the allocations were not freed by the end. Events carry no address here: a block freed is taken to be
+    the latest one of its size, as a backward pass frees what the forward pass allocated."""
+    count = len(change)
+    order = np.lexsort((np.arange(count), np.abs(change)))
+    sign = np.sign(change[order])
+    group, _ = number_groups(np.abs(change[order]))
+    depth = np.cumsum(sign)
+    # The least depth from here to the end of the group: groups are lifted apart, so that one sum serves all.
+    lifted = depth + group * (2 * count + 2)
+    least = np.minimum.accumulate(lifted[::-1])[::-1]
+    live = np.zeros(count, dtype=bool)
+    live[order] = (sign > 0) & (least >= lifted)
+    return live
+
+
+def _within(trace: Trace, spans: Bools, moments: Ints) -> Bools:
+    start, end = merge(trace.start_ns[spans], trace.end_ns[spans])
+    if len(start) == 0:
+        return np.zeros(len(moments), dtype=bool)
+    place = np.searchsorted(start, moments, side="right") - 1
+    return np.asarray((place >= 0) & (moments <= end[np.maximum(place, 0)]))
+
+
+def _holders(trace: Trace, sizes: Ints, moments: Ints, most: int) -> tuple[Holder, ...]:
+    names = _allocating_names(trace, moments)
+    distinct, place = np.unique(names, return_inverse=True)
+    held = np.zeros(len(distinct), dtype=np.int64)
+    np.add.at(held, place.reshape(-1), sizes)
+    blocks = np.bincount(place.reshape(-1), minlength=len(distinct))
+    order = np.argsort(-held, kind="stable")[:most]
+    return tuple(Holder(trace.named(int(distinct[i])), int(held[i]), int(blocks[i])) for i in order)
+
+
+def _allocating_names(trace: Trace, moments: Ints) -> Ints:
+    """Of the innermost operation that ran at each moment. Allocator events do not tell their thread: of several threads
+    the operation that began last is taken, for the others wait."""
+    found = np.full(len(moments), ABSENT, dtype=np.int64)
+    rows = np.flatnonzero(trace.of(Category.CPU_OP))
+    if len(rows) == 0 or len(moments) == 0:
+        return found
+    spans = nest(trace, rows)
+    hands_on = names_like(trace, _FACTORY)[trace.name[spans.row]]
+    started = np.full(len(moments), np.iinfo(np.int64).min)
+    _, one_of_thread = np.unique(spans.thread_of_row[spans.row], return_index=True)
+    for witness in spans.row[one_of_thread]:
+        around = spans.around(np.full(len(moments), witness), moments)
+        began = np.where(around >= 0, spans.start_ns[around], np.iinfo(np.int64).min)
+        for _ in range(MOST_CLIMBS):
+            climbs = (around >= 0) & hands_on[around] & (spans.parent[around] >= 0)
+            if not climbs.any():
+                break
+            around[climbs] = spans.parent[around[climbs]]
+        later = began > started
+        started[later] = began[later]
+        found[later] = trace.name[spans.row[around[later]]]
+    return found
+
+
+# Device memory as one rank's trace tells it.
+
+# What the caching allocator does when its cache does not serve; pinned host memory is another matter.
+_ALLOCATOR = re.compile(r"(cuda|hip)(Malloc|Free)(Async|Managed)?$|cuMem(Alloc|Free|Create|Release|Map|Unmap)\b")
+
+
+def summarize_memory(trace: Trace) -> MemorySummary:
+    calls = trace.of(Category.RUNTIME, Category.DRIVER) & names_like(trace, _ALLOCATOR)[trace.name]
+    memory = trace.memory
+    on_device = np.flatnonzero(memory.on_device)
+    allocated, reserved = memory.allocated_bytes[on_device], memory.reserved_bytes[on_device]
+    fragmentation = None
+    if len(reserved) and reserved.max() > 0 and allocated.max() >= 0:
+        fullest = reserved == reserved.max()
+        fragmentation = float(1 - allocated[fullest].max() / reserved.max())
+    used = trace.device[trace.of(Category.KERNEL)]
+    sizes = {device.index: device.memory_bytes for device in trace.devices}
+    return MemorySummary(
+        peak_allocated_bytes=_largest(allocated),
+        peak_reserved_bytes=_largest(reserved),
+        fragmentation_ratio=fragmentation,
+        device_bytes=sizes.get(int(used[0])) if len(used) else None,
+        allocator_calls=int(calls.sum()),
+        allocator_us=float(trace.duration_ns[calls].sum()) / 1000,
+    )
+
+
+def _largest(values: Ints) -> int | None:
+    known = values[values >= 0]
+    return int(known.max()) if len(known) else None

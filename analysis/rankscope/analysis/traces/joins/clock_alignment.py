@@ -1,0 +1,212 @@
+"""One clock for all ranks: nobody leaves a collective before everybody has come, so that all leave it together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, Floats, Ints, grouped_median, number_groups
+from rankscope.analysis.traces.joins.collective_matching import Matched
+
+ROUNDS = 30
+SETTLED_NS = 50.0
+# Quartz drifts by some 50 ppm. A slope is fitted where the capture is long enough to show it beyond the noise.
+DRIFT_SPAN_NS = 200_000_000
+DRIFT_COLLECTIVES = 16
+DRIFT_RATIO_MAX = 1e-3
+DRIFT_TO_NOISE = 3.0
+
+
+@dataclass(frozen=True)
+class ClockShift:
+    """How a rank's clock is read: common time = t + offset + drift × (t − origin)."""
+
+    offset_ns: int = 0
+    drift_ratio: float = 0.0
+    origin_ns: int = 0
+
+    def common(self, time_ns: Ints) -> Ints:
+        drifted = np.rint(self.drift_ratio * (time_ns - self.origin_ns)).astype(np.int64)
+        return np.asarray(time_ns + self.offset_ns + drifted)
+
+
+@dataclass(frozen=True)
+class Clocks:
+    shifts: Mapping[int, ClockShift]  # by rank, of all ranks; those that share nothing keep their own clock
+    residual_us: float | None  # how far ends of one collective still lie apart, as a standard deviation
+    components: tuple[tuple[int, ...], ...]  # ranks that could be aligned with each other
+
+    def common(self, rank: Ints, time_ns: Ints) -> Ints:
+        ranks = np.array(list(self.shifts), dtype=np.int64)
+        table = list(self.shifts.values())
+        order = np.argsort(ranks)
+        index = order[np.searchsorted(ranks[order], rank)]
+        origin = np.array([shift.origin_ns for shift in table], dtype=np.int64)[index]
+        drift = np.array([shift.drift_ratio for shift in table])[index]
+        offset = np.array([shift.offset_ns for shift in table], dtype=np.int64)[index]
+        return np.asarray(time_ns + offset + np.rint(drift * (time_ns - origin)).astype(np.int64))
+
+
+def align(matched: Matched, ranks: list[int]) -> Clocks:
+    """The lowest rank of each set of ranks that can be aligned keeps its clock."""
+    index = np.searchsorted(np.array(ranks, dtype=np.int64), matched.calls.rank)
+    end = matched.calls.end_ns
+    origin = int(end.min()) if len(end) else 0
+    offset = np.zeros(len(ranks), dtype=np.int64)
+    tight = matched.together[matched.collective]
+    component = np.arange(len(ranks))
+    # What only a pair or a root takes part in ends at different times: it serves where nothing better links ranks.
+    for rows in (tight, ~tight):
+        offset, component = _link(matched.collective[rows], index[rows], end[rows], offset, component)
+    # Float is exact enough from here on: everything lies within the capture.
+    moved = (end + offset[index] - origin).astype(np.float64)
+    fitted = _Fit(np.zeros(len(ranks)), np.zeros(len(ranks)))
+    middle = float(np.median(moved)) if len(moved) else 0.0
+    if tight.any():
+        sample = _Sample(matched.collective[tight], index[tight], moved[tight], middle)
+        fitted = _settle(sample, fitted, drifting=np.zeros(len(ranks), dtype=bool))
+        drifting = _drifting(sample, fitted)
+        if drifting.any():
+            fitted = _settle(sample, fitted, drifting)
+        fitted = _anchor(fitted, component)
+    residual = _residual(matched, index, moved, middle, fitted, tight if tight.any() else ~tight)
+    shifts = {}
+    for position, rank in enumerate(ranks):
+        own_origin = round(middle) + origin - int(offset[position])
+        total = int(offset[position]) + round(float(fitted.offset[position]))
+        shifts[rank] = ClockShift(total, float(fitted.slope[position]), own_origin)
+    parts = [tuple(r for r, c in zip(ranks, component, strict=True) if c == which) for which in np.unique(component)]
+    return Clocks(shifts, residual, tuple(sorted(parts, key=lambda part: (-len(part), part))))
+
+
+def _link(collective: Ints, index: Ints, end: Ints, offset: Ints, component: Ints) -> tuple[Ints, Ints]:
+    """Join components of ranks by the median difference of ends they share, most shared collectives first."""
+    offset, component = offset.copy(), component.copy()
+    order = np.argsort(collective, kind="stable")
+    collective, index, end = collective[order], index[order], end[order]
+    edges = _edges(collective, index)
+    for left, right, _ in edges:
+        if component[left] == component[right]:
+            continue
+        here, there = index == left, index == right
+        common, at_left, at_right = np.intersect1d(collective[here], collective[there], return_indices=True)
+        if not len(common):
+            continue
+        difference = end[here][at_left] + offset[left] - end[there][at_right] - offset[right]
+        moved = component == component[right]
+        offset[moved] += _median(difference)
+        component[moved] = component[left]
+    return offset, component
+
+
+def _edges(collective: Ints, index: Ints) -> list[tuple[int, int, int]]:
+    """Pairs of ranks that are neighbours in some collective, with how many they share; a chain links every group, so
+    that a thousand ranks make a thousand pairs and not half a million."""
+    if len(collective) < 2:
+        return []
+    order = np.lexsort((index, collective))
+    same = collective[order][1:] == collective[order][:-1]
+    left, right = index[order][:-1][same], index[order][1:][same]
+    pair, count = number_groups(left, right)
+    shared = np.bincount(pair, minlength=count)
+    first = np.zeros(count, dtype=np.int64)
+    first[pair] = np.arange(len(pair))
+    by_strength = np.argsort(-shared, kind="stable")
+    return [(int(left[first[p]]), int(right[first[p]]), int(shared[p])) for p in by_strength]
+
+
+def _median(values: Ints) -> int:
+    """Exact for integers of any size, where a float would round to a quarter of a microsecond."""
+    return int(values[0]) + round(float(np.median((values - values[0]).astype(np.float64))))
+
+
+@dataclass(frozen=True)
+class _Fit:
+    offset: Floats
+    slope: Floats
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Ends of collectives that all ranks leave together."""
+
+    collective: Ints
+    index: Ints
+    time: Floats
+    middle: float
+
+    def deviation(self, fit: _Fit) -> Floats:
+        """Of each end from the median of its collective."""
+        own = self.time + fit.offset[self.index] + fit.slope[self.index] * (self.time - self.middle)
+        numbers, count = number_groups(self.collective)
+        return own - grouped_median(own, numbers, count)[numbers]
+
+
+def _settle(sample: _Sample, fit: _Fit, drifting: Bools) -> _Fit:
+    """Medians in turn: of each collective over its ranks, of each rank over its collectives."""
+    count = len(fit.offset)
+    for _ in range(ROUNDS):
+        slope = fit.slope
+        if drifting.any():
+            slope = slope - np.where(drifting, _slopes(sample, sample.deviation(fit), count), 0.0)
+            fit = replace(fit, slope=slope)
+        change = np.nan_to_num(grouped_median(sample.deviation(fit), sample.index, count))
+        fit = replace(fit, offset=fit.offset - change)
+        if np.abs(change).max(initial=0.0) < SETTLED_NS:
+            break
+    return fit
+
+
+def _slopes(sample: _Sample, deviation: Floats, count: int) -> Floats:
+    """Of each rank's deviation over time: the median slope between calls half a capture apart (after Theil and Sen)."""
+    slopes = np.zeros(count)
+    for rank in range(count):
+        rows = np.flatnonzero(sample.index == rank)
+        if len(rows) < DRIFT_COLLECTIVES:
+            continue
+        rows = rows[np.argsort(sample.time[rows], kind="stable")]
+        half = len(rows) // 2
+        apart = sample.time[rows[half:]] - sample.time[rows[: len(rows) - half]]
+        risen = deviation[rows[half:]] - deviation[rows[: len(rows) - half]]
+        real = apart > 0
+        if real.any():
+            slopes[rank] = np.clip(np.median(risen[real] / apart[real]), -DRIFT_RATIO_MAX, DRIFT_RATIO_MAX)
+    return slopes
+
+
+def _drifting(sample: _Sample, fit: _Fit) -> Bools:
+    """Ranks whose slope moves ends by clearly more than they scatter. Where one drifts against the rest all are fitted:
+    which of two clocks is wrong cannot be told."""
+    count = len(fit.offset)
+    span = float(np.ptp(sample.time))
+    if span < DRIFT_SPAN_NS:
+        return np.zeros(count, dtype=bool)
+    deviation = sample.deviation(fit)
+    slope = _slopes(sample, deviation, count)
+    flat = deviation - slope[sample.index] * (sample.time - sample.middle)
+    noise = MAD_TO_SIGMA * float(np.median(np.abs(flat - np.median(flat))))
+    shared = np.bincount(sample.index, minlength=count)
+    # A slope between halves is known to about this much.
+    error = 4.0 * noise / (span * np.sqrt(np.maximum(shared, 1)))
+    drifts = (np.abs(slope) > DRIFT_TO_NOISE * error) & (np.abs(slope) * span > noise)
+    return (shared >= DRIFT_COLLECTIVES) & bool(drifts.any())
+
+
+def _anchor(fit: _Fit, component: Ints) -> _Fit:
+    """Offsets and slopes are known only against each other: the first rank of a component is taken for right."""
+    first = np.array([int(np.flatnonzero(component == which)[0]) for which in component])
+    return _Fit(fit.offset - fit.offset[first], fit.slope - fit.slope[first])
+
+
+def _residual(matched: Matched, index: Ints, moved: Floats, middle: float, fit: _Fit, used: Bools) -> float | None:
+    if not used.any():
+        return None
+    sample = _Sample(matched.collective[used], index[used], moved[used], middle)
+    deviation = sample.deviation(fit)
+    numbers, count = number_groups(sample.collective)
+    size = np.bincount(numbers, minlength=count)[numbers]
+    # The median of a few lies among them: two lie apart by twice what each deviates.
+    corrected = np.abs(deviation) * np.sqrt(size / np.maximum(size - 1, 1))
+    return float(MAD_TO_SIGMA * np.median(corrected)) / 1000

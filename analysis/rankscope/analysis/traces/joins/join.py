@@ -1,0 +1,254 @@
+"""Many ranks' traces as one job: collectives matched, clocks aligned, who came last, who waited, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.stats.robust import Ints
+from rankscope.analysis.traces.breakdown import Breakdown, break_down
+from rankscope.analysis.traces.communication.collectives import Collectives, hiding_intervals
+from rankscope.analysis.traces.joins.channels import Calls, gather_calls
+from rankscope.analysis.traces.joins.clock_alignment import Clocks, align
+from rankscope.analysis.traces.joins.collective_matching import Matched, match_calls
+from rankscope.analysis.traces.joins.self_time import Arrivals, StepTimes, find_arrivals, measure_steps
+from rankscope.analysis.traces.joins.step_verdict import judge_steps
+from rankscope.analysis.traces.steps import NO_STEP, find_steps
+from rankscope.analysis.traces.trace import ABSENT, Category, CollectiveColumns, MemoryColumns, Trace
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
+from rankscope.analysis.verdicts.verdict import Confidence, Kind
+from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
+
+
+@dataclass(frozen=True)
+class RankWaits:
+    collectives: int
+    last: int  # how often it came last
+    wait_us: float  # for others, in all collectives
+    exposed_wait_us: float | None  # of that, with nothing computed meanwhile, in the steps compared
+    transfer_us: float
+    self_us_per_step: float | None
+
+
+@dataclass(frozen=True)
+class GroupWaits:
+    group: str
+    kind: str
+    collectives: int
+    ranks: tuple[int, ...]  # those whose traces are there
+    last_arrivals: Mapping[int, int]
+    wait_us: Mapping[int, float]
+    transfer_us: float  # of all its collectives together
+
+
+@dataclass(frozen=True)
+class Join:
+    clock_residual_us: float | None  # how far ends of one collective lie apart on the common clock, as a deviation
+    collectives_matched: int
+    last_arrivals: Mapping[int, int]  # every collective counts once; a rank that never was last has 0
+    close_arrivals: int  # collectives in which the last two came closer together than the clocks can tell
+    waits: Mapping[int, RankWaits]
+    groups: tuple[GroupWaits, ...]
+    verdict: Kind
+    culprits: tuple[int, ...]
+    stage: int | None
+    impact_ratio: float | None
+    confidence: Confidence
+    reason: str
+    notes: tuple[str, ...]
+    world_size: int
+    steps: StepTimes
+    clocks: Clocks
+    matched: Matched
+    arrivals: Arrivals
+
+
+def join_traces(
+    traces: Mapping[int, Trace],
+    collectives: Mapping[int, Collectives],
+    *,
+    breakdowns: Mapping[int, Breakdown | None] | None = None,
+    stage_of: Mapping[int, int] | None = None,
+    place_of: Mapping[int, int] | None = None,
+    policy: Policy = DEFAULT_POLICY,
+) -> Join:
+    """Traces by rank. `stage_of` gives each rank's pipeline stage and `place_of` its node, where they are known."""
+    ranks = sorted(traces)
+    calls = gather_calls(traces, collectives)
+    matched = match_calls(calls, _step_numbers(calls, traces, collectives))
+    clocks = align(matched, ranks)
+    arrivals = find_arrivals(matched, clocks)
+    impossible = int((~arrivals.possible).sum())
+    notes = list(matched.notes)
+    if impossible:
+        notes.append(f"{impossible} collectives were left by one rank before another came: not the same; left out")
+        matched = matched.keep(arrivals.possible)
+        clocks = align(matched, ranks)
+        arrivals = find_arrivals(matched, clocks)
+    if breakdowns is None:
+        breakdowns = {rank: break_down(trace) for rank, trace in traces.items()}
+    steps = measure_steps(traces, collectives, breakdowns, matched, arrivals, clocks)
+    world = _world_size(traces, calls)
+    notes += _silent_ranks(ranks, matched, clocks)
+    verdict = judge_steps(steps, world, ranks, matched.count, clocks.residual_us, stage_of, place_of, policy)
+    last = np.bincount(np.searchsorted(ranks, matched.calls.rank[arrivals.last]), minlength=len(ranks))
+    return Join(
+        clock_residual_us=clocks.residual_us,
+        collectives_matched=matched.count,
+        last_arrivals=dict(zip(ranks, last.tolist(), strict=True)),
+        close_arrivals=int((arrivals.lead_ns <= 1000 * (clocks.residual_us or 0.0)).sum()),
+        waits=_rank_waits(ranks, matched, arrivals, steps),
+        groups=_group_waits(matched, arrivals),
+        verdict=verdict.kind,
+        culprits=verdict.culprits,
+        stage=verdict.stage,
+        impact_ratio=verdict.impact_ratio,
+        confidence=verdict.confidence,
+        reason=verdict.reason,
+        notes=tuple(notes),
+        world_size=world,
+        steps=steps,
+        clocks=clocks,
+        matched=matched,
+        arrivals=arrivals,
+    )
+
+
+def _step_numbers(calls: Calls, traces: Mapping[int, Trace], collectives: Mapping[int, Collectives]) -> Ints:
+    """The profiler's step in which each call was made, -1 where the profiler numbered none."""
+    numbers = np.full(len(calls), NO_STEP, dtype=np.int64)
+    for rank, trace in traces.items():
+        found = find_steps(trace)
+        if found.source != "ProfilerStep":
+            continue
+        mine = np.flatnonzero(calls.rank == rank)
+        rows = collectives[rank].call_row[calls.row[mine]]
+        # Without the host's call there is only the kernel's start, which may be a step late.
+        asked = np.where(rows >= 0, trace.start_ns[rows], collectives[rank].start_ns[calls.row[mine]])
+        position = found.at(asked)
+        numbers[mine] = np.where(position >= 0, found.number[position], NO_STEP)
+    return numbers
+
+
+def _world_size(traces: Mapping[int, Trace], calls: Calls) -> int:
+    told = max((trace.world_size or 0 for trace in traces.values()), default=0)
+    largest = max((channel.size for channel in calls.channels), default=0)
+    return max(told, largest, len(traces), max(traces, default=-1) + 1)
+
+
+def _silent_ranks(ranks: list[int], matched: Matched, clocks: Clocks) -> list[str]:
+    notes = []
+    silent = sorted(set(ranks) - set(matched.calls.rank.tolist()))
+    if silent and len(ranks) > 1:
+        notes.append(f"{ranks_in_words(silent)}: no collective in common with another trace; its clock is left alone")
+    apart = [part for part in clocks.components if len(part) > 1]
+    if len(apart) > 1:
+        listed = "; ".join(ranks_in_words(part) for part in apart)
+        notes.append(f"{len(apart)} sets of ranks share no collective and keep their own clocks: {listed}")
+    return notes
+
+
+def _rank_waits(ranks: list[int], matched: Matched, arrivals: Arrivals, steps: StepTimes) -> dict[int, RankWaits]:
+    index = np.searchsorted(ranks, matched.calls.rank)
+    count = len(ranks)
+    wait = np.bincount(index, weights=arrivals.wait_ns, minlength=count) / 1000
+    duration = np.bincount(index, weights=matched.calls.end_ns - matched.calls.start_ns, minlength=count) / 1000
+    members = np.bincount(index, minlength=count)
+    last = np.bincount(index[arrivals.last], minlength=count)
+    row = {rank: position for position, rank in enumerate(steps.rank.tolist())}
+    found = {}
+    for position, rank in enumerate(ranks):
+        measured = rank in row and len(steps.step) > 0
+        found[rank] = RankWaits(
+            collectives=int(members[position]),
+            last=int(last[position]),
+            wait_us=float(wait[position]),
+            exposed_wait_us=float(np.nansum(steps.wait_ns[row[rank]])) / 1000 if measured else None,
+            transfer_us=float(duration[position] - wait[position]),
+            self_us_per_step=float(np.nanmean(steps.self_ns[row[rank]])) / 1000 if measured else None,
+        )
+    return found
+
+
+def _group_waits(matched: Matched, arrivals: Arrivals) -> tuple[GroupWaits, ...]:
+    found = []
+    for channel, kind in sorted(set(zip(matched.channel.tolist(), matched.kind.tolist(), strict=True))):
+        chosen = (matched.channel == channel) & (matched.kind == kind)
+        members = np.flatnonzero(chosen[matched.collective])
+        ranks, index = np.unique(matched.calls.rank[members], return_inverse=True)
+        wait = np.bincount(index, weights=arrivals.wait_ns[members]) / 1000
+        came_last = matched.calls.rank[arrivals.last[chosen]]
+        found.append(
+            GroupWaits(
+                group=matched.channels[channel].label,
+                kind=CollectiveKind(kind).label,
+                collectives=int(chosen.sum()),
+                ranks=tuple(ranks.tolist()),
+                last_arrivals={rank: int((came_last == rank).sum()) for rank in ranks.tolist()},
+                wait_us=dict(zip(ranks.tolist(), wait.tolist(), strict=True)),
+                transfer_us=float(arrivals.transfer_ns[chosen].sum()) / 1000,
+            )
+        )
+    return tuple(found)
+
+
+# What a join needs of a trace, and no more: with a thousand ranks, columns of all events do not fit in memory.
+
+_NO_ROWS = np.zeros(0, dtype=np.int64)
+
+
+def keep_essentials(trace: Trace, collectives: Collectives) -> tuple[Trace, Collectives]:
+    """The steps' annotations, the calls and kernels of collectives, and everything that could hide them as one row per
+    stretch of time. Joining these gives what joining the whole traces gives."""
+    steps = np.fromiter((name.startswith("ProfilerStep") for name in trace.names), dtype=bool, count=len(trace.names))
+    marked = np.flatnonzero(steps[trace.name] & trace.of(Category.USER_ANNOTATION, Category.CPU_OP))
+    talking = np.concatenate((collectives.call_row, collectives.kernel_row))
+    rows = np.unique(np.concatenate((marked, talking[talking >= 0])))
+    busy_start, busy_end = hiding_intervals(trace)
+    on_device = bool(trace.of(Category.KERNEL).any())
+    names, name_of = np.unique(trace.name[rows], return_inverse=True)
+    texts = (*(trace.names[index] for index in names.tolist()), "anything that computes")
+    count = len(busy_start)
+    start = np.concatenate((trace.start_ns[rows], busy_start))
+    duration = np.concatenate((trace.duration_ns[rows], busy_end - busy_start))
+    order = np.lexsort((-duration, start))
+
+    def column(values: Ints, of_busy: int) -> Ints:
+        return np.concatenate((values[rows], np.full(count, of_busy, dtype=np.int64)))[order]
+
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    kind = np.int8(Category.KERNEL if on_device else Category.CPU_OP)
+    small = Trace(
+        start_ns=start[order],
+        duration_ns=duration[order],
+        category=np.concatenate((trace.category[rows], np.full(count, kind, dtype=np.int8)))[order],
+        name=np.concatenate((name_of, np.full(count, len(names))))[order],
+        process=column(trace.process, ABSENT),
+        thread=column(trace.thread, ABSENT),
+        device=column(trace.device, 0 if on_device else ABSENT),
+        stream=column(trace.stream, 0 if on_device else ABSENT),
+        correlation=column(trace.correlation, ABSENT),
+        external_id=column(trace.external_id, ABSENT),
+        size_bytes=column(trace.size_bytes, ABSENT),
+        names=texts,
+        base_ns=trace.base_ns,
+        rank=trace.rank,
+        world_size=trace.world_size,
+        backend=trace.backend,
+        devices=trace.devices,
+        groups=trace.groups,
+        collectives=CollectiveColumns(*(_NO_ROWS for _ in fields(CollectiveColumns))),
+        memory=MemoryColumns(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS, np.zeros(0, dtype=bool), _NO_ROWS),
+        repairs=trace.repairs,
+    )
+
+    def moved(old: Ints) -> Ints:
+        if not len(rows):
+            return old
+        return np.where(old >= 0, place[np.minimum(np.searchsorted(rows, old), len(rows) - 1)], ABSENT)
+
+    return small, replace(collectives, call_row=moved(collectives.call_row), kernel_row=moved(collectives.kernel_row))

@@ -1,0 +1,181 @@
+"""The verdict on a capture: the rules that watch a running job, with the capture's few steps as their windows.
+
+A capture has 2 to 10 steps and not the 20 that a running job is judged by. A finding must therefore hold in three of
+five steps, as it must in three of five windows there, and in two at least; below five steps it is told with low
+confidence. One step names nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+
+import numpy as np
+
+from rankscope.analysis.stats.robust import Bools, Floats, median_or_nan
+from rankscope.analysis.traces.joins.self_time import StepTimes
+from rankscope.analysis.verdicts.communication import TransferBaseline
+from rankscope.analysis.verdicts.findings import ReadyWindow, imbalance_impact, observe
+from rankscope.analysis.verdicts.job_summary import summarize
+from rankscope.analysis.verdicts.rules import HEALTHY, RecentWindows
+from rankscope.analysis.verdicts.slow_rank import screen
+from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict, percent
+from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
+from rankscope.analysis.verdicts.windows import JobWindow, RankColumns, columns_of
+
+STEPS_NEEDED = 2
+STEPS_FOR_CONFIDENCE = 5
+STEPS_FOR_IMBALANCE = 3
+# Of a rank's steps, in communication of which it is not known how much was waiting for others.
+UNMATCHED_RATIO_MAX = 0.10
+# Ranks that take turns on a CPU wait for each other in turn as well, and a trace does not show the queue. Uneven data
+# must cost several turns of a scheduler a step.
+HOST_IMBALANCE_NS = 50e6
+
+
+def judge_steps(
+    times: StepTimes,
+    world_size: int,
+    traced: Sequence[int],
+    collectives_matched: int,
+    clock_residual_us: float | None,
+    stage_of: Mapping[int, int] | None,
+    place_of: Mapping[int, int] | None,
+    policy: Policy,
+) -> Verdict:
+    missing = _abstain(times, world_size, traced, collectives_matched, clock_residual_us, policy)
+    if missing:
+        return Verdict(Kind.INSUFFICIENT_DATA, missing, confidence=Confidence.LOW)
+    times = times.take(_unmatched_ratio(times) <= UNMATCHED_RATIO_MAX, _complete_steps(times, world_size, policy))
+    count = len(times.step)
+    needed = max(2, ceil(count * policy.windows_for_alarm / policy.windows_kept))
+    policy = replace(policy, windows_kept=count, windows_for_alarm=needed, windows_for_warning=needed)
+    spread = _spread(times)
+    recent, baseline = RecentWindows(policy), TransferBaseline()
+    verdict = HEALTHY
+    for step in range(count):
+        columns = _columns(times, slice(step, step + 1), spread, stage_of, place_of)
+        verdict = recent.decide(observe(_ready(columns, world_size, policy), baseline, policy), HEALTHY)
+    if verdict.kind is Kind.HEALTHY and count >= STEPS_FOR_IMBALANCE:
+        verdict = _imbalance(times, spread, world_size, stage_of, place_of, policy) or verdict
+    if verdict.kind is Kind.DATA_IMBALANCE and times.on_host and _lost_ns(verdict, times) < HOST_IMBALANCE_NS:
+        verdict = HEALTHY
+    confidence = Confidence.HIGH if count >= STEPS_FOR_CONFIDENCE else Confidence.LOW
+    return replace(verdict, confidence=confidence)
+
+
+def _abstain(
+    times: StepTimes,
+    world_size: int,
+    traced: Sequence[int],
+    collectives_matched: int,
+    clock_residual_us: float | None,
+    policy: Policy,
+) -> str:
+    """Why there is not enough to judge by; empty if there is."""
+    if len(traced) < 2:
+        return "one rank's trace: there is nobody to compare it with"
+    if len(traced) < policy.ranks_seen_ratio * world_size:
+        return f"traces of {len(traced)} of {world_size} ranks; who was late among the others is not known"
+    if not collectives_matched:
+        return "no collective could be matched between ranks"
+    if len(times.rank) < policy.ranks_seen_ratio * world_size:
+        silent = sorted(set(traced) - set(times.rank.tolist()))
+        return f"{ranks_in_words(silent)}: no steps, or no collective in common with another trace"
+    complete = _complete_steps(times, world_size, policy)
+    if complete.sum() < STEPS_NEEDED:
+        return f"complete steps in common: {int(complete.sum())}, needed: {STEPS_NEEDED}"
+    unmatched = _unmatched_ratio(times)
+    clear = unmatched <= UNMATCHED_RATIO_MAX
+    if clear.sum() < policy.ranks_seen_ratio * world_size:
+        blurred = times.rank[~clear].tolist()
+        share = percent(float(np.median(unmatched[~clear])))
+        return f"{ranks_in_words(blurred)}: {share} of a step is communication that could not be matched"
+    if clock_residual_us is not None and clock_residual_us * 1000 > median_or_nan(times.step_ns):
+        return "the clocks could not be aligned to within a step"
+    return ""
+
+
+def _complete_steps(times: StepTimes, world_size: int, policy: Policy) -> Bools:
+    return np.asarray((~np.isnan(times.step_ns)).sum(axis=0) >= policy.ranks_seen_ratio * world_size)
+
+
+def _lost_ns(verdict: Verdict, times: StepTimes) -> float:
+    return (verdict.impact_ratio or 0.0) * median_or_nan(times.step_ns)
+
+
+def _unmatched_ratio(times: StepTimes) -> Floats:
+    return np.asarray(np.nansum(times.unmatched_ns, axis=1) / np.maximum(np.nansum(times.step_ns, axis=1), 1.0))
+
+
+def _spread(times: StepTimes) -> Floats:
+    """A rank's slow steps against its fast ones, each step against what it took the others: a first step that is slow
+    for all ranks alike is not noise of a rank. NaN where it is not known."""
+    typical = np.array([median_or_nan(column) for column in times.self_ns.T])
+    spread = np.full(len(times.rank), np.nan)
+    for row, own in enumerate(times.self_ns):
+        known = (own > 0) & (typical > 0)
+        if known.any():
+            low, high = np.quantile(own[known] / typical[known], [0.1, 0.9])
+            spread[row] = max(high / low, 1.0)
+    return spread
+
+
+def _columns(
+    times: StepTimes,
+    steps: slice,
+    spread: Floats,
+    stage_of: Mapping[int, int] | None,
+    place_of: Mapping[int, int] | None,
+) -> RankColumns:
+    rows = []
+    for row, rank in enumerate(times.rank.tolist()):
+        length = times.step_ns[row, steps]
+        known = ~np.isnan(length)
+        if not known.any():
+            continue
+        wait, transfer = (float(v[row, steps][known].mean()) / 1e9 for v in (times.wait_ns, times.transfer_ns))
+        step = float(length[known].mean()) / 1e9
+        rows.append(
+            {
+                "rank": rank,
+                "stage": (stage_of or {}).get(rank, -1),
+                "place": (place_of or {}).get(rank, 0),
+                "steps": int(known.sum()),
+                "step_seconds": step,
+                "self_seconds": step - wait,
+                "wait_seconds": wait + transfer,
+                "transfer_seconds": transfer,
+                "self_spread_ratio": float(spread[row]),
+            }
+        )
+    return columns_of(rows)
+
+
+def _ready(columns: RankColumns, world_size: int, policy: Policy) -> ReadyWindow:
+    screened = screen(columns, policy)
+    window = JobWindow(0.0, median_or_nan(columns.step_seconds), world_size, columns)
+    return ReadyWindow(window, screened, slice(0, len(columns)), summarize(columns, screened, 1)[0])
+
+
+def _imbalance(
+    times: StepTimes,
+    spread: Floats,
+    world_size: int,
+    stage_of: Mapping[int, int] | None,
+    place_of: Mapping[int, int] | None,
+    policy: Policy,
+) -> Verdict | None:
+    """All steps together: in each of them somebody may stand out, and be another one each time."""
+    summary = _ready(_columns(times, slice(None), spread, stage_of, place_of), world_size, policy).summary
+    impact = imbalance_impact(summary, policy)
+    if impact is None:
+        return None
+    return Verdict(
+        Kind.DATA_IMBALANCE,
+        "all ranks wait in turn: the work of a step is spread unevenly, and differently each time",
+        Severity.ALARM,
+        impact_ratio=impact,
+        cause=Cause("unknown", (), "self time varies by step"),
+    )

@@ -1,0 +1,130 @@
+"""Columns of numbers from what a trace says: integers, floats, numbers as texts, nothing at all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import numpy as np
+
+from rankscope.analysis.stats.robust import Bools, Ints
+from rankscope.analysis.traces.trace import ABSENT
+
+# Up to here a float of microseconds tells one nanosecond from the next: half its spacing is below half of 0.001.
+_FLOAT_LIMIT_US = float(1 << 43)
+# Two of these still add up within 64 bits.
+_TIME_LIMIT_US = float(1 << 62) / 1000
+_UNSIGNED_MINUS_ONE = (1 << 32) - 1
+_LARGEST = (1 << 63) - 1
+
+
+def integers(values: list[Any]) -> Ints:
+    """Integers, ABSENT where a value is none."""
+    try:
+        column = np.array(values, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):
+        column = _one_by_one(values)
+    return column if column.ndim == 1 else _one_by_one(values)
+
+
+def _one_by_one(values: list[Any]) -> Ints:
+    # As a rule it is a text or two among thousands of numbers ("Spans" for a process).
+    few = [value if type(value) is int and -_LARGEST <= value <= _LARGEST else _integer(value) for value in values]
+    return np.array(few, dtype=np.int64)
+
+
+def identifiers(values: list[Any]) -> Ints:
+    """Integers of which some profilers write -1 as an unsigned number."""
+    column = integers(values)
+    column[column == _UNSIGNED_MINUS_ONE] = ABSENT
+    return column
+
+
+def _integer(value: Any) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return ABSENT
+    return number if -(1 << 63) <= number < 1 << 63 else ABSENT
+
+
+def times_ns(values: list[Any], written: Callable[[], list[bytes]]) -> tuple[Ints, Bools]:
+    """Nanoseconds of times in microseconds, and where there is a time at all. `written` gives the same values as they
+    stand in the file; it is asked only where a float cannot hold all digits."""
+    try:
+        microseconds = np.array(values, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        microseconds = np.array([_float(value) for value in values], dtype=np.float64)
+    if microseconds.ndim != 1:
+        microseconds = np.array([_float(value) for value in values], dtype=np.float64)
+    known = np.abs(microseconds) < _TIME_LIMIT_US  # False for NaN
+    usable = np.where(known, microseconds, 0.0)
+    whole = np.floor(usable)
+    nanoseconds = whole.astype(np.int64) * 1000 + np.rint((usable - whole) * 1000).astype(np.int64)
+    coarse = known & (np.abs(microseconds) >= _FLOAT_LIMIT_US)
+    if coarse.any() and not all(type(values[index]) is int for index in np.flatnonzero(coarse).tolist()):
+        nanoseconds = np.where(coarse, _exact_ns(written(), coarse), nanoseconds)
+    return nanoseconds, known
+
+
+def _exact_ns(texts: list[bytes], wanted: Bools) -> Ints:
+    """Written decimals as nanoseconds; at once where all have three places, as torch writes them."""
+    joined = b",".join(texts)
+    letters = np.frombuffer(joined, dtype=np.uint8)
+    points, commas = np.flatnonzero(letters == ord(".")), np.flatnonzero(letters == ord(","))
+    ends = np.append(commas, len(joined))
+    if len(points) == len(ends) and np.array_equal(ends - points, np.full(len(ends), 4)) and _only_digits(letters):
+        return np.array(joined.replace(b".", b"").split(b","), dtype=np.int64)
+    return np.array(
+        [_decimal_ns(text) if want else 0 for text, want in zip(texts, wanted.tolist(), strict=True)], dtype=np.int64
+    )
+
+
+def _only_digits(letters: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
+    allowed = (letters >= ord("0")) & (letters <= ord("9")) | (letters == ord(".")) | (letters == ord(","))
+    return bool(allowed.all())
+
+
+def _decimal_ns(text: bytes) -> int:
+    try:
+        return round(Decimal(text.decode().strip('" ')) * 1000)
+    except (InvalidOperation, ValueError, OverflowError):
+        return 0
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return float("nan")
+
+
+# Numbers the texts of a trace: a name is kept once, and what is asked of names is asked once of each.
+
+# A call of a communication library, as torch annotates it: nccl:all_reduce, gloo:broadcast.
+COMMUNICATION_CALL = re.compile(r"(?:[a-z]*ccl|gloo|mpi):([A-Za-z_]\w*)")
+
+
+class NameTable(dict[Any, int]):
+    """Numbers texts in the order they come. What is no text is known by how it is written."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._calls = np.zeros(0, dtype=bool)
+
+    def __missing__(self, name: Any) -> int:
+        if isinstance(name, str):
+            number = len(self.texts)
+            self.texts.append(name)
+        else:
+            number = self["" if name is None else str(name)]
+        self[name] = number
+        return number
+
+    def communication_calls(self) -> Bools:
+        """Of each text, whether it is one."""
+        fresh = [COMMUNICATION_CALL.match(text) is not None for text in self.texts[len(self._calls) :]]
+        self._calls = np.append(self._calls, np.array(fresh, dtype=bool))
+        return self._calls

@@ -1,0 +1,233 @@
+"""From the bytes of a file to blocks of JSON text: decompressed piece by piece, never more than was allowed."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from rankscope.analysis.traces.reader.events import (
+    DECODE_ERRORS,
+    Batch,
+    Layout,
+    decode,
+    decode_pieces,
+    lay_out,
+    next_event,
+    note_unreadable,
+)
+from rankscope.analysis.traces.trace import Repairs, TraceError
+
+BLOCK_BYTES = 1 << 20
+TEXT_LIMIT_BYTES = 16 << 30
+
+_GZIP = b"\x1f\x8b"
+_GZIP_WINDOW = 31  # zlib's word for "a gzip header, and check the sum at its end"
+_OTHER_KINDS = (
+    (b"PK\x03\x04", "a zip archive"),
+    (b"\x28\xb5\x2f\xfd", "zstandard-compressed"),
+    (b"BZh", "bzip2-compressed"),
+    (b"\xfd7zXZ", "xz-compressed"),
+    (b"PAR1", "a parquet file"),
+    (b"\xff\xfe", "UTF-16 text"),
+    (b"\xfe\xff", "UTF-16 text"),
+    (b"SQLite format 3", "an SQLite database (an Nsight export?)"),
+)
+
+
+def blocks_of(data: bytes | bytearray | memoryview) -> Iterator[memoryview]:
+    view = memoryview(data).cast("B")
+    for start in range(0, len(view), BLOCK_BYTES):
+        yield view[start : start + BLOCK_BYTES]
+
+
+def inflate(blocks: Iterable[bytes | memoryview], *, limit_bytes: int = TEXT_LIMIT_BYTES) -> Iterator[bytes]:
+    """Blocks of plain text, whether the file was gzip or not."""
+    source = iter(blocks)
+    head = b""
+    for block in source:
+        head += bytes(block)
+        if len(head) >= 16:
+            break
+    for magic, kind in _OTHER_KINDS:
+        if head.startswith(magic):
+            raise TraceError(f"this is {kind}, not a Kineto trace in JSON or gzip", byte=0)
+    produced = 0
+    for text in _gunzip(head, source) if head.startswith(_GZIP) else _plain(head, source):
+        produced += len(text)
+        if produced > limit_bytes:
+            raise TraceError(f"the text is longer than the limit of {limit_bytes} bytes", byte=limit_bytes)
+        yield text
+
+
+def _plain(head: bytes, source: Iterator[bytes | memoryview]) -> Iterator[bytes]:
+    yield head
+    for block in source:
+        yield bytes(block)
+
+
+def _gunzip(head: bytes, source: Iterator[bytes | memoryview]) -> Iterator[bytes]:
+    inflater = zlib.decompressobj(_GZIP_WINDOW)
+    waiting, read, ended = head, len(head), False
+    while True:
+        if not waiting and not ended:
+            block = next(source, b"")
+            ended, waiting = len(block) == 0, bytes(block)
+            read += len(waiting)
+        if inflater.eof:
+            # Members may follow one another; zeros are a tape's padding.
+            waiting = waiting.lstrip(b"\0")
+            if not waiting and ended:
+                return
+            if not waiting:
+                continue
+            if not waiting.startswith(_GZIP[: len(waiting)]):
+                raise TraceError(f"something else follows the gzip data at byte {read - len(waiting)} of the file")
+            inflater = zlib.decompressobj(_GZIP_WINDOW)
+        try:
+            text = inflater.decompress(waiting, BLOCK_BYTES)
+        except zlib.error as error:
+            reason = str(error).rsplit(": ", 1)[-1]
+            raise TraceError(f"the gzip data is damaged before byte {read} of the file: {reason}") from None
+        waiting = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
+        if text:
+            yield text
+        elif ended and not inflater.eof:
+            raise TraceError(f"the gzip data ends early, at byte {read} of the file; was it cut off while copied?")
+
+
+# Cuts the traceEvents array of a text that comes in blocks into batches of whole events, however it is formatted.
+
+# Large enough that a decoder's start-up does not count, small enough that its records stay in the cache.
+PIECE_BYTES = 2 << 20
+# One event never takes so much; without a limit a stray quote would swallow the file.
+EVENT_LIMIT_BYTES = 32 << 20
+# Behind a broken place there may be another at once: looking at a whole piece again for each would take hours.
+WARY_BYTES = 16 << 10
+
+_LIKELY_CUT = re.compile(rb"\}\s*,\s*(?=\{)")
+_LIKELY_END = re.compile(rb"\}\s*\]")
+_CUT_SEARCH_BYTES = 16 << 10
+
+
+@dataclass
+class Text:
+    """The part of a text that is looked at; what was read is let go."""
+
+    blocks: Iterator[bytes]
+    repairs: Repairs
+    held: bytearray = field(default_factory=bytearray)
+    offset: int = 0  # of held[0] in the whole text
+    ended: bool = False
+
+    def hold(self, count: int) -> None:
+        """At least so many bytes, if there are so many."""
+        while len(self.held) < count and not self.ended:
+            block = next(self.blocks, None)
+            if block is None:
+                self.ended = True
+            else:
+                self.held += block
+
+    def drop(self, count: int) -> None:
+        del self.held[:count]
+        self.offset += count
+
+
+@dataclass
+class Ending:
+    closed: bool = False
+    cut: bool = False  # the text ended before the array did
+
+
+def batches(text: Text, ending: Ending) -> Iterator[Batch]:
+    """All events from where `text` stands, just behind the opening bracket, to the closing one. Afterwards `ending`
+    tells how the array ended; the text stands behind it."""
+    reach = PIECE_BYTES
+    while not (ending.closed or ending.cut):
+        text.hold(reach)
+        is_wary = reach < PIECE_BYTES
+        batch = None if is_wary else _decode_likely(text, ending)
+        if batch is not None:
+            reach = PIECE_BYTES
+            yield batch
+            continue
+        held = bytes(text.held[:reach] if is_wary else text.held)
+        is_all = text.ended and len(held) == len(text.held)
+        layout = lay_out(held)
+        endless = layout.closing is None and not len(layout.commas) and not is_all
+        if endless and len(held) < EVENT_LIMIT_BYTES:
+            reach = 2 * len(held)
+            continue
+        if endless:
+            text.drop(_skip_endless(text, held))
+            reach = WARY_BYTES
+            continue
+        if layout.closing is not None:
+            found, following = _finish_closed(text, held, layout, ending)
+        elif is_all:
+            found, following = _finish_cut(text, held, layout, ending)
+        else:
+            starts, ends = layout.pieces(len(held))
+            found, following = decode_pieces(held, starts[:-1], ends[:-1], text.repairs, offset=text.offset)
+            text.drop(starts[-1] if following is None else following)
+        reach = min(2 * reach, PIECE_BYTES) if following is None else WARY_BYTES
+        yield from found
+
+
+def _decode_likely(text: Text, ending: Ending) -> Batch | None:
+    """Cuts where an event, or the array, seems to end, and lets the decoder prove it: much cheaper than counting
+    brackets. None where that was no place to cut, or where something is broken."""
+    pattern = _LIKELY_END if text.ended else _LIKELY_CUT
+    cuts = list(pattern.finditer(text.held, max(0, len(text.held) - _CUT_SEARCH_BYTES)))
+    if not cuts:
+        return None
+    # What follows the array holds such brackets too, events seldom do.
+    cut = cuts[0] if text.ended else cuts[-1]
+    try:
+        with memoryview(text.held) as view, view[: cut.start() + 1] as elements:
+            batch = decode(elements)
+    except DECODE_ERRORS:
+        return None
+    text.drop(cut.end())
+    ending.closed = text.ended
+    return batch
+
+
+def _finish_closed(text: Text, held: bytes, layout: Layout, ending: Ending) -> tuple[list[Batch], int | None]:
+    starts, ends = layout.pieces(len(held))
+    if not held[starts[-1] : ends[-1]].strip():
+        if len(starts) > 1:
+            text.repairs.note("comma before the end of traceEvents taken away", byte=text.offset + ends[-2])
+        starts, ends = starts[:-1], ends[:-1]
+    found, following = decode_pieces(held, starts, ends, text.repairs, offset=text.offset)
+    ending.closed = following is None
+    text.drop(int(layout.closing or 0) + 1 if following is None else following)
+    return found, following
+
+
+def _finish_cut(text: Text, held: bytes, layout: Layout, ending: Ending) -> tuple[list[Batch], int | None]:
+    starts, ends = layout.pieces(len(held))
+    found, following = decode_pieces(held, starts[:-1], ends[:-1], text.repairs, offset=text.offset)
+    if following is None:
+        # Either half an event, or whole ones behind a stray quote.
+        last = held[starts[-1] :]
+        try:
+            found.append(decode(last))
+        except DECODE_ERRORS:
+            following = next_event(held, starts[-1], len(held))
+            if following is not None:
+                note_unreadable(text.repairs, "a quote is missing or one too many", byte=text.offset + starts[-1])
+    ending.cut = following is None
+    text.drop(len(held) if following is None else following)
+    return found, following
+
+
+def _skip_endless(text: Text, held: bytes) -> int:
+    reason = f"it is longer than {EVENT_LIMIT_BYTES} bytes, or a quote is missing"
+    following = next_event(held, 0, len(held))
+    if following is None:
+        raise TraceError(f"an event has no end: {reason}", byte=text.offset)
+    note_unreadable(text.repairs, reason, byte=text.offset)
+    return following

@@ -1,0 +1,281 @@
+"""Reduces one rank's trace to its numbers: a few kilobytes that report, diagnosis and JSON are made of."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rankscope.analysis.collectives.bandwidth import algorithm_gbps, bus_gbps
+from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.stats.robust import Floats, number_groups
+from rankscope.analysis.traces.breakdown import Breakdown, StepParts, measure_launches
+from rankscope.analysis.traces.communication.collectives import Collectives, hiding_intervals
+from rankscope.analysis.traces.communication.gradient_buckets import find_buckets, try_other_caps
+from rankscope.analysis.traces.communication.parallelism_costs import find_gathers, measure_bubble
+from rankscope.analysis.traces.device_memory import summarize_memory
+from rankscope.analysis.traces.idle_time import Idleness, IdleParts, split_idle
+from rankscope.analysis.traces.intervals import Intervals, difference, total, union
+from rankscope.analysis.traces.kernels import TOP, mix_compute, top_kernels
+from rankscope.analysis.traces.summary_records import (
+    BubbleSummary,
+    BucketsSummary,
+    BucketSummary,
+    CapSummary,
+    CollectiveSummary,
+    ComputeSummary,
+    GatherSummary,
+    IdleSplit,
+    KernelSummary,
+    LaunchSummary,
+    RankSummary,
+    ShardingSummary,
+    StepSummary,
+)
+from rankscope.analysis.traces.trace import Category, Trace
+
+# The collectives of one rank by kind and group: how many, how large, how long, how fast, how well hidden.
+
+
+def summarize_collectives(found: Collectives, hiding: Intervals) -> tuple[CollectiveSummary, ...]:
+    """Longest in total first. `hiding` is when there was work to hide behind; what runs at the same time is exposed
+    once (gloo runs several at a time). Bandwidths are medians over calls whose size is known; a duration that includes
+    waiting for other ranks makes them look slower than the links are."""
+    numbers, count = number_groups(found.group, found.kind)
+    algorithm = algorithm_gbps(found.bytes, found.duration_ns)
+    bus = bus_gbps(found.kind, found.bytes, found.duration_ns, found.group_size)
+    summaries = []
+    for number in range(count):
+        rows = np.flatnonzero(numbers == number)
+        measured = rows[found.measured[rows]]
+        sized = rows[found.bytes[rows] >= 0]
+        group = found.groups[int(found.group[rows[0]])] if found.group[rows[0]] >= 0 else None
+        duration = found.duration_ns[measured] / 1000
+        size = int(found.group_size[rows].max())
+        summaries.append(
+            CollectiveSummary(
+                kind=CollectiveKind(int(found.kind[rows[0]])).label,
+                group=group.name if group else "",
+                group_description=group.description if group else "",
+                group_size=size if size > 0 else None,
+                count=len(rows),
+                measured_count=len(measured),
+                bytes_total=int(found.bytes[sized].sum()) if len(sized) else None,
+                bytes_median=float(np.median(found.bytes[sized])) if len(sized) else None,
+                total_us=float(duration.sum()),
+                median_us=float(np.median(duration)) if len(duration) else None,
+                longest_us=float(duration.max()) if len(duration) else None,
+                exposed_us=total(*difference(union(found.start_ns[measured], found.end_ns[measured]), hiding)) / 1000,
+                algbw_gbps=_median(algorithm[measured]),
+                busbw_gbps=_median(bus[measured]),
+            )
+        )
+    return tuple(sorted(summaries, key=lambda summary: -summary.total_us))
+
+
+def summarize_buckets(trace: Trace, collectives: Collectives) -> BucketsSummary | None:
+    """None where the trace shows no DDP."""
+    found = find_buckets(trace, collectives)
+    other = try_other_caps(trace, found)
+    if other is None:
+        return None
+    buckets = []
+    for order in np.unique(found.order).tolist():
+        rows = found.order == order
+        measured = rows & found.measured
+        size = int(found.bytes[rows].max())
+        buckets.append(
+            BucketSummary(
+                order=order,
+                bytes=size if size >= 0 else None,
+                duration_us=_median(found.duration_ns[measured] / 1000),
+                hidden_ratio=_median(found.hidden_ratio[measured]),
+            )
+        )
+    return BucketsSummary(
+        buckets=tuple(buckets),
+        cap_mb=other.cap_mb,
+        communication_us=other.communication_ns / 1000,
+        exposed_us=other.exposed_ns / 1000,
+        other_caps=tuple(CapSummary(cap.cap_mb, cap.buckets, cap.exposed_ns / 1000) for cap in other.predictions),
+        recommended_cap_mb=other.recommended_cap_mb,
+        gain_us=None if other.gain_ns is None else other.gain_ns / 1000,
+        advice=other.advice,
+        reason=other.reason,
+    )
+
+
+def summarize_sharding(trace: Trace, collectives: Collectives) -> ShardingSummary | None:
+    """None where nothing was gathered or scattered."""
+    found = find_gathers(trace, collectives)
+    if found is None:
+        return None
+    gathers = []
+    for kind in sorted({gathering.kind for gathering in found.steps}):
+        steps = [gathering for gathering in found.steps if gathering.kind == kind]
+        sizes = [gathering.bytes for gathering in steps]
+        count = sum(gathering.count for gathering in steps)
+        gathers.append(
+            GatherSummary(
+                kind=kind.label,
+                count=count,
+                bytes=None if None in sizes else sum(size or 0 for size in sizes),
+                duration_us=sum(gathering.duration_ns for gathering in steps) / 1000,
+                exposed_us=sum(gathering.exposed_ns for gathering in steps) / 1000,
+                prefetched_ratio=sum(gathering.prefetched for gathering in steps) / count,
+            )
+        )
+    return ShardingSummary(found.framework, tuple(gathers))
+
+
+def summarize_bubble(trace: Trace, collectives: Collectives, stages: int | None) -> BubbleSummary | None:
+    """None where the trace shows no pipeline."""
+    found = measure_bubble(trace, collectives, stages=stages)
+    if found is None:
+        return None
+    return BubbleSummary(
+        measured_ratio=found.measured_ratio,
+        waiting_us=found.waiting_ns / 1000,
+        stages=found.stages,
+        microbatches=found.microbatches,
+        theoretical_ratio=found.theoretical_ratio,
+    )
+
+
+def _median(values: Floats) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else None
+
+
+def summarize(
+    trace: Trace,
+    breakdown: Breakdown,
+    collectives: Collectives,
+    *,
+    rank: int | None,
+    file: str,
+    top: int = TOP,
+    stages: int | None = None,
+) -> RankSummary:
+    """`stages` of the pipeline, where the user knows them."""
+    idle = split_idle(trace, breakdown)
+    compute = mix_compute(trace)
+    return RankSummary(
+        rank=rank,
+        file=file,
+        backend=trace.backend,
+        device=_device(trace),
+        world_size=trace.world_size,
+        on_host=breakdown.on_host,
+        span_us=breakdown.span_ns / 1000,
+        compute_us=breakdown.compute_ns / 1000,
+        non_compute_us=breakdown.non_compute_ns / 1000,
+        idle_us=breakdown.idle_ns / 1000,
+        communication_us=breakdown.communication_ns / 1000,
+        exposed_communication_us=breakdown.exposed_communication_ns / 1000,
+        overlap_ratio=breakdown.overlap_ratio,
+        memory_copy_us=breakdown.memory_ns / 1000,
+        exposed_memory_copy_us=breakdown.exposed_memory_ns / 1000,
+        outside_steps_us=breakdown.outside_steps_ns / 1000,
+        parts_us=_parts_us(breakdown, idle, compute),
+        idle=_idle(idle),
+        host_bound_after_synchronisation_us=idle.host_bound_after_synchronisation_ns / 1000,
+        idle_gap_longest_us=idle.longest_gap_ns / 1000,
+        tensor_core_ratio=compute.tensor_core_ratio if compute else None,
+        compute_mix=compute,
+        launch=_launch(trace),
+        steps=tuple(_step(step, parts) for step, parts in zip(breakdown.steps, idle.steps, strict=True)),
+        top_kernels=_kernels(trace, top),
+        collectives=summarize_collectives(collectives, hiding_intervals(trace)),
+        buckets=summarize_buckets(trace, collectives),
+        sharding=summarize_sharding(trace, collectives),
+        bubble=summarize_bubble(trace, collectives, stages),
+        memory=summarize_memory(trace),
+        repairs=trace.repairs,
+    )
+
+
+def _parts_us(breakdown: Breakdown, idle: Idleness, compute: ComputeSummary | None) -> dict[str, float]:
+    """The span in parts that do not overlap. Communication on the device is work without computation; on the host
+    (gloo) it shows as idle time of the device."""
+    exposed = breakdown.non_compute_ns - breakdown.exposed_memory_ns
+    moving = breakdown.compute_ns * (compute.moving_ratio if compute else 0.0)
+    drained = idle.host_bound_after_synchronisation_ns
+    parts = {
+        "compute": breakdown.compute_ns - moving,
+        "memory_kernels": moving,
+        "memory_copies": breakdown.exposed_memory_ns,
+        "communication": exposed + idle.communication_ns,
+        "input": idle.input_ns,
+        "host": idle.host_bound_ns - drained,
+        "synchronisation": idle.synchronisation_ns + drained,
+        "other": idle.other_ns,
+    }
+    return {part: value / 1000 for part, value in parts.items()}
+
+
+def _step(step: StepParts, idle: IdleParts) -> StepSummary:
+    return StepSummary(
+        number=step.number,
+        duration_us=step.span_ns / 1000,
+        host_us=step.host_ns / 1000,
+        whole=step.whole,
+        traced_launch_ratio=step.traced_launch_ratio,
+        compute_us=step.compute_ns / 1000,
+        non_compute_us=step.non_compute_ns / 1000,
+        idle_us=step.idle_ns / 1000,
+        communication_us=step.communication_ns / 1000,
+        exposed_communication_us=step.exposed_communication_ns / 1000,
+        overlap_ratio=step.overlap_ratio,
+        memory_copy_us=step.memory_ns / 1000,
+        exposed_memory_copy_us=step.exposed_memory_ns / 1000,
+        idle=_idle(idle),
+    )
+
+
+def _idle(idle: IdleParts) -> IdleSplit:
+    return IdleSplit(
+        host_bound_us=idle.host_bound_ns / 1000,
+        input_wait_us=idle.input_ns / 1000,
+        synchronisation_us=idle.synchronisation_ns / 1000,
+        communication_us=idle.communication_ns / 1000,
+        other_us=idle.other_ns / 1000,
+    )
+
+
+def _kernels(trace: Trace, top: int) -> tuple[KernelSummary, ...]:
+    return tuple(
+        KernelSummary(
+            name=use.name,
+            kind=use.kind.name.lower(),
+            tensor_core=use.tensor_core,
+            count=use.count,
+            total_us=use.total_ns / 1000,
+            mean_us=use.mean_ns / 1000,
+            longest_us=use.longest_ns / 1000,
+            share_ratio=use.share_ratio,
+        )
+        for use in top_kernels(trace, top)
+    )
+
+
+def _launch(trace: Trace) -> LaunchSummary | None:
+    found = measure_launches(trace)
+    if found is None:
+        return None
+    return LaunchSummary(
+        count=found.count,
+        kernel_count=found.kernel_count,
+        call_median_us=found.call_median_ns / 1000,
+        call_total_us=found.call_total_ns / 1000,
+        delay_median_us=found.delay_median_ns / 1000,
+        unqueued_ratio=found.unqueued_ratio,
+        queue_median=found.queue_median,
+        short_kernel_count=found.short_kernel_count,
+    )
+
+
+def _device(trace: Trace) -> str:
+    """The device that did most, by name."""
+    used = trace.device[trace.of(Category.KERNEL)]
+    used = used[used >= 0]
+    index = int(np.bincount(used).argmax()) if len(used) and used.max() < 4096 else None
+    return next((device.name for device in trace.devices if device.index == index), "")

@@ -1,0 +1,168 @@
+"""One rank's trace as columns: a row per event with a duration, whatever its kind. Everything else reads only this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.analysis.stats.robust import Bools, Ints
+
+# What stands in an integer column where the trace said nothing.
+ABSENT = -1
+
+
+class Category(IntEnum):
+    OTHER = 0
+    CPU_OP = 1
+    KERNEL = 2
+    MEMCPY = 3
+    MEMSET = 4
+    RUNTIME = 5  # cuda_runtime, hip runtime: calls on the host
+    DRIVER = 6
+    SYNC = 7
+    USER_ANNOTATION = 8  # on the host: ProfilerStep#, Optimizer.step#, nccl:all_reduce, gloo:…, DDP and FSDP markers
+    GPU_ANNOTATION = 9
+    PYTHON = 10
+    OVERHEAD = 11
+    DEVICE_EVENT = 12  # while a file is read only: on a device, of a kind that its name tells
+
+
+@dataclass(frozen=True)
+class Device:
+    index: int
+    name: str
+    memory_bytes: int | None
+    multiprocessors: int | None
+
+
+@dataclass(frozen=True)
+class ProcessGroup:
+    name: str
+    description: str
+    ranks: tuple[int, ...]  # empty where the trace does not tell
+
+
+@dataclass(frozen=True)
+class CollectiveColumns:
+    """What the profiler noted about communication, on host events and kernels alike: one row per event that carries
+    any of it. Texts are indices into `Trace.names`; -1 is "not noted"."""
+
+    row: Ints  # of Trace
+    collective: Ints  # name: allreduce, _allgather_base, …
+    group: Ints  # process group name
+    group_description: Ints
+    group_size: Ints
+    sequence: Ints  # position in its group; the same number on every rank
+    element_type: Ints
+    in_elements: Ints
+    out_elements: Ints
+    peer: Ints  # of a point-to-point call
+    asynchronous: Ints  # 0, 1, -1
+
+
+@dataclass(frozen=True)
+class MemoryColumns:
+    """Allocator events ("[memory]" instants of profile_memory=True)."""
+
+    time_ns: Ints
+    change_bytes: Ints  # negative: freed
+    allocated_bytes: Ints  # total after it
+    reserved_bytes: Ints
+    on_device: Bools
+    device: Ints
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Times are nanoseconds from `base_ns` (unix time where the trace says so), exact to what the file holds. Each
+    trace has its own base, the whole second of its first event: add it before comparing ranks.
+    Rows are sorted by start; events of equal start by falling duration, so that parents stand before children."""
+
+    start_ns: Ints
+    duration_ns: Ints
+    category: npt.NDArray[np.int8]  # a Category
+    name: Ints  # index into names
+    process: Ints  # pid of host events, device of device events; -1 where it is no number
+    thread: Ints  # tid of host events, stream of device events
+    device: Ints
+    stream: Ints  # of device work; -1 for host operators and for annotations on the device, whose stream is `thread`
+    correlation: Ints  # ties a kernel to the runtime call that launched it
+    external_id: Ints
+    size_bytes: Ints  # of memory copies and sets
+    names: tuple[str, ...]
+
+    base_ns: int
+    rank: int | None
+    world_size: int | None
+    backend: str  # nccl, gloo, …; empty where not told
+    devices: tuple[Device, ...]
+    groups: tuple[ProcessGroup, ...]
+    collectives: CollectiveColumns
+    memory: MemoryColumns
+    repairs: tuple[str, ...]  # what had to be mended to read the file, in words
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+    @property
+    def end_ns(self) -> Ints:
+        return self.start_ns + self.duration_ns
+
+    def of(self, *categories: Category) -> Bools:
+        # Comparing a byte column a few times is far cheaper than np.isin or a lookup table.
+        wanted: Bools = self.category == categories[0]
+        for category in categories[1:]:
+            wanted |= self.category == category
+        return wanted
+
+    def named(self, index: int) -> str:
+        return self.names[index] if index >= 0 else ""
+
+
+# Why a trace cannot be read, or what had to be mended to read it: in words, with the place.
+
+
+class TraceError(ValueError):
+    """The file is no readable trace. `reason` is a clause without the file's name, `byte` the place in the
+    (decompressed) text where one can be named."""
+
+    def __init__(self, reason: str, *, byte: int | None = None) -> None:
+        self.reason = reason if byte is None else f"{reason} (byte {byte})"
+        self.byte = byte
+        super().__init__(self.reason)
+
+    def name_file(self, name: str) -> None:
+        if name:
+            self.args = (f"{name}: {self.reason}",)
+
+
+class Repairs:
+    """Counts what was mended, each kind once, with the first place."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._first: dict[str, int | None] = {}
+
+    def note(self, words: str, count: int = 1, *, byte: int | None = None) -> None:
+        if count:
+            self._counts[words] = self._counts.get(words, 0) + count
+            self._first.setdefault(words, byte)
+
+    def add(self, other: Repairs) -> None:
+        for words, count in other._counts.items():
+            self.note(words, count, byte=other._first[words])
+
+    def total(self, prefix: str) -> int:
+        """Of all kinds whose words begin so."""
+        return sum(count for words, count in self._counts.items() if words.startswith(prefix))
+
+    def in_words(self) -> tuple[str, ...]:
+        return tuple(self._sentence(words, count) for words, count in self._counts.items())
+
+    def _sentence(self, words: str, count: int) -> str:
+        first = self._first[words]
+        place = "" if first is None else f" (byte {first})" if count == 1 else f" (first at byte {first})"
+        return f"{words}{place}" if count == 1 else f"{words}: {count} times{place}"

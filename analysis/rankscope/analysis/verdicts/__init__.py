@@ -1,0 +1,1 @@
+"""From windows of ranks to a verdict: thresholds, rules, causes, sentences."""

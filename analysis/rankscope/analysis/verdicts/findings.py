@@ -1,0 +1,176 @@
+"""One window of one job, looked at with every rule: what would each say if it stood alone?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import isnan
+from typing import NamedTuple
+
+import numpy as np
+
+from rankscope.analysis.stats.robust import Bools, median_or_nan
+from rankscope.analysis.verdicts.communication import SlowTransfer, TransferBaseline
+from rankscope.analysis.verdicts.job_summary import JobSummary
+from rankscope.analysis.verdicts.slow_rank import Screen, find_split, work_seconds
+from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
+
+# Pipeline stages are compared by their medians: a long stage is nobody's fault in it.
+
+
+@dataclass(frozen=True)
+class SlowStage:
+    stage: int
+    ratio: float
+    impact_ratio: float
+
+
+def find_slow_stage(columns: RankColumns, policy: Policy, threshold: float | None = None) -> SlowStage | None:
+    """The stage whose median self time exceeds that of the other stages, if one does."""
+    stages = np.unique(columns.stage)
+    if len(stages) < 2 or stages[0] < 0:
+        return None
+    own = work_seconds(columns)
+    medians = np.array([median_or_nan(own[columns.stage == stage]) for stage in stages])
+    if np.isnan(medians).any():
+        return None
+    slowest = int(np.argmax(medians))
+    others = np.delete(medians, slowest)
+    usual = float(np.median(others))
+    if not usual > 0:
+        return None
+    ratio = medians[slowest] / usual
+    # A step is never shorter than the work in it.
+    impact = (medians[slowest] - others.max()) / max(medians[slowest], median_or_nan(columns.step_seconds))
+    if ratio < (threshold or policy.stage_ratio) or not impact >= policy.impact_ratio:
+        return None
+    return SlowStage(int(stages[slowest]), float(ratio), float(impact))
+
+
+# Nobody in particular is slow, yet all wait: another rank is last each step (uneven data).
+
+
+def is_contended(summary: JobSummary, policy: Policy) -> bool:
+    """On an oversubscribed machine the scheduler spreads the steps; that says nothing about the data."""
+    return summary.starved_seconds >= policy.contended_ratio * summary.step_seconds
+
+
+def imbalance_impact(summary: JobSummary, policy: Policy) -> float | None:
+    """Share of the step that even data would give back, if the window looks like uneven data; else None."""
+    waited = summary.mean_waited_ratio
+    spread = summary.self_spread_ratio
+    if isnan(waited) or isnan(spread) or is_contended(summary, policy):
+        return None
+    if summary.slowest_excess_ratio >= policy.imbalance_one_rank_share * waited:
+        return None  # one rank holds what the others wait for: it is late, if only for part of the window
+    uneven = waited >= policy.imbalance_wait_ratio and spread >= policy.imbalance_spread
+    return waited if uneven else None
+
+
+class ReadyWindow(NamedTuple):
+    """What `absorb` returned, with what the comparison of all ranks said about it."""
+
+    window: JobWindow
+    all_ranks: Screen
+    rows: slice  # this job's, in `all_ranks`
+    summary: JobSummary
+
+    @property
+    def screen(self) -> Screen:
+        return self.all_ranks.take(self.rows)
+
+
+class Observation(NamedTuple):
+    """A tuple, as one is made for every job at every tick of a fleet."""
+
+    columns: RankColumns
+    # Kept only where a rank stands out: nobody will ask for the stacks of the others, and a large job's would be
+    # gigabytes over the windows that are remembered.
+    window: JobWindow | None
+    screen: Screen | None
+    summary: JobSummary
+    remarkable: bool  # some rule may want to see it
+    outliers: frozenset[int]
+    lingering: frozenset[int]
+    impact_ratio: float  # of the outliers together
+    stage: SlowStage | None
+    stage_lingering: SlowStage | None
+    transfer: SlowTransfer | None
+    imbalance_impact_ratio: float | None
+
+
+def observe(ready: ReadyWindow, baseline: TransferBaseline, policy: Policy) -> Observation:
+    window, summary = ready.window, ready.summary
+    screen = outlier = imbalance = stage = lingering_stage = transfer = None
+    any_outlier = summary.outliers > 0
+    # Absurd times have outliers without a spread.
+    if any_outlier or summary.widest_cohort_spread >= 1 + policy.hysteresis * (summary.rank_ratio - 1):
+        screen = ready.screen
+        outlier = screen.outlier
+    if screen is not None and not any_outlier and summary.widest_cohort_spread >= summary.rank_ratio:
+        outlier, screen, imbalance = _look_for_splits(window, screen, summary, policy)
+        any_outlier = bool(outlier.any())
+    if not any_outlier:
+        if summary.stages_known and summary.last_stage > 0:
+            stage, lingering_stage = _look_at_stages(window, policy)
+        transfer = baseline.compare(summary, policy)
+        if imbalance is None and stage is None and transfer is None:
+            imbalance = imbalance_impact(summary, policy)
+    findings = (stage, transfer, imbalance)
+    return Observation(
+        window.columns,
+        window if any_outlier else None,
+        screen,
+        summary,
+        remarkable=any_outlier or any(f is not None for f in findings) or _concerns_everyone(summary, policy),
+        outliers=frozenset(window.columns.rank[outlier].tolist()) if any_outlier else frozenset(),
+        lingering=frozenset(window.columns.rank[screen.lingering].tolist()) if screen else frozenset(),
+        impact_ratio=float(np.nanmax(screen.impact_ratio[outlier], initial=0.0)) if screen and any_outlier else 0.0,
+        stage=stage,
+        stage_lingering=lingering_stage,
+        transfer=transfer,
+        imbalance_impact_ratio=imbalance,
+    )
+
+
+def _concerns_everyone(summary: JobSummary, policy: Policy) -> bool:
+    return summary.input_ratio >= policy.input_bound_ratio or summary.mfu_ratio < (policy.mfu_target_ratio or 0.0)
+
+
+def _look_at_stages(window: JobWindow, policy: Policy) -> tuple[SlowStage | None, SlowStage | None]:
+    stage = find_slow_stage(window.columns, policy)
+    if stage is not None:
+        return stage, None
+    return None, find_slow_stage(window.columns, policy, 1 + policy.hysteresis * (policy.stage_ratio - 1))
+
+
+def _look_for_splits(
+    window: JobWindow, screen: Screen, summary: JobSummary, policy: Policy
+) -> tuple[Bools, Screen, float | None]:
+    """Half of a cohort may be slow: a median cannot see it. Where the split follows a node, that node is slow."""
+    columns = window.columns
+    outlier = screen.outlier.copy()
+    reference, impact = screen.reference_seconds.copy(), screen.impact_ratio.copy()
+    imbalance: float | None = None
+    for stage in np.unique(columns.stage):
+        rows = np.flatnonzero(columns.stage == stage)
+        split = find_split(screen.own_seconds[rows], columns.place[rows], float(screen.rank_ratio[rows[0]]))
+        if split is None:
+            continue
+        share = (split.slow_seconds - split.fast_seconds) / max(summary.step_seconds, split.slow_seconds)
+        if not share >= policy.impact_ratio:
+            continue
+        is_wide = split.slow_seconds >= policy.rank_ratio * split.fast_seconds
+        if split.follows_place:
+            outlier[rows[split.slow]] = True
+            reference[rows] = split.fast_seconds
+            impact[rows[split.slow]] = share
+        elif is_wide and not is_contended(summary, policy):
+            imbalance = max(imbalance or 0.0, share)
+    merged = replace(
+        screen,
+        reference_seconds=reference,
+        impact_ratio=impact,
+        outlier=outlier,
+    )
+    return outlier, merged, imbalance

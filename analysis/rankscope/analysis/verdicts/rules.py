@@ -1,0 +1,303 @@
+"""The rules over a job's last windows: persistence on the way up, hysteresis on the way down."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from rankscope.analysis.stats.robust import Bools, median_or_nan
+from rankscope.analysis.verdicts.causes import name_cause
+from rankscope.analysis.verdicts.findings import Observation
+from rankscope.analysis.verdicts.slow_rank import Screen
+from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict, milliseconds, percent, ranks
+from rankscope.analysis.verdicts.window_merge import merge_evidence
+from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
+
+# A few dozen peers tell what is usual; reading the stacks of all would take minutes in a large job.
+PEERS_ASKED = 64
+CAUSE_KEPT_WINDOWS = 5
+USUAL_STEPS_KEPT = 30
+ALIKE = 0.7  # two estimates of one thing
+HEALTHY = Verdict(Kind.HEALTHY, "no rank, stage or link stands out")
+# A cause of another kind must be found so often in a row before it replaces the one that was named.
+CAUSE_CHANGES_AFTER = 2
+
+
+class RecentWindows:
+    """A job's last windows as the rules saw them."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._recent: deque[Observation] = deque(maxlen=policy.windows_kept)
+        self._before = HEALTHY
+        self._usual_steps: deque[float] = deque(maxlen=USUAL_STEPS_KEPT)  # of windows in which nothing stood out
+        self._cause_age = 0
+        self._other_causes = 0  # in a row
+        self._unremarkable = 0  # windows since some rule wanted to look
+
+    def decide(self, observation: Observation, standing: Verdict) -> Verdict:
+        """The verdict with one more window; `standing` is the one before it, for hysteresis."""
+        self._recent.append(observation)
+        self._before = standing
+        self._unremarkable = 0 if observation.remarkable else self._unremarkable + 1
+        if not observation.remarkable and observation.summary.step_seconds > 0:
+            self._usual_steps.append(observation.summary.step_seconds)
+        if self._unremarkable >= len(self._recent) and not standing.kind.is_finding:
+            return self._nothing()
+        for rule in (self._slow_ranks, self._slow_stage, self._slow_communication, self._imbalance, self._input_bound):
+            verdict = rule()
+            if verdict is not None:
+                return verdict
+        return self._low_mfu() or self._nothing()
+
+    def _nothing(self) -> Verdict:
+        """A fault is seen after so many windows: before that, its absence is not seen either."""
+        if len(self._recent) >= self._policy.windows_for_alarm:
+            return HEALTHY
+        reason = f"{len(self._recent)} of {self._policy.windows_for_alarm} windows compared"
+        return Verdict(Kind.INSUFFICIENT_DATA, reason)
+
+    def _severity(self, windows: int) -> Severity | None:
+        if windows >= self._policy.windows_for_alarm:
+            return Severity.ALARM
+        return Severity.WARNING if windows >= self._policy.windows_for_warning else None
+
+    def _standing(self, kind: Kind) -> bool:
+        return self._before.kind is kind and self._before.severity is Severity.ALARM
+
+    def _slow_ranks(self) -> Verdict | None:
+        seen = Counter(rank for observation in self._recent for rank in observation.outliers)
+        alarmed = {rank for rank, count in seen.items() if count >= self._policy.windows_for_alarm}
+        if self._standing(Kind.SLOW_RANK):
+            lingering = Counter(
+                rank for observation in self._recent for rank in observation.outliers | observation.lingering
+            )
+            alarmed |= {r for r in self._before.culprits if lingering[r] >= self._policy.windows_for_warning}
+        warned = {rank for rank, count in seen.items() if count >= self._policy.windows_for_warning}
+        culprits = tuple(sorted(alarmed or warned))
+        if not culprits:
+            return None
+        return self._slow_rank_verdict(culprits, Severity.ALARM if alarmed else Severity.WARNING)
+
+    def _slow_rank_verdict(self, culprits: tuple[int, ...], severity: Severity) -> Verdict:
+        flagged = [observation for observation in self._recent if observation.outliers.intersection(culprits)]
+        if not flagged:
+            return replace(self._before, severity=severity)
+        last, screened = flagged[-1].window, flagged[-1].screen
+        assert last is not None and screened is not None  # an outlier was seen in it
+        columns = last.columns
+        rows = np.isin(columns.rank, culprits)
+        cause = self._cause([o.window for o in flagged if o.window], columns, screened, culprits)
+        # Not the mean: the fault began within one of the windows.
+        impact = self._against_the_past(float(np.median([o.impact_ratio for o in flagged])), columns)
+        own, usual = median_or_nan(screened.own_seconds[rows]), median_or_nan(screened.reference_seconds[rows])
+        group = _place_of(columns.rank[rows].tolist(), last)
+        reason = (
+            f"{group or ranks(culprits)}: {milliseconds(own)} of own work a step against {milliseconds(usual)} of its "
+            f"peers; without that, {percent(impact)} of the job's time would come back"
+        )
+        return Verdict(
+            Kind.SLOW_RANK,
+            reason,
+            severity,
+            Confidence.HIGH,
+            culprits,
+            group=group,
+            impact_ratio=impact,
+            cause=cause,
+        )
+
+    def _against_the_past(self, impact: float, columns: RankColumns) -> float:
+        """A rank that is late hides some communication, and makes other communication slower. Where the job's past is
+        known, and the rank's excess is about what the job has lost since, that loss is what would come back."""
+        step = median_or_nan(columns.step_seconds)
+        if len(self._usual_steps) < self._policy.windows_for_alarm or not step > 0:
+            return impact
+        slowdown = 1 - float(np.median(self._usual_steps)) / step
+        if slowdown < self._policy.impact_ratio:
+            return impact
+        return slowdown if ALIKE * slowdown <= impact <= slowdown / ALIKE else impact
+
+    def _cause(
+        self, windows: list[JobWindow], columns: RankColumns, screened: Screen, culprits: tuple[int, ...]
+    ) -> Cause:
+        """Once the same ranks have stood accused for a while, it is looked for only now and then: reading stacks is
+        most of what a slow job costs."""
+        before = self._before
+        same = before.kind is Kind.SLOW_RANK and before.culprits == culprits
+        self._cause_age = self._cause_age + 1 if same else 0
+        if self._cause_age > self._policy.windows_kept and self._cause_age % CAUSE_KEPT_WINDOWS:
+            return before.cause
+        rows = np.isin(columns.rank, culprits)
+        evidence = merge_evidence(windows, _witnesses(columns, screened, rows))
+        stacks = {rank: e.stacks for rank, e in evidence.items() if e.stacks is not None}
+        gpus = {rank: e.gpu for rank, e in evidence.items() if e.gpu is not None}
+        cause = name_cause(columns, screened, rows, stacks, self._policy, gpus)
+        is_other = (cause.bound, cause.phase) != (before.cause.bound, before.cause.phase)
+        self._other_causes = self._other_causes + 1 if same and is_other else 0
+        if not same:
+            return cause
+        # Noise may hide the phase for a window, and stacks are recorded only now and then: while the same ranks stand
+        # accused, what was once named is not forgotten for want of something better.
+        is_vague = cause.phase == "unknown" and cause.bound in ("", before.cause.bound)
+        if is_vague or (before.cause.phase != "unknown" and 0 < self._other_causes < CAUSE_CHANGES_AFTER):
+            return before.cause
+        if not cause.frames and not is_other:
+            return replace(cause, frames=before.cause.frames)
+        return cause
+
+    def _slow_stage(self) -> Verdict | None:
+        seen = Counter(o.stage.stage for o in self._recent if o.stage)
+        stage, count = max(seen.items(), key=lambda item: item[1], default=(-1, 0))
+        severity = self._severity(count)
+        if self._standing(Kind.SLOW_STAGE) and self._before.stage is not None:
+            still = [f.stage for o in self._recent if (f := o.stage or o.stage_lingering)]
+            if still.count(self._before.stage) >= self._policy.windows_for_warning:
+                stage, severity = self._before.stage, Severity.ALARM
+        if severity is None:
+            return None
+        found = [o.stage for o in self._recent if o.stage and o.stage.stage == stage]
+        if not found:
+            return self._before
+        columns = self._recent[-1].columns
+        impact = float(np.mean([f.impact_ratio for f in found]))
+        return Verdict(
+            Kind.SLOW_STAGE,
+            f"stage {stage} works {found[-1].ratio:.2f}× as long as the other stages; no rank in it stands out",
+            severity,
+            Confidence.HIGH,
+            tuple(columns.rank[columns.stage == stage].tolist()),
+            stage=stage,
+            impact_ratio=impact,
+            cause=Cause("stage", (), "the stage's median self time against that of the other stages"),
+        )
+
+    def _slow_communication(self) -> Verdict | None:
+        found = [o.transfer for o in self._recent if o.transfer]
+        if not found:
+            return None
+        reason = (
+            f"no rank is late, but a step's communication takes {milliseconds(found[-1].transfer_seconds)} "
+            f"instead of {milliseconds(found[-1].usual_seconds)}"
+        )
+        cause = Cause("communication", (), f"{found[-1].ratio:.1f}× its own past")
+        return self._everyone(Kind.SLOW_COMMUNICATION, [f.impact_ratio for f in found], reason, cause)
+
+    def _imbalance(self) -> Verdict | None:
+        found = [o.imbalance_impact_ratio for o in self._recent if o.imbalance_impact_ratio is not None]
+        if not found:
+            return None
+        if len(found) < self._policy.windows_for_alarm and not self._standing(Kind.DATA_IMBALANCE):
+            return None  # a fault of one rank that begins looks like it
+        reason = "all ranks wait in turn: the work of a step is spread unevenly, and differently each time"
+        return self._everyone(Kind.DATA_IMBALANCE, found, reason, Cause("unknown", (), "self time varies by step"))
+
+    def _input_bound(self) -> Verdict | None:
+        shares = [o.summary.input_ratio for o in self._recent]
+        found = [share for share in shares if share >= self._policy.input_bound_ratio]
+        if not found:
+            return None
+        reason = f"all ranks wait for data, {percent(found[-1])} of each step"
+        return self._everyone(Kind.INPUT_BOUND, found, reason, Cause("input", (), "data loader wait of every rank"))
+
+    def _low_mfu(self) -> Verdict | None:
+        target = self._policy.mfu_target_ratio
+        known = [o.summary.mfu_ratio for o in self._recent if target and o.summary.mfu_ratio < target]
+        if not known or target is None:
+            return None
+        reason = f"MFU {percent(known[-1])} is below the target of {percent(target)}"
+        return self._everyone(Kind.LOW_MFU, [1 - mfu / target for mfu in known], reason, Cause())
+
+    def _everyone(self, kind: Kind, impacts: Iterable[float], reason: str, cause: Cause) -> Verdict | None:
+        """A verdict that names no rank, if enough of the last windows say so."""
+        found = list(impacts)
+        severity = self._severity(len(found))
+        if self._standing(kind) and len(found) >= self._policy.windows_for_warning:
+            severity = Severity.ALARM
+        if severity is None:
+            return None
+        impact = float(np.mean(found))
+        return Verdict(
+            kind,
+            reason,
+            severity,
+            Confidence.HIGH,
+            impact_ratio=impact,
+            cause=cause,
+        )
+
+
+def _witnesses(columns: RankColumns, screened: Screen, culprits: Bools) -> list[int]:
+    """The slowest culprit, whose cause is looked for, and peers from all over its cohort."""
+    slowest = screened.slowest(culprits)
+    peers = np.flatnonzero(~culprits & (columns.stage == columns.stage[slowest]))
+    asked = peers[np.linspace(0, len(peers) - 1, min(len(peers), PEERS_ASKED)).astype(np.int64)]
+    return [int(columns.rank[slowest]), *columns.rank[asked].tolist()]
+
+
+def _place_of(culprits: list[int], window: JobWindow) -> str:
+    """Name of the node whose ranks, all of them and no others, are the culprits; empty if there is no such node."""
+    columns = window.columns
+    places = set(columns.place[np.isin(columns.rank, culprits)].tolist())
+    if len(culprits) < 2 or len(places) != 1 or len(np.unique(columns.place)) < 2:
+        return ""
+    place = places.pop()
+    if set(columns.rank[columns.place == place].tolist()) != set(culprits):
+        return ""
+    return f"node {window.place_names.get(place, place)}"
+
+
+# Damps the rules' verdict of each window, so that users do not see it flip between kinds.
+
+
+class Damper:
+    """One job's. The rules have their own persistence and hysteresis; this is about changes from one kind to another.
+
+    - A standing alarm gives way to a finding of another kind when that has become an alarm.
+    - Doubt (`insufficient_data`) must persist as long as an alarm before it replaces an answer.
+    - What comes back soon after it went is still there: it stays until it has not been seen for a minute. Meanwhile
+      only an alarm that names ranks replaces it."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._window = 0
+        self._doubts = 0  # windows in a row
+        self._left: dict[Kind, int] = {}  # in which window each kind was last given up
+        self._seen = 0  # in which window the rules last said what stands
+        self._came_back = False
+        self._has_answered = False
+
+    def settle(self, said: Verdict, standing: Verdict) -> Verdict:
+        """What stands after one more window, in which the rules say `said`."""
+        self._window += 1
+        self._doubts = self._doubts + 1 if said.kind is Kind.INSUFFICIENT_DATA else 0
+        if said.kind is standing.kind:
+            self._seen = self._window
+            return said
+        if self._is_premature(said, standing):
+            return standing
+        if self._has_answered and standing.kind is not Kind.HEALTHY:
+            self._left[standing.kind] = self._window
+        self._has_answered = True
+        self._came_back = said.kind is not Kind.HEALTHY and self._is_recent(self._left.get(said.kind))
+        self._seen = self._window
+        return said
+
+    def _is_premature(self, said: Verdict, standing: Verdict) -> bool:
+        if standing.kind is Kind.HANG:
+            return False  # it moves, or it does not
+        if said.kind is Kind.INSUFFICIENT_DATA:
+            return self._doubts < self._policy.windows_for_alarm
+        is_held = self._came_back and self._is_recent(self._seen)
+        if said.kind is Kind.HEALTHY or not standing.kind.is_finding:
+            return is_held and not said.kind.is_finding
+        if is_held:
+            return not (said.is_alarm and said.culprits)
+        return standing.is_alarm and not said.is_alarm
+
+    def _is_recent(self, window: int | None) -> bool:
+        return window is not None and self._window - window < self._policy.windows_damped

@@ -1,0 +1,133 @@
+"""Level 0: no step is known, only where each rank's training thread was seen. It names a rank only when its own work
+exceeds that of every peer *and* its waiting is missing; otherwise it abstains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+from rankscope.analysis.verdicts.causes import FRAMES_SHOWN, frames_in_excess
+from rankscope.analysis.verdicts.thresholds import Policy
+from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict, ranks
+from rankscope.analysis.verdicts.window_merge import merge_evidence
+from rankscope.analysis.verdicts.windows import EXCUSED_PHASES, WAITING_PHASES, JobWindow, StackProfile, step_phase
+
+TRAINING_PHASES = frozenset({*WAITING_PHASES, "input", "forward", "backward_code", "optimizer"})
+TRAINING_SHARE = 0.1  # of the samples of some rank
+
+
+@dataclass(frozen=True)
+class Suspect:
+    rank: int
+    excess_share: float  # of the time; about what would come back
+    cause: Cause
+
+
+@dataclass(frozen=True)
+class StackVerdict:
+    """Nobody (`suspect` None, `reason` empty), one rank, or an abstention with its reason."""
+
+    suspect: Suspect | None = None
+    reason: str = ""
+
+
+def judge_stacks(
+    profiles: Mapping[int, StackProfile], starved_shares: Mapping[int, float], policy: Policy
+) -> StackVerdict:
+    """Compare the ranks of one cohort over the same stretch of time."""
+    if len(profiles) < 2:
+        return StackVerdict(reason="one rank has nobody to be compared with")
+    thin = sorted(rank for rank, profile in profiles.items() if profile.samples < policy.stack_samples_needed)
+    if thin:
+        return StackVerdict(reason=f"fewer than {policy.stack_samples_needed} stack samples of rank {thin[0]}")
+    if any(sum(p.phase_shares.get(phase, 0.0) for phase in EXCUSED_PHASES) > 0.2 for p in profiles.values()):
+        return StackVerdict(reason="a checkpoint or a compilation is going on")
+    training = [sum(p.phase_shares.get(phase, 0.0) for phase in TRAINING_PHASES) for p in profiles.values()]
+    if max(training) < TRAINING_SHARE:
+        return StackVerdict(reason="no training is seen in the stacks yet")  # imports, and what comes before the loop
+    excess = {rank: _excess(rank, profiles, starved_shares, policy) for rank in profiles}
+    ranked = sorted(profiles, key=lambda rank: excess[rank].excess_share, reverse=True)
+    first, second = excess[ranked[0]], excess[ranked[1]]
+    if first.excess_share < policy.stack_excess_share:
+        return StackVerdict()
+    if second.excess_share > 0.5 * first.excess_share:
+        return StackVerdict(reason="several ranks differ from their peers; stacks alone cannot tell which is late")
+    others = [_waiting(profiles[rank]) for rank in ranked[1:]]
+    missing = min(others) - _waiting(profiles[ranked[0]])
+    if missing < 0.4 * first.excess_share:
+        return StackVerdict(reason=f"rank {ranked[0]} differs from its peers, but does not wait less than they do")
+    return StackVerdict(suspect=first)
+
+
+def _waiting(profile: StackProfile) -> float:
+    return sum(profile.phase_shares.get(phase, 0.0) for phase in WAITING_PHASES)
+
+
+def _excess(
+    rank: int, profiles: Mapping[int, StackProfile], starved_shares: Mapping[int, float], policy: Policy
+) -> Suspect:
+    mine = profiles[rank]
+    others = [profile for other, profile in profiles.items() if other != rank]
+    peers_starved = [starved_shares[other] for other in profiles if other != rank and other in starved_shares]
+    if rank in starved_shares and peers_starved:
+        starved = starved_shares[rank] - max(peers_starved)
+        if starved > policy.stack_starved_share:
+            evidence = f"{starved:.0%} of the time without a CPU, more than any peer"
+            return Suspect(rank, starved, Cause("starved", (), evidence))
+    found = frames_in_excess(mine, others, usual=max)
+    significant = [e for e in found if _score(e.frame.share, e.share, mine.samples) >= policy.stack_score]
+    if not significant:
+        return Suspect(rank, 0.0, Cause())
+    largest = max(significant, key=lambda e: e.share)
+    frames = tuple(e.frame for e in significant[:FRAMES_SHOWN])
+    evidence = f"seen in {frames[0].function} {largest.share:.0%} of the time more than any peer"
+    return Suspect(rank, largest.share, Cause(step_phase(frames[0].phase), frames, evidence))
+
+
+def _score(share: float, excess: float, samples: int) -> float:
+    """How many standard errors the excess is away from none, for two shares of about `samples` observations."""
+    usual = max(share - excess, 0.0)
+    variance = share * (1 - share) + usual * (1 - usual) + 1 / samples
+    return excess / sqrt(variance / samples)
+
+
+# The verdict where no step is known: stacks of two stretches of time that must tell the same story.
+
+
+def judge_stack_windows(windows: Sequence[JobWindow], policy: Policy, missing: str = "no step records") -> Verdict:
+    """`windows` are the latest, oldest first. Overlapping stretches would not be two witnesses. `missing` says why
+    stacks are all there is."""
+    length = policy.stack_windows
+    if len(windows) < 2 * length:
+        return _abstain(missing, f"{len(windows)} of {2 * length} windows of stacks gathered")
+    older, newer = (_compare(half, policy) for half in (windows[-2 * length : -length], windows[-length:]))
+    suspect = newer.suspect
+    if suspect is not None and older.suspect is not None and older.suspect.rank == suspect.rank:
+        return Verdict(
+            Kind.SLOW_RANK,
+            f"{ranks([suspect.rank])}: {suspect.cause.evidence}, and it waits less than they do",
+            Severity.ALARM,
+            Confidence.LOW,
+            (suspect.rank,),
+            impact_ratio=suspect.excess_share,
+            cause=suspect.cause,
+        )
+    if newer.reason or older.reason:
+        return _abstain(missing, newer.reason or older.reason)
+    if suspect is not None or older.suspect is not None:
+        return _abstain(missing, "a rank differs from its peers, but not for long enough")
+    return Verdict(Kind.HEALTHY, f"no rank stands out in its stacks; {missing}", confidence=Confidence.LOW)
+
+
+def _compare(windows: Sequence[JobWindow], policy: Policy) -> StackVerdict:
+    evidence = merge_evidence(windows)
+    profiles = {rank: e.stacks for rank, e in evidence.items() if e.stacks is not None}
+    if len(profiles) < policy.ranks_seen_ratio * windows[-1].world_size:
+        return StackVerdict(reason="stacks of too few ranks")
+    starved = {rank: e.starved_share for rank, e in evidence.items() if e.starved_share is not None}
+    return judge_stacks(profiles, starved, policy)
+
+
+def _abstain(missing: str, reason: str) -> Verdict:
+    return Verdict(Kind.INSUFFICIENT_DATA, f"{missing}; {reason}", confidence=Confidence.LOW)

@@ -1,0 +1,70 @@
+"""Windows are shorter than some jobs' steps: gather them until every rank has a few steps to be judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+
+import numpy as np
+
+from rankscope.analysis.verdicts.causes import merge_profiles
+from rankscope.analysis.verdicts.gpu_throttling import merge_gpus
+from rankscope.analysis.verdicts.windows import JobWindow, RankColumns, RankEvidence
+
+_KEYS = {"job", "rank", "stage", "place"}
+
+
+def merge_columns(parts: Sequence[RankColumns]) -> RankColumns:
+    """The ranks that are in all parts; per-step values weighted by steps, steps summed."""
+    if len(parts) == 1:
+        return parts[0]
+    common = parts[0].rank
+    for part in parts[1:]:
+        common = np.intersect1d(common, part.rank)
+    aligned = [part.take(np.searchsorted(part.rank, common)) for part in parts]
+    steps = np.array([np.nan_to_num(part.steps) for part in aligned])
+    made = {}
+    for column in fields(RankColumns):
+        if column.name in _KEYS:
+            made[column.name] = getattr(aligned[-1], column.name)
+            continue
+        values = np.array([getattr(part, column.name) for part in aligned])
+        weights = np.where(np.isnan(values), 0.0, steps)
+        total = weights.sum(axis=0)
+        known = np.where(weights > 0, values, 0.0)
+        made[column.name] = np.where(total > 0, (known * weights).sum(axis=0) / np.maximum(total, 1e-12), np.nan)
+    made["steps"] = steps.sum(axis=0)
+    return RankColumns(**made)
+
+
+def merge_evidence(windows: Sequence[JobWindow], only: Sequence[int] | None = None) -> Mapping[int, RankEvidence]:
+    """Stacks of all windows together; of the rest the latest. `only` names the ranks wanted."""
+    tables = [window.evidence() for window in windows]
+    merged = {}
+    for rank in tables[-1] if only is None else only:
+        latest = tables[-1].get(rank)
+        if latest is None:
+            continue
+        earlier = (table.get(rank) for table in tables[:-1])
+        seen = [*(evidence for evidence in earlier if evidence is not None), latest]
+        profiles = [evidence.stacks for evidence in seen if evidence.stacks is not None]
+        starved = [evidence.starved_share for evidence in seen if evidence.starved_share is not None]
+        merged[rank] = replace(
+            latest,
+            stacks=merge_profiles(profiles),
+            starved_share=float(np.mean(starved)) if starved else None,
+            gpu=merge_gpus([evidence.gpu for evidence in seen if evidence.gpu is not None]),
+        )
+    return merged
+
+
+def merge_windows(windows: Sequence[JobWindow]) -> JobWindow:
+    if len(windows) == 1:
+        return windows[0]
+    kept = tuple(windows)
+    return replace(
+        windows[-1],
+        window_seconds=sum(window.window_seconds for window in windows),
+        columns=merge_columns([window.columns for window in windows]),
+        evidence=lambda: merge_evidence(kept),
+    )

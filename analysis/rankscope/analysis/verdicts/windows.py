@@ -1,0 +1,159 @@
+"""The input of the rules: one window of many ranks as columns, and what else is known of a rank that is suspected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rankscope.analysis.stats.robust import Bools, Floats, Ints
+
+# Phases of own work, in the order in which a step goes through them.
+WORK_PHASES = ("input", "forward", "backward", "optimizer", "checkpoint", "other")
+# Where a rank may be waiting for others. DDP waits for its buckets inside backward, where a Python stack cannot see it.
+# Python code that runs inside backward does not wait: stacks tell it apart as `backward_code`.
+WAITING_PHASES = frozenset({"communication", "device_sync", "backward"})
+# The same for a rank that is known not to wait in backward.
+HOST_WAITING_PHASES = frozenset({"communication", "device_sync"})
+BACKWARD_CODE = "backward_code"
+# Slow by nature and not a fault.
+EXCUSED_PHASES = frozenset({"checkpoint", "compile"})
+
+
+def step_phase(stack_phase: str) -> str:
+    """The part of a step that a phase of stacks belongs to."""
+    return "backward" if stack_phase == BACKWARD_CODE else stack_phase
+
+
+@dataclass(frozen=True, slots=True)
+class RankColumns:
+    """A row per rank; seconds are per step. NaN means that it was not measured."""
+
+    job: Ints
+    rank: Ints
+    stage: Ints  # −1 where not known
+    place: Ints  # a number per node (or pod): equal numbers share their fate
+    steps: Floats
+    step_seconds: Floats
+    self_seconds: Floats
+    wait_seconds: Floats
+    transfer_seconds: Floats  # a low quantile of `wait`: what it costs even the rank that comes last
+    self_spread_ratio: Floats  # the rank's own slow steps (p90) against its own fast ones (p10)
+    input_seconds: Floats
+    forward_seconds: Floats
+    backward_seconds: Floats
+    optimizer_seconds: Floats
+    checkpoint_seconds: Floats
+    other_seconds: Floats
+    starved_seconds: Floats  # runnable but not running: run queue, quota, stop signal
+    host_seconds: Floats  # the host's time for a step; NaN where the step itself is timed by the host's clock
+    run_ahead_seconds: Floats  # enqueued work that the device had yet to do, at the furthest point of a step
+    mfu_ratio: Floats
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def take(self, rows: Ints | Bools | slice) -> RankColumns:
+        return RankColumns(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    def phase_seconds(self, phase: str) -> Floats:
+        values: Floats = getattr(self, f"{phase}_seconds")
+        return values
+
+
+def columns_of(rows: Sequence[Mapping[str, float]]) -> RankColumns:
+    """Columns from one mapping per rank; what a row does not name was not measured."""
+    integers = {"job": 0, "rank": 0, "stage": -1, "place": 0}
+    made: dict[str, Any] = {}
+    for column in fields(RankColumns):
+        if column.name in integers:
+            default = integers[column.name]
+            made[column.name] = np.array([int(row.get(column.name, default)) for row in rows], dtype=np.int64)
+        else:
+            made[column.name] = np.array([row.get(column.name, np.nan) for row in rows], dtype=np.float64)
+    return RankColumns(**made)
+
+
+class FrameSeen(NamedTuple):
+    """A tuple, as a slow job is looked at with the stacks of dozens of ranks."""
+
+    function: str
+    file: str
+    line: int
+    share: float
+    leaf_share: float
+    phase: str
+
+
+@dataclass(frozen=True)
+class StackProfile:
+    samples: int
+    phase_shares: Mapping[str, float]
+    frames: tuple[FrameSeen, ...]
+
+
+@dataclass(frozen=True)
+class Stall:
+    seconds_since_step: float
+    phase: str | None = None
+    stack: tuple[str, ...] = ()
+    collectives_enqueued: int | None = None
+    collectives_completed: int | None = None
+    same_stack_looks: int | None = None
+
+
+@dataclass(frozen=True)
+class GpuEvidence:
+    """A rank's GPU over some windows."""
+
+    sm_clock_hertz: float | None = None
+    sm_clock_max_hertz: float | None = None
+    utilization_ratio: float | None = None
+    throttled_shares: Mapping[str, float] = field(default_factory=dict)  # of the time, by reason
+    temperature_celsius: float | None = None
+    shared: bool = False  # other ranks use it too
+    seconds: float = 0.0  # that the errors were counted in
+    ecc_uncorrected_errors: int | None = None
+    ecc_corrected_errors: int | None = None
+    xids: int | None = None
+    row_remap_pending: bool | None = None
+
+    def share(self, reason: str) -> float:
+        return self.throttled_shares.get(reason, 0.0)
+
+    @property
+    def ecc_errors(self) -> int | None:
+        known = [n for n in (self.ecc_corrected_errors, self.ecc_uncorrected_errors) if n is not None]
+        return sum(known) if known else None
+
+
+@dataclass(frozen=True)
+class RankEvidence:
+    """What is looked at only when the columns raise a question, or when there are none (level 0)."""
+
+    stacks: StackProfile | None = None
+    # Over the whole window; for ranks whose steps are not known.
+    starved_share: float | None = None
+    window_seconds: float = 0.0
+    gpu: GpuEvidence | None = None  # where it uses exactly one
+
+
+@dataclass(frozen=True, slots=True)
+class JobWindow:
+    """One window of one job. Rows of `columns` are in the order of `rank`."""
+
+    end_unix_seconds: float
+    window_seconds: float
+    world_size: int
+    columns: RankColumns
+    # Ranks that reported before and whose process has ended.
+    departed: tuple[int, ...] = ()
+    clock_skew_seconds: float | None = None
+    evidence: Callable[[], Mapping[int, RankEvidence]] = field(default=dict)
+    # Every rank that reports; None for one that is moving.
+    stalls: Callable[[], Mapping[int, Stall | None]] = field(default=dict)
+    place_names: Mapping[int, str] = field(default_factory=dict)
+    # Steps are known only now and then, from captures: most windows have none, and stacks go on counting.
+    is_captured: bool = False

@@ -1,0 +1,1 @@
+"""Behind `capture` and `captures`."""

@@ -1,1 +1,0 @@
-"""Behind `capture` and `captures`: asking, following, fetching, and saying how it went."""

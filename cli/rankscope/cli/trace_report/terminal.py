@@ -1,0 +1,181 @@
+"""The trace report in a terminal: the main sentence, a table of ranks, then what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rankscope.analysis.plots.svg import printable
+from rankscope.analysis.quantities import NOT_MEASURED, display, quantity, shorten
+from rankscope.analysis.traces.summary_records import RankSummary
+from rankscope.cli.trace_report.report import Report, facts, gbps, name_of, shown_rank, verdict_sentence
+
+MOST_ROWS = 16
+_MOST_COLLECTIVES = 8
+# A pipe has no width; its reader expects whole lines.
+_PIPE_COLUMNS = 140
+_KERNEL_NUMBERS_COLUMNS = 64
+
+_COLUMNS: tuple[tuple[str, str, Callable[[RankSummary], float | None]], ...] = (
+    ("step", "us", lambda rank: median_step_us(rank)),
+    ("compute", "ratio", lambda rank: rank.compute_us / rank.span_us),
+    ("comm.", "ratio", lambda rank: rank.communication_us / rank.span_us),
+    ("exposed", "ratio", lambda rank: rank.exposed_communication_us / rank.span_us),
+    ("hidden", "ratio", lambda rank: rank.overlap_ratio),
+    ("copies", "ratio", lambda rank: rank.memory_copy_us / rank.span_us),
+    ("idle", "ratio", lambda rank: rank.idle_us / rank.span_us),
+    ("host", "ratio", lambda rank: rank.idle.host_bound_us / rank.span_us),
+    ("input", "ratio", lambda rank: rank.idle.input_wait_us / rank.span_us),
+    ("sync", "ratio", lambda rank: rank.idle.synchronisation_us / rank.span_us),
+    ("tensor", "ratio", lambda rank: rank.tensor_core_ratio),
+)
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    if console is None:
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=_PIPE_COLUMNS)
+    verdict = verdict_sentence(report)
+    if verdict:
+        console.print(Text(verdict, style="bold red" if report.join and report.join.culprits else "bold"))
+    console.print(Text(_sentence(report.sentence), style="" if verdict else "bold"))
+    console.print(Text(facts(report), style="dim"))
+    console.print()
+    console.print(_rank_table(report))
+    console.print(
+        Text(
+            "shares of the span; host, input, sync are parts of idle; hidden: of communication; tensor: of compute",
+            style="dim",
+        )
+    )
+    _print_kernels(report, console)
+    _print_collectives(report, console)
+    _print_findings(report, console)
+    _print_notes(report, console)
+
+
+def median_step_us(rank: RankSummary) -> float | None:
+    return float(np.median(rank.step_times_us)) if rank.steps else None
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + "."
+
+
+def _rank_table(report: Report) -> Table:
+    ranks = [rank for rank in report.ranks if rank.span_us > 0]
+    many = len(ranks) > MOST_ROWS
+    culprits = frozenset(report.join.culprits if report.join else ())
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("ranks" if many else "rank", *(name for name, _, _ in _COLUMNS)):
+        table.add_column(name, justify="right", no_wrap=True)
+    if many:
+        for row in extreme_rows(ranks):
+            table.add_row(*row)
+        ranks = [rank for rank in ranks if rank.rank in culprits]
+    for rank in ranks:
+        cells = [_cell(of(rank), unit) for _, unit, of in _COLUMNS]
+        table.add_row(name_of(rank), *cells, style="red" if rank.rank in culprits else "")
+    return table
+
+
+def extreme_rows(ranks: Sequence[RankSummary]) -> list[list[str]]:
+    """Least, middle and most of each column over many ranks, with the rank that has it."""
+    rows = [["min"], ["median"], ["max"]]
+    for _, unit, of in _COLUMNS:
+        known = [(value, rank) for rank in ranks if (value := of(rank)) is not None]
+        if not known:
+            for row in rows:
+                row.append(NOT_MEASURED)
+            continue
+        least, most = min(known, key=lambda pair: pair[0]), max(known, key=lambda pair: pair[0])
+        # If all values are equal as shown, there is no extreme.
+        same = _cell(least[0], unit) == _cell(most[0], unit)
+        rows[0].append(_cell(least[0], unit) + ("" if same else f" #{name_of(least[1])}"))
+        rows[1].append(_cell(float(np.median([value for value, _ in known])), unit))
+        rows[2].append(_cell(most[0], unit) + ("" if same else f" #{name_of(most[1])}"))
+    return rows
+
+
+def _cell(value: float | None, unit: str) -> str:
+    if unit == "ratio":
+        return NOT_MEASURED if value is None else f"{value * 100:.1f} %"
+    return quantity(value, unit)
+
+
+def _print_kernels(report: Report, console: Console) -> None:
+    rank = shown_rank(report)
+    if not rank.top_kernels:
+        return
+    what = "operators" if rank.on_host else "kernels"
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("share", "total", "count", "mean", "longest", "kind"):
+        table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
+    table.add_column(f"top {what} of rank {name_of(rank)}", no_wrap=True)
+    shown = display("us", [kernel.total_us for kernel in rank.top_kernels])
+    for kernel in rank.top_kernels:
+        table.add_row(
+            _cell(kernel.share_ratio, "ratio"),
+            shown.text(kernel.total_us),
+            f"{kernel.count:,}",
+            quantity(kernel.mean_us, "us"),
+            quantity(kernel.longest_us, "us"),
+            "tensor" if kernel.tensor_core else kernel.kind,
+            Text(shorten(printable(kernel.name), max(16, console.width - _KERNEL_NUMBERS_COLUMNS))),
+        )
+    console.print()
+    console.print(table)
+
+
+def _print_collectives(report: Report, console: Console) -> None:
+    rank = shown_rank(report)
+    found = [one for one in rank.collectives if one.measured_count]
+    if not found:
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("count", "size", "median", "exposed", "algbw", "busbw"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(f"collectives of rank {name_of(rank)}", no_wrap=True)
+    for one in found[:_MOST_COLLECTIVES]:
+        ranks = f" of {one.group_size}" if one.group_size else ""
+        group = f" in {one.group or one.group_description}" if one.group or one.group_description else ""
+        table.add_row(
+            f"{one.count:,}",
+            quantity(one.bytes_median, "B"),
+            quantity(one.median_us, "us"),
+            quantity(one.exposed_us, "us"),
+            gbps(one.algbw_gbps),
+            gbps(one.busbw_gbps),
+            Text(shorten(printable(f"{one.kind}{ranks}{group}"), 60)),
+        )
+    console.print()
+    console.print(table)
+    if len(found) > _MOST_COLLECTIVES:
+        console.print(Text(f"… and {len(found) - _MOST_COLLECTIVES} more kinds (--json has all)", style="dim"))
+
+
+def _print_findings(report: Report, console: Console) -> None:
+    console.print()
+    if not report.findings:
+        console.print(Text("Nothing found that would save 2 % of a step or more.", style="bold"))
+        return
+    console.print(Text("What to try, by what it would save at best", style="bold"))
+    for number, finding in enumerate(report.findings, 1):
+        saving = f"{quantity(finding.saving_us, 'us')} a step, {finding.saving_ratio * 100:.0f} %"
+        console.print(Text(f"{number}. {finding.title}: {saving}"))
+        console.print(Padding(Text(_sentence(printable(finding.evidence)), style="dim"), (0, 0, 0, 3)))
+        console.print(Padding(Text(printable(finding.suggestion)), (0, 0, 0, 3)))
+
+
+def _print_notes(report: Report, console: Console) -> None:
+    for rank in report.ranks:
+        for repair in rank.repairs:
+            console.print(Text(f"note: {printable(rank.file)}: {printable(repair)}", style="yellow"))
+    for note in (*report.notes, *(report.join.notes if report.join else ())):
+        console.print(Text(f"note: {printable(note)}", style="dim"))

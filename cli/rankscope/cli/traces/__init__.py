@@ -1,1 +1,0 @@
-"""Behind `analyze trace`: files of ranks in, findings, tables and a page out."""

@@ -1,0 +1,1 @@
+"""Captures by libkineto: its datagram protocol, its sockets, its configuration."""

@@ -1,0 +1,1 @@
+"""From recordings to artifacts, in a confined process."""

@@ -1,0 +1,106 @@
+"""Runs a module of ours as a separate process, at low priority and within limits: its input is not trusted, and its
+failure must not affect the daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import IO, Final
+
+from rankscope.daemon.captures.orders import CancelledError, CaptureError
+from rankscope.daemon.cgroups import memory_left_bytes
+
+NICENESS: Final = 10
+# Of the memory that the container has left; the daemon grows, too.
+SHARE_OF_MEMORY: Final = 0.6
+MESSAGE_LIMIT: Final = 300
+TICK_SECONDS: Final = 0.05
+
+
+def run_module(
+    module: str, folder: Path, *, seconds: float, what: str, cancelled: threading.Event | None = None
+) -> None:
+    """Run the module in a directory that holds its orders and receives its results. Raises CaptureError if it fails,
+    is killed or takes too long, CancelledError if it is cancelled; results written until then remain."""
+    cancelled = cancelled or threading.Event()
+    # Numeric threads would each reserve address space, which is limited, and take CPU from others.
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    with tempfile.TemporaryFile(dir=folder) as messages:
+        try:
+            child = subprocess.Popen(
+                [*_DIE_WITH_PARENT, sys.executable, "-m", module, str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=messages,
+                cwd="/",
+                env=environment,
+            )
+        except OSError as error:
+            raise CaptureError(f"{what} could not be started: {error.strerror}") from error
+        try:
+            status = _await(child, seconds, cancelled)
+        finally:
+            child.kill()
+            child.wait()
+        if status is None and cancelled.is_set():
+            raise CancelledError("cancelled")
+        if status is None:
+            raise CaptureError(f"{what} took longer than {seconds:g} s and was ended; is the node busy?")
+        if status != 0:
+            how = f"exit status {status}" if status >= 0 else f"signal {-status}"
+            raise CaptureError(f"{what} failed ({how}): {_last_line(messages)}")
+
+
+def _await(child: subprocess.Popen[bytes], seconds: float, cancelled: threading.Event) -> int | None:
+    """Its exit status; None if it took too long or was cancelled."""
+    end = time.monotonic() + seconds
+    while (status := child.poll()) is None and time.monotonic() < end and not cancelled.wait(TICK_SECONDS):
+        pass
+    return status
+
+
+def _last_line(messages: IO[bytes]) -> str:
+    messages.seek(max(0, messages.seek(0, os.SEEK_END) - 8192))
+    lines = messages.read().decode(errors="replace").strip().splitlines()
+    last = lines[-1] if lines else "no message"
+    return "".join(letter if letter.isprintable() else "?" for letter in last)[:MESSAGE_LIMIT]
+
+
+def confine(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
+    """Called by such a process before it reads anything. It gets less memory where its container has less."""
+    os.nice(NICENESS)
+    left = memory_left_bytes()
+    if left is not None:
+        memory_bytes = min(memory_bytes, _address_space_bytes() + int(SHARE_OF_MEMORY * left))
+    for limit, value in (
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_CPU, cpu_seconds),
+        (resource.RLIMIT_FSIZE, file_bytes),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        with contextlib.suppress(ValueError, OSError):  # a lower limit is set already
+            resource.setrlimit(limit, (value, value))
+
+
+def _address_space_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 256 << 20
+
+
+def _die_with_parent() -> tuple[str, ...]:
+    # By a program, not by a preexec_fn: that would fork a process that runs gRPC threads.
+    setpriv = shutil.which("setpriv")
+    return (setpriv, "--pdeathsig", "KILL", "--") if setpriv else ()
+
+
+_DIE_WITH_PARENT: Final = _die_with_parent()

@@ -1,0 +1,136 @@
+"""Checks a capture request: bounds, defaults, and error messages."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Collection
+
+from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, Suspected
+from rankscope.common.rank_selection import choose_ranks as chosen
+from rankscope.daemon.captures.orders import (
+    DEFAULT_PATIENCE_SECONDS,
+    PATIENCE_LIMIT_SECONDS,
+    REPEAT_LIMIT,
+    SECONDS_LIMIT,
+    STEPS_LIMIT,
+    WAIT_STEPS_LIMIT,
+    WARMUP_STEPS_LIMIT,
+    CaptureError,
+    Options,
+)
+from rankscope.v1 import capture_service_pb2 as pb
+
+START_AHEAD_LIMIT_SECONDS = 600.0
+# It becomes the name of a directory.
+_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+NAME_CHARACTERS = 200
+SuspectsOf = Callable[[str], Suspected | None]
+
+
+def id_of(request: pb.StartCaptureRequest, now_unix_seconds: float) -> str:
+    """The caller's id, or one that contains the time."""
+    if not request.id:
+        return f"c-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now_unix_seconds))}-{secrets.token_hex(3)}"
+    if _ID.fullmatch(request.id) is None:
+        raise CaptureError(f"id {request.id[:64]!r}: up to 63 lower-case letters, digits and dashes")
+    return request.id
+
+
+def length_of(request: pb.StartCaptureRequest) -> tuple[int | None, float | None]:
+    """Steps or seconds; one of them is None."""
+    which = request.WhichOneof("length")
+    if which is None:
+        raise CaptureError("say how long: --steps N or --seconds S")
+    if which == "steps":
+        if not 1 <= request.steps <= STEPS_LIMIT:
+            raise CaptureError(f"{request.steps} steps: a capture takes 1 to {STEPS_LIMIT}")
+        return request.steps, None
+    if not 0.05 <= request.seconds <= SECONDS_LIMIT:  # also refuses NaN
+        raise CaptureError(f"{request.seconds:g} seconds: a capture takes 0.05 to {SECONDS_LIMIT:g}")
+    return None, request.seconds
+
+
+def patience_of(request: pb.StartCaptureRequest) -> float:
+    if not request.HasField("patience_seconds"):
+        return DEFAULT_PATIENCE_SECONDS
+    if not 0 <= request.patience_seconds <= PATIENCE_LIMIT_SECONDS:
+        raise CaptureError(f"a patience of {request.patience_seconds:g} s: 0 to {PATIENCE_LIMIT_SECONDS:g} can be had")
+    return request.patience_seconds
+
+
+def start_of(request: pb.StartCaptureRequest, earliest_unix_seconds: float) -> float:
+    """When all ranks start: as soon as possible, or at the requested time, which must not be earlier."""
+    if not request.HasField("start_unix_millis"):
+        return earliest_unix_seconds
+    asked = request.start_unix_millis / 1000
+    if not earliest_unix_seconds - 0.5 <= asked <= earliest_unix_seconds + START_AHEAD_LIMIT_SECONDS:
+        ahead = asked - earliest_unix_seconds
+        raise CaptureError(
+            f"a start {abs(ahead):.1f} s {'after' if ahead > 0 else 'before'} the earliest these ranks can do; it may "
+            f"be up to {START_AHEAD_LIMIT_SECONDS:g} s after; are the clocks of the nodes right?"
+        )
+    return max(asked, earliest_unix_seconds)
+
+
+def options_of(request: pb.StartCaptureRequest) -> Options:
+    options = request.options
+    warmup_steps = options.warmup_steps if options.HasField("warmup_steps") else None
+    for asked, limit, what in (
+        (options.wait_steps, WAIT_STEPS_LIMIT, "steps of waiting"),
+        (warmup_steps or 0, WARMUP_STEPS_LIMIT, "steps of warm-up"),
+        (options.repeat, REPEAT_LIMIT, "windows"),
+    ):
+        if asked > limit:
+            raise CaptureError(f"{asked} {what}: {limit} at most")
+    repeat = max(1, options.repeat)
+    # The process keeps all windows in memory until the last one ends.
+    if repeat * request.steps > STEPS_LIMIT or repeat * request.seconds > SECONDS_LIMIT:
+        raise CaptureError(
+            f"{repeat} windows of that length: a capture takes {STEPS_LIMIT} steps or {SECONDS_LIMIT:g} s in all"
+        )
+    return Options(
+        options.shapes,
+        options.stacks,
+        options.memory,
+        options.flops,
+        options.modules,
+        options.allow_slowdown,
+        options.wait_steps,
+        warmup_steps,
+        repeat,
+    )
+
+
+def kept_text(text: str, limit: int = 512) -> str:
+    """A caller's text as it may be stored and shown: one line, bounded."""
+    return "".join(character if character.isprintable() else " " for character in text[:limit]).strip()
+
+
+# Which job and ranks a request is for.
+
+
+def choose_job(wanted: str, jobs: Collection[str], names_others: bool = True) -> str:
+    """The requested job; may be omitted if there is only one. A remote caller may not be entitled to see the other
+    jobs of the node: `names_others` False keeps their names out of the error."""
+    if wanted:
+        if wanted not in jobs:
+            known = f"there is: {', '.join(sorted(jobs)) or 'none'}" if names_others else "it may have ended"
+            raise CaptureError(f"no job {wanted[:NAME_CHARACTERS]!r} on this node; {known}")
+        return wanted
+    if not jobs:
+        raise CaptureError("no training job on this node; is it running? `rankscope top` shows what is seen")
+    if len(jobs) > 1:
+        known = f": {', '.join(sorted(jobs))}" if names_others else ""
+        raise CaptureError(f"several jobs run on this node; name one with --job{known}")
+    return next(iter(jobs))
+
+
+def choose_ranks(text: str, job: str, here: Collection[int], world_size: int, suspects_of: SuspectsOf) -> list[int]:
+    """Rank numbers, sorted. They need not be on this node; the caller checks that."""
+    suspected = suspects_of(job) if text.strip() in (STRAGGLER, STRAGGLER_AND_PEER) else None
+    try:
+        return chosen(text, here, world_size, suspected)
+    except ChoiceError as error:
+        raise CaptureError(f"job {job!r}: {error}") from error

@@ -1,0 +1,116 @@
+"""Which ranks are being captured: a rank belongs to one capture at a time, recorded by the back end that suits it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from rankscope.daemon.captures.orders import Backend, CaptureError, Options
+from rankscope.daemon.samples import RankProcess
+from rankscope.v1 import capture_service_pb2 as pb
+
+ACTIVE_LIMIT = 8
+# Prefix of the note on a back end that was passed over.
+NOT_BY = "not by "
+# Prefix of the note on a back end that was used although it does not support schedules.
+ONCE = "recorded once, from the start on"
+# Prefixes of notes that hold for every attempt.
+LASTING = (NOT_BY, ONCE)
+NO_SCHEDULES = "it knows no --wait, --warmup and --repeat"
+
+
+NO_OPTIONS = Options()
+
+
+class Reservations:
+    """Thread-safe."""
+
+    def __init__(self, node: str, backends: Sequence[Backend]) -> None:
+        self._node = node
+        self._backends = backends
+        self._lock = threading.Lock()
+        self._cancelled: dict[str, threading.Event] = {}
+        self._taken: dict[tuple[str, int], str] = {}  # rank to capture id
+
+    def begin(
+        self,
+        capture: pb.Capture,
+        numbers: Sequence[int],
+        here: Mapping[int, RankProcess],
+        options: Options = NO_OPTIONS,
+    ) -> list[tuple[RankProcess, Backend]]:
+        """Reserve the ranks for a capture and add them to it; unavailable ranks are added as failed, with the
+        reason."""
+        reserved = []
+        with self._lock:
+            if len(self._cancelled) >= ACTIVE_LIMIT:
+                raise CaptureError(f"{ACTIVE_LIMIT} captures are under way on {self._node}; wait for one or cancel it")
+            self._cancelled[capture.id] = threading.Event()
+            for number in numbers:
+                entry = capture.ranks.add(rank=number, node=self._node, state=pb.CAPTURE_STATE_ACCEPTED)
+                try:
+                    rank = self._take(capture.job, number, here)
+                    backend, objections = self._choose_backend(rank, options)
+                except CaptureError as error:
+                    entry.state, entry.error = pb.CAPTURE_STATE_FAILED, str(error)
+                    continue
+                self._taken[rank.job, number] = capture.id
+                entry.backend, entry.pid = backend.name, rank.pid
+                entry.notes.extend(f"{NOT_BY}{objection}" for objection in objections)
+                if options.is_scheduled and not backend.keeps_schedules:
+                    entry.notes.append(f"{ONCE}: by {backend.name}, and {NO_SCHEDULES}")
+                reserved.append((rank, backend))
+        return reserved
+
+    def end(self, capture_id: str) -> None:
+        with self._lock:
+            self._cancelled.pop(capture_id, None)
+            for place in [place for place, holder in self._taken.items() if holder == capture_id]:
+                del self._taken[place]
+
+    def is_busy(self, job: str) -> bool:
+        with self._lock:
+            return any(taken == job for taken, _ in self._taken)
+
+    def cancelled(self, capture_id: str) -> threading.Event:
+        """Set when the capture is to stop."""
+        with self._lock:
+            return self._cancelled[capture_id]
+
+    def cancel(self, capture_id: str) -> None:
+        with self._lock:
+            if capture_id in self._cancelled:
+                self._cancelled[capture_id].set()
+
+    def cancel_all(self) -> None:
+        with self._lock:
+            for event in self._cancelled.values():
+                event.set()
+
+    def _take(self, job: str, number: int, here: Mapping[int, RankProcess]) -> RankProcess:
+        if number not in here:
+            raise CaptureError(
+                f"rank {number} does not run on {self._node}; ask the operator, or the daemon of its own node"
+            )
+        other = self._taken.get((job, number))
+        if other is not None:
+            raise CaptureError(f"rank {number} is being captured already, by {other}; wait for that or cancel it")
+        return here[number]
+
+    def _choose_backend(self, rank: RankProcess, options: Options) -> tuple[Backend, list[str]]:
+        """The first suitable back end, and why those before it are not. If a schedule is requested, a back end that
+        supports schedules is preferred."""
+        objections: list[str] = []
+        unfit: list[Backend] = []
+        for backend in self._backends:
+            objection = backend.objection(rank)
+            if objection is not None:
+                objections.append(f"{backend.name}: {objection}")
+            elif options.is_scheduled and not backend.keeps_schedules:
+                unfit.append(backend)
+            else:
+                objections.extend(f"{better.name}: {NO_SCHEDULES}" for better in unfit)
+                return backend, objections
+        if unfit:
+            return unfit[0], objections
+        raise CaptureError(f"rank {rank.rank} (pid {rank.pid}) cannot be captured: {'; '.join(objections)}")

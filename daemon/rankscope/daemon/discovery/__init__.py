@@ -1,0 +1,1 @@
+"""Finds the training ranks of this node."""

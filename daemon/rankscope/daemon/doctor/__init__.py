@@ -1,0 +1,1 @@
+"""Checks what works on this machine, what does not, and what to do."""

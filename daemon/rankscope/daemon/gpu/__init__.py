@@ -1,0 +1,1 @@
+"""GPU counters per rank, from NVML and GPM or from a dcgm-exporter."""

@@ -1,0 +1,239 @@
+"""Whose GPU is whose: the driver's list of processes held against the ranks, and their environment against both.
+
+Nothing is guessed: a rank on several GPUs has several, and a GPU with several ranks is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from rankscope.daemon.gpu.readings import GpuReading, GpuState
+from rankscope.daemon.samples import Problem, RankKey, RankProcess
+
+# Which GPU a process' environment says it will use. A claim to hold against what the driver sees, no more: a script
+# may choose another device, and an index means little unless the order of devices is known.
+
+ENTRIES_READ: Final = 256
+_EVERYTHING: Final = frozenset({"all"})
+_NOTHING: Final = frozenset({"void", "none", "no-dev-files"})
+
+
+def visible_gpus(environment: Mapping[str, str], gpus: Sequence[GpuReading]) -> tuple[GpuReading, ...] | None:
+    """The GPUs in the order in which CUDA numbers them for the process; None where that cannot be told."""
+    mounted = _mounted(environment.get("NVIDIA_VISIBLE_DEVICES"), gpus)
+    if mounted is None:
+        return None
+    text = environment.get("CUDA_VISIBLE_DEVICES")
+    whole = _in_cuda_order(environment, mounted)
+    if text is None:
+        return whole
+    chosen: list[GpuReading] = []
+    for entry in text.split(",")[:ENTRIES_READ]:
+        entry = entry.strip()
+        found = _by_index(entry, whole) if _is_number(entry) else _by_uuid(entry, gpus)
+        # CUDA stops at the first entry that names no device: what follows is not visible ("0,-1,1" is GPU 0 alone).
+        if found is _UNKNOWN:
+            return None
+        if found is None:
+            break
+        if found in chosen:
+            return ()  # CUDA refuses a device that is named twice
+        chosen.append(found)
+    return tuple(chosen)
+
+
+def claimed_gpu(environment: Mapping[str, str], local_rank: int, gpus: Sequence[GpuReading]) -> GpuReading | None:
+    """The GPU the rank would use by convention: the only visible one, else the one its local rank numbers."""
+    visible = visible_gpus(environment, gpus)
+    if visible is None or not visible:
+        return None
+    if len(visible) == 1:
+        return visible[0]
+    return visible[local_rank] if local_rank < len(visible) else None
+
+
+_UNKNOWN: Final = GpuReading(uuid="", index=-1, name="")  # an entry that may name a device, but which is not clear
+
+
+def _mounted(text: str | None, gpus: Sequence[GpuReading]) -> tuple[GpuReading, ...] | None:
+    """What the container runtime let into the container, in the driver's order."""
+    whole = tuple(sorted((gpu for gpu in gpus if gpu.parent_uuid is None), key=lambda gpu: gpu.index))
+    if text is None or not text.strip() or text.strip() in _EVERYTHING:
+        return whole
+    if text.strip() in _NOTHING:
+        # Kubernetes' device plugin may hand devices over in another way and leave "void" here.
+        return None
+    mounted: set[str] = set()
+    for entry in text.split(",")[:ENTRIES_READ]:
+        entry = entry.strip()
+        found = _by_index(entry, whole) if _is_number(entry) else _by_uuid(entry, gpus)
+        if found is None or found is _UNKNOWN:
+            return None
+        mounted.add(found.uuid)
+    return tuple(sorted((gpu for gpu in gpus if gpu.uuid in mounted), key=lambda gpu: (gpu.index, gpu.uuid)))
+
+
+def _in_cuda_order(environment: Mapping[str, str], gpus: Sequence[GpuReading]) -> tuple[GpuReading, ...] | None:
+    """The driver numbers by PCI address. CUDA puts the fastest first unless told; equal GPUs stay in that order."""
+    if environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.name for gpu in gpus}) > 1:
+        return None
+    return tuple(gpus)
+
+
+def _is_number(entry: str) -> bool:
+    digits = entry.removeprefix("-")
+    return digits.isascii() and digits.isdigit()
+
+
+def _by_index(entry: str, gpus: Sequence[GpuReading] | None) -> GpuReading | None:
+    if entry.startswith("-") or len(entry) > 4:
+        return None
+    if gpus is None:
+        return _UNKNOWN
+    index = int(entry)
+    return gpus[index] if index < len(gpus) else None
+
+
+def _by_uuid(entry: str, gpus: Sequence[GpuReading]) -> GpuReading | None:
+    """Whole, or any beginning that only one has. MIG-GPU-<uuid>/<gi>/<ci> is how older drivers named a slice: there is
+    nothing in a reading to hold its numbers against."""
+    if entry.startswith("MIG-GPU-"):
+        return _UNKNOWN
+    if not entry.startswith(("GPU-", "MIG-")) or len(entry) <= len("GPU-"):
+        return None
+    matches = [gpu for gpu in gpus if gpu.uuid.lower().startswith(entry.lower())]
+    if not matches and entry.startswith("MIG-"):
+        return _UNKNOWN  # a slice that is not among the readings
+    return matches[0] if len(matches) == 1 else None
+
+
+SOURCE = "gpu"
+NAMED_GPUS = 4
+MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """The GPUs of one rank."""
+
+    gpus: tuple[GpuReading, ...] = ()
+    problem: Problem | None = None
+
+    @property
+    def only(self) -> GpuReading | None:
+        return self.gpus[0] if len(self.gpus) == 1 else None
+
+
+@dataclass(frozen=True)
+class Attributed:
+    ranks: Mapping[RankKey, Attribution] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()  # uuids that more than one rank uses
+
+
+def attribute(
+    ranks: Sequence[RankProcess], gpus: Sequence[GpuReading], process_exists: Callable[[int], bool]
+) -> Attributed:
+    """`process_exists` tells whether /proc has a pid: NVML in a container may speak of another namespace's."""
+    usable = [gpu for gpu in gpus if gpu.state is GpuState.OK]
+    listed = _pids_by_gpu(usable)
+    foreign = any(not process_exists(pid) for pids in listed.values() for pid in pids)
+    by_pid = {rank.pid: rank for rank in ranks}
+    inner = _unique_inner_pids(ranks)
+    found: dict[RankKey, list[GpuReading]] = {}
+    unsure: dict[RankKey, list[GpuReading]] = {}
+    for gpu in usable:
+        for pid in listed.get(gpu.uuid, ()):
+            rank = by_pid.get(pid)
+            sure = rank is not None and not foreign
+            rank = rank or (inner.get(pid) if foreign else None)
+            if rank is None:
+                continue
+            # Pids of another namespace may coincide with ours: then the environment has to say the same.
+            if sure or claimed_gpu(rank.environment, rank.local_rank, usable) == gpu:
+                found.setdefault(rank.key, []).append(gpu)
+            else:
+                unsure.setdefault(rank.key, []).append(gpu)
+    whole = {rank.key: _without_parents(found.get(rank.key, ())) for rank in ranks}
+    users: dict[str, int] = {}
+    for theirs in whole.values():
+        for gpu in theirs:
+            users[gpu.uuid] = users.get(gpu.uuid, 0) + 1
+    attributions = {
+        rank.key: Attribution(
+            whole[rank.key], _problem(rank, whole[rank.key], unsure.get(rank.key, ()), usable, foreign, listed)
+        )
+        for rank in ranks
+    }
+    return Attributed(attributions, frozenset(uuid for uuid, count in users.items() if count > 1))
+
+
+def _pids_by_gpu(gpus: Sequence[GpuReading]) -> dict[str, frozenset[int]]:
+    return {gpu.uuid: frozenset(process.pid for process in gpu.processes or ()) for gpu in gpus}
+
+
+def _unique_inner_pids(ranks: Sequence[RankProcess]) -> dict[int, RankProcess]:
+    """Ranks by the pids that namespaces within ours know them by; a pid that two ranks have names neither."""
+    seen: dict[int, RankProcess | None] = {}
+    for rank in ranks:
+        for pid in set(rank.namespace_pids) - {rank.pid}:
+            seen[pid] = None if pid in seen else rank
+    return {pid: rank for pid, rank in seen.items() if rank is not None}
+
+
+def _without_parents(gpus: Sequence[GpuReading]) -> tuple[GpuReading, ...]:
+    """A process on a slice is listed on the GPU it is cut from as well."""
+    parents = {gpu.parent_uuid for gpu in gpus}
+    return tuple(gpu for gpu in gpus if gpu.uuid not in parents)
+
+
+def _problem(
+    rank: RankProcess,
+    used: Sequence[GpuReading],
+    unsure: Sequence[GpuReading],
+    gpus: Sequence[GpuReading],
+    foreign: bool,
+    listed: Mapping[str, frozenset[int]],
+) -> Problem | None:
+    who = f"rank {rank.rank} (pid {rank.pid})"
+    if not used:
+        if unsure or (foreign and not any(rank.pid in pids for pids in listed.values()) and _claims_any(rank, gpus)):
+            text = (
+                f"{who}: the driver names processes by pids of another namespace, so its GPU is not known; "
+                "run the daemon in the host's pid namespace (hostPID)"
+            )
+            return Problem(SOURCE, "pid_namespace", text)
+        return None
+    if len(used) > 1:
+        text = (
+            f"{who} uses {len(used)} GPUs ({_held(rank, used)}), so its GPU figures are not told; where one was meant, "
+            "call torch.cuda.set_device(local_rank) before anything else touches CUDA"
+        )
+        return Problem(SOURCE, "several_gpus", text)
+    claimed = claimed_gpu(rank.environment, rank.local_rank, gpus)
+    if claimed is None or claimed == used[0] or used[0].parent_uuid == claimed.uuid:
+        return None
+    visible = visible_gpus(rank.environment, gpus) or ()
+    hidden = used[0] not in visible and not any(gpu.uuid == used[0].parent_uuid for gpu in visible)
+    said = "its environment hides that GPU" if hidden else f"local rank {rank.local_rank} would be GPU {claimed.index}"
+    text = (
+        f"{who} runs on GPU {used[0].index} ({used[0].uuid}), but {said}; check CUDA_VISIBLE_DEVICES and the script's "
+        "torch.cuda.set_device"
+    )
+    return Problem(SOURCE, "gpu_mismatch", text)
+
+
+def _claims_any(rank: RankProcess, gpus: Sequence[GpuReading]) -> bool:
+    """Whether the environment speaks of a GPU at all: a CPU job on a GPU node has no problem."""
+    named = "CUDA_VISIBLE_DEVICES" in rank.environment or "NVIDIA_VISIBLE_DEVICES" in rank.environment
+    return named and bool(visible_gpus(rank.environment, gpus))
+
+
+def _held(rank: RankProcess, gpus: Sequence[GpuReading]) -> str:
+    parts = []
+    for gpu in gpus[:NAMED_GPUS]:
+        held = [process.used_bytes for process in gpu.processes or () if process.pid == rank.pid]
+        amount = sum(used or 0 for used in held)
+        parts.append(f"GPU {gpu.index}: {amount / MEBIBYTE:.0f} MiB" if amount else f"GPU {gpu.index}")
+    more = len(gpus) - NAMED_GPUS
+    return ", ".join(parts) + (f" and {more} more" if more > 0 else "")

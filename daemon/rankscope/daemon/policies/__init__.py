@@ -1,1 +1,0 @@
-"""Rates that the operator asks this node for."""

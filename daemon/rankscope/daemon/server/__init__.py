@@ -1,0 +1,1 @@
+"""The daemon's network side: gRPC, HTTP, certificates, policies of the operator."""

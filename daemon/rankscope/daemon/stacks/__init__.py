@@ -1,0 +1,1 @@
+"""Stack sampling with py-spy: recordings, dumps, phases, budget."""

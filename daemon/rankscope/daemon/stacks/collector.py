@@ -1,0 +1,217 @@
+"""Stacks of every rank: short py-spy recordings, of the ranks of a job at the same time, for they are compared with
+each other. The target is never stopped."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span, StackSample, StallDump
+from rankscope.daemon.stacks.dump import dump_stacks
+from rankscope.daemon.stacks.pyspy import PrivateFolder, find_py_spy, missing
+from rankscope.daemon.stacks.recording import RankRecorder
+from rankscope.daemon.stacks.sampling_budget import Plan, plan_at
+
+RATE_HZ: Final = 10.0
+MAX_CONCURRENT: Final = 16
+DUMP_TIMEOUT_SECONDS: Final = 2.0
+# One recording that does not end must not hold up those of the other ranks for longer.
+HOLD_UP_SECONDS: Final = 3.0
+RECORDED_OVER_SECONDS: Final = 60.0
+# A recording out of turn costs as much as any other: not more often than this.
+HURRY_SECONDS: Final = 20.0
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Ranks that are recorded at the same time: those of one job that share a plan, as many as may run at once."""
+
+    plan: Plan
+    recorders: Sequence[RankRecorder]
+
+    @property
+    def due_seconds(self) -> float:
+        return max(recorder.due_seconds for recorder in self.recorders)
+
+    def ready(self, now_seconds: float) -> list[RankRecorder]:
+        """The ranks to record now; none if it is too early, or if some are still being recorded."""
+        is_held_up = any(recorder.is_running for recorder in self.recorders)
+        if now_seconds < self.due_seconds + (HOLD_UP_SECONDS if is_held_up else 0.0):
+            return []
+        return [recorder for recorder in self.recorders if recorder.is_ready(now_seconds)]
+
+
+class StacksCollector:
+    """`poll`, about five times a second, starts and reaps recordings and never blocks; `collect` returns what ended.
+
+    A rank whose recording is still under way is absent from the result. `poll` must be called by a thread that lives as
+    long as the daemon, for the children die with it. `dump` and `dump_all` may be called from any thread."""
+
+    name = "stacks"
+
+    def __init__(
+        self,
+        py_spy: Path | str | None = None,
+        rate_hz: float = RATE_HZ,
+        max_concurrent: int = MAX_CONCURRENT,
+        proc_root: Path = Path("/proc"),
+        unix_nanos: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._py_spy = Path(py_spy) if py_spy else find_py_spy()
+        self._max_concurrent = max_concurrent
+        self._proc_root = proc_root
+        self._unix_nanos = unix_nanos
+        self._recorders: dict[RankKey, RankRecorder] = {}
+        self._folder: PrivateFolder | None = None
+        self._unusable = missing(None) if self._py_spy is None else None
+        try:
+            self._folder = PrivateFolder()
+        except OSError as error:
+            text = f"there is no folder that py-spy could write to ({error}); make /tmp writable or set TMPDIR"
+            self._unusable = Problem(self.name, "unwritable", text)
+        self._cpu_lock = threading.Lock()
+        self._child_cpu_seconds = 0.0
+        self._plan = plan_at(rate_hz)
+        self._plans_of: dict[RankKey, Plan | None] = {}
+        self._turns: list[_Turn] | None = None  # None: to be arranged
+        self._hurried: dict[str, float] = {}  # when each job was last recorded out of turn
+        # Time, rank-seconds recorded, and rank-seconds that could have been.
+        self._recorded: deque[tuple[float, float, float]] = deque()
+
+    @property
+    def child_cpu_seconds(self) -> float:
+        """CPU time of all py-spy processes since the start. Call it from the thread that polls."""
+        with self._cpu_lock:
+            ended_seconds = self._child_cpu_seconds
+        return ended_seconds + sum(recorder.running_cpu_seconds for recorder in self._recorders.values())
+
+    @property
+    def running(self) -> int:
+        """How many recordings are under way."""
+        return sum(recorder.is_running for recorder in self._recorders.values())
+
+    @property
+    def recorded_ratio(self) -> float | None:
+        """Share of the last minute in which a rank was recorded, mean of the ranks."""
+        if len(self._recorded) < 2 or self._recorded[-1][2] <= self._recorded[0][2]:
+            return None
+        (_, recorded_before, possible_before), (_, recorded, possible) = self._recorded[0], self._recorded[-1]
+        return min(1.0, (recorded - recorded_before) / (possible - possible_before))
+
+    def set_rate(self, rate_hz: float) -> None:
+        """Samples per second and rank, on average: a low rate means pauses between recordings. 0 pauses for good."""
+        if plan_at(rate_hz) != self._plan:
+            self._plan, self._turns = plan_at(rate_hz), None
+
+    def set_rates_of(self, rates_hz: Mapping[RankKey, float]) -> None:
+        """Ranks with a rate of their own; the others keep to `set_rate`. Holds from a rank's next recording on."""
+        plans_of = {key: plan_at(rate_hz) for key, rate_hz in rates_hz.items()}
+        if plans_of != self._plans_of:
+            self._plans_of, self._turns = plans_of, None
+
+    def hurry(self, job: str, now_monotonic: float) -> None:
+        """Record the ranks of a job now, where they are recorded only now and then: something has changed."""
+        if now_monotonic < self._hurried.get(job, -HURRY_SECONDS) + HURRY_SECONDS:
+            return
+        recorders = [recorder for recorder in self._recorders.values() if recorder.rank.job == job]
+        self._hurried = {name: at for name, at in self._hurried.items() if now_monotonic < at + HURRY_SECONDS}
+        self._hurried[job] = now_monotonic
+        for recorder in recorders:
+            recorder.due_seconds = min(recorder.due_seconds, now_monotonic)
+
+    def poll(self, now_monotonic: float) -> None:
+        for recorder in self._recorders.values():
+            self._account(recorder.poll(now_monotonic))
+        self._note_recorded(now_monotonic)
+        if self._turns is None:
+            self._turns = self._arrange(now_monotonic)
+        free = self._max_concurrent - self.running
+        for turn in sorted(self._turns, key=lambda turn: turn.due_seconds):
+            ready = turn.ready(now_monotonic)
+            if len(ready) > free:
+                break  # those that have waited longest come first, however many they are
+            due_seconds = now_monotonic + self._seconds_to_next(turn.plan)
+            for recorder in ready:
+                recorder.start(turn.plan, now_monotonic, due_seconds)
+            free -= len(ready)
+
+    def _arrange(self, now_seconds: float) -> list[_Turn]:
+        by_plan: dict[tuple[str, Plan], list[RankRecorder]] = {}
+        for key, recorder in sorted(self._recorders.items()):
+            plan = self._plans_of.get(key, self._plan)
+            if plan is not None:
+                recorder.due_seconds = min(recorder.due_seconds, now_seconds + plan.period_seconds)
+                by_plan.setdefault((recorder.rank.job, plan), []).append(recorder)
+        return [
+            _Turn(plan, recorders[start : start + self._max_concurrent])
+            for (_, plan), recorders in by_plan.items()
+            for start in range(0, len(recorders), self._max_concurrent)
+        ]
+
+    def _seconds_to_next(self, plan: Plan) -> float:
+        if not plan.has_pause:
+            return plan.period_seconds
+        # Multiples of the period since 1970, so that ranks of one job on several nodes are recorded at the same time.
+        to_border = plan.period_seconds - self._unix_nanos() / 1e9 % plan.period_seconds
+        return to_border if to_border >= plan.seconds else to_border + plan.period_seconds
+
+    def _note_recorded(self, now_seconds: float) -> None:
+        if self._recorded and now_seconds - self._recorded[-1][0] < 1.0:
+            return
+        last_seconds, recorded, possible = self._recorded[-1] if self._recorded else (now_seconds, 0.0, 0.0)
+        elapsed_seconds = now_seconds - last_seconds
+        recorded += elapsed_seconds * self.running
+        possible += elapsed_seconds * len(self._recorders)
+        self._recorded.append((now_seconds, recorded, possible))
+        while self._recorded[0][0] < now_seconds - RECORDED_OVER_SECONDS:
+            self._recorded.popleft()
+
+    def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, StackSample | Problem]:
+        if self._py_spy is None or self._folder is None:
+            assert self._unusable is not None
+            return {rank.key: self._unusable for rank in ranks}
+        for key in self._recorders.keys() - {rank.key for rank in ranks}:
+            self._account(self._recorders.pop(key).close())
+            self._turns = None
+        for rank in ranks:
+            if rank.key not in self._recorders:
+                recorder = RankRecorder(rank, self._py_spy, self._folder.path, self._proc_root, self._unix_nanos)
+                self._recorders[rank.key] = recorder
+                self._turns = None
+        taken = {key: recorder.take() for key, recorder in self._recorders.items()}
+        return {key: sample for key, sample in taken.items() if sample is not None}
+
+    def dump(self, rank: RankProcess) -> StallDump | Problem:
+        return self.dump_all((rank,))[rank.key]
+
+    def dump_all(self, ranks: Sequence[RankProcess]) -> Mapping[RankKey, StallDump | Problem]:
+        """Takes up to two seconds."""
+        if self._py_spy is None or self._folder is None:
+            assert self._unusable is not None
+            return {rank.key: self._unusable for rank in ranks}
+        if not self._py_spy.is_file():
+            return {rank.key: missing(self._py_spy) for rank in ranks}
+        try:
+            dumps = dump_stacks(self._py_spy, ranks, self._folder.path, self._proc_root, DUMP_TIMEOUT_SECONDS)
+        except OSError as error:
+            text = f"py-spy has no folder to write to ({error}); make /tmp writable or set TMPDIR"
+            return {rank.key: Problem(self.name, "unwritable", text) for rank in ranks}
+        self._account(dumps.cpu_seconds)
+        return dumps.by_rank
+
+    def close(self) -> None:
+        """Ends all recordings that are under way and removes what they wrote."""
+        for recorder in self._recorders.values():
+            self._account(recorder.close())
+        self._recorders.clear()
+        if self._folder is not None:
+            self._folder.close()
+
+    def _account(self, cpu_seconds: float) -> None:
+        with self._cpu_lock:
+            self._child_cpu_seconds += cpu_seconds

@@ -1,0 +1,94 @@
+"""Where ranks stand right now: one py-spy dump each, all at once, for ranks that have stalled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from rankscope.daemon import procfs
+from rankscope.daemon.samples import Problem, RankKey, RankProcess, StallDump
+from rankscope.daemon.stacks import pyspy
+from rankscope.daemon.stacks.phases import phase_of
+from rankscope.daemon.stacks.pyspy_output import parse_dump, read_text
+
+_LOOK_EVERY_SECONDS: Final = 0.01
+
+
+@dataclass(frozen=True)
+class Dumps:
+    by_rank: Mapping[RankKey, StallDump | Problem]
+    cpu_seconds: float
+
+
+def dump_stacks(
+    py_spy: Path, ranks: Sequence[RankProcess], folder: Path, proc_root: Path, timeout_seconds: float
+) -> Dumps:
+    """Takes no longer than the timeout, whatever the processes do."""
+    with TemporaryDirectory(dir=folder, prefix="dump-", ignore_cleanup_errors=True) as place:
+        return _dump_into(Path(place), py_spy, ranks, proc_root, time.monotonic() + timeout_seconds)
+
+
+def _dump_into(
+    place: Path, py_spy: Path, ranks: Sequence[RankProcess], proc_root: Path, deadline_seconds: float
+) -> Dumps:
+    by_rank: dict[RankKey, StallDump | Problem] = {}
+    running: dict[RankKey, tuple[RankProcess, pyspy.Child]] = {}
+    cpu_seconds = 0.0
+    try:
+        for rank in ranks:
+            try:
+                command = pyspy.dump_command(py_spy, rank.pid)
+                child = pyspy.Child(command, _log(place, rank), stdout=_output(place, rank))
+            except OSError as error:
+                text = f"rank {rank.rank} (pid {rank.pid}): py-spy could not be started: {error}"
+                by_rank[rank.key] = Problem("stacks", "unstartable", text)
+            else:
+                running[rank.key] = (rank, child)
+        while running:
+            for key, (rank, child) in list(running.items()):
+                ended = child.poll()
+                if ended is not None:
+                    del running[key]
+                    cpu_seconds += ended.cpu_seconds
+                    by_rank[key] = _read(place, rank, proc_root, ended)
+            if running and time.monotonic() >= deadline_seconds:
+                break
+            time.sleep(_LOOK_EVERY_SECONDS if running else 0)
+    finally:
+        for key, (rank, child) in running.items():
+            cpu_seconds += child.kill().cpu_seconds
+            by_rank[key] = pyspy.explain_failure(rank, None, "", _is_alive(proc_root, rank))
+    return Dumps(by_rank, cpu_seconds)
+
+
+def _read(place: Path, rank: RankProcess, proc_root: Path, ended: pyspy.Ended) -> StallDump | Problem:
+    if ended.status != 0:
+        log = read_text(_log(place, rank), pyspy.LOG_LIMIT_BYTES)
+        return pyspy.explain_failure(rank, ended, log, _is_alive(proc_root, rank))
+    text = read_text(_output(place, rank), pyspy.OUTPUT_LIMIT_BYTES)
+    try:
+        pids = frozenset((rank.pid, *rank.namespace_pids))
+        stack = parse_dump(text, pids, lambda: pyspy.engine_threads(f"{proc_root}/{rank.pid}"))
+    except (ValueError, RecursionError) as error:
+        return Problem(
+            "stacks", "unreadable", f"rank {rank.rank} (pid {rank.pid}): py-spy's dump makes no sense: {error}"
+        )
+    if not stack:
+        return Problem("stacks", "unreadable", f"rank {rank.rank} (pid {rank.pid}): its training thread has no frames")
+    return StallDump(phase_of(stack), stack)
+
+
+def _is_alive(proc_root: Path, rank: RankProcess) -> bool:
+    return procfs.is_alive(f"{proc_root}/{rank.pid}", rank.start_ticks)
+
+
+def _output(place: Path, rank: RankProcess) -> Path:
+    return place / f"{rank.pid}.json"
+
+
+def _log(place: Path, rank: RankProcess) -> Path:
+    return place / f"{rank.pid}.log"

@@ -1,0 +1,221 @@
+"""Recording the stacks of one rank, again and again: starting py-spy, reaping it, and backing off when it fails."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rankscope.daemon import procfs
+from rankscope.daemon.samples import Frame, FrameCount, Problem, RankProcess, Span, StackSample
+from rankscope.daemon.stacks import pyspy
+from rankscope.daemon.stacks.phases import is_user_code, phase_of
+from rankscope.daemon.stacks.pyspy_output import Stack, parse_errors, parse_recording, read_text
+from rankscope.daemon.stacks.sampling_budget import Plan
+
+# From the stacks of a recording to the few numbers and places that travel on.
+
+FRAMES_KEPT: Final = 64
+# Places in the program's own source come first: they are what its author can change. A few places in libraries stay in
+# any case, for they tell what the program waits for.
+LIBRARY_FRAMES_KEPT: Final = 16
+
+
+def summarise(stacks: Mapping[Stack, int], errors: int, span: Span) -> StackSample:
+    phase_counts: Counter[str] = Counter()
+    inclusive: Counter[Frame] = Counter()
+    leaf: Counter[Frame] = Counter()
+    phases_of_frame: dict[Frame, Counter[str]] = {}
+    for stack, count in stacks.items():
+        phase = phase_of(stack)
+        phase_counts[phase] += count
+        for frame in set(stack):  # once, however deep the recursion
+            inclusive[frame] += count
+            phases_of_frame.setdefault(frame, Counter())[phase] += count
+        if stack:
+            leaf[stack[0]] += count
+    counts = [
+        FrameCount(frame, total, leaf[frame], phases_of_frame[frame].most_common(1)[0][0])
+        for frame, total in inclusive.items()
+    ]
+    return StackSample(
+        span=span,
+        samples=sum(stacks.values()),
+        errors=errors,
+        phase_counts=dict(phase_counts),
+        frames=_largest(counts),
+        distinct_stacks=len(stacks),
+    )
+
+
+def _largest(counts: list[FrameCount]) -> tuple[FrameCount, ...]:
+    if len(counts) > FRAMES_KEPT:
+        own = sorted((count for count in counts if is_user_code(count.frame)), key=_weight)
+        library = sorted((count for count in counts if not is_user_code(count.frame)), key=_leaf_weight)
+        own_kept = max(FRAMES_KEPT - LIBRARY_FRAMES_KEPT, FRAMES_KEPT - len(library))
+        counts = [*own[:own_kept], *library[: FRAMES_KEPT - min(len(own), own_kept)]]
+    return tuple(sorted(counts, key=_weight))
+
+
+def _weight(count: FrameCount) -> tuple[int, int, str, int]:
+    return (-count.inclusive, -count.leaf, count.frame.file, count.frame.line)
+
+
+def _leaf_weight(count: FrameCount) -> tuple[int, int, str, int]:
+    return (-count.leaf, -count.inclusive, count.frame.file, count.frame.line)
+
+
+BACK_OFF_LIMIT_SECONDS: Final = 60.0
+FAILURES_BEFORE_BACK_OFF: Final = 3
+ERRORS_LIMIT_RATIO: Final = 0.5
+# py-spy draws the pauses between its samples at random, and a busy machine stretches them.
+OVERSTAY_FACTOR: Final = 2.0
+OVERSTAY_SECONDS: Final = 3.0
+RECORDINGS_KEPT: Final = 16
+
+
+@dataclass(frozen=True)
+class _Running:
+    child: pyspy.Child
+    output: Path
+    log: Path
+    started_unix_nanos: int
+    kill_at_seconds: float
+
+
+@dataclass(frozen=True)
+class _Ended:
+    stacks: Counter[Stack]
+    errors: int
+    span: Span
+
+
+class RankRecorder:
+    """Never blocks. Start it when it `is_ready`: not while it runs, nor while it backs off."""
+
+    def __init__(
+        self,
+        rank: RankProcess,
+        py_spy: Path,
+        folder: Path,
+        proc_root: Path = Path("/proc"),
+        unix_nanos: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.rank = rank
+        self.due_seconds = -math.inf  # on the clock that `start` and `poll` are given
+        self._py_spy = py_spy
+        self._output = folder / f"{rank.pid}-{rank.start_ticks}.raw"
+        self._log = folder / f"{rank.pid}-{rank.start_ticks}.log"
+        self._process_folder = f"{proc_root}/{rank.pid}"
+        self._unix_nanos = unix_nanos
+        self._pids = frozenset((rank.pid, *rank.namespace_pids))
+        self._running: _Running | None = None
+        self._not_before_seconds = -math.inf
+        self._plan: Plan | None = None
+        self._ended: deque[_Ended] = deque(maxlen=RECORDINGS_KEPT)
+        self._failures = 0
+        self._problem: Problem | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._running is not None
+
+    @property
+    def running_cpu_seconds(self) -> float:
+        """Of the recording that is under way."""
+        return self._running.child.cpu_seconds if self._running is not None else 0.0
+
+    def is_ready(self, now_seconds: float) -> bool:
+        return self._running is None and self._not_before_seconds <= now_seconds
+
+    def start(self, plan: Plan, now_seconds: float, due_seconds: float) -> None:
+        """`due_seconds` is when the next recording is due."""
+        self._plan, self.due_seconds = plan, due_seconds
+        if not self._py_spy.is_file():
+            self._problem = pyspy.missing(self._py_spy)
+            return
+        self._output.unlink(missing_ok=True)
+        command = pyspy.record_command(self._py_spy, self.rank.pid, plan.seconds, plan.rate_hz, self._output)
+        try:
+            child = pyspy.Child(command, self._log)
+        except OSError as error:
+            text = f"rank {self.rank.rank} (pid {self.rank.pid}): py-spy could not be started: {error}"
+            self._fail(Problem("stacks", "unstartable", text), now_seconds)
+            return
+        kill_at_seconds = now_seconds + plan.seconds * OVERSTAY_FACTOR + OVERSTAY_SECONDS
+        self._running = _Running(child, self._output, self._log, self._unix_nanos(), kill_at_seconds)
+
+    def poll(self, now_seconds: float) -> float:
+        """Reap the child if it has ended, kill it if it overstays. Returns the CPU seconds of a child that is gone."""
+        running = self._running
+        if running is None:
+            return 0.0
+        ended = running.child.poll()
+        if ended is not None:
+            self._running = None
+            self._take_in(running, ended, now_seconds)
+            return ended.cpu_seconds
+        if now_seconds < running.kill_at_seconds:
+            return 0.0
+        cpu_seconds = self.close()
+        self._fail(pyspy.explain_failure(self.rank, None, "", self._is_alive()), now_seconds)
+        return cpu_seconds
+
+    def take(self) -> StackSample | Problem | None:
+        """What ended since the last call, as one sample; else why there is nothing; else None: it is under way."""
+        ended = list(self._ended)
+        self._ended.clear()
+        if not ended:
+            problem = self._problem
+            if problem is not None and problem.kind == "died":
+                self._problem = None
+            return problem
+        stacks: Counter[Stack] = Counter()
+        for recording in ended:
+            stacks.update(recording.stacks)
+        span = Span(ended[0].span.start_unix_nanos, ended[-1].span.end_unix_nanos)
+        return summarise(stacks, sum(recording.errors for recording in ended), span)
+
+    def close(self) -> float:
+        """Ends a child that is under way. Returns its CPU seconds."""
+        running, self._running = self._running, None
+        return running.child.kill().cpu_seconds if running is not None else 0.0
+
+    def _take_in(self, running: _Running, ended: pyspy.Ended, now_seconds: float) -> None:
+        log = read_text(running.log, pyspy.LOG_LIMIT_BYTES)
+        if ended.status != 0:
+            self._fail(pyspy.explain_failure(self.rank, ended, log, self._is_alive()), now_seconds)
+            return
+        text = read_text(running.output, pyspy.OUTPUT_LIMIT_BYTES)
+        recording = parse_recording(text, self._pids, lambda: pyspy.engine_threads(self._process_folder))
+        samples = recording.stacks.total()
+        errors = parse_errors(log) + recording.garbled_lines
+        if samples:
+            span = Span(running.started_unix_nanos, max(running.started_unix_nanos, self._unix_nanos()))
+            self._ended.append(_Ended(recording.stacks, errors, span))
+        if errors <= ERRORS_LIMIT_RATIO * (samples + errors) and samples:
+            self._failures, self._problem = 0, None
+        elif not self._is_alive():
+            self._fail(pyspy.explain_failure(self.rank, ended, log, False), now_seconds)
+        else:
+            what = f"could not read {errors} of {samples + errors} samples" if errors else "saw no training thread"
+            who = f"rank {self.rank.rank} (pid {self.rank.pid})"
+            text = f"{who}: py-spy {what}; it is sampled less often until that gets better"
+            self._fail(Problem("stacks", "unreadable", text), now_seconds)
+
+    def _fail(self, problem: Problem, now_seconds: float) -> None:
+        assert self._plan is not None
+        self._problem = problem
+        self._failures += 1
+        # A permission does not come back by itself; anything else may have been an accident.
+        excess = self._failures - (1 if problem.kind == "permission" else FAILURES_BEFORE_BACK_OFF) + 1
+        if excess > 0:
+            pause_seconds = min(BACK_OFF_LIMIT_SECONDS, self._plan.period_seconds * 2.0 ** min(excess, 10))
+            self._not_before_seconds = now_seconds + pause_seconds
+
+    def _is_alive(self) -> bool:
+        return procfs.is_alive(self._process_folder, self.rank.start_ticks)

@@ -1,0 +1,1 @@
+"""Step records of the probe: the ring's reader and the collector."""

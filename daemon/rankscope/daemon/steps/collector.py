@@ -1,0 +1,216 @@
+"""Steps: what the probe wrote about each training step since the last look."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rankscope.daemon.samples import ProbeFacts, Problem, RankKey, RankProcess, Span, StepSample
+from rankscope.daemon.steps import ring_reader, step_columns
+from rankscope.daemon.steps.ring_reader import RingError
+from rankscope.probe import ring_layout
+
+# The probe's facts: JSON written by a process we do not trust, into checked values.
+
+TEXT_LENGTH = 128
+RANKS_AT_MOST = 10_000_000
+FLOPS_AT_MOST = 1e30
+
+
+def parse_facts(text: bytes) -> ProbeFacts:
+    """A field of the wrong type or range is left out; text that is no JSON object raises RingError."""
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RingError("corrupt", f"the ring's facts are not JSON: {str(error)[:80]}") from error
+    if not isinstance(said, dict):
+        raise RingError("corrupt", "the ring's facts are not a JSON object")
+    return ProbeFacts(
+        rank=_index(said.get("rank")),
+        world_size=_index(said.get("world_size")),
+        pipeline=_index(said.get("pipeline")),
+        tensor=_index(said.get("tensor")),
+        data=_index(said.get("data")),
+        model_flops_per_step=_positive(said.get("model_flops_per_step")),
+        peak_flops_per_second=_positive(said.get("peak_flops_per_second")),
+        device_name=_text(said.get("device_name")),
+        torch_version=_text(said.get("torch_version")),
+    )
+
+
+def _index(value: object) -> int | None:
+    good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= RANKS_AT_MOST
+    return value if good and isinstance(value, int) else None
+
+
+def _positive(value: object) -> float | None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    # Compared before conversion: an integer of thousands of digits is valid JSON and no float.
+    return float(value) if 0 < value < FLOPS_AT_MOST and math.isfinite(value) else None
+
+
+def _text(value: object) -> str | None:
+    if not isinstance(value, str):
+        return None
+    return "".join(character for character in value if character.isprintable())[:TEXT_LENGTH] or None
+
+
+STEPS_PER_SECOND_AT_MOST = 1_000_000
+BYTES_AT_MOST = 1 << 50
+COUNTER_AT_MOST = 1 << 53
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """How far a ring has been read. `next_sequence` is None before the first look."""
+
+    ring_id: int
+    next_sequence: int | None = None
+    steps: int = 0
+    facts: ProbeFacts = field(default_factory=ProbeFacts)
+    wall_minus_monotonic_ns: int | None = None
+    last_step_unix_nanos: int | None = None
+    groups: Mapping[tuple[int, int], tuple[int, float, float]] = field(default_factory=dict)
+
+
+class StepsCollector:
+    """A rank without a ring has no entry: it runs without the probe, which is no problem."""
+
+    name = "steps"
+
+    def __init__(self, proc_root: Path = Path("/proc")) -> None:
+        self._proc_root = proc_root
+        self._progress: dict[RankKey, _Progress] = {}
+
+    def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, StepSample | Problem]:
+        present = {rank.key for rank in ranks}
+        self._progress = {key: progress for key, progress in self._progress.items() if key in present}
+        found: dict[RankKey, StepSample | Problem] = {}
+        for rank in ranks:
+            try:
+                sample = self._read(rank, span)
+                if sample is not None:
+                    found[rank.key] = sample
+            except RingError as error:
+                found[rank.key] = self._problem(rank, error.kind, str(error))
+            except OSError as error:
+                found[rank.key] = self._problem(rank, "unreadable", f"the ring could not be read: {error}")
+        return found
+
+    def _problem(self, rank: RankProcess, kind: str, text: str) -> Problem:
+        return Problem(self.name, kind, f"rank {rank.rank} (pid {rank.pid}): {text}")
+
+    def _read(self, rank: RankProcess, span: Span) -> StepSample | None:
+        with ring_reader.opened(self._proc_root, rank.pid) as fd:
+            if fd is None:
+                self._progress.pop(rank.key, None)
+                return None
+            header = ring_reader.read_header(fd)
+            own_pid = rank.namespace_pids[-1] if rank.namespace_pids else rank.pid
+            if header.owner_pid != own_pid:
+                text = f"the ring belongs to pid {header.owner_pid}, this process is {own_pid}; ignored"
+                raise RingError("owner", text)
+            if header.disabled:
+                raise RingError("disabled", "the probe has disabled itself; its reason is on the process' stderr")
+            sample, self._progress[rank.key] = _sample(fd, header, self._progress_of(rank.key, header, span), span)
+            return sample
+
+    def _progress_of(self, key: RankKey, header: ring_reader.Header, span: Span) -> _Progress:
+        """Where to go on; exec gives the same process another ring."""
+        before = self._progress.get(key)
+        if max(header.records, header.steps) > COUNTER_AT_MOST:
+            raise RingError("corrupt", f"the ring claims {header.records} records of {header.steps} steps")
+        if before is None or before.next_sequence is None or before.ring_id != header.ring_id:
+            return _Progress(header.ring_id)
+        at_most = ring_layout.CAPACITY + max(1.0, span.seconds) * STEPS_PER_SECOND_AT_MOST
+        new_records, new_steps = header.records - before.next_sequence + 1, header.steps - before.steps
+        if not (0 <= new_records <= at_most and 0 <= new_steps <= at_most):
+            del self._progress[key]
+            text = f"{before.next_sequence - 1} records of {before.steps} steps to {header.records} of {header.steps}"
+            raise RingError("corrupt", f"the ring's counters went from {text}; starting over")
+        return before
+
+
+def _sample(fd: int, header: ring_reader.Header, progress: _Progress, span: Span) -> tuple[StepSample, _Progress]:
+    live = ring_reader.read_live(fd) or ring_reader.UNKNOWN_LIVE
+    progress = _updated(fd, live, progress)
+    if progress.wall_minus_monotonic_ns is None:
+        raise RingError("corrupt", "the ring's clock has a wrong checksum or is out of range")
+    oldest = max(1, header.records - ring_layout.CAPACITY + 1)
+    first = max(oldest, progress.next_sequence or oldest)
+    records, whole = ring_reader.read_records(fd, first, header.records)
+    # What the writer has reached while we read is lost, not corrupt; the slot it may be writing right now included.
+    reached = max(0, ring_reader.read_header(fd).records - ring_layout.CAPACITY + 2 - first)
+    records, whole = records[reached:], whole[reached:]
+
+    ends = step_columns.ends_unix_nanos(records, progress.wall_minus_monotonic_ns)
+    good = whole & step_columns.plausible(records, ends, span.end_unix_nanos)
+    if len(records) and not good.any():
+        raise RingError("corrupt", f"none of {len(records)} new records has a valid checksum and content")
+
+    # DDP's figures of the newest step come with the next one: keep it back until then.
+    held_back = bool(len(records)) and bool(good[-1]) and bool(records["flags"][-1] & ring_layout.FLAG_DDP)
+    wanted = good & (records["span_ns"] > 0)
+    if held_back:
+        wanted[-1] = False
+    steps_held_back = int(records["steps"][-1]) if held_back else 0
+    if progress.next_sequence is None:
+        # The ring may hold an hour of history that no window of ours covers.
+        wanted &= ends >= span.start_unix_nanos
+        lost = 0
+    else:
+        lost = max(0, header.steps - progress.steps - int(records["steps"][good].sum()))
+    rows = step_columns.columns(records, good, step_columns.newest(records, wanted))
+    is_blind = bool(len(records)) and bool(records["flags"][-1] & ring_layout.FLAG_BLIND)
+    groups, totals = step_columns.group_spans(ring_reader.read_groups(fd), progress.groups)
+    if is_blind:
+        # The spans are of a few collectives, and the durations of the flight recorder hold those too.
+        groups = tuple(
+            span for span in groups if span.kind not in (ring_layout.GROUP_EXPOSED, ring_layout.GROUP_OVERLAPPED)
+        )
+    sample = StepSample(
+        steps_total=header.steps,
+        steps_lost=lost,
+        last_step_unix_nanos=int(ends[good][-1]) if len(records) else progress.last_step_unix_nanos,
+        step_seconds=rows.step_seconds,
+        wait_seconds=rows.wait_seconds,
+        communication_seconds=rows.communication_seconds,
+        input_seconds=rows.input_seconds,
+        forward_seconds=rows.forward_seconds,
+        backward_seconds=rows.backward_seconds,
+        optimizer_seconds=rows.optimizer_seconds,
+        checkpoint_seconds=rows.checkpoint_seconds,
+        host_seconds=rows.host_seconds,
+        run_ahead_seconds=rows.run_ahead_seconds,
+        facts=progress.facts,
+        allocated_bytes=_bounded(live.allocated_bytes, BYTES_AT_MOST),
+        reserved_bytes=_bounded(live.reserved_bytes, BYTES_AT_MOST),
+        peak_allocated_bytes=_bounded(live.peak_allocated_bytes, BYTES_AT_MOST),
+        device_total_bytes=_bounded(live.device_total_bytes, BYTES_AT_MOST),
+        collectives_enqueued=_bounded(live.collectives_enqueued, COUNTER_AT_MOST),
+        collectives_completed=_bounded(live.collectives_completed, COUNTER_AT_MOST),
+        groups=groups if progress.next_sequence is not None else (),
+        is_blind=is_blind,
+    )
+    return sample, replace(
+        progress,
+        next_sequence=header.records + (0 if held_back else 1),
+        steps=header.steps - steps_held_back,
+        last_step_unix_nanos=sample.last_step_unix_nanos,
+        groups=totals,
+    )
+
+
+def _updated(fd: int, live: ring_reader.Live, progress: _Progress) -> _Progress:
+    if all(0 <= clock < step_columns.CLOCK_AT_MOST_NS for clock in (live.unix_ns, live.monotonic_ns)):
+        progress = replace(progress, wall_minus_monotonic_ns=live.unix_ns - live.monotonic_ns)
+    text = ring_reader.read_facts_text(fd)
+    return progress if text is None else replace(progress, facts=parse_facts(text))
+
+
+def _bounded(value: int, limit: int) -> int | None:
+    return value if 0 <= value <= limit else None

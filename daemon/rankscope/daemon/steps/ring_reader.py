@@ -1,0 +1,289 @@
+"""Opens and reads a probe's ring, which is hostile input: the process may forge every byte of it, exchange the file
+behind the name, or die in the middle.
+
+Nothing is mapped and nothing stays open: a ring is opened, checked, read with pread and closed, every time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.probe import ring_layout
+
+LINK_NAMES = (f"/memfd:{ring_layout.RING_NAME} (deleted)", f"/memfd:{ring_layout.RING_NAME}")
+FDS_SCANNED = 16_384
+SEALS_NEEDED = ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW
+TORN_READ_RETRIES = 3
+
+RECORD_DTYPE = np.dtype(
+    [
+        ("sequence", "<u8"),
+        ("end_ns", "<i8"),
+        ("span_ns", "<i8"),
+        ("input", "<f4"),
+        ("blocking", "<f4"),
+        ("optimizer", "<f4"),
+        ("checkpoint", "<f4"),
+        ("ddp_forward", "<f4"),
+        ("ddp_backward", "<f4"),
+        ("ddp_communication", "<f4"),
+        ("ddp_overlap", "<f4"),
+        ("host", "<f4"),
+        ("run_ahead", "<f4"),
+        ("exposed", "<f4"),
+        ("flags", "<u2"),
+        ("steps", "<u2"),
+        ("checksum", "<u4"),
+    ]
+)
+assert RECORD_DTYPE.itemsize == ring_layout.RECORD_BYTES
+
+GROUP_DTYPE = np.dtype(
+    [
+        ("number", "<u8"),
+        ("size", "<u4"),
+        ("position", "<u4"),
+        ("kind", "<u4"),
+        ("samples", "<u8"),
+        ("seconds", "<f8"),
+        ("step_seconds", "<f8"),
+    ]
+)
+assert GROUP_DTYPE.itemsize == ring_layout.GROUP.size
+
+Records: TypeAlias = npt.NDArray[np.void]
+
+
+class RingError(Exception):
+    """`kind` is a short word for a metric label."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Live:
+    monotonic_ns: int
+    unix_ns: int
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_allocated_bytes: int
+    device_total_bytes: int
+    collectives_enqueued: int
+    collectives_completed: int
+
+
+UNKNOWN_LIVE = Live(-1, -1, -1, -1, -1, -1, -1, -1)
+
+
+@dataclass(frozen=True)
+class Header:
+    ring_id: int
+    owner_pid: int
+    records: int
+    steps: int
+    disabled: bool
+    takes_captures: bool = False
+
+
+@contextlib.contextmanager
+def opened(proc_root: Path, pid: int) -> Iterator[int | None]:
+    """A descriptor of the process' ring, open for reading; None when it has none."""
+    found = _find(proc_root, pid)
+    if found is None:
+        yield None
+        return
+    try:
+        yield found
+    finally:
+        os.close(found)
+
+
+def _find(proc_root: Path, pid: int) -> int | None:
+    folder = proc_root / str(pid) / "fd"
+    try:
+        for link in islice(folder.iterdir(), FDS_SCANNED):
+            try:
+                if str(link.readlink()) in LINK_NAMES:
+                    return open_memfd(link)
+            except FileNotFoundError:
+                continue  # closed since the listing
+    except (FileNotFoundError, ProcessLookupError):
+        return None  # the process has ended
+    except PermissionError as error:
+        text = f"may not look into {folder}: {error.strerror}; the daemon needs CAP_SYS_PTRACE or the same user"
+        raise RingError("permission", text) from error
+    return None
+
+
+def open_memfd(link: Path, flags: int = os.O_RDONLY) -> int:
+    """Opens a memfd of another process by its link in /proc. The name proves nothing, and between reading it and
+    opening the file may be exchanged: for a device, whose opening has effects, or for a file on a FUSE mount, whose
+    owner lets us wait for ever. So: a handle that opens nothing, a check that it lies where every memfd of this machine
+    lies, which asks no file system, and only then a real open."""
+    handle = os.open(link, os.O_PATH | os.O_CLOEXEC)
+    try:
+        if _mount_id(handle) != _memfd_mount_id():
+            raise RingError("corrupt", f"{link} is named like a ring but is not a memfd; not touched")
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise RingError("corrupt", f"{link} is named like a ring but is not a regular file; not touched")
+        return os.open(f"/proc/self/fd/{handle}", flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    finally:
+        os.close(handle)
+
+
+def _mount_id(fd: int) -> str | None:
+    text = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii")
+    found = re.search(r"^mnt_id:\s*(\d+)$", text, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def _memfd_mount_id() -> str | None:
+    own = os.memfd_create("rankscope-reference", os.MFD_CLOEXEC)
+    try:
+        return _mount_id(own)
+    finally:
+        os.close(own)
+
+
+def read_header(fd: int) -> Header:
+    """Checks everything that holds for the whole ring; raises RingError."""
+    seals = seals_of(fd)
+    if seals & SEALS_NEEDED != SEALS_NEEDED:
+        raise RingError("unsealed", "the ring is not sealed against resizing; it was not made by the probe; ignored")
+    size = os.fstat(fd).st_size
+    start = os.pread(fd, ring_layout.LIVE_OFFSET, 0)
+    if len(start) < ring_layout.LIVE_OFFSET:
+        raise RingError("corrupt", f"the ring is {size} bytes long; expected {ring_layout.RING_BYTES}")
+    fixed = start[: ring_layout.FIXED.size]
+    magic, version, header_bytes, record_bytes, capacity, owner_pid, ring_id = ring_layout.FIXED.unpack(fixed)
+    if magic != ring_layout.MAGIC:
+        raise RingError("corrupt", f"the ring begins with {magic!r}; expected {ring_layout.MAGIC!r}")
+    if version != ring_layout.VERSION:
+        newer = version > ring_layout.VERSION
+        relation, what = ("newer", "daemon") if newer else ("older", "probe")
+        text = f"ring version {version} is {relation} than this daemon's {ring_layout.VERSION}; upgrade the {what}"
+        raise RingError("version", text)
+    if ring_layout.CHECKSUM.unpack_from(start, ring_layout.FIXED.size)[0] != zlib.crc32(fixed):
+        raise RingError("corrupt", "the checksum of the ring's header is wrong")
+    expected = (ring_layout.HEADER_BYTES, ring_layout.RECORD_BYTES, ring_layout.CAPACITY, ring_layout.RING_BYTES)
+    if (header_bytes, record_bytes, capacity, size) != expected:
+        found = (header_bytes, record_bytes, capacity, size)
+        raise RingError("corrupt", f"the ring's sizes are {found}; version {version} has {expected}")
+    records, steps = ring_layout.COUNTERS.unpack_from(start, ring_layout.COUNTERS_OFFSET)
+    (state,) = ring_layout.STATE.unpack_from(start, ring_layout.STATE_OFFSET)
+    (abilities,) = ring_layout.ABILITIES.unpack_from(start, ring_layout.ABILITIES_OFFSET)
+    takes_captures = bool(abilities & ring_layout.TAKES_CAPTURES)
+    return Header(ring_id, owner_pid, records, steps, state == ring_layout.STATE_DISABLED, takes_captures)
+
+
+def seals_of(fd: int) -> int:
+    try:
+        return fcntl.fcntl(fd, ring_layout.F_GET_SEALS)
+    except OSError:
+        return 0
+
+
+def read_live(fd: int) -> Live | None:
+    """None when every try met a write under way, or the writer is broken."""
+    for _ in range(TORN_READ_RETRIES):
+        raw = os.pread(fd, ring_layout.LIVE.size + 4, ring_layout.LIVE_OFFSET)
+        body = raw[: ring_layout.LIVE.size]
+        if len(raw) == ring_layout.LIVE.size + 4 and ring_layout.CHECKSUM.unpack_from(raw, len(body))[0] == zlib.crc32(
+            body
+        ):
+            return Live(*ring_layout.LIVE.unpack(body))
+    return None
+
+
+def read_facts_text(fd: int) -> bytes | None:
+    """None when the probe has not said anything yet; raises RingError when it cannot be read."""
+    for _ in range(TORN_READ_RETRIES):
+        raw = os.pread(fd, ring_layout.COMMAND_OFFSET - ring_layout.FACTS_OFFSET, ring_layout.FACTS_OFFSET)
+        if len(raw) < ring_layout.FACTS_HEAD.size:
+            break
+        length, checksum = ring_layout.FACTS_HEAD.unpack_from(raw)
+        if length == 0:
+            return None
+        text = raw[ring_layout.FACTS_HEAD.size :][:length]
+        if len(text) == length and zlib.crc32(text) == checksum:
+            return text
+    raise RingError("corrupt", "the ring's facts have a wrong length or checksum")
+
+
+def read_groups(fd: int) -> Records | None:
+    """The table of process groups; None when every try met a write under way, or the writer is broken."""
+    for _ in range(TORN_READ_RETRIES):
+        size = ring_layout.GROUPS_HEAD.size + ring_layout.GROUPS_AT_MOST * ring_layout.GROUP.size
+        raw = os.pread(fd, size, ring_layout.GROUPS_OFFSET)
+        if len(raw) < ring_layout.GROUPS_HEAD.size:
+            return None
+        count, checksum = ring_layout.GROUPS_HEAD.unpack_from(raw)
+        body = raw[ring_layout.GROUPS_HEAD.size :][: count * ring_layout.GROUP.size]
+        if count <= ring_layout.GROUPS_AT_MOST and zlib.crc32(body) == checksum:
+            return np.frombuffer(body, dtype=GROUP_DTYPE)
+    return None
+
+
+def read_records(fd: int, first: int, last: int) -> tuple[Records, npt.NDArray[np.bool_]]:
+    """Records `first` to `last` (inclusive, at most a ring full) and which of them are whole and are what they should
+    be."""
+    first_slot = (first - 1) % ring_layout.CAPACITY
+    count = last - first + 1
+    until_end = min(count, ring_layout.CAPACITY - first_slot)
+    raw = _pread_slots(fd, first_slot, until_end) + _pread_slots(fd, 0, count - until_end)
+    count = len(raw) // ring_layout.RECORD_BYTES
+    records = np.frombuffer(raw, dtype=RECORD_DTYPE, count=count)
+    expected = np.arange(first, first + count, dtype=np.uint64)
+    whole = (records["sequence"] == expected) & (records["checksum"] == _checksums(raw, count))
+    return records, whole
+
+
+def _pread_slots(fd: int, slot: int, count: int) -> bytes:
+    return (
+        os.pread(fd, count * ring_layout.RECORD_BYTES, ring_layout.HEADER_BYTES + slot * ring_layout.RECORD_BYTES)
+        if count
+        else b""
+    )
+
+
+def _checksum_table() -> npt.NDArray[np.uint32]:
+    """crc32 is linear: a record's is the exclusive or of one number per (position, byte), and of that of all zeros."""
+    size = ring_layout.RECORD.size
+    of_zeros = zlib.crc32(bytes(size))
+    table = np.zeros((size, 256), dtype=np.uint32)
+    values = np.arange(256)
+    for position in range(size):
+        for bit in range(8):
+            message = bytearray(size)
+            message[position] = 1 << bit
+            table[position, values >> bit & 1 == 1] ^= np.uint32(zlib.crc32(message) ^ of_zeros)
+    return table
+
+
+_TABLE = _checksum_table()
+_OF_ZEROS = np.uint32(zlib.crc32(bytes(ring_layout.RECORD.size)))
+_POSITIONS = np.arange(ring_layout.RECORD.size)
+
+
+def _checksums(raw: bytes, count: int) -> npt.NDArray[np.uint32]:
+    """Of all records at once."""
+    rows = np.frombuffer(raw, dtype=np.uint8, count=count * ring_layout.RECORD_BYTES).reshape(
+        count, ring_layout.RECORD_BYTES
+    )
+    parts = _TABLE[_POSITIONS, rows[:, : ring_layout.RECORD.size]]
+    checksums: npt.NDArray[np.uint32] = np.bitwise_xor.reduce(parts, axis=1) ^ _OF_ZEROS
+    return checksums

@@ -1,0 +1,148 @@
+"""A ring's raw records into the columns of a StepSample: refuses what cannot be true and puts DDP's figures, which the
+probe reads one step late, beside the step they belong to. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.daemon.samples import Column, GroupSpan
+from rankscope.probe import ring_layout
+
+Mask: TypeAlias = npt.NDArray[np.bool_]
+
+LONGEST_SECONDS = 86_400.0
+CLOCK_AT_MOST_NS = 1 << 62
+# Clocks of one machine agree; this is room for a step of the wall clock since the probe's last look at it.
+FUTURE_NS = 60_000_000_000
+# One look makes no more rows than this: a ring whose every record claims as many steps as it can hold would else take
+# tens of gigabytes. No window of a real job has as many.
+ROWS_AT_MOST = 1 << 18
+GROUP_NUMBER_LIMIT = 1 << 53
+GROUP_KINDS = frozenset(
+    {
+        ring_layout.GROUP_EXPOSED,
+        ring_layout.GROUP_OVERLAPPED,
+        ring_layout.GROUP_POINT_TO_POINT,
+        ring_layout.GROUP_DDP,
+        ring_layout.GROUP_RECORDER,
+    }
+)
+TOTAL_AT_MOST = 1e12
+
+
+@dataclass(frozen=True)
+class StepColumns:
+    step_seconds: Column
+    wait_seconds: Column
+    communication_seconds: Column
+    input_seconds: Column
+    forward_seconds: Column
+    backward_seconds: Column
+    optimizer_seconds: Column
+    checkpoint_seconds: Column
+    host_seconds: Column  # on a GPU, where the others are the device's
+    run_ahead_seconds: Column
+
+
+def ends_unix_nanos(records: npt.NDArray[np.void], wall_minus_monotonic_ns: int) -> npt.NDArray[np.int64]:
+    """Garbage in, garbage out, but no overflow: what is out of range becomes -1."""
+    ends = records["end_ns"]
+    in_range = (ends >= 0) & (ends < CLOCK_AT_MOST_NS)
+    shifted: npt.NDArray[np.int64] = np.where(in_range, ends + np.int64(wall_minus_monotonic_ns), -1)
+    return shifted
+
+
+def plausible(records: npt.NDArray[np.void], ends: npt.NDArray[np.int64], now_unix_nanos: int) -> Mask:
+    span = records["span_ns"]
+    good: Mask = (span >= 0) & (span <= LONGEST_SECONDS * 1e9) & (records["steps"] > 0)
+    good &= (ends >= 0) & (ends <= now_unix_nanos + FUTURE_NS)
+    return good
+
+
+def newest(records: npt.NDArray[np.void], wanted: Mask, rows: int = ROWS_AT_MOST) -> Mask:
+    """Of the wanted records the last ones, as many as give no more than so many rows."""
+    steps = np.where(wanted, records["steps"], 0).astype(np.int64)
+    from_here_on = np.cumsum(steps[::-1])[::-1]
+    kept: Mask = wanted & (from_here_on <= rows)
+    return kept
+
+
+def columns(records: npt.NDArray[np.void], good: Mask, wanted: Mask) -> StepColumns:
+    """One row per step of the `wanted` records: the steps of one record share its time evenly. `good` says which
+    records may be believed; a DDP figure comes from the next one."""
+    ddp = {name: _from_the_next(_seconds(records[f"ddp_{name}"]), good)[wanted] for name in _DDP_NAMES}
+    rows = records[wanted]
+    span = rows["span_ns"] * 1e-9
+    blocking = np.minimum(_seconds(rows["blocking"]), span)
+    exposed = np.maximum(ddp["communication"] - ddp["overlap"], 0.0)
+    has_ddp = (rows["flags"] & ring_layout.FLAG_DDP) != 0
+    on_device = (rows["flags"] & ring_layout.FLAG_DEVICE) != 0
+    # On a device both are sampled, and not in the same steps: the other one's mean stands in for it.
+    spans = _seconds(rows["exposed"])
+    known = ~np.isnan(spans)
+    typical = float(spans[known].mean()) if known.any() else 0.0
+    other = np.where(on_device, np.where(known, spans, typical), blocking)
+    alone = np.where(on_device, spans, blocking)
+    alone = np.where((rows["flags"] & ring_layout.FLAG_BLIND) != 0, np.nan, alone)
+    steps = rows["steps"]
+
+    def per_step(column: Column) -> Column:
+        return np.repeat(column / steps, steps)
+
+    return StepColumns(
+        step_seconds=per_step(span),
+        wait_seconds=per_step(np.minimum(np.where(has_ddp, other + exposed, alone), span)),
+        communication_seconds=per_step(np.where(has_ddp, other + ddp["communication"], alone)),
+        input_seconds=per_step(np.minimum(_seconds(rows["input"]), span)),
+        forward_seconds=per_step(ddp["forward"]),
+        backward_seconds=per_step(ddp["backward"]),
+        optimizer_seconds=per_step(np.minimum(_seconds(rows["optimizer"]), span)),
+        checkpoint_seconds=per_step(np.minimum(_seconds(rows["checkpoint"]), span)),
+        host_seconds=per_step(_seconds(rows["host"])),
+        run_ahead_seconds=np.repeat(_seconds(rows["run_ahead"]), steps),
+    )
+
+
+GroupTotals: TypeAlias = Mapping[tuple[int, int], tuple[int, float, float]]
+
+
+def group_spans(table: npt.NDArray[np.void] | None, before: GroupTotals) -> tuple[tuple[GroupSpan, ...], GroupTotals]:
+    """What was added to each group since `before`, and the totals to hold the next table against."""
+    if table is None:
+        return (), before
+    found, totals = [], {}
+    for row in table:
+        number, size, position, kind, samples, seconds, step_seconds = row.item()
+        key = (number, kind)
+        if key in totals or not (number < GROUP_NUMBER_LIMIT and 0 <= position < size and kind in GROUP_KINDS):
+            continue
+        if not (0 <= seconds <= TOTAL_AT_MOST and 0 <= step_seconds <= TOTAL_AT_MOST and samples <= TOTAL_AT_MOST):
+            continue
+        totals[key] = (samples, seconds, step_seconds)
+        samples_before, seconds_before, step_seconds_before = before.get(key, (0, 0.0, 0.0))
+        new = samples - samples_before
+        if new <= 0 or seconds < seconds_before or step_seconds <= step_seconds_before:
+            continue
+        per_step = (seconds - seconds_before) / new
+        found.append(GroupSpan(number, size, position, kind, new, per_step, (step_seconds - step_seconds_before) / new))
+    return tuple(found), totals
+
+
+_DDP_NAMES = ("forward", "backward", "communication", "overlap")
+
+
+def _seconds(column: npt.NDArray[np.float32]) -> Column:
+    with np.errstate(invalid="ignore"):  # a signalling NaN, which only a forger writes, complains when it is cast
+        seconds = column.astype(np.float64)
+        return np.where((seconds >= 0) & (seconds <= LONGEST_SECONDS), seconds, np.nan)
+
+
+def _from_the_next(column: Column, good: Mask) -> Column:
+    shifted = np.full(len(column), np.nan)
+    shifted[:-1] = np.where(good[1:], column[1:], np.nan)
+    return shifted

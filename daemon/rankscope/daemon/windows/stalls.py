@@ -1,0 +1,214 @@
+"""Noticing that a rank has stopped making progress, and fetching where it stands without delaying the windows; and
+noticing that its steps have become longer, which is when its stacks are wanted."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+
+from rankscope.daemon.samples import (
+    Frame,
+    Problem,
+    ProcessSample,
+    RankKey,
+    RankProcess,
+    Span,
+    StackSample,
+    StallDump,
+    StepSample,
+)
+from rankscope.daemon.windows.window import RankSamples, bounded, plausible
+from rankscope.v1.window_pb2 import RankWindow, Stall
+
+STALL_SECONDS = 3.0
+STALL_STEPS = 8
+# The daemon saw no step of this rank yet, so it cannot know how long one takes.
+STALL_SECONDS_UNKNOWN_STEP = 30.0
+STEPS_REMEMBERED = 64
+# Soon at first, because a hang is told from a long evaluation by a second look that finds the same stack; then rarely.
+FIRST_DUMPS = 5
+FIRST_DUMPS_EVERY_SECONDS = 1.5
+DUMP_EVERY_SECONDS = 10.0
+STILL_RECORDINGS = 2
+STILL_SAMPLES = 20
+STILL_CPU_RATIO = 0.02
+STACK_LINES = 64
+
+WINDOWS_OF_A_PACE = 8
+SLOWER_RATIO = 1.15
+
+Dump = Callable[[Sequence[RankProcess]], Mapping[RankKey, StallDump | Problem]]
+
+
+@dataclass
+class _Memory:
+    """What is remembered of one incarnation."""
+
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
+    # The unbroken run of recordings that all show one and the same stack.
+    still_frames: frozenset[Frame] | None = None
+    still_since_unix_nanos: int = 0
+    still_recordings: int = 0
+    still_samples: int = 0
+    seen_recording_end: int = 0
+    still_phase: str | None = None
+    dump: StallDump | None = None
+    same_stack_looks: int = 0
+    dumps: int = 0
+    dumped_at: float | None = None
+
+
+class StallWatch:
+    """Give it every rank's samples once a window. It asks for stacks of stalled ranks in a thread of its own."""
+
+    def __init__(self, dump: Dump | None) -> None:
+        self._dump = dump
+        self._memories: dict[RankKey, _Memory] = {}
+        self._stalled: list[RankProcess] = []
+        self._worker: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def observe(self, rank: RankProcess, samples: RankSamples, span: Span) -> Stall | None:
+        memory = self._memories.setdefault(rank.key, _Memory())
+        if samples.steps is not None:
+            stall = _stall_by_steps(memory, samples.steps, span)
+        else:
+            stall = _stall_by_stacks(memory, samples.stacks, samples.process, span)
+        with self._lock:
+            if stall is None:
+                memory.dump = None
+                memory.same_stack_looks = memory.dumps = 0
+                return None
+            self._stalled.append(rank)
+            dump, looks = memory.dump, memory.same_stack_looks
+        if dump is not None:
+            if not stall.HasField("same_stack_looks"):
+                stall.same_stack_looks = looks
+            stall.phase = bounded(dump.phase, 32)
+            stall.stack.extend(_line(frame) for frame in dump.stack[:STACK_LINES])
+        return stall
+
+    def fetch_stacks(self, now_seconds: float) -> None:
+        """After all ranks were observed: fetch the stacks that are due, all at once, in the background."""
+        stalled, self._stalled = self._stalled, []
+        if self._dump is None or (self._worker is not None and self._worker.is_alive()):
+            return
+        due = [rank for rank in stalled if self._is_due(rank.key, now_seconds)]
+        if not due:
+            return
+        for rank in due:
+            self._memories[rank.key].dumped_at = now_seconds
+            self._memories[rank.key].dumps += 1
+        self._worker = threading.Thread(target=self._fetch, args=(due,), name="rankscope-dumps", daemon=True)
+        self._worker.start()
+
+    def keep_only(self, alive: Collection[RankKey]) -> None:
+        for key in self._memories.keys() - set(alive):
+            del self._memories[key]
+
+    def join(self, timeout_seconds: float | None = None) -> None:
+        if self._worker is not None:
+            self._worker.join(timeout_seconds)
+
+    def _is_due(self, key: RankKey, now_seconds: float) -> bool:
+        memory = self._memories[key]
+        every_seconds = FIRST_DUMPS_EVERY_SECONDS if memory.dumps < FIRST_DUMPS else DUMP_EVERY_SECONDS
+        return memory.dumped_at is None or now_seconds - memory.dumped_at >= every_seconds
+
+    def _fetch(self, ranks: Sequence[RankProcess]) -> None:
+        assert self._dump is not None
+        try:
+            dumps = self._dump(ranks)
+        except Exception:  # noqa: BLE001 - the stall is reported without a stack; the collector reports its own faults
+            return
+        with self._lock:
+            for key, dump in dumps.items():
+                memory = self._memories.get(key)
+                if memory is not None and isinstance(dump, StallDump):
+                    same = memory.dump is not None and memory.dump.stack == dump.stack
+                    memory.same_stack_looks = memory.same_stack_looks + 1 if same else 1
+                    memory.dump = dump
+
+
+def _stall_by_steps(memory: _Memory, sample: StepSample, span: Span) -> Stall | None:
+    durations = plausible(sample.step_seconds)
+    memory.step_seconds.extend(durations[~np.isnan(durations)][-STEPS_REMEMBERED:].tolist())
+    if sample.steps_total < 1 or sample.last_step_unix_nanos is None:
+        return None
+    seconds_since_step = (span.end_unix_nanos - sample.last_step_unix_nanos) / 1e9
+    patience_seconds = STALL_SECONDS_UNKNOWN_STEP
+    if memory.step_seconds:
+        patience_seconds = max(STALL_SECONDS, STALL_STEPS * median(memory.step_seconds))
+    if seconds_since_step <= patience_seconds:
+        return None
+    return Stall(
+        seconds_since_step=seconds_since_step,
+        collectives_enqueued=sample.collectives_enqueued,
+        collectives_completed=sample.collectives_completed,
+    )
+
+
+def _stall_by_stacks(
+    memory: _Memory, sample: StackSample | None, process: ProcessSample | None, span: Span
+) -> Stall | None:
+    """Without step records a hang is a training thread that stands on one spot in a process that uses no CPU."""
+    cpu_seconds = None if process is None else process.cpu_seconds
+    if cpu_seconds is None or cpu_seconds >= STILL_CPU_RATIO * span.seconds:
+        memory.still_frames = None
+    elif sample is not None and sample.span.end_unix_nanos != memory.seen_recording_end:
+        _note_recording(memory, sample)
+    if sample is not None:
+        memory.seen_recording_end = sample.span.end_unix_nanos
+    enough = memory.still_recordings >= STILL_RECORDINGS and memory.still_samples >= STILL_SAMPLES
+    if memory.still_frames is None or not enough:
+        return None
+    seconds = (span.end_unix_nanos - memory.still_since_unix_nanos) / 1e9
+    return Stall(
+        seconds_since_step=max(0.0, seconds), phase=memory.still_phase, same_stack_looks=memory.still_recordings
+    )
+
+
+def _note_recording(memory: _Memory, sample: StackSample) -> None:
+    frames = frozenset(counted.frame for counted in sample.frames)
+    if sample.distinct_stacks != 1 or sample.samples < 1:
+        memory.still_frames = None
+    elif memory.still_frames == frames:
+        memory.still_recordings += 1
+        memory.still_samples += sample.samples
+    else:
+        memory.still_frames = frames
+        memory.still_since_unix_nanos = sample.span.start_unix_nanos
+        memory.still_recordings = 1
+        memory.still_samples = sample.samples
+        memory.still_phase = max(sample.phase_counts, key=lambda name: sample.phase_counts[name], default=None)
+
+
+def _line(frame: Frame) -> str:
+    return bounded(f"{frame.function} ({frame.file}:{frame.line})")
+
+
+class PaceWatch:
+    """Which jobs have become slower than they were in the windows before."""
+
+    def __init__(self) -> None:
+        self._recent: dict[RankKey, deque[float]] = {}
+
+    def slower_jobs(self, windows: Mapping[RankKey, RankWindow]) -> set[str]:
+        """Call it after every window."""
+        for key in self._recent.keys() - windows.keys():
+            del self._recent[key]
+        slower = set()
+        for key, window in windows.items():
+            step_seconds = window.step.mean_seconds
+            if not step_seconds > 0:
+                continue
+            recent = self._recent.setdefault(key, deque(maxlen=WINDOWS_OF_A_PACE))
+            if len(recent) >= 2 and step_seconds > SLOWER_RATIO * median(recent):
+                slower.add(window.identity.job)
+            recent.append(step_seconds)
+        return slower

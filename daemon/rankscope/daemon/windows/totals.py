@@ -1,0 +1,65 @@
+"""Counters that grow over a rank's life, added up from its windows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from google.protobuf.message import Message
+
+from rankscope.daemon.samples import Problem
+from rankscope.daemon.windows.window import MEASURED_CAUSES
+from rankscope.v1.window_pb2 import RankWindow
+
+CAUSES = ("self", *MEASURED_CAUSES, "other")
+PROCESS_COUNTERS = (
+    "cpu_seconds",
+    "run_delay_seconds",
+    "throttled_seconds",
+    "stopped_seconds",
+    "involuntary_switches",
+    "voluntary_switches",
+)
+
+
+@dataclass(frozen=True)
+class RankTotals:
+    """Since the daemon first saw this incarnation. A name that is missing was never measured."""
+
+    cause_seconds: Mapping[str, float] = field(default_factory=dict)
+    process: Mapping[str, float] = field(default_factory=dict)
+    steps_lost: int | None = None
+    stack_samples: int | None = None
+    stack_errors: int | None = None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank as the exporter shows it."""
+
+    window: RankWindow
+    totals: RankTotals
+    problems: tuple[Problem, ...] = ()
+
+
+def add_window(totals: RankTotals, window: RankWindow) -> RankTotals:
+    has_stacks = window.HasField("stacks")
+    return RankTotals(
+        cause_seconds=_added(totals.cause_seconds, window.causes, CAUSES),
+        process=_added(totals.process, window.process, PROCESS_COUNTERS),
+        steps_lost=_sum(totals.steps_lost, window.steps_lost if window.HasField("steps_lost") else None),
+        stack_samples=_sum(totals.stack_samples, window.stacks.samples if has_stacks else None),
+        stack_errors=_sum(totals.stack_errors, window.stacks.errors if has_stacks else None),
+    )
+
+
+def _added(before: Mapping[str, float], message: Message, names: tuple[str, ...]) -> dict[str, float]:
+    after = dict(before)
+    for name in names:
+        if message.HasField(name):
+            after[name] = after.get(name, 0.0) + getattr(message, name)
+    return after
+
+
+def _sum(before: int | None, value: int | None) -> int | None:
+    return before if value is None else (before or 0) + value

@@ -1,0 +1,363 @@
+"""Samples in, one RankWindow out. Pure; what was not measured stays absent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rankscope.daemon.samples import (
+    Column,
+    GpuSample,
+    Problem,
+    ProcessSample,
+    RankProcess,
+    Span,
+    StackSample,
+    StepSample,
+)
+from rankscope.probe import ring_layout
+from rankscope.v1.identity_pb2 import ParallelCoordinates, RankIdentity
+from rankscope.v1.window_pb2 import (
+    SOURCE_GPU,
+    SOURCE_PROBE,
+    SOURCE_PROCESS,
+    SOURCE_STACKS,
+    CauseSeconds,
+    FrameShare,
+    GpuUsage,
+    Memory,
+    ProcessUsage,
+    RankWindow,
+    StackSummary,
+    Stall,
+    StepStatistics,
+)
+
+# The part of a window that tells of the rank's GPU. Pure.
+
+GPU_NAME_CHARACTERS = 128
+MEASURED = (
+    "utilization_ratio",
+    "sm_active_ratio",
+    "tensor_active_ratio",
+    "dram_active_ratio",
+    "power_watts",
+    "sm_clock_hertz",
+    "sm_clock_ratio",
+    "temperature_celsius",
+    "estimated_flops_per_second",
+)
+COUNTED = ("memory_used_bytes", "memory_total_bytes", "ecc_uncorrected_errors", "ecc_corrected_errors", "xids")
+
+
+def add_gpu(window: RankWindow, sample: GpuSample, peak_of_device: Callable[[str], float | None]) -> None:
+    """Identity, usage, and the device's peak where the probe did not tell it."""
+    identity = window.identity
+    for name, text in (
+        ("gpu_uuid", sample.uuid),
+        ("gpu_model", sample.model),
+        ("pod_name", sample.pod_name),
+        ("namespace", sample.namespace),
+    ):
+        if text:
+            setattr(identity, name, "".join(c if c.isprintable() else " " for c in text[:GPU_NAME_CHARACTERS]))
+    usage = GpuUsage(gpus=sample.gpus, shared=sample.shared)
+    for name in MEASURED:
+        value = getattr(sample, name)
+        if value is not None and math.isfinite(value):
+            setattr(usage, name, value)
+    for name in COUNTED:
+        amount = getattr(sample, name)
+        if amount is not None and 0 <= amount < 2**63:
+            setattr(usage, name, amount)
+    if sample.row_remap_pending is not None:
+        usage.row_remap_pending = sample.row_remap_pending
+    for reason, seconds in sample.throttled_seconds.items():
+        if math.isfinite(seconds) and seconds >= 0:
+            usage.throttled_seconds[reason] = seconds
+    window.gpu.CopyFrom(usage)
+    window.sources["gpu"] = SOURCE_GPU
+    if not window.HasField("peak_flops_per_second") and sample.model:
+        peak = peak_of_device(sample.model)
+        if peak is not None and math.isfinite(peak) and peak > 0:
+            window.peak_flops_per_second = peak
+            window.sources["peak_flops_per_second"] = SOURCE_GPU
+
+
+PROBLEMS_KEPT = 8
+PROBLEM_CHARACTERS = 300
+NAME_CHARACTERS = 256
+# A record of a hostile or broken process may hold anything; no step lasts eleven days.
+LONGEST_SECONDS = 1e6
+# A file name with a line break in it forges lines of py-spy's output, with any count.
+COUNT_AT_MOST = (1 << 32) - 1
+MEASURED_CAUSES = ("wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint")
+SOURCES_OF_WAIT = {
+    ring_layout.GROUP_DDP: "ddp timers",
+    ring_layout.GROUP_EXPOSED: "collective spans",
+    ring_layout.GROUP_OVERLAPPED: "collective spans",
+    ring_layout.GROUP_POINT_TO_POINT: "collective spans",
+    ring_layout.GROUP_RECORDER: "flight recorder",
+}
+BLIND = (
+    "steps: waiting is not measured, as collectives are issued by compiled code, C++ or a CUDA graph, where the probe "
+    "cannot time them; record steps with --duty-cycle-steps 10, or start the job with TORCH_NCCL_ENABLE_TIMING=1"
+)
+PARTS_OF_SELF = ("input", "forward", "backward", "optimizer", "checkpoint")
+
+
+@dataclass(frozen=True)
+class RankSamples:
+    """Everything the collectors gave for one rank and one window."""
+
+    steps: StepSample | None = None
+    process: ProcessSample | None = None
+    stacks: StackSample | None = None
+    problems: tuple[Problem, ...] = ()
+    gpu: GpuSample | None = None
+
+
+def assemble(
+    rank: RankProcess,
+    node: str,
+    span: Span,
+    sequence: int,
+    samples: RankSamples,
+    peak_of_device: Callable[[str], float | None],
+    stall: Stall | None = None,
+) -> RankWindow:
+    window = RankWindow(
+        identity=identity_of(rank, node, samples.steps),
+        sequence=sequence,
+        start_unix_nanos=span.start_unix_nanos,
+        end_unix_nanos=span.end_unix_nanos,
+        problems=problem_texts(samples.problems),
+    )
+    if samples.gpu is not None:
+        add_gpu(window, samples.gpu, peak_of_device)
+    if samples.steps is not None:
+        _add_steps(window, samples.steps)
+        _add_flops(window, samples.steps, peak_of_device)
+        _add_memory(window, samples.steps)
+    if samples.process is not None:
+        window.process.CopyFrom(_process_usage(samples.process))
+        window.sources["process"] = SOURCE_PROCESS
+    if samples.stacks is not None:
+        window.stacks.CopyFrom(stack_summary(samples.stacks))
+        window.sources["stacks"] = SOURCE_STACKS
+    if stall is not None:
+        window.stall.CopyFrom(stall)
+        window.sources["stall"] = SOURCE_PROBE if samples.steps is not None else SOURCE_STACKS
+    return window
+
+
+def identity_of(rank: RankProcess, node: str, steps: StepSample | None = None) -> RankIdentity:
+    identity = RankIdentity(
+        job=bounded(rank.job),
+        rank=rank.rank,
+        local_rank=rank.local_rank,
+        world_size=rank.world_size,
+        node=node,
+        pod=None if rank.pod is None else bounded(rank.pod),
+        namespace=None if rank.namespace is None else bounded(rank.namespace),
+        pid=rank.pid,
+        incarnation=rank.start_ticks,
+    )
+    if steps is not None:
+        place = {name: getattr(steps.facts, name) for name in ("pipeline", "tensor", "data")}
+        known = {name: value for name, value in place.items() if value is not None and 0 <= value < 2**31}
+        if known:
+            identity.coordinates.CopyFrom(ParallelCoordinates(**known))
+    return identity
+
+
+def problem_texts(problems: Sequence[Problem]) -> list[str]:
+    texts = [bounded(f"{problem.source}: {problem.text}", PROBLEM_CHARACTERS) for problem in problems]
+    if len(texts) > PROBLEMS_KEPT:
+        texts[PROBLEMS_KEPT - 1 :] = [f"and {len(texts) - PROBLEMS_KEPT + 1} more problems"]
+    return texts
+
+
+def bounded(text: str, characters: int = NAME_CHARACTERS) -> str:
+    """One printable line of limited length: what training processes say goes to terminals, logs and labels."""
+    if len(text) <= characters and text.isprintable():
+        return text
+    clean = "".join(character if character.isprintable() else " " for character in text[: characters + 1])
+    return clean if len(clean) <= characters else clean[: characters - 1] + "…"
+
+
+def statistics_of(seconds: Column) -> StepStatistics | None:
+    """Over the values that were measured; None without any."""
+    values = np.sort(seconds[~np.isnan(seconds)])
+    if values.size == 0:
+        return None
+    # The linear quantiles of numpy, at a tenth of their price for the few values of a window.
+    places = np.array((0.1, 0.5, 0.9)) * (values.size - 1)
+    p10, p50, p90 = np.interp(places, np.arange(values.size), values)
+    return StepStatistics(
+        mean_seconds=float(values.mean()),
+        p10_seconds=float(p10),
+        p50_seconds=float(p50),
+        p90_seconds=float(p90),
+        max_seconds=float(values[-1]),
+    )
+
+
+def plausible(seconds: Column) -> Column:
+    """The column with NaN in place of what cannot be a duration."""
+    with np.errstate(invalid="ignore"):
+        return np.where((seconds >= 0) & (seconds <= LONGEST_SECONDS), seconds, np.nan)
+
+
+def stack_summary(sample: StackSample) -> StackSummary:
+    total = max(1, sample.samples)
+    return StackSummary(
+        samples=min(sample.samples, COUNT_AT_MOST),
+        errors=min(sample.errors, COUNT_AT_MOST),
+        phase_shares={bounded(phase, 32): count / total for phase, count in sample.phase_counts.items()},
+        frames=[
+            FrameShare(
+                function=bounded(counted.frame.function),
+                file=bounded(counted.frame.file),
+                line=counted.frame.line,
+                share=counted.inclusive / total,
+                leaf_share=counted.leaf / total,
+                phase=bounded(counted.phase, 32),
+            )
+            for counted in sample.frames
+        ],
+        distinct_stacks=sample.distinct_stacks,
+        start_unix_nanos=sample.span.start_unix_nanos,
+        end_unix_nanos=sample.span.end_unix_nanos,
+    )
+
+
+def _add_steps(window: RankWindow, sample: StepSample) -> None:
+    step = plausible(sample.step_seconds)
+    window.steps = len(step)
+    window.steps_total = _counter(sample.steps_total) or 0
+    window.steps_lost = _counter(sample.steps_lost) or 0
+    names = ["steps", "steps_total", "steps_lost"]
+    if sample.last_step_unix_nanos is not None and 0 <= sample.last_step_unix_nanos < 2**63:
+        window.last_step_unix_nanos = sample.last_step_unix_nanos
+        names.append("last_step_unix_nanos")
+    wait = plausible(sample.wait_seconds)
+    own = np.maximum(step - wait, 0.0)
+    for name, column, message in (("step", step, window.step), ("self", own, window.self), ("wait", wait, window.wait)):
+        statistics = statistics_of(column)
+        if statistics is not None:
+            message.CopyFrom(statistics)
+            names.append(name)
+    for name in ("host_seconds", "run_ahead_seconds"):
+        mean = _mean(plausible(getattr(sample, name)))
+        if mean is not None:
+            setattr(window, name, mean)
+            names.append(name)
+    for group in sample.groups:
+        row = (group.number, group.size, group.position, group.kind, group.samples, group.seconds, group.step_seconds)
+        window.groups.extend(row)
+    window.wait_source = _wait_source(window, sample)
+    if sample.is_blind and not window.wait_source and len(window.problems) < PROBLEMS_KEPT:
+        window.problems.append(BLIND)
+    causes = _causes(sample, own)
+    if causes is not None:
+        window.causes.CopyFrom(causes)
+        names.append("causes")
+    for name in names:
+        window.sources[name] = SOURCE_PROBE
+
+
+def _causes(sample: StepSample, own: Column) -> CauseSeconds | None:
+    """Mean over the steps where a cause was measured, times all steps: sampled figures stand for the window."""
+    totals = {name: _total(plausible(getattr(sample, f"{name}_seconds"))) for name in MEASURED_CAUSES}
+    totals["self"] = _total(own)
+    own_total = totals["self"]
+    parts = [totals[name] for name in PARTS_OF_SELF]
+    measured_parts = [part for part in parts if part is not None]
+    if own_total is not None and len(measured_parts) == len(parts):
+        totals["other"] = max(0.0, own_total - sum(measured_parts))
+    measured = {name: total for name, total in totals.items() if total is not None}
+    return CauseSeconds(**measured) if measured else None
+
+
+def _wait_source(window: RankWindow, sample: StepSample) -> str:
+    """What the time spent on others is known from; empty where it is not."""
+    kinds = {group.kind for group in sample.groups}
+    names = [name for kind, name in SOURCES_OF_WAIT.items() if kind in kinds]
+    if window.HasField("host_seconds"):
+        return " + ".join(dict.fromkeys(names))
+    if not window.HasField("wait"):
+        return ""
+    has_ddp = not np.isnan(sample.forward_seconds).all()
+    return " + ".join(["ddp timers"] * has_ddp + ["blocking calls"] * bool(names or not has_ddp))
+
+
+def _mean(column: Column) -> float | None:
+    values = column[~np.isnan(column)]
+    return float(values.mean()) if values.size else None
+
+
+def _total(column: Column) -> float | None:
+    mean = _mean(column)
+    return None if mean is None else mean * len(column)
+
+
+def _add_flops(window: RankWindow, sample: StepSample, peak_of_device: Callable[[str], float | None]) -> None:
+    facts = sample.facts
+    peak = facts.peak_flops_per_second
+    if peak is None and facts.device_name:
+        peak = peak_of_device(facts.device_name)
+    flops = facts.model_flops_per_step
+    if _is_positive(flops):
+        window.model_flops_per_step = flops or 0.0
+        window.sources["model_flops_per_step"] = SOURCE_PROBE
+    if _is_positive(peak):
+        window.peak_flops_per_second = peak or 0.0
+        window.sources["peak_flops_per_second"] = SOURCE_PROBE
+    step_seconds = _total(plausible(sample.step_seconds))
+    if not step_seconds or not window.model_flops_per_step or not window.peak_flops_per_second:
+        return
+    ratio = window.model_flops_per_step * window.steps / (step_seconds * window.peak_flops_per_second)
+    if math.isfinite(ratio):
+        window.mfu_ratio = ratio
+        window.sources["mfu_ratio"] = SOURCE_PROBE
+    if ratio > 1.0 and len(window.problems) < PROBLEMS_KEPT:
+        window.problems.append(
+            f"steps: an MFU of {ratio:.3g} is impossible; correct the declared FLOPs per step (whole job) or peak"
+        )
+
+
+def _add_memory(window: RankWindow, sample: StepSample) -> None:
+    memory = Memory(
+        allocated_bytes=_counter(sample.allocated_bytes),
+        reserved_bytes=_counter(sample.reserved_bytes),
+        peak_allocated_bytes=_counter(sample.peak_allocated_bytes),
+        total_bytes=_counter(sample.device_total_bytes),
+    )
+    if memory.ListFields():
+        window.memory.CopyFrom(memory)
+        window.sources["memory"] = SOURCE_PROBE
+
+
+def _process_usage(sample: ProcessSample) -> ProcessUsage:
+    return ProcessUsage(
+        cpu_seconds=sample.cpu_seconds,
+        run_delay_seconds=sample.run_delay_seconds,
+        throttled_seconds=sample.throttled_seconds,
+        stopped_seconds=sample.stopped_seconds,
+        resident_bytes=_counter(sample.resident_bytes),
+        threads=_counter(sample.threads, COUNT_AT_MOST),
+        involuntary_switches=_counter(sample.involuntary_switches),
+        voluntary_switches=_counter(sample.voluntary_switches),
+    )
+
+
+def _counter(value: int | None, most: int = 2**63 - 1) -> int | None:
+    return value if value is not None and 0 <= value <= most else None
+
+
+def _is_positive(value: float | None) -> bool:
+    return value is not None and math.isfinite(value) and value > 0

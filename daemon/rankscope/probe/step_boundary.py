@@ -1,0 +1,126 @@
+"""Where steps end: the optimizer hooks, the election of the optimizer that counts, and what happens at a boundary."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from typing import Any, Callable, Dict, Optional
+
+from .failure import disable, switch
+from .torch_timers import LAST_END, OPTIMIZER, OPTIMIZER_STARTED, STEPS, Tally, hide_from_dynamo
+
+RE_ELECT_AFTER_STEPS = 64
+
+
+class Anchor:
+    """The one optimizer whose steps are the training steps; a loop may have several (GANs, one per parameter). The
+    first to step is it, until it is gone, or until another has stepped RE_ELECT_AFTER_STEPS times in its silence."""
+
+    __slots__ = ("_reference", "optimizer_id", "silence")
+
+    def __init__(self) -> None:
+        self.optimizer_id = 0
+        self._reference: Optional["weakref.ref[Any]"] = None
+        self.silence: Dict[int, int] = {}
+
+    def elect(self, optimizer: Any) -> None:
+        self.silence.clear()
+        self.optimizer_id = id(optimizer)
+        self._reference = weakref.ref(optimizer, self._gone)
+
+    def _gone(self, reference: Any) -> None:
+        if reference is self._reference:
+            self.optimizer_id = 0
+
+    def other_stepped(self, optimizer: Any) -> bool:
+        """True when this one has just become the anchor."""
+        count = self.silence.get(id(optimizer), 0) + 1
+        if self.optimizer_id == 0 or count >= RE_ELECT_AFTER_STEPS:
+            self.elect(optimizer)
+            return True
+        self.silence[id(optimizer)] = count
+        return False
+
+
+def training_thread_id() -> int:
+    """The stepping thread; but an optimizer may step inside backward, on a thread of the autograd engine, and then the
+    loop is the main thread's."""
+    here = threading.get_ident()
+    started_by_python = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
+    return here if here in started_by_python else threading.main_thread().ident or here
+
+
+def install_optimizer_hooks(
+    optimizer_module: Any, tally: Tally, flush: Callable[[int], int], scaler_class: Any = None
+) -> Callable[[], None]:
+    """Registers the global hooks; returns what rankscope.probe.step() calls. A step that torch's GradScaler
+    (`scaler_class`) leaves out because of an overflow took its time all the same, and counts.
+
+    `flush(now)` writes a record about the steps since the last and returns when it wants to be called again: packing
+    one costs 5 µs where torch's own bookkeeping around a step keeps evicting us from the processor's caches."""
+    now = time.monotonic_ns
+    ledger = tally.ledger
+    optimizer_ns, started, steps, last_end = OPTIMIZER, OPTIMIZER_STARTED, STEPS, LAST_END
+    anchor = Anchor()
+    silence = anchor.silence
+    explicit = False
+    flush_at_ns = 0
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        ledger[started] = now()
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal flush_at_ns
+        if not switch.on:
+            return
+        try:
+            end_ns = now()
+            # One optimizer may step inside another's step (ZeRO): the innermost is timed. A step that raises never gets
+            # here, so nothing may be counted up on the way in.
+            if ledger[started]:
+                ledger[optimizer_ns] += end_ns - ledger[started]
+                ledger[started] = 0
+            if id(optimizer) == anchor.optimizer_id:
+                if silence:
+                    silence.clear()
+            elif not anchor.other_stepped(optimizer):
+                return
+            if explicit:
+                return
+            ledger[steps] += 1
+            ledger[last_end] = end_ns
+            if end_ns >= flush_at_ns:
+                flush_at_ns = flush(end_ns)
+        except Exception as error:
+            disable(error)
+
+    def mark() -> None:
+        nonlocal explicit, flush_at_ns
+        if not switch.on:
+            return
+        try:
+            explicit = True
+            end_ns = ledger[last_end] = now()
+            ledger[steps] += 1
+            if end_ns >= flush_at_ns:
+                flush_at_ns = flush(end_ns)
+        except Exception as error:
+            disable(error)
+
+    if scaler_class is not None:
+        scaled_step = scaler_class.step
+
+        @functools.wraps(scaled_step)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            counted = ledger[steps]
+            result = scaled_step(scaler, optimizer, *args, **kwargs)
+            if ledger[steps] == counted and id(optimizer) == anchor.optimizer_id:
+                after(optimizer, args, kwargs)
+            return result
+
+        scaler_class.step = hide_from_dynamo(step)
+    optimizer_module.register_optimizer_step_pre_hook(hide_from_dynamo(before))
+    optimizer_module.register_optimizer_step_post_hook(hide_from_dynamo(after))
+    return hide_from_dynamo(mark)

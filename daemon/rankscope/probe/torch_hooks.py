@@ -1,0 +1,40 @@
+"""Installs the probe's hooks into torch once it has been imported, part by part."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Callable, Dict
+
+import rankscope.probe as api
+
+from .session import Session
+from .step_boundary import install_optimizer_hooks
+from .torch_timers import hide_from_dynamo, time_checkpoints
+
+
+def install(torch: Any) -> Dict[str, Callable[[Any], None]]:
+    """Hooks what is there. Returns, by module name, what to do with parts of torch that are not imported yet."""
+    session = Session(torch)
+    tally = session.tally
+    scaler_class = getattr(sys.modules.get("torch.amp.grad_scaler"), "GradScaler", None)
+    mark = install_optimizer_hooks(sys.modules["torch.optim.optimizer"], tally, session.flush, scaler_class)
+    time_checkpoints(torch, tally)
+    session.spans.install_backward(torch.autograd, session.look_at_device)
+
+    def explicit_step() -> None:
+        session.mark_explicit()
+        mark()
+
+    api._marker = hide_from_dynamo(explicit_step)
+
+    parts: Dict[str, Callable[[Any], None]] = {
+        "torch.utils.data.dataloader": lambda module: session.spans.install_input(module, session.look_at_device),
+    }
+    if torch.distributed.is_available():
+        session.spans.install(torch._C._distributed_c10d)
+        parts["torch.distributed._functional_collectives"] = session.spans.install_functional
+        parts["torch.nn.parallel.distributed"] = lambda module: session.sampler.watch(module.DistributedDataParallel)
+        parts["torch.distributed.device_mesh"] = session.facts.watch_meshes
+    for name in [name for name in parts if name in sys.modules]:
+        parts.pop(name)(sys.modules[name])
+    return parts

@@ -1,0 +1,1 @@
+"""The gRPC API for users: Kubernetes tokens, RBAC, limits."""

@@ -1,0 +1,213 @@
+"""The API for people as a server: gRPC with TLS on a port that everybody may reach, so with bounds on all that somebody
+can have before it is known who they are."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from rankscope.common.http_server import is_loopback
+from rankscope.common.tls import Read, TlsMaterial, server_context
+from rankscope.operator.access.capture_service import PeopleCaptures
+from rankscope.operator.access.guard import Guard
+from rankscope.operator.access.token_review import Reviews
+from rankscope.operator.access.trace_relay import Traces
+from rankscope.operator.captures.audit import CaptureAudit
+from rankscope.operator.captures.capture_object import CaptureObject
+from rankscope.operator.captures.daemon_calls import DaemonCalls
+from rankscope.operator.kube.api_client import Api
+from rankscope.operator.kube.watch_cache import Watched
+from rankscope.operator.runs.controller import RunsController
+
+log = logging.getLogger(__name__)
+
+PORT = 9468
+THREADS = 128
+OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 64 * 1024),
+    ("grpc.max_metadata_size", 16 * 1024),
+    ("grpc.absolute_max_metadata_size", 16 * 1024),
+    ("grpc.max_concurrent_streams", 32),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 60_000),
+    # A caller that has gone without a word is noticed, and its stream ended.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
+    ("grpc.max_allowed_incoming_connections", 1024),
+)
+# While there is nothing to serve with yet.
+PAUSE_SECONDS = 1.0
+STOP_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class PeopleSettings:
+    listen_host: str
+    listen_port: int = PORT
+    # What tokens have to be for: those that pods and kubectl have for the API server are not sent to anybody else.
+    audience: str = "rankscope"
+
+
+class PeopleServer:
+    """From `start` to `stop`. Raises ValueError for an address that others can reach without TLS."""
+
+    def __init__(self, settings: PeopleSettings, handler: grpc.GenericRpcHandler, read: Read | None) -> None:
+        host = settings.listen_host
+        if read is None and not is_loopback(host):
+            raise ValueError(
+                f"--api-listen {host}: others can reach this address, and tokens are sent to it: "
+                "pass --api-certificate and --api-key, or --fleet-certificates"
+            )
+        self._address = f"[{host}]:{settings.listen_port}" if ":" in host else f"{host}:{settings.listen_port}"
+        self._read = read
+        self._used: TlsMaterial | None = None
+        self._complaint = ""
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._serve_when_possible, name="rankscope-api", daemon=True)
+        self.port = 0  # once it listens
+        self._server = grpc.server(
+            ThreadPoolExecutor(THREADS, thread_name_prefix="rankscope-api"),
+            handlers=(handler,),
+            # More calls than threads would wait unseen in the pool's queue; this way they are told.
+            maximum_concurrent_rpcs=THREADS,
+            options=OPTIONS,
+        )
+
+    def start(self) -> None:
+        """Raises ValueError if the address is taken, or the files cannot be used. Certificates that are still being
+        made are waited for, in a thread."""
+        if self._read is None:
+            self._listen(None)
+        elif (first := self._fresh()) is not None:
+            self._listen(first)
+        elif self._complaint:
+            raise ValueError(self._complaint)
+        else:
+            self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """With the port it has, once it listens."""
+        return f"{self._address.rpartition(':')[0]}:{self.port}" if self.port else self._address
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._server.stop(STOP_SECONDS).wait(STOP_SECONDS + 1.0)
+
+    def _serve_when_possible(self) -> None:
+        while not self._stopping.wait(PAUSE_SECONDS):
+            first = self._fresh()
+            if first is None:
+                continue
+            try:
+                self._listen(first)
+            except ValueError as error:
+                log.error("%s", error)
+            return
+
+    def _listen(self, first: grpc.ServerCertificateConfiguration | None) -> None:
+        try:
+            if first is None:
+                self.port = int(self._server.add_insecure_port(self._address))
+            else:
+                credentials = grpc.dynamic_ssl_server_credentials(first, self._fresh)
+                self.port = int(self._server.add_secure_port(self._address, credentials))
+        except RuntimeError as error:
+            raise ValueError(f"--api-listen {self._address}: the address is taken, or not ours") from error
+        self._server.start()
+        how = "without TLS" if first is None else "with TLS"
+        log.info("people are served at %s, port %d, %s", self._address, self.port, how)
+
+    def _fresh(self) -> grpc.ServerCertificateConfiguration | None:
+        """What is to be served from now on; None: what is being served, or nothing yet."""
+        assert self._read is not None
+        with self._lock:
+            try:
+                material = self._read()
+                if material is None or material == self._used:
+                    return None
+                server_context(material)  # gRPC would take what is no pair, and then serve nobody
+                pair = (material.key, material.certificate)
+                configuration = grpc.ssl_server_certificate_configuration([pair])
+            except (OSError, ValueError) as error:
+                if str(error) != self._complaint:
+                    self._complaint = str(error)
+                    log.warning("the API's certificates cannot be used, what there was stays: %s", error)
+                return None
+            self._used, self._complaint = material, ""
+            return configuration
+
+
+# What the API for people says of itself in /metrics.
+
+
+class PeopleExporter(Collector):
+    """`counts` are by method and gRPC's name for how a call ended."""
+
+    def __init__(self, counts: Counter[tuple[str, str]]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        calls = CounterMetricFamily(
+            "rankscope_operator_api_calls",
+            "Calls of the API for people, by method and gRPC's code; the log tells of refused callers once.",
+            labels=["method", "code"],
+        )
+        for (method, code), number in sorted(self._counts.copy().items()):
+            calls.add_metric([method, code], number)
+        yield calls
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
+# The API for people as one thing: from `start` to `stop`.
+
+
+class People:
+    """`read` tells the certificate to serve with. Raises ValueError where tokens would travel in plain text."""
+
+    def __init__(
+        self,
+        api: Api,
+        settings: PeopleSettings,
+        captures: Watched[CaptureObject],
+        runs: RunsController,
+        calls: DaemonCalls,
+        addresses: Callable[[], Mapping[str, str]],
+        audit: CaptureAudit,
+        read: Read | None,
+    ) -> None:
+        if not settings.audience:
+            raise ValueError("--api-audience is empty: tokens for the API server are not for us to see")
+        self._traces = Traces(calls, addresses)
+        service = PeopleCaptures(
+            api,
+            captures,
+            runs.object_of,
+            self._traces,
+            audit,
+            is_ready=lambda: captures.listed.is_set() and runs.watched.listed.is_set(),
+        )
+        guard = Guard(Reviews(api, settings.audience), audit)
+        self.exporter = PeopleExporter(guard.counts)
+        self.server = PeopleServer(settings, service.handler(guard), read)
+
+    def start(self) -> None:
+        self.server.start()
+
+    def stop(self) -> None:
+        self.server.stop()
+        self._traces.stop()

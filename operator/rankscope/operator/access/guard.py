@@ -1,0 +1,286 @@
+"""At the door of the API for people: whose call it is, how many calls they may have, and words for those turned away.
+
+Every method takes its request as a stream of one. The wire is the same, but whoever sends a head and then nothing is
+looked at before a message is waited for, and waits no longer than we want."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from rankscope.common.audit import AuditRecord
+from rankscope.operator.access.token_review import Access, Caller, NoAnswerError, Reviews
+from rankscope.operator.captures.audit import CaptureAudit
+
+# How often somebody may do something: so many times at once, and then at a rate. One count for each of many.
+
+REMEMBERED = 4096
+
+
+class Allowance:
+    """May be used from any thread."""
+
+    def __init__(
+        self, at_once: float, per_second: float, monotonic_seconds: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._at_once = at_once
+        self._per_second = per_second
+        self._monotonic_seconds = monotonic_seconds
+        self._lock = threading.Lock()
+        self._used: OrderedDict[str, tuple[float, float]] = OrderedDict()  # how much, and when that was
+
+    def take(self, who: str) -> bool:
+        with self._lock:
+            used, now = self._now(who)
+            if used > self._at_once - 1:
+                return False
+            self._keep(who, used + 1, now)
+            return True
+
+    def give_back(self, who: str) -> None:
+        with self._lock:
+            used, now = self._now(who)
+            self._keep(who, used - 1, now)
+
+    def _now(self, who: str) -> tuple[float, float]:
+        now = self._monotonic_seconds()
+        used, since = self._used.get(who, (0.0, now))
+        return max(0.0, used - (now - since) * self._per_second), now
+
+    def _keep(self, who: str, used: float, now: float) -> None:
+        self._used[who] = (used, now)
+        self._used.move_to_end(who)
+        if used <= 0:
+            del self._used[who]
+        while len(self._used) > REMEMBERED:
+            self._used.popitem(last=False)
+
+
+log = logging.getLogger(__name__)
+
+REQUEST_SECONDS = 10.0
+CALLS_OF_ONE = 16
+# Strangers' tokens of one address that are looked at, and how quickly there may be more. A cluster may show all its
+# callers by one address.
+STRANGERS_AT_ONCE = 20.0
+STRANGERS_PER_SECOND = 1.0
+REFUSALS_REMEMBERED = 256
+
+Asked = TypeVar("Asked", bound=Message)
+Said = TypeVar("Said", bound=Message)
+Code = grpc.StatusCode
+
+
+class RefusedError(Exception):
+    """What the caller is told; nothing of it may be a secret from them."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Call:
+    """Somebody's call, once it is known who they are."""
+
+    caller: Caller
+    address: str
+    context: grpc.ServicerContext = field(repr=False)
+    require: Callable[[Access], None] = field(repr=False)  # raises RefusedError
+    recheck: Callable[[Access], None] = field(repr=False)  # the token too: streams outlive a moment's answer
+
+    def record(self, event: Any, **what: Any) -> AuditRecord:
+        caller = self.caller
+        return AuditRecord(event, "api", caller.name, caller.groups, verified=True, address=self.address, **what)
+
+
+class Guard:
+    def __init__(self, reviews: Reviews, audit: CaptureAudit) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()  # by method, and how a call ended
+        self._reviews = reviews
+        self._audit = audit
+        self._strangers = Allowance(STRANGERS_AT_ONCE, STRANGERS_PER_SECOND)
+        self._lock = threading.Lock()
+        self._calls: Counter[str] = Counter()
+        self._told: set[tuple[str, str]] = set()
+
+    def single(self, name: str, asked: type[Asked], behave: Callable[[Asked, Call], Said]) -> grpc.RpcMethodHandler:
+        """A method with one answer."""
+
+        def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Said:
+            with self._answering(name, context), self._admitted(context) as call:
+                return behave(_only(asked, requests, context), call)
+            raise AssertionError("an answer or an abort")
+
+        return grpc.stream_unary_rpc_method_handler(handle, response_serializer=_bytes)
+
+    def streaming(
+        self, name: str, asked: type[Asked], behave: Callable[[Asked, Call], Iterator[Said]]
+    ) -> grpc.RpcMethodHandler:
+        """A method with many."""
+
+        def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Said]:
+            with self._answering(name, context), self._admitted(context) as call:
+                yield from behave(_only(asked, requests, context), call)
+
+        return grpc.stream_stream_rpc_method_handler(handle, response_serializer=_bytes)
+
+    @contextmanager
+    def _answering(self, name: str, context: grpc.ServicerContext) -> Iterator[None]:
+        code, text = Code.OK, ""
+        try:
+            yield
+        except RefusedError as error:
+            code, text = error.code, str(error)
+        except NoAnswerError as error:
+            code, text = Code.UNAVAILABLE, f"{error}; try again"
+        except GeneratorExit:
+            code = Code.CANCELLED  # the caller has left
+            raise
+        except Exception:
+            if not context.is_active():
+                code, text = Code.CANCELLED, "gone, or turned away by gRPC itself"
+            else:
+                # Its text may hold what is nobody's business.
+                log.exception("a call of the API failed")
+                code, text = Code.INTERNAL, "unexpected; the operator's log has the reason"
+        finally:
+            self.counts[name, code.name] += 1
+        if code is not Code.OK:
+            _abort(context, code, text)
+
+    @contextmanager
+    def _admitted(self, context: grpc.ServicerContext) -> Iterator[Call]:
+        address = address_of(context.peer())
+        token = self._token(context, address)
+        caller = self._caller(token, address)
+        with self._lock:
+            if self._calls[caller.name] >= CALLS_OF_ONE:
+                raise RefusedError(Code.RESOURCE_EXHAUSTED, f"you have {CALLS_OF_ONE} calls under way; wait for one")
+            self._calls[caller.name] += 1
+
+        def require(access: Access) -> None:
+            if not self._reviews.allows(caller, access):
+                self._deny(caller, address, access)
+
+        def recheck(access: Access) -> None:
+            if self._reviews.caller(token) is None:
+                raise RefusedError(Code.UNAUTHENTICATED, self._bad_token)
+            require(access)
+
+        try:
+            yield Call(caller, address, context, require, recheck)
+        finally:
+            with self._lock:
+                self._calls[caller.name] -= 1
+                if self._calls[caller.name] <= 0:
+                    del self._calls[caller.name]
+
+    @property
+    def _bad_token(self) -> str:
+        audience = self._reviews.audience
+        return (
+            f"the token was not accepted: it has ended, was taken back, or is not for the audience {audience!r}; "
+            f"next: kubectl create token ACCOUNT --audience {audience}"
+        )
+
+    def _token(self, context: grpc.ServicerContext, address: str) -> str:
+        given = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
+        scheme, _, token = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        if scheme.lower() == "bearer" and token.strip():
+            return token.strip()
+        self._turn_away(address, "no token")
+        raise RefusedError(
+            Code.UNAUTHENTICATED,
+            "show a token: rankscope capture --token-file FILE; next: "
+            f"kubectl create token ACCOUNT --audience {self._reviews.audience}",
+        )
+
+    def _caller(self, token: str, address: str) -> Caller:
+        # One client that tries an old token again and again must not shut out all others of its address.
+        is_new = not self._reviews.knows(token)
+        if is_new and not self._strangers.take(address):
+            raise RefusedError(Code.RESOURCE_EXHAUSTED, "too many tokens that were not accepted; try again in a moment")
+        is_stranger = False
+        try:
+            caller = self._reviews.caller(token)
+            is_stranger = caller is None
+        finally:
+            if is_new and not is_stranger:
+                self._strangers.give_back(address)
+        if caller is None:
+            self._turn_away(address, "a token that is not accepted")
+            raise RefusedError(Code.UNAUTHENTICATED, self._bad_token)
+        return caller
+
+    def _deny(self, caller: Caller, address: str, access: Access) -> NoReturn:
+        what = "/".join(part for part in (access.resource, access.subresource) if part)
+        where = f"in namespace {access.namespace}" if access.namespace else "in all namespaces"
+        role = "rankscope-view" if access.verb in ("get", "list") and not access.subresource else "rankscope-capture"
+        text = f"{caller.name[:256]} may not {access.verb} {what} {where}; ask for the role {role} there"
+        self._tell(address, f"{caller.name[:256]} may not {access.verb} {what} {where}")
+        self._audit.refused(
+            AuditRecord(
+                "refused",
+                "api",
+                caller.name,
+                caller.groups,
+                verified=True,
+                address=address,
+                namespace=access.namespace,
+                result="PermissionDenied",
+                message=f"{access.verb} {what}",
+            )
+        )
+        raise RefusedError(Code.PERMISSION_DENIED, text)
+
+    def _turn_away(self, address: str, why: str) -> None:
+        self._tell(address, why)
+        self._audit.refused(AuditRecord("refused", "api", address=address, result="Unauthenticated", message=why))
+
+    def _tell(self, address: str, why: str) -> None:
+        """In the log, once for each address and reason."""
+        with self._lock:
+            if (address, why) in self._told or len(self._told) >= REFUSALS_REMEMBERED:
+                return
+            self._told.add((address, why))
+        log.warning("refused %s: %r", address, why)
+
+
+def address_of(peer: str) -> str:
+    """`ipv4:10.0.0.7:5123` without its port, and `unix:` as it is."""
+    kind, _, rest = peer.partition(":")
+    return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else peer[:64]
+
+
+def _only(asked: type[Asked], requests: Iterator[bytes], context: grpc.ServicerContext) -> Asked:
+    too_late = threading.Timer(REQUEST_SECONDS, context.cancel)
+    too_late.daemon = True
+    too_late.start()
+    try:
+        for request in requests:
+            # Read here: gRPC would write a traceback to the log for every message that is none.
+            return asked.FromString(request)
+    except DecodeError:
+        raise RefusedError(Code.INVALID_ARGUMENT, "the request cannot be read") from None
+    finally:
+        too_late.cancel()
+    raise RefusedError(Code.INVALID_ARGUMENT, "the call has no request")
+
+
+def _bytes(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, text: str) -> NoReturn:
+    context.abort(code, text)
+    raise AssertionError("abort returns never")

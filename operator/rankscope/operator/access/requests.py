@@ -1,0 +1,135 @@
+"""What people ask for by the API, read and checked: which capture, of which run, and a Capture's spec."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from dataclasses import dataclass
+
+import grpc
+import msgspec
+
+from rankscope.operator.access.guard import RefusedError
+from rankscope.operator.access.token_review import Caller
+from rankscope.operator.captures.audit import BY_API, VIA
+from rankscope.operator.captures.automatic import capture_document
+from rankscope.operator.kube.api_client import Document
+from rankscope.operator.kube.resources import NAME_PATTERN, CaptureSpec
+from rankscope.operator.runs.controller import RunObject
+from rankscope.operator.webhooks.admission import REQUESTED_BY
+from rankscope.operator.webhooks.validation import capture_mistakes
+from rankscope.v1 import capture_service_pb2 as pb
+
+# The traces go with the object: nobody else looks after what people asked for.
+KEPT_SECONDS = 7 * 86400
+REASON_CHARACTERS = 1024
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_NAME = re.compile(NAME_PATTERN.strip("^$"))
+_ID = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A namespace and a name in it: of a run, or of a capture."""
+
+    namespace: str
+    name: str
+    job_number: int = 1
+
+
+def bad(text: str) -> RefusedError:
+    return RefusedError(grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
+def place_of_capture(text: str) -> Place:
+    namespace, _, name = text.partition("/")
+    if not _is_namespace(namespace) or not _is_name(name):
+        raise bad("name a capture as NAMESPACE/NAME; `rankscope captures ls` lists them")
+    return Place(namespace, name)
+
+
+def place_of_run(text: str) -> Place:
+    namespace, _, run = text.partition("/")
+    name, hash_sign, number = run.partition("#")
+    is_number = number.isascii() and number.isdigit() and 1 <= len(number) <= 4 and int(number) >= 1
+    if not _is_namespace(namespace) or not _is_name(name) or (hash_sign and not is_number):
+        raise bad("name a run as NAMESPACE/RUN; `kubectl get trainingruns -A` lists them")
+    return Place(namespace, name, int(number) if hash_sign else 1)
+
+
+def places_to_list(text: str) -> Place:
+    """`NAMESPACE/` for all runs of one; nothing for all namespaces."""
+    if not text:
+        return Place("", "")
+    if text.endswith("/") and _is_namespace(text[:-1]):
+        return Place(text[:-1], "")
+    return place_of_run(text)
+
+
+def capture_name(request: pb.StartCaptureRequest, now_unix_seconds: float) -> str:
+    """The caller's own, by which asking twice is harmless; or one that tells when it was made."""
+    if not request.id:
+        return f"c-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now_unix_seconds))}-{secrets.token_hex(3)}"
+    if _ID.fullmatch(request.id) is None:
+        raise bad("id: up to 63 lower-case letters, digits and dashes")
+    return request.id
+
+
+def spec_document(request: pb.StartCaptureRequest, run: Place) -> Document:
+    options = request.options
+    if options.wait_steps or options.repeat > 1 or options.HasField("warmup_steps"):
+        raise bad("--wait, --warmup and --repeat are for a daemon alone; leave them out")
+    if request.HasField("start_unix_millis"):
+        raise bad("the operator chooses the start")
+    names = ("shapes", "stacks", "memory", "flops", "modules")
+    chosen: Document = {name: True for name in names if getattr(options, name)}
+    if options.allow_slowdown:
+        chosen["allowSlowdown"] = True
+    spec: Document = {
+        "run": run.name,
+        "ranks": "".join(request.ranks.split()) or "straggler+peer",
+        "options": chosen,
+        "ttlSecondsAfterFinished": KEPT_SECONDS,
+        "deleteArtifacts": True,
+    }
+    length = request.WhichOneof("length")
+    if length is not None:
+        spec[length] = getattr(request, length)
+    if request.HasField("patience_seconds"):
+        spec["patienceSeconds"] = request.patience_seconds
+    if run.job_number > 1:
+        spec["jobNumber"] = run.job_number
+    reason = one_line(request.reason)
+    if reason:
+        spec["reason"] = reason
+    mistakes = capture_mistakes({"spec": spec}, None)
+    if mistakes:
+        raise bad("; ".join(mistakes))
+    read_spec(spec)
+    return spec
+
+
+def read_spec(spec: Document) -> CaptureSpec:
+    try:
+        return msgspec.convert(spec, CaptureSpec)
+    except msgspec.ValidationError as error:
+        raise bad(f"{error}"[:500]) from error
+
+
+def document(name: str, run: RunObject, spec: Document, caller: Caller) -> Document:
+    annotations = {VIA: BY_API, REQUESTED_BY: caller.name[:256]}
+    return capture_document(name, run, spec, annotations)
+
+
+def one_line(text: str) -> str:
+    """As it may be stored and shown."""
+    return "".join(letter if letter.isprintable() else " " for letter in text[:REASON_CHARACTERS]).strip()
+
+
+def _is_namespace(text: str) -> bool:
+    return _NAMESPACE.fullmatch(text) is not None
+
+
+def _is_name(text: str) -> bool:
+    return len(text) <= 253 and _NAME.fullmatch(text) is not None

@@ -1,0 +1,104 @@
+"""Traces on their way from the nodes' daemons to people, and what the daemons have to tell about them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from rankscope.operator.access.guard import RefusedError
+from rankscope.operator.captures.capture_object import CaptureObject
+from rankscope.operator.captures.daemon_calls import DaemonAwayError, DaemonCalls, DaemonRefusedError
+from rankscope.v1 import capture_service_pb2 as pb
+from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
+
+log = logging.getLogger(__name__)
+
+DOWNLOAD_SECONDS = 3600.0
+CALLS_AT_ONCE = 16
+TEXT_CHARACTERS = 300
+TOLD_SECONDS = 30.0
+TOLD_MOST = 64
+TOLD_BYTES = 4 << 20
+Code = grpc.StatusCode
+_PASSED_ON = (Code.NOT_FOUND, Code.OUT_OF_RANGE, Code.FAILED_PRECONDITION, Code.INVALID_ARGUMENT)
+
+
+class Traces:
+    def __init__(self, calls: DaemonCalls, addresses: Callable[[], Mapping[str, str]]) -> None:
+        self._calls = calls
+        self._addresses = addresses
+        self._lock = threading.Lock()
+        self._told: OrderedDict[str, tuple[float, Mapping[str, pb.Capture]]] = OrderedDict()  # by uid
+        self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="rankscope-traces")
+
+    def stop(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def told(self, thing: CaptureObject) -> Mapping[str, pb.Capture]:
+        """What the daemons tell of it beyond its status, by node; those that are away are left out. Of one that is over
+        it is remembered for a while: who only looks must not be able to keep the daemons busy."""
+        now = time.monotonic()
+        with self._lock:
+            known = self._told.get(thing.uid)
+            if known is not None and now - known[0] < TOLD_SECONDS:
+                return known[1]
+        told = {node: capture for node, capture in self._each(thing, self._calls.get) if capture is not None}
+        if thing.is_finished and sum(capture.ByteSize() for capture in told.values()) <= TOLD_BYTES:
+            with self._lock:
+                self._told[thing.uid] = (now, told)
+                while len(self._told) > TOLD_MOST:
+                    self._told.popitem(last=False)
+        return told
+
+    def remove(self, thing: CaptureObject) -> None:
+        self._each(thing, self._calls.delete)
+
+    def download(
+        self, thing: CaptureObject, request: pb.DownloadArtifactRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.DownloadArtifactResponse]:
+        rank = next((one for one in thing.status.ranks if one.rank == request.rank), None)
+        if rank is None or not isinstance(rank.node, str) or not isinstance(thing.status.capture_id, str):
+            raise RefusedError(Code.NOT_FOUND, f"rank {request.rank} is not part of this capture")
+        address = self._addresses().get(rank.node)
+        if address is None:
+            raise RefusedError(Code.UNAVAILABLE, f"there is no daemon on {rank.node} now; its traces wait there")
+        asked = pb.DownloadArtifactRequest(
+            id=thing.status.capture_id, rank=request.rank, offset=request.offset, window=request.window
+        )
+        try:
+            with self._calls.channel(address) as channel:
+                parts = CaptureServiceStub(channel).DownloadArtifact(asked, timeout=DOWNLOAD_SECONDS)
+                context.add_callback(parts.cancel)
+                yield from parts
+        except grpc.RpcError as error:
+            text = (error.details() or "")[:TEXT_CHARACTERS]
+            if error.code() in _PASSED_ON:
+                raise RefusedError(error.code(), text) from error
+            log.warning("traces of %s/%s from %s: %s %s", thing.namespace, thing.name, rank.node, error.code(), text)
+            raise RefusedError(Code.UNAVAILABLE, f"the daemon of {rank.node} does not answer; try again") from error
+        except OSError as error:
+            log.warning("traces of %s/%s from %s: %s", thing.namespace, thing.name, rank.node, error)
+            raise RefusedError(Code.UNAVAILABLE, f"the daemon of {rank.node} cannot be asked now") from error
+
+    def _each(
+        self, thing: CaptureObject, ask: Callable[[str, str], pb.Capture | None]
+    ) -> list[tuple[str, pb.Capture | None]]:
+        capture_id, addresses = thing.status.capture_id, self._addresses()
+        nodes = sorted({rank.node for rank in thing.status.ranks if isinstance(rank.node, str)} & addresses.keys())
+        if not isinstance(capture_id, str):
+            return []
+
+        def safely(node: str) -> pb.Capture | None:
+            try:
+                return ask(addresses[node], capture_id)
+            except (DaemonAwayError, DaemonRefusedError, OSError) as error:
+                log.debug("%s/%s: %s: %s", thing.namespace, thing.name, node, error)
+                return None
+
+        return list(zip(nodes, self._pool.map(safely, nodes), strict=True))

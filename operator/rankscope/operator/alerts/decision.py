@@ -1,0 +1,253 @@
+"""What becomes of each alert that asks for a capture, and why."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from rankscope.operator.alerts.alert import Alert, Concern, RefusedError, Wanted, choose, find_concern
+from rankscope.operator.correlation.correlator import JobState
+from rankscope.operator.correlation.metrics import label
+
+# Which firings have had their capture. Alertmanager repeats itself: after a while, after a restart, from its peers.
+
+REMEMBERED_MOST = 10_000
+REMEMBERED_SECONDS = 7 * 86400.0
+
+
+class Occasions:
+    """Remembers firings by fingerprint and start. Bounded: the oldest is forgotten first."""
+
+    def __init__(self, monotonic_seconds: Callable[[], float]) -> None:
+        self._monotonic_seconds = monotonic_seconds
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[tuple[str, str], float] = OrderedDict()
+
+    def has(self, alert: Alert) -> bool:
+        with self._lock:
+            seen_at = self._seen.get(alert.occasion)
+            return seen_at is not None and self._monotonic_seconds() - seen_at < REMEMBERED_SECONDS
+
+    def remember(self, alerts: Iterable[Alert]) -> None:
+        with self._lock:
+            for alert in alerts:
+                self._seen[alert.occasion] = self._monotonic_seconds()
+                self._seen.move_to_end(alert.occasion)
+            while len(self._seen) > REMEMBERED_MOST:
+                self._seen.popitem(last=False)
+
+
+# How often alerts may cause captures: a job rests after each, and all jobs together draw on one bucket.
+
+JOBS_MOST = 10_000
+
+
+@dataclass(frozen=True)
+class Limits:
+    job_rest_seconds: float = 600.0
+    # A rank that is accused only later is worth a second one in that time: the first was for others, perhaps for a
+    # symptom of what that rank does.
+    captures_per_rest: int = 2
+    captures_per_hour: float = 12.0
+    burst: int = 4
+
+
+@dataclass(frozen=True)
+class _Spent:
+    until_monotonic: float
+    accused: frozenset[int]
+
+
+class Limiter:
+    """Not thread-safe: who decides holds a lock anyway."""
+
+    def __init__(self, limits: Limits, monotonic_seconds: Callable[[], float]) -> None:
+        self._limits = limits
+        self._monotonic_seconds = monotonic_seconds
+        self._spent: dict[str, tuple[_Spent, ...]] = {}
+        self._tokens = float(limits.burst)
+        self._filled_at = monotonic_seconds()
+
+    def objection(self, wanted: Wanted) -> str | None:
+        """Why this capture may not start now; None if it may."""
+        now = self._monotonic_seconds()
+        lately = [each for each in self._spent.get(wanted.job, ()) if each.until_monotonic > now]
+        if lately:
+            seen = frozenset[int]().union(*(each.accused for each in lately))
+            if wanted.accused <= seen or len(lately) >= self._limits.captures_per_rest:
+                rest = min(each.until_monotonic for each in lately) - now
+                return f"alerts have captured this job lately; the next may in {rest:.0f} s"
+        self._fill(now)
+        if self._tokens < 1:
+            seconds = (1 - self._tokens) * 3600 / self._limits.captures_per_hour
+            return f"alerts cause {self._limits.captures_per_hour:g} captures an hour; the next may in {seconds:.0f} s"
+        return None
+
+    def spend(self, wanted: Wanted) -> None:
+        now = self._monotonic_seconds()
+        self._fill(now)
+        self._tokens -= 1
+        standing = {
+            job: kept
+            for job, spent in self._spent.items()
+            if (kept := tuple(each for each in spent if each.until_monotonic > now))
+        }
+        if wanted.job in standing or len(standing) < JOBS_MOST:
+            spent = _Spent(now + self._limits.job_rest_seconds, wanted.accused)
+            standing[wanted.job] = (*standing.get(wanted.job, ()), spent)
+        self._spent = standing
+
+    def _fill(self, now: float) -> None:
+        gained = (now - self._filled_at) * self._limits.captures_per_hour / 3600
+        self._tokens = min(float(self._limits.burst), self._tokens + gained)
+        self._filled_at = now
+
+
+log = logging.getLogger(__name__)
+
+OUTCOMES_KEPT = 100
+
+
+class Result(str, Enum):
+    STARTED = "started"
+    DUPLICATE = "duplicate"  # this firing has had its capture
+    LIMITED = "limited"  # too soon; the next notification of the same firing may have it
+    REFUSED = "refused"  # nothing to capture; trying again changes nothing
+    FAILED = "failed"  # could not be asked for; worth trying again
+
+
+class FailedError(Exception):
+    """Whoever takes captures could not be asked; worth trying again."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    at_unix_seconds: float
+    alert: str
+    job: str
+    result: Result
+    text: str
+    ranks: tuple[int, ...] = ()
+
+
+Start = Callable[[Wanted], str]
+"""Begins a capture and returns its id. Raises RefusedError or FailedError."""
+
+
+class AlertDecisions:
+    """All methods may be called from any thread. One capture for all alerts of a job in a notification.
+
+    `is_elsewhere` tells of a job that is not known here whether another replica has it: worth trying again, then."""
+
+    def __init__(
+        self,
+        states: Callable[[], Sequence[JobState]],
+        start: Start,
+        limits: Limits | None = None,
+        monotonic_seconds: Callable[[], float] = time.monotonic,
+        unix_seconds: Callable[[], float] = time.time,
+        is_elsewhere: Callable[[str], bool] = lambda job: False,
+    ) -> None:
+        self._states = states
+        self._start = start
+        self._is_elsewhere = is_elsewhere
+        self._occasions = Occasions(monotonic_seconds)
+        self._limiter = Limiter(limits or Limits(), monotonic_seconds)
+        self._unix_seconds = unix_seconds
+        self._deciding = threading.Lock()
+        self._totals = dict.fromkeys(Result, 0)
+        self._recent: deque[Outcome] = deque(maxlen=OUTCOMES_KEPT)
+
+    @property
+    def totals(self) -> dict[Result, int]:
+        return dict(self._totals)
+
+    @property
+    def recent(self) -> tuple[Outcome, ...]:
+        """The latest first."""
+        return tuple(reversed(self._recent))
+
+    def handle(self, alerts: Iterable[Alert]) -> tuple[Outcome, ...]:
+        """What became of each alert that asks for a capture; the others are not mentioned."""
+        # Two notifications at once must not both find that there was none yet.
+        with self._deciding:
+            outcomes: list[Outcome] = []
+            by_job: dict[str, list[Concern]] = {}
+            states = self._states()
+            for alert in (alert for alert in alerts if alert.wants_capture):
+                if self._occasions.has(alert):
+                    outcomes.append(self._note(alert, Result.DUPLICATE, "this firing has had its capture"))
+                    continue
+                try:
+                    concern = find_concern(alert, states)
+                except RefusedError as error:
+                    outcomes.append(self._refuse(alert, str(error), states))
+                    continue
+                by_job.setdefault(concern.state.job, []).append(concern)
+            for together in by_job.values():
+                result, text, ranks = self._decide(together[0].state, together)
+                outcomes.extend(self._note(concern.alert, result, text, ranks) for concern in together)
+            return tuple(outcomes)
+
+    def _refuse(self, alert: Alert, why: str, states: Sequence[JobState]) -> Outcome:
+        job = alert.labels.get("job", "")
+        is_known = any(job in (state.job, label(state.job)) for state in states)
+        if job and not is_known and self._is_elsewhere(job):
+            return self._note(alert, Result.FAILED, "another replica has this job")
+        return self._note(alert, Result.REFUSED, why)
+
+    def _decide(self, state: JobState, concerns: Sequence[Concern]) -> tuple[Result, str, tuple[int, ...]]:
+        ranks: tuple[int, ...] = ()
+        try:
+            wanted = choose(state, concerns)
+            ranks = wanted.ranks
+            if objection := self._limiter.objection(wanted):
+                return Result.LIMITED, objection, ranks
+            capture_id = self._start(wanted)
+        except RefusedError as error:
+            return Result.REFUSED, str(error), ranks
+        except FailedError as error:
+            return Result.FAILED, str(error), ranks
+        self._limiter.spend(wanted)
+        self._occasions.remember(concern.alert for concern in concerns)
+        return Result.STARTED, f"capture {capture_id}", ranks
+
+    def _note(self, alert: Alert, result: Result, text: str, ranks: tuple[int, ...] = ()) -> Outcome:
+        job = label(alert.labels.get("job", ""))
+        outcome = Outcome(self._unix_seconds(), label(alert.name), job, result, text, ranks)
+        self._totals[result] += 1
+        self._recent.append(outcome)
+        level = logging.WARNING if result is Result.FAILED else logging.INFO
+        who = f" ranks {','.join(map(str, ranks))}" if ranks else ""
+        log.log(level, "alert %r of job %r%s: %s: %s", outcome.alert, outcome.job, who, result.value, text)
+        return outcome
+
+
+# What became of alerts that ask for captures, as Prometheus metrics.
+
+
+class AlertExporter(Collector):
+    def __init__(self, totals: Callable[[], Mapping[Result, int]]) -> None:
+        self._totals = totals
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            "rankscope_alert_captures",
+            "Alerts received that ask for a capture, by what came of them.",
+            labels=["result"],
+        )
+        for result, count in self._totals().items():
+            family.add_metric([result.value], count)
+        yield family
+
+    def describe(self) -> Iterable[Metric]:
+        return ()

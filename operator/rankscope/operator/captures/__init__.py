@@ -1,0 +1,1 @@
+"""Capture objects: from a request to traces."""

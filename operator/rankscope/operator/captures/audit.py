@@ -1,0 +1,131 @@
+"""The operator's audit records: what became of each Capture, whoever asked for it and however."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
+from msgspec import structs
+
+from rankscope.common.audit import LOGGER, AuditRecord, Via, audit_line
+from rankscope.operator.captures.automatic import BY_ALERT, BY_POLICY, POLICY, TRIGGER
+from rankscope.operator.captures.capture_object import CaptureObject
+from rankscope.operator.kube.resources import CaptureSpec, CaptureStatus
+
+audit_log = logging.getLogger(LOGGER)
+
+# How Rankscope itself was asked for the object; set by it alone.
+VIA = "rankscope.dev/via"
+BY_API = "api"
+# The same of the same caller is told again after this: a record for every attempt would fill a disk.
+REPEAT_SECONDS = 60.0
+REMEMBERED = 4096
+
+
+class CaptureAudit:
+    """May be called from any thread. `names_are_stamped`: the webhooks see to it that annotations tell the truth."""
+
+    def __init__(
+        self,
+        names_are_stamped: bool = False,
+        unix_seconds: Callable[[], float] = time.time,
+        monotonic_seconds: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._names_are_stamped = names_are_stamped
+        self._unix_seconds = unix_seconds
+        self._monotonic_seconds = monotonic_seconds
+        self._lock = threading.Lock()
+        self._told: OrderedDict[Hashable, float] = OrderedDict()
+        self._vouched: OrderedDict[str, None] = OrderedDict()  # uids of objects that we made for a caller we know
+
+    def say(self, record: AuditRecord) -> None:
+        audit_log.info("%s", audit_line(record, self._unix_seconds()))
+
+    def refused(self, record: AuditRecord) -> None:
+        self.say_now_and_then(replace(record, event="refused"))
+
+    def say_now_and_then(self, record: AuditRecord) -> None:
+        """The same of the same caller at most once a minute."""
+        what = (record.namespace, record.capture, record.ranks, record.result, record.message)
+        if self._is_news((record.event, record.user, record.address, *what), self._monotonic_seconds(), REPEAT_SECONDS):
+            self.say(record)
+
+    def vouch_for(self, uid: str) -> None:
+        with self._lock:
+            self._vouched[uid] = None
+            while len(self._vouched) > REMEMBERED:
+                self._vouched.popitem(last=False)
+
+    def begun(self, thing: CaptureObject, status: CaptureStatus) -> None:
+        """Called before it is written, as `ended` is: who crashes in between tells twice, and never not at all."""
+        self._once(thing, self._record(thing, status))
+
+    def ended(self, thing: CaptureObject, status: CaptureStatus, result: str = "") -> None:
+        record = self._record(thing, status)
+        message = status.message if isinstance(status.message, str) else ""
+        delivered = status.delivered if isinstance(status.delivered, str) else ""
+        said = result or str(status.phase)
+        text = "; ".join(part for part in (f"{delivered} ranks delivered" if delivered else "", message) if part)
+        self._once(thing, replace(record, event="ended", result=said, message=text))
+
+    def _once(self, thing: CaptureObject, record: AuditRecord) -> None:
+        if self._is_news((thing.uid, record.event), 0.0, float("inf")):
+            self.say(record)
+
+    def _is_news(self, key: Hashable, now: float, seconds: float) -> bool:
+        with self._lock:
+            said = self._told.get(key)
+            if said is not None and now - said < seconds:
+                return False
+            self._told[key] = now
+            self._told.move_to_end(key)
+            while len(self._told) > REMEMBERED:
+                self._told.popitem(last=False)
+            return True
+
+    def _record(self, thing: CaptureObject, status: CaptureStatus) -> AuditRecord:
+        via = via_of(thing)
+        with self._lock:
+            verified = self._names_are_stamped or thing.uid in self._vouched
+        user = thing.requested_by
+        if via in (BY_POLICY, BY_ALERT):
+            user = f"policy {thing.annotations[POLICY]}" if POLICY in thing.annotations else via
+        chosen = ",".join(str(rank.rank) for rank in status.ranks)
+        record = AuditRecord(
+            event="begun",
+            via=via,
+            user=user,
+            verified=verified and bool(user),
+            namespace=thing.namespace,
+            capture=thing.name,
+            id=status.capture_id if isinstance(status.capture_id, str) else "",
+        )
+        if thing.spec is not None:
+            record = asked_for(record, thing.spec)
+        return replace(record, ranks=chosen or record.ranks)
+
+
+def via_of(thing: CaptureObject) -> Via:
+    trigger = thing.annotations.get(TRIGGER)
+    if trigger == BY_POLICY:
+        return "policy"
+    if trigger == BY_ALERT:
+        return "alert"
+    return "api" if thing.annotations.get(VIA) == BY_API else "kubectl"
+
+
+def asked_for(record: AuditRecord, spec: CaptureSpec) -> AuditRecord:
+    """The record with what was asked."""
+    return replace(
+        record,
+        run=spec.run,
+        ranks=spec.ranks,
+        steps=spec.steps if isinstance(spec.steps, int) else None,
+        seconds=spec.seconds if isinstance(spec.seconds, float) else None,
+        options=tuple(name for name, is_on in structs.asdict(spec.options).items() if is_on),
+        reason=spec.reason if isinstance(spec.reason, str) else "",
+    )

@@ -1,0 +1,318 @@
+"""When a verdict becomes a capture by itself, and of which ranks. Pure: what limits it is in Capture objects, so that
+a restarted operator and another replica find the same limits.
+
+The objects are kept for a day and for the cooldown at least, whatever time to live was asked for: they are the memory.
+A capture's name is made of the run and of the automatic capture before it, so that two operators that decide at once,
+or one that has not yet seen what the other did, ask for one and the same object."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from rankscope.analysis.verdicts.verdict import Kind
+from rankscope.operator.captures.capture_object import PATH, CaptureObject, read_capture_object
+from rankscope.operator.correlation.correlator import JobState, suspects
+from rankscope.operator.kube import resources
+from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Document, UnreachableError
+from rankscope.operator.kube.events import Events, Target
+from rankscope.operator.kube.leader_election import ShardLeases
+from rankscope.operator.kube.resources import API_VERSION, AutomaticCaptures
+from rankscope.operator.kube.watch_cache import Watched
+from rankscope.operator.policies.policy import PolicyObject
+from rankscope.operator.runs.controller import RunObject, RunsController
+
+TRIGGER = "rankscope.dev/trigger"
+POLICY = "rankscope.dev/policy"
+FINDING = "rankscope.dev/finding"
+BY_POLICY, BY_ALERT = "policy", "alert"
+DAY_SECONDS = 86400.0
+# A finding that has been gone for so long and comes again is another one. Shorter than that, or an operator that has
+# just begun and does not see it yet, is not "gone".
+RECOVERED_SECONDS = 60.0
+# What a capture is about fits on a few ranks; a list of hundreds is a job-wide trouble, of which these are samples.
+ACCUSED_MOST = 7
+SAMPLES = 2
+# For ranks whose steps nobody sees.
+SECONDS = 2.0
+# There are no steps to record, and the stacks are in the verdict.
+NEVER = frozenset({Kind.HANG, Kind.HEALTHY, Kind.INSUFFICIENT_DATA})
+
+
+@dataclass(frozen=True)
+class Past:
+    """An automatic capture, as far as the next one depends on it."""
+
+    created_unix_seconds: float
+    finding: str
+
+
+def is_automatic(capture: CaptureObject) -> bool:
+    return capture.annotations.get(TRIGGER) in (BY_POLICY, BY_ALERT)
+
+
+def finding_of(state: JobState) -> str:
+    verdict = state.verdict
+    ranks = ",".join(map(str, verdict.culprits[:64]))
+    number = state.job.partition("#")[2]
+    return (
+        f"{verdict.kind.value} {ranks}"
+        + ("" if verdict.stage is None else f" stage {verdict.stage}")
+        + (f" job {number}" if number else "")
+    )
+
+
+def job_number(job: str) -> Document:
+    """For the spec of a capture: nothing for a run's first job."""
+    number = job.partition("#")[2]
+    return {"jobNumber": int(number)} if number else {}
+
+
+def wants_capture(spec: AutomaticCaptures, state: JobState) -> bool:
+    return state.verdict.is_alarm and state.verdict.kind not in NEVER and state.verdict.kind.value in spec.on
+
+
+def captures_lately(captures: Iterable[CaptureObject], policy: PolicyObject, now_unix_seconds: float) -> int:
+    """That the policy caused in the last 24 hours."""
+    return sum(now_unix_seconds - capture.created_unix_seconds < DAY_SECONDS for capture in _of(captures, policy))
+
+
+def objection(
+    spec: AutomaticCaptures,
+    policy: PolicyObject,
+    finding: str,
+    captures_of_run: Iterable[CaptureObject],
+    captures: Iterable[CaptureObject],
+    made: Past | None,
+    recovered_unix_seconds: float | None,
+    now_unix_seconds: float,
+) -> str | None:
+    """Why there is no capture now. `made` is what this operator remembers of its own, which somebody may have deleted;
+    `recovered_unix_seconds` is when the run was last seen healthy for a while."""
+    of_run = list(captures_of_run)
+    for capture in of_run:
+        if not capture.is_finished and not capture.deleting:
+            return f"capture {capture.name} of the run is under way"
+    pasts = [Past(c.created_unix_seconds, c.annotations.get(FINDING, "")) for c in of_run if is_automatic(c)]
+    last = max(
+        [*pasts, *([made] if made is not None else [])], key=lambda past: past.created_unix_seconds, default=None
+    )
+    if last is not None:
+        rest = last.created_unix_seconds + spec.cooldown_seconds - now_unix_seconds
+        if rest > 0:
+            return f"the run was captured lately; again in {rest:.0f} s"
+        recovered = recovered_unix_seconds is not None and recovered_unix_seconds > last.created_unix_seconds
+        if last.finding == finding and not recovered:
+            return "this finding has had its capture"
+    known = list(captures)
+    if captures_lately(known, policy, now_unix_seconds) >= spec.per_day:
+        return f"the policy's {spec.per_day} captures a day are used up"
+    running = sum(not capture.is_finished and not capture.deleting for capture in _of(known, policy))
+    return f"{running} captures of the policy are under way" if running >= spec.concurrent else None
+
+
+def chosen_ranks(state: JobState) -> tuple[int, ...]:
+    """Those accused and a healthy one beside them, or a few typical ones; none where no rank reports."""
+    suspected = suspects(state)
+    reporting = state.identities
+    accused = [rank for rank in suspected.culprits if rank in reporting][:ACCUSED_MOST]
+    peers = [rank for rank in suspected.peers if rank not in accused]
+    return tuple(sorted([*accused, *peers[: 1 if accused else SAMPLES]]))
+
+
+def capture_name(run: RunObject, captures_of_run: Iterable[CaptureObject]) -> str:
+    before = max(filter(is_automatic, captures_of_run), key=lambda c: (c.created_unix_seconds, c.name), default=None)
+    digest = hashlib.sha256(f"{run.uid} {'' if before is None else before.uid}".encode()).hexdigest()[:10]
+    return f"{run.name[:200]}-auto-{digest}"
+
+
+def capture_body(
+    name: str, run: RunObject, policy: PolicyObject, spec: AutomaticCaptures, state: JobState, ranks: tuple[int, ...]
+) -> Document:
+    wanted: Document = {
+        "run": run.name,
+        "ranks": ",".join(map(str, ranks)),
+        "ttlSecondsAfterFinished": int(max(spec.ttl_seconds_after_finished, spec.cooldown_seconds, DAY_SECONDS)),
+        "reason": f"policy {policy.name}: {state.verdict.reason}"[:1024],
+    }
+    wanted |= {"steps": spec.steps} if state.step_seconds is not None else {"seconds": SECONDS}
+    wanted |= job_number(state.job)
+    annotations = {TRIGGER: BY_POLICY, POLICY: policy.name, FINDING: finding_of(state)}
+    return capture_document(name, run, wanted, annotations)
+
+
+def capture_document(name: str, run: RunObject, spec: Document, annotations: dict[str, str]) -> Document:
+    owner = {"apiVersion": API_VERSION, "kind": "TrainingRun", "name": run.name, "uid": run.uid}
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "Capture",
+        "metadata": {
+            "name": name,
+            "namespace": run.namespace,
+            "labels": {"app.kubernetes.io/managed-by": "rankscope"},
+            "annotations": annotations,
+            "ownerReferences": [owner],
+        },
+        "spec": spec,
+    }
+
+
+def _of(captures: Iterable[CaptureObject], policy: PolicyObject) -> Iterable[CaptureObject]:
+    return (
+        capture
+        for capture in captures
+        if capture.namespace == policy.namespace and capture.annotations.get(POLICY) == policy.name
+    )
+
+
+# Captures made by themselves when a policy wants them. What may be made is decided in automatic_captures.
+
+log = logging.getLogger(__name__)
+
+WORKERS = 4
+# What was made and then deleted before the watch told of it is forgotten after this.
+UNSEEN_SECONDS = 60.0
+REMEMBERED_RUNS = 10_000
+
+
+class AutomaticCaptureMaker:
+    """`reconcile` is called about once a second, in one thread; objects are made in others, one at a time
+    of a policy."""
+
+    def __init__(
+        self,
+        api: Api,
+        events: Events,
+        leases: ShardLeases,
+        runs: RunsController,
+        watched: Watched[CaptureObject],
+        states: Callable[[], Mapping[str, JobState]],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._api = api
+        self._events = events
+        self._leases = leases
+        self._runs = runs
+        self._watched = watched
+        self._states = states
+        self._clock = clock
+        self._recovered: dict[str, float] = {}  # run to when it was last seen healthy for a while
+        self._lock = threading.Lock()
+        self._unseen: dict[str, CaptureObject] = {}  # made, and not yet in the watch
+        self._past: dict[str, Past] = {}  # by the run's uid; its object may have been deleted
+        self._busy: set[str] = set()  # uids of policies
+        self._told: dict[str, str] = {}  # job to why nothing is made, so that the log says it once
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="rankscope-automatic")
+
+    def stop(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def reconcile(self, policies: Mapping[str, PolicyObject]) -> Sequence[CaptureObject] | None:
+        """`policies` is run to the policy that holds. Returns all captures there are; None while they are not known."""
+        if not self._watched.listed.is_set() or not self._runs.watched.listed.is_set():
+            return None
+        now, states = self._clock(), self._states()
+        self._note_recoveries(states, now)
+        self._told = {job: told for job, told in self._told.items() if job in states}
+        jobs: dict[str, list[JobState]] = {}
+        for job in sorted(states):
+            jobs.setdefault(job.partition("#")[0], []).append(states[job])
+        for name, policy in policies.items():
+            wish = policy.spec.automatic_captures if policy.spec is not None else None
+            if isinstance(wish, resources.AutomaticCaptures) and name in jobs and self._leases.holds(name):
+                for state in jobs[name]:
+                    self._consider(name, policy, wish, state, now)
+        return self.known()
+
+    def known(self) -> list[CaptureObject]:
+        """Those that the watch tells of and those just made."""
+        seen, now = self._watched.objects, self._clock()
+        with self._lock:
+            self._unseen = {
+                uid: capture
+                for uid, capture in self._unseen.items()
+                if uid not in seen and now - capture.created_unix_seconds < UNSEEN_SECONDS
+            }
+            return [*seen.values(), *self._unseen.values()]
+
+    def _note_recoveries(self, states: Mapping[str, JobState], now: float) -> None:
+        self._recovered = {name: at for name, at in self._recovered.items() if name in states}
+        for name, state in states.items():
+            is_well = state.verdict.kind is Kind.HEALTHY
+            if is_well and now - state.since_unix_seconds > RECOVERED_SECONDS:
+                self._recovered[name] = now
+
+    def _consider(
+        self,
+        name: str,
+        policy: PolicyObject,
+        wish: resources.AutomaticCaptures,
+        state: JobState,
+        now: float,
+    ) -> None:
+        namespace, _, run_name = name.partition("/")
+        run = self._runs.object_of(namespace, run_name)
+        if not wants_capture(wish, state) or run is None or run.deleting:
+            self._told.pop(state.job, None)
+            return
+        with self._lock:
+            if policy.uid in self._busy:
+                return  # what comes of it counts for the next
+            past = self._past.get(run.uid)
+        captures = self.known()  # after that: what another run's has become since this round began counts too
+        of_run = [c for c in captures if c.namespace == namespace and c.spec is not None and c.spec.run == run_name]
+        finding, ranks = finding_of(state), chosen_ranks(state)
+        reason = objection(wish, policy, finding, of_run, captures, past, self._recovered.get(state.job), now)
+        if reason is None and not ranks:
+            reason = "no rank of the run reports"
+        if reason is not None:
+            news = f"{finding}: {reason.partition(';')[0]}"  # how many seconds are left is none
+            if self._told.get(state.job) != news:
+                self._told[state.job] = news
+                log.info("%s: %s: no capture by policy %s: %s", name, finding, policy.name, reason)
+            return
+        body = capture_body(capture_name(run, of_run), run, policy, wish, state, ranks)
+        with self._lock:
+            self._busy.add(policy.uid)
+        self._pool.submit(self._make, run, policy, body, Past(now, finding))
+
+    def _make(self, run: RunObject, policy: PolicyObject, body: Document, past: Past) -> None:
+        name, capture = f"{run.namespace}/{run.name}", body["metadata"]["name"]
+        try:
+            self.create(run, body, past)
+        except ConflictError:
+            log.info("%s: capture %s was made already", name, capture)
+        except UnreachableError as error:
+            log.debug("%s: capture %s waits: %s", name, capture, error)
+        except ApiError as error:
+            # Asked again at once it would be refused again: by a role or a quota that somebody has to mend.
+            self._remember(run, past)
+            log.warning("%s: capture %s cannot be made: %s", name, capture, error)
+        except Exception:
+            log.exception("%s: capture %s", name, capture)
+        else:
+            text = f"policy {policy.name}: capture {capture} of ranks {body['spec']['ranks']} for {past.finding}"
+            target = Target(resources.API_VERSION, "TrainingRun", run.namespace, run.name, run.uid)
+            self._events.say(target, "Normal", "CaptureStarted", text, capture)
+        finally:
+            with self._lock:
+                self._busy.discard(policy.uid)
+
+    def create(self, run: RunObject, body: Document, past: Past) -> None:
+        """From any thread. It counts against the limits from now on."""
+        made = read_capture_object(self._api.create(f"{PATH}/namespaces/{run.namespace}/captures", body))
+        assert made is not None
+        with self._lock:
+            self._unseen[made.uid] = made
+        self._remember(run, past)
+
+    def _remember(self, run: RunObject, past: Past) -> None:
+        with self._lock:
+            self._past[run.uid] = past
+            while len(self._past) > REMEMBERED_RUNS:
+                del self._past[next(iter(self._past))]

@@ -1,0 +1,350 @@
+"""Capture objects carried out: planned once, asked of the daemons, followed to their end, whoever restarts in between.
+
+What was decided is written to the object before any daemon is asked, under the version that was read, and the capture's
+id is the object's own: a second operator, or the same one after a restart, asks for the very same capture."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import structs
+
+from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, Suspected, choose_ranks
+from rankscope.operator.captures.audit import CaptureAudit
+from rankscope.operator.captures.capture_object import FINALIZER, PATH, CaptureObject, read_capture_object
+from rankscope.operator.captures.daemon_calls import DaemonAsking, DaemonCalls
+from rankscope.operator.captures.status import concluded, failed_ranks, findings_of, is_ended, summarised, told_ranks
+from rankscope.operator.correlation.correlator import JobState, suspects
+from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Document, MissingError, UnreachableError
+from rankscope.operator.kube.leader_election import ShardLeases
+from rankscope.operator.kube.resources import CapturedRank, CapturePhase, CaptureSpec, CaptureStatus
+from rankscope.operator.kube.watch_cache import Watched
+from rankscope.operator.runs.status import moment, unix_seconds
+from rankscope.v1 import capture_service_pb2 as pb
+
+# From a Capture's words to ranks on nodes. Pure.
+
+# libkineto looks for work every five seconds and the nodes' clocks and our calls take their time as well.
+START_AHEAD_SECONDS = 12.0
+
+
+class PlanError(Exception):
+    """Why nothing can be captured: a CamelCase reason and a sentence with the next step."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Plan:
+    job: str  # as the daemons call it
+    ranks: tuple[CapturedRank, ...]
+
+
+def plan(spec: CaptureSpec, run: str, state: JobState | None, daemon_job: str | None, ranks_limit: int) -> Plan:
+    if state is None or daemon_job is None:
+        number = spec.job_number
+        which = f"job #{number} of run {run}" if isinstance(number, int) and number > 1 else f"run {run}"
+        raise PlanError("NoRanks", f"no rank of {which} reports; `kubectl get trainingrun {run}` tells what is seen")
+    identities = state.identities
+    found = suspects(state)
+    try:
+        chosen = choose_ranks(
+            spec.ranks, identities.keys(), state.world_size, Suspected(found.culprits, found.peers, found.reason)
+        )
+    except ChoiceError as error:
+        is_about_suspects = spec.ranks in (STRAGGLER, STRAGGLER_AND_PEER)
+        raise PlanError("NoStraggler" if is_about_suspects else "BadRanks", str(error)) from error
+    if len(chosen) > ranks_limit:
+        raise PlanError("TooManyRanks", f"{len(chosen)} ranks at once; at most {ranks_limit}: name some of them")
+    ranks = []
+    for rank in chosen:
+        identity = identities.get(rank)
+        if identity is None:
+            ranks.append(CapturedRank(rank=rank, state="failed", error="the rank does not report: has it ended?"))
+        else:
+            ranks.append(
+                CapturedRank(rank=rank, node=identity.node, pod=identity.pod_name or identity.pod, state="accepted")
+            )
+    if all(rank.state == "failed" for rank in ranks):
+        raise PlanError("NoRanks", f"none of the ranks {spec.ranks} reports")
+    return Plan(daemon_job, tuple(ranks))
+
+
+def by_node(ranks: Mapping[int, CapturedRank]) -> dict[str, list[int]]:
+    nodes: dict[str, list[int]] = {}
+    for number, rank in ranks.items():
+        if isinstance(rank.node, str):
+            nodes.setdefault(rank.node, []).append(number)
+    return nodes
+
+
+log = logging.getLogger(__name__)
+
+WORKERS = 16
+RUNNING_LIMIT = 32
+RANKS_LIMIT = 64
+# Between a capture's start and its last word: recording, writing, cutting, uploading.
+LONGEST_SECONDS = 1800.0
+
+
+class CapturesController:
+    """`reconcile` is called about once a second; the work is done in threads, one at a time for each capture."""
+
+    def __init__(
+        self,
+        api: Api,
+        leases: ShardLeases,
+        calls: DaemonCalls,
+        states: Callable[[], Mapping[str, JobState]],
+        addresses: Callable[[], Mapping[str, str]],
+        daemon_job: Callable[[str], str | None],
+        clock: Callable[[], float] = time.time,
+        audit: CaptureAudit | None = None,
+    ) -> None:
+        self._api = api
+        self._leases = leases
+        self._states = states
+        self._daemon_job = daemon_job
+        self._clock = clock
+        self._audit = audit or CaptureAudit()
+        self._lock = threading.Lock()
+        self._objects: dict[str, CaptureObject] = {}  # by uid
+        self._busy: set[str] = set()
+        self._beginning: set[tuple[str, str]] = set()  # namespace, run
+        self._asking = DaemonAsking(calls, addresses, clock)
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="rankscope-captures")
+        self.watched = Watched(api, f"{PATH}/captures", read_capture_object, self)
+
+    def changed(self, uid: str, thing: CaptureObject) -> None:
+        with self._lock:
+            self._objects[uid] = thing
+
+    def deleted(self, uid: str) -> None:
+        with self._lock:
+            thing = self._objects.pop(uid, None)
+        self._asking.forget(uid)
+        if thing is not None and not thing.is_finished and self._holds(thing):
+            self._audit.ended(thing, thing.status, "Deleted")
+
+    def last_captures(self) -> Mapping[tuple[str, str], str]:
+        """Namespace and run to the capture of it that ended last."""
+        with self._lock:
+            ended = [thing for thing in self._objects.values() if isinstance(thing.status.finished_at, str)]
+        ended.sort(key=lambda thing: str(thing.status.finished_at))
+        return {(thing.namespace, thing.spec.run): thing.name for thing in ended if thing.spec is not None}
+
+    def stop(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._asking.stop()
+
+    def reconcile(self) -> None:
+        with self._lock:
+            idle = [thing for uid, thing in self._objects.items() if uid not in self._busy]
+        for thing in idle:
+            if self._holds(thing) and self._is_due(thing):
+                with self._lock:
+                    self._busy.add(thing.uid)
+                self._pool.submit(self._attend_safely, thing)
+
+    def _holds(self, thing: CaptureObject) -> bool:
+        run = thing.spec.run if thing.spec is not None else thing.name
+        return self._leases.holds(f"{thing.namespace}/{run}")
+
+    def _is_due(self, thing: CaptureObject) -> bool:
+        if thing.deleting:
+            return FINALIZER in thing.finalizers
+        return not thing.is_finished or self._is_expired(thing)
+
+    def _is_expired(self, thing: CaptureObject) -> bool:
+        spec, finished = thing.spec, thing.status.finished_at
+        if spec is None or not isinstance(spec.ttl_seconds_after_finished, int) or not isinstance(finished, str):
+            return False
+        return self._clock() - unix_seconds(finished) > spec.ttl_seconds_after_finished
+
+    def _attend_safely(self, thing: CaptureObject) -> None:
+        try:
+            self._attend(thing)
+        except (ConflictError, MissingError):
+            pass  # changed or gone meanwhile: the watch brings what is now
+        except UnreachableError as error:
+            log.debug("capture %s/%s waits: %s", thing.namespace, thing.name, error)
+        except ApiError as error:
+            log.warning("capture %s/%s: %s", thing.namespace, thing.name, error)
+        except Exception:
+            log.exception("capture %s/%s", thing.namespace, thing.name)
+        finally:
+            with self._lock:
+                self._busy.discard(thing.uid)
+
+    def _attend(self, thing: CaptureObject) -> None:
+        if thing.deleting:
+            self._clear(thing)
+        elif thing.is_finished:
+            self._api.delete(thing.path, {"preconditions": {"uid": thing.uid}})
+        elif thing.is_begun:
+            self._follow(thing)
+        else:
+            self._begin(thing)
+
+    # --- beginning ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, thing: CaptureObject) -> None:
+        if thing.spec is None:
+            self._refuse(thing, "Invalid", thing.mistake)
+            return
+        if thing.is_cancelled:
+            self._refuse(thing, "Cancelled", "cancelled before it began", "Cancelled")
+            return
+        with self._turn(thing) as ahead:
+            if ahead is not None:
+                self._wait(thing, ahead)
+                return
+            try:
+                planned = self._plan(thing)
+            except PlanError as error:
+                if self._may_change(thing, error):
+                    self._wait(thing, str(error))
+                else:
+                    self._refuse(thing, error.reason, str(error))
+                return
+            if FINALIZER not in thing.finalizers:
+                metadata = {"finalizers": [*thing.finalizers, FINALIZER], "resourceVersion": thing.version}
+                thing = self._taken(self._api.merge(thing.path, {"metadata": metadata}))
+            status = self._begun_status(thing, planned)
+            self._audit.begun(thing, status)
+            begun = self._write(thing, status)
+        self._follow(begun)
+
+    def _plan(self, thing: CaptureObject) -> Plan:
+        assert thing.spec is not None
+        return plan(thing.spec, thing.spec.run, self._states().get(thing.job), self._daemon_job(thing.job), RANKS_LIMIT)
+
+    def _may_change(self, thing: CaptureObject, error: PlanError) -> bool:
+        """Ranks may still come; and who is slow is not known yet where we have only just begun to listen."""
+        if error.reason not in ("NoRanks", "NoStraggler"):
+            return False
+        assert thing.spec is not None
+        patience = thing.spec.patience_seconds if error.reason == "NoRanks" else 0.0
+        is_early = self._clock() - thing.created_unix_seconds < patience
+        return is_early or self._leases.is_settling(f"{thing.namespace}/{thing.spec.run}")
+
+    def _begun_status(self, thing: CaptureObject, planned: Plan) -> CaptureStatus:
+        now = self._clock()
+        return structs.replace(
+            thing.status,
+            phase="Running",
+            message="",
+            job=planned.job[:256],
+            capture_id=f"k-{thing.uid}",
+            start_unix_ms=round((now + START_AHEAD_SECONDS) * 1000),
+            started_at=moment(now),
+            ranks=list(planned.ranks),
+            delivered=f"0/{len(planned.ranks)}",
+        )
+
+    def _wait(self, thing: CaptureObject, message: str) -> None:
+        if thing.status.message != message or thing.status.phase != "Pending":
+            self._write(thing, structs.replace(thing.status, phase="Pending", message=message))
+
+    @contextmanager
+    def _turn(self, thing: CaptureObject) -> Iterator[str | None]:
+        """None, or why it has to wait: one capture of a run at a time, and so many of the fleet."""
+        assert thing.spec is not None
+        place = (thing.namespace, thing.spec.run)
+        with self._lock:
+            running = [known for known in self._objects.values() if known.is_begun and not known.is_finished]
+            ahead = self._ahead_of(place, running)
+            if ahead is None:
+                self._beginning.add(place)
+        try:
+            yield ahead
+        finally:
+            if ahead is None:
+                with self._lock:
+                    self._beginning.discard(place)
+
+    def _ahead_of(self, place: tuple[str, str], running: list[CaptureObject]) -> str | None:
+        for other in running:
+            if other.spec is not None and (other.namespace, other.spec.run) == place:
+                return f"waits for capture {other.name} of the same run"
+        if place in self._beginning:
+            return "waits for another capture of the same run"
+        if len(running) + len(self._beginning) >= RUNNING_LIMIT:
+            return f"waits: {RUNNING_LIMIT} captures are under way"
+        return None
+
+    # --- following ---------------------------------------------------------------------------------------------------
+
+    def _follow(self, thing: CaptureObject) -> None:
+        status = thing.status
+        assert isinstance(status.start_unix_ms, int)
+        open_ranks = {rank.rank: rank for rank in status.ranks if not is_ended(rank)}
+        answers = self._asking.progress(thing, by_node(open_ranks))
+        told = {node: answer for node, answer in answers.items() if isinstance(answer, pb.Capture)}
+        ranks = told_ranks(status.ranks, told)
+        for node, answer in answers.items():
+            if isinstance(answer, str):
+                ranks = failed_ranks(ranks, node, answer)
+        if self._clock() - status.start_unix_ms / 1000 > LONGEST_SECONDS:
+            for node in by_node(open_ranks):
+                ranks = failed_ranks(ranks, node, f"nothing came of it in {LONGEST_SECONDS / 60:.0f} minutes")
+        after = summarised(structs.replace(status, ranks=ranks))
+        if after.phase != "Running":
+            after = structs.replace(after, findings=self._findings(thing, told))
+            after = concluded(after, "", "", thing.generation, self._clock())
+            self._audit.ended(thing, after)
+        if after != status:
+            self._write(thing, after)
+
+    def _findings(self, thing: CaptureObject, told: Mapping[str, pb.Capture]) -> list[str]:
+        """Of all nodes together: those that were done before the others are asked once more."""
+        done = {rank.rank: rank for rank in thing.status.ranks if rank.state == "analysed" and rank.node not in told}
+        again = self._asking.progress(thing, by_node(done))
+        return findings_of({**told, **{node: said for node, said in again.items() if isinstance(said, pb.Capture)}})
+
+    def _refuse(self, thing: CaptureObject, reason: str, message: str, phase: CapturePhase = "Failed") -> None:
+        status = structs.replace(thing.status, phase=phase)
+        status = concluded(status, reason, message, thing.generation, self._clock())
+        self._audit.ended(thing, status)
+        self._write(thing, status)
+
+    # --- ending ------------------------------------------------------------------------------------------------------
+
+    def _clear(self, thing: CaptureObject) -> None:
+        """Cancel what runs, remove the traces if that was asked, and let the object go."""
+        capture_id = thing.status.capture_id
+        if isinstance(capture_id, str):
+            nodes = sorted({rank.node for rank in thing.status.ranks if isinstance(rank.node, str)})
+            if not self._asking.clear(thing, capture_id, nodes):
+                return  # asked again at the next pulse
+            if not thing.is_finished:
+                self._audit.ended(thing, thing.status, "Deleted")
+        finalizers = [name for name in thing.finalizers if name != FINALIZER]
+        self._api.merge(thing.path, {"metadata": {"finalizers": finalizers, "resourceVersion": thing.version}})
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def _write(self, thing: CaptureObject, status: CaptureStatus) -> CaptureObject:
+        status = structs.replace(status, observed_generation=thing.generation)
+        content = msgspec.to_builtins(status)
+        missing = {name: None for name in msgspec.to_builtins(thing.status) if name not in content}
+        body = {"metadata": {"resourceVersion": thing.version}, "status": {**content, **missing}}
+        return self._taken(self._api.merge(f"{thing.path}/status", body))
+
+    def _taken(self, document: Document) -> CaptureObject:
+        """What we have just written is what holds, before the watch says so."""
+        thing = read_capture_object(document)
+        assert thing is not None
+        with self._lock:
+            if thing.uid in self._objects:
+                self._objects[thing.uid] = thing
+        return thing

@@ -1,0 +1,231 @@
+"""What is asked of a node's daemon about a capture. Blocking; each call has a deadline of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from rankscope.operator.captures.capture_object import CaptureObject
+from rankscope.operator.certificates.daemon_credentials import DaemonTls, credentials, naming
+from rankscope.operator.kube.resources import CaptureSpec
+from rankscope.v1 import capture_service_pb2 as pb
+from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
+
+CALL_SECONDS = 10.0
+_REFUSALS = frozenset(
+    {
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+    }
+)
+
+
+class DaemonRefusedError(Exception):
+    """The daemon said no, and why."""
+
+
+class DaemonAwayError(Exception):
+    """The daemon did not answer: to be asked again."""
+
+
+class DaemonCalls:
+    def __init__(self, tls: DaemonTls | None = None) -> None:
+        self._tls = tls
+
+    def start(
+        self,
+        address: str,
+        capture_id: str,
+        job: str,
+        ranks: list[int],
+        spec: CaptureSpec,
+        start_unix_millis: int,
+        why: str,
+    ) -> pb.Capture:
+        """The same id again is the same capture: a restarted operator may ask twice."""
+        request = pb.StartCaptureRequest(
+            id=capture_id,
+            job=job,
+            ranks=",".join(map(str, ranks)),
+            options=pb.CaptureOptions(
+                shapes=spec.options.shapes,
+                stacks=spec.options.stacks,
+                memory=spec.options.memory,
+                flops=spec.options.flops,
+                modules=spec.options.modules,
+                allow_slowdown=spec.options.allow_slowdown,
+            ),
+            reason=why,
+            start_unix_millis=start_unix_millis,
+            patience_seconds=spec.patience_seconds,
+        )
+        if isinstance(spec.steps, int):
+            request.steps = spec.steps
+        elif isinstance(spec.seconds, float):
+            request.seconds = spec.seconds
+        with self.channel(address) as channel:
+            try:
+                call = CaptureServiceStub(channel).StartCapture(request, timeout=CALL_SECONDS)
+                first: pb.StartCaptureResponse = next(iter(call))
+                call.cancel()
+            except grpc.RpcError as error:
+                raise _told(error) from error
+            except StopIteration:
+                raise DaemonAwayError("the daemon told nothing about the capture") from None
+        return first.capture
+
+    def get(self, address: str, capture_id: str) -> pb.Capture | None:
+        """None: the daemon knows of no such capture."""
+        with self.channel(address) as channel:
+            try:
+                answer: pb.GetCaptureResponse = CaptureServiceStub(channel).GetCapture(
+                    pb.GetCaptureRequest(id=capture_id), timeout=CALL_SECONDS
+                )
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    return None
+                raise _told(error) from error
+        return answer.capture
+
+    def cancel(self, address: str, capture_id: str) -> None:
+        with self.channel(address) as channel:
+            try:
+                request = pb.CancelCaptureRequest(id=capture_id)
+                CaptureServiceStub(channel).CancelCapture(request, timeout=CALL_SECONDS)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise _told(error) from error
+
+    def delete(self, address: str, capture_id: str) -> None:
+        with self.channel(address) as channel:
+            try:
+                request = pb.DeleteCaptureRequest(id=capture_id)
+                CaptureServiceStub(channel).DeleteCapture(request, timeout=CALL_SECONDS)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise _told(error) from error
+
+    def channel(self, address: str) -> grpc.Channel:
+        if self._tls is None:
+            return grpc.insecure_channel(address)
+        try:
+            shown = credentials(self._tls)
+        except OSError as error:
+            raise DaemonAwayError(f"the daemon cannot be asked: {error}") from error
+        return grpc.secure_channel(address, shown, [naming()])
+
+
+def _told(error: grpc.RpcError) -> Exception:
+    text = (error.details() or error.code().name)[:500]
+    return DaemonRefusedError(text) if error.code() in _REFUSALS else DaemonAwayError(text)
+
+
+# All daemons of a capture asked at once: one that is away must not make the others miss their common start.
+
+log = logging.getLogger(__name__)
+
+# How long a daemon may be away before its ranks are given up, and how long a deletion waits for it.
+AWAY_SECONDS = 120.0
+# A start that is nearer than this is not asked for any more: the daemon would refuse it.
+LAST_CALL_SECONDS = 4.0
+CALLS_AT_ONCE = 64
+
+CANCELLED = pb.CAPTURE_STATE_CANCELLED
+FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, CANCELLED})
+UNBEGUN = "cancelled before the daemon was asked"
+
+
+class DaemonAsking:
+    """Thread-safe. Remembers only since when a daemon is away."""
+
+    def __init__(
+        self, calls: DaemonCalls, addresses: Callable[[], Mapping[str, str]], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._calls = calls
+        self._addresses = addresses
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._away_since: dict[tuple[str, str], float] = {}  # uid of the capture, node
+        self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="rankscope-asking")
+
+    def progress(self, thing: CaptureObject, nodes: Mapping[str, Sequence[int]]) -> Mapping[str, pb.Capture | str]:
+        """What each node's daemon tells, or why it delivers nothing. A node that is missing is asked again later."""
+        told = zip(nodes, self._pool.map(lambda item: self._progress_of(thing, *item), nodes.items()), strict=True)
+        return {node: answer for node, answer in told if answer is not None}
+
+    def clear(self, thing: CaptureObject, capture_id: str, nodes: Sequence[str]) -> bool:
+        """Cancel what runs and remove the traces if that was asked. False: some daemon has to be asked again."""
+        return all(list(self._pool.map(lambda node: self._is_cleared(thing, node, capture_id), nodes)))
+
+    def forget(self, uid: str) -> None:
+        with self._lock:
+            for key in [key for key in self._away_since if key[0] == uid]:
+                del self._away_since[key]
+
+    def stop(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _progress_of(self, thing: CaptureObject, node: str, ranks: Sequence[int]) -> pb.Capture | str | None:
+        try:
+            capture = self._ask(thing, self._address(node), ranks)
+        except DaemonRefusedError as error:
+            return str(error)
+        except DaemonAwayError as error:
+            return f"the daemon of {node} is away: {error}" if self._is_given_up(thing, node) else None
+        with self._lock:
+            self._away_since.pop((thing.uid, node), None)
+        return capture
+
+    def _ask(self, thing: CaptureObject, address: str, ranks: Sequence[int]) -> pb.Capture:
+        status, spec = thing.status, thing.spec
+        assert spec is not None and isinstance(status.capture_id, str) and isinstance(status.start_unix_ms, int)
+        known = self._calls.get(address, status.capture_id)
+        if known is not None:
+            if thing.is_cancelled and known.state not in FINAL:
+                self._calls.cancel(address, status.capture_id)
+            return known
+        if thing.is_cancelled:
+            return pb.Capture(ranks=[pb.RankCapture(rank=rank, state=CANCELLED, error=UNBEGUN) for rank in ranks])
+        if self._clock() > status.start_unix_ms / 1000 - LAST_CALL_SECONDS:
+            raise DaemonRefusedError("the daemon does not know of it: it was away when the capture had to be asked for")
+        why = f"Capture {thing.namespace}/{thing.name}"
+        if thing.requested_by:
+            why += f" by {thing.requested_by}"
+        if isinstance(spec.reason, str) and spec.reason:
+            why += f": {spec.reason}"
+        job = status.job if isinstance(status.job, str) else ""
+        return self._calls.start(address, status.capture_id, job, list(ranks), spec, status.start_unix_ms, why)
+
+    def _is_cleared(self, thing: CaptureObject, node: str, capture_id: str) -> bool:
+        try:
+            address = self._address(node)
+            if not thing.is_finished:
+                self._calls.cancel(address, capture_id)
+            if thing.spec is not None and thing.spec.delete_artifacts:
+                self._calls.delete(address, capture_id)
+        except DaemonAwayError as error:
+            if not self._is_given_up(thing, node):
+                return False
+            log.warning("capture %s/%s: traces may be left on %s: %s", thing.namespace, thing.name, node, error)
+        except DaemonRefusedError as error:
+            log.warning("capture %s/%s: %s: %s", thing.namespace, thing.name, node, error)
+        return True
+
+    def _address(self, node: str) -> str:
+        address = self._addresses().get(node)
+        if address is None:
+            raise DaemonAwayError("there is no daemon on this node")
+        return address
+
+    def _is_given_up(self, thing: CaptureObject, node: str) -> bool:
+        with self._lock:
+            since = self._away_since.setdefault((thing.uid, node), self._clock())
+        return self._clock() - since > AWAY_SECONDS

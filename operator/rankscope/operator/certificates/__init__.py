@@ -1,0 +1,1 @@
+"""Certificates that the operator issues, stores in Secrets and renews."""

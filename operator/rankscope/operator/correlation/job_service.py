@@ -1,0 +1,118 @@
+"""JobService: the correlation's answers over gRPC."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Iterator
+
+import grpc
+
+from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict
+from rankscope.analysis.verdicts.windows import FrameSeen
+from rankscope.operator.correlation.correlator import Correlator, JobState
+from rankscope.v1 import job_service_pb2, job_service_pb2_grpc, window_pb2
+
+# Verdicts as messages, and back for those who read them over the wire.
+
+
+def job_status(state: JobState) -> job_service_pb2.JobStatus:
+    status = job_service_pb2.JobStatus(
+        job=state.job,
+        world_size=state.world_size,
+        ranks_seen=state.ranks_seen,
+        verdict=verdict_message(state.verdict, state.since_unix_seconds),
+        ranks=state.windows,
+    )
+    for window in status.ranks:
+        known = state.self_and_wait_seconds.get(window.identity.rank)
+        if known is not None and window.steps:
+            window.causes.self, window.causes.wait = (seconds * window.steps for seconds in known)
+    for name in ("step_seconds", "mfu_ratio", "exposed_communication_ratio"):
+        value = getattr(state, name)
+        if value is not None:
+            setattr(status, name, value)
+    return status
+
+
+def verdict_message(verdict: Verdict, since_unix_seconds: float) -> job_service_pb2.Verdict:
+    message = job_service_pb2.Verdict(
+        kind=job_service_pb2.VerdictKind.Value(f"VERDICT_KIND_{verdict.kind.name}"),
+        severity=job_service_pb2.Severity.Value(f"SEVERITY_{verdict.severity.name}"),
+        confidence=job_service_pb2.Confidence.Value(f"CONFIDENCE_{verdict.confidence.name}"),
+        culprits=verdict.culprits,
+        group=verdict.group,
+        cause=_cause(verdict.cause),
+        reason=verdict.reason,
+        since_unix_nanos=int(since_unix_seconds * 1e9),
+    )
+    for name in ("stage", "impact_ratio", "lost_gpu_seconds"):
+        value = getattr(verdict, name)
+        if value is not None:
+            setattr(message, name, value)
+    return message
+
+
+def _cause(cause: Cause) -> job_service_pb2.Cause:
+    frames = [
+        window_pb2.FrameShare(
+            function=f.function, file=f.file, line=f.line, share=f.share, leaf_share=f.leaf_share, phase=f.phase
+        )
+        for f in cause.frames
+    ]
+    return job_service_pb2.Cause(phase=cause.phase, frames=frames, evidence=cause.evidence, bound=cause.bound)
+
+
+def verdict_of(message: job_service_pb2.Verdict) -> Verdict:
+    """The verdict that a message holds; what a newer peer says in words unknown here is insufficient data."""
+    kind = job_service_pb2.VerdictKind.Name(message.kind).removeprefix("VERDICT_KIND_")
+    severity = job_service_pb2.Severity.Name(message.severity).removeprefix("SEVERITY_")
+    confidence = job_service_pb2.Confidence.Name(message.confidence).removeprefix("CONFIDENCE_")
+    frames = tuple(FrameSeen(f.function, f.file, f.line, f.share, f.leaf_share, f.phase) for f in message.cause.frames)
+    return Verdict(
+        kind=Kind.__members__.get(kind, Kind.INSUFFICIENT_DATA),
+        reason=message.reason,
+        severity=Severity.__members__.get(severity, Severity.NONE),
+        confidence=Confidence.__members__.get(confidence, Confidence.LOW),
+        culprits=tuple(message.culprits),
+        stage=message.stage if message.HasField("stage") else None,
+        group=message.group,
+        impact_ratio=message.impact_ratio if message.HasField("impact_ratio") else None,
+        lost_gpu_seconds=message.lost_gpu_seconds if message.HasField("lost_gpu_seconds") else None,
+        cause=Cause(message.cause.phase, frames, message.cause.evidence, message.cause.bound),
+    )
+
+
+class JobServicer(job_service_pb2_grpc.JobServiceServicer):
+    def __init__(self, correlator: Correlator) -> None:
+        self._correlator = correlator
+
+    def ListJobs(
+        self, request: job_service_pb2.ListJobsRequest, context: grpc.ServicerContext
+    ) -> job_service_pb2.ListJobsResponse:
+        return job_service_pb2.ListJobsResponse(jobs=[job_status(state) for state in self._correlator.states])
+
+    def WatchJobs(
+        self, request: job_service_pb2.WatchJobsRequest, context: grpc.ServicerContext
+    ) -> Iterator[job_service_pb2.WatchJobsResponse]:
+        # A reader that is slow sees the newest state, not all of them.
+        newest: queue.Queue[tuple[JobState, ...] | None] = queue.Queue(maxsize=1)
+
+        def offer(states: tuple[JobState, ...] | None) -> None:
+            while True:
+                try:
+                    newest.put_nowait(states)
+                    return
+                except queue.Full:
+                    with contextlib.suppress(queue.Empty):
+                        newest.get_nowait()
+
+        stop = self._correlator.listen(offer)
+        context.add_callback(lambda: offer(None))
+        try:
+            states: tuple[JobState, ...] | None = self._correlator.states
+            while states is not None and context.is_active():
+                yield job_service_pb2.WatchJobsResponse(jobs=[job_status(state) for state in states])
+                states = newest.get()
+        finally:
+            stop()

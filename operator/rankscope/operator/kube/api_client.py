@@ -1,0 +1,214 @@
+"""The API server, as few calls as are needed: JSON in, JSON out, and errors that tell an outage from a refusal.
+
+The kubernetes client gives configuration, tokens and connections; its typed objects are left out, for building a
+thousand pods as Python objects takes seconds where their JSON takes milliseconds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import msgspec
+import urllib3
+import yaml
+from kubernetes import client, config
+
+log = logging.getLogger(__name__)
+
+REQUEST_SECONDS = 15.0
+ERROR_CHARACTERS = 500
+LINE_BYTES_LIMIT = 16 << 20
+PAGE_OBJECTS = 500
+
+MERGE_PATCH = "application/merge-patch+json"
+STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
+JSON = "application/json"
+
+Document = dict[str, Any]
+TOKEN_REVIEWS = "/apis/authentication.k8s.io/v1/tokenreviews"
+
+
+class ClusterError(Exception):
+    """Nothing says which cluster, or what says it cannot be read."""
+
+
+class ApiError(Exception):
+    """The API server said no."""
+
+    def __init__(self, status: int, reason: str, text: str) -> None:
+        super().__init__(f"the API server answered {status} ({reason}): {text}")
+        self.status = status
+        self.reason = reason
+
+
+class ConflictError(ApiError):
+    """Somebody else wrote first, or it exists already."""
+
+
+class GoneError(ApiError):
+    """The history asked for is no longer kept: list again."""
+
+
+class MissingError(ApiError):
+    """There is no such thing."""
+
+
+class UnreachableError(Exception):
+    """Nobody answered, or not in time: to be tried again."""
+
+
+_ERRORS: Mapping[int, type[ApiError]] = {404: MissingError, 409: ConflictError, 410: GoneError}
+
+
+class Api:
+    """Thread-safe. `kubeconfig` None takes the pod's service account."""
+
+    def __init__(self, kubeconfig: Path | None = None, context: str | None = None) -> None:
+        settings = client.Configuration()
+        try:
+            if kubeconfig is None:
+                config.load_incluster_config(client_configuration=settings)
+            else:
+                config.load_kube_config(str(kubeconfig), context=context, client_configuration=settings)
+        # The client reads the file without checking its shape: a list where it wants a mapping is a TypeError there.
+        except (config.ConfigException, yaml.YAMLError, TypeError, AttributeError, KeyError) as error:
+            reason = " ".join(f"cannot reach a cluster: {error}".split())
+            raise ClusterError(f"{reason}; name a --kubeconfig, or run in a pod") from error
+        # Ours decide when to try again: a hidden retry would hold a lease's renewal beyond its time.
+        settings.retries = False
+        settings.connection_pool_maxsize = 32
+        self._settings = settings
+        self._client = client.ApiClient(settings)
+        self._host = settings.host
+
+    def token(self) -> str | None:
+        """Our own; None where a certificate says who we are."""
+        for auth in self._settings.auth_settings().values():
+            scheme, _, token = str(auth["value"]).partition(" ")
+            if scheme.lower() == "bearer" and token:
+                return token
+        return None
+
+    def get(self, path: str, **query: Any) -> Document:
+        return self._request("GET", path, query)
+
+    def create(self, path: str, body: Any, **query: Any) -> Document:
+        return self._request("POST", path, query, body)
+
+    def replace(self, path: str, body: Any, **query: Any) -> Document:
+        return self._request("PUT", path, query, body)
+
+    def merge(self, path: str, body: Any, **query: Any) -> Document:
+        return self._request("PATCH", path, query, body, MERGE_PATCH)
+
+    def merge_lists(self, path: str, body: Any) -> Document:
+        """Of Kubernetes' own kinds only: lists are merged item by item, so that others' conditions stay."""
+        return self._request("PATCH", path, {}, body, STRATEGIC_MERGE_PATCH)
+
+    def delete(self, path: str, body: Any = None, **query: Any) -> Document:
+        return self._request("DELETE", path, query, body)
+
+    def pages(self, path: str, **query: Any) -> Iterator[Document]:
+        """A list in pages, each as it comes."""
+        token = ""
+        while True:
+            page = self.get(path, limit=PAGE_OBJECTS, **query, **({"continue": token} if token else {}))
+            yield page
+            token = (page.get("metadata") or {}).get("continue") or ""
+            if not token:
+                return
+
+    def watch(self, path: str, idle_seconds: float, **query: Any) -> Iterator[Document]:
+        """Events until the server ends the stream. Raises UnreachableError when nothing came for `idle_seconds`."""
+        timeout = urllib3.Timeout(connect=REQUEST_SECONDS, read=idle_seconds)
+        answer = self._send("GET", path, {**query, "watch": "true"}, None, JSON, timeout)
+        try:
+            for line in _lines(answer):
+                event = msgspec.json.decode(line)
+                if event.get("type") == "ERROR":
+                    raise _refusal(int(event["object"].get("code") or 500), msgspec.json.encode(event["object"]))
+                yield event
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise UnreachableError(f"the watch of {path} broke off: {error}") from error
+        except (msgspec.DecodeError, KeyError, AttributeError, ValueError) as error:
+            raise UnreachableError(f"the watch of {path} sent what is no event: {error}") from error
+        finally:
+            answer.close()
+
+    def _request(
+        self, method: str, path: str, query: Mapping[str, Any], body: Any = None, content_type: str = JSON
+    ) -> Document:
+        answer = self._send(method, path, query, body, content_type, urllib3.Timeout(REQUEST_SECONDS))
+        try:
+            document = msgspec.json.decode(answer.read() or b"{}")
+        except (urllib3.exceptions.HTTPError, OSError, msgspec.DecodeError) as error:
+            raise UnreachableError(f"{method} {path}: the answer broke off: {error}") from error
+        finally:
+            answer.release_conn()
+        if not isinstance(document, dict):
+            raise UnreachableError(f"{method} {path}: the answer is no object")
+        return document
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, Any],
+        body: Any,
+        content_type: str,
+        timeout: urllib3.Timeout,
+    ) -> Any:
+        headers: dict[str, str] = {"Accept": JSON, "Content-Type": content_type}
+        for auth in self._settings.auth_settings().values():  # reads a token anew that was rotated
+            headers[auth["key"]] = auth["value"]
+        url = f"{self._host}{quote(path)}"
+        if query:
+            url += "?" + urlencode(query)
+        try:
+            answer = self._client.rest_client.pool_manager.request(
+                method,
+                url,
+                body=None if body is None else msgspec.json.encode(body),
+                headers=headers,
+                timeout=timeout,
+                retries=False,
+                preload_content=False,
+            )
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise UnreachableError(f"{method} {path}: {error}") from error
+        if answer.status < 400:
+            return answer
+        try:
+            text = answer.read(LINE_BYTES_LIMIT)
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise UnreachableError(f"{method} {path}: {error}") from error
+        finally:
+            answer.release_conn()
+        # A server that is starting or overloaded, or a proxy before it, says so: that is an outage, not a refusal.
+        if answer.status in (429, 502, 503, 504):
+            if b"ResourceVersionTooLarge" in text:
+                # Its store was restored from before what we have seen, and waiting for that would take for ever.
+                raise GoneError(410, "ResourceVersionTooLarge", "the API server is behind what was read from it")
+            raise UnreachableError(f"{method} {path}: {answer.status}")
+        raise _refusal(answer.status, text)
+
+
+def _refusal(status: int, body: bytes) -> ApiError:
+    try:
+        document = msgspec.json.decode(body)
+        reason, text = str(document.get("reason") or ""), str(document.get("message") or "")
+    except (msgspec.DecodeError, AttributeError):
+        reason, text = "", body.decode(errors="replace")
+    return _ERRORS.get(status, ApiError)(status, reason, text[:ERROR_CHARACTERS])
+
+
+def _lines(answer: Any) -> Iterator[bytes]:
+    rest = b""
+    for chunk in answer.stream(amt=None, decode_content=True):
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from (line for line in whole if line)
+        if len(rest) > LINE_BYTES_LIMIT:
+            raise ValueError("an event without an end")

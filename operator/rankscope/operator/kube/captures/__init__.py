@@ -1,1 +1,0 @@
-"""Capture objects: from what somebody, a policy or an alert asks for to traces and findings in a status."""

@@ -1,0 +1,165 @@
+"""What the operator wants written, sent at a bounded pace and only when it says something new.
+
+The newest wish for an object replaces the one before. While the API server is away wishes wait, so that verdicts and
+metrics go on and what is written afterwards is the present, not the backlog."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rankscope.operator.kube.api_client import ApiError, ConflictError, MissingError, UnreachableError
+
+log = logging.getLogger(__name__)
+
+WRITES_PER_SECOND = 20.0
+BURST_WRITES = 100
+WAITING_LIMIT = 50_000
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 15.0
+# What the API server refuses is asked for again, later and later: one that has just started refuses everything until it
+# has read its roles, and somebody may have mended a role meanwhile.
+FIRST_REFUSED_SECONDS = 1.0
+LONGEST_REFUSED_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Write:
+    """`send` writes; `content` says what, so that the same thing is not written twice."""
+
+    key: str
+    content: object = field(repr=False)
+    send: Callable[[], None] = field(repr=False)
+
+
+class Outbox:
+    """`put` never blocks. Runs from `start` to `stop`; `stop` gives what waits a moment to go out."""
+
+    def __init__(self, writes_per_second: float = WRITES_PER_SECOND) -> None:
+        self.written_total = 0
+        self.failed_total = 0
+        self._pace = 1.0 / writes_per_second
+        self._waiting: OrderedDict[str, Write] = OrderedDict()
+        self._written: OrderedDict[str, object] = OrderedDict()
+        self._refused: dict[str, tuple[float, float]] = {}  # until when, and how long it was put off
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def waiting(self) -> int:
+        with self._changed:
+            return len(self._waiting)
+
+    def put(self, write: Write) -> None:
+        with self._changed:
+            if self._written.get(write.key) == write.content:
+                self._waiting.pop(write.key, None)
+                return
+            if write.key not in self._waiting and len(self._waiting) >= WAITING_LIMIT:
+                self._refused.pop(self._waiting.popitem(last=False)[0], None)
+            self._waiting[write.key] = write
+            self._changed.notify()
+
+    def forget(self, key: str) -> None:
+        """Of an object that is gone, or that somebody else has written: what we wrote no longer stands."""
+        with self._changed:
+            self._waiting.pop(key, None)
+            self._written.pop(key, None)
+            self._refused.pop(key, None)
+
+    def forget_all(self) -> None:
+        """When somebody else has been in charge meanwhile."""
+        with self._changed:
+            self._written.clear()
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="rankscope-writes", daemon=True)
+        self._thread.start()
+
+    def stop(self, seconds: float = 3.0) -> None:
+        give_up = time.monotonic() + seconds
+        while self.waiting and time.monotonic() < give_up:
+            time.sleep(0.05)
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        allowance, refilled_at = float(BURST_WRITES), time.monotonic()
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            write = self._next()
+            if write is None:
+                return
+            now = time.monotonic()
+            allowance = min(BURST_WRITES, allowance + (now - refilled_at) / self._pace)
+            refilled_at = now
+            if allowance < 1:
+                time.sleep(self._pace)
+            allowance -= 1
+            if self._send(write):
+                pause = FIRST_PAUSE_SECONDS
+            else:
+                time.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _next(self) -> Write | None:
+        with self._changed:
+            while not self._stopping:
+                now = time.monotonic()
+                for key in self._waiting:
+                    if self._refused.get(key, (0.0, 0.0))[0] <= now:
+                        return self._waiting[key]
+                self._changed.wait(1.0)
+            return None
+
+    def _send(self, write: Write) -> bool:
+        """False if the API server is away: everything waits."""
+        try:
+            write.send()
+        except UnreachableError as error:
+            self.failed_total += 1
+            log.debug("%s waits: %s", write.key, error)
+            return False
+        except (MissingError, ConflictError) as error:
+            # Deleted, or written by somebody else: whoever wanted it sees that in a watch and decides anew.
+            log.debug("%s is void: %s", write.key, error)
+            self._done(write, stands=False)
+        except ApiError as error:
+            self.failed_total += 1
+            put_off = self._put_off(write.key)
+            log.warning("%s cannot be written, trying again in %.0f s: %s", write.key, put_off, error)
+        except Exception:
+            self.failed_total += 1
+            log.exception("%s could not be written", write.key)
+            self._done(write, stands=False)
+        else:
+            self.written_total += 1
+            self._done(write, stands=True)
+        return True
+
+    def _put_off(self, key: str) -> float:
+        with self._changed:
+            _, before = self._refused.get(key, (0.0, FIRST_REFUSED_SECONDS / 2))
+            seconds = min(2 * before, LONGEST_REFUSED_SECONDS)
+            self._refused[key] = (time.monotonic() + seconds, seconds)
+        return seconds
+
+    def _done(self, write: Write, stands: bool) -> None:
+        with self._changed:
+            if self._waiting.get(write.key) is write:
+                del self._waiting[write.key]
+            self._refused.pop(write.key, None)
+            if stands:
+                self._written[write.key] = write.content
+                self._written.move_to_end(write.key)
+                if len(self._written) > WAITING_LIMIT:
+                    self._written.popitem(last=False)

@@ -1,1 +1,0 @@
-"""ProfilingPolicy objects: which runs one selects, and what it tells their daemons."""

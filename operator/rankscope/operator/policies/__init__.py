@@ -1,0 +1,1 @@
+"""ProfilingPolicy objects: which runs one selects, and what it changes."""

@@ -1,0 +1,1 @@
+"""From pods and windows to TrainingRun objects."""

@@ -1,0 +1,262 @@
+"""TrainingRun objects: one for each run that is ours, with what the correlation says in its status."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from rankscope.analysis.verdicts.verdict import Severity
+from rankscope.operator.correlation.correlator import JobState
+from rankscope.operator.kube.api_client import Api, ConflictError, Document
+from rankscope.operator.kube.events import Events, Target
+from rankscope.operator.kube.leader_election import ShardLeases
+from rankscope.operator.kube.object_writer import Outbox, Write
+from rankscope.operator.kube.resources import API_VERSION, RunVerdict, TrainingRunStatus
+from rankscope.operator.kube.watch_cache import Watched
+from rankscope.operator.runs.inventory import Inventory, Run
+from rankscope.operator.runs.pods import read_wishes
+from rankscope.operator.runs.run_grouping import RunKey
+from rankscope.operator.runs.status import ended_status, gist, run_status, run_verdict, unix_seconds
+
+log = logging.getLogger(__name__)
+
+PATH = f"/apis/{API_VERSION}"
+MANAGED = {"app.kubernetes.io/managed-by": "rankscope"}
+# Numbers change with every window; what changes the meaning is written at once, the rest this often.
+REFRESH_SECONDS = 20.0
+KEEP_ENDED_SECONDS = 86400.0
+
+
+@dataclass(frozen=True)
+class RunObject:
+    """A TrainingRun as the API server has it."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    deleting: bool
+    is_ours: bool
+    workload_uid: str
+    mfu_target: float | None
+    status: TrainingRunStatus
+
+    @property
+    def path(self) -> str:
+        return f"{PATH}/namespaces/{self.namespace}/trainingruns/{self.name}"
+
+
+def read_run_object(document: Document) -> RunObject | None:
+    metadata = document["metadata"]
+    try:
+        status = msgspec.convert(document.get("status") or {}, TrainingRunStatus)
+    except msgspec.ValidationError:
+        status = TrainingRunStatus()  # written by an older version: written anew
+    return RunObject(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata["uid"],
+        generation=int(metadata.get("generation") or 0),
+        deleting=bool(metadata.get("deletionTimestamp")),
+        is_ours=(metadata.get("labels") or {}).get("app.kubernetes.io/managed-by") == "rankscope",
+        workload_uid=str(((document.get("spec") or {}).get("workload") or {}).get("uid") or ""),
+        mfu_target=(document.get("spec") or {}).get("mfuTarget"),
+        status=status,
+    )
+
+
+class RunsController:
+    """`reconcile` is called about once a second, in one thread."""
+
+    def __init__(
+        self,
+        api: Api,
+        outbox: Outbox,
+        events: Events,
+        inventory: Inventory,
+        leases: ShardLeases,
+        states: Callable[[], Mapping[str, JobState]],
+        last_captures: Callable[[], Mapping[tuple[str, str], str]] = dict,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._api = api
+        self._outbox = outbox
+        self._events = events
+        self._inventory = inventory
+        self._leases = leases
+        self._states = states
+        self._last_captures = last_captures
+        self._clock = clock
+        self._objects: dict[tuple[str, str], RunObject] = {}
+        self._lock = threading.Lock()
+        self._refreshed_at: dict[tuple[str, str], float] = {}
+        self._told: set[tuple[str, str]] = set()  # pod uid, mistake
+        self.watched = Watched(api, f"{PATH}/trainingruns", read_run_object, self)
+
+    # --- told by the watch -------------------------------------------------------------------------------------------
+
+    def changed(self, uid: str, thing: RunObject) -> None:
+        with self._lock:
+            self._objects[thing.namespace, thing.name] = thing
+
+    def deleted(self, uid: str) -> None:
+        with self._lock:
+            for place, known in list(self._objects.items()):
+                if known.uid == uid:
+                    del self._objects[place]
+                    self._outbox.forget(f"make {place[0]}/{place[1]}")
+                    self._outbox.forget(f"status {place[0]}/{place[1]}")
+                    self._refreshed_at.pop(place, None)
+
+    def object_of(self, namespace: str, name: str) -> RunObject | None:
+        with self._lock:
+            return self._objects.get((namespace, name))
+
+    # --- told by time ------------------------------------------------------------------------------------------------
+
+    def reconcile(self) -> None:
+        if not self.watched.listed.is_set():
+            return
+        states, captured = self._states(), self._last_captures()
+        runs = self._runs_by_place()
+        for place, run in runs.items():
+            if not self._leases.holds("/".join(place)):
+                continue
+            found = self.object_of(*place)
+            if found is None:
+                self._make(run.key)
+            elif not found.deleting and found.is_ours and found.workload_uid != run.key.uid:
+                self._delete(found)  # of a workload of the same name that is gone; made anew when it is away
+            elif not found.deleting:
+                self._update(found, run, states.get("/".join(place)), captured.get(place, UNSET))
+            self._tell_mistakes(run)
+        if self._told:
+            pods = {uid for run in runs.values() for uid in run.pods}
+            self._told = {told for told in self._told if told[0] in pods}
+        with self._lock:
+            left = [thing for place, thing in self._objects.items() if place not in runs and thing.is_ours]
+        for thing in left:
+            if self._leases.holds(f"{thing.namespace}/{thing.name}") and not thing.deleting:
+                self._end(thing)
+
+    def _runs_by_place(self) -> Mapping[tuple[str, str], Run]:
+        """A workload made anew has its predecessor's name: the newest is meant, the other's pods are leaving."""
+        newest: dict[tuple[str, str], Run] = {}
+        for key, run in self._inventory.runs().items():
+            place = (key.namespace, key.object_name)
+            known = newest.get(place)
+            if known is None or known.last_created < run.last_created:
+                newest[place] = run
+        return newest
+
+    def _make(self, key: RunKey) -> None:
+        workload: Document = {"kind": key.kind, "name": key.name}
+        metadata: Document = {"name": key.object_name, "namespace": key.namespace, "labels": MANAGED}
+        owner = key.owner
+        if owner is not None:
+            workload |= {"apiVersion": key.api_version, "uid": key.uid}
+            # Deleted with the workload, by the cluster.
+            metadata["ownerReferences"] = [
+                {"apiVersion": owner.api_version, "kind": owner.kind, "name": owner.name, "uid": owner.uid}
+            ]
+        body = {"apiVersion": API_VERSION, "kind": "TrainingRun", "metadata": metadata, "spec": {"workload": workload}}
+        path = f"{PATH}/namespaces/{key.namespace}/trainingruns"
+        name = f"make {key.namespace}/{key.object_name}"
+        place = f"{key.namespace}/{key.object_name}"
+        self._put(name, place, key, lambda: self._api.create(path, body))
+
+    def _update(self, thing: RunObject, run: Run, state: JobState | None, captured: str | UnsetType) -> None:
+        now = self._clock()
+        place = (thing.namespace, thing.name)
+        standing = thing.status.verdict
+        if isinstance(standing, RunVerdict) and self._leases.is_settling("/".join(place)):
+            # Just restarted: what we have not heard yet does not undo what was found before.
+            found = UNSET if state is None else run_verdict(state)
+            if gist(found) != gist(standing) and getattr(found, "severity", "") != Severity.ALARM.value:
+                return
+        status = run_status(run, state, thing.status, thing.generation, now)
+        status.last_capture = captured or status.last_capture
+        if status == thing.status:
+            return
+        meant = _meaning(status) != _meaning(thing.status)
+        if not meant and now - self._refreshed_at.get(place, 0.0) < REFRESH_SECONDS:
+            return
+        self._refreshed_at[place] = now
+        self._write(thing, status)
+        if meant and isinstance(status.verdict, RunVerdict):
+            self._tell_verdict(thing, run, status.verdict, thing.status.verdict)
+
+    def _end(self, thing: RunObject) -> None:
+        """Of a run without pods: it stays for a while, for people to read."""
+        status = ended_status(thing.status, thing.generation, self._clock())
+        ended = next(condition for condition in status.conditions if condition.type == "Ended")
+        if self._clock() - unix_seconds(ended.last_transition_time) > KEEP_ENDED_SECONDS:
+            self._delete(thing)
+        elif status != thing.status:
+            self._write(thing, status)
+
+    def _delete(self, thing: RunObject) -> None:
+        body = {"preconditions": {"uid": thing.uid}}
+        place = f"{thing.namespace}/{thing.name}"
+        self._put(f"delete {thing.uid}", place, thing.uid, lambda: self._api.delete(thing.path, body))
+
+    def _write(self, thing: RunObject, status: TrainingRunStatus) -> None:
+        # A merge patch keeps what it does not name: what is no longer known has to be named as null.
+        content = msgspec.to_builtins(status)
+        missing = {name: None for name in msgspec.to_builtins(thing.status) if name not in content}
+        body = {"status": {**content, **missing}}
+        place = f"{thing.namespace}/{thing.name}"
+        self._put(f"status {place}", place, body, lambda: self._api.merge(f"{thing.path}/status", body))
+
+    def _put(self, name: str, place: str, content: object, act: Callable[[], Document]) -> None:
+        def send() -> None:
+            # It may have waited through an outage, and somebody else acts for the run by now.
+            if not self._leases.holds(place):
+                raise ConflictError(409, "NotHeld", f"another replica may act for {place}")
+            void(act())
+
+        self._outbox.put(Write(name, content, send))
+
+    def _tell_verdict(self, thing: RunObject, run: Run, verdict: RunVerdict, before: object) -> None:
+        was_alarm = isinstance(before, RunVerdict) and before.severity == Severity.ALARM.value
+        if verdict.severity != Severity.ALARM.value:
+            if was_alarm and verdict.kind == "healthy":
+                target = Target(API_VERSION, "TrainingRun", thing.namespace, thing.name, thing.uid)
+                self._events.say(target, "Normal", "Recovered", "nothing is raised any more", verdict.since)
+            return
+        reason = "".join(part.capitalize() for part in verdict.kind.split("_"))
+        target = Target(API_VERSION, "TrainingRun", thing.namespace, thing.name, thing.uid)
+        text = verdict.reason
+        if isinstance(verdict.source, str):
+            text += f" ({verdict.source})"
+        self._events.say(target, "Warning", reason, text, verdict.since)
+        pods = {pod.name: pod for pod in run.pods.values()}
+        for name in dict.fromkeys(culprit.pod for culprit in verdict.culprits if isinstance(culprit.pod, str)):
+            pod = pods.get(name)
+            if pod is not None:
+                accused = Target("v1", "Pod", pod.namespace, pod.name, pod.uid)
+                self._events.say(accused, "Warning", reason, f"{thing.name}: {text}", verdict.since)
+
+    def _tell_mistakes(self, run: Run) -> None:
+        for pod in run.pods.values():
+            for mistake in read_wishes(pod.annotations).mistakes:
+                if (pod.uid, mistake) not in self._told:
+                    self._told.add((pod.uid, mistake))
+                    target = Target("v1", "Pod", pod.namespace, pod.name, pod.uid)
+                    self._events.say(target, "Warning", "BadAnnotation", mistake, mistake)
+
+
+def void(_: object) -> None:
+    """For the outbox, which wants no answer."""
+
+
+def _meaning(status: TrainingRunStatus) -> object:
+    """What a person would call a change."""
+    conditions = tuple((condition.type, condition.status) for condition in status.conditions)
+    return (status.phase, status.ranks, gist(status.verdict), conditions, status.last_capture)

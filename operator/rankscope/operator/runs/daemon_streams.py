@@ -1,0 +1,276 @@
+"""One WatchRanks stream to every node's daemon, all in one thread: a fleet has thousands.
+
+A daemon that is gone is asked again, later and later; one whose certificate is not ours is never listened to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from rankscope.operator.certificates.daemon_credentials import DaemonTls, credentials, naming
+from rankscope.operator.correlation.wire_shapes import Message, Said, read_said
+from rankscope.operator.kube.api_client import Document
+from rankscope.operator.runs.pods import read_pod
+from rankscope.v1 import rank_service_pb2
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_SECONDS = 0.5
+LAST_BACKOFF_SECONDS = 15.0
+# A node sends every few seconds; one that has said nothing for so long has gone without closing its connection.
+SILENT_SECONDS = 90.0
+# How often those are looked for. A timer of its own for every message would cost more than reading the message.
+SWEEP_SECONDS = 5.0
+# The first message comes at once: a node that is down must not hold up the others that wait to be asked.
+FIRST_MESSAGE_SECONDS = 20.0
+# A daemon answers with the windows of one node: more is not a daemon.
+MESSAGE_BYTES_LIMIT = 8 << 20
+# What a daemon may send ahead of us, some twenty messages.
+LOOKAHEAD_BYTES = 512 << 10
+METHOD = "/rankscope.v1.RankService/WatchRanks"
+# What comes within so long is handed on together.
+GATHERING_SECONDS = 0.05
+GATHERED_BYTES_LIMIT = 32 << 20
+# A daemon sends one for each window, of half a second or more. Whoever floods us is left and asked again later.
+MESSAGES_PER_SECOND = 20.0
+MESSAGES_BURST = 200.0
+# How many connections may be under way at once: a restarted operator must not meet its fleet all at the same moment.
+CONNECTING_LIMIT = 128
+
+# A request has to fit into what a daemon reads: of a node with more pods than this, all windows are asked for.
+PODS_LIMIT = 1000
+
+Accept = Callable[[Sequence[Message]], None]
+
+
+@dataclass(frozen=True)
+class _Target:
+    node: str
+    address: str
+    pods: frozenset[str] = frozenset()  # none: all of the node
+
+
+def _target(node: str, address: str, pods: Mapping[str, frozenset[str]] | None) -> _Target:
+    asked = frozenset[str]() if pods is None else pods[node]
+    return _Target(node, address, asked if len(asked) <= PODS_LIMIT else frozenset())
+
+
+class DaemonStreams:
+    """`follow` says which daemons there are. `accept` is called in one thread, with all that was heard in a moment: a
+    fleet speaks at the same time, and many messages are read sooner together than one by one."""
+
+    def __init__(self, accept: Accept, tls: DaemonTls | None = None) -> None:
+        self._accept = accept
+        self._tls = tls
+        self._loop = asyncio.new_event_loop()
+        self._tasks: dict[_Target, asyncio.Task[None]] = {}
+        self._connected: set[str] = set()
+        self._connecting = asyncio.Semaphore(CONNECTING_LIMIT)
+        self._heard_at: dict[grpc.aio.Call, float] = {}
+        self._gathered: list[Message] = []
+        self._gathered_bytes = 0
+        self._handing_on: asyncio.TimerHandle | None = None
+        self._thread = threading.Thread(target=self._run, name="rankscope-streams", daemon=True)
+        self.messages_total = 0
+
+    @property
+    def connected(self) -> frozenset[str]:
+        """Nodes whose daemon is heard."""
+        return frozenset(self._connected)
+
+    @property
+    def following(self) -> int:
+        return len(self._tasks)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def follow(self, addresses: Mapping[str, str], pods: Mapping[str, frozenset[str]] | None = None) -> None:
+        """Node to HOST:PORT; those that are missing are left. `pods` are, by node, the only ones to be told of; a node
+        without any is left as well."""
+        wanted = {_target(node, address, pods) for node, address in addresses.items() if pods is None or pods.get(node)}
+        self._loop.call_soon_threadsafe(self._retarget, wanted)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._retarget, set())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.call_later(SWEEP_SECONDS, self._sweep)
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.close()
+
+    def _retarget(self, wanted: set[_Target]) -> None:
+        for target in self._tasks.keys() - wanted:
+            self._tasks.pop(target).cancel()
+        for target in wanted - self._tasks.keys():
+            self._tasks[target] = self._loop.create_task(self._keep_up(target))
+
+    async def _keep_up(self, target: _Target) -> None:
+        node = target.node
+        backoff = FIRST_BACKOFF_SECONDS
+        while True:
+            try:
+                if await self._stream(target):
+                    backoff = FIRST_BACKOFF_SECONDS
+            except grpc.aio.AioRpcError as error:
+                level = logging.INFO if node in self._connected else logging.DEBUG
+                log.log(level, "daemon of %s: %s %s", node, error.code().name, (error.details() or "")[:200])
+            except (OSError, ValueError, asyncio.TimeoutError) as error:
+                log.warning("daemon of %s: %s", node, error or type(error).__name__)
+            except Exception:
+                log.exception("daemon of %s", node)
+            finally:
+                self._connected.discard(node)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
+            backoff = min(backoff * 2, LAST_BACKOFF_SECONDS)
+
+    async def _stream(self, target: _Target) -> bool:
+        """True if anything was heard."""
+        node, heard, patience = target.node, False, MESSAGES_BURST
+        async with self._channel(target.address) as channel:
+            request = rank_service_pb2.WatchRanksRequest(pods=sorted(target.pods))
+            # Bytes as they are: gRPC would read all of a message, and write to the log what it cannot read.
+            call = channel.unary_stream(METHOD)(request.SerializeToString())
+            try:
+                async with self._connecting:
+                    message = await asyncio.wait_for(call.read(), FIRST_MESSAGE_SECONDS)
+                while message is not grpc.aio.EOF:
+                    now = self._loop.time()
+                    patience += MESSAGES_PER_SECOND * (now - self._heard_at.get(call, now))
+                    patience = min(patience, MESSAGES_BURST) - 1
+                    if patience < 0:
+                        raise ValueError(f"it sends more than {MESSAGES_PER_SECOND:g} messages a second")
+                    said = _read(message)
+                    heard = True
+                    self._connected.add(node)
+                    self._heard_at[call] = now
+                    self.messages_total += 1
+                    self._take(Message(node, said), len(message))
+                    message = await call.read()
+            except asyncio.CancelledError:
+                if heard and call not in self._heard_at:  # by `_sweep`; else by who ends this task
+                    raise asyncio.TimeoutError(f"nothing was heard for {SILENT_SECONDS:g} s") from None
+                raise
+            finally:
+                self._heard_at.pop(call, None)
+                call.cancel()
+        return heard
+
+    def _sweep(self) -> None:
+        deadline = self._loop.time() - SILENT_SECONDS
+        for call in [call for call, heard_at in self._heard_at.items() if heard_at < deadline]:
+            del self._heard_at[call]
+            call.cancel()
+        self._loop.call_later(SWEEP_SECONDS, self._sweep)
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        options: list[tuple[str, object]] = [
+            ("grpc.max_receive_message_length", MESSAGE_BYTES_LIMIT),
+            ("grpc.keepalive_time_ms", 30_000),
+            # A daemon sends little at a time: probing how much it could send costs as much as reading it, and so does
+            # allowing it each part of a message.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
+            ("grpc.http2.max_frame_size", LOOKAHEAD_BYTES),
+            # Channels to the same place would share a connection and with it the old certificate.
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        if self._tls is not None:
+            return grpc.aio.secure_channel(address, credentials(self._tls), options=[*options, naming()])
+        return grpc.aio.insecure_channel(address, options=options)
+
+    def _take(self, message: Message, size_bytes: int) -> None:
+        if not self._gathered:
+            self._handing_on = self._loop.call_later(GATHERING_SECONDS, self._hand_on)
+        self._gathered.append(message)
+        self._gathered_bytes += size_bytes
+        if self._gathered_bytes > GATHERED_BYTES_LIMIT:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        if self._handing_on is not None:
+            self._handing_on.cancel()
+        gathered, self._gathered, self._gathered_bytes = self._gathered, [], 0
+        try:
+            self._accept(gathered)
+        except Exception:  # whatever one daemon says, the others are heard
+            if len(gathered) == 1:
+                log.exception("a message of the daemon of %s could not be taken in", gathered[0].node)
+                return
+            for message in gathered:
+                self._gathered = [message]
+                self._hand_on()
+
+
+def _read(message: bytes) -> Said:
+    try:
+        return read_said(message)
+    except DecodeError:
+        raise ValueError("it sent what is no message") from None
+
+
+# Where the daemons are: the pods of our DaemonSet, by node.
+
+SELECTOR = "app.kubernetes.io/name=rankscope,app.kubernetes.io/component=daemon"
+PORT_NAME = "grpc"
+DEFAULT_PORT = 9465
+
+
+@dataclass(frozen=True)
+class DaemonPod:
+    uid: str
+    node: str
+    address: str  # HOST:PORT
+    created: str
+
+
+def read_daemon_pod(document: Document) -> DaemonPod | None:
+    pod = read_pod(document)
+    if pod is None or not pod.node or not pod.address or pod.is_over or pod.deleting:
+        return None
+    ports = [
+        port.get("containerPort")
+        for container in document["spec"].get("containers") or ()
+        for port in container.get("ports") or ()
+        if port.get("name") == PORT_NAME
+    ]
+    host = f"[{pod.address}]" if ":" in pod.address else pod.address
+    return DaemonPod(pod.uid, pod.node, f"{host}:{ports[0] if ports else DEFAULT_PORT}", pod.created)
+
+
+class DaemonPods:
+    """Told by a watch."""
+
+    def __init__(self) -> None:
+        self._pods: dict[str, DaemonPod] = {}
+        self._lock = threading.Lock()
+
+    def changed(self, uid: str, pod: DaemonPod) -> None:
+        with self._lock:
+            self._pods[uid] = pod
+
+    def deleted(self, uid: str) -> None:
+        with self._lock:
+            self._pods.pop(uid, None)
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        """Node to HOST:PORT; while a daemon is replaced there may be two of a node, and the newest counts."""
+        with self._lock:
+            ordered = sorted(self._pods.values(), key=lambda pod: pod.created)
+        return {pod.node: pod.address for pod in ordered}

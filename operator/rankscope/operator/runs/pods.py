@@ -1,0 +1,132 @@
+"""A pod as far as it matters here, read out of the API server's JSON. Whoever may create pods writes that JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+LABELS_KEPT = 64
+TEXT_CHARACTERS = 253
+
+# Pods repeat each other's words; parsed one by one, each would keep its own copy. Bounded, unlike sys.intern.
+_shared = lru_cache(maxsize=1 << 16)(str)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    api_version: str
+    kind: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    uid: str
+    name: str
+    namespace: str
+    node: str = ""  # empty until it is scheduled
+    address: str = ""
+    phase: str = ""
+    ready: bool = False
+    deleting: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)  # ours only
+    owner: Owner | None = None
+    created: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase in ("Succeeded", "Failed")
+
+
+def read_pod(document: Mapping[str, Any]) -> Pod | None:
+    """None for what is no pod of ours to know: the API server vouches for the shape, not for every field."""
+    metadata, spec, status = (_mapping(document.get(part)) for part in ("metadata", "spec", "status"))
+    uid, name, namespace = (_text(metadata.get(part)) for part in ("uid", "name", "namespace"))
+    if not uid or not name or not namespace:
+        return None
+    conditions = status.get("conditions")
+    return Pod(
+        uid=uid,
+        name=name,
+        namespace=_shared(namespace),
+        node=_shared(_text(spec.get("nodeName"))),
+        address=_text(status.get("podIP")),
+        phase=_shared(_text(status.get("phase"))),
+        ready=isinstance(conditions, list) and any(_is_ready(condition) for condition in conditions),
+        deleting=bool(metadata.get("deletionTimestamp")),
+        labels=_texts(metadata.get("labels")),
+        annotations={k: v for k, v in _texts(metadata.get("annotations"), 1024).items() if "rankscope.dev/" in k},
+        owner=_owner(metadata.get("ownerReferences")),
+        created=_shared(_text(metadata.get("creationTimestamp"))),
+    )
+
+
+def _owner(references: object) -> Owner | None:
+    """The controller; else the first there is."""
+    if not isinstance(references, list):
+        return None
+    known = [_mapping(reference) for reference in references]
+    known.sort(key=lambda reference: not reference.get("controller"))
+    for reference in known:
+        parts = [_text(reference.get(part)) for part in ("apiVersion", "kind", "name", "uid")]
+        if all(parts):
+            return Owner(*map(_shared, parts))
+    return None
+
+
+def _is_ready(condition: object) -> bool:
+    held = _mapping(condition)
+    return held.get("type") == "Ready" and held.get("status") == "True"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) and len(value) <= TEXT_CHARACTERS else ""
+
+
+def _texts(value: object, characters: int = TEXT_CHARACTERS) -> dict[str, str]:
+    pairs = [(k, v) for k, v in _mapping(value).items() if isinstance(k, str) and isinstance(v, str)]
+    # Those that group pods into runs must survive a pod with hundreds of labels.
+    pairs.sort(key=lambda pair: "/" not in pair[0])
+    return {_shared(k): _shared(v[:characters]) for k, v in pairs[:LABELS_KEPT]}
+
+
+# What people write on their pods for us. A value that cannot be read is told on the pod and otherwise ignored.
+
+PREFIX = "rankscope.dev/"
+MFU_TARGET = f"{PREFIX}mfu-target"
+WATCH = f"{PREFIX}watch"
+KNOWN = (MFU_TARGET, WATCH)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    mfu_target: float | None = None
+    watch: bool = True
+    mistakes: tuple[str, ...] = ()  # in words, with what it may be
+
+
+def read_wishes(annotations: Mapping[str, str]) -> Wishes:
+    mistakes: list[str] = []
+    target: float | None = None
+    if MFU_TARGET in annotations:
+        text = annotations[MFU_TARGET]
+        try:
+            target = float(text)
+        except ValueError:
+            target = math.nan
+        if not 0 < target <= 1:
+            mistakes.append(f"{MFU_TARGET}: {text[:40]!r} is no ratio; write a number over 0 and up to 1, as in 0.4")
+            target = None
+    watch = annotations.get(WATCH, "true")
+    if watch not in ("true", "false"):
+        mistakes.append(f"{WATCH}: {watch[:40]!r} is neither true nor false")
+    return Wishes(target, watch != "false", tuple(mistakes))

@@ -1,0 +1,342 @@
+"""What a daemon says, held against what the API server says, and named by run.
+
+A daemon may be wrong or hostile: it speaks for the pods of its own node and for nobody else, at the pace of a daemon,
+or it is not listened to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+
+from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen
+from rankscope.operator.correlation.reading_windows import ReadWindows, read_windows
+from rankscope.operator.correlation.wire_shapes import Message, Said
+from rankscope.operator.runs.inventory import Inventory
+from rankscope.operator.runs.run_grouping import RunKey
+from rankscope.v1.identity_pb2 import RankIdentity
+
+# The jobs of one run: by what name each goes, and whose its ranks are.
+
+# A job that has not spoken for so long no longer owns its run's name.
+SILENT_SECONDS = 30.0
+# How often those are looked for.
+FORGETTING_SECONDS = 1.0
+JOBS_PER_RUN = 16
+# A rank is its pod's as long as that pod lives and speaks of it: else one node could unseat the ranks of another.
+OWNED_SECONDS = 10.0
+
+Owner = tuple[str, float]  # uid of a rank's pod, and when it was last heard
+Owners = dict[int, Owner]
+
+
+class RunJobs:
+    """By the names they give themselves; a restarted one may come with another port."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        self.owners: dict[str, Owners] = {}
+        self._heard_at: dict[str, float] = {}
+        self._looked_at = 0.0
+        self._swept_at = 0.0
+
+    def name(self, job: str, run_name: Callable[[], str], now: float) -> str | None:
+        """The run's own name for its one job; jobs beside it, as in a Ray cluster, get a number. None where there are
+        too many."""
+        if now - self._looked_at > FORGETTING_SECONDS:
+            self._forget_silent(now)
+        name = self.names.get(job)
+        if name is None:
+            taken, plain = set(self.names.values()), run_name()
+            choices = [plain, *(f"{plain}#{number}" for number in range(2, JOBS_PER_RUN + 1))]
+            name = next((choice for choice in choices if choice not in taken), None)
+            if name is None:
+                return None
+            self.names[job] = name
+        self._heard_at[job] = now
+        return name
+
+    def _forget_silent(self, now: float) -> None:
+        self._looked_at = now
+        for silent in [known for known, heard in self._heard_at.items() if now - heard > SILENT_SECONDS]:
+            del self._heard_at[silent], self.names[silent]
+            self.owners.pop(silent, None)
+        if now - self._swept_at > SILENT_SECONDS:  # less often: a job may have a hundred thousand ranks
+            self._swept_at = now
+            for job, owners in self.owners.items():
+                self.owners[job] = {rank: owner for rank, owner in owners.items() if now - owner[1] < OWNED_SECONDS}
+
+
+# The daemon of one node as a speaker: how much of it is listened to, and the processes that it speaks of.
+
+# Ranks of a node that raise its allowance, and processes of it that are known at a time: more GPUs than any node has.
+RANKS_PER_NODE = 1024
+# Windows a daemon may send per rank and second, on average over the bucket: the shortest window is half a second long.
+WINDOWS_PER_RANK_SECOND = 4.0
+BURST_SECONDS = 15.0
+# A process that was not spoken of for so long makes room for others, which is looked for so often.
+
+Names = tuple[str, str, str, str]  # job, node, namespace and name of the pod
+
+
+@dataclass
+class Refusals:
+    """By reason, for the metric: bounded words."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, reason: str, number: int = 1) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + number
+
+
+class Known:
+    """A process of a node by the very bytes of its identity, which are the same in each of its windows: what they say
+    is read once."""
+
+    __slots__ = ("heard_at", "identity", "is_possible", "key", "names", "rank", "seen", "sought")
+
+    def __init__(self, identity: RankIdentity) -> None:
+        self.identity = identity  # as the daemon has it
+        self.sought = (identity.pod, identity.job)
+        self.rank = identity.rank
+        self.key = (identity.pod, identity.rank)
+        self.is_possible = 0 <= identity.rank < identity.world_size
+        self.seen: RankSeen | None = None  # under `names`
+        self.names: Names = ("", "", "", "")
+        self.heard_at = 0.0
+
+    def under(self, names: Names) -> RankSeen:
+        if self.seen is None or self.names != names:
+            renamed = RankIdentity()
+            renamed.CopyFrom(self.identity)
+            renamed.job, renamed.node, renamed.namespace, renamed.pod_name = names
+            self.names, self.seen = names, RankSeen(renamed)
+        return self.seen
+
+
+class Speaker:
+    def __init__(self, refusals: Refusals, now: float) -> None:
+        self._refusals = refusals
+        self._allowance = 0.0
+        self._seen_at = now - BURST_SECONDS
+        self._forgot_at = 0.0
+        # Of the present message: ranks come and go, and none may raise the allowance for ever.
+        self.ranks = 0
+        self.known: dict[bytes, Known] = {}
+
+    def allow(self, sent: int, now: float) -> int:
+        """How many of so many are listened to; the others are counted."""
+        rate = WINDOWS_PER_RANK_SECOND * min(max(1, self.ranks or sent), RANKS_PER_NODE)
+        self._allowance = min(rate * BURST_SECONDS, self._allowance + rate * (now - self._seen_at))
+        self._seen_at = now
+        allowed = min(sent, int(self._allowance))
+        self._allowance -= allowed
+        if allowed < sent:
+            self._refusals.add("rate", sent - allowed)
+        return allowed
+
+    def meet(self, identity: bytes, now: float) -> Known | None:
+        """None where there are too many already, or where it is no identity."""
+        if len(self.known) >= RANKS_PER_NODE:
+            if now - self._forgot_at > FORGETTING_SECONDS:
+                self._forgot_at = now
+                self.known = {key: k for key, k in self.known.items() if now - k.heard_at < SILENT_SECONDS}
+            if len(self.known) >= RANKS_PER_NODE:
+                self._refusals.add("ranks")
+                return None
+        try:
+            known = self.known[identity] = Known(RankIdentity.FromString(identity))
+        except DecodeError:
+            self._refusals.add("unreadable")
+            return None
+        return known
+
+    def part(self, identity: bytes) -> Known | None:
+        """One that is spoken of for the last time."""
+        try:
+            return self.known.pop(identity, None) or Known(RankIdentity.FromString(identity))
+        except DecodeError:
+            self._refusals.add("unreadable")
+            return None
+
+
+# A window with its stacks has a few kilobytes.
+WINDOW_BYTES_LIMIT = 128 << 10
+
+
+@dataclass
+class _Place:
+    """Where the ranks of one pod and job belong."""
+
+    uid: str
+    names: Names
+    kept: bool
+    refusal: str
+    owners: Owners
+    owner: Owner
+
+
+@dataclass
+class _Here:
+    """One message's: the pods and jobs of a node are few, and looked up once."""
+
+    node: str
+    speaker: Speaker
+    now: float
+    keeps: Callable[[str], bool]
+    places: dict[tuple[str, str], _Place] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Heard:
+    windows: list[HeldWindow]
+    departed: list[RankIdentity]
+
+
+class Binding:
+    """Thread-safe: windows come in one thread, what is gone is forgotten in another."""
+
+    def __init__(self, inventory: Inventory, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.refusals = Refusals()
+        self._lock = threading.Lock()
+        self._inventory = inventory
+        self._monotonic = monotonic
+        self._speakers: dict[str, Speaker] = {}
+        self._jobs: dict[RunKey, RunJobs] = {}
+
+    def bind(self, messages: Sequence[Message], keeps: Callable[[str], bool] = lambda name: True) -> Heard:
+        """What of them holds, with `job` the run's name and `node` and `namespace` as the API server has them. Of jobs
+        that `keeps` says no to, nothing is kept. Many at a time are far cheaper than one by one."""
+        with self._lock:
+            now = self._monotonic()
+            listened = [self._listen(message, now) for message in messages]
+            read = read_windows([window for windows in listened for window in windows])
+            heard, first = Heard([], []), 0
+            for message, windows in zip(messages, listened, strict=True):
+                here = _Here(message.node, self._speakers[message.node], now, keeps)
+                self._bind(windows, read, first, here, heard)
+                first += len(windows)
+                self._inventory.ranks_seen_in({pod for (pod, _), place in here.places.items() if place.uid})
+                if message.said.departed:
+                    heard.departed.extend(self._departed(message.said, here))
+            return heard
+
+    def _listen(self, message: Message, now: float) -> Sequence[bytes]:
+        """Those of its windows that its allowance is enough for."""
+        speaker = self._speakers.get(message.node)
+        if speaker is None:
+            speaker = self._speakers[message.node] = Speaker(self.refusals, now)
+        sent = message.said.windows
+        return sent[: speaker.allow(len(sent), now)]
+
+    def _bind(self, windows: Sequence[bytes], read: ReadWindows, first: int, here: _Here, heard: Heard) -> None:
+        """`first` of what was read is the first of these windows."""
+        speaker = here.speaker
+        ranks = set()
+        last = first + len(windows)
+        for window, identity, start, end, measured in zip(
+            windows,
+            read.identities[first:last],
+            read.starts_unix_nanos[first:last],
+            read.ends_unix_nanos[first:last],
+            read.measured[first:last],
+            strict=True,
+        ):
+            if identity is None:
+                self.refusals.add("unreadable")
+                continue
+            known = speaker.known.get(identity) or speaker.meet(identity, here.now)
+            if known is None:
+                continue
+            ranks.add(known.key)
+            place = self._believe(known, here)
+            if place is None:
+                continue
+            if len(window) > WINDOW_BYTES_LIMIT:
+                self.refusals.add("size")
+                continue
+            heard.windows.append(HeldWindow(known.under(place.names), window, start, end, measured))
+        speaker.ranks = len(ranks) or speaker.ranks
+
+    def _departed(self, said: Said, here: _Here) -> list[RankIdentity]:
+        found: list[RankIdentity] = []
+        for identity in said.departed[: here.speaker.allow(len(said.departed), here.now)]:
+            known = here.speaker.part(identity)
+            if known is None:
+                continue
+            place = self._believe(known, here)
+            if place is not None:
+                del place.owners[known.rank]
+                found.append(known.under(place.names).identity)
+        return found
+
+    def forget_all_but(self, runs: set[RunKey], nodes: set[str]) -> None:
+        with self._lock:
+            for key in self._jobs.keys() - runs:
+                del self._jobs[key]
+            for node in self._speakers.keys() - nodes:
+                del self._speakers[node]
+
+    def daemon_job(self, name: str) -> str | None:
+        """What the daemons call the job of that name."""
+        with self._lock:
+            for jobs in self._jobs.values():
+                for job, given in jobs.names.items():
+                    if given == name:
+                        return job
+        return None
+
+    def run_name(self, key: RunKey) -> str:
+        """What metrics, verdicts and people call a run's first job."""
+        return f"{key.namespace}/{key.object_name}"
+
+    def _believe(self, known: Known, here: _Here) -> _Place | None:
+        """Where it belongs; None for one that is not to be believed or not to be kept."""
+        known.heard_at = here.now
+        if not known.is_possible:
+            self.refusals.add("rank")
+            return None
+        place = here.places.get(known.sought)
+        if place is None:
+            place = here.places[known.sought] = self._place(*known.sought, here)
+        if not place.kept:
+            if place.refusal:
+                self.refusals.add(place.refusal)
+            return None
+        owner = place.owners.get(known.rank)
+        if owner is not None and owner[0] != place.uid and self._is_alive(owner, here.now):
+            self.refusals.add("rank_taken")
+            return None
+        place.owners[known.rank] = place.owner
+        return place
+
+    def _place(self, uid: str, job: str, here: _Here) -> _Place:
+        found = self._inventory.find(uid) if uid else None
+        if found is None:
+            return _nowhere("unknown_pod")
+        pod, key = found
+        if pod.node != here.node:
+            return _nowhere("other_node")
+        jobs = self._jobs.get(key)
+        if jobs is None:
+            jobs = self._jobs[key] = RunJobs()
+        name = jobs.name(job, lambda: self.run_name(key), here.now)
+        if name is None:
+            return _nowhere("jobs")
+        owners = jobs.owners.setdefault(job, {})
+        names = (name, here.node, pod.namespace, pod.name)
+        return _Place(uid, names, here.keeps(name), "", owners, (uid, here.now))
+
+    def _is_alive(self, owner: Owner, now: float) -> bool:
+        uid, heard_at = owner
+        if now - heard_at >= OWNED_SECONDS:
+            return False
+        found = self._inventory.find(uid)
+        return found is not None and not found[0].is_over and not found[0].deleting
+
+
+def _nowhere(refusal: str) -> _Place:
+    return _Place("", ("", "", "", ""), False, refusal, {}, ("", 0.0))

@@ -1,0 +1,1 @@
+"""Admission webhooks: probe injection, validation and audit of captures."""

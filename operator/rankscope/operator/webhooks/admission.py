@@ -1,0 +1,299 @@
+"""What the webhooks answer: pods that asked for it get the injection, Captures get the name of who asked, and objects
+of ours that make no sense are refused in words. The API server's schema has the rest."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from rankscope.common.audit import AuditRecord
+from rankscope.operator.captures.audit import VIA, CaptureAudit, asked_for
+from rankscope.operator.captures.automatic import TRIGGER
+from rankscope.operator.kube.resources import GROUP, CaptureSpec
+from rankscope.operator.webhooks.pod_injection import INJECT, WISHES, Wish, inject, wish_of
+from rankscope.operator.webhooks.validation import capture_mistakes, policy_advice, policy_mistakes, run_mistakes
+
+# AdmissionReview v1, read and answered. Whoever reaches the port may send anything: what cannot be read is refused.
+
+Document = dict[str, Any]
+
+API_VERSION = "admission.k8s.io/v1"
+# The API server cuts longer ones, and all of them together at 4096.
+WARNING_CHARACTERS = 256
+WARNINGS_KEPT = 12
+
+
+class ReviewError(Exception):
+    """It is no AdmissionReview."""
+
+
+class UserInfo(msgspec.Struct):
+    username: str = ""
+    groups: list[str] = msgspec.field(default_factory=list)
+
+
+class GroupResource(msgspec.Struct):
+    group: str = ""
+    version: str = ""
+    resource: str = ""
+
+
+class Request(msgspec.Struct, rename="camel"):
+    uid: str
+    operation: str
+    resource: GroupResource
+    user_info: UserInfo = msgspec.field(default_factory=UserInfo)
+    namespace: str = ""
+    name: str = ""
+    sub_resource: str = ""
+    dry_run: bool = False
+    object: Document | None = None
+    old_object: Document | None = None
+
+
+class _Review(msgspec.Struct, rename="camel"):
+    api_version: str
+    kind: str
+    request: Request
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`refusal` empty lets it pass, with the patch and the warnings."""
+
+    refusal: str = ""
+    patch: Sequence[Document] = ()
+    warnings: Sequence[str] = ()
+
+
+_DECODER = msgspec.json.Decoder(_Review)
+
+
+def read_review(body: bytes) -> Request:
+    try:
+        review = _DECODER.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ReviewError(f"no AdmissionReview: {error}") from error
+    if (review.api_version, review.kind) != (API_VERSION, "AdmissionReview"):
+        raise ReviewError(f"this webhook speaks AdmissionReview of {API_VERSION} only")
+    return review.request
+
+
+def write_answer(request: Request, answer: Answer) -> bytes:
+    response: Document = {"uid": request.uid, "allowed": not answer.refusal}
+    if answer.refusal:
+        response["status"] = {"code": 422, "reason": "Invalid", "message": answer.refusal}
+    elif answer.patch:
+        response["patchType"] = "JSONPatch"
+        response["patch"] = base64.b64encode(msgspec.json.encode(list(answer.patch))).decode()
+    if answer.warnings:
+        response["warnings"] = [_line(text) for text in answer.warnings[:WARNINGS_KEPT]]
+    return msgspec.json.encode({"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": response})
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:WARNING_CHARACTERS]
+
+
+# Captures at the webhooks: whose name they carry, and a record of who asked.
+#
+# What a Capture says of its origin is true: people's own words are replaced by the API server's. The operator alone may
+# speak for others, for whom it has seen a token.
+
+REQUESTED_BY = "rankscope.dev/requested-by"
+ORIGIN = (REQUESTED_BY, VIA, TRIGGER)
+
+
+class CaptureAdmission:
+    """`own_name` is ours to the API server; while it is not known, nobody speaks for others."""
+
+    def __init__(self, own_name: Callable[[], str | None], audit: CaptureAudit | None) -> None:
+        self._own_name = own_name
+        self._audit = audit
+
+    def stamp(self, request: Request) -> Answer:
+        """Who asked, as the API server knows them: not what the asker wrote, and not changed afterwards."""
+        assert request.object is not None
+        # Here too, and not only in `validate`: the schema's own refusal, in a schema's words, comes between the two.
+        mistakes = capture_mistakes(request.object, _old(request))
+        if mistakes:
+            return self._refused(request, mistakes)
+        metadata = request.object.get("metadata")
+        if not isinstance(metadata, Mapping):
+            return Answer(refusal="it has no metadata")
+        given, truth = _origin(request.object), self._truth(request)
+        if given == truth:
+            return Answer()
+        if not isinstance(metadata.get("annotations"), Mapping):
+            return Answer(patch=[{"op": "add", "path": "/metadata/annotations", "value": truth}])
+        return Answer(patch=[_step(name, truth.get(name)) for name in ORIGIN if given.get(name) != truth.get(name)])
+
+    def validate(self, request: Request) -> Answer:
+        assert request.object is not None
+        mistakes = capture_mistakes(request.object, _old(request))
+        given, truth = _origin(request.object), self._truth(request)
+        mistakes += [f"{name} is set by Rankscope" for name, value in given.items() if value != truth.get(name)]
+        if mistakes:
+            return self._refused(request, mistakes)
+        if self._audit is not None and self._is_news(request):
+            self._audit.say(_record(request))
+        return Answer()
+
+    def _truth(self, request: Request) -> dict[str, str]:
+        if request.operation != "CREATE":
+            return _origin(_old(request))
+        asker, own = request.user_info.username, self._own_name()
+        written = _origin(request.object)
+        if own is not None and asker == own:
+            return {REQUESTED_BY: asker, **written}
+        # While we do not know who we are, this may be ourselves: what we made by a policy has to stay so.
+        claims = {} if own is not None else {name: value for name, value in written.items() if name != REQUESTED_BY}
+        return {REQUESTED_BY: asker, **claims}
+
+    def _refused(self, request: Request, mistakes: list[str]) -> Answer:
+        refusal = "; ".join(mistakes)[:1024]
+        if self._audit is not None and self._is_news(request):
+            self._audit.refused(replace(_record(request), result="Invalid", message=refusal))
+        return Answer(refusal=refusal)
+
+    def _is_news(self, request: Request) -> bool:
+        """What we make ourselves is recorded where it is decided."""
+        is_ours = request.user_info.username == self._own_name()
+        return request.operation == "CREATE" and not request.dry_run and not is_ours
+
+
+def _record(request: Request) -> AuditRecord:
+    metadata = _mapping((request.object or {}).get("metadata"))
+    uid = metadata.get("uid")
+    record = AuditRecord(
+        "asked",
+        "kubectl",
+        request.user_info.username,
+        request.user_info.groups,
+        verified=True,
+        namespace=request.namespace,
+        capture=str(metadata.get("name") or request.name or ""),
+        id=f"k-{uid}" if uid else "",
+    )
+    try:
+        return asked_for(record, msgspec.convert((request.object or {}).get("spec"), CaptureSpec))
+    except msgspec.ValidationError:
+        return record
+
+
+def _step(name: str, value: str | None) -> Document:
+    place = f"/metadata/annotations/{name.replace('/', '~1')}"
+    return {"op": "remove", "path": place} if value is None else {"op": "add", "path": place, "value": value}
+
+
+def _old(request: Request) -> dict[str, Any] | None:
+    return request.old_object if request.operation == "UPDATE" else None
+
+
+def _origin(document: Mapping[str, Any] | None) -> dict[str, str]:
+    annotations = _mapping(_mapping((document or {}).get("metadata")).get("annotations"))
+    return {name: str(annotations[name]) for name in ORIGIN if annotations.get(name) is not None}
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+log = logging.getLogger(__name__)
+
+INJECT_PATH = "/inject"  # by the pod's label; INJECT_PATH/WISH by its namespace's
+STAMP_PATH = "/stamp"
+VALIDATE_PATH = "/validate"
+
+
+class Admission:
+    """Knows nothing of HTTP, TLS or the API server."""
+
+    def __init__(
+        self,
+        probe_image: str | None = None,
+        own_name: Callable[[], str | None] = lambda: None,
+        audit: CaptureAudit | None = None,
+    ) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()  # webhook and result
+        self._probe_image = probe_image
+        self._captures = CaptureAdmission(own_name, audit)
+        self._routes: dict[str, Callable[[Request], Answer]] = {
+            INJECT_PATH: self._inject_by_label,
+            STAMP_PATH: self._stamp,
+            VALIDATE_PATH: lambda request: validate(request, self._captures),
+            **{f"{INJECT_PATH}/{wish}": self._injector(wish) for wish in WISHES},
+        }
+
+    def answer(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """HTTP status and body. The API server appends a query to the path."""
+        path = path.partition("?")[0]
+        route = self._routes.get(path)
+        if route is None:
+            return 404, b"rankscope: no such webhook\n"
+        webhook = path.split("/")[1]
+        try:
+            request = read_review(body)
+        except ReviewError as error:
+            self.counts[webhook, "unreadable"] += 1
+            return 400, f"{error}\n".encode(errors="replace")
+        try:
+            answer = route(request)
+        except Exception:
+            # The API server then does what the webhook's failurePolicy says: a pod passes as it is.
+            log.exception("the review of %s by %s failed", request.resource.resource, path)
+            self.counts[webhook, "failed"] += 1
+            return 500, b"rankscope: the review failed; the operator's log has the reason\n"
+        result = "refused" if answer.refusal else "changed" if answer.patch else "passed"
+        self.counts[webhook, result] += 1
+        return 200, write_answer(request, answer)
+
+    def _injector(self, wish: Wish) -> Callable[[Request], Answer]:
+        return lambda request: self._inject(request, wish)
+
+    def _stamp(self, request: Request) -> Answer:
+        place = (request.resource.group, request.resource.resource, request.sub_resource)
+        return Answer() if place != (GROUP, "captures", "") or request.object is None else self._captures.stamp(request)
+
+    def _inject_by_label(self, request: Request) -> Answer:
+        labels = _mapping(_mapping((request.object or {}).get("metadata")).get("labels"))
+        text = str(labels.get(INJECT, ""))
+        if text in ("", "false"):
+            return Answer()
+        wish = wish_of(text)
+        if wish is None:
+            return Answer(
+                warnings=[f"{INJECT}: {text[:63]!r} is none of {', '.join(WISHES)}, false: nothing is injected"]
+            )
+        return self._inject(request, wish)
+
+    def _inject(self, request: Request, wish: Wish) -> Answer:
+        is_pod = (request.resource.group, request.resource.resource, request.sub_resource) == ("", "pods", "")
+        if request.operation != "CREATE" or not is_pod or request.object is None:
+            return Answer()
+        injection = inject(request.object, wish, self._probe_image)
+        return Answer(patch=injection.patch, warnings=[f"rankscope: {note}" for note in injection.notes])
+
+
+def validate(request: Request, captures: CaptureAdmission) -> Answer:
+    if request.object is None or request.resource.group != GROUP or request.sub_resource:
+        return Answer()
+    if request.resource.resource == "captures":
+        return captures.validate(request)
+    if request.resource.resource == "trainingruns":
+        old = request.old_object if request.operation == "UPDATE" else None
+        return Answer(refusal=_refusal(run_mistakes(request.object, old)))
+    if request.resource.resource == "profilingpolicies":
+        refusal = _refusal(policy_mistakes(request.object))
+        return Answer(refusal=refusal, warnings=() if refusal else policy_advice(request.object))
+    return Answer()
+
+
+def _refusal(mistakes: list[str]) -> str:
+    return "; ".join(mistakes)[:1024]
