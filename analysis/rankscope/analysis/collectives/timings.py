@@ -1,4 +1,4 @@
-"""Timed collectives from text: CSV, JSON, JSON lines, and the tables that nccl-tests print."""
+"""Reads timed collectives from text: CSV, JSON, JSON lines, and the tables of nccl-tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankscope.analysis.collectives.alpha_beta import Observations
 from rankscope.analysis.collectives.bandwidth import bus_factor
 from rankscope.analysis.collectives.kinds import CollectiveKind, kind_of_note
 
-# What a column may be called; the first that is there counts.
+# Accepted column names; the first that is present is used.
 _OP = ("op", "operation", "collective", "kind", "coll", "name")
 _BYTES = ("bytes", "size_bytes", "size", "message_bytes", "nbytes")
 _RANKS = ("ranks", "nranks", "group_size", "world_size", "n", "size_of_group")
@@ -34,11 +34,11 @@ _NCCL_TEST = re.compile(r"\b(\w+)_perf\b")
 
 
 class UnreadableError(ValueError):
-    """In words for the user: what is wrong, where, and what would do."""
+    """The message for the user: the problem, its place and the remedy."""
 
 
 def read_text(text: str, *, name: str = "", op: str | None = None, ranks: int | None = None) -> Observations:
-    """Raises UnreadableError. `op` and `ranks` stand in where the text does not tell."""
+    """Raises UnreadableError. `op` and `ranks` are used if the text does not contain them."""
     body = text.lstrip("\ufeff \t\r\n")
     if not body:
         raise UnreadableError("is empty; give CSV with op,bytes,us,ranks, JSON, or the output of nccl-tests")
@@ -154,7 +154,7 @@ def _is_nccl_tests(body: str) -> bool:
 
 
 def _read_nccl_tests(body: str, name: str, op: str | None, ranks: int | None) -> Observations:
-    """The table of `all_reduce_perf` and its siblings: out-of-place and in-place times are two observations."""
+    """The table of `all_reduce_perf` and similar: out-of-place and in-place times are two observations."""
     lines = body.splitlines()
     header = next((line.lstrip("# ").split() for line in lines if re.match(r"#\s+size\s+count\s+type", line)), None)
     if header is None or "time" not in header:
@@ -198,8 +198,8 @@ def _read_nccl_tests(body: str, name: str, op: str | None, ranks: int | None) ->
 
 
 def _nccl_kind(lines: list[str], name: str, op: str | None, factors: list[float], members: int) -> int:
-    """The operation stands in the output of new versions, in the command or in the file's name; an all-reduce also
-    gives itself away by its bus bandwidth."""
+    """The operation is in the output of new versions, in the command line or in the file name; an all-reduce is also
+    recognisable by its bus bandwidth."""
     said = [op] if op else []
     said += [match[1] for line in lines if line.startswith("#") and (match := _NCCL_TEST.search(line))]
     said.append(name)

@@ -1,4 +1,5 @@
-"""From a Hugging Face style config (a dict of config.json) to the shape of the model, family by family."""
+"""Reads a Hugging Face config (the dict of config.json) into a ModelShape. Fields are validated; families differ in
+defaults."""
 
 from __future__ import annotations
 
@@ -7,15 +8,14 @@ from dataclasses import dataclass
 
 from rankscope.analysis.models.model_shape import Attention, FeedForward, Layer, ModelShape
 
-# Fields of a Hugging Face model config, read with suspicion.
 
-# Far beyond any model: what is larger is a mistake, and would only cost time and overflow.
+# Far beyond any model. Larger values are mistakes and would only cost time and overflow.
 MOST = 10**9
 MOST_LAYERS = 100_000
 
 
 class ConfigError(ValueError):
-    """The config cannot be counted; the text says which field, why, and what would do."""
+    """The config cannot be used; the message names the field, the reason and the remedy."""
 
 
 class Fields:
@@ -26,7 +26,7 @@ class Fields:
         return self._values.get(name) is not None
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """A whole number of at least one under the first of these names that is there."""
+        """A positive integer under the first of these names that is present."""
         for name in names:
             value = self._values.get(name)
             if value is None:
@@ -42,7 +42,7 @@ class Fields:
         return self.count(name) if self.has(name) else None
 
     def whole(self, name: str, default: int) -> int:
-        """As `count`, and zero is allowed."""
+        """Like `count`, but zero is allowed."""
         return 0 if self._values.get(name) == 0 else self.count(name, default=default)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -86,17 +86,17 @@ class Fields:
 
 @dataclass(frozen=True)
 class _Family:
-    """Where the decoders of the Llama kind differ."""
+    """How Llama-like decoders differ."""
 
     tied: bool = False
-    query_bias: bool = False  # what q, k, v have where the config says nothing
-    bias_field: str = "attention_bias"  # empty: it says nothing
-    output_bias: bool = True  # the output projection goes with q, k, v
-    head_norms: str = ""  # of queries and keys: per "head" size, or over the whole "projection"
+    query_bias: bool = False  # bias of q, k, v if the config has no such field
+    bias_field: str = "attention_bias"  # empty: the config has no such field
+    output_bias: bool = True  # the output projection has a bias if q, k, v have
+    head_norms: str = ""  # norms of queries and keys: per "head" size, or over the whole "projection"
     norms: int = 2
-    experts: str = ""  # the field that says how many
+    experts: str = ""  # the field with their number
     shared_expert: bool = False
-    windows: str = ""  # which layers look back only sliding_window tokens
+    windows: str = ""  # which layers attend only to the last sliding_window tokens
 
 
 _LLAMA_KIND = {
@@ -123,7 +123,7 @@ _LLAMA_KIND = {
 
 
 def read_config(config: Mapping[str, object]) -> ModelShape:
-    """The shape of the (language) model; ConfigError where the family is not known or a field does not make sense."""
+    """The shape of the (language) model. Raises ConfigError if the family is unknown or a field is invalid."""
     text_config = config.get("text_config")
     notes: tuple[str, ...] = ()
     if isinstance(text_config, Mapping) and config.get("model_type") not in FAMILIES:
@@ -156,7 +156,7 @@ def _llama_kind(name: str, fields: Fields) -> ModelShape:
     windows = _windows(fields, count, family.windows)
     attentions = {w: Attention(heads, kv_heads, head, head, weights, extras, w) for w in set(windows)}
     sparse = _expert_layers(fields, count, family)
-    # A model of nothing but experts need not say how wide a dense layer would be, and a dense one needs no experts.
+    # A model with experts in all layers may omit the width of a dense layer, and a dense model needs no experts.
     dense = None if all(sparse) else _gated(width, fields.count("intermediate_size"), fields.flag("mlp_bias", False))
     routed = _routed(fields, width, family) if any(sparse) else None
     layers = tuple(
@@ -194,7 +194,7 @@ def _routed(fields: Fields, width: int, family: _Family) -> FeedForward:
     weights, shared = width * experts, 0
     if family.shared_expert:
         shared = fields.count("shared_expert_intermediate_size")
-        weights += 3 * width * shared + width  # and the gate that weighs it
+        weights += 3 * width * shared + width  # and its gate
     used = _experts_used(fields, experts)
     return FeedForward(shared, True, weights, 0, experts, used, inner, 3 * width * inner)
 

@@ -1,4 +1,5 @@
-"""Plots as SVG text: bars, stacked bars, lines, scatter, histogram. A value that is None or not finite is left out."""
+"""Charts as SVG text: bars, stacked bars, lines, scatter, histogram. Values that are None or not finite are not
+drawn."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _MOST_BINS = 40
 
 @dataclass(frozen=True)
 class Series:
-    """One colour of a plot. The colour is taken in turn from a set that colour-blind readers can tell apart."""
+    """Values of one colour. By default colours are taken in turn from a palette for colour-blind readers."""
 
     name: str
     values: Values
@@ -48,7 +49,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Cloud:
-    """Points of one colour; `notes` are shown when the pointer rests on a point."""
+    """Points of one colour; `notes` are their tooltips."""
 
     name: str
     x: Values
@@ -66,7 +67,7 @@ def bars(
     marked: Sequence[int] = (),
     row_title: str = "",
 ) -> str:
-    """A lying bar per label, from the top; `marked` rows stand out (they are what the reader should look at)."""
+    """One horizontal bar per label, from the top. `marked` rows are highlighted."""
     plain = Series(axis.title, values, svg.BLUE)
     return _lying(labels, (plain,), axis, title, row_title, frozenset(marked), legend=False)
 
@@ -74,7 +75,7 @@ def bars(
 def stacked_bars(
     labels: Sequence[str], series: Sequence[Series], *, axis: Axis, title: str = "", row_title: str = ""
 ) -> str:
-    """A lying bar per label, made of each series' value in turn. Values below zero are left out."""
+    """One horizontal bar per label, stacked from each series' value. Values below zero are not drawn."""
     return _lying(labels, series, axis, title, row_title, frozenset(), legend=True)
 
 
@@ -87,7 +88,7 @@ def lines(
     title: str = "",
     from_zero: bool = True,
 ) -> str:
-    """A line per series over common positions; a missing value breaks the line."""
+    """One line per series over common positions. A missing value breaks the line."""
     clouds = [Cloud(one.name, positions, one.values, one.colour) for one in series]
     return _plane(clouds, (), across, up, title, joined=True, from_zero=from_zero, diagonal=False)
 
@@ -101,14 +102,14 @@ def scatter(
     curves: Sequence[Cloud] = (),
     diagonal: bool = False,
 ) -> str:
-    """Points, with fitted `curves` over them; `diagonal` draws y = x (predicted against actual)."""
+    """Points, with fitted `curves` on top; `diagonal` draws y = x (predicted against actual)."""
     return _plane(clouds, curves, across, up, title, joined=False, from_zero=False, diagonal=diagonal)
 
 
 def histogram(
     values: Values, *, axis: Axis, title: str = "", bins: int | None = None, marks: Mapping[str, float] | None = None
 ) -> str:
-    """How often which value; bins end at round numbers. `marks` are named positions, such as a median."""
+    """Bins end at round numbers. `marks` are named positions, such as a median."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     wanted = min(bins or max(8, round(2 * len(known) ** (1 / 3))), _MOST_BINS)
     inside = frame(_PLOT_PIXELS, left=64, title=title)

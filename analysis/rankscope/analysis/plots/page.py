@@ -1,4 +1,4 @@
-"""One HTML page that needs nothing but itself: style and plots inside, no script, no font, no network."""
+"""A self-contained HTML page: style and plots inline, no script, no font, no network."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rankscope.analysis.plots.svg import clean
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are plain text and escaped here. Columns that hold numbers are set to the right."""
+    """Cells are plain text and escaped here. Numeric columns are right-aligned."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     numeric: Sequence[bool] = ()
-    marked: Sequence[int] = ()  # rows that stand out
+    marked: Sequence[int] = ()  # highlighted rows
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class Section:
     paragraphs: Sequence[str] = ()
     tables: Sequence[Table] = ()
     plots: Sequence[str] = ()
-    open: bool = True  # a long appendix starts folded
+    open: bool = True  # False: collapsed, for a long appendix
 
 
 def page(title: str, sections: Sequence[Section], *, lead: str = "", foot: str = "") -> str:
-    """`lead` is the sentence that matters, set large below the title."""
+    """`lead` is the main sentence, in large type below the title."""
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        # Names come from files of others: should one slip through, it still can neither run nor fetch anything.
+        # Names come from untrusted files. If one is not escaped, it still can neither run nor fetch anything.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         'img-src data:">',
         '<meta name="color-scheme" content="light dark">',
@@ -53,12 +53,12 @@ def page(title: str, sections: Sequence[Section], *, lead: str = "", foot: str =
 
 
 def png_image(content: bytes, title: str) -> str:
-    """A picture for `Section.plots`, carried inside the page."""
+    """An image for `Section.plots`, embedded in the page."""
     return f'<img alt="{clean(title)}" src="data:image/png;base64,{base64.b64encode(content).decode("ascii")}">'
 
 
 def _section(section: Section) -> str:
-    # An SVG inside HTML needs no namespace, and a page without any address in it is easy to trust.
+    # An SVG inside HTML needs no namespace, and a page without any URL is easy to trust.
     plots = [
         f"<figure>{plot.replace(_NAMESPACE, '', 1) if plot.startswith('<svg') else plot}</figure>"
         for plot in section.plots

@@ -1,4 +1,5 @@
-"""The dependency graph of a step: what each operation follows, and with whom it starts."""
+"""The dependency graph of a step: what each operation follows, and which operations start together. Pairs sends and
+receives of neighbouring stages."""
 
 from __future__ import annotations
 
@@ -22,21 +23,20 @@ from rankscope.analysis.timelines.timeline import (
     peer_of,
 )
 
-# Sends and receives: which compute each belongs to, and which one at the other stage it meets.
 
 DIRECTIONS = ("forward", "backward")
 SIDES = ("send", "recv")
-# Clocks of one rank's streams differ by this much at most.
+# Maximum difference between the clocks of one rank's streams.
 CLOCK_TOLERANCE_SECONDS = 5e-5
 
 
 @dataclass
 class Pairs:
-    """Numbers are places in the list of nodes."""
+    """Numbers are positions in the list of nodes."""
 
     compute_of: dict[int, int] = field(default_factory=dict)  # send or receive → its compute
     groups: list[tuple[int, ...]] = field(default_factory=list)
-    # compute → compute at the next chunk, where no send and receive between them was recorded
+    # compute → compute of the next chunk, if no send and receive between them was recorded
     direct: list[tuple[int, int]] = field(default_factory=list)
     left_out: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Pipeline:
     chunks: int
 
     def peer(self, direction: str, side: str, stage: int, chunk: int) -> tuple[int, int] | None:
-        """Stage and chunk at the other end; None where the model ends."""
+        """Stage and chunk at the other end; None at the ends of the model."""
         step = 1 if (direction == "forward") == (side == "send") else -1
         whole = chunk * self.stages + stage + step
         return (whole % self.stages, whole // self.stages) if 0 <= whole < self.stages * self.chunks else None
@@ -85,7 +85,7 @@ def pair(nodes: tuple[Node, ...], pipeline: Pipeline) -> Pairs:
 def _owners(
     nodes: tuple[Node, ...], recorded: list[int], computes: list[int], facing: list[int], side: str
 ) -> dict[int, int]:
-    """Recorders write one per compute, or one per compute that has a peer, or some more before and after them all."""
+    """Recorders write one per compute, one per compute that has a peer, or additional ones before and after."""
     if not recorded or not computes:
         return {}
     for counted in (computes, facing):
@@ -106,7 +106,7 @@ def _owners(
 
 
 def _meet(pairs: Pairs, meeting: dict[tuple[int, str], list[int]], direction: str, pipeline: Pipeline) -> None:
-    """The n-th send of a stage meets the n-th receive of the next one."""
+    """The n-th send of a stage matches the n-th receive of the next one."""
     side = f"{direction}-send"
     ahead = 1 if direction == "forward" else -1
     for stage in range(pipeline.stages):
@@ -153,7 +153,7 @@ def _connect_directly(
 
 @dataclass(frozen=True)
 class Task:
-    """Operations of one lane that start together. `waits` says whether other lanes join in."""
+    """Operations of one lane that start together. `waits` shows whether other lanes are involved."""
 
     members: tuple[int, ...]
     waits: Waits
@@ -161,15 +161,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Graph:
-    tasks: tuple[Task, ...]  # each after all it follows
+    tasks: tuple[Task, ...]  # in topological order
     before: tuple[tuple[int, ...], ...]  # per node
-    last_use: tuple[int, ...]  # per node: the task after which nobody asks for its end
-    final: tuple[int, ...]  # nodes whose latest end is the end of the step
+    last_use: tuple[int, ...]  # per node: the last task that needs its end
+    final: tuple[int, ...]  # the step ends with the latest of these nodes
     notes: tuple[str, ...]
 
 
 def wire(nodes: tuple[Node, ...], stages: int) -> Graph:
-    """The graph of one step; raises TimelineError if operations wait for each other in a circle."""
+    """The graph of one step. Raises TimelineError if dependencies are circular."""
     chunks = 1 + max(max(node.chunk for node in nodes if node.position >= 0), 0)
     pairs = pair(nodes, Pipeline(stages, chunks))
     before: list[list[int]] = [[] for _ in nodes]
@@ -243,7 +243,7 @@ def _wire_transfers(
         if compute is not None:
             before[number].append(compute)
     if direction == "backward":
-        # Posted one forward early, so that it is ready when the warm-up ends.
+        # Posted one forward early, to be ready when the warm-up ends.
         first = next((place for place, n in enumerate(chain) if nodes[n].name == BACKWARD), 0)
         if first >= 2:
             for transfers in (receives, sends):

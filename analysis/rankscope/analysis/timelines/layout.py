@@ -1,4 +1,5 @@
-"""Lay a timeline out as arrays: steps that hold the same operations share one graph, and are lanes of one table."""
+"""Arranges a timeline as arrays [operation, step, data rank, tensor rank]: steps with the same operations share one
+graph and one table. Removes duplicates, unknown operations and incomplete ranks first."""
 
 from __future__ import annotations
 
@@ -20,12 +21,11 @@ from rankscope.analysis.timelines.timeline import (
 )
 from rankscope.analysis.verdicts.verdict import ranks as name_ranks
 
-# Where each rank stands: pipeline stage × data-parallel rank × tensor-parallel lane.
-
 
 @dataclass(frozen=True)
 class Lanes:
-    """Every stage of every lane is there: a lane without one of its stages is no pipeline and was left out."""
+    """Positions of ranks: pipeline stage × data-parallel rank × tensor-parallel lane. Data-parallel ranks without
+    all stages are excluded."""
 
     data_ranks: Ints
     rank: Ints  # [stage, data, tensor]
@@ -75,7 +75,7 @@ def find_lanes(timeline: Timeline, sizes: JobSizes) -> tuple[Timeline, Lanes, In
 
 
 def _places(timeline: Timeline) -> tuple[Ints, Ints]:
-    """Per row the number of its place, and the places in order: data-parallel rank, stage, rank."""
+    """Per row the number of its position, and the positions in order: data-parallel rank, stage, rank."""
     keys = (timeline.data_rank, timeline.stage, timeline.rank)
     place, count = number_groups(*keys)
     row = np.zeros(count, dtype=np.int64)
@@ -105,7 +105,7 @@ def _count_stages(timeline: Timeline, sizes: JobSizes) -> int:
 
 
 def _trustworthy_ranks(timeline: Timeline) -> tuple[Timeline, list[str]]:
-    """A rank number that stands in two places does not name a rank."""
+    """A rank number used in two positions does not identify a rank."""
     _, places = _places(timeline)
     numbers, counts = np.unique(places[:, 2], return_counts=True)
     if (counts == 1).all():
@@ -117,15 +117,13 @@ def _trustworthy_ranks(timeline: Timeline) -> tuple[Timeline, list[str]]:
     return replace(timeline, rank=made), [note]
 
 
-# Rows that a recorder wrote twice, wrote for some ranks only, or that nobody knows: sorted out before the replay.
-
-# An unknown operation that overlaps the known ones in more rows than this runs beside or inside them.
+# An unknown operation that overlaps known ones in a larger share of its rows runs concurrently or inside them.
 BESIDE_RATIO = 0.1
 OVERLAP_TOLERANCE_SECONDS = 1e-5
 
 
 def tidy(timeline: Timeline, data: Ints, tensor: Ints, lanes: Lanes) -> tuple[Ints, Ints, list[str]]:
-    """The rows to keep, in which place among those of its type in the step each one comes, and what was noticed."""
+    """The rows to keep, the index of each among those of its type in the step, and notes."""
     worker, _ = number_groups(timeline.step, data, tensor, timeline.stage)
     kept = np.ones(len(timeline), dtype=bool)
     notes: list[str] = []
@@ -159,7 +157,7 @@ def _same(rows: Ints, *columns: np.ndarray[tuple[int], np.dtype[np.generic]]) ->
 
 
 def _is_constant(order: Ints, worker: Ints, operation: Ints) -> bool:
-    """A seq_id that never counts is no order."""
+    """A seq_id that is the same everywhere gives no order."""
     _, count = number_groups(worker, operation)
     return count < len(order) and int(order.min()) == int(order.max())
 
@@ -184,7 +182,7 @@ def _drop_strangers(timeline: Timeline, worker: Ints, kept: Bools, notes: list[s
 
 
 def _drop_partial(timeline: Timeline, data: Ints, tensor: Ints, lanes: Lanes, kept: Bools, notes: list[str]) -> None:
-    """A type that some lanes of a stage never have would make every step differ from lane to lane."""
+    """Drop a type that only some lanes of a stage have: it would make every step differ between lanes."""
     presence = np.zeros((len(timeline.names), *lanes.rank.shape), dtype=bool)
     presence[timeline.operation, timeline.stage, data, tensor] = True
     some = presence.any(axis=(2, 3)) & ~presence.all(axis=(2, 3))
@@ -201,13 +199,13 @@ STEPS_NAMED = 4
 
 @dataclass(frozen=True)
 class Node:
-    """One operation of one stage, the same in every step and lane of a table."""
+    """One operation of one stage, the same in all steps and lanes of a table."""
 
     stage: int
     name: str
     index: int  # among those of its name on its stage
     chunk: int
-    position: int  # in the stage's chain of own work; -1 is not in it
+    position: int  # in the stage's chain of own work; -1 if not part of it
     start_seconds: float  # in the step that the graph was read from
     end_seconds: float
 
@@ -285,7 +283,7 @@ def _require_computes(timeline: Timeline, lanes: Lanes) -> None:
 
 
 def _order(*keys: Ints) -> Ints:
-    """Sorts by the first key, then the next …; rows that are alike stay in their order."""
+    """Sort by the first key, then the next, …; stable."""
     packed = pack(*keys)
     return np.lexsort(keys[::-1]) if packed is None else np.argsort(packed[0], kind="stable")
 
@@ -296,7 +294,7 @@ def _blocks_of(step_of_block: Ints, step: int) -> Ints:
 
 
 def _fingerprints(timeline: Timeline, code: Ints, block: Ints, block_count: int, in_chain: Bools) -> tuple[Ints, Ints]:
-    """Per block a number for what it holds, and one for the order in which its own work ran."""
+    """Per block, a hash of its operations and one of the order in which its own work ran."""
     dice = _scatter(np.arange(int(code.max()) + 1))
     content = np.zeros(block_count, dtype=np.int64)
     with np.errstate(over="ignore"):
@@ -304,7 +302,7 @@ def _fingerprints(timeline: Timeline, code: Ints, block: Ints, block_count: int,
         chain = np.flatnonzero(in_chain)
         chain = chain[np.argsort(timeline.start_seconds[chain], kind="stable")]
         order = np.zeros(block_count, dtype=np.int64)
-        # Stages of one block run side by side: the order of each counts, not how they interleave.
+        # Stages of one block run concurrently: the order within each matters, not how they interleave.
         chain = chain[_order(block[chain], timeline.stage[chain])]
         place = np.arange(len(chain)) - np.searchsorted(block[chain], block[chain])
         np.add.at(order, block[chain], dice[code[chain]] * (place + 1))
@@ -312,7 +310,7 @@ def _fingerprints(timeline: Timeline, code: Ints, block: Ints, block_count: int,
 
 
 def _scatter(numbers: Ints) -> Ints:
-    """Numbers whose sums do not meet by chance (the finaliser of splitmix64)."""
+    """Hashes with sums that do not collide by chance (the finaliser of splitmix64)."""
     with np.errstate(over="ignore"):
         mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

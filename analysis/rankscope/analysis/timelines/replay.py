@@ -1,4 +1,5 @@
-"""A job ready to be replayed: graphs, what every operation took by itself, and what is typical of each type."""
+"""Replays a job with chosen durations: each operation starts as soon as everything it depends on has ended. The
+model holds the graphs, the time each operation takes by itself, and the typical time of each type."""
 
 from __future__ import annotations
 
@@ -13,14 +14,13 @@ from rankscope.analysis.timelines.dependencies import Graph, Task, wire
 from rankscope.analysis.timelines.layout import Layout, StepTable
 from rankscope.analysis.timelines.timeline import Waits, describe
 
-# Replay a step with chosen durations: every operation starts as soon as what it follows has ended.
 
 DATA_AXIS, TENSOR_AXIS = -2, -1
 
 
 def replay(graph: Graph, duration_of: Callable[[int], Floats]) -> Floats:
-    """Seconds each step takes. `duration_of` gives a node's durations as [..., data, tensor]; what stands before the
-    lanes (steps, scenarios) is replayed side by side and comes back."""
+    """Seconds per step. `duration_of` returns a node's durations as [..., data, tensor]; leading axes (steps,
+    scenarios) are replayed in parallel and kept."""
     ends: dict[int, Floats] = {}
     total: Floats | None = None
     final = set(graph.final)
@@ -46,7 +46,7 @@ def replay(graph: Graph, duration_of: Callable[[int], Floats]) -> Floats:
 
 
 def transfer_seconds(table: StepTable, graph: Graph) -> Floats:
-    """What each operation takes by itself: own work as recorded, a communication from the latest start in its group."""
+    """What each operation takes by itself: own work as recorded, communication from the latest start in its group."""
     taken: Floats = table.duration_seconds.copy()
     for task in graph.tasks:
         if task.waits is Waits.NOBODY:
@@ -74,7 +74,7 @@ def _join(task: Task, latest: Floats | None) -> Floats | None:
     return joined
 
 
-# Arrays of this many numbers stay in a core's cache; larger batches of scenarios only cost memory.
+# Arrays of this size stay in a core's cache; larger batches only cost memory.
 LANES_AT_ONCE = 1 << 15
 
 
@@ -105,7 +105,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Scenario:
-    """The operations of `workers` (of `family` only, if given) as recorded and all others not, or turned round."""
+    """The operations of `workers` (only of `family`, if given) as recorded and all others replaced; inverted with
+    `turned`."""
 
     workers: Bools | None = None  # [stage, data, tensor]
     family: int | None = None
@@ -142,7 +143,7 @@ def build_model(layout: Layout) -> Model:
 
 
 def replay_recorded(model: Model) -> Floats:
-    """Seconds of each step with recorded durations and transfer times, and no delay before any operation."""
+    """Seconds of each step with recorded durations and transfer times, without delays before operations."""
     return replay_taken(model, [part.taken_seconds for part in model.parts])
 
 
@@ -152,7 +153,7 @@ def replay_taken(model: Model, taken: list[Floats]) -> Floats:
 
 
 def replay_typical(model: Model) -> Floats:
-    """Seconds of each step with every operation typical: the same for all steps of one shape."""
+    """Seconds of each step with typical durations everywhere: the same for all steps of one shape."""
     made = []
     for part in model.parts:
         seconds = replay(part.graph, part.typical_seconds[:, None, None, None].__getitem__)
@@ -161,8 +162,8 @@ def replay_typical(model: Model) -> Floats:
 
 
 def replay_scenarios(model: Model, scenarios: list[Scenario], instead: list[Floats] | None = None) -> Floats:
-    """[scenario, step] seconds. What is not as recorded is typical, or as `instead` has it, per part [node, step, data,
-    tensor]."""
+    """[scenario, step] seconds. Operations that are not as recorded take their typical time, or `instead`, per part
+    [node, step, data, tensor]."""
     made = []
     for number, part in enumerate(model.parts):
         other = part.typical_seconds[:, None, None, None] if instead is None else instead[number]
@@ -196,7 +197,7 @@ def _replay_batch(part: Part, scenarios: list[Scenario], other: Floats) -> Float
 def replay_replicas(model: Model) -> Floats:
     """[data rank, step] seconds with one data-parallel rank as recorded and all others typical.
 
-    The others are alike, so one stands for all of them: two lanes instead of as many as there are ranks."""
+    The others are equal, so one represents all of them: two lanes instead of one per rank."""
     made = []
     for part in model.parts:
         ranks = part.taken_seconds.shape[2]

@@ -1,4 +1,5 @@
-"""A timeline in, a report out."""
+"""Analyses a timeline: how much slower than typical the job is (S), the shares of the slowest workers (M_W) and of
+the last stage (M_S), what each rank, stage and operation costs, and the verdict."""
 
 from __future__ import annotations
 
@@ -32,19 +33,18 @@ from rankscope.analysis.timelines.what_if import (
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict, percent, ranks
 
-# How much slower than typical the job is, and whose doing it is: the numbers S, M_W, M_S and what-if.
 
-# Ranks for which "what if it ran like its peers" is answered; of more, those of highest score.
+# Number of ranks for which "what if it ran like its peers" is computed; those with the highest scores.
 RANKS_ASKED = 256
-# … as long as that takes a second or two.
+# … limited to one or two seconds of computation.
 NUMBERS_AFFORDED = 400_000_000
 LEAST_SLOWDOWN = 1e-9
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Slowdowns are ratios to the typical step. `if_…` are seconds of a step with one rank like the others of its
-    stage, one stage like the other stages, one type of operation always typical."""
+    """Slowdowns are ratios to the typical step. `if_…` are seconds per step with one rank like the others of its
+    stage, one stage like the other stages, one type of operation typical."""
 
     step_seconds: Floats  # per step, replayed as recorded
     typical_seconds: Floats  # per step
@@ -54,8 +54,8 @@ class Decomposition:
     worker_score: Floats  # [stage, data]
     m_w: float | None
     m_s: float | None
-    if_worker: Floats  # [stage, data], NaN where not asked
-    if_stage: Floats  # NaN where there is one stage only
+    if_worker: Floats  # [stage, data]; NaN if not computed
+    if_stage: Floats  # NaN if there is only one stage
     if_family: Floats
 
     @property
@@ -138,9 +138,6 @@ def _ask_stages(model: Model, by_stage: list[Bools]) -> Floats:
     return seconds
 
 
-# The verdict on a timeline: of all that could be put right, what would give back most.
-
-
 @dataclass(frozen=True)
 class Judgement:
     verdict: Verdict
@@ -208,7 +205,7 @@ def _slow_ranks(
 
 
 def _where(model: Model, outlier: Bools) -> str:
-    """The operation that holds most of the excess, if one does."""
+    """The operation with most of the excess."""
     excess = np.zeros(len(model.families))
     for part, fixed in zip(model.parts, like_peers(model, outlier), strict=True):
         np.add.at(excess, part.family, (part.taken_seconds - fixed).sum(axis=(1, 2, 3)))
@@ -253,7 +250,7 @@ def _healthy(found: StandingOut) -> Verdict:
     return Verdict(Kind.HEALTHY, f"no rank works more than {known.max():.2f}× as long as the others of its stage")
 
 
-# Gaps that the replay leaves out are worth a word from here on.
+# Delays that the replay excludes are reported from this ratio on.
 DELAY_NOTED_RATIO = 1.05
 NOT_DECLARED = JobSizes()
 
@@ -272,17 +269,17 @@ class TimelineReport:
 
     @property
     def launch_slowdown(self) -> float:
-        """Recorded steps against their replay without delays before operations."""
+        """Recorded steps relative to their replay without delays before operations."""
         return float(self.recorded_step_seconds.mean() / self.decomposition.step_seconds.mean())
 
     @property
     def lost_ratio(self) -> float:
-        """Share of the step that typical durations everywhere would give back."""
+        """The share of the step that typical durations everywhere would save."""
         return 1 - 1 / self.decomposition.slowdown
 
 
 def analyze(timeline: Timeline, sizes: JobSizes = NOT_DECLARED, policy: Policy = DEFAULT_POLICY) -> TimelineReport:
-    """Raises TimelineError where there is nothing to replay or nobody to compare with."""
+    """Raises TimelineError if there is nothing to replay or no other rank to compare with."""
     layout = lay_out(timeline, sizes)
     if layout.lanes.rank.size < 2:
         raise TimelineError("one rank only: there is nobody to compare it with; record the other ranks, too")

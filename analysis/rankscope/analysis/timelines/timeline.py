@@ -1,4 +1,5 @@
-"""A timeline as columns: one row is one operation of one rank in one step."""
+"""A timeline as columns, one row per operation of a rank in a step; the checks of an input table; and the known
+operations of a pipeline-parallel step."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ _LONGEST_SECONDS = 1e10
 
 
 class TimelineError(ValueError):
-    """The timeline cannot be analysed; the message says why, and what to do."""
+    """The timeline cannot be analysed. The message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class JobSizes:
-    """What the job's metadata declares; None is not declared."""
+    """Sizes from the job's metadata; None if not given."""
 
     pipeline: int | None = None
     data: int | None = None
@@ -46,8 +47,8 @@ class Timeline:
     names: tuple[str, ...]
     start_seconds: Floats
     duration_seconds: Floats
-    order: Ints  # as recorded; -1 where the file has none
-    chunk: Ints  # local model chunk, -1 where it has none
+    order: Ints  # as recorded; -1 if the file has none
+    chunk: Ints  # local model chunk; -1 if the file has none
 
     def __len__(self) -> int:
         return len(self.step)
@@ -56,9 +57,9 @@ class Timeline:
 def read_columns(
     table: Mapping[str, npt.NDArray[Any]], *, names: Sequence[str] | None = None, seconds_per_unit: float = 1.0
 ) -> Timeline:
-    """Check a table's columns and make a timeline of them; raises TimelineError with the first thing that is wrong.
+    """Check the columns of a table and convert them to a timeline. Raises TimelineError with the first problem.
 
-    With `names`, the optype column holds indices into it (-1 where the file has nothing)."""
+    With `names`, the optype column contains indices into it (-1 if empty)."""
     missing = [name for name in REQUIRED if name not in table]
     if missing:
         found = ", ".join(sorted(map(str, table))[:12]) or "none"
@@ -105,7 +106,7 @@ def _operations(column: npt.NDArray[Any], names: Sequence[str] | None) -> tuple[
         names = [str(name) for name in found]
     blank = [number for number, name in enumerate(names) if not name.strip()]
     _refuse((column < 0) | np.isin(column, blank), "optype", "is empty")
-    # Spelled with blanks around it, one operation would be two.
+    # With surrounding blanks, one operation would become two.
     used = np.unique(column).tolist()
     kinds = sorted({names[number].strip() for number in used})
     renumbered = np.zeros(len(names), dtype=np.int64)
@@ -114,7 +115,7 @@ def _operations(column: npt.NDArray[Any], names: Sequence[str] | None) -> tuple[
 
 
 def _chunks(table: Mapping[str, npt.NDArray[Any]], stage: Ints, rows: int) -> Ints:
-    """The local chunk; from the global one where only that is there."""
+    """The local chunk, derived from the global one if only that is given."""
     if "mc" in table or "gmc" not in table:
         return _integers(table, "mc", rows)
     whole = _integers(table, "gmc", rows)
@@ -122,7 +123,7 @@ def _chunks(table: Mapping[str, npt.NDArray[Any]], stage: Ints, rows: int) -> In
 
 
 def _integers(table: Mapping[str, npt.NDArray[Any]], name: str, rows: int = 0) -> Ints:
-    """A column of whole numbers; an optional one (`rows` given) is -1 where it is absent or empty."""
+    """A column of integers. An optional column (`rows` given) is -1 where absent or empty."""
     if name not in table:
         return np.full(rows, -1, dtype=np.int64)
     column = np.asarray(table[name])
@@ -168,16 +169,14 @@ def _refuse(wrong: npt.NDArray[np.bool_], name: str, what: str) -> None:
         raise TimelineError(f"column {name} {what} in row {rows[0] + 1}{more}; drop or repair those rows")
 
 
-# Number the combinations of several columns, in time that grows with the rows only: a timeline has few of them.
-
 _LARGEST_KEY = 2**62
-# A table of flags may be so many times larger than the rows are many.
+# Maximum size of the table of flags, as a multiple of the number of rows.
 _ROOM = 8
 _LEAST_ROOM = 1 << 20
 
 
 def pack(*keys: Ints) -> tuple[Ints, int] | None:
-    """One number per row that sorts as the keys do, and how many there could be; None where it would not fit."""
+    """One number per row that sorts like the keys, and the number of possible values; None if it would overflow."""
     packed = np.zeros(len(keys[0]), dtype=np.int64)
     count = 1
     for key in keys:
@@ -191,7 +190,8 @@ def pack(*keys: Ints) -> tuple[Ints, int] | None:
 
 
 def number_groups(*keys: Ints) -> tuple[Ints, int]:
-    """A number from 0 for each combination that occurs, in the order of the keys, per row; and how many there are."""
+    """Per row, the number of its combination, from 0 in the order of the keys; and the number of combinations.
+    Faster than sorting, because a timeline has few combinations."""
     packed = pack(*keys) if len(keys[0]) else None
     if packed is None or packed[1] > max(_ROOM * len(packed[0]), _LEAST_ROOM):
         return number_by_sorting(*keys)
@@ -200,8 +200,6 @@ def number_groups(*keys: Ints) -> tuple[Ints, int]:
     numbers = np.cumsum(seen) - 1
     return numbers[packed[0]], int(numbers[-1]) + 1
 
-
-# The operations of a pipeline-parallel step: what each one waits for, and what is typical of it.
 
 FORWARD = "forward-compute"
 BACKWARD = "backward-compute"
@@ -216,7 +214,7 @@ OPTIMIZER = "optimizer"
 
 
 class Waits(Enum):
-    """With whom an operation starts together."""
+    """Which operations start together."""
 
     NOBODY = "nobody"
     PEER = "the other end of a send"
@@ -228,8 +226,8 @@ class Waits(Enum):
 @dataclass(frozen=True)
 class Operation:
     waits: Waits
-    # Work of the rank itself; its typical duration is a mean. That of a communication is a median: one stuck transfer
-    # must not become what is normal.
+    # Work of the rank itself. Its typical duration is a mean; that of communication is a median, so that one stuck
+    # transfer does not become the norm.
     own_work: bool
     family: str
 
@@ -261,10 +259,10 @@ def is_known(name: str) -> bool:
 
 
 def describe(name: str) -> Operation:
-    """An operation that is not known is taken for work of the rank itself."""
+    """Unknown operations count as the rank's own work."""
     return _KNOWN.get(name) or Operation(Waits.NOBODY, True, name)
 
 
 def peer_of(name: str) -> str:
-    """`forward-send` for `forward-recv` and the other way round."""
+    """`forward-send` for `forward-recv` and vice versa."""
     return name.replace("send", "recv") if "send" in name else name.replace("recv", "send")

@@ -1,4 +1,4 @@
-"""What would come back: the job replayed with one thing put right."""
+"""What-if replays: the gain if slow ranks, a slow stage, imbalance or slow transfers were fixed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rankscope.analysis.timelines.replay import Model, replay_taken
 from rankscope.analysis.timelines.slow_ranks import keeps_ahead, keeps_slow, median_of_others, relative_to_step
 from rankscope.analysis.verdicts.thresholds import Policy
 
-# The slowest rank of a step against the usual one. Of many noisy ranks one is always slow by some per cent.
+# The slowest rank of a step relative to the usual one. Of many noisy ranks, one is always slow by a few per cent.
 IMBALANCE_RATIO = 1.15
-# Of the steps; one bad step in twenty is no pattern.
+# Share of steps; one bad step in twenty is not a pattern.
 PATTERN_STEPS_RATIO = 0.25
 ONE_PLACE_SHARE = 0.8
 
@@ -32,15 +32,15 @@ class SlowStage:
 
 @dataclass(frozen=True)
 class Imbalance:
-    spread_ratio: float  # slowest rank of a step against the usual one
-    slowest_often_ratio: float  # share of steps in which the most frequent slowest rank is it
+    spread_ratio: float  # slowest rank of a step relative to the usual one
+    slowest_often_ratio: float  # share of steps in which the most frequent slowest rank is slowest
     impact_ratio: float
 
 
 @dataclass(frozen=True)
 class SlowTransfer:
     family: str
-    stage: int | None  # where it is slow, if in one place
+    stage: int | None  # the stage that is slow, if only one
     ratio: float
     impact_ratio: float
 
@@ -60,7 +60,7 @@ def like_peers(model: Model, culprits: Bools) -> list[Floats]:
 
 
 def peers_of_each(model: Model) -> list[Floats]:
-    """Durations with everybody's own work replaced by the median of the others of the same stage."""
+    """Durations with each rank's own work replaced by the median of the others of its stage."""
     made = []
     for part in model.parts:
         taken = part.taken_seconds.copy()
@@ -73,7 +73,7 @@ def peers_of_each(model: Model) -> list[Floats]:
 
 
 def stages_like_others(model: Model, taken: list[Floats], level: Floats) -> list[Floats]:
-    """Durations with the own work of every stage scaled to the median of the other stages; `level` is per stage."""
+    """Durations with each stage's own work scaled to the median of the other stages; `level` is per stage."""
     with np.errstate(divide="ignore", invalid="ignore"):
         factor = median_of_others(level) / level
     factor = np.where(np.isfinite(factor), factor, 1.0)
@@ -84,9 +84,9 @@ def stages_like_others(model: Model, taken: list[Floats], level: Floats) -> list
 
 
 def stage_levels(own: Floats) -> Floats:
-    """What a rank of each stage works in each step, from [step, stage, data, tensor].
+    """The own work of a typical rank of each stage in each step, from [step, stage, data, tensor].
 
-    The lower median: of two ranks, one that has a bad step does not make its stage slow."""
+    The lower median: of two ranks, one with a bad step does not make its stage slow."""
     ordered = np.sort(own.reshape(*own.shape[:2], -1), axis=2)
     level: Floats = ordered[:, :, (ordered.shape[2] - 1) // 2]
     return level
@@ -115,15 +115,14 @@ def find_slow_stage(model: Model, taken: list[Floats], own: Floats, policy: Poli
 
 
 def _persistent(levels: Floats, policy: Policy) -> Bools:
-    """Stages that stay slower than the others, by more than chance makes of bad steps here and there; `levels` is
-    [step, stage]."""
+    """Stages that stay slower than the others by more than occasional bad steps explain; `levels` is [step, stage]."""
     relative = relative_to_step(levels)
     _, apart = keeps_ahead(relative, policy.spread_floor_ratio)
     return keeps_slow(relative, policy.stage_ratio, policy) & (apart >= policy.rank_score)
 
 
 def find_imbalance(model: Model, taken: list[Floats], own: Floats, policy: Policy) -> Imbalance | None:
-    """In many steps some rank takes much longer than usual for its stage, and another one each time."""
+    """In many steps a rank takes much longer than usual for its stage, and a different one each time."""
     usual = own.mean(axis=(0, 2, 3), keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(usual > 0, own / usual, 1.0).reshape(len(own), -1)  # [step, rank]
@@ -135,7 +134,7 @@ def find_imbalance(model: Model, taken: list[Floats], own: Floats, policy: Polic
         spread = np.where(middle > 0, ordered[:, -1] / middle, 1.0)
     if (spread >= IMBALANCE_RATIO).mean() < PATTERN_STEPS_RATIO:
         return None
-    factor = relative.mean(axis=1)  # the work of the step stays what it was
+    factor = relative.mean(axis=1)  # the total work of the step stays the same
     even, at = [], 0
     for part, seconds in zip(model.parts, taken, strict=True):
         steps = slice(at, at + len(part.table.steps))
@@ -154,7 +153,7 @@ def find_imbalance(model: Model, taken: list[Floats], own: Floats, policy: Polic
 
 
 def find_slow_transfer(model: Model, taken: list[Floats], policy: Policy) -> SlowTransfer | None:
-    """Transfers that take longer than is usual for their type, and hold the job up."""
+    """Transfers that take longer than usual for their type and delay the job."""
     whole = replay_taken(model, taken)
     best: SlowTransfer | None = None
     for family, name in enumerate(model.families):

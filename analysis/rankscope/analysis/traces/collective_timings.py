@@ -1,4 +1,5 @@
-"""Timed collectives from torch traces: of many ranks the transfer alone, of one what it saw, waiting included."""
+"""Timed collectives from traces, for the alpha-beta fit. From many ranks: the transfer alone. From one rank: what it
+saw, including waiting."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Observed:
 
 
 def observe_traces(traces: Mapping[int, Trace], *, ranks: int | None = None) -> Observed:
-    """`ranks` stands in for groups whose size no trace tells."""
+    """`ranks` is used for groups of unknown size."""
     collectives = {rank: find_collectives(trace) for rank, trace in traces.items()}
     if len(traces) > 1:
         observed = _joined(traces, collectives, ranks)
@@ -50,7 +51,7 @@ def _joined(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives],
     notes = [f"{count} collectives matched over {len(traces)} ranks: times are the transfer alone, without waiting"]
     if len(chosen) < count:
         notes.append(f"{count - len(chosen)} left out: nothing of them is transfer, as far as the clocks can tell")
-    # In a job of which nobody says the size, a collective of all the ranks at hand is of these.
+    # If no trace gives the world size, a collective over all given ranks has their number.
     told = max((trace.world_size or 0 for trace in traces.values()), default=0)
     whole = ranks or (len(traces) if told <= len(traces) else -1)
     observations = Observations(
@@ -101,6 +102,6 @@ def _channel_label(channel: Channel) -> str:
 
 
 def label(group: ProcessGroup) -> str:
-    """A group's name, with what it is for where the program said so."""
+    """A group's name, preceded by its description if it has one."""
     described = group.description if group.description not in ("", "undefined", "default_pg") else ""
     return " ".join(word for word in (described, group.name) if word)

@@ -1,4 +1,5 @@
-"""Cuts a trace to a stretch of time on the host, with the work on devices that was launched in it, whenever it ran."""
+"""Cuts a trace file to a range of host time and keeps the device work launched in it; finds the whole steps that the
+traces of several ranks have in common."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from rankscope.analysis.traces.reader.metadata import base_time_ns, describe
 from rankscope.analysis.traces.steps import Steps, first_whole
 from rankscope.analysis.traces.trace import ABSENT, Category, Repairs, Trace, TraceError
 
-# What a profiler says before its events takes a few kilobytes; a long list of process groups some hundred.
+# What a profiler writes before its events takes a few kilobytes, with a long list of process groups some hundred.
 HEAD_LIMIT_BYTES = 8 << 20
 _FIRST_HEAD_BYTES = 256 << 10
 _SECOND_NS = 1_000_000_000
-# Given anew, or not the head's to say.
+# Written again from other sources.
 _REPLACED = ("traceEvents", "distributedInfo", "")
 
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -37,7 +38,7 @@ _DEVICE_MARK = b'"gpu_user_annotation"'
 
 
 class _Ties(msgspec.Struct, gc=False):
-    """What ties an event on a device to one on the host."""
+    """The fields that link a device event to a host event."""
 
     correlation: Any = ABSENT
     external_id: Any = msgspec.field(default=ABSENT, name="External id")
@@ -48,7 +49,7 @@ _TIES = msgspec.json.Decoder(_Ties)
 
 @dataclass(frozen=True)
 class Outline:
-    """What must be kept of a trace to cut its file later."""
+    """What is needed of a trace to cut its file later."""
 
     base_ns: int
     call_start_ns: Ints
@@ -57,7 +58,7 @@ class Outline:
     mark_external_id: Ints
 
     def stretch(self, start_ns: int, end_ns: int) -> Stretch:
-        """Times as in the trace's columns: from its base."""
+        """Times are relative to the trace's base, as in its columns."""
         calls = (self.call_start_ns >= start_ns) & (self.call_start_ns < end_ns)
         marks = (self.mark_start_ns >= start_ns) & (self.mark_start_ns < end_ns)
         return Stretch(
@@ -71,13 +72,13 @@ class Outline:
 
 @dataclass(frozen=True)
 class Stretch:
-    """In unix time."""
+    """A range of host time, in Unix time."""
 
     start_ns: int
     end_ns: int
-    has_calls: bool  # in the whole trace; without any, work on a device counts by its own time
-    correlations: frozenset[int]  # of the calls in the stretch
-    external_ids: frozenset[int]  # of the annotations on the host in it
+    has_calls: bool  # whether the whole trace has any; without, device work is selected by its own time
+    correlations: frozenset[int]  # of the runtime calls in the range
+    external_ids: frozenset[int]  # of the host annotations in the range
 
 
 def outline(trace: Trace) -> Outline:
@@ -100,12 +101,12 @@ def cut(
     distributed: Mapping[str, Any],
     mark: Mapping[str, Any] | None = None,
 ) -> Iterator[bytes]:
-    """Pieces of the JSON text of what is left of a file that `read_trace` took, in blocks; all of its events without a
-    stretch. `head` replaces what the file says under the same names about itself, and `distributed` what it says of
-    its rank; nothing that follows the events is kept. Names of processes and threads are. `mark` is an event to begin
-    with, at the start of the stretch: steps that are bounded by optimizers begin there, and not with the next operator.
+    """Yield pieces of the JSON text of a file that `read_trace` accepts, cut to `stretch`; without it, with all events.
+    `head` replaces the file's own metadata of the same names, `distributed` its rank information. Metadata after the
+    events is dropped; names of processes and threads are kept. `mark` is an event written first, at the start of the
+    range: steps that are bounded by optimizers then begin there and not with the next operator.
 
-    Raises TraceError where the file does not say before its events when they were."""
+    Raises TraceError if the file does not give the base time before its events."""
     text = Text(inflate(blocks), Repairs())
     own = _open(text)
     base_ns = base_time_ns(describe(_ENCODER.encode(own), Repairs(), offset=0), Repairs())
@@ -131,7 +132,7 @@ def cut(
 
 
 def _open(text: Text) -> dict[str, msgspec.Raw]:
-    """Goes to the first event; what stood before it."""
+    """Advance to the first event and return the fields before it."""
     text.hold(_FIRST_HEAD_BYTES)
     while True:
         for found in _EVENTS_KEY.finditer(bytes(text.held)):
@@ -139,7 +140,7 @@ def _open(text: Text) -> dict[str, msgspec.Raw]:
             try:
                 head = _HEAD.decode(mend(before, Repairs(), offset=0))
             except DECODE_ERRORS:
-                continue  # within another value
+                continue  # inside another value
             text.drop(found.end())
             return head
         if text.ended or len(text.held) > HEAD_LIMIT_BYTES:
@@ -181,7 +182,7 @@ def _is_launched(event: RawEvent, category: bytes, stretch: Stretch) -> bool:
 
 
 def _clip(event: RawEvent, start_ns: int, begin_ns: int, end_ns: int) -> bool:
-    """Functions that run on into the stretch or out of it are shortened, so that what they called has its callers."""
+    """Shorten functions that overlap the border of the range, so that events keep their callers."""
     end = start_ns + (nanoseconds(bytes(event.get("dur", _MISSING))) or 0)
     if start_ns >= end_ns or end <= begin_ns:
         return False
@@ -196,17 +197,14 @@ def _whole(written: msgspec.Raw) -> int:
     return int(text) if text.isdigit() and len(text) < 20 else ABSENT
 
 
-# Which steps of a trace are whole, and where the same run of them lies in the traces of several ranks.
-
-
 @dataclass(frozen=True)
 class WholeSteps:
-    """On the host, in time from the trace's base; neighbours."""
+    """Consecutive steps on the host, relative to the trace's base."""
 
     base_ns: int
     start_ns: Ints
     end_ns: Ints
-    lasted_ns: Ints  # by the device's work where there is a device, else by the host
+    lasted_ns: Ints  # on the device if there is one, otherwise on the host
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -221,12 +219,12 @@ class WholeSteps:
 
     @property
     def seconds(self) -> float | None:
-        """Of the typical one."""
+        """The median."""
         return float(np.median(self.lasted_ns)) / 1e9 if len(self) else None
 
 
 def find_whole_steps(trace: Trace, steps: Steps, breakdown: Breakdown | None) -> WholeSteps:
-    """Whole on the host, and with all of their work on the device."""
+    """Steps that are whole on the host and have all of their device work."""
     first, last = first_whole(steps), len(steps)
     lasted = steps.end_ns - steps.start_ns
     if breakdown is not None and not breakdown.on_host:
@@ -237,9 +235,9 @@ def find_whole_steps(trace: Trace, steps: Steps, breakdown: Breakdown | None) ->
 
 
 def common_run(steps_of: Mapping[int, WholeSteps], count: int) -> dict[int, int] | None:
-    """For each rank the position of the first of `count` steps that begin at the same boundary on all ranks, as early
-    as possible; None if there is no such run. Ranks in step pass a boundary at about the same time: of the runs of
-    another rank the one that is nearest in time is the same."""
+    """For each rank, the position of the first of `count` steps that begin at the same boundary on all ranks, as
+    early as possible; None if there is no such run. Ranks pass a boundary at about the same time, so the run nearest
+    in time is the same one."""
     if not steps_of or any(len(steps) < count for steps in steps_of.values()):
         return None
     reference = max(steps_of.values(), key=lambda steps: int(steps.unix_ns[0]))
@@ -252,7 +250,7 @@ def common_run(steps_of: Mapping[int, WholeSteps], count: int) -> dict[int, int]
 
 
 def _nearest_run(steps: WholeSteps, moments: Ints) -> int | None:
-    """None where a run that was not recorded would be nearer."""
+    """None if a run that was not recorded would be nearer."""
     starts = np.lib.stride_tricks.sliding_window_view(steps.unix_ns, len(moments))
     distances = np.abs(starts - moments).mean(axis=1)
     best = int(distances.argmin())

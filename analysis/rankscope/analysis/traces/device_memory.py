@@ -1,4 +1,5 @@
-"""Device memory as a trace measured it: how full, how much of it unusable, and who held it when it was fullest."""
+"""Device memory from allocator events in a trace: peak, fragmentation, and which operations held the memory at the
+peak."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from rankscope.analysis.traces.kernels import names_like
 from rankscope.analysis.traces.summary_records import MemorySummary
 from rankscope.analysis.traces.trace import ABSENT, Category, MemoryColumns, Trace
 
-# They hand memory to whoever called them: that one holds it.
+# These operators allocate for their caller, which counts as the holder.
 _FACTORY = re.compile(r"aten::(new_)?(empty|zeros|ones|full)(_like|_strided|_permuted)?$|aten::(resize_|to|_to_copy)$")
 _BACKWARD = re.compile(r"autograd::engine::evaluate_function")
 _OPTIMIZER = re.compile(r"Optimizer\.step#")
@@ -22,14 +23,14 @@ MOST_CLIMBS = 32
 
 @dataclass(frozen=True)
 class Holder:
-    name: str  # of the operation that allocated; empty: none was running
+    name: str  # of the operation that allocated; empty if none was running
     size_bytes: int
     blocks: int
 
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """Of one device. What was held before the trace began has no holder: mostly weights and optimizer state."""
+    """One device. Memory allocated before the trace began has no holder: mostly weights and optimizer state."""
 
     device: int
     on_device: bool
@@ -38,15 +39,15 @@ class MeasuredMemory:
     peak_time_ns: int
     peak_reserved_bytes: int | None
     fragmentation_ratio: float | None  # 1 − allocated ÷ reserved, when most was reserved
-    before_trace_bytes: int  # of the peak, and so the four below: they add up to it
+    before_trace_bytes: int  # this and the next three add up to the peak
     forward_bytes: int
     backward_bytes: int
     optimizer_bytes: int
-    holders: tuple[Holder, ...]  # of what was allocated within the trace and live at the peak, largest first
+    holders: tuple[Holder, ...]  # of memory allocated within the trace and live at the peak, largest first
 
 
 def measure_memory(trace: Trace, *, most_holders: int = 10) -> tuple[MeasuredMemory, ...]:
-    """Per device with allocator events; empty where the profiler ran without profile_memory=True."""
+    """One per device with allocator events; empty if the profiler ran without profile_memory=True."""
     memory = trace.memory
     told = memory.allocated_bytes >= 0
     places, count = number_groups(memory.on_device.astype(np.int64), memory.device)
@@ -91,14 +92,15 @@ def _fragmentation(memory: MemoryColumns, rows: Ints) -> float:
 
 
 def _live(change: Ints) -> Bools:
-    """Which of the allocations were not freed by the end. Events carry no address here: a block freed is taken to be
-    the latest one of its size, as a backward pass frees what the forward pass allocated."""
+    """Which allocations were not freed by the end. Events have no address, so a freed block is assumed to be the
+    latest of its size: a backward pass frees what the forward pass allocated."""
     count = len(change)
     order = np.lexsort((np.arange(count), np.abs(change)))
     sign = np.sign(change[order])
     group, _ = number_groups(np.abs(change[order]))
     depth = np.cumsum(sign)
-    # The least depth from here to the end of the group: groups are lifted apart, so that one sum serves all.
+    # The minimum depth from here to the end of the group. Groups get disjoint ranges of numbers, so that one pass
+    # serves all.
     lifted = depth + group * (2 * count + 2)
     least = np.minimum.accumulate(lifted[::-1])[::-1]
     live = np.zeros(count, dtype=bool)
@@ -125,8 +127,8 @@ def _holders(trace: Trace, sizes: Ints, moments: Ints, most: int) -> tuple[Holde
 
 
 def _allocating_names(trace: Trace, moments: Ints) -> Ints:
-    """Of the innermost operation that ran at each moment. Allocator events do not tell their thread: of several threads
-    the operation that began last is taken, for the others wait."""
+    """The name of the innermost operation at each moment. Allocator events do not name their thread: of several
+    threads, the operation that started last is taken, because the others wait."""
     found = np.full(len(moments), ABSENT, dtype=np.int64)
     rows = np.flatnonzero(trace.of(Category.CPU_OP))
     if len(rows) == 0 or len(moments) == 0:
@@ -149,9 +151,7 @@ def _allocating_names(trace: Trace, moments: Ints) -> Ints:
     return found
 
 
-# Device memory as one rank's trace tells it.
-
-# What the caching allocator does when its cache does not serve; pinned host memory is another matter.
+# Calls of the caching allocator when its cache is insufficient. Pinned host memory is not included.
 _ALLOCATOR = re.compile(r"(cuda|hip)(Malloc|Free)(Async|Managed)?$|cuMem(Alloc|Free|Create|Release|Map|Unmap)\b")
 
 

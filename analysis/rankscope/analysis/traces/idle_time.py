@@ -1,4 +1,4 @@
-"""Why nothing ran: each gap is held against what the host did until it launched the kernel that ended the gap."""
+"""Why the device was idle: compares each gap with what the host did until it launched the kernel that ended the gap."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ _SYNCHRONISATION = re.compile(
     r"(cuda|hip|cu)(Stream|Device|Event|Ctx|Context)Synchronize|(cuda|hip)Memcpy$|aten::(item|_local_scalar_dense)$"
     r"|synchronize(Stream|Device|Event)?$"  # MTIA
 )
-# A trace names few threads that launch; what a broken one has beyond this is held against no thread in particular.
+# A trace has few launching threads. Gaps of further ones in a corrupt trace are not attributed to a thread.
 _THREADS = 32
 
 
 @dataclass(frozen=True)
 class IdleParts:
-    """They add up to the idle time of the breakdown, exactly."""
+    """The sum is exactly the idle time of the breakdown."""
 
-    host_bound_ns: int  # the next kernel was not launched yet, and the host did nothing of the below
+    host_bound_ns: int  # the next kernel was not launched yet, and none of the reasons below applies
     input_ns: int  # the host waited for data
     synchronisation_ns: int  # the host waited for the device
-    communication_ns: int  # the host communicated (gloo), or waited for that
-    other_ns: int  # launched but not started, or it is not known when it was launched
+    communication_ns: int  # the host communicated (gloo) or waited for communication
+    other_ns: int  # launched but not started, or the launch time is unknown
 
 
 @dataclass(frozen=True)
 class Idleness(IdleParts):
-    # Part of host_bound: gaps that began while the host waited for the device. It could not launch ahead.
+    # Part of host_bound: gaps that began while the host waited for the device, so that it could not launch ahead.
     host_bound_after_synchronisation_ns: int
     gap_count: int
     longest_gap_ns: int
@@ -63,20 +63,20 @@ class _Reasons:
     synchronisation: Intervals
     communication: Intervals
     other: Intervals
-    drained: Intervals  # of host_bound
+    drained: Intervals  # part of host_bound
 
 
 @dataclass(frozen=True)
 class _Gaps:
     start_ns: Ints
     end_ns: Ints
-    launched_ns: Ints  # when the host had launched what ended the gap
-    thread: Ints  # that launched it; -1 unknown
+    launched_ns: Ints  # when the host had launched the kernel that ended the gap
+    thread: Ints  # the thread that launched it; -1 if unknown
 
 
 @dataclass(frozen=True)
 class _Host:
-    """Rows of the host by what they mean for a device that waits."""
+    """Rows of host events by what they mean for an idle device."""
 
     trace: Trace
     thread: Ints
@@ -158,8 +158,8 @@ def _explain(host: _Host, gaps: _Gaps) -> _Reasons:
 
 
 def _explain_thread(host: _Host, gaps: _Gaps, which: np.ndarray, thread: int | None, watched: Ints) -> _Reasons:
-    """What the launching thread did counts first. While it is in no operator it may wait for another thread, and what
-    that one does is the reason."""
+    """The launching thread has priority. While it runs no operator, it may wait for another thread, and then that
+    thread's activity is the reason."""
     start, end, launched = gaps.start_ns[which], gaps.end_ns[which], gaps.launched_ns[which]
     unlaunched_end = np.clip(launched, start, end) if thread is not None else end
     rest = union(start, unlaunched_end)
@@ -183,13 +183,13 @@ def _explain_thread(host: _Host, gaps: _Gaps, which: np.ndarray, thread: int | N
         empty = contains(host.times(host.synchronisation, thread), start)
         drained = intersection(rest, union(start[empty], end[empty]))
     else:
-        # Nobody knows when it was launched, so nobody knows whether the host was late.
+        # The launch time is unknown, so whether the host was late is unknown too.
         other, rest = union(np.concatenate((other[0], rest[0])), np.concatenate((other[1], rest[1]))), NOTHING
     return _Reasons(rest, explained[0], explained[2], explained[1], other, drained)
 
 
 def _all_host_bound(reasons: _Reasons) -> _Reasons:
-    """Between two operators the host runs Python: nothing else is there to wait for."""
+    """Between two operators the host runs Python; there is nothing else to wait for."""
     return _Reasons(
         reasons.other, reasons.input, reasons.synchronisation, reasons.communication, NOTHING, reasons.drained
     )

@@ -1,4 +1,4 @@
-"""Reduces one rank's trace to its numbers: a few kilobytes that report, diagnosis and JSON are made of."""
+"""Reduces one rank's trace to a RankSummary: a few kilobytes that the report, the diagnosis and the JSON output use."""
 
 from __future__ import annotations
 
@@ -32,13 +32,11 @@ from rankscope.analysis.traces.summary_records import (
 )
 from rankscope.analysis.traces.trace import Category, Trace
 
-# The collectives of one rank by kind and group: how many, how large, how long, how fast, how well hidden.
-
 
 def summarize_collectives(found: Collectives, hiding: Intervals) -> tuple[CollectiveSummary, ...]:
-    """Longest in total first. `hiding` is when there was work to hide behind; what runs at the same time is exposed
-    once (gloo runs several at a time). Bandwidths are medians over calls whose size is known; a duration that includes
-    waiting for other ranks makes them look slower than the links are."""
+    """Longest in total first. `hiding` is when there was work to hide behind; concurrent collectives are exposed
+    once (gloo runs several at a time). Bandwidths are medians over calls of known size. Durations include waiting
+    for other ranks, so that links may look slower than they are."""
     numbers, count = number_groups(found.group, found.kind)
     algorithm = algorithm_gbps(found.bytes, found.duration_ns)
     bus = bus_gbps(found.kind, found.bytes, found.duration_ns, found.group_size)
@@ -72,7 +70,7 @@ def summarize_collectives(found: Collectives, hiding: Intervals) -> tuple[Collec
 
 
 def summarize_buckets(trace: Trace, collectives: Collectives) -> BucketsSummary | None:
-    """None where the trace shows no DDP."""
+    """None if the trace shows no DDP."""
     found = find_buckets(trace, collectives)
     other = try_other_caps(trace, found)
     if other is None:
@@ -104,7 +102,7 @@ def summarize_buckets(trace: Trace, collectives: Collectives) -> BucketsSummary 
 
 
 def summarize_sharding(trace: Trace, collectives: Collectives) -> ShardingSummary | None:
-    """None where nothing was gathered or scattered."""
+    """None if nothing was gathered or scattered."""
     found = find_gathers(trace, collectives)
     if found is None:
         return None
@@ -127,7 +125,7 @@ def summarize_sharding(trace: Trace, collectives: Collectives) -> ShardingSummar
 
 
 def summarize_bubble(trace: Trace, collectives: Collectives, stages: int | None) -> BubbleSummary | None:
-    """None where the trace shows no pipeline."""
+    """None if the trace shows no pipeline."""
     found = measure_bubble(trace, collectives, stages=stages)
     if found is None:
         return None
@@ -155,7 +153,7 @@ def summarize(
     top: int = TOP,
     stages: int | None = None,
 ) -> RankSummary:
-    """`stages` of the pipeline, where the user knows them."""
+    """`stages` of the pipeline, if the user knows the number."""
     idle = split_idle(trace, breakdown)
     compute = mix_compute(trace)
     return RankSummary(
@@ -195,7 +193,7 @@ def summarize(
 
 def _parts_us(breakdown: Breakdown, idle: Idleness, compute: ComputeSummary | None) -> dict[str, float]:
     """The span in parts that do not overlap. Communication on the device is work without computation; on the host
-    (gloo) it shows as idle time of the device."""
+    (gloo) it is idle time of the device."""
     exposed = breakdown.non_compute_ns - breakdown.exposed_memory_ns
     moving = breakdown.compute_ns * (compute.moving_ratio if compute else 0.0)
     drained = idle.host_bound_after_synchronisation_ns
@@ -274,7 +272,7 @@ def _launch(trace: Trace) -> LaunchSummary | None:
 
 
 def _device(trace: Trace) -> str:
-    """The device that did most, by name."""
+    """The name of the device that ran the most kernels."""
     used = trace.device[trace.of(Category.KERNEL)]
     used = used[used >= 0]
     index = int(np.bincount(used).argmax()) if len(used) and used.max() < 4096 else None

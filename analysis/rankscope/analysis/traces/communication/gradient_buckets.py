@@ -1,4 +1,9 @@
-"""DDP's gradient buckets: the all-reduces that backward starts as gradients become ready."""
+"""DDP's gradient buckets: the all-reduces that the backward pass starts as gradients become ready, and what another
+`bucket_cap_mb` would change.
+
+The prediction puts the same gradients, ready at the same times, into other buckets and sends them one after the
+other over a link with the latency and bandwidth fitted to the trace. It ignores that communication slows concurrent
+kernels and that other ranks may be late. Therefore it is used only if it reproduces the current buckets."""
 
 from __future__ import annotations
 
@@ -26,40 +31,40 @@ _GRADIENT = re.compile(r"autograd::engine::evaluate_function: .*AccumulateGrad")
 
 @dataclass(frozen=True)
 class Buckets:
-    """One row per bucket, in the order in which backward started them."""
+    """One row per bucket, in the order in which the backward pass started them."""
 
     collective: Ints  # row of Collectives
     step: Ints  # position in steps
     order: Ints  # 0, 1, … within its step
-    bytes: Ints  # -1 where not known
+    bytes: Ints  # -1 if unknown
     started_ns: Ints
     duration_ns: Ints
     exposed_ns: Ints
-    asked_ns: Ints  # when the host asked for it
-    ready_ns: Ints  # when the last gradient in it was computed
+    asked_ns: Ints  # when the host called the all-reduce
+    ready_ns: Ints  # when its last gradient was computed
     measured: Bools
-    gradient_bucket: Ints  # one row per gradient, in order: which bucket holds it
+    gradient_bucket: Ints  # one row per gradient, in order: the bucket that holds it
     gradient_ready_ns: Ints
     steps: Steps
-    backward_began_ns: Ints  # of each step: when its forward was computed
+    backward_began_ns: Ints  # per step: when its forward pass was computed
 
     def __len__(self) -> int:
         return len(self.collective)
 
     @property
     def gradients(self) -> Ints:
-        """How many parameters' gradients each holds."""
+        """The number of gradients in each bucket."""
         return np.bincount(self.gradient_bucket, minlength=len(self))
 
     @property
     def hidden_ratio(self) -> Floats:
-        """Of the bucket's time, covered by computation; NaN where it was not measured."""
+        """The share of the bucket's time covered by computation; NaN if not measured."""
         known = self.measured & (self.duration_ns > 0)
         return np.where(known, 1 - self.exposed_ns / np.where(known, self.duration_ns, 1), np.nan)
 
 
 def find_buckets(trace: Trace, collectives: Collectives) -> Buckets:
-    """Empty where the trace shows no DDP. Buckets outside of every step (a trace may begin within one) are left out."""
+    """Empty if the trace shows no DDP. Buckets outside of all steps (a trace may begin inside one) are ignored."""
     steps = find_steps(trace)
     reductions = np.flatnonzero(collectives.kind == CollectiveKind.ALL_REDUCE)
     asked_row = _asking_rows(trace, collectives, reductions)
@@ -95,8 +100,8 @@ def find_buckets(trace: Trace, collectives: Collectives) -> Buckets:
 
 
 def computed_until(trace: Trace, moments_ns: Ints) -> Ints:
-    """When all that the host had launched by each moment was computed: an event recorded then would fire there. In a
-    trace without kernels that is the moment itself."""
+    """When everything that the host had launched by each moment was computed: an event recorded then would complete
+    there. In a trace without kernels, the moment itself."""
     launches = launch_rows(trace)
     kernels = np.flatnonzero((classify(trace) == Kind.COMPUTE) & (launches != ABSENT))
     if not len(kernels):
@@ -110,7 +115,7 @@ def computed_until(trace: Trace, moments_ns: Ints) -> Ints:
 
 
 def _backward_began(trace: Trace, steps: Steps) -> Ints:
-    """When each step's forward was computed; its start where it has no backward."""
+    """When each step's forward pass was computed; the step's start if there is no backward pass."""
     started = trace.start_ns[trace.of(Category.CPU_OP) & names_like(trace, _BACKWARD)[trace.name]]
     first = np.searchsorted(started, steps.start_ns, side="left")
     moment = taken(started, np.where(first < len(started), first, ABSENT))
@@ -119,8 +124,8 @@ def _backward_began(trace: Trace, steps: Steps) -> Ints:
 
 
 def _asking_rows(trace: Trace, collectives: Collectives, rows: Ints) -> Ints:
-    """The host's row that asked for each: NCCL's own note, and for what runs on a thread of gloo the operator that put
-    it there. Its queue is first in, first out, so that each transfer belongs to the next operator not yet served."""
+    """The host's row that started each: with NCCL the annotated call; for transfers on a gloo thread the operator
+    that queued it. The queue is FIFO, so each transfer belongs to the next operator not yet served."""
     asked: Ints = collectives.call_row[rows].copy()
     queued = np.flatnonzero((collectives.kernel_row[rows] == ABSENT) & collectives.measured[rows])
     if not len(queued):
@@ -139,21 +144,15 @@ def _asking_rows(trace: Trace, collectives: Collectives, rows: Ints) -> Ints:
     return asked
 
 
-# What another `bucket_cap_mb` would do: the same gradients, ready at the same times, put into other buckets and sent
-# one after the other over a link whose latency and bandwidth the trace itself shows.
-#
-# Left out: that communication slows the kernels beside it, and that other ranks may be late. Therefore the model has to
-# reproduce the buckets as they are before it is believed about others.
-
 MEBIBYTE = 1 << 20
 CAPS_MB = (1, 5, 10, 25, 50, 100, 200, 400)
 # DDP closes its first bucket early, so that communication starts soon.
 FIRST_BUCKET_BYTES = MEBIBYTE
 DEFAULT_CAP_MB = 25
-# How far the model may be from what was seen, of the exposed time or (where little is exposed) of all of it.
+# The maximum error of the model, as a share of the exposed time or (if little is exposed) of the communication time.
 TOLERANCE_EXPOSED = 0.15
 TOLERANCE_COMMUNICATION = 0.05
-# A change is worth proposing from here on.
+# The minimum gain for a recommendation.
 SURE_ERRORS = 2.0
 WORTHWHILE_EXPOSED = 0.05
 
@@ -167,15 +166,15 @@ class CapPrediction:
 
 @dataclass(frozen=True)
 class Rebucketing:
-    """Per step, the median of the steps. Without a prediction `reason` says why."""
+    """Medians over steps. Without predictions, `reason` explains why."""
 
     buckets: int
     bytes: int
-    cap_mb: int | None  # as the sizes of the buckets suggest; None where they do not
+    cap_mb: int | None  # inferred from bucket sizes; None if they are inconclusive
     exposed_ns: float
     communication_ns: float
     step_ns: float
-    modelled_exposed_ns: float | None = None  # of the buckets as they are
+    modelled_exposed_ns: float | None = None  # of the current buckets
     error_ns: float | None = None
     predictions: tuple[CapPrediction, ...] = ()
     recommended_cap_mb: int | None = None
@@ -186,9 +185,9 @@ class Rebucketing:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step's buckets as they are, and its gradients: the pieces that no cap can split."""
+    """One step's buckets, and its gradients: the pieces that a cap cannot split."""
 
-    rows: Ints  # of Buckets
+    rows: Ints  # rows of Buckets
     ready_ns: Floats
     bytes: Floats
     piece_ready_ns: Floats
@@ -198,7 +197,7 @@ class _Step:
 
 
 def try_other_caps(trace: Trace, buckets: Buckets, policy: Policy = DEFAULT_POLICY) -> Rebucketing | None:
-    """None where there are no buckets."""
+    """None if there are no buckets."""
     if not len(buckets):
         return None
     chosen = [np.flatnonzero(buckets.step == step) for step in np.unique(buckets.step)]
@@ -236,13 +235,13 @@ def _step(buckets: Buckets, rows: Ints, hiding: Intervals) -> _Step:
     mine = np.isin(buckets.gradient_bucket, rows)
     holder = np.searchsorted(rows, buckets.gradient_bucket[mine])
     piece_ready = np.minimum(buckets.gradient_ready_ns[mine], ready[holder])
-    # A bucket in which no gradient was seen is one piece.
+    # A bucket without known gradients is one piece.
     unseen = np.setdiff1d(np.arange(len(rows)), holder)
     holder = np.concatenate([holder, unseen])
     piece_ready = np.concatenate([piece_ready, ready[unseen]])
     order = np.lexsort((piece_ready, holder))
     holder, piece_ready = holder[order], np.maximum.accumulate(piece_ready[order])
-    # The longer a gradient took to compute, the more of its bucket it is.
+    # A gradient's share of its bucket is proportional to the time it took to compute.
     number = buckets.step[rows[0]]
     took = np.diff(piece_ready, prepend=min(int(buckets.backward_began_ns[number]), int(piece_ready[0]))).astype(float)
     took = np.maximum(took, 1.0)
@@ -256,7 +255,7 @@ def _step(buckets: Buckets, rows: Ints, hiding: Intervals) -> _Step:
         piece_ready_ns=piece_ready.astype(float),
         piece_bytes=buckets.bytes[rows][holder] * share,
         piece_bucket=holder,
-        # What comes after the buckets waits for them, whatever their size, and hides nothing.
+        # What follows the buckets waits for them, whatever their size, and hides nothing.
         hiding=clip(hiding, start, max(int(ready[-1]), int(ended.max()))),
     )
 
@@ -284,7 +283,7 @@ def _lasted(buckets: Buckets, step: _Step) -> int:
 
 
 def _seen(buckets: Buckets, step: _Step) -> float:
-    """Exposed in fact, counted as the model counts: two transfers at once are exposed once."""
+    """The measured exposed time, counted as in the model: concurrent transfers are exposed once."""
     return float(_uncovered(_transfers(buckets, step), step.hiding))
 
 
@@ -299,7 +298,7 @@ def _likely_cap(step: _Step) -> int | None:
     if len(step.rows) < 3 or np.any(step.bytes <= 0):
         return None
     last_piece = np.zeros(len(step.rows))
-    last_piece[step.piece_bucket] = step.piece_bytes  # the last one written stays
+    last_piece[step.piece_bucket] = step.piece_bytes  # the last write wins
     reached = float(step.bytes[1:-1].min()) / MEBIBYTE
     not_yet = float((step.bytes - last_piece)[1:-1].max()) / MEBIBYTE
     if not_yet < DEFAULT_CAP_MB <= reached:
@@ -313,7 +312,7 @@ def _fit(buckets: Buckets) -> Fit:
         Observations(
             group=np.zeros(count, dtype=np.int64),
             kind=np.full(count, int(CollectiveKind.ALL_REDUCE)),
-            ranks=np.full(count, 2),  # whatever it is, it stays: only the time by size is used
+            ranks=np.full(count, 2),  # the value is irrelevant: only the time by size is used
             bytes=buckets.bytes,
             seconds=buckets.duration_ns / 1e9,
             time_seconds=buckets.asked_ns / 1e9,
@@ -323,7 +322,7 @@ def _fit(buckets: Buckets) -> Fit:
 
 
 def _lanes(buckets: Buckets, rows: Ints) -> int:
-    """How many transfers ran at once: 1 on NCCL's stream, gloo has threads."""
+    """The number of concurrent transfers: 1 on NCCL's stream; gloo has several threads."""
     start = np.sort(buckets.started_ns[rows])
     end = np.sort(buckets.started_ns[rows] + buckets.duration_ns[rows])
     return int((np.arange(1, len(rows) + 1) - np.searchsorted(end, start, side="right")).max())
@@ -346,7 +345,7 @@ def _whole(moments: Floats) -> Ints:
 
 
 def _regroup(step: _Step, cap_bytes: float) -> tuple[Floats, Floats]:
-    """Sizes and ready times of DDP's buckets under that cap: each is closed by the gradient that reaches it."""
+    """Sizes and ready times of DDP's buckets with this cap: each is closed by the gradient that reaches it."""
     sizes, ready, filled, limit = [], [], 0.0, min(float(FIRST_BUCKET_BYTES), cap_bytes)
     for size, when in zip(step.piece_bytes.tolist(), step.piece_ready_ns.tolist(), strict=True):
         filled += size
@@ -370,7 +369,7 @@ def _predict(cap_mb: int, steps: list[_Step], fit: Fit, lanes: int) -> CapPredic
 
 
 def _recommend(now: Rebucketing, policy: Policy) -> Rebucketing:
-    """Only what gains more than the model errs and enough of the step to be worth a change."""
+    """Recommend a cap only if it gains more than the model's error and enough of the step to be worth a change."""
     best = min(now.predictions, key=lambda prediction: prediction.exposed_ns)
     modelled = now.modelled_exposed_ns or 0.0
     gain = modelled - best.exposed_ns

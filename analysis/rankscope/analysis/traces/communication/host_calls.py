@@ -1,4 +1,5 @@
-"""The host's side of communication: which calls were made, and what the profiler noted about them."""
+"""Communication calls on the host with the metadata that the profiler recorded, linked to the kernels that they
+launched."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from rankscope.analysis.traces.intervals import Spans, nest
 from rankscope.analysis.traces.kernels import Kind, classify
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
-# On the host's own threads these run the transfer itself; NCCL's annotations only enqueue it.
+# With these backends the annotation is the transfer itself; NCCL's annotations only enqueue it.
 _ON_HOST = frozenset({"gloo", "mpi"})
 
 
 @dataclass(frozen=True)
 class Noted:
-    """What is known of some communications, a column each; -1 is "not noted"."""
+    """Metadata of communications as columns; -1 means not recorded."""
 
     kind: Ints
     group: Ints  # index into Trace.names
@@ -39,7 +40,7 @@ class Noted:
     peer: Ints
 
     def take(self, index: Ints) -> Noted:
-        """Rows by index; -1 takes a row of which nothing is known."""
+        """Rows by index; -1 yields a row without metadata."""
         return Noted(*(taken(column, index) for column in self.columns()))
 
     def or_else(self, other: Noted) -> Noted:
@@ -52,7 +53,7 @@ class Noted:
 
 @dataclass(frozen=True)
 class NameKinds:
-    """The kind that each of `Trace.names` would stand for in each place, -1 for none."""
+    """Per entry of `Trace.names`, the kind that it stands for in each role; -1 for none."""
 
     kernel: Ints
     annotation: Ints
@@ -65,10 +66,10 @@ class NameKinds:
 
 @dataclass(frozen=True)
 class Calls:
-    spans: Spans  # operators, notes and annotations of communication, nested
-    own_kind: Ints  # of each span
-    leaf: Ints  # spans without such a span inside: the calls
-    noted: Noted  # of each leaf
+    spans: Spans  # operators and annotations of communication, nested
+    own_kind: Ints  # per span
+    leaf: Ints  # spans that enclose no other: the calls
+    noted: Noted  # per leaf
     on_host: Bools  # the leaf's span is the transfer itself
 
 
@@ -89,7 +90,7 @@ def name_kinds(trace: Trace) -> NameKinds:
 
 
 def read_notes(trace: Trace, kinds: NameKinds, rows: Ints) -> Noted:
-    """What the profiler noted on these rows themselves."""
+    """The metadata of these rows themselves."""
     columns = trace.collectives
     note_of_row = np.full(len(trace), ABSENT)
     note_of_row[columns.row] = np.arange(len(columns.row))
@@ -112,8 +113,8 @@ def read_notes(trace: Trace, kinds: NameKinds, rows: Ints) -> Noted:
 
 
 def find_calls(trace: Trace, kinds: NameKinds) -> Calls:
-    """Every communication the host asked for, once: an annotation inside a note inside an operator is one call, and
-    knows what all three say."""
+    """All communication calls of the host, each once: an annotation inside a c10d event inside an operator is one
+    call with the metadata of all three."""
     on_device = trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.SYNC, Category.GPU_ANNOTATION)
     annotation = taken(kinds.annotation, trace.name)
     operator = np.where(annotation >= 0, ABSENT, taken(kinds.host_operator, trace.name))
@@ -121,7 +122,8 @@ def find_calls(trace: Trace, kinds: NameKinds) -> Calls:
     noted_kind[trace.collectives.row] = taken(kinds.note, trace.collectives.collective)
     kind_of_row = np.select([annotation >= 0, noted_kind >= 0], [annotation, noted_kind], operator)
     speaking = ~on_device & ((annotation >= 0) | (noted_kind >= 0))
-    # Operators alone are calls only where nothing says it better: gloo's run beside them on a thread of its own.
+    # Operators count as calls only if there is nothing more precise: gloo's annotations run next to them on another
+    # thread.
     rows = np.flatnonzero(speaking if np.any(speaking) else ~on_device & (operator >= 0))
     outer_rows = np.flatnonzero(~on_device & ~speaking & (operator >= 0)) if np.any(speaking) else rows[:0]
     spans = nest(trace, np.concatenate([rows, outer_rows]))
@@ -132,12 +134,12 @@ def find_calls(trace: Trace, kinds: NameKinds) -> Calls:
     noted = everything.take(leaf)
     around = spans.parent[leaf]
     for _ in range(3):
-        # What surrounds several calls sums them up; it says nothing about one of them.
+        # A span around several calls describes their sum, not one of them.
         alone = np.where(taken(children, around) <= 1, around, ABSENT)
         noted = noted.or_else(everything.take(alone))
         around = taken(spans.parent, around)
     own_kind = kind_of_row[spans.row]
-    # The annotation's own name is what ran (gloo builds a reduce-scatter from an all-reduce) if it says anything.
+    # The annotation's own name is what ran (gloo implements a reduce-scatter by an all-reduce), if it has a kind.
     says = (annotation[spans.row[leaf]] >= 0) & (own_kind[leaf] != CollectiveKind.COALESCED)
     best = np.where(says, own_kind[leaf], noted.kind)
     peer = kinds.peer[trace.name[spans.row[leaf]]]
@@ -150,13 +152,11 @@ def find_calls(trace: Trace, kinds: NameKinds) -> Calls:
 
 
 def taken(column: Ints, index: Ints) -> Ints:
-    """The column by index, -1 where the index is -1."""
+    """The column by index; -1 where the index is -1."""
     if not len(column):
         return np.full(len(index), ABSENT)
     return np.where(index >= 0, column[index], ABSENT)
 
-
-# Ties each communication kernel to the host's call that launched it, and adds the transfers that left no kernel.
 
 _POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND_RECV)
 _UNSIZED = (CollectiveKind.COALESCED, CollectiveKind.SEND_RECV)
@@ -164,7 +164,7 @@ _UNSIZED = (CollectiveKind.COALESCED, CollectiveKind.SEND_RECV)
 
 @dataclass(frozen=True)
 class Transfers:
-    """In no order; -1 is "not known"."""
+    """Unordered; -1 means unknown."""
 
     noted: Noted
     start_ns: Ints
@@ -197,7 +197,7 @@ def _of_kernels(trace: Trace, kinds: NameKinds, calls: Calls) -> tuple[Transfers
     """One row per kernel, or per run of kernels that one call launched on one stream; and which calls they served."""
     rows = np.flatnonzero(trace.of(Category.KERNEL) & (classify(trace) == Kind.COMMUNICATION))
     span = _launching_span(trace, calls, rows)
-    # A kernel without a span stays alone: its number is its own.
+    # A kernel without a span stays alone, under its own number.
     alone = np.where(span >= 0, ABSENT, np.arange(len(rows)))
     transfer, count = number_groups(span, alone, trace.stream[rows], trace.device[rows])
     first = np.full(count, len(trace))
@@ -210,7 +210,7 @@ def _of_kernels(trace: Trace, kinds: NameKinds, calls: Calls) -> tuple[Transfers
     asked = _sum_up(calls.noted, low, high)
     on_kernel = read_notes(trace, kinds, first)
     own = replace(on_kernel, kind=np.where(on_kernel.kind >= 0, on_kernel.kind, ABSENT))
-    # What a kernel carries is the note of one call: with several, only their sum tells its size.
+    # A kernel carries the metadata of one call: with several calls, only their sum is its size.
     single = high - low <= 1
     noted = (
         own.take(np.where(single, np.arange(count), ABSENT))
@@ -237,8 +237,8 @@ def _of_kernels(trace: Trace, kinds: NameKinds, calls: Calls) -> tuple[Transfers
 
 
 def _launching_span(trace: Trace, calls: Calls, rows: Ints) -> Ints:
-    """The innermost span of communication around the runtime call that launched each kernel; where the trace has no
-    such call, the span of the same external id, which is unique within one rank."""
+    """The innermost communication span around the runtime call that launched each kernel. Without such a call, the
+    span with the same external id, which is unique within one rank."""
     runtime = np.flatnonzero(trace.of(Category.RUNTIME, Category.DRIVER) & (trace.correlation >= 0))
     launch = _match(trace.correlation[rows], trace.correlation[runtime], runtime)
     span = np.full(len(rows), ABSENT)
@@ -261,7 +261,7 @@ def _calls_within(calls: Calls, span: Ints) -> tuple[Ints, Ints]:
 
 
 def _sum_up(noted: Noted, low: Ints, high: Ints) -> Noted:
-    """What each range of calls says together: bytes add up, and everything else must be the same in all of them."""
+    """The combined metadata of each range of calls: bytes are summed; everything else must be equal in all of them."""
 
     def common(column: Ints) -> Ints:
         if not len(column):
@@ -312,8 +312,8 @@ def _of_calls_alone(trace: Trace, calls: Calls, served: Bools) -> Transfers:
 
 
 def _copied_back(trace: Trace, calls: Calls) -> Ints:
-    """Bytes copied to the device from within each span: gloo's way of handing its result to a tensor on a GPU, and
-    where no shapes were recorded the only trace of its size."""
+    """Bytes copied to the device from within each span: gloo copies its result back to a GPU tensor this way.
+    Without recorded shapes it is the only evidence of the size."""
     to_device = np.array(["HtoD" in name or "Host -> Device" in name for name in trace.names], dtype=bool)
     copies = np.flatnonzero(trace.of(Category.MEMCPY) & (trace.size_bytes > 0))
     copies = copies[to_device[trace.name[copies]]]
@@ -327,7 +327,7 @@ def _copied_back(trace: Trace, calls: Calls) -> Ints:
 
 
 def _match(wanted: Ints, offered: Ints, result: Ints) -> Ints:
-    """The result whose offered number is the wanted one, -1 where nobody offers it or nothing is wanted."""
+    """The result with the wanted number; -1 if there is none or nothing is wanted."""
     order = np.argsort(offered, kind="stable")
     place = np.searchsorted(offered, wanted, sorter=order)
     inside = (place < len(offered)) & (wanted >= 0)

@@ -1,4 +1,5 @@
-"""What sharding costs: the all-gathers of parameters and reduce-scatters of gradients of FSDP and ZeRO, per step."""
+"""The cost of parallelism per step: all-gathers and reduce-scatters of sharded parameters (FSDP, ZeRO), and the
+bubble of a pipeline, measured and in theory."""
 
 from __future__ import annotations
 
@@ -23,15 +24,15 @@ _FRAMEWORKS = (
 
 @dataclass(frozen=True)
 class Gathering:
-    """One kind in one step, or in the whole trace where it shows no steps."""
+    """One kind in one step, or in the whole trace if it shows no steps."""
 
     step: int | None  # the profiler's number
     kind: CollectiveKind  # ALL_GATHER or REDUCE_SCATTER
     count: int
-    bytes: int | None  # None where the size of one of them is not known
+    bytes: int | None  # None if one of the sizes is unknown
     duration_ns: int  # of their union
     exposed_ns: int
-    # How many began while computation ran: a gather that begins when nothing computes was asked for too late.
+    # How many started while computation ran: a gather that starts when nothing computes was started too late.
     prefetched: int
 
     @property
@@ -45,7 +46,7 @@ class Gathering:
 
 @dataclass(frozen=True)
 class Gathers:
-    framework: str  # fsdp, zero; empty where nothing in the trace says so: sequence parallelism gathers too
+    framework: str  # fsdp, zero; empty if unknown: sequence parallelism gathers too
     steps: tuple[Gathering, ...]
 
     @property
@@ -54,7 +55,7 @@ class Gathers:
 
 
 def find_gathers(trace: Trace, collectives: Collectives) -> Gathers | None:
-    """None where no all-gather and no reduce-scatter was measured."""
+    """None if no all-gather and no reduce-scatter was measured."""
     kinds = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
     chosen = collectives.where(np.isin(collectives.kind, kinds) & collectives.measured)
     if not len(chosen):
@@ -94,8 +95,6 @@ def _framework(trace: Trace) -> str:
     return ""
 
 
-# The pipeline bubble: what the schedule cannot avoid, and what this rank in fact spent waiting for its neighbours.
-
 _POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND_RECV)
 
 
@@ -103,11 +102,13 @@ _POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND
 class Bubble:
     """Medians over the steps of the trace."""
 
-    measured_ratio: float  # of a step's device time, in which a transfer to or from a neighbour kept it from computing
-    waiting_ns: float  # the same per step
+    measured_ratio: (
+        float  # share of a step's device time in which transfers to or from neighbours prevented computation
+    )
+    waiting_ns: float  # the same as time per step
     stages: int | None
     microbatches: int | None  # per step
-    theoretical_ratio: float | None  # of 1F1B; None where stages or micro-batches are not known
+    theoretical_ratio: float | None  # of 1F1B; None if stages or micro-batches are unknown
 
     @property
     def excess_ratio(self) -> float | None:
@@ -127,8 +128,8 @@ def one_forward_one_backward_ratio(stages: int, microbatches: int) -> float:
 def measure_bubble(
     trace: Trace, collectives: Collectives, *, stages: int | None = None, microbatches: int | None = None
 ) -> Bubble | None:
-    """None where the trace shows no step with transfers between neighbours. What is not given is taken from the trace
-    where that tells: stages by a process group named for the pipeline, micro-batches by what was sent to one peer."""
+    """None if the trace shows no step with transfers between neighbours. Arguments that are not given are inferred:
+    stages from a process group named for the pipeline, micro-batches from the number of sends to one peer."""
     transfers = collectives.where(np.isin(collectives.kind, _POINT_TO_POINT) & collectives.measured)
     steps = find_steps(trace)
     if not len(transfers) or not len(steps):
@@ -164,9 +165,9 @@ def measure_bubble(
 
 
 def _most_sent(mine: Collectives) -> int:
-    """A stage sends each micro-batch's activations to the next one and gradients to the one before."""
+    """A stage sends each micro-batch's activations to the next stage and gradients to the previous one."""
     peers = mine.peer[(mine.kind == CollectiveKind.SEND) & (mine.peer >= 0)]
-    # Not bincount: a trace may name any number, and it would make a table as long.
+    # Not bincount: a trace may contain any number, and the table would be as long.
     return int(np.unique(peers, return_counts=True)[1].max()) if len(peers) else 0
 
 

@@ -1,8 +1,9 @@
-"""What bounds a job, in words: each way of losing time, what it costs, the evidence, and what to try next.
+"""What bounds a job: each way of losing time, its cost, the evidence, and what to try next.
 
-The device's time is split into parts that do not overlap. Where it mostly computes, the job is compute-bound (or
-memory-bound, if kernels that only move data outweigh the dense ones); else it is bound by what keeps it from computing.
-A part is lost only while nothing computes: a copy or a collective under a kernel costs nothing and is no finding."""
+The device's time is split into parts that do not overlap. If the device mostly computes, the job is compute-bound
+(or memory-bound, if kernels that only move data outweigh the dense ones); otherwise it is bound by what prevents
+computation. Time is lost only while nothing computes: a copy or a collective that overlaps a kernel costs nothing
+and is not a finding."""
 
 from __future__ import annotations
 
@@ -22,11 +23,8 @@ if TYPE_CHECKING:
     from rankscope.analysis.traces.joins.join import Join
 
 
-# What a join of ranks adds to a diagnosis: waiting is not transferring, and whoever holds the others up is named.
-
-
 def wait_ratios(join: Join) -> dict[int, float]:
-    """Of each rank's communication that nothing hid, what was waiting for others; of all of it where no steps are
+    """By rank, the share of exposed communication that was waiting for others; of all communication if no steps are
     known."""
     ratios = {}
     steps = join.steps
@@ -41,7 +39,7 @@ def wait_ratios(join: Join) -> dict[int, float]:
 
 
 def blame(join: Join, evidence: Evidence, policy: Policy) -> list[Finding]:
-    """The verdict as a finding; where there is none, waiting for whoever comes last in turn."""
+    """The join's verdict as a finding; without a verdict, waiting for the last rank in general."""
     if join.verdict.is_finding and join.impact_ratio is not None:
         why, numbers = _excess(join, evidence, policy)
         return [
@@ -87,7 +85,7 @@ def _title(join: Join) -> str:
 
 
 def _excess(join: Join, evidence: Evidence, policy: Policy) -> tuple[str, dict[str, float]]:
-    """The part of the culprits' time that holds most of what they take longer than the others."""
+    """The part of the culprits' time that contains most of their excess over the other ranks."""
     guilty = [rank for rank in evidence.ranks if rank.rank in join.culprits]
     innocent = [rank for rank in evidence.ranks if rank.rank not in join.culprits]
     if join.verdict.value != "slow_rank" or not guilty or not innocent:
@@ -120,20 +118,21 @@ _PARTS = {
 }
 
 
-# From here on the device computes more than it does anything else.
+# The share of time from which on the device mostly computes.
 _MOSTLY = 0.5
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    bound: str  # compute, communication, input, host, memory; unknown where nothing ran
+    bound: str  # compute, communication, input, host, memory; unknown if nothing ran
     sentence: str
-    shares: dict[str, float]  # of the span, by part: of the typical rank among those that set the pace
-    findings: tuple[Finding, ...]  # in order of the time each would save
+    shares: dict[str, float]  # shares of the span by part: the typical rank among those that set the pace
+    findings: tuple[Finding, ...]  # largest saving first
 
 
 def diagnose(ranks: Sequence[RankSummary], join: Join | None = None, policy: Policy = DEFAULT_POLICY) -> Diagnosis:
-    """Ranks of one job, and what their join found. A finding needs to be worth `policy.impact_ratio` of a step."""
+    """Diagnose the ranks of one job, with their join if there is one. A finding must be worth `policy.impact_ratio`
+    of a step."""
     usable = [rank for rank in ranks if rank.span_us > 0]
     if not usable:
         return Diagnosis("unknown", "nothing ran in what was traced", {}, ())
@@ -143,7 +142,7 @@ def diagnose(ranks: Sequence[RankSummary], join: Join | None = None, policy: Pol
         findings += blame(join, evidence, policy)
     worth = [finding for finding in findings if finding.saving_ratio >= policy.impact_ratio]
     worth.sort(key=lambda finding: -finding.saving_ratio)
-    # The slow one sets the pace: what bounds the others, who wait for it, bounds nothing.
+    # The slow ranks set the pace. What bounds the others, which wait for them, is irrelevant.
     pace = [rank for rank in usable if join is not None and rank.rank in join.culprits] or usable
     shares = evidence.shares_of(pace)
     bound = _bound(shares)

@@ -1,6 +1,6 @@
-"""The table of rules: each looks at the evidence of a job and tells what one way of losing time costs at best.
+"""The rules of a diagnosis: each examines the evidence of a job and estimates what one way of losing time costs.
 
-A rule's saving is an upper bound: the time that would come back if that loss vanished and nothing else changed."""
+A rule's saving is an upper bound: the time gained if that loss vanished and nothing else changed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from msgspec import Struct
 from rankscope.analysis.quantities import count, quantity
 from rankscope.analysis.traces.summary_records import ComputeSummary, RankSummary
 
-# What the rules of a diagnosis look at, and what they find.
-
 
 class Finding(Struct, frozen=True):
-    """`saving_us` is per step (of the whole trace where it has no steps), at best; `numbers` is the evidence to compute
-    with."""
+    """`saving_us` is an upper bound per step (for the whole trace if it has no steps); `numbers` is the evidence in
+    machine-readable form."""
 
     kind: str
     bound: str
@@ -37,11 +35,11 @@ class Evidence:
     """The typical rank: medians over the ranks of a job, which all step together."""
 
     ranks: tuple[RankSummary, ...]
-    wait_ratio: dict[int, float]  # of exposed communication, waiting for others; by rank, as far as known
+    wait_ratio: dict[int, float]  # share of exposed communication that is waiting for others; by rank, if known
 
     @cached_property
     def step_us(self) -> float:
-        """The whole span where a trace shows no steps."""
+        """The whole span if a trace shows no steps."""
         return float(np.median([_step_us(rank) for rank in self.ranks]))
 
     @cached_property
@@ -49,7 +47,8 @@ class Evidence:
         return self.shares_of(self.ranks)
 
     def shares_of(self, ranks: Sequence[RankSummary]) -> dict[str, float]:
-        """Of the span, by part; the parts do not overlap. Waiting for others in a collective is no communication."""
+        """Shares of the span by part. The parts do not overlap. Waiting for others in a collective does not count as
+        communication."""
         rows = []
         for rank in ranks:
             waited = rank.parts_us["communication"] * self.wait_ratio.get(-1 if rank.rank is None else rank.rank, 0.0)
@@ -62,7 +61,7 @@ class Evidence:
         return float(np.median(known)) if known else None
 
     def per_step(self, of: Callable[[RankSummary], float | None]) -> float | None:
-        """Of what is counted over the whole trace, the part that falls on one step."""
+        """The amount per step of something counted over the whole trace."""
 
         def share(rank: RankSummary) -> float | None:
             counted = of(rank)
@@ -71,7 +70,7 @@ class Evidence:
         return self.typical(share)
 
     def lost(self, part: str) -> tuple[float, float]:
-        """Saving in µs a step and as a share of the step."""
+        """Saving in µs per step and as a share of the step."""
         return self.shares[part] * self.step_us, self.shares[part]
 
 
@@ -83,7 +82,7 @@ def _step_us(rank: RankSummary) -> float:
     return rank.step_us or rank.span_us
 
 
-# What to try next, by kind of finding. Advice names settings, so that it can be followed without a search.
+# What to try next, by kind of finding. Suggestions name settings, so that they can be applied directly.
 
 _SMALL_MESSAGE_BYTES = 1 << 20
 _MANY_COLLECTIVES = 8
@@ -129,7 +128,7 @@ _OVERLAP = (
 
 
 def communication_next(ranks: Sequence[RankSummary]) -> str:
-    """By what most of the exposed communication is made of, on the rank where it is longest."""
+    """Chosen by what most of the exposed communication consists of, on the rank with most of it."""
     rank = max(ranks, key=lambda one: one.exposed_communication_us)
     if rank.buckets is not None and rank.buckets.advice:
         return f"{rank.buckets.advice[0].upper()}{rank.buckets.advice[1:]}."
@@ -152,9 +151,10 @@ def _is_small(size_bytes: float | None) -> bool:
     return size_bytes is not None and size_bytes < _SMALL_MESSAGE_BYTES
 
 
-# Matrix cores do at least eight times what the plain units do in FP32 (A100: 156 against 19.5 TFLOP/s with TF32).
+# Tensor cores are at least eight times as fast as FP32 without them (A100: 156 versus 19.5 TFLOP/s with TF32).
 _PLAIN_MATRIX_SAVING = 7 / 8
-# A chain of elementwise kernels reads and writes everything each time; fused, it does so once. Half is a modest guess.
+# A chain of elementwise kernels reads and writes its data in every kernel; fused, once. Half is a conservative
+# estimate.
 _FUSING_SAVING = 1 / 2
 # Kernels shorter than this cannot be launched one by one fast enough.
 _SHORT_KERNEL_US = 10.0
@@ -183,7 +183,7 @@ def _communication(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _bubble(evidence: Evidence) -> Iterator[Finding]:
-    """A part of the exposed communication that has a reason, and a remedy, of its own."""
+    """A part of the exposed communication with its own cause and remedy."""
     ratio = evidence.typical(lambda rank: rank.bubble.measured_ratio if rank.bubble else None)
     if ratio is None:
         return
@@ -326,7 +326,7 @@ def _of_compute(evidence: Evidence, ratio: Callable[[ComputeSummary], float]) ->
     return evidence.typical(lambda r: ratio(r.compute_mix) * r.compute_us / r.span_us if r.compute_mix else None) or 0.0
 
 
-# Every way of losing time that is looked for. What each costs decides the order of the findings, not the order here.
+# All rules. Findings are ordered by their saving, not by this list.
 RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     _communication,
     _bubble,

@@ -1,4 +1,6 @@
-"""Many ranks' traces as one job: collectives matched, clocks aligned, who came last, who waited, and the verdict."""
+"""Joins the traces of many ranks into one job: matches collectives, aligns clocks, finds who arrived last and who
+waited, and reaches a verdict. `keep_essentials` reduces a trace to what a join needs, so that a thousand ranks fit
+in memory."""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
 @dataclass(frozen=True)
 class RankWaits:
     collectives: int
-    last: int  # how often it came last
-    wait_us: float  # for others, in all collectives
-    exposed_wait_us: float | None  # of that, with nothing computed meanwhile, in the steps compared
+    last: int  # how often it arrived last
+    wait_us: float  # waiting for others, in all collectives
+    exposed_wait_us: float | None  # the part of wait_us while nothing computed, in the compared steps
     transfer_us: float
     self_us_per_step: float | None
 
@@ -38,7 +40,7 @@ class GroupWaits:
     group: str
     kind: str
     collectives: int
-    ranks: tuple[int, ...]  # those whose traces are there
+    ranks: tuple[int, ...]  # those with a trace
     last_arrivals: Mapping[int, int]
     wait_us: Mapping[int, float]
     transfer_us: float  # of all its collectives together
@@ -46,10 +48,10 @@ class GroupWaits:
 
 @dataclass(frozen=True)
 class Join:
-    clock_residual_us: float | None  # how far ends of one collective lie apart on the common clock, as a deviation
+    clock_residual_us: float | None  # standard deviation of the ends of a collective on the common clock
     collectives_matched: int
-    last_arrivals: Mapping[int, int]  # every collective counts once; a rank that never was last has 0
-    close_arrivals: int  # collectives in which the last two came closer together than the clocks can tell
+    last_arrivals: Mapping[int, int]  # each collective counts once; 0 for ranks that were never last
+    close_arrivals: int  # collectives in which the last two arrived closer together than the clocks can resolve
     waits: Mapping[int, RankWaits]
     groups: tuple[GroupWaits, ...]
     verdict: Kind
@@ -75,7 +77,7 @@ def join_traces(
     place_of: Mapping[int, int] | None = None,
     policy: Policy = DEFAULT_POLICY,
 ) -> Join:
-    """Traces by rank. `stage_of` gives each rank's pipeline stage and `place_of` its node, where they are known."""
+    """Traces by rank. `stage_of` gives each rank's pipeline stage and `place_of` its node, if known."""
     ranks = sorted(traces)
     calls = gather_calls(traces, collectives)
     matched = match_calls(calls, _step_numbers(calls, traces, collectives))
@@ -118,7 +120,7 @@ def join_traces(
 
 
 def _step_numbers(calls: Calls, traces: Mapping[int, Trace], collectives: Mapping[int, Collectives]) -> Ints:
-    """The profiler's step in which each call was made, -1 where the profiler numbered none."""
+    """The profiler's step of each call, -1 if the profiler recorded none."""
     numbers = np.full(len(calls), NO_STEP, dtype=np.int64)
     for rank, trace in traces.items():
         found = find_steps(trace)
@@ -195,14 +197,12 @@ def _group_waits(matched: Matched, arrivals: Arrivals) -> tuple[GroupWaits, ...]
     return tuple(found)
 
 
-# What a join needs of a trace, and no more: with a thousand ranks, columns of all events do not fit in memory.
-
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def keep_essentials(trace: Trace, collectives: Collectives) -> tuple[Trace, Collectives]:
-    """The steps' annotations, the calls and kernels of collectives, and everything that could hide them as one row per
-    stretch of time. Joining these gives what joining the whole traces gives."""
+    """Keep the annotations of steps, the calls and kernels of collectives, and the intervals of computation, one row
+    each. Joining these gives the same result as joining the whole traces."""
     steps = np.fromiter((name.startswith("ProfilerStep") for name in trace.names), dtype=bool, count=len(trace.names))
     marked = np.flatnonzero(steps[trace.name] & trace.of(Category.USER_ANNOTATION, Category.CPU_OP))
     talking = np.concatenate((collectives.call_row, collectives.kernel_row))

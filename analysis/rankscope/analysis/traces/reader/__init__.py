@@ -1,4 +1,5 @@
-"""From the bytes of a trace file to columns: any formatting, any size, damage mended or refused with its place."""
+"""Reads the bytes of a trace file into columns: any formatting, any size. Damage is repaired, or rejected with its
+position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns of numbers from what a trace says: integers, floats, numbers as texts, nothing at all."""
+"""Conversion of event fields to columns: integers, times, names and categories, whatever type the profiler wrote."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 from rankscope.analysis.stats.robust import Bools, Ints
 from rankscope.analysis.traces.trace import ABSENT
 
-# Up to here a float of microseconds tells one nanosecond from the next: half its spacing is below half of 0.001.
+# Below this, a float of microseconds distinguishes nanoseconds: half its spacing is less than half of 0.001.
 _FLOAT_LIMIT_US = float(1 << 43)
-# Two of these still add up within 64 bits.
+# Two of these can be added within 64 bits.
 _TIME_LIMIT_US = float(1 << 62) / 1000
 _UNSIGNED_MINUS_ONE = (1 << 32) - 1
 _LARGEST = (1 << 63) - 1
 
 
 def integers(values: list[Any]) -> Ints:
-    """Integers, ABSENT where a value is none."""
+    """Integers; ABSENT for values that are not."""
     try:
         column = np.array(values, dtype=np.int64)
     except (TypeError, ValueError, OverflowError):
@@ -30,13 +30,13 @@ def integers(values: list[Any]) -> Ints:
 
 
 def _one_by_one(values: list[Any]) -> Ints:
-    # As a rule it is a text or two among thousands of numbers ("Spans" for a process).
+    # Typically one or two strings among thousands of numbers ("Spans" as a process).
     few = [value if type(value) is int and -_LARGEST <= value <= _LARGEST else _integer(value) for value in values]
     return np.array(few, dtype=np.int64)
 
 
 def identifiers(values: list[Any]) -> Ints:
-    """Integers of which some profilers write -1 as an unsigned number."""
+    """Integers for which some profilers write -1 as an unsigned number."""
     column = integers(values)
     column[column == _UNSIGNED_MINUS_ONE] = ABSENT
     return column
@@ -51,8 +51,8 @@ def _integer(value: Any) -> int:
 
 
 def times_ns(values: list[Any], written: Callable[[], list[bytes]]) -> tuple[Ints, Bools]:
-    """Nanoseconds of times in microseconds, and where there is a time at all. `written` gives the same values as they
-    stand in the file; it is asked only where a float cannot hold all digits."""
+    """Microseconds as nanoseconds, and a mask of the valid ones. `written` returns the values as they are in the
+    file; it is called only if a float cannot hold all digits."""
     try:
         microseconds = np.array(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -70,7 +70,7 @@ def times_ns(values: list[Any], written: Callable[[], list[bytes]]) -> tuple[Int
 
 
 def _exact_ns(texts: list[bytes], wanted: Bools) -> Ints:
-    """Written decimals as nanoseconds; at once where all have three places, as torch writes them."""
+    """Decimal texts as nanoseconds. Converted at once if all have three decimal places, as torch writes them."""
     joined = b",".join(texts)
     letters = np.frombuffer(joined, dtype=np.uint8)
     points, commas = np.flatnonzero(letters == ord(".")), np.flatnonzero(letters == ord(","))
@@ -101,14 +101,13 @@ def _float(value: Any) -> float:
         return float("nan")
 
 
-# Numbers the texts of a trace: a name is kept once, and what is asked of names is asked once of each.
-
-# A call of a communication library, as torch annotates it: nccl:all_reduce, gloo:broadcast.
+# A call of a communication library, as annotated by torch: nccl:all_reduce, gloo:broadcast.
 COMMUNICATION_CALL = re.compile(r"(?:[a-z]*ccl|gloo|mpi):([A-Za-z_]\w*)")
 
 
 class NameTable(dict[Any, int]):
-    """Numbers texts in the order they come. What is no text is known by how it is written."""
+    """Numbers strings in order of appearance, so that each name is stored and matched once. Other values are
+    converted to strings."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -124,7 +123,7 @@ class NameTable(dict[Any, int]):
         return number
 
     def communication_calls(self) -> Bools:
-        """Of each text, whether it is one."""
+        """Per string, whether it is a call of a communication library."""
         fresh = [COMMUNICATION_CALL.match(text) is not None for text in self.texts[len(self._calls) :]]
         self._calls = np.append(self._calls, np.array(fresh, dtype=bool))
         return self._calls

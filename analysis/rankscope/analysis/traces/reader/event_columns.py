@@ -1,4 +1,4 @@
-"""Grows the columns of a trace batch by batch; what is kept of an event is a few integers."""
+"""Builds the columns of a trace batch by batch. Only a few integers of each event are kept."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rankscope.analysis.traces.reader.events import DECODE_ERRORS, Arguments, Ba
 from rankscope.analysis.traces.reader.metadata import Membership, whole
 from rankscope.analysis.traces.trace import ABSENT, Category, Repairs
 
-# What events note about communication: operation, group, size and order, from whichever field tells it.
 
 _NO_TENSOR = ("", "Scalar", "ScalarList", "GenericList", "int", "bool")
 _LONGEST_DIMS_BYTES = 1 << 20
 
 
 def notes_of(arguments: list[Arguments], name: Ints, names: NameTable) -> tuple[dict[str, Ints], list[Membership]]:
-    """Columns of CollectiveColumns for those events that note anything, `row` counting from the first one given."""
+    """The columns of CollectiveColumns for events that have communication metadata. `row` counts from the first
+    event given."""
     noted = [row for row, each in enumerate(arguments) if each.collective is not None or each.group is not None]
     columns: dict[str, list[Any]] = {key: [] for key in _FIELDS}
     members: dict[tuple[str, str], Membership] = {}
@@ -102,7 +102,7 @@ def _membership(each: Arguments) -> Membership:
 
 
 def _size_of_inputs(each: Arguments) -> tuple[int, str | None]:
-    """Elements of all tensors among the inputs, and the type of the first."""
+    """The number of elements of all input tensors, and the type of the first."""
     if len(each.input_dims) > _LONGEST_DIMS_BYTES:
         return ABSENT, None
     try:
@@ -131,14 +131,14 @@ def _elements(shape: Any) -> int:
 
 
 _NO_ARGUMENTS = Arguments()
-# Operators, Python and annotations run on the host whatever a user noted about them; they are most of a trace.
+# These always run on the host, whatever arguments they have; they are most of a trace.
 _HOST_ONLY = (Category.CPU_OP, Category.PYTHON, Category.USER_ANNOTATION)
 _DEVICE_WORK = (Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.DEVICE_EVENT)
 _ALLOCATION = "[memory]"
 
 
 class Growing:
-    """Columns that come in pieces."""
+    """Columns that grow in pieces."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, list[npt.NDArray[Any]]] = {}
@@ -150,7 +150,7 @@ class Growing:
         self.length += len(next(iter(columns.values())))
 
     def take(self, key: str) -> Ints:
-        """The whole column; its pieces are let go, so that no two whole copies of a trace are held."""
+        """The whole column. Its pieces are released, so that a trace is never held twice."""
         pieces = self._pieces.pop(key, [])
         return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
 
@@ -160,7 +160,7 @@ class Gatherer:
         self.repairs = repairs
         self.names = NameTable()
         self.spans = Growing()
-        self.halves = Growing()  # events written as a beginning and an end
+        self.halves = Growing()  # events written as separate begin and end events
         self.notes = Growing()
         self.memory = Growing()
         self.memberships: dict[Membership, None] = {}
@@ -200,7 +200,7 @@ class Gatherer:
     def _columns(
         self, batch: Batch, events: list[Event], arguments: list[Arguments]
     ) -> tuple[dict[str, npt.NDArray[Any]], Bools]:
-        """All columns but the duration, and which events have a time and can be kept."""
+        """All columns except the duration, and which events have a valid time."""
         start, timed = self._times(batch, events, "ts")
         self.repairs.note("event without a usable time left out", int(np.sum(~timed)))
         category = np.array(_looked_up(self._categories, [event.cat for event in events]), dtype=np.int8)
@@ -225,7 +225,7 @@ class Gatherer:
         return times_ns(values, written)
 
     def _add_others(self, batch: Batch, events: list[Event]) -> list[Event]:
-        """Takes allocations and half events; gives back those that are whole ones but do not say so."""
+        """Add allocations and begin/end events. Returns complete events that lack `ph`."""
         allocations = [event for event in events if event.name == _ALLOCATION and event.ph in ("i", "I")]
         if allocations:
             self._add_allocations(batch, allocations)
@@ -242,7 +242,7 @@ class Gatherer:
     def _add_allocations(self, batch: Batch, events: list[Event]) -> None:
         time, timed = self._times(batch, events, "ts")
         arguments = _arguments(events)
-        # Frees are negative, so that 0 stands for what is missing.
+        # Frees are negative, so 0 stands for a missing value.
         change = np.array([whole(each.change_bytes) or 0 for each in arguments], dtype=np.int64)
         device = identifiers([each.memory_device for each in arguments])
         kind = integers([each.device_type for each in arguments])
@@ -264,7 +264,7 @@ def _arguments(events: list[Event]) -> list[Arguments]:
 def _looked_up(table: dict[Any, int], values: list[Any]) -> list[int]:
     try:
         return [table[value] for value in values]
-    except TypeError:  # a list or an object in place of a text
+    except TypeError:  # a list or an object instead of a string
         return [table[value if isinstance(value, str) or value is None else str(value)] for value in values]
 
 
@@ -291,13 +291,13 @@ def _device_columns(arguments: list[Arguments], category: npt.NDArray[np.int8]) 
 
 
 def _place_on_device(columns: dict[str, npt.NDArray[Any]]) -> None:
-    """Old profilers tell device and stream of a kernel only as process and thread; new ones note both."""
+    """Old profilers give a kernel's device and stream only as process and thread; new ones also as arguments."""
     category = columns["category"]
     work = np.isin(category, _DEVICE_WORK)
     annotation = category == Category.GPU_ANNOTATION
     device, stream = columns["device"], columns["stream"]
     device[:] = np.where((work | annotation) & (device == ABSENT), columns["process"], device)
-    # Annotations keep "no stream": tools tell work from marks by it. Their stream is the thread.
+    # Annotations keep "no stream", which distinguishes them from work. Their stream is the thread.
     stream[:] = np.where(work & (stream == ABSENT), columns["thread"], stream)
     columns["process"] = np.where(work & (device != ABSENT), device, columns["process"])
     columns["thread"] = np.where(work & (stream != ABSENT), stream, columns["thread"])

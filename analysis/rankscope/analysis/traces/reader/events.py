@@ -1,4 +1,5 @@
-"""Events of a piece of text as typed records: only the fields the analysis reads, whatever else a user noted there."""
+"""Decodes the JSON text of events into records with the fields that the analysis needs, and repairs invalid JSON
+that profilers write: control characters, NaN, stray backslashes, unbalanced quotes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ import numpy.typing as npt
 from rankscope.analysis.stats.robust import Bools, Ints
 from rankscope.analysis.traces.trace import Category, Repairs, TraceError
 
-# Where the events of a JSON array end, found by counting quotes and brackets over whole arrays of bytes.
 
 _QUOTE, _BACKSLASH, _COMMA = ord('"'), ord("\\"), ord(",")
 _STEP = np.zeros(256, dtype=np.int8)
@@ -25,10 +25,10 @@ _STRUCTURAL[_COMMA] = True
 
 @dataclass(frozen=True)
 class Layout:
-    """A text that begins between two elements of an array."""
+    """The structure of a text that begins between two elements of an array."""
 
-    quotes: Ints  # positions of quotes that open or close a text
-    commas: Ints  # positions of commas between elements of that array
+    quotes: Ints  # positions of quotes that open or close a string
+    commas: Ints  # positions of the commas between elements of the array
     closing: int | None  # position of the bracket that closes the array
 
     def within_texts(self, positions: Ints) -> Bools:
@@ -36,7 +36,7 @@ class Layout:
         return within
 
     def pieces(self, length: int) -> tuple[list[int], list[int]]:
-        """Starts and ends of the elements, the last one reaching to the closing bracket or to the end of the text."""
+        """Starts and ends of the elements. The last one ends at the closing bracket or at the end of the text."""
         end = length if self.closing is None else self.closing
         commas = self.commas.tolist()
         return [0, *(comma + 1 for comma in commas)], [*commas, end]
@@ -60,15 +60,13 @@ def lay_out(text: bytes) -> Layout:
 
 
 def _escaped(letters: np.ndarray[tuple[int], np.dtype[np.uint8]], positions: Ints) -> Bools:
-    """Whether an odd number of backslashes stands before each position."""
+    """Whether each position is preceded by an odd number of backslashes."""
     others = np.flatnonzero(letters != _BACKSLASH)
     before = np.searchsorted(others, positions) - 1
     last_other = np.where(before >= 0, others[np.maximum(before, 0)], -1)
     escaped: Bools = (positions - last_other - 1) % 2 == 1
     return escaped
 
-
-# Mends text that JSON does not allow but profilers have written: control characters, NaN, stray backslashes.
 
 CONTROL = "control character inside a text replaced by a space"
 ENCODING = "piece of text that is not UTF-8 replaced by U+FFFD"
@@ -82,7 +80,8 @@ _PAIR_OR_HALF = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
 )
 _MENDING_BACKSLASH = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})?')
-# Both begin at what precedes a value: a search from every letter, or from every digit of a long number, takes ages.
+# Both patterns start at what precedes a value: a search from every letter, or from every digit of a long number, would
+# be very slow.
 _WORD = re.compile(rb"[:,\[]\s*([-+]?(?:[Nn]a[Nn](?:\([a-z0-9]*\))?|[Ii]nf(?:inity)?|NAN|INF))(?![A-Za-z0-9])")
 _LONG_NUMBER = re.compile(
     rb"[:,\[]\s*(-?[0-9]{300,}(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|-?[0-9.]+[eE]\+?[0-9]{3,})(?![0-9.])"
@@ -90,7 +89,7 @@ _LONG_NUMBER = re.compile(
 
 
 def mend(text: bytes, repairs: Repairs, *, offset: int) -> bytes:
-    """The text with all of that mended, noted in `repairs`; the same text where there was nothing to mend."""
+    """The text with invalid JSON repaired and noted in `repairs`; the same text if there is nothing to repair."""
     text = _mend_controls(text, repairs, offset)
     text = _mend_encoding(text, repairs, offset)
     if b"\\" in text:
@@ -100,7 +99,7 @@ def mend(text: bytes, repairs: Repairs, *, offset: int) -> bytes:
 
 
 def _mend_controls(text: bytes, repairs: Repairs, offset: int) -> bytes:
-    # Outside of texts a control character is white space, so that all may become spaces.
+    # Outside of strings a control character is white space, so all of them can become spaces.
     places = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) < 0x20)
     if not len(places):
         return text
@@ -156,17 +155,17 @@ def _mend_values(text: bytes, pattern: re.Pattern[bytes], words: str, repairs: R
 
 
 UNREADABLE = "event left out because it cannot be read"
-# Beyond this the file is not a trace with some damage but something else.
+# With more, the file is not a damaged trace but something else.
 UNREADABLE_LIMIT = 1000
 
 _NOTHING = msgspec.Raw()
 _PLACE = re.compile(r" \(byte (\d+)\)")
-# An event that begins, seen without counting brackets: how to find the way again behind a text with a stray quote.
+# The start of an event, recognised without counting brackets: to resume after a stray quote.
 _NEXT_EVENT = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|cat|name|pid|tid|ts|dur|id)"\s*:)')
 
 
 class Arguments(msgspec.Struct, gc=False):
-    """Users may note anything under any name, so that no field insists on a type."""
+    """Users can record anything under any name, so the fields accept any type."""
 
     external_id: Any = msgspec.field(default=-1, name="External id")
     device: Any = -1
@@ -195,7 +194,7 @@ class Arguments(msgspec.Struct, gc=False):
     reserved_bytes: Any = msgspec.field(default=-1, name="Total Reserved")
     device_type: Any = msgspec.field(default=-1, name="Device Type")
     memory_device: Any = msgspec.field(default=-1, name="Device Id")
-    # Long lists in a trace with shapes; decoded only for the few events where they tell something.
+    # Long lists in traces with shapes; decoded only for the few events that need them.
     input_dims: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input Dims")
     input_type: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input type")
 
@@ -222,19 +221,19 @@ _TIMES = msgspec.json.Decoder(list[WrittenTimes])
 
 @dataclass(frozen=True)
 class Batch:
-    """Events and the text they were read from."""
+    """Events and their JSON text."""
 
     text: bytes
     events: list[Event]
 
     def written_times(self) -> list[WrittenTimes]:
-        """Of the same events, as they are written: what a float cannot hold."""
+        """The times as written in the file, with digits that a float cannot hold."""
         return _TIMES.decode(self.text)
 
 
 def decode(elements: bytes | memoryview) -> Batch:
-    """The events of a text `{…}, {…}, …`. That it decodes proves that it was cut between two events: a cut within a
-    text or within nested brackets leaves them open."""
+    """Decode a text `{…}, {…}, …`. Success proves that it was cut between two events: a cut inside a string or
+    nested brackets leaves them open."""
     text = b"".join((b"[", elements, b"]"))
     return Batch(text, _EVENTS.decode(text))
 
@@ -245,9 +244,9 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 def decode_pieces(
     text: bytes, starts: list[int], ends: list[int], repairs: Repairs, *, offset: int
 ) -> tuple[list[Batch], int | None]:
-    """The readable events among the pieces of a text, mended where they must be, and found by halving; those that
-    cannot be read are noted and left out. When one of them has swallowed its neighbours (a stray quote does that),
-    reading stops; the second result is where the next event seems to begin."""
+    """Decode the elements of a text, repaired where necessary. Unreadable ones are found by bisection, noted and
+    skipped. If one of them swallowed its neighbours (because of a stray quote), decoding stops, and the second
+    result is the position where the next event seems to begin."""
     batches: list[Batch] = []
     waiting = [(0, len(starts))] if starts else []
     while waiting:
@@ -266,7 +265,7 @@ def decode_pieces(
             waiting += [(middle, last), (first, middle)]
             continue
         note_unreadable(repairs, explain(reason), byte=offset + end - len(text[start:end].lstrip()))
-        # The last piece ends where the array seems to, which a stray quote may have feigned.
+        # The last element ends where the array seems to end, which may be wrong after a stray quote.
         following = next_event(text, start, len(text) if last == len(starts) else end)
         if following is not None:
             return batches, following
@@ -301,12 +300,12 @@ def _decode_mended(elements: bytes, repairs: Repairs, *, offset: int) -> Batch:
 
 def _may_be_mended(error: Exception) -> bool:
     if isinstance(error, msgspec.ValidationError):
-        return "range" in str(error)  # a number that no float holds; else there is no event where one should be
+        return "range" in str(error)  # a number out of range; otherwise the element is not an event
     return not isinstance(error, RecursionError)
 
 
 def explain(error: Exception) -> str:
-    """A decoder's complaint in words, without its own idea of the place."""
+    """A decoder's error as a clause, without its position."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     if isinstance(error, UnicodeDecodeError):
@@ -316,12 +315,10 @@ def explain(error: Exception) -> str:
 
 
 def place_of(error: Exception) -> int | None:
-    """How far into the text a decoder came."""
+    """The position of the error in the text."""
     found = _PLACE.search(str(error))
     return int(found[1]) if found else None
 
-
-# What kind of work an event is, by the category that profilers of all ages and makers wrote, else by its name.
 
 _WRITTEN = {
     Category.CPU_OP: ("cpu_op", "operator", "cpu_operator"),
@@ -347,12 +344,12 @@ _WRITTEN = {
 }
 _BY_WORD = {word: category for category, words in _WRITTEN.items() for word in words}
 
-# Profilers before torch 1.13 called everything on the host an operator.
+# Profilers before torch 1.13 labelled all host events as operators.
 _ANNOTATION = re.compile(r"ProfilerStep#|Optimizer\.(step|zero_grad)#|[a-z]+ccl:|gloo:|mpi:|enumerate\(DataLoader\)#")
 _RUNTIME_CALL = re.compile(r"(cuda|hip)[A-Z]\w*$")
 _DRIVER_CALL = re.compile(r"cu[A-Z]\w*$")
-# MTIA has one category for all that its control processor saw. A job and its packets stand around the kernels that they
-# ran; kernels are the rest, `pe_exe` where the launch and with it the name was before the recording.
+# MTIA has one category for everything its control processor sees. Jobs and packets enclose the kernels they ran.
+# Kernels are the rest, named `pe_exe` if the launch, which has the name, precedes the recording.
 _MTIA_COPY = re.compile(r"dma")
 _MTIA_WAIT = re.compile(r"event_(wait|record)$")
 _MTIA_ENVELOPE = re.compile(r"job_exe|packet|cpum_exe_subgraph")
@@ -366,8 +363,8 @@ class CategoryTable(dict[Any, int]):
 
 
 def correct_by_name(category: npt.NDArray[np.int8], name: Ints, names: list[str]) -> None:
-    """What a category alone does not tell: annotations that an old profiler called operators, runtime calls that have
-    no known category, and what an event of MTIA's device is. In place."""
+    """Correct categories in place: annotations that old profilers labelled as operators, runtime calls without a
+    known category, and MTIA's device events."""
     if not len(names):
         return
 
@@ -386,20 +383,17 @@ def correct_by_name(category: npt.NDArray[np.int8], name: Ints, names: list[str]
         category[device & named(_MTIA_ENVELOPE)] = Category.OTHER
 
 
-# Makes whole events of those written as a beginning and an end.
-
-
 @dataclass(frozen=True)
 class Pairs:
-    begin: Ints  # rows, parallel
+    begin: Ints  # rows; parallel to `end`
     end: Ints
-    alone: int  # beginnings and ends without their other half
+    alone: int  # begin and end events without a counterpart
 
 
 def pair(thread: Ints, time_ns: Ints, begins: Bools) -> Pairs:
-    """Rows are in the order of the file, which decides between events of the same thread and time. A beginning takes
-    its thread one level up and an end one level down, so that at each level they alternate and neighbours belong
-    together, also where the file starts in the middle of a stack."""
+    """Rows must be in file order, which decides between events of the same thread and time. A begin event raises its
+    thread's level and an end event lowers it, so that they alternate on each level and neighbours belong together,
+    even if the file starts inside a stack."""
     order = np.lexsort((np.arange(len(thread)), time_ns, thread))
     step = np.where(begins[order], 1, -1)
     level = np.cumsum(step) + (step < 0)

@@ -1,4 +1,5 @@
-"""What a trace says about itself beside its events: base time, rank, devices and process groups, however shaped."""
+"""The metadata of a trace file: base time, rank, devices and process groups, in all formats that profilers have
+used."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from rankscope.analysis.traces.reader.column_types import COMMUNICATION_CALL
 from rankscope.analysis.traces.reader.events import DECODE_ERRORS, explain, mend
 from rankscope.analysis.traces.trace import ABSENT, Device, ProcessGroup, Repairs
 
-# Of all groups together: two numbers in an event make a group of a million, and a trace has many events.
+# Of all groups together: two numbers in an event can describe a group of a million ranks, and a trace has many events.
 MEMBERS_LIMIT = 1 << 21
 RANK_LIMIT = 1 << 40
-# In the year 2116, and what is added to it still fits 64 bits.
+# The year 2116. Sums with it still fit 64 bits.
 FURTHEST_NS = 1 << 62
 _UNKNOWN_BACKENDS = ("", "undefined", "unknown", "none")
 
@@ -39,7 +40,7 @@ _DECODER = msgspec.json.Decoder(Description)
 
 
 def describe(text: bytes, repairs: Repairs, *, offset: int) -> Description:
-    """Of a JSON object; raises one of DECODE_ERRORS."""
+    """Decode a JSON object; raises one of DECODE_ERRORS."""
     try:
         return _DECODER.decode(text)
     except DECODE_ERRORS:
@@ -50,7 +51,7 @@ def describe(text: bytes, repairs: Repairs, *, offset: int) -> Description:
 
 
 def describe_rest(text: bytes, repairs: Repairs, *, offset: int) -> Description:
-    """Of what follows traceEvents, down to the closing brace. What cannot be read there costs no event."""
+    """Decode what follows traceEvents, up to the closing brace. Errors there cost no events."""
     rest = text.strip()
     if rest == b"}":
         return Description()
@@ -72,7 +73,7 @@ def describe_rest(text: bytes, repairs: Repairs, *, offset: int) -> Description:
 
 @dataclass(frozen=True)
 class Membership:
-    """What one event's note says about its process group and this rank's place in it."""
+    """One event's description of its process group and of this rank's position in it."""
 
     name: str
     description: str
@@ -83,7 +84,7 @@ class Membership:
     place: int
 
     def members(self) -> Sequence[int]:
-        """Kineto shortens long lists; regular groups are told by their start and stride too."""
+        """Kineto shortens long lists; regular groups also have a start and a stride."""
         listed = rank_list(self.ranks)
         if listed and len(listed) == (self.size if self.size > 0 else len(listed)):
             return listed
@@ -163,7 +164,7 @@ def groups_of(description: Description, memberships: list[Membership]) -> tuple[
 
 
 def _configured(config: Any) -> list[tuple[str, dict[str, Any]]]:
-    """pg_config has been a list of objects, an object of objects, and either of them as a text."""
+    """pg_config has been a list of objects, an object of objects, and either of them as a string."""
     if isinstance(config, str):
         try:
             config = msgspec.json.decode(config)
@@ -178,7 +179,7 @@ def _configured(config: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def rank_list(value: Any) -> tuple[int, ...]:
-    """Ranks from a list or a text like "[0, 1]"; empty where it is shortened or no such thing."""
+    """Ranks from a list or a text such as "[0, 1]"; empty if it is shortened or invalid."""
     if isinstance(value, str):
         words = value.strip().strip("[]()").replace(",", " ").split()
         value = words if all(word.lstrip("-").isdigit() for word in words) else []
@@ -189,7 +190,7 @@ def rank_list(value: Any) -> tuple[int, ...]:
 
 
 def whole(value: Any) -> int | None:
-    """An integer, also out of a text or a float; None for anything else."""
+    """An integer, also from a string or a float; None for anything else."""
     if isinstance(value, bool) or value is None:
         return None
     try:

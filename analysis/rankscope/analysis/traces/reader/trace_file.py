@@ -1,5 +1,5 @@
-"""Reads a Kineto trace into columns: `read_trace`. Text is taken in blocks and let go as soon as its events are
-columns, so that the memory needed is that of the columns and a few megabytes."""
+"""Reads a Kineto trace into columns: `read_trace`. Text is read in blocks and released when its events are in
+columns, so that memory use is the columns plus a few megabytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["TraceError", "read_trace"]
 
 _SECOND_NS = 1_000_000_000
 _HEAD_BYTES = 256 << 10
-# What stands before or after the events is small, except where a tool keeps all its stacks there.
+# Metadata before or after the events is small, except if a tool stores all its stacks there.
 _DESCRIPTION_LIMIT_BYTES = 512 << 20
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*')
 _SPAN_COLUMNS = (
@@ -46,10 +46,10 @@ def read_trace(
     salvage: bool = True,
     text_limit_bytes: int = TEXT_LIMIT_BYTES,
 ) -> Trace:
-    """The trace in the bytes of a file, or in blocks of them as they are read; gzip is recognised by its first bytes.
+    """Read a trace from the bytes of a file or from an iterable of blocks; gzip is detected.
 
-    What can be mended is, and `Trace.repairs` says so. With `salvage`, a text that was cut off gives the events before
-    the cut; without, it is refused. Raises TraceError, with `name` before the reason."""
+    Damage is repaired if possible and listed in `Trace.repairs`. With `salvage`, a truncated text yields the events
+    before the cut; without, it is rejected. Raises TraceError with a message that starts with `name`."""
     blocks = blocks_of(data) if isinstance(data, bytes | bytearray | memoryview) else data
     try:
         return _read(blocks, salvage=salvage, text_limit_bytes=text_limit_bytes)
@@ -77,7 +77,7 @@ def _read(blocks: Iterable[bytes | memoryview], *, salvage: bool, text_limit_byt
 
 
 def _open(text: Text) -> tuple[Description, bool]:
-    """Goes to the first event: what stood before it, and whether the array is a value of an object."""
+    """Advance to the first event. Returns the metadata before it and whether the array is the value of an object."""
     text.hold(_HEAD_BYTES)
     if text.held.startswith(b"\xef\xbb\xbf"):
         text.drop(3)
@@ -155,7 +155,7 @@ def _finish(gatherer: Gatherer, description: Description) -> Trace:
     columns = {key: columns.pop(key)[order] for key in _SPAN_COLUMNS}
     memory_time = gatherer.memory.take("time_ns")
     first = min((int(times.min()) for times in (start, memory_time) if len(times)), default=0)
-    # Whole seconds, so that fractions of microseconds stay what they were.
+    # Whole seconds, so that fractions of microseconds do not change.
     shift = first // _SECOND_NS * _SECOND_NS
     start = start[order] - shift
     category = columns.pop("category").astype(np.int8)
