@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 NOT_MEASURED = "–"
-
 # Per unit of the data: display units by increasing size.
 _LADDERS: dict[str, tuple[tuple[float, str], ...]] = {
     "us": ((1e-3, "ns"), (1.0, "µs"), (1e3, "ms"), (1e6, "s"), (6e7, "min"), (3.6e9, "h")),

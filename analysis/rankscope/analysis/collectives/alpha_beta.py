@@ -16,7 +16,6 @@ from rankscope.analysis.collectives.bandwidth import bus_factor
 from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, Floats, Ints, number_groups
 
-
 # Number of points on each side whose pairs give starting lines: many pairs join two good points even if a third of all
 # points are outliers.
 _STARTS = 16
@@ -32,6 +31,87 @@ _CAP = 1.0
 _SURE_OF_ALPHA = 2.0
 _SURE_OF_BETA = 4.0
 _TINY = 1e-15
+# Steps of a tree in units of its depth: an all-reduce goes up and down, the others one way.
+_TREES = {
+    CollectiveKind.ALL_REDUCE: 2.0,
+    CollectiveKind.REDUCE: 1.0,
+    CollectiveKind.BROADCAST: 1.0,
+}
+_AROUND = (
+    *(CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL, CollectiveKind.GATHER),
+    *(CollectiveKind.SCATTER, CollectiveKind.BROADCAST, CollectiveKind.REDUCE),
+)
+# Two unknowns need more than two sizes, over a sufficient span.
+SIZES_NEEDED = 3
+SIZE_SPAN_NEEDED = 4.0
+OBSERVATIONS_NEEDED = 5
+
+
+class Algorithm(str, Enum):
+    RING = "ring"
+    TREE = "tree"
+
+
+@dataclass(frozen=True)
+class Observations:
+    """Timed collectives, one row each. -1: unknown ranks or bytes."""
+
+    group: Ints  # index into groups
+    kind: Ints  # a CollectiveKind
+    ranks: Ints
+    bytes: Ints  # size of the whole array, as in nccl-tests
+    seconds: Floats
+    time_seconds: Floats  # when it ran; NaN if unknown
+    groups: tuple[str, ...]
+    in_order: bool = True  # rows are ordered in time; False for a benchmark that iterates over sizes
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def where(self, chosen: Bools | Ints) -> Observations:
+        columns = [field.name for field in fields(self) if field.name not in ("groups", "in_order")]
+        return replace(self, **{name: getattr(self, name)[chosen] for name in columns})
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The fit of one group's collectives of one kind. Without a fit, `reason` explains why and the numbers are None."""
+
+    group: str
+    kind: int
+    ranks: int  # the most common number; -1 if unknown
+    count: int
+    distinct_sizes: int
+    algorithm: Algorithm = Algorithm.RING
+    algorithm_observed: bool = False  # several rank counts distinguished ring and tree; otherwise a ring is assumed
+    alpha_seconds: float | None = None  # None if it is too small for these sizes to show
+    beta_bytes_per_second: float | None = None
+    residual_p50: float | None = None  # actual over predicted
+    residual_p95: float | None = None
+    bus_bytes_per_second_p50: float | None = None  # achieved over all sizes; known without a fit too
+    reason: str = ""
+
+    @property
+    def is_fitted(self) -> bool:
+        return self.beta_bytes_per_second is not None
+
+    @property
+    def label(self) -> str:
+        return (
+            f"{CollectiveKind(self.kind).label} in group {self.group}"
+            if self.group
+            else CollectiveKind(self.kind).label
+        )
+
+    def predict(
+        self, size: Ints | Floats, ranks: Ints | Floats | None = None, algorithm: Algorithm | None = None
+    ) -> Floats:
+        """Predicted seconds for arrays of these sizes, by default with the fit's own ranks and algorithm."""
+        if self.beta_bytes_per_second is None:
+            raise ValueError(f"no fit of {self.label}: {self.reason}")
+        count = np.full(np.shape(size), self.ranks) if ranks is None else ranks
+        alpha = self.alpha_seconds or 0.0
+        return predicted_seconds(self.kind, count, size, alpha, self.beta_bytes_per_second, algorithm or self.algorithm)
 
 
 @dataclass(frozen=True)
@@ -40,6 +120,140 @@ class Line:
     beta_bytes_per_second: float | None  # None if the time does not clearly grow with the size
     alpha_resolved: bool  # False: indistinguishable from zero
     loss: float  # mean of the capped squared deviations, for comparing lines through the same points
+
+
+def fit_collectives(observed: Observations) -> tuple[Fit, ...]:
+    """A fit, or the reason for its absence, per group and kind, in this order."""
+    which, count = number_groups(observed.group, observed.kind)
+    order = np.argsort(which, kind="stable")
+    bounds = np.searchsorted(which[order], np.arange(count + 1))
+    return tuple(_fit(observed.where(order[bounds[n] : bounds[n + 1]])) for n in range(count))
+
+
+def residual_ratios(observed: Observations, fit: Fit) -> Floats:
+    """Actual over predicted seconds of observations of one group and kind."""
+    return observed.seconds / fit.predict(observed.bytes, observed.ranks)
+
+
+def predicted_seconds(
+    kind: int,
+    ranks: Ints | Floats,
+    size: Ints | Floats,
+    alpha_seconds: float,
+    beta_bytes_per_second: float,
+    algorithm: Algorithm = Algorithm.RING,
+) -> Floats:
+    latency = alpha_seconds * steps(kind, ranks, algorithm)
+    return latency + moved_bytes(kind, ranks, size, algorithm) / beta_bytes_per_second
+
+
+def crossover_bytes(kind: int, ranks: int, alpha_seconds: float, beta_bytes_per_second: float) -> float | None:
+    """The size below which a tree is faster than a ring; None if one of them is always faster."""
+    if kind not in _TREES or ranks < 2:
+        return None
+    count, one = np.array([ranks]), np.ones(1)
+    saved_steps = float((steps(kind, count, Algorithm.RING) - steps(kind, count, Algorithm.TREE))[0])
+    more_bytes = float(
+        (moved_bytes(kind, count, one, Algorithm.TREE) - moved_bytes(kind, count, one, Algorithm.RING))[0]
+    )
+    if saved_steps <= 0 or more_bytes <= 0 or alpha_seconds <= 0:
+        return None
+    return alpha_seconds * saved_steps * beta_bytes_per_second / more_bytes
+
+
+def steps(kind: int, ranks: Ints | Floats, algorithm: Algorithm) -> Floats:
+    """The number of consecutive messages. Kinds without a tree use a ring."""
+    count = np.asarray(ranks, dtype=np.float64)
+    if algorithm is Algorithm.TREE and kind in _TREES:
+        return _TREES[CollectiveKind(kind)] * np.log2(np.maximum(count, 1))
+    if kind == CollectiveKind.ALL_REDUCE:
+        return 2 * (count - 1)
+    if kind in _AROUND:
+        return count - 1
+    return np.ones_like(count)
+
+
+def moved_bytes(kind: int, ranks: Ints | Floats, size: Ints | Floats, algorithm: Algorithm) -> Floats:
+    """Bytes over the busiest link. In a tree a rank sends the whole array each way (two binary trees share the
+    work); in a ring it does not send its own part."""
+    count = np.asarray(ranks, dtype=np.float64)
+    array = np.asarray(size, dtype=np.float64)
+    if algorithm is Algorithm.TREE and kind in _TREES:
+        return _TREES[CollectiveKind(kind)] * array
+    factor = bus_factor(np.full(count.shape, int(kind)), count.astype(np.int64))
+    return np.where(np.isnan(factor), 1.0, factor) * array
+
+
+def has_tree(kind: int) -> bool:
+    return kind in _TREES
+
+
+def has_model(kind: int) -> bool:
+    return kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.SEND, CollectiveKind.RECV, *_AROUND)
+
+
+def _fit(mine: Observations) -> Fit:
+    kind = int(mine.kind[0])
+    told = mine.ranks[mine.ranks > 0]
+    # Not bincount: a trace may contain any number, and the table would be as long.
+    sizes_told, counts = np.unique(told, return_counts=True)
+    ranks = int(sizes_told[counts.argmax()]) if len(told) else -1
+    usable = mine.where((mine.bytes > 0) & (mine.seconds > 0) & np.isfinite(mine.seconds) & (mine.ranks > 0))
+    sizes = np.unique(usable.bytes)
+    empty = Fit(mine.groups[mine.group[0]], kind, ranks, len(usable), len(sizes))
+    empty = replace(empty, bus_bytes_per_second_p50=_bus_rate(usable) if len(usable) else None)
+    reason = _reason_against(mine, usable, sizes, kind, ranks)
+    if reason:
+        return replace(empty, reason=reason)
+    chosen, line = Algorithm.RING, _line(usable, kind, Algorithm.RING)
+    told_apart = has_tree(kind) and len(np.unique(usable.ranks)) > 1
+    if told_apart:
+        tree = _line(usable, kind, Algorithm.TREE)
+        if tree is not None and (line is None or tree.loss < line.loss):
+            chosen, line = Algorithm.TREE, tree
+    if line is None or line.beta_bytes_per_second is None:
+        return replace(empty, reason="the time does not grow with the size, so that these sizes show latency only")
+    fit = replace(
+        empty,
+        algorithm=chosen,
+        algorithm_observed=told_apart,
+        alpha_seconds=line.alpha_seconds if line.alpha_resolved else None,
+        beta_bytes_per_second=line.beta_bytes_per_second,
+    )
+    ratios = residual_ratios(usable, fit)
+    return replace(
+        fit, residual_p50=float(np.median(ratios)), residual_p95=float(np.quantile(ratios, 0.95, method="higher"))
+    )
+
+
+def _line(usable: Observations, kind: int, algorithm: Algorithm) -> Line | None:
+    moved = moved_bytes(kind, usable.ranks, usable.bytes, algorithm)
+    return fit_line(steps(kind, usable.ranks, algorithm), moved, usable.seconds)
+
+
+def _bus_rate(usable: Observations) -> float | None:
+    rates = usable.bytes / usable.seconds * bus_factor(usable.kind, usable.ranks)
+    return float(np.median(rates)) if np.isfinite(rates).all() else None
+
+
+def _reason_against(mine: Observations, usable: Observations, sizes: Ints, kind: int, ranks: int) -> str:
+    if not has_model(kind):
+        return f"there is no model of {CollectiveKind(kind).label}"
+    if not np.any(mine.bytes > 0):
+        return "no size is known"
+    if ranks < 0:
+        return "the number of ranks is not known"
+    if ranks == 1:
+        return "a group of one rank moves nothing"
+    if len(usable) < OBSERVATIONS_NEEDED:
+        return f"{len(usable)} timed with a known size, {OBSERVATIONS_NEEDED} are needed"
+    if len(sizes) < SIZES_NEEDED:
+        word = "sizes" if len(sizes) > 1 else "size"
+        return f"{len(sizes)} distinct {word}, {SIZES_NEEDED} are needed to tell latency from bandwidth"
+    span = float(sizes[-1]) / float(sizes[0])
+    if span < SIZE_SPAN_NEEDED:
+        return f"sizes span a factor of {span:.1f}, {SIZE_SPAN_NEEDED:.0f} are needed to tell latency from bandwidth"
+    return ""
 
 
 def fit_line(step_count: Floats, moved: Floats, seconds: Floats) -> Line | None:
@@ -120,222 +334,3 @@ def _solve(columns: Floats, seconds: Floats, weights: Floats) -> tuple[Floats, F
     left = seconds - columns @ solution
     freedom = max(float(np.count_nonzero(weights)) - 2, 1.0)
     return solution, inverse * (float(np.sum(weights * left**2)) / freedom)
-
-
-class Algorithm(str, Enum):
-    RING = "ring"
-    TREE = "tree"
-
-
-# Steps of a tree in units of its depth: an all-reduce goes up and down, the others one way.
-_TREES = {
-    CollectiveKind.ALL_REDUCE: 2.0,
-    CollectiveKind.REDUCE: 1.0,
-    CollectiveKind.BROADCAST: 1.0,
-}
-_AROUND = (
-    *(CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL, CollectiveKind.GATHER),
-    *(CollectiveKind.SCATTER, CollectiveKind.BROADCAST, CollectiveKind.REDUCE),
-)
-
-
-def has_tree(kind: int) -> bool:
-    return kind in _TREES
-
-
-def has_model(kind: int) -> bool:
-    return kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.SEND, CollectiveKind.RECV, *_AROUND)
-
-
-def steps(kind: int, ranks: Ints | Floats, algorithm: Algorithm) -> Floats:
-    """The number of consecutive messages. Kinds without a tree use a ring."""
-    count = np.asarray(ranks, dtype=np.float64)
-    if algorithm is Algorithm.TREE and kind in _TREES:
-        return _TREES[CollectiveKind(kind)] * np.log2(np.maximum(count, 1))
-    if kind == CollectiveKind.ALL_REDUCE:
-        return 2 * (count - 1)
-    if kind in _AROUND:
-        return count - 1
-    return np.ones_like(count)
-
-
-def moved_bytes(kind: int, ranks: Ints | Floats, size: Ints | Floats, algorithm: Algorithm) -> Floats:
-    """Bytes over the busiest link. In a tree a rank sends the whole array each way (two binary trees share the
-    work); in a ring it does not send its own part."""
-    count = np.asarray(ranks, dtype=np.float64)
-    array = np.asarray(size, dtype=np.float64)
-    if algorithm is Algorithm.TREE and kind in _TREES:
-        return _TREES[CollectiveKind(kind)] * array
-    factor = bus_factor(np.full(count.shape, int(kind)), count.astype(np.int64))
-    return np.where(np.isnan(factor), 1.0, factor) * array
-
-
-def predicted_seconds(
-    kind: int,
-    ranks: Ints | Floats,
-    size: Ints | Floats,
-    alpha_seconds: float,
-    beta_bytes_per_second: float,
-    algorithm: Algorithm = Algorithm.RING,
-) -> Floats:
-    latency = alpha_seconds * steps(kind, ranks, algorithm)
-    return latency + moved_bytes(kind, ranks, size, algorithm) / beta_bytes_per_second
-
-
-def crossover_bytes(kind: int, ranks: int, alpha_seconds: float, beta_bytes_per_second: float) -> float | None:
-    """The size below which a tree is faster than a ring; None if one of them is always faster."""
-    if kind not in _TREES or ranks < 2:
-        return None
-    count, one = np.array([ranks]), np.ones(1)
-    saved_steps = float((steps(kind, count, Algorithm.RING) - steps(kind, count, Algorithm.TREE))[0])
-    more_bytes = float(
-        (moved_bytes(kind, count, one, Algorithm.TREE) - moved_bytes(kind, count, one, Algorithm.RING))[0]
-    )
-    if saved_steps <= 0 or more_bytes <= 0 or alpha_seconds <= 0:
-        return None
-    return alpha_seconds * saved_steps * beta_bytes_per_second / more_bytes
-
-
-# Two unknowns need more than two sizes, over a sufficient span.
-SIZES_NEEDED = 3
-SIZE_SPAN_NEEDED = 4.0
-OBSERVATIONS_NEEDED = 5
-
-
-@dataclass(frozen=True)
-class Observations:
-    """Timed collectives, one row each. -1: unknown ranks or bytes."""
-
-    group: Ints  # index into groups
-    kind: Ints  # a CollectiveKind
-    ranks: Ints
-    bytes: Ints  # size of the whole array, as in nccl-tests
-    seconds: Floats
-    time_seconds: Floats  # when it ran; NaN if unknown
-    groups: tuple[str, ...]
-    in_order: bool = True  # rows are ordered in time; False for a benchmark that iterates over sizes
-
-    def __len__(self) -> int:
-        return len(self.kind)
-
-    def where(self, chosen: Bools | Ints) -> Observations:
-        columns = [field.name for field in fields(self) if field.name not in ("groups", "in_order")]
-        return replace(self, **{name: getattr(self, name)[chosen] for name in columns})
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The fit of one group's collectives of one kind. Without a fit, `reason` explains why and the numbers are None."""
-
-    group: str
-    kind: int
-    ranks: int  # the most common number; -1 if unknown
-    count: int
-    distinct_sizes: int
-    algorithm: Algorithm = Algorithm.RING
-    algorithm_observed: bool = False  # several rank counts distinguished ring and tree; otherwise a ring is assumed
-    alpha_seconds: float | None = None  # None if it is too small for these sizes to show
-    beta_bytes_per_second: float | None = None
-    residual_p50: float | None = None  # actual over predicted
-    residual_p95: float | None = None
-    bus_bytes_per_second_p50: float | None = None  # achieved over all sizes; known without a fit too
-    reason: str = ""
-
-    @property
-    def is_fitted(self) -> bool:
-        return self.beta_bytes_per_second is not None
-
-    @property
-    def label(self) -> str:
-        return (
-            f"{CollectiveKind(self.kind).label} in group {self.group}"
-            if self.group
-            else CollectiveKind(self.kind).label
-        )
-
-    def predict(
-        self, size: Ints | Floats, ranks: Ints | Floats | None = None, algorithm: Algorithm | None = None
-    ) -> Floats:
-        """Predicted seconds for arrays of these sizes, by default with the fit's own ranks and algorithm."""
-        if self.beta_bytes_per_second is None:
-            raise ValueError(f"no fit of {self.label}: {self.reason}")
-        count = np.full(np.shape(size), self.ranks) if ranks is None else ranks
-        alpha = self.alpha_seconds or 0.0
-        return predicted_seconds(self.kind, count, size, alpha, self.beta_bytes_per_second, algorithm or self.algorithm)
-
-
-def fit_collectives(observed: Observations) -> tuple[Fit, ...]:
-    """A fit, or the reason for its absence, per group and kind, in this order."""
-    which, count = number_groups(observed.group, observed.kind)
-    order = np.argsort(which, kind="stable")
-    bounds = np.searchsorted(which[order], np.arange(count + 1))
-    return tuple(_fit(observed.where(order[bounds[n] : bounds[n + 1]])) for n in range(count))
-
-
-def residual_ratios(observed: Observations, fit: Fit) -> Floats:
-    """Actual over predicted seconds of observations of one group and kind."""
-    return observed.seconds / fit.predict(observed.bytes, observed.ranks)
-
-
-def _fit(mine: Observations) -> Fit:
-    kind = int(mine.kind[0])
-    told = mine.ranks[mine.ranks > 0]
-    # Not bincount: a trace may contain any number, and the table would be as long.
-    sizes_told, counts = np.unique(told, return_counts=True)
-    ranks = int(sizes_told[counts.argmax()]) if len(told) else -1
-    usable = mine.where((mine.bytes > 0) & (mine.seconds > 0) & np.isfinite(mine.seconds) & (mine.ranks > 0))
-    sizes = np.unique(usable.bytes)
-    empty = Fit(mine.groups[mine.group[0]], kind, ranks, len(usable), len(sizes))
-    empty = replace(empty, bus_bytes_per_second_p50=_bus_rate(usable) if len(usable) else None)
-    reason = _reason_against(mine, usable, sizes, kind, ranks)
-    if reason:
-        return replace(empty, reason=reason)
-    chosen, line = Algorithm.RING, _line(usable, kind, Algorithm.RING)
-    told_apart = has_tree(kind) and len(np.unique(usable.ranks)) > 1
-    if told_apart:
-        tree = _line(usable, kind, Algorithm.TREE)
-        if tree is not None and (line is None or tree.loss < line.loss):
-            chosen, line = Algorithm.TREE, tree
-    if line is None or line.beta_bytes_per_second is None:
-        return replace(empty, reason="the time does not grow with the size, so that these sizes show latency only")
-    fit = replace(
-        empty,
-        algorithm=chosen,
-        algorithm_observed=told_apart,
-        alpha_seconds=line.alpha_seconds if line.alpha_resolved else None,
-        beta_bytes_per_second=line.beta_bytes_per_second,
-    )
-    ratios = residual_ratios(usable, fit)
-    return replace(
-        fit, residual_p50=float(np.median(ratios)), residual_p95=float(np.quantile(ratios, 0.95, method="higher"))
-    )
-
-
-def _line(usable: Observations, kind: int, algorithm: Algorithm) -> Line | None:
-    moved = moved_bytes(kind, usable.ranks, usable.bytes, algorithm)
-    return fit_line(steps(kind, usable.ranks, algorithm), moved, usable.seconds)
-
-
-def _bus_rate(usable: Observations) -> float | None:
-    rates = usable.bytes / usable.seconds * bus_factor(usable.kind, usable.ranks)
-    return float(np.median(rates)) if np.isfinite(rates).all() else None
-
-
-def _reason_against(mine: Observations, usable: Observations, sizes: Ints, kind: int, ranks: int) -> str:
-    if not has_model(kind):
-        return f"there is no model of {CollectiveKind(kind).label}"
-    if not np.any(mine.bytes > 0):
-        return "no size is known"
-    if ranks < 0:
-        return "the number of ranks is not known"
-    if ranks == 1:
-        return "a group of one rank moves nothing"
-    if len(usable) < OBSERVATIONS_NEEDED:
-        return f"{len(usable)} timed with a known size, {OBSERVATIONS_NEEDED} are needed"
-    if len(sizes) < SIZES_NEEDED:
-        word = "sizes" if len(sizes) > 1 else "size"
-        return f"{len(sizes)} distinct {word}, {SIZES_NEEDED} are needed to tell latency from bandwidth"
-    span = float(sizes[-1]) / float(sizes[0])
-    if span < SIZE_SPAN_NEEDED:
-        return f"sizes span a factor of {span:.1f}, {SIZE_SPAN_NEEDED:.0f} are needed to tell latency from bandwidth"
-    return ""

@@ -5,6 +5,12 @@ from __future__ import annotations
 import re
 from enum import IntEnum
 
+# Operations that transfer no data.
+_SILENT = ("wait", "init", "synchronize", "groupstart", "groupend", "startcoalescing", "endcoalescing")
+_ANNOTATION = re.compile(r"^(nccl|rccl|gloo|mpi|ucc|xccl|ccl|hccl):(.+)", re.ASCII)
+_PEER = re.compile(r":(?:send|recv) \d+(?:->|<-)(\d+)", re.ASCII)
+_HOST_OPERATOR = re.compile(r"^(?:c10d|_c10d_functional)::", re.ASCII)
+
 
 class CollectiveKind(IntEnum):
     """`label` is the name used in all output."""
@@ -46,11 +52,6 @@ _WORDS: tuple[tuple[str, CollectiveKind], ...] = (
     ("recv", CollectiveKind.RECV),
     ("receive", CollectiveKind.RECV),
 )
-# Operations that transfer no data.
-_SILENT = ("wait", "init", "synchronize", "groupstart", "groupend", "startcoalescing", "endcoalescing")
-_ANNOTATION = re.compile(r"^(nccl|rccl|gloo|mpi|ucc|xccl|ccl|hccl):(.+)", re.ASCII)
-_PEER = re.compile(r":(?:send|recv) \d+(?:->|<-)(\d+)", re.ASCII)
-_HOST_OPERATOR = re.compile(r"^(?:c10d|_c10d_functional)::", re.ASCII)
 
 
 def kind_of_kernel(name: str) -> CollectiveKind:

@@ -25,7 +25,6 @@ _ALIASES = {
     "nvfp4": "fp4",
     "mxfp4": "fp4",
 }
-
 # TFLOP/s (TOP/s for int8) of one device as the framework sees it, without sparsity, from the vendors' data sheets; half
 # the sparse number if a sheet gives only that. fp64 is the matrix unit's if there is one, fp32 is true fp32. None: not
 # in the sheet.

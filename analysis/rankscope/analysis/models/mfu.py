@@ -20,9 +20,12 @@ __all__ = [
     "peak_flops_per_second",
     "utilisation",
 ]
-
 # A backward pass does two multiplications for each one of the forward pass.
 FORWARDS_PER_STEP = 3
+ANY, HALF, INTEGER, DOUBLE = "any", "hmma", "imma", "dfma"
+# The number format of the dense peak that a pipe reaches at full activity; None: bf16, or fp16 if there is no bf16. The
+# integer pipe is missing: it does no floating-point operations.
+_FORMATS: Mapping[str, str | None] = {HALF: None, DOUBLE: "fp64"}
 
 
 class Recompute(Enum):
@@ -92,12 +95,6 @@ def utilisation(
         model_flops_per_second=tokens_per_second * flops.model,
         flops_per_second_per_gpu=tokens_per_second * flops.model / gpus,
     )
-
-
-ANY, HALF, INTEGER, DOUBLE = "any", "hmma", "imma", "dfma"
-# The number format of the dense peak that a pipe reaches at full activity; None: bf16, or fp16 if there is no bf16. The
-# integer pipe is missing: it does no floating-point operations.
-_FORMATS: Mapping[str, str | None] = {HALF: None, DOUBLE: "fp64"}
 
 
 def pipe_peaks(device_name: str) -> dict[str, float | None]:

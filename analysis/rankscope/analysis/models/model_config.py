@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from rankscope.analysis.models.model_shape import Attention, FeedForward, Layer, ModelShape
 
-
 # Far beyond any model. Larger values are mistakes and would only cost time and overflow.
 MOST = 10**9
 MOST_LAYERS = 100_000
@@ -333,4 +332,6 @@ _BUILDERS: dict[str, Callable[[str, Fields], ModelShape]] = {
     "gpt2": _gpt,
     "gpt_neox": _gpt,
 }
+
+
 FAMILIES = (*_LLAMA_KIND, *_BUILDERS)

@@ -30,7 +30,6 @@ from rankscope.analysis.plots.svg import (
 from rankscope.analysis.quantities import quantity, shorten
 
 Values = Sequence[float | None]
-
 _ROW_PIXELS = 22.0
 _BARS_PIXELS = 720.0
 _PLOT_PIXELS = 300.0

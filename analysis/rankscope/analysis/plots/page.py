@@ -8,6 +8,35 @@ from dataclasses import dataclass
 
 from rankscope.analysis.plots.svg import clean
 
+_NAMESPACE = ' xmlns="http://www.w3.org/2000/svg"'
+_STYLE = """
+:root { --paper: #ffffff; --ink: #1f2328; --muted: #59636e; --grid: #d8dee4; --mark: #fff3e0; --lead: #f6f8fa; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #15181c; --ink: #e6e9ec; --muted: #9aa4ae; --grid: #30363d; --mark: #3a2a14; --lead: #1d2127; }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif; }
+main { max-width: 940px; margin: 0 auto; padding: 28px 20px 60px; }
+h1 { font-size: 22px; margin: 0 0 14px; }
+h2, summary { font-size: 17px; font-weight: 600; margin: 34px 0 8px; }
+summary { cursor: pointer; }
+.lead { font-size: 18px; background: var(--lead); border-left: 4px solid #0072b2; padding: 12px 16px; margin: 0; }
+p { margin: 8px 0; overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; margin: 10px 0; }
+table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--grid); vertical-align: top;
+  overflow-wrap: anywhere; }
+th { color: var(--muted); font-weight: 600; white-space: nowrap; }
+.n { text-align: right; white-space: nowrap; }
+tr.marked td { background: var(--mark); }
+figure { margin: 14px 0; overflow-x: auto; }
+svg, img { max-width: 100%; height: auto; }
+svg .paper { fill: var(--paper); } svg .ink { fill: var(--ink); } svg .muted { fill: var(--muted); }
+svg .grid { stroke: var(--grid); } svg .base { stroke: var(--muted); }
+footer { margin-top: 40px; color: var(--muted); font-size: 13px; }
+"""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -83,33 +112,3 @@ def _table(table: Table) -> str:
         for index, row in enumerate(table.rows)
     )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
-
-
-_NAMESPACE = ' xmlns="http://www.w3.org/2000/svg"'
-_STYLE = """
-:root { --paper: #ffffff; --ink: #1f2328; --muted: #59636e; --grid: #d8dee4; --mark: #fff3e0; --lead: #f6f8fa; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #15181c; --ink: #e6e9ec; --muted: #9aa4ae; --grid: #30363d; --mark: #3a2a14; --lead: #1d2127; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif; }
-main { max-width: 940px; margin: 0 auto; padding: 28px 20px 60px; }
-h1 { font-size: 22px; margin: 0 0 14px; }
-h2, summary { font-size: 17px; font-weight: 600; margin: 34px 0 8px; }
-summary { cursor: pointer; }
-.lead { font-size: 18px; background: var(--lead); border-left: 4px solid #0072b2; padding: 12px 16px; margin: 0; }
-p { margin: 8px 0; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; margin: 10px 0; }
-table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--grid); vertical-align: top;
-  overflow-wrap: anywhere; }
-th { color: var(--muted); font-weight: 600; white-space: nowrap; }
-.n { text-align: right; white-space: nowrap; }
-tr.marked td { background: var(--mark); }
-figure { margin: 14px 0; overflow-x: auto; }
-svg, img { max-width: 100%; height: auto; }
-svg .paper { fill: var(--paper); } svg .ink { fill: var(--ink); } svg .muted { fill: var(--muted); }
-svg .grid { stroke: var(--grid); } svg .base { stroke: var(--muted); }
-footer { margin-top: 40px; color: var(--muted); font-size: 13px; }
-"""

@@ -15,9 +15,7 @@ import numpy.typing as npt
 from rankscope.analysis.quantities import Display, display, number, quantity, shorten
 from rankscope.analysis.stats.robust import Floats
 
-
 Bytes3 = npt.NDArray[np.uint8]
-
 # The palette of Okabe and Ito without yellow, which is invisible on white.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, GREY = (
     "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#b8609a", "#9a9a9a",
@@ -25,7 +23,6 @@ BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, GREY = (
 CATEGORIES: tuple[str, ...] = (BLUE, ORANGE, GREEN, SKY, PURPLE, VERMILION, GREY)
 MISSING = "#8f8f8f"
 INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#d8dee4", "#ffffff"
-
 # The scale in Oklab (lightness, green–red, blue–yellow), from end to end via green. Lightness rises evenly, so the
 # order survives colour blindness and greyscale print. No colour on the way is grey, which means "missing".
 _DARK = np.array((0.26, 0.01, -0.11))
@@ -41,6 +38,15 @@ _TO_LINEAR_RGB = np.array(
         (-0.0041960863, -0.7034186147, 1.7076147010),
     )
 )
+FONT_PIXELS = 12
+# Average width in common sans-serif fonts at that size; enough to reserve space.
+CHARACTER_PIXELS = 6.6
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+WIDTH = 860.0
+_TITLE_PIXELS = 30.0
+_LEGEND_PIXELS = 22.0
+_AXIS_PIXELS = 44.0
+_NAME_CHARACTERS = 40
 
 
 def category(index: int) -> str:
@@ -68,12 +74,6 @@ def rgb(colour: str) -> tuple[int, int, int]:
 def ink_on(share: float) -> str:
     """A text colour that is readable on the scale's colour at `share`."""
     return INK if share > 0.55 else "#ffffff"
-
-
-FONT_PIXELS = 12
-# Average width in common sans-serif fonts at that size; enough to reserve space.
-CHARACTER_PIXELS = 6.6
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
 def clean(text: str) -> str:
@@ -241,13 +241,6 @@ def _binary_scale(axis: Axis, low: float, high: float, first: float, last: float
     stride = max(1, math.ceil((end - start) / most))
     ticks = tuple(2.0**power for power in range(start, end + 1, stride))
     return Scale(2.0**start, 2.0**end, first, last, True, axis.unit, Display(1.0, "B"), ticks, axis.title)
-
-
-WIDTH = 860.0
-_TITLE_PIXELS = 30.0
-_LEGEND_PIXELS = 22.0
-_AXIS_PIXELS = 44.0
-_NAME_CHARACTERS = 40
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
-
 # Scales the median absolute deviation of normal noise to its standard deviation.
 MAD_TO_SIGMA = 1.4826
 # Up to this many values, sorting is faster than the overhead of np.median, which matters at thousands of calls per

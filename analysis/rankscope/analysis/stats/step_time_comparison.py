@@ -11,7 +11,6 @@ import numpy as np
 
 from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Floats
 
-
 # Blocks of a run count as independent if they are this many correlation times long.
 BLOCK_CORRELATION_TIMES = 6
 FEWEST_BLOCKS, MOST_BLOCKS = 4, 16
@@ -20,134 +19,7 @@ FEWEST_BLOCKS, MOST_BLOCKS = 4, 16
 RUN_CORRELATION_TIMES = 12
 # Enough to measure the correlation; more would only take longer.
 MOST_STEPS_LOOKED_AT = 1 << 17
-
 Statistic = Callable[[Floats], Floats]  # over the last axis
-
-
-def median(values: Floats) -> Floats:
-    return np.asarray(np.median(values, axis=-1))
-
-
-def mean(values: Floats) -> Floats:
-    return np.asarray(np.mean(values, axis=-1))
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The uncertainty of the logarithm of a statistic; differences of logarithms are ratios."""
-
-    variance: float
-    freedom: float
-    blocks: int
-
-
-def estimate(seconds: Floats, correlation_steps: float, statistic: Statistic) -> Estimate:
-    """From consecutive blocks: the variation between blocks shows how well the whole run determines the statistic."""
-    count = len(seconds)
-    longest = math.ceil(BLOCK_CORRELATION_TIMES * correlation_steps)
-    blocks = min(MOST_BLOCKS, max(FEWEST_BLOCKS, count // longest))
-    size = count // blocks
-    of_blocks = np.log(statistic(seconds[count - blocks * size :].reshape(blocks, size)))
-    variance = float(np.var(of_blocks, ddof=1)) / blocks
-    variance *= max(1.0, RUN_CORRELATION_TIMES * correlation_steps / count) ** 2
-    middle = float(statistic(seconds))
-    # If times form two groups, the median of all may lie in the gap between them, unlike those of the blocks.
-    variance += (math.log(middle) - float(of_blocks.mean())) ** 2
-    # The median of rounded times may be off by half the resolution.
-    variance += (resolution(seconds) / middle / 2) ** 2
-    return Estimate(variance, blocks - 1, blocks)
-
-
-def correlation_steps(seconds: Floats) -> float:
-    """The number of steps that carry as much information as one independent step (integrated autocorrelation time).
-    From ranks, so that a few slow steps do not mask the correlation of the others."""
-    begin = max(0, (len(seconds) - MOST_STEPS_LOOKED_AT) // 2)
-    seconds = seconds[begin : begin + MOST_STEPS_LOOKED_AT]
-    count = len(seconds)
-    # Equal values get the same rank.
-    ranks = np.unique(seconds, return_inverse=True)[1].reshape(-1).astype(np.float64)
-    ranks -= ranks.mean()
-    power = float(ranks @ ranks)
-    if power == 0 or count < 4:
-        return 1.0
-    spectrum = np.fft.rfft(ranks, 2 * count)
-    alike = np.fft.irfft(spectrum * spectrum.conj())[:count] / power
-    # Both are biased by about -1/n in a short run.
-    neighbour = min(float(alike[1]) + (1 + 3 * float(alike[1])) / count, 0.99)
-    geometric = (1 + neighbour) / (1 - neighbour)
-    sums = 1 + 2 * np.cumsum(alike[1 : count // 2] + 1 / count)
-    enough = np.flatnonzero(np.arange(1, len(sums) + 1) >= 5 * sums)
-    summed = float(sums[enough[0]] if len(enough) else sums[-1]) if len(sums) else 1.0
-    return max(1.0, geometric, summed)
-
-
-def resolution(seconds: Floats) -> float:
-    """The resolution of a coarse clock; 0 if times do not appear rounded."""
-    values = np.unique(seconds[:MOST_STEPS_LOOKED_AT])
-    if len(values) < 2 or len(values) > len(seconds[:MOST_STEPS_LOOKED_AT]) / 4:
-        return 0.0
-    return float(np.diff(values).min())
-
-
-def warmup_steps(seconds: Floats) -> int:
-    """The number of first steps that differ from the rest (compilation, caches, first allocations): consecutive slow
-    steps, at most a quarter of the run."""
-    most = len(seconds) // 4
-    settled = seconds[most:]
-    if most == 0:
-        return 0
-    middle = float(np.median(settled))
-    spread = MAD_TO_SIGMA * float(np.median(np.abs(settled - middle)))
-    slow = seconds[:most] > max(middle + 6 * spread, 1.1 * middle)
-    return most if slow.all() else int(np.argmin(slow))
-
-
-def two_sided_p(t: float, freedom: float) -> float:
-    """The probability of a value of Student's t at least as far from zero."""
-    return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t)) if math.isfinite(t) else 0.0
-
-
-def quantile(confidence: float, freedom: float) -> float:
-    """The t that encloses this share of Student's distribution on both sides of zero."""
-    low, high = 0.0, 1.0
-    while two_sided_p(high, freedom) > 1 - confidence and high < 1e12:
-        high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        if two_sided_p(middle, freedom) > 1 - confidence:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def _incomplete_beta(a: float, b: float, x: float) -> float:
-    if x <= 0 or x >= 1:
-        return 0.0 if x <= 0 else 1.0
-    scale = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
-    # The fraction converges quickly only below the mean.
-    if x < (a + 1) / (a + b + 2):
-        return scale * _fraction(a, b, x) / a
-    return 1 - scale * _fraction(b, a, 1 - x) / b
-
-
-def _fraction(a: float, b: float, x: float) -> float:
-    """The continued fraction of the incomplete beta function, evaluated from the front (Lentz)."""
-    upper, lower = 1.0, 1 / (1 - (a + b) * x / (a + 1))
-    value = lower
-    for m in range(1, 1000):
-        for term in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
-            lower = 1 / (1 + term * lower)
-            upper = 1 + term / upper
-            value *= lower * upper
-        if abs(lower * upper - 1) < 1e-15:
-            break
-    return value
-
-
 # Two per block. So few show only large differences, but raise no false alarms.
 STEPS_NEEDED = 8
 # Values outside are not step times, and their ratios could overflow.
@@ -327,3 +199,127 @@ def _cliffs_delta(a: Floats, b: Floats) -> float:
     slower = np.searchsorted(ordered, b, "left").sum(dtype=np.float64)
     faster = (len(a) - np.searchsorted(ordered, b, "right")).sum(dtype=np.float64)
     return float((slower - faster) / len(a) / len(b))
+
+
+def median(values: Floats) -> Floats:
+    return np.asarray(np.median(values, axis=-1))
+
+
+def mean(values: Floats) -> Floats:
+    return np.asarray(np.mean(values, axis=-1))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The uncertainty of the logarithm of a statistic; differences of logarithms are ratios."""
+
+    variance: float
+    freedom: float
+    blocks: int
+
+
+def estimate(seconds: Floats, correlation_steps: float, statistic: Statistic) -> Estimate:
+    """From consecutive blocks: the variation between blocks shows how well the whole run determines the statistic."""
+    count = len(seconds)
+    longest = math.ceil(BLOCK_CORRELATION_TIMES * correlation_steps)
+    blocks = min(MOST_BLOCKS, max(FEWEST_BLOCKS, count // longest))
+    size = count // blocks
+    of_blocks = np.log(statistic(seconds[count - blocks * size :].reshape(blocks, size)))
+    variance = float(np.var(of_blocks, ddof=1)) / blocks
+    variance *= max(1.0, RUN_CORRELATION_TIMES * correlation_steps / count) ** 2
+    middle = float(statistic(seconds))
+    # If times form two groups, the median of all may lie in the gap between them, unlike those of the blocks.
+    variance += (math.log(middle) - float(of_blocks.mean())) ** 2
+    # The median of rounded times may be off by half the resolution.
+    variance += (resolution(seconds) / middle / 2) ** 2
+    return Estimate(variance, blocks - 1, blocks)
+
+
+def correlation_steps(seconds: Floats) -> float:
+    """The number of steps that carry as much information as one independent step (integrated autocorrelation time).
+    From ranks, so that a few slow steps do not mask the correlation of the others."""
+    begin = max(0, (len(seconds) - MOST_STEPS_LOOKED_AT) // 2)
+    seconds = seconds[begin : begin + MOST_STEPS_LOOKED_AT]
+    count = len(seconds)
+    # Equal values get the same rank.
+    ranks = np.unique(seconds, return_inverse=True)[1].reshape(-1).astype(np.float64)
+    ranks -= ranks.mean()
+    power = float(ranks @ ranks)
+    if power == 0 or count < 4:
+        return 1.0
+    spectrum = np.fft.rfft(ranks, 2 * count)
+    alike = np.fft.irfft(spectrum * spectrum.conj())[:count] / power
+    # Both are biased by about -1/n in a short run.
+    neighbour = min(float(alike[1]) + (1 + 3 * float(alike[1])) / count, 0.99)
+    geometric = (1 + neighbour) / (1 - neighbour)
+    sums = 1 + 2 * np.cumsum(alike[1 : count // 2] + 1 / count)
+    enough = np.flatnonzero(np.arange(1, len(sums) + 1) >= 5 * sums)
+    summed = float(sums[enough[0]] if len(enough) else sums[-1]) if len(sums) else 1.0
+    return max(1.0, geometric, summed)
+
+
+def resolution(seconds: Floats) -> float:
+    """The resolution of a coarse clock; 0 if times do not appear rounded."""
+    values = np.unique(seconds[:MOST_STEPS_LOOKED_AT])
+    if len(values) < 2 or len(values) > len(seconds[:MOST_STEPS_LOOKED_AT]) / 4:
+        return 0.0
+    return float(np.diff(values).min())
+
+
+def warmup_steps(seconds: Floats) -> int:
+    """The number of first steps that differ from the rest (compilation, caches, first allocations): consecutive slow
+    steps, at most a quarter of the run."""
+    most = len(seconds) // 4
+    settled = seconds[most:]
+    if most == 0:
+        return 0
+    middle = float(np.median(settled))
+    spread = MAD_TO_SIGMA * float(np.median(np.abs(settled - middle)))
+    slow = seconds[:most] > max(middle + 6 * spread, 1.1 * middle)
+    return most if slow.all() else int(np.argmin(slow))
+
+
+def two_sided_p(t: float, freedom: float) -> float:
+    """The probability of a value of Student's t at least as far from zero."""
+    return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t)) if math.isfinite(t) else 0.0
+
+
+def quantile(confidence: float, freedom: float) -> float:
+    """The t that encloses this share of Student's distribution on both sides of zero."""
+    low, high = 0.0, 1.0
+    while two_sided_p(high, freedom) > 1 - confidence and high < 1e12:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        if two_sided_p(middle, freedom) > 1 - confidence:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _incomplete_beta(a: float, b: float, x: float) -> float:
+    if x <= 0 or x >= 1:
+        return 0.0 if x <= 0 else 1.0
+    scale = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
+    # The fraction converges quickly only below the mean.
+    if x < (a + 1) / (a + b + 2):
+        return scale * _fraction(a, b, x) / a
+    return 1 - scale * _fraction(b, a, 1 - x) / b
+
+
+def _fraction(a: float, b: float, x: float) -> float:
+    """The continued fraction of the incomplete beta function, evaluated from the front (Lentz)."""
+    upper, lower = 1.0, 1 / (1 - (a + b) * x / (a + 1))
+    value = lower
+    for m in range(1, 1000):
+        for term in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            lower = 1 / (1 + term * lower)
+            upper = 1 + term / upper
+            value *= lower * upper
+        if abs(lower * upper - 1) < 1e-15:
+            break
+    return value

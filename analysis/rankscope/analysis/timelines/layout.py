@@ -21,179 +21,9 @@ from rankscope.analysis.timelines.timeline import (
 )
 from rankscope.analysis.verdicts.verdict import ranks as name_ranks
 
-
-@dataclass(frozen=True)
-class Lanes:
-    """Positions of ranks: pipeline stage × data-parallel rank × tensor-parallel lane. Data-parallel ranks without
-    all stages are excluded."""
-
-    data_ranks: Ints
-    rank: Ints  # [stage, data, tensor]
-    ranks_seen: int
-    ranks_expected: int
-    notes: tuple[str, ...]
-
-    @property
-    def stages(self) -> int:
-        return int(self.rank.shape[0])
-
-    @property
-    def tensors(self) -> int:
-        return int(self.rank.shape[2])
-
-
-def find_lanes(timeline: Timeline, sizes: JobSizes) -> tuple[Timeline, Lanes, Ints, Ints]:
-    """The timeline without incomplete lanes, the lanes, and per row its data and tensor index."""
-    stages = _count_stages(timeline, sizes)
-    timeline, notes = _trustworthy_ranks(timeline)
-    place, places = _places(timeline)
-    worker_starts = np.flatnonzero(np.r_[True, np.any(places[1:, :2] != places[:-1, :2], axis=1)])
-    sizes_of_workers = np.diff(np.r_[worker_starts, len(places)])
-    tensor_of_place = np.arange(len(places)) - np.repeat(worker_starts, sizes_of_workers)
-    tensors = int(np.median(sizes_of_workers))
-    data_ranks, data_of_place = np.unique(places[:, 0], return_inverse=True)
-    stages_of = np.zeros(len(data_ranks), dtype=np.int64)
-    usable = tensor_of_place < tensors
-    np.add.at(stages_of, data_of_place[usable], 1)
-    complete = stages_of == stages * tensors
-    if not complete.any():
-        raise TimelineError(f"no data-parallel rank has rows for all of its {stages} stages; record every rank")
-    if not complete.all():
-        lost = ", ".join(map(str, data_ranks[~complete][:8]))
-        notes.append(f"data-parallel ranks without all their stages left out: {lost}")
-    renumbered = np.cumsum(complete) - 1
-    kept_place = usable & complete[data_of_place]
-    rank = np.full((stages, int(complete.sum()), tensors), -1, dtype=np.int64)
-    rank[places[kept_place, 1], renumbered[data_of_place[kept_place]], tensor_of_place[kept_place]] = places[
-        kept_place, 2
-    ]
-    rows = kept_place[place]
-    expected = stages * (sizes.data or len(data_ranks)) * tensors
-    lanes = Lanes(data_ranks[complete], rank, int(kept_place.sum()), max(expected, len(places)), tuple(notes))
-    kept = take(timeline, rows)
-    return kept, lanes, renumbered[data_of_place[place[rows]]], tensor_of_place[place[rows]]
-
-
-def _places(timeline: Timeline) -> tuple[Ints, Ints]:
-    """Per row the number of its position, and the positions in order: data-parallel rank, stage, rank."""
-    keys = (timeline.data_rank, timeline.stage, timeline.rank)
-    place, count = number_groups(*keys)
-    row = np.zeros(count, dtype=np.int64)
-    row[place] = np.arange(len(place))
-    return place, np.stack([key[row] for key in keys], axis=1)
-
-
-def take(timeline: Timeline, rows: Bools | Ints) -> Timeline:
-    if rows.dtype == np.bool_ and rows.all():
-        return timeline
-    columns = ("data_rank", "stage", "rank", "step", "operation", "start_seconds", "duration_seconds", "order", "chunk")
-    return replace(timeline, **{name: getattr(timeline, name)[rows] for name in columns})
-
-
-def _count_stages(timeline: Timeline, sizes: JobSizes) -> int:
-    stages = int(timeline.stage.max()) + 1
-    if sizes.pipeline is not None:
-        if stages > sizes.pipeline:
-            raise TimelineError(f"the metadata says pp_size {sizes.pipeline}, but there is a stage {stages - 1}")
-        stages = sizes.pipeline
-    data = int(timeline.data_rank.max()) + 1
-    if sizes.data is not None and data > sizes.data:
-        raise TimelineError(f"the metadata says dp_size {sizes.data}, but there is a dp_rank {data - 1}")
-    if stages > len(timeline) or (np.bincount(timeline.stage, minlength=stages) == 0).any():
-        raise TimelineError(f"a stage of 0 … {stages - 1} has no rows; record every stage")
-    return stages
-
-
-def _trustworthy_ranks(timeline: Timeline) -> tuple[Timeline, list[str]]:
-    """A rank number used in two positions does not identify a rank."""
-    _, places = _places(timeline)
-    numbers, counts = np.unique(places[:, 2], return_counts=True)
-    if (counts == 1).all():
-        return timeline, []
-    replicas, number = np.unique(timeline.data_rank, return_inverse=True)
-    made = timeline.stage * len(replicas) + number
-    twice = tuple(numbers[counts > 1][:3].tolist())
-    note = f"the rank column gives several places to {name_ranks(twice)}: ranks numbered by stage and dp_rank instead"
-    return replace(timeline, rank=made), [note]
-
-
 # An unknown operation that overlaps known ones in a larger share of its rows runs concurrently or inside them.
 BESIDE_RATIO = 0.1
 OVERLAP_TOLERANCE_SECONDS = 1e-5
-
-
-def tidy(timeline: Timeline, data: Ints, tensor: Ints, lanes: Lanes) -> tuple[Ints, Ints, list[str]]:
-    """The rows to keep, the index of each among those of its type in the step, and notes."""
-    worker, _ = number_groups(timeline.step, data, tensor, timeline.stage)
-    kept = np.ones(len(timeline), dtype=bool)
-    notes: list[str] = []
-    _drop_strangers(timeline, worker, kept, notes)
-    _drop_partial(timeline, data, tensor, lanes, kept, notes)
-    order = timeline.order
-    if _is_constant(order, worker, timeline.operation):
-        order = np.full(len(order), -1, dtype=np.int64)
-    rows = np.flatnonzero(kept)
-    rows = rows[np.argsort(timeline.start_seconds[rows], kind="stable")]
-    packed = pack(worker[rows], timeline.operation[rows], order[rows])
-    keys = (order[rows], timeline.operation[rows], worker[rows])
-    rows = rows[np.lexsort(keys) if packed is None else np.argsort(packed[0], kind="stable")]
-    same_group = np.r_[False, _same(rows, worker, timeline.operation)]
-    same_time = np.r_[False, _same(rows, timeline.start_seconds, timeline.duration_seconds)]
-    twice = same_group & np.r_[False, _same(rows, order)] & ((order[rows] >= 0) | same_time)
-    if twice.any():
-        notes.append(f"{int(twice.sum())} rows are there twice (same rank, step, optype, seq_id): the first counts")
-        rows, same_group = rows[~twice], same_group[~twice]
-    starts = np.flatnonzero(~same_group)
-    index = np.arange(len(rows)) - np.repeat(starts, np.diff(np.r_[starts, len(rows)]))
-    return rows, index, notes
-
-
-def _same(rows: Ints, *columns: np.ndarray[tuple[int], np.dtype[np.generic]]) -> Bools:
-    same = np.ones(len(rows) - 1, dtype=bool)
-    for column in columns:
-        ordered = column[rows]
-        same &= ordered[1:] == ordered[:-1]
-    return same
-
-
-def _is_constant(order: Ints, worker: Ints, operation: Ints) -> bool:
-    """A seq_id that is the same everywhere gives no order."""
-    _, count = number_groups(worker, operation)
-    return count < len(order) and int(order.min()) == int(order.max())
-
-
-def _drop_strangers(timeline: Timeline, worker: Ints, kept: Bools, notes: list[str]) -> None:
-    own = np.array([name in (*COMPUTES, GC, OPTIMIZER) for name in timeline.names])[timeline.operation]
-    end = timeline.start_seconds + timeline.duration_seconds
-    for number, name in enumerate(timeline.names):
-        if is_known(name):
-            continue
-        stranger = timeline.operation == number
-        rows = np.flatnonzero(own | stranger)
-        rows = rows[np.lexsort((end[rows], timeline.start_seconds[rows], worker[rows]))]
-        neighbours = worker[rows][1:] == worker[rows][:-1]
-        overlap = neighbours & (timeline.start_seconds[rows][1:] < end[rows][:-1] - OVERLAP_TOLERANCE_SECONDS)
-        touched = stranger[rows][1:] | stranger[rows][:-1]
-        beside = int((overlap & touched).sum()) > BESIDE_RATIO * int(stranger.sum())
-        if beside:
-            kept &= ~stranger
-        how = "it runs beside known ones, so it is left out" if beside else "taken for the rank's own work"
-        notes.append(f"unknown optype {name!r}: {how}")
-
-
-def _drop_partial(timeline: Timeline, data: Ints, tensor: Ints, lanes: Lanes, kept: Bools, notes: list[str]) -> None:
-    """Drop a type that only some lanes of a stage have: it would make every step differ between lanes."""
-    presence = np.zeros((len(timeline.names), *lanes.rank.shape), dtype=bool)
-    presence[timeline.operation, timeline.stage, data, tensor] = True
-    some = presence.any(axis=(2, 3)) & ~presence.all(axis=(2, 3))
-    for number, stage in np.argwhere(some).tolist():
-        name = timeline.names[number]
-        if name in COMPUTES:
-            continue
-        kept &= ~((timeline.operation == number) & (timeline.stage == stage))
-        notes.append(f"{name} of stage {stage} left out: some of its ranks have none")
-
-
 STEPS_NAMED = 4
 
 
@@ -216,6 +46,26 @@ class StepTable:
     nodes: tuple[Node, ...]
     start_seconds: Floats  # [node, step, data, tensor]
     duration_seconds: Floats
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Positions of ranks: pipeline stage × data-parallel rank × tensor-parallel lane. Data-parallel ranks without
+    all stages are excluded."""
+
+    data_ranks: Ints
+    rank: Ints  # [stage, data, tensor]
+    ranks_seen: int
+    ranks_expected: int
+    notes: tuple[str, ...]
+
+    @property
+    def stages(self) -> int:
+        return int(self.rank.shape[0])
+
+    @property
+    def tensors(self) -> int:
+        return int(self.rank.shape[2])
 
 
 @dataclass(frozen=True)
@@ -354,3 +204,150 @@ def _table(
             )
         )
     return StepTable(steps, tuple(nodes), start, duration)
+
+
+def find_lanes(timeline: Timeline, sizes: JobSizes) -> tuple[Timeline, Lanes, Ints, Ints]:
+    """The timeline without incomplete lanes, the lanes, and per row its data and tensor index."""
+    stages = _count_stages(timeline, sizes)
+    timeline, notes = _trustworthy_ranks(timeline)
+    place, places = _places(timeline)
+    worker_starts = np.flatnonzero(np.r_[True, np.any(places[1:, :2] != places[:-1, :2], axis=1)])
+    sizes_of_workers = np.diff(np.r_[worker_starts, len(places)])
+    tensor_of_place = np.arange(len(places)) - np.repeat(worker_starts, sizes_of_workers)
+    tensors = int(np.median(sizes_of_workers))
+    data_ranks, data_of_place = np.unique(places[:, 0], return_inverse=True)
+    stages_of = np.zeros(len(data_ranks), dtype=np.int64)
+    usable = tensor_of_place < tensors
+    np.add.at(stages_of, data_of_place[usable], 1)
+    complete = stages_of == stages * tensors
+    if not complete.any():
+        raise TimelineError(f"no data-parallel rank has rows for all of its {stages} stages; record every rank")
+    if not complete.all():
+        lost = ", ".join(map(str, data_ranks[~complete][:8]))
+        notes.append(f"data-parallel ranks without all their stages left out: {lost}")
+    renumbered = np.cumsum(complete) - 1
+    kept_place = usable & complete[data_of_place]
+    rank = np.full((stages, int(complete.sum()), tensors), -1, dtype=np.int64)
+    rank[places[kept_place, 1], renumbered[data_of_place[kept_place]], tensor_of_place[kept_place]] = places[
+        kept_place, 2
+    ]
+    rows = kept_place[place]
+    expected = stages * (sizes.data or len(data_ranks)) * tensors
+    lanes = Lanes(data_ranks[complete], rank, int(kept_place.sum()), max(expected, len(places)), tuple(notes))
+    kept = take(timeline, rows)
+    return kept, lanes, renumbered[data_of_place[place[rows]]], tensor_of_place[place[rows]]
+
+
+def _places(timeline: Timeline) -> tuple[Ints, Ints]:
+    """Per row the number of its position, and the positions in order: data-parallel rank, stage, rank."""
+    keys = (timeline.data_rank, timeline.stage, timeline.rank)
+    place, count = number_groups(*keys)
+    row = np.zeros(count, dtype=np.int64)
+    row[place] = np.arange(len(place))
+    return place, np.stack([key[row] for key in keys], axis=1)
+
+
+def take(timeline: Timeline, rows: Bools | Ints) -> Timeline:
+    if rows.dtype == np.bool_ and rows.all():
+        return timeline
+    columns = ("data_rank", "stage", "rank", "step", "operation", "start_seconds", "duration_seconds", "order", "chunk")
+    return replace(timeline, **{name: getattr(timeline, name)[rows] for name in columns})
+
+
+def _count_stages(timeline: Timeline, sizes: JobSizes) -> int:
+    stages = int(timeline.stage.max()) + 1
+    if sizes.pipeline is not None:
+        if stages > sizes.pipeline:
+            raise TimelineError(f"the metadata says pp_size {sizes.pipeline}, but there is a stage {stages - 1}")
+        stages = sizes.pipeline
+    data = int(timeline.data_rank.max()) + 1
+    if sizes.data is not None and data > sizes.data:
+        raise TimelineError(f"the metadata says dp_size {sizes.data}, but there is a dp_rank {data - 1}")
+    if stages > len(timeline) or (np.bincount(timeline.stage, minlength=stages) == 0).any():
+        raise TimelineError(f"a stage of 0 … {stages - 1} has no rows; record every stage")
+    return stages
+
+
+def _trustworthy_ranks(timeline: Timeline) -> tuple[Timeline, list[str]]:
+    """A rank number used in two positions does not identify a rank."""
+    _, places = _places(timeline)
+    numbers, counts = np.unique(places[:, 2], return_counts=True)
+    if (counts == 1).all():
+        return timeline, []
+    replicas, number = np.unique(timeline.data_rank, return_inverse=True)
+    made = timeline.stage * len(replicas) + number
+    twice = tuple(numbers[counts > 1][:3].tolist())
+    note = f"the rank column gives several places to {name_ranks(twice)}: ranks numbered by stage and dp_rank instead"
+    return replace(timeline, rank=made), [note]
+
+
+def tidy(timeline: Timeline, data: Ints, tensor: Ints, lanes: Lanes) -> tuple[Ints, Ints, list[str]]:
+    """The rows to keep, the index of each among those of its type in the step, and notes."""
+    worker, _ = number_groups(timeline.step, data, tensor, timeline.stage)
+    kept = np.ones(len(timeline), dtype=bool)
+    notes: list[str] = []
+    _drop_strangers(timeline, worker, kept, notes)
+    _drop_partial(timeline, data, tensor, lanes, kept, notes)
+    order = timeline.order
+    if _is_constant(order, worker, timeline.operation):
+        order = np.full(len(order), -1, dtype=np.int64)
+    rows = np.flatnonzero(kept)
+    rows = rows[np.argsort(timeline.start_seconds[rows], kind="stable")]
+    packed = pack(worker[rows], timeline.operation[rows], order[rows])
+    keys = (order[rows], timeline.operation[rows], worker[rows])
+    rows = rows[np.lexsort(keys) if packed is None else np.argsort(packed[0], kind="stable")]
+    same_group = np.r_[False, _same(rows, worker, timeline.operation)]
+    same_time = np.r_[False, _same(rows, timeline.start_seconds, timeline.duration_seconds)]
+    twice = same_group & np.r_[False, _same(rows, order)] & ((order[rows] >= 0) | same_time)
+    if twice.any():
+        notes.append(f"{int(twice.sum())} rows are there twice (same rank, step, optype, seq_id): the first counts")
+        rows, same_group = rows[~twice], same_group[~twice]
+    starts = np.flatnonzero(~same_group)
+    index = np.arange(len(rows)) - np.repeat(starts, np.diff(np.r_[starts, len(rows)]))
+    return rows, index, notes
+
+
+def _same(rows: Ints, *columns: np.ndarray[tuple[int], np.dtype[np.generic]]) -> Bools:
+    same = np.ones(len(rows) - 1, dtype=bool)
+    for column in columns:
+        ordered = column[rows]
+        same &= ordered[1:] == ordered[:-1]
+    return same
+
+
+def _is_constant(order: Ints, worker: Ints, operation: Ints) -> bool:
+    """A seq_id that is the same everywhere gives no order."""
+    _, count = number_groups(worker, operation)
+    return count < len(order) and int(order.min()) == int(order.max())
+
+
+def _drop_strangers(timeline: Timeline, worker: Ints, kept: Bools, notes: list[str]) -> None:
+    own = np.array([name in (*COMPUTES, GC, OPTIMIZER) for name in timeline.names])[timeline.operation]
+    end = timeline.start_seconds + timeline.duration_seconds
+    for number, name in enumerate(timeline.names):
+        if is_known(name):
+            continue
+        stranger = timeline.operation == number
+        rows = np.flatnonzero(own | stranger)
+        rows = rows[np.lexsort((end[rows], timeline.start_seconds[rows], worker[rows]))]
+        neighbours = worker[rows][1:] == worker[rows][:-1]
+        overlap = neighbours & (timeline.start_seconds[rows][1:] < end[rows][:-1] - OVERLAP_TOLERANCE_SECONDS)
+        touched = stranger[rows][1:] | stranger[rows][:-1]
+        beside = int((overlap & touched).sum()) > BESIDE_RATIO * int(stranger.sum())
+        if beside:
+            kept &= ~stranger
+        how = "it runs beside known ones, so it is left out" if beside else "taken for the rank's own work"
+        notes.append(f"unknown optype {name!r}: {how}")
+
+
+def _drop_partial(timeline: Timeline, data: Ints, tensor: Ints, lanes: Lanes, kept: Bools, notes: list[str]) -> None:
+    """Drop a type that only some lanes of a stage have: it would make every step differ between lanes."""
+    presence = np.zeros((len(timeline.names), *lanes.rank.shape), dtype=bool)
+    presence[timeline.operation, timeline.stage, data, tensor] = True
+    some = presence.any(axis=(2, 3)) & ~presence.all(axis=(2, 3))
+    for number, stage in np.argwhere(some).tolist():
+        name = timeline.names[number]
+        if name in COMPUTES:
+            continue
+        kept &= ~((timeline.operation == number) & (timeline.stage == stage))
+        notes.append(f"{name} of stage {stage} left out: some of its ranks have none")

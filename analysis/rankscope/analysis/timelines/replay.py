@@ -14,66 +14,7 @@ from rankscope.analysis.timelines.dependencies import Graph, Task, wire
 from rankscope.analysis.timelines.layout import Layout, StepTable
 from rankscope.analysis.timelines.timeline import Waits, describe
 
-
 DATA_AXIS, TENSOR_AXIS = -2, -1
-
-
-def replay(graph: Graph, duration_of: Callable[[int], Floats]) -> Floats:
-    """Seconds per step. `duration_of` returns a node's durations as [..., data, tensor]; leading axes (steps,
-    scenarios) are replayed in parallel and kept."""
-    ends: dict[int, Floats] = {}
-    total: Floats | None = None
-    final = set(graph.final)
-    expiring: list[list[int]] = [[] for _ in graph.tasks]
-    for number, place in enumerate(graph.last_use):
-        if place < len(graph.tasks):
-            expiring[place].append(number)
-    for place, task in enumerate(graph.tasks):
-        starts = [_latest([ends[n] for n in graph.before[member]]) for member in task.members]
-        together = _join(task, _latest([start for start in starts if start is not None]))
-        for member in task.members:
-            duration = duration_of(member)
-            end = duration if together is None else together + duration
-            if graph.last_use[member] > place:
-                ends[member] = end
-            if member in final:
-                whole = end.max(axis=(DATA_AXIS, TENSOR_AXIS))
-                total = whole if total is None else np.maximum(total, whole)
-        for number in expiring[place]:
-            ends.pop(number, None)
-    assert total is not None  # a graph has at least one final node
-    return total
-
-
-def transfer_seconds(table: StepTable, graph: Graph) -> Floats:
-    """What each operation takes by itself: own work as recorded, communication from the latest start in its group."""
-    taken: Floats = table.duration_seconds.copy()
-    for task in graph.tasks:
-        if task.waits is Waits.NOBODY:
-            continue
-        latest = _join(task, _latest([table.start_seconds[member] for member in task.members]))
-        assert latest is not None
-        for member in task.members:
-            ended = table.start_seconds[member] + table.duration_seconds[member]
-            taken[member] = np.maximum(ended - latest, 0.0)
-    return taken
-
-
-def _latest(times: list[Floats]) -> Floats | None:
-    if not times:
-        return None
-    latest: Floats = reduce(np.maximum, times)
-    return latest
-
-
-def _join(task: Task, latest: Floats | None) -> Floats | None:
-    if latest is None or task.waits not in (Waits.REPLICAS, Waits.EVERYBODY):
-        return latest
-    axes = (DATA_AXIS,) if task.waits is Waits.REPLICAS else (DATA_AXIS, TENSOR_AXIS)
-    joined: Floats = latest.max(axis=axes, keepdims=True)
-    return joined
-
-
 # Arrays of this size stay in a core's cache; larger batches only cost memory.
 LANES_AT_ONCE = 1 << 15
 
@@ -174,6 +115,24 @@ def replay_scenarios(model: Model, scenarios: list[Scenario], instead: list[Floa
     return np.concatenate(made, axis=1)
 
 
+def replay_replicas(model: Model) -> Floats:
+    """[data rank, step] seconds with one data-parallel rank as recorded and all others typical.
+
+    The others are equal, so one represents all of them: two lanes instead of one per rank."""
+    made = []
+    for part in model.parts:
+        ranks = part.taken_seconds.shape[2]
+
+        def duration_of(node: int, part: Part = part, ranks: int = ranks) -> Floats:
+            recorded: Floats = part.taken_seconds[node].transpose(1, 0, 2)[:, :, None]  # [data rank, step, 1, tensor]
+            if ranks == 1:
+                return recorded
+            return np.concatenate([recorded, np.full_like(recorded, part.typical_seconds[node])], axis=2)
+
+        made.append(replay(part.graph, duration_of))
+    return np.concatenate(made, axis=1)
+
+
 def _replay_batch(part: Part, scenarios: list[Scenario], other: Floats) -> Floats:
     everyone = np.ones((1, 1, 1), dtype=bool)
     stages = int(part.stage.max()) + 1
@@ -194,19 +153,57 @@ def _replay_batch(part: Part, scenarios: list[Scenario], other: Floats) -> Float
     return replay(part.graph, duration_of)
 
 
-def replay_replicas(model: Model) -> Floats:
-    """[data rank, step] seconds with one data-parallel rank as recorded and all others typical.
+def replay(graph: Graph, duration_of: Callable[[int], Floats]) -> Floats:
+    """Seconds per step. `duration_of` returns a node's durations as [..., data, tensor]; leading axes (steps,
+    scenarios) are replayed in parallel and kept."""
+    ends: dict[int, Floats] = {}
+    total: Floats | None = None
+    final = set(graph.final)
+    expiring: list[list[int]] = [[] for _ in graph.tasks]
+    for number, place in enumerate(graph.last_use):
+        if place < len(graph.tasks):
+            expiring[place].append(number)
+    for place, task in enumerate(graph.tasks):
+        starts = [_latest([ends[n] for n in graph.before[member]]) for member in task.members]
+        together = _join(task, _latest([start for start in starts if start is not None]))
+        for member in task.members:
+            duration = duration_of(member)
+            end = duration if together is None else together + duration
+            if graph.last_use[member] > place:
+                ends[member] = end
+            if member in final:
+                whole = end.max(axis=(DATA_AXIS, TENSOR_AXIS))
+                total = whole if total is None else np.maximum(total, whole)
+        for number in expiring[place]:
+            ends.pop(number, None)
+    assert total is not None  # a graph has at least one final node
+    return total
 
-    The others are equal, so one represents all of them: two lanes instead of one per rank."""
-    made = []
-    for part in model.parts:
-        ranks = part.taken_seconds.shape[2]
 
-        def duration_of(node: int, part: Part = part, ranks: int = ranks) -> Floats:
-            recorded: Floats = part.taken_seconds[node].transpose(1, 0, 2)[:, :, None]  # [data rank, step, 1, tensor]
-            if ranks == 1:
-                return recorded
-            return np.concatenate([recorded, np.full_like(recorded, part.typical_seconds[node])], axis=2)
+def transfer_seconds(table: StepTable, graph: Graph) -> Floats:
+    """What each operation takes by itself: own work as recorded, communication from the latest start in its group."""
+    taken: Floats = table.duration_seconds.copy()
+    for task in graph.tasks:
+        if task.waits is Waits.NOBODY:
+            continue
+        latest = _join(task, _latest([table.start_seconds[member] for member in task.members]))
+        assert latest is not None
+        for member in task.members:
+            ended = table.start_seconds[member] + table.duration_seconds[member]
+            taken[member] = np.maximum(ended - latest, 0.0)
+    return taken
 
-        made.append(replay(part.graph, duration_of))
-    return np.concatenate(made, axis=1)
+
+def _latest(times: list[Floats]) -> Floats | None:
+    if not times:
+        return None
+    latest: Floats = reduce(np.maximum, times)
+    return latest
+
+
+def _join(task: Task, latest: Floats | None) -> Floats | None:
+    if latest is None or task.waits not in (Waits.REPLICAS, Waits.EVERYBODY):
+        return latest
+    axes = (DATA_AXIS,) if task.waits is Waits.REPLICAS else (DATA_AXIS, TENSOR_AXIS)
+    joined: Floats = latest.max(axis=axes, keepdims=True)
+    return joined

@@ -33,12 +33,37 @@ from rankscope.analysis.timelines.what_if import (
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict, percent, ranks
 
-
 # Number of ranks for which "what if it ran like its peers" is computed; those with the highest scores.
 RANKS_ASKED = 256
 # … limited to one or two seconds of computation.
 NUMBERS_AFFORDED = 400_000_000
 LEAST_SLOWDOWN = 1e-9
+# Delays that the replay excludes are reported from this ratio on.
+DELAY_NOTED_RATIO = 1.05
+NOT_DECLARED = JobSizes()
+
+
+@dataclass(frozen=True)
+class TimelineReport:
+    judgement: Judgement
+    decomposition: Decomposition
+    rank: Ints  # [stage, data, tensor]
+    data_ranks: Ints
+    families: tuple[str, ...]
+    steps: Ints
+    steps_recorded: int
+    recorded_step_seconds: Floats  # first start to last end
+    notes: tuple[str, ...]
+
+    @property
+    def launch_slowdown(self) -> float:
+        """Recorded steps relative to their replay without delays before operations."""
+        return float(self.recorded_step_seconds.mean() / self.decomposition.step_seconds.mean())
+
+    @property
+    def lost_ratio(self) -> float:
+        """The share of the step that typical durations everywhere would save."""
+        return 1 - 1 / self.decomposition.slowdown
 
 
 @dataclass(frozen=True)
@@ -61,6 +86,55 @@ class Decomposition:
     @property
     def slowdown(self) -> float:
         return float(self.step_seconds.mean() / self.typical_seconds.mean())
+
+
+@dataclass(frozen=True)
+class Judgement:
+    verdict: Verdict
+    standing_out: StandingOut
+    own_seconds: Floats  # [stage, data, tensor], mean over steps
+    notes: tuple[str, ...]
+
+
+def analyze(timeline: Timeline, sizes: JobSizes = NOT_DECLARED, policy: Policy = DEFAULT_POLICY) -> TimelineReport:
+    """Raises TimelineError if there is nothing to replay or no other rank to compare with."""
+    layout = lay_out(timeline, sizes)
+    if layout.lanes.rank.size < 2:
+        raise TimelineError("one rank only: there is nobody to compare it with; record the other ranks, too")
+    model = build_model(layout)
+    decomposition = decompose(model)
+    judgement = judge(model, policy)
+    report = TimelineReport(
+        judgement,
+        decomposition,
+        layout.lanes.rank,
+        layout.lanes.data_ranks,
+        model.families,
+        model.steps,
+        layout.steps_recorded,
+        _recorded(model),
+        (*layout.notes, *model.notes, *judgement.notes),
+    )
+    return _with_notes(report, sizes)
+
+
+def _recorded(model: Model) -> Floats:
+    made = []
+    for part in model.parts:
+        start, duration = part.table.start_seconds, part.table.duration_seconds
+        made.append((start + duration).max(axis=(0, 2, 3)) - start.min(axis=(0, 2, 3)))
+    return np.concatenate(made)
+
+
+def _with_notes(report: TimelineReport, sizes: JobSizes) -> TimelineReport:
+    notes = list(report.notes)
+    if report.launch_slowdown >= DELAY_NOTED_RATIO:
+        gaps = percent(1 - 1 / report.launch_slowdown)
+        notes.append(f"{gaps} of the recorded step are delays before operations start, which the replay leaves out")
+    declared = (sizes.tensor or 1) if report.rank.shape[2] == 1 else 1
+    if declared > 1:
+        notes.append(f"a row stands for {declared} tensor-parallel ranks: those of one group are not told apart")
+    return replace(report, notes=tuple(notes))
 
 
 def decompose(model: Model) -> Decomposition:
@@ -136,14 +210,6 @@ def _ask_stages(model: Model, by_stage: list[Bools]) -> Floats:
     asked = [Scenario(stage, turned=True) for stage in by_stage]
     seconds: Floats = replay_scenarios(model, asked, balanced).mean(axis=1)
     return seconds
-
-
-@dataclass(frozen=True)
-class Judgement:
-    verdict: Verdict
-    standing_out: StandingOut
-    own_seconds: Floats  # [stage, data, tensor], mean over steps
-    notes: tuple[str, ...]
 
 
 def judge(model: Model, policy: Policy) -> Judgement:
@@ -248,72 +314,3 @@ def _healthy(found: StandingOut) -> Verdict:
     if not len(known):
         return Verdict(Kind.HEALTHY, "no stage takes much longer than the others")
     return Verdict(Kind.HEALTHY, f"no rank works more than {known.max():.2f}× as long as the others of its stage")
-
-
-# Delays that the replay excludes are reported from this ratio on.
-DELAY_NOTED_RATIO = 1.05
-NOT_DECLARED = JobSizes()
-
-
-@dataclass(frozen=True)
-class TimelineReport:
-    judgement: Judgement
-    decomposition: Decomposition
-    rank: Ints  # [stage, data, tensor]
-    data_ranks: Ints
-    families: tuple[str, ...]
-    steps: Ints
-    steps_recorded: int
-    recorded_step_seconds: Floats  # first start to last end
-    notes: tuple[str, ...]
-
-    @property
-    def launch_slowdown(self) -> float:
-        """Recorded steps relative to their replay without delays before operations."""
-        return float(self.recorded_step_seconds.mean() / self.decomposition.step_seconds.mean())
-
-    @property
-    def lost_ratio(self) -> float:
-        """The share of the step that typical durations everywhere would save."""
-        return 1 - 1 / self.decomposition.slowdown
-
-
-def analyze(timeline: Timeline, sizes: JobSizes = NOT_DECLARED, policy: Policy = DEFAULT_POLICY) -> TimelineReport:
-    """Raises TimelineError if there is nothing to replay or no other rank to compare with."""
-    layout = lay_out(timeline, sizes)
-    if layout.lanes.rank.size < 2:
-        raise TimelineError("one rank only: there is nobody to compare it with; record the other ranks, too")
-    model = build_model(layout)
-    decomposition = decompose(model)
-    judgement = judge(model, policy)
-    report = TimelineReport(
-        judgement,
-        decomposition,
-        layout.lanes.rank,
-        layout.lanes.data_ranks,
-        model.families,
-        model.steps,
-        layout.steps_recorded,
-        _recorded(model),
-        (*layout.notes, *model.notes, *judgement.notes),
-    )
-    return _with_notes(report, sizes)
-
-
-def _recorded(model: Model) -> Floats:
-    made = []
-    for part in model.parts:
-        start, duration = part.table.start_seconds, part.table.duration_seconds
-        made.append((start + duration).max(axis=(0, 2, 3)) - start.min(axis=(0, 2, 3)))
-    return np.concatenate(made)
-
-
-def _with_notes(report: TimelineReport, sizes: JobSizes) -> TimelineReport:
-    notes = list(report.notes)
-    if report.launch_slowdown >= DELAY_NOTED_RATIO:
-        gaps = percent(1 - 1 / report.launch_slowdown)
-        notes.append(f"{gaps} of the recorded step are delays before operations start, which the replay leaves out")
-    declared = (sizes.tensor or 1) if report.rank.shape[2] == 1 else 1
-    if declared > 1:
-        notes.append(f"a row stands for {declared} tensor-parallel ranks: those of one group are not told apart")
-    return replace(report, notes=tuple(notes))

@@ -13,7 +13,7 @@ from rankscope.analysis.verdicts.thresholds import Policy
 
 @dataclass(frozen=True)
 class StandingOut:
-    ratio: Floats  # [stage, data, tensor] own work relative to the median of the others of its stage; NaN if there are none
+    ratio: Floats  # [stage, data, tensor] own work ÷ median of the others of its stage; NaN without others
     score: Floats
     slow_steps_ratio: Floats  # share of steps in which it is slow
     outlier: Bools

@@ -20,6 +20,23 @@ MOST_ROWS = 8_000_000
 _LARGEST = 2**53
 # Timestamps may count from 1970.
 _LONGEST_SECONDS = 1e10
+_LARGEST_KEY = 2**62
+# Maximum size of the table of flags, as a multiple of the number of rows.
+_ROOM = 8
+_LEAST_ROOM = 1 << 20
+FORWARD = "forward-compute"
+BACKWARD = "backward-compute"
+GC = "gc"
+LAYERNORM = "layernorm-grads-all-reduce"
+EMBEDDING = "embedding-grads-all-reduce"
+PARAMS = "params-all-gather"
+GRADS = "grads-reduce-scatter"
+SEPARATE = "separate-grads-all-reduce"
+CLIP = "optimizer-clip-main-grad"
+OPTIMIZER = "optimizer"
+COMPUTES = (FORWARD, BACKWARD)
+# After the last backward, in this order.
+TAIL = (GC, LAYERNORM, EMBEDDING, GRADS, SEPARATE, CLIP, OPTIMIZER)
 
 
 class TimelineError(ValueError):
@@ -169,12 +186,6 @@ def _refuse(wrong: npt.NDArray[np.bool_], name: str, what: str) -> None:
         raise TimelineError(f"column {name} {what} in row {rows[0] + 1}{more}; drop or repair those rows")
 
 
-_LARGEST_KEY = 2**62
-# Maximum size of the table of flags, as a multiple of the number of rows.
-_ROOM = 8
-_LEAST_ROOM = 1 << 20
-
-
 def pack(*keys: Ints) -> tuple[Ints, int] | None:
     """One number per row that sorts like the keys, and the number of possible values; None if it would overflow."""
     packed = np.zeros(len(keys[0]), dtype=np.int64)
@@ -199,18 +210,6 @@ def number_groups(*keys: Ints) -> tuple[Ints, int]:
     seen[packed[0]] = True
     numbers = np.cumsum(seen) - 1
     return numbers[packed[0]], int(numbers[-1]) + 1
-
-
-FORWARD = "forward-compute"
-BACKWARD = "backward-compute"
-GC = "gc"
-LAYERNORM = "layernorm-grads-all-reduce"
-EMBEDDING = "embedding-grads-all-reduce"
-PARAMS = "params-all-gather"
-GRADS = "grads-reduce-scatter"
-SEPARATE = "separate-grads-all-reduce"
-CLIP = "optimizer-clip-main-grad"
-OPTIMIZER = "optimizer"
 
 
 class Waits(Enum):
@@ -249,9 +248,6 @@ _KNOWN = {
     "backward-send": Operation(Waits.PEER, False, "backward-pp-comm"),
     "backward-recv": Operation(Waits.PEER, False, "backward-pp-comm"),
 }
-COMPUTES = (FORWARD, BACKWARD)
-# After the last backward, in this order.
-TAIL = (GC, LAYERNORM, EMBEDDING, GRADS, SEPARATE, CLIP, OPTIMIZER)
 
 
 def is_known(name: str) -> bool:

@@ -25,158 +25,9 @@ from rankscope.analysis.traces.kernels import Kind, classify, host_communication
 from rankscope.analysis.traces.steps import NO_STEP, Steps, find_steps, first_whole, launch_rows, step_of_rows
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
-
 # Operators that enqueue or describe communication, which is counted separately.
 _COMMUNICATION_OPERATORS = re.compile(r"c10d::|_c10d_functional::|record_param_comms|gloo:|mpi:|ucc:")
-
-
-@dataclass(frozen=True)
-class Occupation:
-    """Sets of time, sorted and disjoint. `anything` also contains isolated events without a duration: a rank's time
-    starts with its first event and ends with its last."""
-
-    on_host: bool  # no device in the trace: operators are the computation
-    anything: Intervals
-    compute: Intervals
-    communication: Intervals
-    memory: Intervals  # copies
-    exposed_memory: Intervals  # covered neither by computation nor by communication on the device
-
-
-def occupy(trace: Trace) -> Occupation:
-    return _occupy_device(trace) if len(device_rows(trace)) else occupy_host(trace)
-
-
-def device_rows(trace: Trace) -> Ints:
-    """Everything that ran on a device."""
-    return np.flatnonzero(trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET))
-
-
-def _occupy_device(trace: Trace) -> Occupation:
-    """`gloo:…` on the host is communication only if the device has no communication kernels: next to NCCL it carries
-    barriers and small objects, and can at most explain idle time."""
-    rows = device_rows(trace)
-    start, end, kind = trace.start_ns[rows], trace.end_ns[rows], classify(trace)[rows]
-
-    def times(wanted: Kind) -> Intervals:
-        which = kind == wanted
-        return union(start[which], end[which])
-
-    anything = merge(start, end)
-    compute, on_device, memory = times(Kind.COMPUTE), times(Kind.COMMUNICATION), times(Kind.MEMORY)
-    communication = on_device
-    if not (kind == Kind.COMMUNICATION).any():
-        transfers = np.flatnonzero(host_communication(trace))
-        on_host = union(trace.start_ns[transfers], trace.end_ns[transfers])
-        communication = clip(on_host, int(anything[0][0]), int(anything[1][-1]))
-    exposed = difference(difference(memory, compute), on_device)
-    return Occupation(False, anything, compute, communication, memory, exposed)
-
-
-def occupy_host(trace: Trace) -> Occupation:
-    """Operators are the computation, except those that communicate or run inside a transfer on its thread."""
-    transfers = np.flatnonzero(host_communication(trace))
-    communication = union(trace.start_ns[transfers], trace.end_ns[transfers])
-    operators = trace.of(Category.CPU_OP) & ~names_like(trace, _COMMUNICATION_OPERATORS)[trace.name]
-    rows = np.flatnonzero(operators & ~_within_transfers(trace, transfers))
-    compute = union(trace.start_ns[rows], trace.end_ns[rows])
-    anything = union(np.concatenate((compute[0], communication[0])), np.concatenate((compute[1], communication[1])))
-    return Occupation(True, anything, compute, communication, NOTHING, NOTHING)
-
-
-def _within_transfers(trace: Trace, transfers: Ints) -> Bools:
-    within = np.zeros(len(trace), dtype=bool)
-    for thread in np.unique(trace.thread[transfers]):
-        own = transfers[trace.thread[transfers] == thread]
-        rows = np.flatnonzero(trace.thread == thread)
-        within[rows] = contains(union(trace.start_ns[own], trace.end_ns[own]), trace.start_ns[rows])
-    return within
-
-
 _LAUNCH = re.compile(r"(cuda|cu|hip)\w*Launch(?!Host)|runFunction\b")  # runFunction: MTIA
-
-
-@dataclass(frozen=True)
-class Launches:
-    """All kernels, copies and sets with a launch in the trace."""
-
-    count: int  # launch calls; a graph's call launches many kernels
-    kernel_count: int  # device events launched by them
-    call_total_ns: int
-    call_median_ns: int
-    call_longest_ns: int
-    # From the start of the call to the start of the kernel. A small delay means that the device waits for the host.
-    delay_median_ns: int
-    delay_p90_ns: int
-    delay_longest_ns: int
-    # Started within twice the median call time of the start of the call: the queue was empty and the device waited for
-    # this launch.
-    unqueued_ratio: float
-    # Launched and not yet finished at the moment of another launch.
-    queue_median: int
-    queue_longest: int
-    short_kernel_count: int  # kernels shorter than the call that launched them
-    short_kernel_ns: int
-    # Device events without a launch in the trace, and launches without a kernel: the edges of the recording.
-    unlaunched_count: int
-    untraced_launch_count: int
-
-
-def measure_launches(trace: Trace) -> Launches | None:
-    """None if no launch can be linked to a kernel."""
-    launch = launch_rows(trace)
-    is_work = trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET)
-    work = np.flatnonzero(is_work & (launch != ABSENT))
-    if len(work) == 0:
-        return None
-    calls = np.unique(launch[work])
-    call_ns = trace.duration_ns[calls]
-    usual_ns = int(np.median(call_ns))
-    delay = trace.start_ns[work] - trace.start_ns[launch[work]]
-    depth = _queue_depths(trace, work, launch[work])
-    short = trace.of(Category.KERNEL)[work] & (trace.duration_ns[work] < trace.duration_ns[launch[work]])
-    return Launches(
-        count=len(calls),
-        kernel_count=len(work),
-        call_total_ns=int(call_ns.sum()),
-        call_median_ns=usual_ns,
-        call_longest_ns=int(call_ns.max()),
-        delay_median_ns=int(np.median(delay)),
-        delay_p90_ns=int(np.percentile(delay, 90)),
-        delay_longest_ns=int(delay.max()),
-        unqueued_ratio=float(np.mean(delay <= 2 * usual_ns)),
-        queue_median=int(np.median(depth)),
-        queue_longest=int(depth.max()),
-        short_kernel_count=int(short.sum()),
-        short_kernel_ns=int(trace.duration_ns[work[short]].sum()),
-        unlaunched_count=int((is_work & (launch == ABSENT)).sum()),
-        untraced_launch_count=len(np.setdiff1d(_launch_calls(trace), calls)),
-    )
-
-
-def traced_launch_ratios(trace: Trace, steps: Steps, launch: Ints) -> list[float | None]:
-    """Per step, the share of launches whose kernel is in the trace; None if nothing was launched."""
-    calls = np.union1d(_launch_calls(trace), launch[launch != ABSENT])
-    position = steps.at(trace.start_ns[calls])
-    traced = np.isin(calls, launch)
-    counts = np.bincount(position[position != NO_STEP], minlength=len(steps))
-    found = np.bincount(position[traced & (position != NO_STEP)], minlength=len(steps))
-    return [float(some / every) if every else None for some, every in zip(found, counts, strict=True)]
-
-
-def _launch_calls(trace: Trace) -> Ints:
-    """Calls that launch kernels, by their name, whether or not the kernels are in the trace."""
-    return np.flatnonzero(trace.of(Category.RUNTIME, Category.DRIVER) & names_like(trace, _LAUNCH)[trace.name])
-
-
-def _queue_depths(trace: Trace, work: Ints, launch: Ints) -> Ints:
-    """Per launch, how many device events were launched and not finished, including itself."""
-    launched = np.sort(trace.start_ns[launch])
-    ended = np.sort(trace.end_ns[work])
-    moments = trace.start_ns[launch]
-    return np.searchsorted(launched, moments, "right") - np.searchsorted(ended, moments, "right")
-
-
 # At the end of a recording the device is behind the host: the last steps lack kernels that had not run yet.
 WHOLE_RATIO = 0.98
 
@@ -243,6 +94,45 @@ class Breakdown(Parts):
         return max(0, self.steps[0].start_ns - self.start_ns) + max(0, self.end_ns - self.steps[-1].end_ns)
 
 
+@dataclass(frozen=True)
+class Launches:
+    """All kernels, copies and sets with a launch in the trace."""
+
+    count: int  # launch calls; a graph's call launches many kernels
+    kernel_count: int  # device events launched by them
+    call_total_ns: int
+    call_median_ns: int
+    call_longest_ns: int
+    # From the start of the call to the start of the kernel. A small delay means that the device waits for the host.
+    delay_median_ns: int
+    delay_p90_ns: int
+    delay_longest_ns: int
+    # Started within twice the median call time of the start of the call: the queue was empty and the device waited for
+    # this launch.
+    unqueued_ratio: float
+    # Launched and not yet finished at the moment of another launch.
+    queue_median: int
+    queue_longest: int
+    short_kernel_count: int  # kernels shorter than the call that launched them
+    short_kernel_ns: int
+    # Device events without a launch in the trace, and launches without a kernel: the edges of the recording.
+    unlaunched_count: int
+    untraced_launch_count: int
+
+
+@dataclass(frozen=True)
+class Occupation:
+    """Sets of time, sorted and disjoint. `anything` also contains isolated events without a duration: a rank's time
+    starts with its first event and ends with its last."""
+
+    on_host: bool  # no device in the trace: operators are the computation
+    anything: Intervals
+    compute: Intervals
+    communication: Intervals
+    memory: Intervals  # copies
+    exposed_memory: Intervals  # covered neither by computation nor by communication on the device
+
+
 def break_down(trace: Trace) -> Breakdown | None:
     """None if the trace contains no work."""
     busy = occupy(trace)
@@ -264,6 +154,111 @@ def break_down(trace: Trace) -> Breakdown | None:
         on_host=busy.on_host,
         steps=_step_parts(busy, steps, windows, of_steps, traced),
     )
+
+
+def measure_launches(trace: Trace) -> Launches | None:
+    """None if no launch can be linked to a kernel."""
+    launch = launch_rows(trace)
+    is_work = trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET)
+    work = np.flatnonzero(is_work & (launch != ABSENT))
+    if len(work) == 0:
+        return None
+    calls = np.unique(launch[work])
+    call_ns = trace.duration_ns[calls]
+    usual_ns = int(np.median(call_ns))
+    delay = trace.start_ns[work] - trace.start_ns[launch[work]]
+    depth = _queue_depths(trace, work, launch[work])
+    short = trace.of(Category.KERNEL)[work] & (trace.duration_ns[work] < trace.duration_ns[launch[work]])
+    return Launches(
+        count=len(calls),
+        kernel_count=len(work),
+        call_total_ns=int(call_ns.sum()),
+        call_median_ns=usual_ns,
+        call_longest_ns=int(call_ns.max()),
+        delay_median_ns=int(np.median(delay)),
+        delay_p90_ns=int(np.percentile(delay, 90)),
+        delay_longest_ns=int(delay.max()),
+        unqueued_ratio=float(np.mean(delay <= 2 * usual_ns)),
+        queue_median=int(np.median(depth)),
+        queue_longest=int(depth.max()),
+        short_kernel_count=int(short.sum()),
+        short_kernel_ns=int(trace.duration_ns[work[short]].sum()),
+        unlaunched_count=int((is_work & (launch == ABSENT)).sum()),
+        untraced_launch_count=len(np.setdiff1d(_launch_calls(trace), calls)),
+    )
+
+
+def occupy(trace: Trace) -> Occupation:
+    return _occupy_device(trace) if len(device_rows(trace)) else occupy_host(trace)
+
+
+def device_rows(trace: Trace) -> Ints:
+    """Everything that ran on a device."""
+    return np.flatnonzero(trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET))
+
+
+def _occupy_device(trace: Trace) -> Occupation:
+    """`gloo:…` on the host is communication only if the device has no communication kernels: next to NCCL it carries
+    barriers and small objects, and can at most explain idle time."""
+    rows = device_rows(trace)
+    start, end, kind = trace.start_ns[rows], trace.end_ns[rows], classify(trace)[rows]
+
+    def times(wanted: Kind) -> Intervals:
+        which = kind == wanted
+        return union(start[which], end[which])
+
+    anything = merge(start, end)
+    compute, on_device, memory = times(Kind.COMPUTE), times(Kind.COMMUNICATION), times(Kind.MEMORY)
+    communication = on_device
+    if not (kind == Kind.COMMUNICATION).any():
+        transfers = np.flatnonzero(host_communication(trace))
+        on_host = union(trace.start_ns[transfers], trace.end_ns[transfers])
+        communication = clip(on_host, int(anything[0][0]), int(anything[1][-1]))
+    exposed = difference(difference(memory, compute), on_device)
+    return Occupation(False, anything, compute, communication, memory, exposed)
+
+
+def occupy_host(trace: Trace) -> Occupation:
+    """Operators are the computation, except those that communicate or run inside a transfer on its thread."""
+    transfers = np.flatnonzero(host_communication(trace))
+    communication = union(trace.start_ns[transfers], trace.end_ns[transfers])
+    operators = trace.of(Category.CPU_OP) & ~names_like(trace, _COMMUNICATION_OPERATORS)[trace.name]
+    rows = np.flatnonzero(operators & ~_within_transfers(trace, transfers))
+    compute = union(trace.start_ns[rows], trace.end_ns[rows])
+    anything = union(np.concatenate((compute[0], communication[0])), np.concatenate((compute[1], communication[1])))
+    return Occupation(True, anything, compute, communication, NOTHING, NOTHING)
+
+
+def _within_transfers(trace: Trace, transfers: Ints) -> Bools:
+    within = np.zeros(len(trace), dtype=bool)
+    for thread in np.unique(trace.thread[transfers]):
+        own = transfers[trace.thread[transfers] == thread]
+        rows = np.flatnonzero(trace.thread == thread)
+        within[rows] = contains(union(trace.start_ns[own], trace.end_ns[own]), trace.start_ns[rows])
+    return within
+
+
+def traced_launch_ratios(trace: Trace, steps: Steps, launch: Ints) -> list[float | None]:
+    """Per step, the share of launches whose kernel is in the trace; None if nothing was launched."""
+    calls = np.union1d(_launch_calls(trace), launch[launch != ABSENT])
+    position = steps.at(trace.start_ns[calls])
+    traced = np.isin(calls, launch)
+    counts = np.bincount(position[position != NO_STEP], minlength=len(steps))
+    found = np.bincount(position[traced & (position != NO_STEP)], minlength=len(steps))
+    return [float(some / every) if every else None for some, every in zip(found, counts, strict=True)]
+
+
+def _launch_calls(trace: Trace) -> Ints:
+    """Calls that launch kernels, by their name, whether or not the kernels are in the trace."""
+    return np.flatnonzero(trace.of(Category.RUNTIME, Category.DRIVER) & names_like(trace, _LAUNCH)[trace.name])
+
+
+def _queue_depths(trace: Trace, work: Ints, launch: Ints) -> Ints:
+    """Per launch, how many device events were launched and not finished, including itself."""
+    launched = np.sort(trace.start_ns[launch])
+    ended = np.sort(trace.end_ns[work])
+    moments = trace.start_ns[launch]
+    return np.searchsorted(launched, moments, "right") - np.searchsorted(ended, moments, "right")
 
 
 def _parts(busy: Occupation, start: Ints, end: Ints) -> list[Parts]:

@@ -26,7 +26,6 @@ _FIRST_HEAD_BYTES = 256 << 10
 _SECOND_NS = 1_000_000_000
 # Written again from other sources.
 _REPLACED = ("traceEvents", "distributedInfo", "")
-
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _EVENTS = msgspec.json.Decoder(list[RawEvent])
 _HEAD = msgspec.json.Decoder(dict[str, msgspec.Raw])

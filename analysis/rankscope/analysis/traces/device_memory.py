@@ -19,6 +19,8 @@ _FACTORY = re.compile(r"aten::(new_)?(empty|zeros|ones|full)(_like|_strided|_per
 _BACKWARD = re.compile(r"autograd::engine::evaluate_function")
 _OPTIMIZER = re.compile(r"Optimizer\.step#")
 MOST_CLIMBS = 32
+# Calls of the caching allocator when its cache is insufficient. Pinned host memory is not included.
+_ALLOCATOR = re.compile(r"(cuda|hip)(Malloc|Free)(Async|Managed)?$|cuMem(Alloc|Free|Create|Release|Map|Unmap)\b")
 
 
 @dataclass(frozen=True)
@@ -149,10 +151,6 @@ def _allocating_names(trace: Trace, moments: Ints) -> Ints:
         started[later] = began[later]
         found[later] = trace.name[spans.row[around[later]]]
     return found
-
-
-# Calls of the caching allocator when its cache is insufficient. Pinned host memory is not included.
-_ALLOCATOR = re.compile(r"(cuda|hip)(Malloc|Free)(Async|Managed)?$|cuMem(Alloc|Free|Create|Release|Map|Unmap)\b")
 
 
 def summarize_memory(trace: Trace) -> MemorySummary:

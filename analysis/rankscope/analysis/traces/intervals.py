@@ -11,7 +11,6 @@ from rankscope.analysis.stats.robust import Bools, Ints, number_groups
 from rankscope.analysis.traces.trace import ABSENT, Trace
 
 Intervals: TypeAlias = tuple[Ints, Ints]
-
 NOTHING: Intervals = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 

@@ -15,16 +15,7 @@ from rankscope.analysis.traces.intervals import nest
 from rankscope.analysis.traces.summary_records import ComputeSummary
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
-
-class Kind(IntEnum):
-    NONE = 0  # neither device work nor communication on the host
-    COMPUTE = 1  # includes memory sets: torch fills a tensor by a kernel or by a memset
-    COMMUNICATION = 2
-    MEMORY = 3  # copies
-
-
 Kinds = npt.NDArray[np.int8]
-
 # NCCL and RCCL, which kept NCCL's names (ncclKernel_…, ncclDevKernel_…); kernels that write to peers' memory directly;
 # MTIA's collectives.
 _COMMUNICATION = re.compile(
@@ -44,6 +35,28 @@ _TENSOR_CORE = re.compile(
     r"|(?<![a-z])bmm_\w*(E4m3|E5m2|E2m1|Bfloat16|Fp16)\w*_t\d+x\d+",
     re.IGNORECASE,
 )
+TOP = 20
+# FP32 matrix products without tensor cores. A name that indicates tensor cores takes precedence.
+_PLAIN_MATRIX = re.compile(r"sgemm|dgemm|simt_|_ffma_|gemmSN|gemmk1|scudnn|implicit_convolve_sgemm", re.IGNORECASE)
+_DENSE = re.compile(
+    r"gemm|conv|fprop|dgrad|wgrad|attn|attention|fmha|flash|cutlass|xmma|nvjet|Cijk_|matmul|winograd|_mma_|wgmma|lstm|rnn"
+    r"|triton_(tem|mm|bmm)",
+    re.IGNORECASE,
+)
+_MOVING = re.compile(
+    r"elementwise|reduce_kernel|softmax|layer_?norm|rms_?norm|batch_?norm|group_?norm|bn_(fw|bw)|copy|CatArray|index|gather"
+    r"|scatter|embedding|multi_tensor_apply|dropout|[Ff]ill|transpose|permute|nll_loss|cross_entropy|gemv|radixsort|sort"
+    r"|scan|\bcub::|where|adam|pool|memcpy|memset|triton_(poi|red|per)|GammaBeta|compute_grad|rotary|silu|gelu|swiglu",
+    re.IGNORECASE,
+)
+_FUSED = re.compile(r"triton_|fused", re.IGNORECASE)
+
+
+class Kind(IntEnum):
+    NONE = 0  # neither device work nor communication on the host
+    COMPUTE = 1  # includes memory sets: torch fills a tensor by a kernel or by a memset
+    COMMUNICATION = 2
+    MEMORY = 3  # copies
 
 
 def classify(trace: Trace) -> Kinds:
@@ -81,9 +94,6 @@ def _names_like(names: tuple[str, ...], pattern: re.Pattern[str], anywhere: bool
     found = np.fromiter((matches(name) is not None for name in names), dtype=bool, count=len(names))
     found.flags.writeable = False
     return found
-
-
-TOP = 20
 
 
 @dataclass(frozen=True)
@@ -155,22 +165,6 @@ def _own_durations(trace: Trace, rows: Ints) -> Ints:
     np.subtract.at(own, spans.row[spans.parent[inner]], trace.duration_ns[spans.row[inner]])
     np.maximum(own, 0, out=own)
     return own
-
-
-# FP32 matrix products without tensor cores. A name that indicates tensor cores takes precedence.
-_PLAIN_MATRIX = re.compile(r"sgemm|dgemm|simt_|_ffma_|gemmSN|gemmk1|scudnn|implicit_convolve_sgemm", re.IGNORECASE)
-_DENSE = re.compile(
-    r"gemm|conv|fprop|dgrad|wgrad|attn|attention|fmha|flash|cutlass|xmma|nvjet|Cijk_|matmul|winograd|_mma_|wgmma|lstm|rnn"
-    r"|triton_(tem|mm|bmm)",
-    re.IGNORECASE,
-)
-_MOVING = re.compile(
-    r"elementwise|reduce_kernel|softmax|layer_?norm|rms_?norm|batch_?norm|group_?norm|bn_(fw|bw)|copy|CatArray|index|gather"
-    r"|scatter|embedding|multi_tensor_apply|dropout|[Ff]ill|transpose|permute|nll_loss|cross_entropy|gemv|radixsort|sort"
-    r"|scan|\bcub::|where|adam|pool|memcpy|memset|triton_(poi|red|per)|GammaBeta|compute_grad|rotary|silu|gelu|swiglu",
-    re.IGNORECASE,
-)
-_FUSED = re.compile(r"triton_|fused", re.IGNORECASE)
 
 
 def mix_compute(trace: Trace) -> ComputeSummary | None:

@@ -88,7 +88,7 @@ class Trace:
     process: Ints  # pid of host events, device of device events; -1 if it is not a number
     thread: Ints  # tid of host events, stream of device events
     device: Ints
-    stream: Ints  # stream of device work; -1 for host operators and for annotations on the device, which have it in `thread`
+    stream: Ints  # of device work; -1 for host events and for annotations on the device, which have it in `thread`
     correlation: Ints  # links a kernel to the runtime call that launched it
     external_id: Ints
     size_bytes: Ints  # only for memory copies and sets

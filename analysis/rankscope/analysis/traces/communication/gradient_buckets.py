@@ -27,6 +27,17 @@ from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 # from the backward of its own function.
 _BACKWARD = re.compile(r"autograd::engine::evaluate_function")
 _GRADIENT = re.compile(r"autograd::engine::evaluate_function: .*AccumulateGrad")
+MEBIBYTE = 1 << 20
+CAPS_MB = (1, 5, 10, 25, 50, 100, 200, 400)
+# DDP closes its first bucket early, so that communication starts soon.
+FIRST_BUCKET_BYTES = MEBIBYTE
+DEFAULT_CAP_MB = 25
+# The maximum error of the model, as a share of the exposed time or (if little is exposed) of the communication time.
+TOLERANCE_EXPOSED = 0.15
+TOLERANCE_COMMUNICATION = 0.05
+# The minimum gain for a recommendation.
+SURE_ERRORS = 2.0
+WORTHWHILE_EXPOSED = 0.05
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,32 @@ class Buckets:
         return np.where(known, 1 - self.exposed_ns / np.where(known, self.duration_ns, 1), np.nan)
 
 
+@dataclass(frozen=True)
+class CapPrediction:
+    cap_mb: int
+    buckets: int  # per step
+    exposed_ns: float  # per step
+
+
+@dataclass(frozen=True)
+class Rebucketing:
+    """Medians over steps. Without predictions, `reason` explains why."""
+
+    buckets: int
+    bytes: int
+    cap_mb: int | None  # inferred from bucket sizes; None if they are inconclusive
+    exposed_ns: float
+    communication_ns: float
+    step_ns: float
+    modelled_exposed_ns: float | None = None  # of the current buckets
+    error_ns: float | None = None
+    predictions: tuple[CapPrediction, ...] = ()
+    recommended_cap_mb: int | None = None
+    gain_ns: float | None = None
+    reason: str = ""
+    advice: str = ""
+
+
 def find_buckets(trace: Trace, collectives: Collectives) -> Buckets:
     """Empty if the trace shows no DDP. Buckets outside of all steps (a trace may begin inside one) are ignored."""
     steps = find_steps(trace)
@@ -97,6 +134,40 @@ def find_buckets(trace: Trace, collectives: Collectives) -> Buckets:
         steps=steps,
         backward_began_ns=_backward_began(trace, steps),
     )
+
+
+def try_other_caps(trace: Trace, buckets: Buckets, policy: Policy = DEFAULT_POLICY) -> Rebucketing | None:
+    """None if there are no buckets."""
+    if not len(buckets):
+        return None
+    chosen = [np.flatnonzero(buckets.step == step) for step in np.unique(buckets.step)]
+    most = max(len(rows) for rows in chosen)
+    chosen = [rows for rows in chosen if len(rows) == most]  # a step that the trace cut has fewer
+    hiding = hiding_intervals(trace)
+    steps = [_step(buckets, rows, hiding) for rows in chosen]
+    everything = np.concatenate(chosen)
+    now = _as_they_are(buckets, steps)
+    if not buckets.measured[everything].all():
+        return replace(now, reason="the trace holds the calls but not the transfers")
+    if np.any(buckets.bytes[everything] <= 0):
+        return replace(now, reason="the trace does not tell the sizes of the buckets")
+    fit = _fit(buckets)
+    if not fit.is_fitted:
+        return replace(now, reason=f"latency and bandwidth cannot be told: {fit.reason}")
+    lanes = max(_lanes(buckets, rows) for rows in chosen)
+    seen = np.array([_seen(buckets, step) for step in steps])
+    modelled = np.array([_exposed(step.ready_ns, step.bytes, fit, lanes, step.hiding) for step in steps])
+    error = float(np.median(np.abs(modelled - seen)))
+    now = replace(now, modelled_exposed_ns=float(np.median(modelled)), error_ns=error)
+    allowed = max(TOLERANCE_EXPOSED * now.exposed_ns, TOLERANCE_COMMUNICATION * now.communication_ns)
+    if error > allowed:
+        return replace(
+            now,
+            reason=f"the model misses what was seen by {error / 1e6:.2f} ms of {now.exposed_ns / 1e6:.2f} ms exposed, "
+            f"more than the {allowed / 1e6:.2f} ms it may",
+        )
+    predictions = tuple(_predict(cap, steps, fit, lanes) for cap in CAPS_MB)
+    return _recommend(replace(now, predictions=predictions), policy)
 
 
 def computed_until(trace: Trace, moments_ns: Ints) -> Ints:
@@ -144,45 +215,6 @@ def _asking_rows(trace: Trace, collectives: Collectives, rows: Ints) -> Ints:
     return asked
 
 
-MEBIBYTE = 1 << 20
-CAPS_MB = (1, 5, 10, 25, 50, 100, 200, 400)
-# DDP closes its first bucket early, so that communication starts soon.
-FIRST_BUCKET_BYTES = MEBIBYTE
-DEFAULT_CAP_MB = 25
-# The maximum error of the model, as a share of the exposed time or (if little is exposed) of the communication time.
-TOLERANCE_EXPOSED = 0.15
-TOLERANCE_COMMUNICATION = 0.05
-# The minimum gain for a recommendation.
-SURE_ERRORS = 2.0
-WORTHWHILE_EXPOSED = 0.05
-
-
-@dataclass(frozen=True)
-class CapPrediction:
-    cap_mb: int
-    buckets: int  # per step
-    exposed_ns: float  # per step
-
-
-@dataclass(frozen=True)
-class Rebucketing:
-    """Medians over steps. Without predictions, `reason` explains why."""
-
-    buckets: int
-    bytes: int
-    cap_mb: int | None  # inferred from bucket sizes; None if they are inconclusive
-    exposed_ns: float
-    communication_ns: float
-    step_ns: float
-    modelled_exposed_ns: float | None = None  # of the current buckets
-    error_ns: float | None = None
-    predictions: tuple[CapPrediction, ...] = ()
-    recommended_cap_mb: int | None = None
-    gain_ns: float | None = None
-    reason: str = ""
-    advice: str = ""
-
-
 @dataclass(frozen=True)
 class _Step:
     """One step's buckets, and its gradients: the pieces that a cap cannot split."""
@@ -194,40 +226,6 @@ class _Step:
     piece_bytes: Floats
     piece_bucket: Ints  # position in rows
     hiding: Intervals
-
-
-def try_other_caps(trace: Trace, buckets: Buckets, policy: Policy = DEFAULT_POLICY) -> Rebucketing | None:
-    """None if there are no buckets."""
-    if not len(buckets):
-        return None
-    chosen = [np.flatnonzero(buckets.step == step) for step in np.unique(buckets.step)]
-    most = max(len(rows) for rows in chosen)
-    chosen = [rows for rows in chosen if len(rows) == most]  # a step that the trace cut has fewer
-    hiding = hiding_intervals(trace)
-    steps = [_step(buckets, rows, hiding) for rows in chosen]
-    everything = np.concatenate(chosen)
-    now = _as_they_are(buckets, steps)
-    if not buckets.measured[everything].all():
-        return replace(now, reason="the trace holds the calls but not the transfers")
-    if np.any(buckets.bytes[everything] <= 0):
-        return replace(now, reason="the trace does not tell the sizes of the buckets")
-    fit = _fit(buckets)
-    if not fit.is_fitted:
-        return replace(now, reason=f"latency and bandwidth cannot be told: {fit.reason}")
-    lanes = max(_lanes(buckets, rows) for rows in chosen)
-    seen = np.array([_seen(buckets, step) for step in steps])
-    modelled = np.array([_exposed(step.ready_ns, step.bytes, fit, lanes, step.hiding) for step in steps])
-    error = float(np.median(np.abs(modelled - seen)))
-    now = replace(now, modelled_exposed_ns=float(np.median(modelled)), error_ns=error)
-    allowed = max(TOLERANCE_EXPOSED * now.exposed_ns, TOLERANCE_COMMUNICATION * now.communication_ns)
-    if error > allowed:
-        return replace(
-            now,
-            reason=f"the model misses what was seen by {error / 1e6:.2f} ms of {now.exposed_ns / 1e6:.2f} ms exposed, "
-            f"more than the {allowed / 1e6:.2f} ms it may",
-        )
-    predictions = tuple(_predict(cap, steps, fit, lanes) for cap in CAPS_MB)
-    return _recommend(replace(now, predictions=predictions), policy)
 
 
 def _step(buckets: Buckets, rows: Ints, hiding: Intervals) -> _Step:

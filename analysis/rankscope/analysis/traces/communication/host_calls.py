@@ -24,6 +24,8 @@ from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
 # With these backends the annotation is the transfer itself; NCCL's annotations only enqueue it.
 _ON_HOST = frozenset({"gloo", "mpi"})
+_POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND_RECV)
+_UNSIZED = (CollectiveKind.COALESCED, CollectiveKind.SEND_RECV)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,32 @@ class Calls:
     on_host: Bools  # the leaf's span is the transfer itself
 
 
+@dataclass(frozen=True)
+class Transfers:
+    """Unordered; -1 means unknown."""
+
+    noted: Noted
+    start_ns: Ints
+    end_ns: Ints
+    kernel_row: Ints
+    call_row: Ints
+    calls: Ints
+    stream: Ints
+    measured: Bools
+
+    def take(self, index: Ints) -> Transfers:
+        rest = [field.name for field in fields(self) if field.name != "noted"]
+        return Transfers(self.noted.take(index), *(getattr(self, name)[index] for name in rest))
+
+    def and_also(self, other: Transfers) -> Transfers:
+        rest = [field.name for field in fields(self) if field.name != "noted"]
+        return replace(
+            self,
+            noted=Noted(*map(_both, self.noted.columns(), other.noted.columns())),
+            **{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in rest},
+        )
+
+
 def name_kinds(trace: Trace) -> NameKinds:
     def column(values: list[CollectiveKind | int | None]) -> Ints:
         return np.array([ABSENT if value is None else int(value) for value in values], dtype=np.int64)
@@ -87,29 +115,6 @@ def name_kinds(trace: Trace) -> NameKinds:
         peer=column([annotated_peer(name) for name in names]),
         element_bytes=column([element_bytes(name) for name in names]),
     )
-
-
-def read_notes(trace: Trace, kinds: NameKinds, rows: Ints) -> Noted:
-    """The metadata of these rows themselves."""
-    columns = trace.collectives
-    note_of_row = np.full(len(trace), ABSENT)
-    note_of_row[columns.row] = np.arange(len(columns.row))
-    width = taken(kinds.element_bytes, columns.element_type)
-
-    def in_bytes(elements: Ints) -> Ints:
-        return np.where((elements >= 0) & (width > 0), elements * width, ABSENT)
-
-    everything = Noted(
-        kind=taken(kinds.note, columns.collective),
-        group=columns.group,
-        group_description=columns.group_description,
-        group_size=columns.group_size,
-        sequence=columns.sequence,
-        in_bytes=in_bytes(columns.in_elements),
-        out_bytes=in_bytes(columns.out_elements),
-        peer=columns.peer,
-    )
-    return everything.take(note_of_row[rows])
 
 
 def find_calls(trace: Trace, kinds: NameKinds) -> Calls:
@@ -151,46 +156,39 @@ def find_calls(trace: Trace, kinds: NameKinds) -> Calls:
     return Calls(spans, own_kind, leaf, noted, kinds.on_host[trace.name[spans.row[leaf]]])
 
 
+def find_transfers(trace: Trace, kinds: NameKinds, calls: Calls) -> Transfers:
+    kernels, served = _of_kernels(trace, kinds, calls)
+    return kernels.and_also(_of_calls_alone(trace, calls, served))
+
+
+def read_notes(trace: Trace, kinds: NameKinds, rows: Ints) -> Noted:
+    """The metadata of these rows themselves."""
+    columns = trace.collectives
+    note_of_row = np.full(len(trace), ABSENT)
+    note_of_row[columns.row] = np.arange(len(columns.row))
+    width = taken(kinds.element_bytes, columns.element_type)
+
+    def in_bytes(elements: Ints) -> Ints:
+        return np.where((elements >= 0) & (width > 0), elements * width, ABSENT)
+
+    everything = Noted(
+        kind=taken(kinds.note, columns.collective),
+        group=columns.group,
+        group_description=columns.group_description,
+        group_size=columns.group_size,
+        sequence=columns.sequence,
+        in_bytes=in_bytes(columns.in_elements),
+        out_bytes=in_bytes(columns.out_elements),
+        peer=columns.peer,
+    )
+    return everything.take(note_of_row[rows])
+
+
 def taken(column: Ints, index: Ints) -> Ints:
     """The column by index; -1 where the index is -1."""
     if not len(column):
         return np.full(len(index), ABSENT)
     return np.where(index >= 0, column[index], ABSENT)
-
-
-_POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND_RECV)
-_UNSIZED = (CollectiveKind.COALESCED, CollectiveKind.SEND_RECV)
-
-
-@dataclass(frozen=True)
-class Transfers:
-    """Unordered; -1 means unknown."""
-
-    noted: Noted
-    start_ns: Ints
-    end_ns: Ints
-    kernel_row: Ints
-    call_row: Ints
-    calls: Ints
-    stream: Ints
-    measured: Bools
-
-    def take(self, index: Ints) -> Transfers:
-        rest = [field.name for field in fields(self) if field.name != "noted"]
-        return Transfers(self.noted.take(index), *(getattr(self, name)[index] for name in rest))
-
-    def and_also(self, other: Transfers) -> Transfers:
-        rest = [field.name for field in fields(self) if field.name != "noted"]
-        return replace(
-            self,
-            noted=Noted(*map(_both, self.noted.columns(), other.noted.columns())),
-            **{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in rest},
-        )
-
-
-def find_transfers(trace: Trace, kinds: NameKinds, calls: Calls) -> Transfers:
-    kernels, served = _of_kernels(trace, kinds, calls)
-    return kernels.and_also(_of_calls_alone(trace, calls, served))
 
 
 def _of_kernels(trace: Trace, kinds: NameKinds, calls: Calls) -> tuple[Transfers, Bools]:

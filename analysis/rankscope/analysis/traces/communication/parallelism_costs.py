@@ -20,6 +20,7 @@ _FRAMEWORKS = (
     ("fsdp", re.compile(r"FSDP|FullyShardedDataParallel|fully_shard", re.IGNORECASE)),
     ("zero", re.compile(r"deepspeed|zero3|zero_?(stage|optimizer)|partition(ed)?_param", re.IGNORECASE)),
 )
+_POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND_RECV)
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,26 @@ class Gathers:
         return sum(step.exposed_ns for step in self.steps)
 
 
+@dataclass(frozen=True)
+class Bubble:
+    """Medians over the steps of the trace."""
+
+    measured_ratio: (
+        float  # share of a step's device time in which transfers to or from neighbours prevented computation
+    )
+    waiting_ns: float  # the same as time per step
+    stages: int | None
+    microbatches: int | None  # per step
+    theoretical_ratio: float | None  # of 1F1B; None if stages or micro-batches are unknown
+
+    @property
+    def excess_ratio(self) -> float | None:
+        """What a balanced pipeline would not lose."""
+        if self.theoretical_ratio is None:
+            return None
+        return max(self.measured_ratio - self.theoretical_ratio, 0.0)
+
+
 def find_gathers(trace: Trace, collectives: Collectives) -> Gathers | None:
     """None if no all-gather and no reduce-scatter was measured."""
     kinds = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
@@ -86,43 +107,6 @@ def find_gathers(trace: Trace, collectives: Collectives) -> Gathers | None:
                 )
             )
     return Gathers(_framework(trace), tuple(found))
-
-
-def _framework(trace: Trace) -> str:
-    for name, pattern in _FRAMEWORKS:
-        if names_like(trace, pattern, anywhere=True).any():
-            return name
-    return ""
-
-
-_POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND_RECV)
-
-
-@dataclass(frozen=True)
-class Bubble:
-    """Medians over the steps of the trace."""
-
-    measured_ratio: (
-        float  # share of a step's device time in which transfers to or from neighbours prevented computation
-    )
-    waiting_ns: float  # the same as time per step
-    stages: int | None
-    microbatches: int | None  # per step
-    theoretical_ratio: float | None  # of 1F1B; None if stages or micro-batches are unknown
-
-    @property
-    def excess_ratio(self) -> float | None:
-        """What a balanced pipeline would not lose."""
-        if self.theoretical_ratio is None:
-            return None
-        return max(self.measured_ratio - self.theoretical_ratio, 0.0)
-
-
-def one_forward_one_backward_ratio(stages: int, microbatches: int) -> float:
-    """Idle share of a balanced 1F1B pipeline: (p−1)/(m+p−1)."""
-    if stages < 1 or microbatches < 1:
-        raise ValueError(f"a pipeline has stages and micro-batches, not {stages} and {microbatches}")
-    return (stages - 1) / (microbatches + stages - 1)
 
 
 def measure_bubble(
@@ -162,6 +146,20 @@ def measure_bubble(
         if known and stages and microbatches
         else None,
     )
+
+
+def _framework(trace: Trace) -> str:
+    for name, pattern in _FRAMEWORKS:
+        if names_like(trace, pattern, anywhere=True).any():
+            return name
+    return ""
+
+
+def one_forward_one_backward_ratio(stages: int, microbatches: int) -> float:
+    """Idle share of a balanced 1F1B pipeline: (p−1)/(m+p−1)."""
+    if stages < 1 or microbatches < 1:
+        raise ValueError(f"a pipeline has stages and micro-batches, not {stages} and {microbatches}")
+    return (stages - 1) / (microbatches + stages - 1)
 
 
 def _most_sent(mine: Collectives) -> int:

@@ -22,6 +22,82 @@ from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
 if TYPE_CHECKING:
     from rankscope.analysis.traces.joins.join import Join
 
+_PARTS = {
+    "compute": "computation",
+    "memory_kernels": "moving data in memory",
+    "memory_copies": "copying",
+    "input": "waiting for input",
+    "host": "waiting for the host to launch",
+    "synchronisation": "the host waiting for the device",
+    "other": "idle time of unknown reason",
+}
+# The share of time from which on the device mostly computes.
+_MOSTLY = 0.5
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    bound: str  # compute, communication, input, host, memory; unknown if nothing ran
+    sentence: str
+    shares: dict[str, float]  # shares of the span by part: the typical rank among those that set the pace
+    findings: tuple[Finding, ...]  # largest saving first
+
+
+def diagnose(ranks: Sequence[RankSummary], join: Join | None = None, policy: Policy = DEFAULT_POLICY) -> Diagnosis:
+    """Diagnose the ranks of one job, with their join if there is one. A finding must be worth `policy.impact_ratio`
+    of a step."""
+    usable = [rank for rank in ranks if rank.span_us > 0]
+    if not usable:
+        return Diagnosis("unknown", "nothing ran in what was traced", {}, ())
+    evidence = Evidence(tuple(usable), wait_ratios(join) if join else {})
+    findings = [finding for rule in RULES for finding in rule(evidence)]
+    if join is not None:
+        findings += blame(join, evidence, policy)
+    worth = [finding for finding in findings if finding.saving_ratio >= policy.impact_ratio]
+    worth.sort(key=lambda finding: -finding.saving_ratio)
+    # The slow ranks set the pace. What bounds the others, which wait for them, is irrelevant.
+    pace = [rank for rank in usable if join is not None and rank.rank in join.culprits] or usable
+    shares = evidence.shares_of(pace)
+    bound = _bound(shares)
+    who = f"{ranks_in_words(join.culprits)}: " if join is not None and len(pace) < len(usable) else ""
+    return Diagnosis(bound, who + _sentence(bound, shares, worth), shares, tuple(worth))
+
+
+def _bound(shares: dict[str, float]) -> str:
+    working = {"compute": shares["compute"], "memory": shares["memory_kernels"] + shares["memory_copies"]}
+    if sum(working.values()) >= _MOSTLY:
+        return max(working, key=lambda part: working[part])
+    lost = {
+        "communication": shares["communication"],
+        "input": shares["input"],
+        "host": shares["host"] + shares["synchronisation"],
+        "memory": shares["memory_copies"],
+    }
+    return max(lost, key=lambda part: lost[part]) if max(lost.values()) > 0 else "compute"
+
+
+def _sentence(bound: str, shares: dict[str, float], findings: Sequence[Finding]) -> str:
+    busy = shares["compute"] + shares["memory_kernels"]
+    said = {
+        "compute": f"compute-bound: kernels compute {_percent(busy)} of the time",
+        "memory": f"memory-bound: kernels and copies that only move data take "
+        f"{_percent(shares['memory_kernels'] + shares['memory_copies'])} of the time, dense computation "
+        f"{_percent(shares['compute'])}",
+        "communication": f"communication-bound: {_percent(shares['communication'])} of the time goes to communication "
+        f"that nothing hides, computation gets {_percent(busy)}",
+        "input": f"input-bound: {_percent(shares['input'])} of the time the device waits for data",
+        "host": f"host-bound: {_percent(shares['host'] + shares['synchronisation'])} of the time the device waits for "
+        "the host to launch work",
+    }[bound]
+    if not findings:
+        return f"{said}; little to gain elsewhere"
+    best = findings[0]
+    return f"{said}; most is lost to {best.title}: {_percent(best.saving_ratio)} of the step at best would come back"
+
+
+def _percent(ratio: float) -> str:
+    return f"{ratio * 100:.0f} %"
+
 
 def wait_ratios(join: Join) -> dict[int, float]:
     """By rank, the share of exposed communication that was waiting for others; of all communication if no steps are
@@ -105,82 +181,3 @@ def _excess(join: Join, evidence: Evidence, policy: Policy) -> tuple[str, dict[s
         f"; of its time, {_PARTS[most]} is {quantity(excess[most], 'us')} a step longer than its peers'",
         {f"excess_{most}_us": excess[most]},
     )
-
-
-_PARTS = {
-    "compute": "computation",
-    "memory_kernels": "moving data in memory",
-    "memory_copies": "copying",
-    "input": "waiting for input",
-    "host": "waiting for the host to launch",
-    "synchronisation": "the host waiting for the device",
-    "other": "idle time of unknown reason",
-}
-
-
-# The share of time from which on the device mostly computes.
-_MOSTLY = 0.5
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    bound: str  # compute, communication, input, host, memory; unknown if nothing ran
-    sentence: str
-    shares: dict[str, float]  # shares of the span by part: the typical rank among those that set the pace
-    findings: tuple[Finding, ...]  # largest saving first
-
-
-def diagnose(ranks: Sequence[RankSummary], join: Join | None = None, policy: Policy = DEFAULT_POLICY) -> Diagnosis:
-    """Diagnose the ranks of one job, with their join if there is one. A finding must be worth `policy.impact_ratio`
-    of a step."""
-    usable = [rank for rank in ranks if rank.span_us > 0]
-    if not usable:
-        return Diagnosis("unknown", "nothing ran in what was traced", {}, ())
-    evidence = Evidence(tuple(usable), wait_ratios(join) if join else {})
-    findings = [finding for rule in RULES for finding in rule(evidence)]
-    if join is not None:
-        findings += blame(join, evidence, policy)
-    worth = [finding for finding in findings if finding.saving_ratio >= policy.impact_ratio]
-    worth.sort(key=lambda finding: -finding.saving_ratio)
-    # The slow ranks set the pace. What bounds the others, which wait for them, is irrelevant.
-    pace = [rank for rank in usable if join is not None and rank.rank in join.culprits] or usable
-    shares = evidence.shares_of(pace)
-    bound = _bound(shares)
-    who = f"{ranks_in_words(join.culprits)}: " if join is not None and len(pace) < len(usable) else ""
-    return Diagnosis(bound, who + _sentence(bound, shares, worth), shares, tuple(worth))
-
-
-def _bound(shares: dict[str, float]) -> str:
-    working = {"compute": shares["compute"], "memory": shares["memory_kernels"] + shares["memory_copies"]}
-    if sum(working.values()) >= _MOSTLY:
-        return max(working, key=lambda part: working[part])
-    lost = {
-        "communication": shares["communication"],
-        "input": shares["input"],
-        "host": shares["host"] + shares["synchronisation"],
-        "memory": shares["memory_copies"],
-    }
-    return max(lost, key=lambda part: lost[part]) if max(lost.values()) > 0 else "compute"
-
-
-def _sentence(bound: str, shares: dict[str, float], findings: Sequence[Finding]) -> str:
-    busy = shares["compute"] + shares["memory_kernels"]
-    said = {
-        "compute": f"compute-bound: kernels compute {_percent(busy)} of the time",
-        "memory": f"memory-bound: kernels and copies that only move data take "
-        f"{_percent(shares['memory_kernels'] + shares['memory_copies'])} of the time, dense computation "
-        f"{_percent(shares['compute'])}",
-        "communication": f"communication-bound: {_percent(shares['communication'])} of the time goes to communication "
-        f"that nothing hides, computation gets {_percent(busy)}",
-        "input": f"input-bound: {_percent(shares['input'])} of the time the device waits for data",
-        "host": f"host-bound: {_percent(shares['host'] + shares['synchronisation'])} of the time the device waits for "
-        "the host to launch work",
-    }[bound]
-    if not findings:
-        return f"{said}; little to gain elsewhere"
-    best = findings[0]
-    return f"{said}; most is lost to {best.title}: {_percent(best.saving_ratio)} of the step at best would come back"
-
-
-def _percent(ratio: float) -> str:
-    return f"{ratio * 100:.0f} %"

@@ -24,6 +24,8 @@ from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Confidence, Kind
 from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
 
+_NO_ROWS = np.zeros(0, dtype=np.int64)
+
 
 @dataclass(frozen=True)
 class RankWaits:
@@ -195,9 +197,6 @@ def _group_waits(matched: Matched, arrivals: Arrivals) -> tuple[GroupWaits, ...]
             )
         )
     return tuple(found)
-
-
-_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def keep_essentials(trace: Trace, collectives: Collectives) -> tuple[Trace, Collectives]:

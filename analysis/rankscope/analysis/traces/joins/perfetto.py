@@ -16,15 +16,12 @@ from rankscope.analysis.traces.joins.clock_alignment import ClockShift
 from rankscope.analysis.traces.reader.json_stream import Ending, Text, batches, blocks_of, inflate
 from rankscope.analysis.traces.trace import Repairs, TraceError
 
-
 RawEvent: TypeAlias = dict[str, msgspec.Raw]
-
 # A rank's process has this number plus the rank. 0 is avoided because viewers treat it as the kernel's idle task.
 FIRST_PROCESS = 1_000_000
 # Larger than any thread id of an operating system; for tracks whose own number is taken or not a number.
 _FIRST_OWN_THREAD = 1 << 23
 _DEVICE_ORDER, _OTHER_ORDER = 1 << 24, 1 << 25
-
 ON_DEVICE = frozenset(
     f'"{category}"'.encode()
     for category in (
@@ -39,6 +36,22 @@ ON_DEVICE = frozenset(
 )
 PROCESS_NOTES = frozenset({b'"process_name"', b'"process_labels"', b'"process_sort_index"'})
 THREAD_NOTES = frozenset({b'"thread_name"', b'"thread_sort_index"'})
+# Times are written relative to this long before the first event of the first rank, so that none is negative. A float
+# holds nanoseconds there, but not since 1970.
+BEFORE_FIRST_NS = 600_000_000_000
+_HEAD_BYTES = 256 << 10
+_FLOW_BITS = 32
+_MISSING = msgspec.Raw(b"")
+_NO_TEXT = msgspec.Raw(b'""')
+_BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*"?(-?\d{1,19})(?!\d)')
+_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_PLAIN = re.compile(rb"(-?)(\d+)(?:\.(\d*))?")
+# Larger values exceed 64 bits in nanoseconds and are not times.
+_FURTHEST_DIGITS = 16
+_FURTHEST_MICROSECONDS = 10**_FURTHEST_DIGITS
+_FURTHEST_NS = 1 << 62
+_EVENTS = msgspec.json.Decoder(list[RawEvent])
+_ENCODER = msgspec.json.Encoder()
 
 
 @dataclass
@@ -96,24 +109,6 @@ class RankTracks:
 
     def _note(self, kind: str, thread: int, **arguments: object) -> dict[str, Any]:
         return {"name": kind, "ph": "M", "pid": self.process, "tid": thread, "ts": 0, "args": arguments}
-
-
-# Times are written relative to this long before the first event of the first rank, so that none is negative. A float
-# holds nanoseconds there, but not since 1970.
-BEFORE_FIRST_NS = 600_000_000_000
-_HEAD_BYTES = 256 << 10
-_FLOW_BITS = 32
-_MISSING = msgspec.Raw(b"")
-_NO_TEXT = msgspec.Raw(b'""')
-_BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*"?(-?\d{1,19})(?!\d)')
-_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
-_PLAIN = re.compile(rb"(-?)(\d+)(?:\.(\d*))?")
-# Larger values exceed 64 bits in nanoseconds and are not times.
-_FURTHEST_DIGITS = 16
-_FURTHEST_MICROSECONDS = 10**_FURTHEST_DIGITS
-_FURTHEST_NS = 1 << 62
-_EVENTS = msgspec.json.Decoder(list[RawEvent])
-_ENCODER = msgspec.json.Encoder()
 
 
 def merge_for_perfetto(

@@ -18,6 +18,8 @@ _FLOAT_LIMIT_US = float(1 << 43)
 _TIME_LIMIT_US = float(1 << 62) / 1000
 _UNSIGNED_MINUS_ONE = (1 << 32) - 1
 _LARGEST = (1 << 63) - 1
+# A call of a communication library, as annotated by torch: nccl:all_reduce, gloo:broadcast.
+COMMUNICATION_CALL = re.compile(r"(?:[a-z]*ccl|gloo|mpi):([A-Za-z_]\w*)")
 
 
 def integers(values: list[Any]) -> Ints:
@@ -99,10 +101,6 @@ def _float(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return float("nan")
-
-
-# A call of a communication library, as annotated by torch: nccl:all_reduce, gloo:broadcast.
-COMMUNICATION_CALL = re.compile(r"(?:[a-z]*ccl|gloo|mpi):([A-Za-z_]\w*)")
 
 
 class NameTable(dict[Any, int]):

@@ -15,49 +15,8 @@ from rankscope.analysis.traces.reader.events import DECODE_ERRORS, Arguments, Ba
 from rankscope.analysis.traces.reader.metadata import Membership, whole
 from rankscope.analysis.traces.trace import ABSENT, Category, Repairs
 
-
 _NO_TENSOR = ("", "Scalar", "ScalarList", "GenericList", "int", "bool")
 _LONGEST_DIMS_BYTES = 1 << 20
-
-
-def notes_of(arguments: list[Arguments], name: Ints, names: NameTable) -> tuple[dict[str, Ints], list[Membership]]:
-    """The columns of CollectiveColumns for events that have communication metadata. `row` counts from the first
-    event given."""
-    noted = [row for row, each in enumerate(arguments) if each.collective is not None or each.group is not None]
-    columns: dict[str, list[Any]] = {key: [] for key in _FIELDS}
-    members: dict[tuple[str, str], Membership] = {}
-    for row in noted:
-        each = arguments[row]
-        columns["row"].append(row)
-        columns["collective"].append(_index(each.collective, names))
-        columns["group"].append(_index(each.group, names))
-        columns["group_description"].append(_index(each.group_description, names))
-        columns["element_type"].append(_index(each.element_type, names))
-        columns["group_size"].append(each.group_size)
-        columns["sequence"].append(each.sequence)
-        columns["in_elements"].append(each.in_elements)
-        columns["out_elements"].append(each.out_elements)
-        columns["peer"].append(each.destination if each.destination != ABSENT else each.source)
-        columns["asynchronous"].append(_switch(each.asynchronous))
-        place = (str(each.group), str(each.group_ranks))
-        if each.group is not None and place not in members:
-            members[place] = _membership(each)
-    for row in np.flatnonzero(names.communication_calls()[name]).tolist():
-        each = arguments[row]
-        call = COMMUNICATION_CALL.match(names.texts[name[row]])
-        if call and len(each.input_dims) and each.collective is None and each.group is None:
-            elements, element_type = _size_of_inputs(each)
-            told = {
-                "row": row,
-                "collective": names[call[1]],
-                "in_elements": elements,
-                "element_type": _index(element_type, names),
-            }
-            for key in _FIELDS:
-                columns[key].append(told.get(key, ABSENT))
-    return {key: _column(key, values) for key, values in columns.items()}, list(members.values())
-
-
 _FIELDS = (
     "row",
     "collective",
@@ -71,88 +30,11 @@ _FIELDS = (
     "peer",
     "asynchronous",
 )
-
-
-def _column(key: str, values: list[Any]) -> Ints:
-    column = identifiers(values) if key == "peer" else integers(values)
-    return np.maximum(column, ABSENT)
-
-
-def _index(text: Any, names: NameTable) -> int:
-    return ABSENT if text is None or text == "" else names[str(text)]
-
-
-def _switch(value: Any) -> int:
-    if isinstance(value, str):
-        return {"true": 1, "1": 1, "false": 0, "0": 0}.get(value.lower(), ABSENT)
-    return int(value) if value in (0, 1) else ABSENT
-
-
-def _membership(each: Arguments) -> Membership:
-    size, start, stride, place = integers([each.group_size, each.group_start, each.group_stride, each.group_rank])
-    return Membership(
-        name=str(each.group),
-        description=str(each.group_description or ""),
-        ranks=str(each.group_ranks or ""),
-        size=int(size),
-        start=int(start),
-        stride=int(stride),
-        place=int(place),
-    )
-
-
-def _size_of_inputs(each: Arguments) -> tuple[int, str | None]:
-    """The number of elements of all input tensors, and the type of the first."""
-    if len(each.input_dims) > _LONGEST_DIMS_BYTES:
-        return ABSENT, None
-    try:
-        dims = msgspec.json.decode(each.input_dims)
-        types = msgspec.json.decode(each.input_type) if each.input_type else []
-    except DECODE_ERRORS:
-        return ABSENT, None
-    if not isinstance(dims, list) or not isinstance(types, list):
-        return ABSENT, None
-    total, first = 0, None
-    for place, shape in enumerate(dims):
-        kind = types[place] if place < len(types) and isinstance(types[place], str) else ""
-        if shape == [] and kind in _NO_TENSOR:
-            continue
-        total += _elements(shape)
-        first = first or kind or None
-    return (total if 0 < total < 1 << 62 else ABSENT), first
-
-
-def _elements(shape: Any) -> int:
-    if not isinstance(shape, list):
-        return 0
-    if all(isinstance(size, int) for size in shape):
-        return math.prod(shape)
-    return sum(_elements(inner) for inner in shape)
-
-
 _NO_ARGUMENTS = Arguments()
 # These always run on the host, whatever arguments they have; they are most of a trace.
 _HOST_ONLY = (Category.CPU_OP, Category.PYTHON, Category.USER_ANNOTATION)
 _DEVICE_WORK = (Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.DEVICE_EVENT)
 _ALLOCATION = "[memory]"
-
-
-class Growing:
-    """Columns that grow in pieces."""
-
-    def __init__(self) -> None:
-        self._pieces: dict[str, list[npt.NDArray[Any]]] = {}
-        self.length = 0
-
-    def add(self, **columns: npt.NDArray[Any]) -> None:
-        for key, column in columns.items():
-            self._pieces.setdefault(key, []).append(column)
-        self.length += len(next(iter(columns.values())))
-
-    def take(self, key: str) -> Ints:
-        """The whole column. Its pieces are released, so that a trace is never held twice."""
-        pieces = self._pieces.pop(key, [])
-        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
 
 
 class Gatherer:
@@ -255,6 +137,119 @@ class Gatherer:
             "device": device,
         }
         self.memory.add(**{key: column[timed] for key, column in columns.items()})
+
+
+class Growing:
+    """Columns that grow in pieces."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, list[npt.NDArray[Any]]] = {}
+        self.length = 0
+
+    def add(self, **columns: npt.NDArray[Any]) -> None:
+        for key, column in columns.items():
+            self._pieces.setdefault(key, []).append(column)
+        self.length += len(next(iter(columns.values())))
+
+    def take(self, key: str) -> Ints:
+        """The whole column. Its pieces are released, so that a trace is never held twice."""
+        pieces = self._pieces.pop(key, [])
+        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+
+
+def notes_of(arguments: list[Arguments], name: Ints, names: NameTable) -> tuple[dict[str, Ints], list[Membership]]:
+    """The columns of CollectiveColumns for events that have communication metadata. `row` counts from the first
+    event given."""
+    noted = [row for row, each in enumerate(arguments) if each.collective is not None or each.group is not None]
+    columns: dict[str, list[Any]] = {key: [] for key in _FIELDS}
+    members: dict[tuple[str, str], Membership] = {}
+    for row in noted:
+        each = arguments[row]
+        columns["row"].append(row)
+        columns["collective"].append(_index(each.collective, names))
+        columns["group"].append(_index(each.group, names))
+        columns["group_description"].append(_index(each.group_description, names))
+        columns["element_type"].append(_index(each.element_type, names))
+        columns["group_size"].append(each.group_size)
+        columns["sequence"].append(each.sequence)
+        columns["in_elements"].append(each.in_elements)
+        columns["out_elements"].append(each.out_elements)
+        columns["peer"].append(each.destination if each.destination != ABSENT else each.source)
+        columns["asynchronous"].append(_switch(each.asynchronous))
+        place = (str(each.group), str(each.group_ranks))
+        if each.group is not None and place not in members:
+            members[place] = _membership(each)
+    for row in np.flatnonzero(names.communication_calls()[name]).tolist():
+        each = arguments[row]
+        call = COMMUNICATION_CALL.match(names.texts[name[row]])
+        if call and len(each.input_dims) and each.collective is None and each.group is None:
+            elements, element_type = _size_of_inputs(each)
+            told = {
+                "row": row,
+                "collective": names[call[1]],
+                "in_elements": elements,
+                "element_type": _index(element_type, names),
+            }
+            for key in _FIELDS:
+                columns[key].append(told.get(key, ABSENT))
+    return {key: _column(key, values) for key, values in columns.items()}, list(members.values())
+
+
+def _column(key: str, values: list[Any]) -> Ints:
+    column = identifiers(values) if key == "peer" else integers(values)
+    return np.maximum(column, ABSENT)
+
+
+def _index(text: Any, names: NameTable) -> int:
+    return ABSENT if text is None or text == "" else names[str(text)]
+
+
+def _switch(value: Any) -> int:
+    if isinstance(value, str):
+        return {"true": 1, "1": 1, "false": 0, "0": 0}.get(value.lower(), ABSENT)
+    return int(value) if value in (0, 1) else ABSENT
+
+
+def _membership(each: Arguments) -> Membership:
+    size, start, stride, place = integers([each.group_size, each.group_start, each.group_stride, each.group_rank])
+    return Membership(
+        name=str(each.group),
+        description=str(each.group_description or ""),
+        ranks=str(each.group_ranks or ""),
+        size=int(size),
+        start=int(start),
+        stride=int(stride),
+        place=int(place),
+    )
+
+
+def _size_of_inputs(each: Arguments) -> tuple[int, str | None]:
+    """The number of elements of all input tensors, and the type of the first."""
+    if len(each.input_dims) > _LONGEST_DIMS_BYTES:
+        return ABSENT, None
+    try:
+        dims = msgspec.json.decode(each.input_dims)
+        types = msgspec.json.decode(each.input_type) if each.input_type else []
+    except DECODE_ERRORS:
+        return ABSENT, None
+    if not isinstance(dims, list) or not isinstance(types, list):
+        return ABSENT, None
+    total, first = 0, None
+    for place, shape in enumerate(dims):
+        kind = types[place] if place < len(types) and isinstance(types[place], str) else ""
+        if shape == [] and kind in _NO_TENSOR:
+            continue
+        total += _elements(shape)
+        first = first or kind or None
+    return (total if 0 < total < 1 << 62 else ABSENT), first
+
+
+def _elements(shape: Any) -> int:
+    if not isinstance(shape, list):
+        return 0
+    if all(isinstance(size, int) for size in shape):
+        return math.prod(shape)
+    return sum(_elements(inner) for inner in shape)
 
 
 def _arguments(events: list[Event]) -> list[Arguments]:

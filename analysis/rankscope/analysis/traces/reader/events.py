@@ -14,13 +14,197 @@ import numpy.typing as npt
 from rankscope.analysis.stats.robust import Bools, Ints
 from rankscope.analysis.traces.trace import Category, Repairs, TraceError
 
-
 _QUOTE, _BACKSLASH, _COMMA = ord('"'), ord("\\"), ord(",")
 _STEP = np.zeros(256, dtype=np.int8)
 _STEP[[ord("{"), ord("[")]] = 1
 _STEP[[ord("}"), ord("]")]] = -1
 _STRUCTURAL = _STEP != 0
 _STRUCTURAL[_COMMA] = True
+CONTROL = "control character inside a text replaced by a space"
+ENCODING = "piece of text that is not UTF-8 replaced by U+FFFD"
+SURROGATE = "half of a surrogate pair replaced by U+FFFD"
+ESCAPE = "backslash that escapes nothing taken as a backslash"
+NOT_A_NUMBER = "NaN or Infinity taken as not measured"
+TOO_LARGE = "number too large to hold taken as not measured"
+_TO_SPACE = bytes(letter if letter >= 0x20 else 0x20 for letter in range(256))
+_PAIR_OR_HALF = re.compile(
+    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
+)
+_MENDING_BACKSLASH = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})?')
+# Both patterns start at what precedes a value: a search from every letter, or from every digit of a long number, would
+# be very slow.
+_WORD = re.compile(rb"[:,\[]\s*([-+]?(?:[Nn]a[Nn](?:\([a-z0-9]*\))?|[Ii]nf(?:inity)?|NAN|INF))(?![A-Za-z0-9])")
+_LONG_NUMBER = re.compile(
+    rb"[:,\[]\s*(-?[0-9]{300,}(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|-?[0-9.]+[eE]\+?[0-9]{3,})(?![0-9.])"
+)
+UNREADABLE = "event left out because it cannot be read"
+# With more, the file is not a damaged trace but something else.
+UNREADABLE_LIMIT = 1000
+_NOTHING = msgspec.Raw()
+_PLACE = re.compile(r" \(byte (\d+)\)")
+# The start of an event, recognised without counting brackets: to resume after a stray quote.
+_NEXT_EVENT = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|cat|name|pid|tid|ts|dur|id)"\s*:)')
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_WRITTEN = {
+    Category.CPU_OP: ("cpu_op", "operator", "cpu_operator"),
+    Category.KERNEL: ("kernel", "concurrent_kernel", "gpu_kernel"),
+    Category.MEMCPY: ("gpu_memcpy", "memcpy", "gpu_memcpy2"),
+    Category.MEMSET: ("gpu_memset", "memset"),
+    Category.RUNTIME: (
+        "cuda_runtime",
+        "runtime",
+        "hip_runtime",
+        "roctracer",
+        "xpu_runtime",
+        "privateuse1_runtime",
+        "mtia_runtime",
+    ),
+    Category.DRIVER: ("cuda_driver", "driver", "hip_driver", "xpu_driver", "privateuse1_driver"),
+    Category.SYNC: ("cuda_sync", "sync", "hip_sync", "xpu_sync"),
+    Category.USER_ANNOTATION: ("user_annotation", "annotation"),
+    Category.GPU_ANNOTATION: ("gpu_user_annotation", "gpu_annotation"),
+    Category.PYTHON: ("python_function", "python"),
+    Category.OVERHEAD: ("overhead",),
+    Category.DEVICE_EVENT: ("mtia_ccp_events",),
+}
+_BY_WORD = {word: category for category, words in _WRITTEN.items() for word in words}
+# Profilers before torch 1.13 labelled all host events as operators.
+_ANNOTATION = re.compile(r"ProfilerStep#|Optimizer\.(step|zero_grad)#|[a-z]+ccl:|gloo:|mpi:|enumerate\(DataLoader\)#")
+_RUNTIME_CALL = re.compile(r"(cuda|hip)[A-Z]\w*$")
+_DRIVER_CALL = re.compile(r"cu[A-Z]\w*$")
+# MTIA has one category for everything its control processor sees. Jobs and packets enclose the kernels they ran.
+# Kernels are the rest, named `pe_exe` if the launch, which has the name, precedes the recording.
+_MTIA_COPY = re.compile(r"dma")
+_MTIA_WAIT = re.compile(r"event_(wait|record)$")
+_MTIA_ENVELOPE = re.compile(r"job_exe|packet|cpum_exe_subgraph")
+
+
+class Arguments(msgspec.Struct, gc=False):
+    """Users can record anything under any name, so the fields accept any type."""
+
+    external_id: Any = msgspec.field(default=-1, name="External id")
+    device: Any = -1
+    stream: Any = -1
+    correlation: Any = -1
+    size_bytes: Any = msgspec.field(default=-1, name="bytes")
+    old_external_id: Any = msgspec.field(default=-1, name="external id")
+    collective: Any = msgspec.field(default=None, name="Collective name")
+    group: Any = msgspec.field(default=None, name="Process Group Name")
+    group_description: Any = msgspec.field(default=None, name="Process Group Description")
+    group_ranks: Any = msgspec.field(default=None, name="Process Group Ranks")
+    group_size: Any = msgspec.field(default=-1, name="Group size")
+    group_start: Any = msgspec.field(default=-1, name="Global rank start")
+    group_stride: Any = msgspec.field(default=-1, name="Global rank stride")
+    group_rank: Any = msgspec.field(default=-1, name="Rank")
+    sequence: Any = msgspec.field(default=-1, name="Seq")
+    element_type: Any = msgspec.field(default=None, name="dtype")
+    in_elements: Any = msgspec.field(default=-1, name="In msg nelems")
+    out_elements: Any = msgspec.field(default=-1, name="Out msg nelems")
+    source: Any = msgspec.field(default=-1, name="Src Rank")
+    destination: Any = msgspec.field(default=-1, name="Dst Rank")
+    asynchronous: Any = msgspec.field(default=-1, name="Is asynchronized op")
+    # Of "[memory]" instants.
+    change_bytes: Any = msgspec.field(default=None, name="Bytes")
+    allocated_bytes: Any = msgspec.field(default=-1, name="Total Allocated")
+    reserved_bytes: Any = msgspec.field(default=-1, name="Total Reserved")
+    device_type: Any = msgspec.field(default=-1, name="Device Type")
+    memory_device: Any = msgspec.field(default=-1, name="Device Id")
+    # Long lists in traces with shapes; decoded only for the few events that need them.
+    input_dims: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input Dims")
+    input_type: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input type")
+
+
+class Event(msgspec.Struct, gc=False):
+    ph: Any = None
+    cat: Any = None
+    name: Any = None
+    pid: Any = -1
+    tid: Any = -1
+    ts: Any = None
+    dur: Any = None
+    args: Arguments | list[msgspec.Raw] | str | int | float | bool | None = None
+
+
+class WrittenTimes(msgspec.Struct, gc=False):
+    ts: msgspec.Raw = _NOTHING
+    dur: msgspec.Raw = _NOTHING
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Events and their JSON text."""
+
+    text: bytes
+    events: list[Event]
+
+    def written_times(self) -> list[WrittenTimes]:
+        """The times as written in the file, with digits that a float cannot hold."""
+        return _TIMES.decode(self.text)
+
+
+def decode(elements: bytes | memoryview) -> Batch:
+    """Decode a text `{…}, {…}, …`. Success proves that it was cut between two events: a cut inside a string or
+    nested brackets leaves them open."""
+    text = b"".join((b"[", elements, b"]"))
+    return Batch(text, _EVENTS.decode(text))
+
+
+def decode_pieces(
+    text: bytes, starts: list[int], ends: list[int], repairs: Repairs, *, offset: int
+) -> tuple[list[Batch], int | None]:
+    """Decode the elements of a text, repaired where necessary. Unreadable ones are found by bisection, noted and
+    skipped. If one of them swallowed its neighbours (because of a stray quote), decoding stops, and the second
+    result is the position where the next event seems to begin."""
+    batches: list[Batch] = []
+    waiting = [(0, len(starts))] if starts else []
+    while waiting:
+        first, last = waiting.pop()
+        start, end = starts[first], ends[last - 1]
+        try:
+            batch = _decode_mended(text[start:end], repairs, offset=offset + start)
+            if not batch.events:
+                repairs.note("comma without an event behind it", byte=offset + start)
+            batches.append(batch)
+            continue
+        except DECODE_ERRORS as error:
+            reason = error
+        if last - first > 1:
+            middle = (first + last) // 2
+            waiting += [(middle, last), (first, middle)]
+            continue
+        note_unreadable(repairs, explain(reason), byte=offset + end - len(text[start:end].lstrip()))
+        # The last element ends where the array seems to end, which may be wrong after a stray quote.
+        following = next_event(text, start, len(text) if last == len(starts) else end)
+        if following is not None:
+            return batches, following
+    return batches, None
+
+
+def next_event(text: bytes, start: int, end: int) -> int | None:
+    found = _NEXT_EVENT.search(text, start, end)
+    return found.end() if found else None
+
+
+def note_unreadable(repairs: Repairs, reason: str, *, byte: int) -> None:
+    repairs.note(f"{UNREADABLE}: {reason}", byte=byte)
+    if repairs.total(UNREADABLE) > UNREADABLE_LIMIT:
+        raise TraceError(f"more than {UNREADABLE_LIMIT} events cannot be read; the last one: {reason}", byte=byte)
+
+
+def explain(error: Exception) -> str:
+    """A decoder's error as a clause, without its position."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return "not UTF-8"
+    words = _PLACE.sub("", str(error)).split(" - at ")[0].removeprefix("JSON is malformed: ").replace("`", "")
+    return words[:1].lower() + words[1:] if not words.startswith("JSON") else words
+
+
+def place_of(error: Exception) -> int | None:
+    """The position of the error in the text."""
+    found = _PLACE.search(str(error))
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)
@@ -66,26 +250,6 @@ def _escaped(letters: np.ndarray[tuple[int], np.dtype[np.uint8]], positions: Int
     last_other = np.where(before >= 0, others[np.maximum(before, 0)], -1)
     escaped: Bools = (positions - last_other - 1) % 2 == 1
     return escaped
-
-
-CONTROL = "control character inside a text replaced by a space"
-ENCODING = "piece of text that is not UTF-8 replaced by U+FFFD"
-SURROGATE = "half of a surrogate pair replaced by U+FFFD"
-ESCAPE = "backslash that escapes nothing taken as a backslash"
-NOT_A_NUMBER = "NaN or Infinity taken as not measured"
-TOO_LARGE = "number too large to hold taken as not measured"
-
-_TO_SPACE = bytes(letter if letter >= 0x20 else 0x20 for letter in range(256))
-_PAIR_OR_HALF = re.compile(
-    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
-)
-_MENDING_BACKSLASH = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})?')
-# Both patterns start at what precedes a value: a search from every letter, or from every digit of a long number, would
-# be very slow.
-_WORD = re.compile(rb"[:,\[]\s*([-+]?(?:[Nn]a[Nn](?:\([a-z0-9]*\))?|[Ii]nf(?:inity)?|NAN|INF))(?![A-Za-z0-9])")
-_LONG_NUMBER = re.compile(
-    rb"[:,\[]\s*(-?[0-9]{300,}(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|-?[0-9.]+[eE]\+?[0-9]{3,})(?![0-9.])"
-)
 
 
 def mend(text: bytes, repairs: Repairs, *, offset: int) -> bytes:
@@ -154,133 +318,10 @@ def _mend_values(text: bytes, pattern: re.Pattern[bytes], words: str, repairs: R
     return b"".join([*pieces, text[done:]])
 
 
-UNREADABLE = "event left out because it cannot be read"
-# With more, the file is not a damaged trace but something else.
-UNREADABLE_LIMIT = 1000
-
-_NOTHING = msgspec.Raw()
-_PLACE = re.compile(r" \(byte (\d+)\)")
-# The start of an event, recognised without counting brackets: to resume after a stray quote.
-_NEXT_EVENT = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|cat|name|pid|tid|ts|dur|id)"\s*:)')
-
-
-class Arguments(msgspec.Struct, gc=False):
-    """Users can record anything under any name, so the fields accept any type."""
-
-    external_id: Any = msgspec.field(default=-1, name="External id")
-    device: Any = -1
-    stream: Any = -1
-    correlation: Any = -1
-    size_bytes: Any = msgspec.field(default=-1, name="bytes")
-    old_external_id: Any = msgspec.field(default=-1, name="external id")
-    collective: Any = msgspec.field(default=None, name="Collective name")
-    group: Any = msgspec.field(default=None, name="Process Group Name")
-    group_description: Any = msgspec.field(default=None, name="Process Group Description")
-    group_ranks: Any = msgspec.field(default=None, name="Process Group Ranks")
-    group_size: Any = msgspec.field(default=-1, name="Group size")
-    group_start: Any = msgspec.field(default=-1, name="Global rank start")
-    group_stride: Any = msgspec.field(default=-1, name="Global rank stride")
-    group_rank: Any = msgspec.field(default=-1, name="Rank")
-    sequence: Any = msgspec.field(default=-1, name="Seq")
-    element_type: Any = msgspec.field(default=None, name="dtype")
-    in_elements: Any = msgspec.field(default=-1, name="In msg nelems")
-    out_elements: Any = msgspec.field(default=-1, name="Out msg nelems")
-    source: Any = msgspec.field(default=-1, name="Src Rank")
-    destination: Any = msgspec.field(default=-1, name="Dst Rank")
-    asynchronous: Any = msgspec.field(default=-1, name="Is asynchronized op")
-    # Of "[memory]" instants.
-    change_bytes: Any = msgspec.field(default=None, name="Bytes")
-    allocated_bytes: Any = msgspec.field(default=-1, name="Total Allocated")
-    reserved_bytes: Any = msgspec.field(default=-1, name="Total Reserved")
-    device_type: Any = msgspec.field(default=-1, name="Device Type")
-    memory_device: Any = msgspec.field(default=-1, name="Device Id")
-    # Long lists in traces with shapes; decoded only for the few events that need them.
-    input_dims: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input Dims")
-    input_type: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input type")
-
-
-class Event(msgspec.Struct, gc=False):
-    ph: Any = None
-    cat: Any = None
-    name: Any = None
-    pid: Any = -1
-    tid: Any = -1
-    ts: Any = None
-    dur: Any = None
-    args: Arguments | list[msgspec.Raw] | str | int | float | bool | None = None
-
-
-class WrittenTimes(msgspec.Struct, gc=False):
-    ts: msgspec.Raw = _NOTHING
-    dur: msgspec.Raw = _NOTHING
-
-
 _EVENTS = msgspec.json.Decoder(list[Event])
+
+
 _TIMES = msgspec.json.Decoder(list[WrittenTimes])
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Events and their JSON text."""
-
-    text: bytes
-    events: list[Event]
-
-    def written_times(self) -> list[WrittenTimes]:
-        """The times as written in the file, with digits that a float cannot hold."""
-        return _TIMES.decode(self.text)
-
-
-def decode(elements: bytes | memoryview) -> Batch:
-    """Decode a text `{…}, {…}, …`. Success proves that it was cut between two events: a cut inside a string or
-    nested brackets leaves them open."""
-    text = b"".join((b"[", elements, b"]"))
-    return Batch(text, _EVENTS.decode(text))
-
-
-DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-
-def decode_pieces(
-    text: bytes, starts: list[int], ends: list[int], repairs: Repairs, *, offset: int
-) -> tuple[list[Batch], int | None]:
-    """Decode the elements of a text, repaired where necessary. Unreadable ones are found by bisection, noted and
-    skipped. If one of them swallowed its neighbours (because of a stray quote), decoding stops, and the second
-    result is the position where the next event seems to begin."""
-    batches: list[Batch] = []
-    waiting = [(0, len(starts))] if starts else []
-    while waiting:
-        first, last = waiting.pop()
-        start, end = starts[first], ends[last - 1]
-        try:
-            batch = _decode_mended(text[start:end], repairs, offset=offset + start)
-            if not batch.events:
-                repairs.note("comma without an event behind it", byte=offset + start)
-            batches.append(batch)
-            continue
-        except DECODE_ERRORS as error:
-            reason = error
-        if last - first > 1:
-            middle = (first + last) // 2
-            waiting += [(middle, last), (first, middle)]
-            continue
-        note_unreadable(repairs, explain(reason), byte=offset + end - len(text[start:end].lstrip()))
-        # The last element ends where the array seems to end, which may be wrong after a stray quote.
-        following = next_event(text, start, len(text) if last == len(starts) else end)
-        if following is not None:
-            return batches, following
-    return batches, None
-
-
-def next_event(text: bytes, start: int, end: int) -> int | None:
-    found = _NEXT_EVENT.search(text, start, end)
-    return found.end() if found else None
-
-
-def note_unreadable(repairs: Repairs, reason: str, *, byte: int) -> None:
-    repairs.note(f"{UNREADABLE}: {reason}", byte=byte)
-    if repairs.total(UNREADABLE) > UNREADABLE_LIMIT:
-        raise TraceError(f"more than {UNREADABLE_LIMIT} events cannot be read; the last one: {reason}", byte=byte)
 
 
 def _decode_mended(elements: bytes, repairs: Repairs, *, offset: int) -> Batch:
@@ -302,57 +343,6 @@ def _may_be_mended(error: Exception) -> bool:
     if isinstance(error, msgspec.ValidationError):
         return "range" in str(error)  # a number out of range; otherwise the element is not an event
     return not isinstance(error, RecursionError)
-
-
-def explain(error: Exception) -> str:
-    """A decoder's error as a clause, without its position."""
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    if isinstance(error, UnicodeDecodeError):
-        return "not UTF-8"
-    words = _PLACE.sub("", str(error)).split(" - at ")[0].removeprefix("JSON is malformed: ").replace("`", "")
-    return words[:1].lower() + words[1:] if not words.startswith("JSON") else words
-
-
-def place_of(error: Exception) -> int | None:
-    """The position of the error in the text."""
-    found = _PLACE.search(str(error))
-    return int(found[1]) if found else None
-
-
-_WRITTEN = {
-    Category.CPU_OP: ("cpu_op", "operator", "cpu_operator"),
-    Category.KERNEL: ("kernel", "concurrent_kernel", "gpu_kernel"),
-    Category.MEMCPY: ("gpu_memcpy", "memcpy", "gpu_memcpy2"),
-    Category.MEMSET: ("gpu_memset", "memset"),
-    Category.RUNTIME: (
-        "cuda_runtime",
-        "runtime",
-        "hip_runtime",
-        "roctracer",
-        "xpu_runtime",
-        "privateuse1_runtime",
-        "mtia_runtime",
-    ),
-    Category.DRIVER: ("cuda_driver", "driver", "hip_driver", "xpu_driver", "privateuse1_driver"),
-    Category.SYNC: ("cuda_sync", "sync", "hip_sync", "xpu_sync"),
-    Category.USER_ANNOTATION: ("user_annotation", "annotation"),
-    Category.GPU_ANNOTATION: ("gpu_user_annotation", "gpu_annotation"),
-    Category.PYTHON: ("python_function", "python"),
-    Category.OVERHEAD: ("overhead",),
-    Category.DEVICE_EVENT: ("mtia_ccp_events",),
-}
-_BY_WORD = {word: category for category, words in _WRITTEN.items() for word in words}
-
-# Profilers before torch 1.13 labelled all host events as operators.
-_ANNOTATION = re.compile(r"ProfilerStep#|Optimizer\.(step|zero_grad)#|[a-z]+ccl:|gloo:|mpi:|enumerate\(DataLoader\)#")
-_RUNTIME_CALL = re.compile(r"(cuda|hip)[A-Z]\w*$")
-_DRIVER_CALL = re.compile(r"cu[A-Z]\w*$")
-# MTIA has one category for everything its control processor sees. Jobs and packets enclose the kernels they ran.
-# Kernels are the rest, named `pe_exe` if the launch, which has the name, precedes the recording.
-_MTIA_COPY = re.compile(r"dma")
-_MTIA_WAIT = re.compile(r"event_(wait|record)$")
-_MTIA_ENVELOPE = re.compile(r"job_exe|packet|cpum_exe_subgraph")
 
 
 class CategoryTable(dict[Any, int]):

@@ -22,7 +22,6 @@ from rankscope.analysis.traces.trace import Repairs, TraceError
 
 BLOCK_BYTES = 1 << 20
 TEXT_LIMIT_BYTES = 16 << 30
-
 _GZIP = b"\x1f\x8b"
 _GZIP_WINDOW = 31  # zlib: expect a gzip header and verify the checksum
 _OTHER_KINDS = (
@@ -35,6 +34,15 @@ _OTHER_KINDS = (
     (b"\xfe\xff", "UTF-16 text"),
     (b"SQLite format 3", "an SQLite database (an Nsight export?)"),
 )
+# Large enough to amortize the decoder's start-up, small enough for its records to stay in the cache.
+PIECE_BYTES = 2 << 20
+# More than any event takes; without a limit a stray quote would swallow the file.
+EVENT_LIMIT_BYTES = 32 << 20
+# After a damaged position there may be another one soon: scanning a whole piece again for each would take hours.
+WARY_BYTES = 16 << 10
+_LIKELY_CUT = re.compile(rb"\}\s*,\s*(?=\{)")
+_LIKELY_END = re.compile(rb"\}\s*\]")
+_CUT_SEARCH_BYTES = 16 << 10
 
 
 def blocks_of(data: bytes | bytearray | memoryview) -> Iterator[memoryview]:
@@ -96,18 +104,6 @@ def _gunzip(head: bytes, source: Iterator[bytes | memoryview]) -> Iterator[bytes
             yield text
         elif ended and not inflater.eof:
             raise TraceError(f"the gzip data ends early, at byte {read} of the file; was it cut off while copied?")
-
-
-# Large enough to amortize the decoder's start-up, small enough for its records to stay in the cache.
-PIECE_BYTES = 2 << 20
-# More than any event takes; without a limit a stray quote would swallow the file.
-EVENT_LIMIT_BYTES = 32 << 20
-# After a damaged position there may be another one soon: scanning a whole piece again for each would take hours.
-WARY_BYTES = 16 << 10
-
-_LIKELY_CUT = re.compile(rb"\}\s*,\s*(?=\{)")
-_LIKELY_END = re.compile(rb"\}\s*\]")
-_CUT_SEARCH_BYTES = 16 << 10
 
 
 @dataclass
