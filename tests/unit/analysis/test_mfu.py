@@ -77,7 +77,7 @@ def test_a_name_from_the_driver_finds_its_own_peak(name: str, device: str, bf16:
 
 
 def test_an_open_form_is_guessed_aloud() -> None:
-    assert find_peak("h100").note == "H100 was taken for H100 SXM"
+    assert find_peak("h100").note == "H100 is assumed to be H100 SXM"
     assert find_peak("h100 sxm").note == find_peak("A100").note == ""
 
 

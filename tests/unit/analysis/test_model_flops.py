@@ -154,7 +154,7 @@ def test_what_a_config_holds_beyond_the_count_is_said() -> None:
         ({"hidden_size": 10**400}, "hidden_size"),
         ({"num_hidden_layers": 10**9}, "more layers than"),
         ({"num_attention_heads": 33}, "give head_dim"),
-        ({"num_key_value_heads": 5}, "does not divide"),
+        ({"num_key_value_heads": 5}, "is not divisible"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"vocab_size": 10**9, "hidden_size": 10**9, "head_dim": 128}, "more than any model"),
     ],

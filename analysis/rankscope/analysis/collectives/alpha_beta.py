@@ -212,7 +212,7 @@ def _fit(mine: Observations) -> Fit:
         if tree is not None and (line is None or tree.loss < line.loss):
             chosen, line = Algorithm.TREE, tree
     if line is None or line.beta_bytes_per_second is None:
-        return replace(empty, reason="the time does not grow with the size, so that these sizes show latency only")
+        return replace(empty, reason="the time does not grow with the size: these sizes show only latency")
     fit = replace(
         empty,
         algorithm=chosen,
@@ -238,21 +238,22 @@ def _bus_rate(usable: Observations) -> float | None:
 
 def _reason_against(mine: Observations, usable: Observations, sizes: Ints, kind: int, ranks: int) -> str:
     if not has_model(kind):
-        return f"there is no model of {CollectiveKind(kind).label}"
+        return f"there is no model for {CollectiveKind(kind).label}"
     if not np.any(mine.bytes > 0):
-        return "no size is known"
+        return "all sizes are unknown"
     if ranks < 0:
-        return "the number of ranks is not known"
+        return "the number of ranks is unknown"
     if ranks == 1:
-        return "a group of one rank moves nothing"
+        return "a group of one rank transfers nothing"
     if len(usable) < OBSERVATIONS_NEEDED:
         return f"{len(usable)} timed with a known size, {OBSERVATIONS_NEEDED} are needed"
     if len(sizes) < SIZES_NEEDED:
         word = "sizes" if len(sizes) > 1 else "size"
-        return f"{len(sizes)} distinct {word}, {SIZES_NEEDED} are needed to tell latency from bandwidth"
+        return f"{len(sizes)} distinct {word}, {SIZES_NEEDED} are needed to distinguish latency from bandwidth"
     span = float(sizes[-1]) / float(sizes[0])
     if span < SIZE_SPAN_NEEDED:
-        return f"sizes span a factor of {span:.1f}, {SIZE_SPAN_NEEDED:.0f} are needed to tell latency from bandwidth"
+        needed = f"{SIZE_SPAN_NEEDED:.0f} are needed to distinguish latency from bandwidth"
+        return f"sizes span a factor of {span:.1f}, {needed}"
     return ""
 
 

@@ -128,8 +128,7 @@ def _judge(
         ongoing=bool(levels[-1] > back),
         lost_seconds=lost,
         lost_ratio=lost_ratio,
-        reason=f"{fit.label} takes {ratio:.1f}× as long as {than} would have it, in {int(slow.sum())} of "
-        f"{len(windows)} windows",
+        reason=f"{fit.label} takes {ratio:.1f}× as long as {than}, in {int(slow.sum())} of {len(windows)} windows",
     )
 
 

@@ -58,7 +58,7 @@ _COLUMNS: dict[str, tuple[float | None, ...]] = {
     "MI350X": (72.1, 144.2, None, 2306.9, 2306.9, 4613.7, 4613.7, 9227.5),
     "MI355X": (78.6, 157.3, None, 2516.6, 2516.6, 5033.2, 5033.2, 10066.3),
 }
-_NOTES = {"MI250X": "one of the two dies of an MI250X, which is what a rank drives; the card is twice that"}
+_NOTES = {"MI250X": "one of the two dies of an MI250X, which a rank uses; the card has twice that"}
 # Names without a form factor, and the form factor assumed for them.
 _FORMS = {"V100": "SXM", "H100": "SXM", "H200": "SXM"}
 _CHIPS = sorted({name.split()[0] for name in _COLUMNS}, key=len, reverse=True)
@@ -98,7 +98,7 @@ def find_peak(device_name: str, dtype: str | None = None) -> Peak:
     if dtype is None:
         chosen = "bf16" if peaks["bf16"] is not None else "fp16"
         if chosen == "fp16":
-            note = "; ".join(filter(None, (note, f"{device} has no bf16: its fp16 peak is taken")))
+            note = "; ".join(filter(None, (note, f"{device} has no bf16; its fp16 peak is used")))
     else:
         chosen = _find_dtype(dtype)
     tflops = peaks[chosen]
@@ -120,7 +120,7 @@ def _find_dtype(text: str) -> str:
     plain = text.lower().removeprefix("torch.").replace("_", "").replace("-", "")
     dtype = _ALIASES.get(plain, plain)
     if dtype not in DTYPES:
-        raise PeakError(f"{text[:40]!r} is no number format known here; known: {', '.join(DTYPES)}")
+        raise PeakError(f"{text[:40]!r} is not a known number format; known: {', '.join(DTYPES)}")
     return dtype
 
 
@@ -131,7 +131,7 @@ def _find_device(text: str) -> tuple[str, str]:
     matches = [match for match in map(_WORD.fullmatch, words) if match]
     chips = {match[1] for match in matches}
     if len(chips) != 1:
-        why = "names several devices" if chips else "is no device known here"
+        why = "names several devices" if chips else "is not a known device"
         raise PeakError(f"{text[:60]!r} {why}; known: {', '.join(known_devices())}")
     chip = chips.pop()
     usual = _FORMS.get(chip)
@@ -143,4 +143,4 @@ def _find_device(text: str) -> tuple[str, str]:
             return f"{chip} {form}", ""
     # Drivers omit SXM for these: only the SXM form of an H100 has HBM3, and an H200 without NVL is SXM.
     sure = "HBM3" in words or (chip == "H200" and "NVIDIA" in words)
-    return f"{chip} {usual}", "" if sure else f"{chip} was taken for {chip} {usual}"
+    return f"{chip} {usual}", "" if sure else f"{chip} is assumed to be {chip} {usual}"

@@ -31,7 +31,7 @@ class Fields:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-                raise ConfigError(f"{name} is {str(value)[:40]!r}, not a whole number from 1 to {MOST:,}")
+                raise ConfigError(f"{name} is {str(value)[:40]!r}, not an integer from 1 to {MOST:,}")
             return value
         if default is None:
             raise ConfigError(f"{names[0]} is missing")
@@ -65,7 +65,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{name} is not a list of words")
+            raise ConfigError(f"{name} is not a list of strings")
         return tuple(value)
 
     def wholes(self, name: str) -> tuple[int, ...]:
@@ -73,13 +73,13 @@ class Fields:
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
-            raise ConfigError(f"{name} is not a list of whole numbers")
+            raise ConfigError(f"{name} is not a list of integers")
         return tuple(value)
 
     def layers(self, *names: str) -> int:
         layers = self.count(*names)
         if layers > MOST_LAYERS:
-            raise ConfigError(f"{names[0]} is {layers:,}, more layers than are counted here ({MOST_LAYERS:,})")
+            raise ConfigError(f"{names[0]} is {layers:,}, more layers than supported ({MOST_LAYERS:,})")
         return layers
 
 
@@ -235,7 +235,7 @@ def _deepseek(name: str, fields: Fields) -> ModelShape:
         )
     notes = []
     if fields.has("num_nextn_predict_layers") and fields.whole("num_nextn_predict_layers", 0):
-        notes.append("the layers that predict further tokens (num_nextn_predict_layers) are not counted")
+        notes.append("layers for multi-token prediction (num_nextn_predict_layers) are not counted")
     return ModelShape(
         family=name,
         width=width,
@@ -298,13 +298,13 @@ def _head_size(fields: Fields, width: int, heads: int) -> int:
     if fields.has("head_dim"):
         return fields.count("head_dim")
     if width % heads:
-        raise ConfigError(f"hidden_size {width} does not divide by num_attention_heads {heads}; give head_dim")
+        raise ConfigError(f"hidden_size {width} is not divisible by num_attention_heads {heads}; give head_dim")
     return width // heads
 
 
 def _check_groups(heads: int, kv_heads: int) -> None:
     if heads % kv_heads:
-        raise ConfigError(f"num_attention_heads {heads} does not divide by num_key_value_heads {kv_heads}")
+        raise ConfigError(f"num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}")
 
 
 def _windows(fields: Fields, count: int, which: str) -> list[int | None]:

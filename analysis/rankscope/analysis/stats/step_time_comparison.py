@@ -103,7 +103,7 @@ def _settle(runs: Sequence[Floats], warmup: int | None, name: str) -> tuple[list
             raise CompareError(f"a run of {name} has no steps")
         if not ((run >= SHORTEST_SECONDS) & (run <= LONGEST_SECONDS)).all():
             raise CompareError(
-                f"a run of {name} has steps that are no step times: shorter than a nanosecond, or endless"
+                f"a run of {name} has invalid step times: shorter than a nanosecond or longer than 30 years"
             )
         first = warmup_steps(run) if warmup is None else warmup
         if first >= len(run):
@@ -119,7 +119,7 @@ def _too_few(a: Floats, b: Floats) -> str:
     for name, run in (("A", a), ("B", b)):
         if len(run) < STEPS_NEEDED:
             steps = "1 step" if len(run) == 1 else f"{len(run)} steps"
-            return f"{name} has {steps} after warm-up; {STEPS_NEEDED} are needed to tell a difference from noise"
+            return f"{name} has {steps} after warm-up; {STEPS_NEEDED} are needed to distinguish a difference from noise"
     return ""
 
 

@@ -169,7 +169,7 @@ def _sort(tasks: list[Task], before: list[list[int]]) -> list[Task]:
             if waiting[later] == 0:
                 ready.append(later)
     if len(done) < len(tasks):
-        raise TimelineError("operations wait for each other in a circle; are stage, seq_id and mc right?")
+        raise TimelineError("circular dependencies between operations; check stage, seq_id and mc")
     return done
 
 
@@ -260,7 +260,7 @@ def _meet(pairs: Pairs, meeting: dict[tuple[int, str], list[int]], direction: st
                 target = (stage + ahead) % pipeline.stages
                 pairs.notes.append(
                     f"{direction} sends of stage {stage} ({len(sends)}) do not match the receives of stage {target} "
-                    f"({len(receives)}): its transfers count as instant"
+                    f"({len(receives)}): these transfers count as instant"
                 )
             pairs.left_out.update(sends, receives)
             sends.clear()

@@ -113,12 +113,12 @@ def lay_out(timeline: Timeline, sizes: JobSizes) -> Layout:
     if odd:
         named = ", ".join(map(str, odd[:STEPS_NAMED])) + (", …" if len(odd) > STEPS_NAMED else "")
         notes.append(
-            f"{len(odd)} of {steps_recorded} steps left out: ranks do not hold the same operations (step {named})"
+            f"{len(odd)} of {steps_recorded} steps left out: ranks do not have the same operations (step {named})"
         )
     if reordered:
-        notes.append(f"{reordered} rank-steps ran their computes in another order; replayed in the usual one")
+        notes.append(f"{reordered} rank-steps ran their computes in another order; replayed in the most common one")
     if not tables:
-        raise TimelineError("no step in which all ranks hold the same operations; record whole steps of every rank")
+        raise TimelineError("no step in which all ranks have the same operations; record whole steps of every rank")
     tables.sort(key=lambda table: int(table.steps[0]))
     return Layout(lanes, tuple(tables), steps_recorded, (*lanes.notes, *notes))
 
@@ -129,7 +129,7 @@ def _require_computes(timeline: Timeline, lanes: Lanes) -> None:
         raise TimelineError("no forward-compute or backward-compute rows; is it a timeline of operations?")
     idle = np.flatnonzero(np.bincount(timeline.stage[computes], minlength=lanes.stages) == 0)
     if len(idle):
-        raise TimelineError(f"stage {idle[0]} has no forward-compute or backward-compute rows; record its ranks, too")
+        raise TimelineError(f"stage {idle[0]} has no forward-compute or backward-compute rows; record its ranks too")
 
 
 def _order(*keys: Ints) -> Ints:
@@ -224,7 +224,7 @@ def find_lanes(timeline: Timeline, sizes: JobSizes) -> tuple[Timeline, Lanes, In
         raise TimelineError(f"no data-parallel rank has rows for all of its {stages} stages; record every rank")
     if not complete.all():
         lost = ", ".join(map(str, data_ranks[~complete][:8]))
-        notes.append(f"data-parallel ranks without all their stages left out: {lost}")
+        notes.append(f"data-parallel ranks without all stages excluded: {lost}")
     renumbered = np.cumsum(complete) - 1
     kept_place = usable & complete[data_of_place]
     rank = np.full((stages, int(complete.sum()), tensors), -1, dtype=np.int64)
@@ -300,7 +300,7 @@ def tidy(timeline: Timeline, data: Ints, tensor: Ints, lanes: Lanes) -> tuple[In
     same_time = np.r_[False, _same(rows, timeline.start_seconds, timeline.duration_seconds)]
     twice = same_group & np.r_[False, _same(rows, order)] & ((order[rows] >= 0) | same_time)
     if twice.any():
-        notes.append(f"{int(twice.sum())} rows are there twice (same rank, step, optype, seq_id): the first counts")
+        notes.append(f"{int(twice.sum())} duplicate rows (same rank, step, optype, seq_id): the first one is used")
         rows, same_group = rows[~twice], same_group[~twice]
     starts = np.flatnonzero(~same_group)
     index = np.arange(len(rows)) - np.repeat(starts, np.diff(np.r_[starts, len(rows)]))
@@ -336,7 +336,7 @@ def _drop_strangers(timeline: Timeline, worker: Ints, kept: Bools, notes: list[s
         beside = int((overlap & touched).sum()) > BESIDE_RATIO * int(stranger.sum())
         if beside:
             kept &= ~stranger
-        how = "it runs beside known ones, so it is left out" if beside else "taken for the rank's own work"
+        how = "it overlaps known ones and is excluded" if beside else "treated as the rank's own work"
         notes.append(f"unknown optype {name!r}: {how}")
 
 
@@ -350,4 +350,4 @@ def _drop_partial(timeline: Timeline, data: Ints, tensor: Ints, lanes: Lanes, ke
         if name in COMPUTES:
             continue
         kept &= ~((timeline.operation == number) & (timeline.stage == stage))
-        notes.append(f"{name} of stage {stage} left out: some of its ranks have none")
+        notes.append(f"{name} of stage {stage} excluded: some of its ranks have none")

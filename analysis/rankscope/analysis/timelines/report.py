@@ -100,7 +100,7 @@ def analyze(timeline: Timeline, sizes: JobSizes = NOT_DECLARED, policy: Policy =
     """Raises TimelineError if there is nothing to replay or no other rank to compare with."""
     layout = lay_out(timeline, sizes)
     if layout.lanes.rank.size < 2:
-        raise TimelineError("one rank only: there is nobody to compare it with; record the other ranks, too")
+        raise TimelineError("only one rank, nothing to compare it with; record the other ranks too")
     model = build_model(layout)
     decomposition = decompose(model)
     judgement = judge(model, policy)
@@ -130,10 +130,10 @@ def _with_notes(report: TimelineReport, sizes: JobSizes) -> TimelineReport:
     notes = list(report.notes)
     if report.launch_slowdown >= DELAY_NOTED_RATIO:
         gaps = percent(1 - 1 / report.launch_slowdown)
-        notes.append(f"{gaps} of the recorded step are delays before operations start, which the replay leaves out")
+        notes.append(f"{gaps} of the recorded step are delays before operations, which the replay excludes")
     declared = (sizes.tensor or 1) if report.rank.shape[2] == 1 else 1
     if declared > 1:
-        notes.append(f"a row stands for {declared} tensor-parallel ranks: those of one group are not told apart")
+        notes.append(f"a row stands for {declared} tensor-parallel ranks: ranks of one group cannot be distinguished")
     return replace(report, notes=tuple(notes))
 
 
@@ -231,7 +231,7 @@ def judge(model: Model, policy: Policy) -> Judgement:
     elif candidates:
         notes.append(f"it looks like {candidates[0].kind.value}: {candidates[0].reason}")
     if own.shape[2] * own.shape[3] == 1:
-        notes.append("one rank per stage: a slow rank cannot be told from a slow stage")
+        notes.append("one rank per stage: a slow rank cannot be distinguished from a slow stage")
     verdict = abstention or (candidates or [_healthy(found)])[0]
     return Judgement(verdict, found, own.mean(axis=0), tuple(notes))
 
@@ -297,14 +297,14 @@ def _job_wide(model: Model, taken: list[Floats], policy: Policy) -> list[Verdict
     imbalance = find_imbalance(model, taken, own, policy)
     if imbalance is not None:
         reason = (
-            f"in the middle step the slowest rank works {imbalance.spread_ratio:.2f}× as long as the others, and it is "
-            f"another one each time (at most {percent(imbalance.slowest_often_ratio)} of the steps the same)"
+            f"in the median step the slowest rank works {imbalance.spread_ratio:.2f}× as long as the others, and it is "
+            f"a different one each time (at most {percent(imbalance.slowest_often_ratio)} of the steps the same)"
         )
         found.append(Verdict(Kind.DATA_IMBALANCE, reason, Severity.ALARM, impact_ratio=imbalance.impact_ratio))
     transfer = find_slow_transfer(model, taken, policy)
     if transfer is not None:
         where = "" if transfer.stage is None else f" of stage {transfer.stage}"
-        reason = f"{transfer.family}{where} takes {transfer.ratio:.1f}× its usual transfer time; nobody is late for it"
+        reason = f"{transfer.family}{where} takes {transfer.ratio:.1f}× its usual transfer time; no rank is late for it"
         found.append(Verdict(Kind.SLOW_COMMUNICATION, reason, Severity.ALARM, impact_ratio=transfer.impact_ratio))
     return found
 

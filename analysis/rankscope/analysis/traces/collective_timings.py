@@ -48,9 +48,9 @@ def _joined(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives],
     labels = [_channel_label(channel) for channel in matched.channels]
     names, group = np.unique([labels[number] for number in matched.channel[chosen].tolist()], return_inverse=True)
     start = np.minimum.reduceat(arrivals.start_ns, heads) if count else np.zeros(0, dtype=np.int64)
-    notes = [f"{count} collectives matched over {len(traces)} ranks: times are the transfer alone, without waiting"]
+    notes = [f"{count} collectives matched over {len(traces)} ranks: times are transfers without waiting"]
     if len(chosen) < count:
-        notes.append(f"{count - len(chosen)} left out: nothing of them is transfer, as far as the clocks can tell")
+        notes.append(f"{count - len(chosen)} excluded: no transfer time at the resolution of the clocks")
     # If no trace gives the world size, a collective over all given ranks has their number.
     told = max((trace.world_size or 0 for trace in traces.values()), default=0)
     whole = ranks or (len(traces) if told <= len(traces) else -1)
@@ -88,7 +88,7 @@ def _alone(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives], 
         groups=tuple(labels) or ("",),
     )
     grouped = int((column("calls") > 1).sum())
-    notes = ["times are what one rank saw: they include waiting for ranks that came later"]
+    notes = ["times are from one rank and include waiting for later ranks"]
     if grouped:
         notes.append(f"{grouped} kernels served several calls each that NCCL grouped; their bytes are the sum")
     return Observed(observations, tuple(notes))

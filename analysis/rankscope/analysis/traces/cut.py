@@ -14,7 +14,7 @@ import numpy as np
 from rankscope.analysis.stats.robust import Ints
 from rankscope.analysis.traces.breakdown import Breakdown
 from rankscope.analysis.traces.joins.perfetto import ON_DEVICE, RawEvent, in_utf8, microseconds, nanoseconds
-from rankscope.analysis.traces.reader.events import DECODE_ERRORS, mend
+from rankscope.analysis.traces.reader.events import DECODE_ERRORS, repair_json
 from rankscope.analysis.traces.reader.json_stream import Ending, Text, batches, inflate
 from rankscope.analysis.traces.reader.metadata import base_time_ns, describe
 from rankscope.analysis.traces.steps import Steps, first_whole
@@ -137,13 +137,13 @@ def _open(text: Text) -> dict[str, msgspec.Raw]:
         for found in _EVENTS_KEY.finditer(bytes(text.held)):
             before = bytes(text.held[: found.start()]).removeprefix(b"\xef\xbb\xbf") + b'"":0}'
             try:
-                head = _HEAD.decode(mend(before, Repairs(), offset=0))
+                head = _HEAD.decode(repair_json(before, Repairs(), offset=0))
             except DECODE_ERRORS:
                 continue  # inside another value
             text.drop(found.end())
             return head
         if text.ended or len(text.held) > HEAD_LIMIT_BYTES:
-            raise TraceError("no traceEvents where a profiler writes them: within the first megabytes of an object")
+            raise TraceError("traceEvents not found in the first megabytes of the file")
         text.hold(2 * len(text.held))
 
 

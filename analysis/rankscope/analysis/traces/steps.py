@@ -13,7 +13,7 @@ from rankscope.analysis.traces.kernels import names_like
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
 # An annotation that Rankscope writes where it cut a recording at a step boundary.
-CUT_AT_A_STEP = "rankscope: the steps asked for begin here"
+CUT_AT_A_STEP = "rankscope: requested steps begin here"
 _PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,18})")
 _OPTIMIZER_STEP = re.compile(r"Optimizer\.step#")
 _BACKWARD = re.compile(r"autograd::engine::evaluate_function")

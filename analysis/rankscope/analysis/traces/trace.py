@@ -156,7 +156,7 @@ class Repairs:
         """The number of repairs whose message starts with the prefix."""
         return sum(count for words, count in self._counts.items() if words.startswith(prefix))
 
-    def in_words(self) -> tuple[str, ...]:
+    def messages(self) -> tuple[str, ...]:
         return tuple(self._sentence(words, count) for words, count in self._counts.items())
 
     def _sentence(self, words: str, count: int) -> str:

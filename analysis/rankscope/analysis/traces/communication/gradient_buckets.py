@@ -148,12 +148,12 @@ def try_other_caps(trace: Trace, buckets: Buckets, policy: Policy = DEFAULT_POLI
     everything = np.concatenate(chosen)
     now = _as_they_are(buckets, steps)
     if not buckets.measured[everything].all():
-        return replace(now, reason="the trace holds the calls but not the transfers")
+        return replace(now, reason="the trace has the calls but not the transfers")
     if np.any(buckets.bytes[everything] <= 0):
-        return replace(now, reason="the trace does not tell the sizes of the buckets")
+        return replace(now, reason="the trace has no bucket sizes")
     fit = _fit(buckets)
     if not fit.is_fitted:
-        return replace(now, reason=f"latency and bandwidth cannot be told: {fit.reason}")
+        return replace(now, reason=f"latency and bandwidth are unknown: {fit.reason}")
     lanes = max(_lanes(buckets, rows) for rows in chosen)
     seen = np.array([_seen(buckets, step) for step in steps])
     modelled = np.array([_exposed(step.ready_ns, step.bytes, fit, lanes, step.hiding) for step in steps])
@@ -163,8 +163,8 @@ def try_other_caps(trace: Trace, buckets: Buckets, policy: Policy = DEFAULT_POLI
     if error > allowed:
         return replace(
             now,
-            reason=f"the model misses what was seen by {error / 1e6:.2f} ms of {now.exposed_ns / 1e6:.2f} ms exposed, "
-            f"more than the {allowed / 1e6:.2f} ms it may",
+            reason=f"the model is off by {error / 1e6:.2f} ms of {now.exposed_ns / 1e6:.2f} ms exposed; "
+            f"the limit is {allowed / 1e6:.2f} ms",
         )
     predictions = tuple(_predict(cap, steps, fit, lanes) for cap in CAPS_MB)
     return _recommend(replace(now, predictions=predictions), policy)
@@ -376,7 +376,7 @@ def _recommend(now: Rebucketing, policy: Policy) -> Rebucketing:
     if gain <= needed or best.cap_mb == now.cap_mb:
         return now
     words = (
-        f"bucket_cap_mb={best.cap_mb} in place of {now.cap_mb or 'the present'} would expose about "
-        f"{best.exposed_ns / 1e6:.1f} ms of communication a step, not {modelled / 1e6:.1f} ms"
+        f"bucket_cap_mb={best.cap_mb} instead of {now.cap_mb or 'the current value'} would expose about "
+        f"{best.exposed_ns / 1e6:.1f} ms of communication per step instead of {modelled / 1e6:.1f} ms"
     )
     return replace(now, recommended_cap_mb=best.cap_mb, gain_ns=gain, advice=words)

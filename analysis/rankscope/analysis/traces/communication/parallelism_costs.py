@@ -59,9 +59,7 @@ class Gathers:
 class Bubble:
     """Medians over the steps of the trace."""
 
-    measured_ratio: (
-        float  # share of a step's device time in which transfers to or from neighbours prevented computation
-    )
+    measured_ratio: float  # share of a step in which transfers to or from neighbours prevented computation
     waiting_ns: float  # the same as time per step
     stages: int | None
     microbatches: int | None  # per step
@@ -158,7 +156,7 @@ def _framework(trace: Trace) -> str:
 def one_forward_one_backward_ratio(stages: int, microbatches: int) -> float:
     """Idle share of a balanced 1F1B pipeline: (p−1)/(m+p−1)."""
     if stages < 1 or microbatches < 1:
-        raise ValueError(f"a pipeline has stages and micro-batches, not {stages} and {microbatches}")
+        raise ValueError(f"stages and micro-batches must be positive, not {stages} and {microbatches}")
     return (stages - 1) / (microbatches + stages - 1)
 
 

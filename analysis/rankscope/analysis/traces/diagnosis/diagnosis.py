@@ -48,7 +48,7 @@ def diagnose(ranks: Sequence[RankSummary], join: Join | None = None, policy: Pol
     of a step."""
     usable = [rank for rank in ranks if rank.span_us > 0]
     if not usable:
-        return Diagnosis("unknown", "nothing ran in what was traced", {}, ())
+        return Diagnosis("unknown", "the trace contains no work", {}, ())
     evidence = Evidence(tuple(usable), wait_ratios(join) if join else {})
     findings = [finding for rule in RULES for finding in rule(evidence)]
     if join is not None:
@@ -83,8 +83,8 @@ def _sentence(bound: str, shares: dict[str, float], findings: Sequence[Finding])
         "memory": f"memory-bound: kernels and copies that only move data take "
         f"{_percent(shares['memory_kernels'] + shares['memory_copies'])} of the time, dense computation "
         f"{_percent(shares['compute'])}",
-        "communication": f"communication-bound: {_percent(shares['communication'])} of the time goes to communication "
-        f"that nothing hides, computation gets {_percent(busy)}",
+        "communication": f"communication-bound: {_percent(shares['communication'])} of the time is exposed "
+        f"communication, computation takes {_percent(busy)}",
         "input": f"input-bound: {_percent(shares['input'])} of the time the device waits for data",
         "host": f"host-bound: {_percent(shares['host'] + shares['synchronisation'])} of the time the device waits for "
         "the host to launch work",
@@ -92,7 +92,7 @@ def _sentence(bound: str, shares: dict[str, float], findings: Sequence[Finding])
     if not findings:
         return f"{said}; little to gain elsewhere"
     best = findings[0]
-    return f"{said}; most is lost to {best.title}: {_percent(best.saving_ratio)} of the step at best would come back"
+    return f"{said}; most is lost to {best.title}: {_percent(best.saving_ratio)} of the step could be saved at most"
 
 
 def _percent(ratio: float) -> str:
@@ -140,7 +140,7 @@ def blame(join: Join, evidence: Evidence, policy: Policy) -> list[Finding]:
         Finding(
             kind="waiting_for_ranks",
             bound="communication",
-            title="waiting for whoever comes last to a collective",
+            title="waiting for the last rank in collectives",
             saving_us=saving,
             saving_ratio=ratio,
             evidence=f"ranks wait {quantity(saving, 'us')} a step in collectives for the last one to arrive{often}",

@@ -168,7 +168,7 @@ def _communication(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         kind="exposed_communication",
         bound="communication",
-        title="communication that nothing hides",
+        title="exposed communication",
         saving_us=saving,
         saving_ratio=ratio,
         evidence=words,
@@ -247,7 +247,7 @@ def _synchronisation(evidence: Evidence) -> Iterator[Finding]:
         title="the host waiting for the device",
         saving_us=saving,
         saving_ratio=ratio,
-        evidence=f"the device runs dry for {quantity(saving, 'us')} a step: the host had waited for it and launched "
+        evidence=f"the device is idle for {quantity(saving, 'us')} a step: the host had waited for it and launched "
         "nothing meanwhile",
         suggestion=NEXT["synchronisation"],
         numbers={"synchronisation_us": saving},
@@ -260,7 +260,7 @@ def _copies(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         kind="memory_copies",
         bound="memory",
-        title="memory copies that nothing hides",
+        title="exposed memory copies",
         saving_us=saving,
         saving_ratio=ratio,
         evidence=f"copies take {quantity(total, 'us')} a step, {quantity(saving, 'us')} of it while no kernel runs",

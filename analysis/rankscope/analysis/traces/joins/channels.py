@@ -32,7 +32,7 @@ class Channel:
 
     @property
     def label(self) -> str:
-        name = f"group {self.group!r}" if self.group else "the group without a name"
+        name = f"group {self.group!r}" if self.group else "the unnamed group"
         if self.stream >= 0:
             name += f" on stream {self.stream}"
         return name if self.pair is None else f"{name}, rank {self.pair[0]} to {self.pair[1]}"

@@ -138,7 +138,7 @@ def _match_ordered(calls: Calls, step: Ints, channel: Channel, notes: list[str])
     if bases[Basis.AMBIGUOUS]:
         notes.append(
             f"{channel.label}: collectives are not numbered in the traces, and on {bases[Basis.AMBIGUOUS]} of "
-            f"{len(ranks)} ranks their order fits in several ways; left out"
+            f"{len(ranks)} ranks their order is ambiguous; excluded"
         )
     if bases[Basis.CLOCKS]:
         notes.append(
@@ -199,7 +199,7 @@ def _refuse_impossible(calls: Calls, number: Ints, notes: list[str]) -> Matched:
     common = size >= 2
     unlike = int((common & ~shared & ~alike).sum())
     if unlike:
-        notes.append(f"{unlike} numbered collectives differ in kind or size between ranks; left out")
+        notes.append(f"{unlike} numbered collectives differ in kind or size between ranks; excluded")
     kind = members.kind[first]
     matched = Matched(collective, members, channel, kind, np.isin(kind, _TOGETHER), calls.channels, tuple(notes))
     return matched.keep(common & alike & ~shared)

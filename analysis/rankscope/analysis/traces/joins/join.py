@@ -88,7 +88,7 @@ def join_traces(
     impossible = int((~arrivals.possible).sum())
     notes = list(matched.notes)
     if impossible:
-        notes.append(f"{impossible} collectives were left by one rank before another came: not the same; left out")
+        notes.append(f"{impossible} matches are impossible (one rank left before another arrived); excluded")
         matched = matched.keep(arrivals.possible)
         clocks = align(matched, ranks)
         arrivals = find_arrivals(matched, clocks)
@@ -147,11 +147,13 @@ def _silent_ranks(ranks: list[int], matched: Matched, clocks: Clocks) -> list[st
     notes = []
     silent = sorted(set(ranks) - set(matched.calls.rank.tolist()))
     if silent and len(ranks) > 1:
-        notes.append(f"{ranks_in_words(silent)}: no collective in common with another trace; its clock is left alone")
+        notes.append(f"{ranks_in_words(silent)}: no collective in common with another trace; clock not aligned")
     apart = [part for part in clocks.components if len(part) > 1]
     if len(apart) > 1:
         listed = "; ".join(ranks_in_words(part) for part in apart)
-        notes.append(f"{len(apart)} sets of ranks share no collective and keep their own clocks: {listed}")
+        notes.append(
+            f"{len(apart)} sets of ranks share no collective; their clocks are not aligned with each other: {listed}"
+        )
     return notes
 
 

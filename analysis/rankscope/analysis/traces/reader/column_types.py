@@ -8,9 +8,10 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rankscope.analysis.stats.robust import Bools, Ints
-from rankscope.analysis.traces.trace import ABSENT
+from rankscope.analysis.traces.trace import ABSENT, Category
 
 # Below this, a float of microseconds distinguishes nanoseconds: half its spacing is less than half of 0.001.
 _FLOAT_LIMIT_US = float(1 << 43)
@@ -20,6 +21,39 @@ _UNSIGNED_MINUS_ONE = (1 << 32) - 1
 _LARGEST = (1 << 63) - 1
 # A call of a communication library, as annotated by torch: nccl:all_reduce, gloo:broadcast.
 COMMUNICATION_CALL = re.compile(r"(?:[a-z]*ccl|gloo|mpi):([A-Za-z_]\w*)")
+
+_CATEGORY_NAMES = {
+    Category.CPU_OP: ("cpu_op", "operator", "cpu_operator"),
+    Category.KERNEL: ("kernel", "concurrent_kernel", "gpu_kernel"),
+    Category.MEMCPY: ("gpu_memcpy", "memcpy", "gpu_memcpy2"),
+    Category.MEMSET: ("gpu_memset", "memset"),
+    Category.RUNTIME: (
+        "cuda_runtime",
+        "runtime",
+        "hip_runtime",
+        "roctracer",
+        "xpu_runtime",
+        "privateuse1_runtime",
+        "mtia_runtime",
+    ),
+    Category.DRIVER: ("cuda_driver", "driver", "hip_driver", "xpu_driver", "privateuse1_driver"),
+    Category.SYNC: ("cuda_sync", "sync", "hip_sync", "xpu_sync"),
+    Category.USER_ANNOTATION: ("user_annotation", "annotation"),
+    Category.GPU_ANNOTATION: ("gpu_user_annotation", "gpu_annotation"),
+    Category.PYTHON: ("python_function", "python"),
+    Category.OVERHEAD: ("overhead",),
+    Category.DEVICE_EVENT: ("mtia_ccp_events",),
+}
+_BY_WORD = {word: category for category, words in _CATEGORY_NAMES.items() for word in words}
+# Profilers before torch 1.13 labelled all host events as operators.
+_ANNOTATION = re.compile(r"ProfilerStep#|Optimizer\.(step|zero_grad)#|[a-z]+ccl:|gloo:|mpi:|enumerate\(DataLoader\)#")
+_RUNTIME_CALL = re.compile(r"(cuda|hip)[A-Z]\w*$")
+_DRIVER_CALL = re.compile(r"cu[A-Z]\w*$")
+# MTIA has one category for everything its control processor sees. Jobs and packets enclose the kernels they ran.
+# Kernels are the rest, named `pe_exe` if the launch, which has the name, precedes the recording.
+_MTIA_COPY = re.compile(r"dma")
+_MTIA_WAIT = re.compile(r"event_(wait|record)$")
+_MTIA_ENVELOPE = re.compile(r"job_exe|packet|cpum_exe_subgraph")
 
 
 def integers(values: list[Any]) -> Ints:
@@ -125,3 +159,31 @@ class NameTable(dict[Any, int]):
         fresh = [COMMUNICATION_CALL.match(text) is not None for text in self.texts[len(self._calls) :]]
         self._calls = np.append(self._calls, np.array(fresh, dtype=bool))
         return self._calls
+
+
+class CategoryTable(dict[Any, int]):
+    def __missing__(self, written: Any) -> int:
+        words = written.lower() if isinstance(written, str) else ""
+        self[written] = found = int(_BY_WORD.get(words, Category.OTHER))
+        return found
+
+
+def correct_by_name(category: npt.NDArray[np.int8], name: Ints, names: list[str]) -> None:
+    """Correct categories in place: annotations that old profilers labelled as operators, runtime calls without a
+    known category, and MTIA's device events."""
+    if not len(names):
+        return
+
+    def named(pattern: re.Pattern[str]) -> Bools:
+        return np.array([pattern.match(text) is not None for text in names], dtype=bool)[name]
+
+    category[(category == Category.CPU_OP) & named(_ANNOTATION)] = Category.USER_ANNOTATION
+    other = category == Category.OTHER
+    category[other & named(_RUNTIME_CALL)] = Category.RUNTIME
+    category[other & named(_DRIVER_CALL)] = Category.DRIVER
+    device = category == Category.DEVICE_EVENT
+    if device.any():
+        category[device] = Category.KERNEL
+        category[device & named(_MTIA_COPY)] = Category.MEMCPY
+        category[device & named(_MTIA_WAIT)] = Category.SYNC
+        category[device & named(_MTIA_ENVELOPE)] = Category.OTHER

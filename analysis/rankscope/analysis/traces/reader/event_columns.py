@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -10,26 +12,21 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope.analysis.stats.robust import Bools, Ints
-from rankscope.analysis.traces.reader.column_types import COMMUNICATION_CALL, NameTable, identifiers, integers, times_ns
-from rankscope.analysis.traces.reader.events import DECODE_ERRORS, Arguments, Batch, CategoryTable, Event
+from rankscope.analysis.traces.reader.column_types import (
+    COMMUNICATION_CALL,
+    CategoryTable,
+    NameTable,
+    identifiers,
+    integers,
+    times_ns,
+)
+from rankscope.analysis.traces.reader.events import DECODE_ERRORS, Arguments, Batch, Event
 from rankscope.analysis.traces.reader.metadata import Membership, whole
-from rankscope.analysis.traces.trace import ABSENT, Category, Repairs
+from rankscope.analysis.traces.trace import ABSENT, Category, CollectiveColumns, Repairs
 
 _NO_TENSOR = ("", "Scalar", "ScalarList", "GenericList", "int", "bool")
 _LONGEST_DIMS_BYTES = 1 << 20
-_FIELDS = (
-    "row",
-    "collective",
-    "group",
-    "group_description",
-    "group_size",
-    "sequence",
-    "element_type",
-    "in_elements",
-    "out_elements",
-    "peer",
-    "asynchronous",
-)
+_COLLECTIVE_COLUMNS = tuple(field.name for field in fields(CollectiveColumns))
 _NO_ARGUMENTS = Arguments()
 # These always run on the host, whatever arguments they have; they are most of a trace.
 _HOST_ONLY = (Category.CPU_OP, Category.PYTHON, Category.USER_ANNOTATION)
@@ -37,14 +34,14 @@ _DEVICE_WORK = (Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.DEVI
 _ALLOCATION = "[memory]"
 
 
-class Gatherer:
+class ColumnBuilder:
     def __init__(self, repairs: Repairs) -> None:
         self.repairs = repairs
         self.names = NameTable()
-        self.spans = Growing()
-        self.halves = Growing()  # events written as separate begin and end events
-        self.notes = Growing()
-        self.memory = Growing()
+        self.spans = GrowingColumns()
+        self.halves = GrowingColumns()  # events written as separate begin and end events
+        self.notes = GrowingColumns()
+        self.memory = GrowingColumns()
         self.memberships: dict[Membership, None] = {}
         self.events = 0
         self._categories = CategoryTable()
@@ -66,10 +63,10 @@ class Gatherer:
         columns, kept = self._columns(batch, events, arguments)
         duration, measured = self._times(batch, events, "dur")
         negative = measured & (duration < 0)
-        self.repairs.note("event without a usable duration taken as lasting 0", int(np.sum(~measured & kept)))
+        self.repairs.note("event without a valid duration taken as 0", int(np.sum(~measured & kept)))
         self.repairs.note("negative duration taken as 0", int(np.sum(negative & kept)))
         columns["duration_ns"] = np.where(measured & ~negative, duration, 0)
-        notes, memberships = notes_of(arguments, columns["name"], self.names)
+        notes, memberships = read_metadata(arguments, columns["name"], self.names)
         self.memberships.update(dict.fromkeys(memberships))
         if len(notes["row"]):
             noted = kept[notes["row"]]
@@ -84,12 +81,12 @@ class Gatherer:
     ) -> tuple[dict[str, npt.NDArray[Any]], Bools]:
         """All columns except the duration, and which events have a valid time."""
         start, timed = self._times(batch, events, "ts")
-        self.repairs.note("event without a usable time left out", int(np.sum(~timed)))
-        category = np.array(_looked_up(self._categories, [event.cat for event in events]), dtype=np.int8)
+        self.repairs.note("event without a valid time dropped", int(np.sum(~timed)))
+        category = np.array(_look_up(self._categories, [event.cat for event in events]), dtype=np.int8)
         columns: dict[str, npt.NDArray[Any]] = {
             "start_ns": start,
             "category": category,
-            "name": np.array(_looked_up(self.names, [event.name for event in events]), dtype=np.int64),
+            "name": np.array(_look_up(self.names, [event.name for event in events]), dtype=np.int64),
             "process": integers([event.pid for event in events]),
             "thread": integers([event.tid for event in events]),
             "external_id": _external_ids(arguments),
@@ -118,7 +115,7 @@ class Gatherer:
             columns["key"] = np.array([self._threads[f"{event.pid}\n{event.tid}"] for event in halves], dtype=np.int64)
             self.halves.add(**{key: column[kept] for key, column in columns.items()})
         complete = [event for event in events if event.ph is None and event.dur is not None]
-        self.repairs.note("event without ph but with a duration taken as a complete one", len(complete))
+        self.repairs.note("event with a duration but no ph read as complete", len(complete))
         return complete
 
     def _add_allocations(self, batch: Batch, events: list[Event]) -> None:
@@ -139,7 +136,7 @@ class Gatherer:
         self.memory.add(**{key: column[timed] for key, column in columns.items()})
 
 
-class Growing:
+class GrowingColumns:
     """Columns that grow in pieces."""
 
     def __init__(self) -> None:
@@ -157,11 +154,11 @@ class Growing:
         return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
 
 
-def notes_of(arguments: list[Arguments], name: Ints, names: NameTable) -> tuple[dict[str, Ints], list[Membership]]:
+def read_metadata(arguments: list[Arguments], name: Ints, names: NameTable) -> tuple[dict[str, Ints], list[Membership]]:
     """The columns of CollectiveColumns for events that have communication metadata. `row` counts from the first
     event given."""
     noted = [row for row, each in enumerate(arguments) if each.collective is not None or each.group is not None]
-    columns: dict[str, list[Any]] = {key: [] for key in _FIELDS}
+    columns: dict[str, list[Any]] = {key: [] for key in _COLLECTIVE_COLUMNS}
     members: dict[tuple[str, str], Membership] = {}
     for row in noted:
         each = arguments[row]
@@ -184,14 +181,14 @@ def notes_of(arguments: list[Arguments], name: Ints, names: NameTable) -> tuple[
         call = COMMUNICATION_CALL.match(names.texts[name[row]])
         if call and len(each.input_dims) and each.collective is None and each.group is None:
             elements, element_type = _size_of_inputs(each)
-            told = {
+            known = {
                 "row": row,
                 "collective": names[call[1]],
                 "in_elements": elements,
                 "element_type": _index(element_type, names),
             }
-            for key in _FIELDS:
-                columns[key].append(told.get(key, ABSENT))
+            for key in _COLLECTIVE_COLUMNS:
+                columns[key].append(known.get(key, ABSENT))
     return {key: _column(key, values) for key, values in columns.items()}, list(members.values())
 
 
@@ -256,7 +253,7 @@ def _arguments(events: list[Event]) -> list[Arguments]:
     return [event.args if type(event.args) is Arguments else _NO_ARGUMENTS for event in events]
 
 
-def _looked_up(table: dict[Any, int], values: list[Any]) -> list[int]:
+def _look_up(table: dict[Any, int], values: list[Any]) -> list[int]:
     try:
         return [table[value] for value in values]
     except TypeError:  # a list or an object instead of a string
@@ -272,16 +269,12 @@ def _external_ids(arguments: list[Arguments]) -> Ints:
 
 def _device_columns(arguments: list[Arguments], category: npt.NDArray[np.int8]) -> dict[str, Ints]:
     rows = np.flatnonzero(~np.isin(category, _HOST_ONLY))
-    asked = [arguments[row] for row in rows.tolist()]
-    told = {
-        "device": identifiers([each.device for each in asked]),
-        "stream": identifiers([each.stream for each in asked]),
-        "correlation": identifiers([each.correlation for each in asked]),
-        "size_bytes": integers([each.size_bytes for each in asked]),
-    }
-    columns = {key: np.full(len(arguments), ABSENT, dtype=np.int64) for key in told}
-    for key, column in columns.items():
-        column[rows] = told[key]
+    on_device = [arguments[row] for row in rows.tolist()]
+    columns = {}
+    for key in ("device", "stream", "correlation", "size_bytes"):
+        values = list(map(attrgetter(key), on_device))
+        columns[key] = np.full(len(arguments), ABSENT, dtype=np.int64)
+        columns[key][rows] = integers(values) if key == "size_bytes" else identifiers(values)
     return columns
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from rankscope.analysis.stats.robust import Bools, Ints
-from rankscope.analysis.traces.trace import Category, Repairs, TraceError
+from rankscope.analysis.traces.trace import Repairs, TraceError
 
 _QUOTE, _BACKSLASH, _COMMA = ord('"'), ord("\\"), ord(",")
 _STEP = np.zeros(256, dtype=np.int8)
@@ -20,24 +19,24 @@ _STEP[[ord("{"), ord("[")]] = 1
 _STEP[[ord("}"), ord("]")]] = -1
 _STRUCTURAL = _STEP != 0
 _STRUCTURAL[_COMMA] = True
-CONTROL = "control character inside a text replaced by a space"
-ENCODING = "piece of text that is not UTF-8 replaced by U+FFFD"
-SURROGATE = "half of a surrogate pair replaced by U+FFFD"
-ESCAPE = "backslash that escapes nothing taken as a backslash"
-NOT_A_NUMBER = "NaN or Infinity taken as not measured"
-TOO_LARGE = "number too large to hold taken as not measured"
+CONTROL = "control character inside a string replaced by a space"
+ENCODING = "invalid UTF-8 replaced by U+FFFD"
+SURROGATE = "lone surrogate replaced by U+FFFD"
+ESCAPE = "invalid escape read as a backslash"
+NOT_A_NUMBER = "NaN or Infinity read as null"
+TOO_LARGE = "number out of range read as null"
 _TO_SPACE = bytes(letter if letter >= 0x20 else 0x20 for letter in range(256))
 _PAIR_OR_HALF = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
 )
-_MENDING_BACKSLASH = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})?')
+_ESCAPE_SEQUENCE = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})?')
 # Both patterns start at what precedes a value: a search from every letter, or from every digit of a long number, would
 # be very slow.
 _WORD = re.compile(rb"[:,\[]\s*([-+]?(?:[Nn]a[Nn](?:\([a-z0-9]*\))?|[Ii]nf(?:inity)?|NAN|INF))(?![A-Za-z0-9])")
 _LONG_NUMBER = re.compile(
     rb"[:,\[]\s*(-?[0-9]{300,}(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|-?[0-9.]+[eE]\+?[0-9]{3,})(?![0-9.])"
 )
-UNREADABLE = "event left out because it cannot be read"
+UNREADABLE = "unreadable event skipped"
 # With more, the file is not a damaged trace but something else.
 UNREADABLE_LIMIT = 1000
 _NOTHING = msgspec.Raw()
@@ -45,38 +44,6 @@ _PLACE = re.compile(r" \(byte (\d+)\)")
 # The start of an event, recognised without counting brackets: to resume after a stray quote.
 _NEXT_EVENT = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|cat|name|pid|tid|ts|dur|id)"\s*:)')
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_WRITTEN = {
-    Category.CPU_OP: ("cpu_op", "operator", "cpu_operator"),
-    Category.KERNEL: ("kernel", "concurrent_kernel", "gpu_kernel"),
-    Category.MEMCPY: ("gpu_memcpy", "memcpy", "gpu_memcpy2"),
-    Category.MEMSET: ("gpu_memset", "memset"),
-    Category.RUNTIME: (
-        "cuda_runtime",
-        "runtime",
-        "hip_runtime",
-        "roctracer",
-        "xpu_runtime",
-        "privateuse1_runtime",
-        "mtia_runtime",
-    ),
-    Category.DRIVER: ("cuda_driver", "driver", "hip_driver", "xpu_driver", "privateuse1_driver"),
-    Category.SYNC: ("cuda_sync", "sync", "hip_sync", "xpu_sync"),
-    Category.USER_ANNOTATION: ("user_annotation", "annotation"),
-    Category.GPU_ANNOTATION: ("gpu_user_annotation", "gpu_annotation"),
-    Category.PYTHON: ("python_function", "python"),
-    Category.OVERHEAD: ("overhead",),
-    Category.DEVICE_EVENT: ("mtia_ccp_events",),
-}
-_BY_WORD = {word: category for category, words in _WRITTEN.items() for word in words}
-# Profilers before torch 1.13 labelled all host events as operators.
-_ANNOTATION = re.compile(r"ProfilerStep#|Optimizer\.(step|zero_grad)#|[a-z]+ccl:|gloo:|mpi:|enumerate\(DataLoader\)#")
-_RUNTIME_CALL = re.compile(r"(cuda|hip)[A-Z]\w*$")
-_DRIVER_CALL = re.compile(r"cu[A-Z]\w*$")
-# MTIA has one category for everything its control processor sees. Jobs and packets enclose the kernels they ran.
-# Kernels are the rest, named `pe_exe` if the launch, which has the name, precedes the recording.
-_MTIA_COPY = re.compile(r"dma")
-_MTIA_WAIT = re.compile(r"event_(wait|record)$")
-_MTIA_ENVELOPE = re.compile(r"job_exe|packet|cpum_exe_subgraph")
 
 
 class Arguments(msgspec.Struct, gc=False):
@@ -130,6 +97,10 @@ class WrittenTimes(msgspec.Struct, gc=False):
     dur: msgspec.Raw = _NOTHING
 
 
+_EVENTS = msgspec.json.Decoder(list[Event])
+_TIMES = msgspec.json.Decoder(list[WrittenTimes])
+
+
 @dataclass(frozen=True)
 class Batch:
     """Events and their JSON text."""
@@ -161,9 +132,9 @@ def decode_pieces(
         first, last = waiting.pop()
         start, end = starts[first], ends[last - 1]
         try:
-            batch = _decode_mended(text[start:end], repairs, offset=offset + start)
+            batch = _decode_repaired(text[start:end], repairs, offset=offset + start)
             if not batch.events:
-                repairs.note("comma without an event behind it", byte=offset + start)
+                repairs.note("comma without a following event", byte=offset + start)
             batches.append(batch)
             continue
         except DECODE_ERRORS as error:
@@ -178,6 +149,27 @@ def decode_pieces(
         if following is not None:
             return batches, following
     return batches, None
+
+
+def _decode_repaired(elements: bytes, repairs: Repairs, *, offset: int) -> Batch:
+    try:
+        return decode(elements)
+    except DECODE_ERRORS as error:
+        if not _is_repairable(error):
+            raise
+        fixes = Repairs()
+        repaired = repair_json(elements, fixes, offset=offset)
+        if repaired == elements:
+            raise
+        batch = decode(repaired)
+        repairs.add(fixes)
+        return batch
+
+
+def _is_repairable(error: Exception) -> bool:
+    if isinstance(error, msgspec.ValidationError):
+        return "range" in str(error)  # a number out of range; otherwise the element is not an event
+    return not isinstance(error, RecursionError)
 
 
 def next_event(text: bytes, start: int, end: int) -> int | None:
@@ -252,17 +244,17 @@ def _escaped(letters: np.ndarray[tuple[int], np.dtype[np.uint8]], positions: Int
     return escaped
 
 
-def mend(text: bytes, repairs: Repairs, *, offset: int) -> bytes:
+def repair_json(text: bytes, repairs: Repairs, *, offset: int) -> bytes:
     """The text with invalid JSON repaired and noted in `repairs`; the same text if there is nothing to repair."""
-    text = _mend_controls(text, repairs, offset)
-    text = _mend_encoding(text, repairs, offset)
+    text = _repair_controls(text, repairs, offset)
+    text = _repair_encoding(text, repairs, offset)
     if b"\\" in text:
-        text = _mend_escapes(text, repairs, offset)
-    text = _mend_values(text, _WORD, NOT_A_NUMBER, repairs, offset)
-    return _mend_values(text, _LONG_NUMBER, TOO_LARGE, repairs, offset)
+        text = _repair_escapes(text, repairs, offset)
+    text = _repair_values(text, _WORD, NOT_A_NUMBER, repairs, offset)
+    return _repair_values(text, _LONG_NUMBER, TOO_LARGE, repairs, offset)
 
 
-def _mend_controls(text: bytes, repairs: Repairs, offset: int) -> bytes:
+def _repair_controls(text: bytes, repairs: Repairs, offset: int) -> bytes:
     # Outside of strings a control character is white space, so all of them can become spaces.
     places = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) < 0x20)
     if not len(places):
@@ -274,7 +266,7 @@ def _mend_controls(text: bytes, repairs: Repairs, offset: int) -> bytes:
     return text.translate(_TO_SPACE)
 
 
-def _mend_encoding(text: bytes, repairs: Repairs, offset: int) -> bytes:
+def _repair_encoding(text: bytes, repairs: Repairs, offset: int) -> bytes:
     if text.isascii():
         return text
     try:
@@ -286,7 +278,7 @@ def _mend_encoding(text: bytes, repairs: Repairs, offset: int) -> bytes:
     return text
 
 
-def _mend_escapes(text: bytes, repairs: Repairs, offset: int) -> bytes:
+def _repair_escapes(text: bytes, repairs: Repairs, offset: int) -> bytes:
     def whole(match: re.Match[bytes]) -> bytes:
         found = match[0]
         if len(found) != 6:
@@ -300,10 +292,10 @@ def _mend_escapes(text: bytes, repairs: Repairs, offset: int) -> bytes:
         repairs.note(ESCAPE, byte=offset + match.start())
         return rb"\\"
 
-    return _MENDING_BACKSLASH.sub(escaped, _PAIR_OR_HALF.sub(whole, text))
+    return _ESCAPE_SEQUENCE.sub(escaped, _PAIR_OR_HALF.sub(whole, text))
 
 
-def _mend_values(text: bytes, pattern: re.Pattern[bytes], words: str, repairs: Repairs, offset: int) -> bytes:
+def _repair_values(text: bytes, pattern: re.Pattern[bytes], words: str, repairs: Repairs, offset: int) -> bytes:
     matches = list(pattern.finditer(text))
     if not matches:
         return text
@@ -316,81 +308,3 @@ def _mend_values(text: bytes, pattern: re.Pattern[bytes], words: str, repairs: R
         pieces += [text[done : match.start(1)], b"null"]
         done = match.end()
     return b"".join([*pieces, text[done:]])
-
-
-_EVENTS = msgspec.json.Decoder(list[Event])
-
-
-_TIMES = msgspec.json.Decoder(list[WrittenTimes])
-
-
-def _decode_mended(elements: bytes, repairs: Repairs, *, offset: int) -> Batch:
-    try:
-        return decode(elements)
-    except DECODE_ERRORS as error:
-        if not _may_be_mended(error):
-            raise
-        mends = Repairs()
-        mended = mend(elements, mends, offset=offset)
-        if mended == elements:
-            raise
-        batch = decode(mended)
-        repairs.add(mends)
-        return batch
-
-
-def _may_be_mended(error: Exception) -> bool:
-    if isinstance(error, msgspec.ValidationError):
-        return "range" in str(error)  # a number out of range; otherwise the element is not an event
-    return not isinstance(error, RecursionError)
-
-
-class CategoryTable(dict[Any, int]):
-    def __missing__(self, written: Any) -> int:
-        words = written.lower() if isinstance(written, str) else ""
-        self[written] = found = int(_BY_WORD.get(words, Category.OTHER))
-        return found
-
-
-def correct_by_name(category: npt.NDArray[np.int8], name: Ints, names: list[str]) -> None:
-    """Correct categories in place: annotations that old profilers labelled as operators, runtime calls without a
-    known category, and MTIA's device events."""
-    if not len(names):
-        return
-
-    def named(pattern: re.Pattern[str]) -> Bools:
-        return np.array([pattern.match(text) is not None for text in names], dtype=bool)[name]
-
-    category[(category == Category.CPU_OP) & named(_ANNOTATION)] = Category.USER_ANNOTATION
-    other = category == Category.OTHER
-    category[other & named(_RUNTIME_CALL)] = Category.RUNTIME
-    category[other & named(_DRIVER_CALL)] = Category.DRIVER
-    device = category == Category.DEVICE_EVENT
-    if device.any():
-        category[device] = Category.KERNEL
-        category[device & named(_MTIA_COPY)] = Category.MEMCPY
-        category[device & named(_MTIA_WAIT)] = Category.SYNC
-        category[device & named(_MTIA_ENVELOPE)] = Category.OTHER
-
-
-@dataclass(frozen=True)
-class Pairs:
-    begin: Ints  # rows; parallel to `end`
-    end: Ints
-    alone: int  # begin and end events without a counterpart
-
-
-def pair(thread: Ints, time_ns: Ints, begins: Bools) -> Pairs:
-    """Rows must be in file order, which decides between events of the same thread and time. A begin event raises its
-    thread's level and an end event lowers it, so that they alternate on each level and neighbours belong together,
-    even if the file starts inside a stack."""
-    order = np.lexsort((np.arange(len(thread)), time_ns, thread))
-    step = np.where(begins[order], 1, -1)
-    level = np.cumsum(step) + (step < 0)
-    ranked = np.lexsort((np.arange(len(order)), level, thread[order]))
-    rows, levels = order[ranked], level[ranked]
-    together = (
-        begins[rows[:-1]] & ~begins[rows[1:]] & (thread[rows[:-1]] == thread[rows[1:]]) & (levels[:-1] == levels[1:])
-    )
-    first = np.flatnonzero(together)
-    return Pairs(rows[first], rows[first + 1], len(rows) - 2 * len(first))

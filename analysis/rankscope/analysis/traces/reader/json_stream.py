@@ -92,7 +92,7 @@ def _gunzip(head: bytes, source: Iterator[bytes | memoryview]) -> Iterator[bytes
             if not waiting:
                 continue
             if not waiting.startswith(_GZIP[: len(waiting)]):
-                raise TraceError(f"something else follows the gzip data at byte {read - len(waiting)} of the file")
+                raise TraceError(f"unexpected data after the gzip data at byte {read - len(waiting)} of the file")
             inflater = zlib.decompressobj(_GZIP_WINDOW)
         try:
             text = inflater.decompress(waiting, BLOCK_BYTES)
@@ -103,7 +103,7 @@ def _gunzip(head: bytes, source: Iterator[bytes | memoryview]) -> Iterator[bytes
         if text:
             yield text
         elif ended and not inflater.eof:
-            raise TraceError(f"the gzip data ends early, at byte {read} of the file; was it cut off while copied?")
+            raise TraceError(f"the gzip data ends early, at byte {read} of the file; the file may be truncated")
 
 
 @dataclass
@@ -194,7 +194,7 @@ def _finish_closed(text: Text, held: bytes, layout: Layout, ending: Ending) -> t
     starts, ends = layout.pieces(len(held))
     if not held[starts[-1] : ends[-1]].strip():
         if len(starts) > 1:
-            text.repairs.note("comma before the end of traceEvents taken away", byte=text.offset + ends[-2])
+            text.repairs.note("trailing comma in traceEvents removed", byte=text.offset + ends[-2])
         starts, ends = starts[:-1], ends[:-1]
     found, following = decode_pieces(held, starts, ends, text.repairs, offset=text.offset)
     ending.closed = following is None
@@ -213,7 +213,7 @@ def _finish_cut(text: Text, held: bytes, layout: Layout, ending: Ending) -> tupl
         except DECODE_ERRORS:
             following = next_event(held, starts[-1], len(held))
             if following is not None:
-                note_unreadable(text.repairs, "a quote is missing or one too many", byte=text.offset + starts[-1])
+                note_unreadable(text.repairs, "unbalanced quotes", byte=text.offset + starts[-1])
     ending.cut = following is None
     text.drop(len(held) if following is None else following)
     return found, following

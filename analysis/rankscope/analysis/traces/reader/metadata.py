@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from rankscope.analysis.traces.reader.column_types import COMMUNICATION_CALL
-from rankscope.analysis.traces.reader.events import DECODE_ERRORS, explain, mend
+from rankscope.analysis.traces.reader.events import DECODE_ERRORS, explain, repair_json
 from rankscope.analysis.traces.trace import ABSENT, Device, ProcessGroup, Repairs
 
 # Of all groups together: two numbers in an event can describe a group of a million ranks, and a trace has many events.
@@ -44,9 +44,9 @@ def describe(text: bytes, repairs: Repairs, *, offset: int) -> Description:
     try:
         return _DECODER.decode(text)
     except DECODE_ERRORS:
-        mends = Repairs()
-        description = _DECODER.decode(mend(text, mends, offset=offset))
-        repairs.add(mends)
+        fixes = Repairs()
+        description = _DECODER.decode(repair_json(text, fixes, offset=offset))
+        repairs.add(fixes)
         return description
 
 
@@ -67,7 +67,7 @@ def describe_rest(text: bytes, repairs: Repairs, *, offset: int) -> Description:
             if end:
                 repairs.note("the closing brace of the file is missing", byte=offset + len(text))
             return description
-    repairs.note(f"what stands after traceEvents cannot be read: {reason}", byte=offset)
+    repairs.note(f"metadata after traceEvents cannot be read: {reason}", byte=offset)
     return Description()
 
 
@@ -99,7 +99,7 @@ def base_time_ns(description: Description, repairs: Repairs) -> int:
         return 0
     number = whole(description.base_time)
     if number is None or abs(number) > FURTHEST_NS:
-        repairs.note("baseTimeNanoseconds is no time: times are relative")
+        repairs.note("baseTimeNanoseconds is invalid; times are relative")
         return 0
     return number
 
