@@ -19,7 +19,7 @@ _LADDERS: dict[str, tuple[tuple[float, str], ...]] = {
     "x": ((1.0, "×"),),
 }
 # Minutes and hours only when the smaller unit would be hard to read.
-_RELUCTANT = {"min": 10.0, "h": 3.0}
+_SWITCH_AT = {"min": 10.0, "h": 3.0}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def display(unit: str, values: Iterable[float | None]) -> Display:
     # If all are zero, the unit itself: "0 µs", not "0 ns".
     chosen = next((step for step in ladder if step[0] == 1.0), ladder[0]) if largest == 0 else ladder[0]
     for factor, symbol in ladder:
-        if largest >= factor * _RELUCTANT.get(symbol, 1.0):
+        if largest >= factor * _SWITCH_AT.get(symbol, 1.0):
             chosen = (factor, symbol)
     return Display(*chosen)
 

@@ -19,7 +19,7 @@ from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, Floats, Ints, n
 # Number of points on each side whose pairs give starting lines: many pairs join two good points even if a third of all
 # points are outliers.
 _STARTS = 16
-_JUDGES = 500
+_EVALUATION_POINTS = 500
 _ITERATIONS = 60
 # Points beyond this many deviations have no weight (Tukey's biweight).
 _TUKEY = 4.685
@@ -28,8 +28,8 @@ _SMALLEST_SPREAD = 0.03
 # Maximum deviation that counts: beyond a factor of 2.7 a point is just wrong.
 _CAP = 1.0
 # Standard errors from zero. A slope from noise would be a meaningless bandwidth.
-_SURE_OF_ALPHA = 2.0
-_SURE_OF_BETA = 4.0
+_ALPHA_ERRORS = 2.0
+_BETA_ERRORS = 4.0
 _TINY = 1e-15
 # Steps of a tree in units of its depth: an all-reduce goes up and down, the others one way.
 _TREES = {
@@ -37,7 +37,7 @@ _TREES = {
     CollectiveKind.REDUCE: 1.0,
     CollectiveKind.BROADCAST: 1.0,
 }
-_AROUND = (
+_RINGS = (
     *(CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL, CollectiveKind.GATHER),
     *(CollectiveKind.SCATTER, CollectiveKind.BROADCAST, CollectiveKind.REDUCE),
 )
@@ -168,7 +168,7 @@ def steps(kind: int, ranks: Ints | Floats, algorithm: Algorithm) -> Floats:
         return _TREES[CollectiveKind(kind)] * np.log2(np.maximum(count, 1))
     if kind == CollectiveKind.ALL_REDUCE:
         return 2 * (count - 1)
-    if kind in _AROUND:
+    if kind in _RINGS:
         return count - 1
     return np.ones_like(count)
 
@@ -189,15 +189,15 @@ def has_tree(kind: int) -> bool:
 
 
 def has_model(kind: int) -> bool:
-    return kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.SEND, CollectiveKind.RECV, *_AROUND)
+    return kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.SEND, CollectiveKind.RECV, *_RINGS)
 
 
 def _fit(mine: Observations) -> Fit:
     kind = int(mine.kind[0])
-    told = mine.ranks[mine.ranks > 0]
+    known = mine.ranks[mine.ranks > 0]
     # Not bincount: a trace may contain any number, and the table would be as long.
-    sizes_told, counts = np.unique(told, return_counts=True)
-    ranks = int(sizes_told[counts.argmax()]) if len(told) else -1
+    group_sizes, counts = np.unique(known, return_counts=True)
+    ranks = int(group_sizes[counts.argmax()]) if len(known) else -1
     usable = mine.where((mine.bytes > 0) & (mine.seconds > 0) & np.isfinite(mine.seconds) & (mine.ranks > 0))
     sizes = np.unique(usable.bytes)
     empty = Fit(mine.groups[mine.group[0]], kind, ranks, len(usable), len(sizes))
@@ -206,8 +206,8 @@ def _fit(mine: Observations) -> Fit:
     if reason:
         return replace(empty, reason=reason)
     chosen, line = Algorithm.RING, _line(usable, kind, Algorithm.RING)
-    told_apart = has_tree(kind) and len(np.unique(usable.ranks)) > 1
-    if told_apart:
+    distinguishable = has_tree(kind) and len(np.unique(usable.ranks)) > 1
+    if distinguishable:
         tree = _line(usable, kind, Algorithm.TREE)
         if tree is not None and (line is None or tree.loss < line.loss):
             chosen, line = Algorithm.TREE, tree
@@ -216,7 +216,7 @@ def _fit(mine: Observations) -> Fit:
     fit = replace(
         empty,
         algorithm=chosen,
-        algorithm_observed=told_apart,
+        algorithm_observed=distinguishable,
         alpha_seconds=line.alpha_seconds if line.alpha_resolved else None,
         beta_bytes_per_second=line.beta_bytes_per_second,
     )
@@ -284,8 +284,8 @@ def fit_line(step_count: Floats, moved: Floats, seconds: Floats) -> Line | None:
     alpha_error, slope_error = np.sqrt(np.diag(covariance)).tolist()
     return Line(
         alpha_seconds=alpha,
-        beta_bytes_per_second=unit / per_unit if per_unit > _SURE_OF_BETA * slope_error else None,
-        alpha_resolved=alpha > _SURE_OF_ALPHA * alpha_error,
+        beta_bytes_per_second=unit / per_unit if per_unit > _BETA_ERRORS * slope_error else None,
+        alpha_resolved=alpha > _ALPHA_ERRORS * alpha_error,
         loss=float(np.mean(np.minimum(np.abs(deviation), _CAP) ** 2)),
     )
 
@@ -311,9 +311,9 @@ def _start(columns: Floats, seconds: Floats) -> Floats:
     nothing = np.zeros(len(points))
     pure = [np.stack([nothing, ratio], axis=1), np.stack([wait, nothing], axis=1)]
     candidates = np.concatenate([candidates, *pure])
-    judges = order[np.unique(np.linspace(0, len(order) - 1, min(len(order), _JUDGES)).astype(int))]
-    expected = np.maximum(candidates @ columns[judges].T, _TINY)
-    deviation = np.minimum(np.abs(np.log(seconds[judges] / expected)), _CAP).mean(axis=1)
+    points_used = order[np.unique(np.linspace(0, len(order) - 1, min(len(order), _EVALUATION_POINTS)).astype(int))]
+    expected = np.maximum(candidates @ columns[points_used].T, _TINY)
+    deviation = np.minimum(np.abs(np.log(seconds[points_used] / expected)), _CAP).mean(axis=1)
     best: Floats = candidates[int(np.argmin(deviation))]
     return best
 

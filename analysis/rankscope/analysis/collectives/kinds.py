@@ -6,7 +6,7 @@ import re
 from enum import IntEnum
 
 # Operations that transfer no data.
-_SILENT = ("wait", "init", "synchronize", "groupstart", "groupend", "startcoalescing", "endcoalescing")
+_NO_TRANSFER = ("wait", "init", "synchronize", "groupstart", "groupend", "startcoalescing", "endcoalescing")
 _ANNOTATION = re.compile(r"^(nccl|rccl|gloo|mpi|ucc|xccl|ccl|hccl):(.+)", re.ASCII)
 _PEER = re.compile(r":(?:send|recv) \d+(?:->|<-)(\d+)", re.ASCII)
 _HOST_OPERATOR = re.compile(r"^(?:c10d|_c10d_functional)::", re.ASCII)
@@ -86,7 +86,7 @@ def kind_of_note(note: str) -> CollectiveKind | None:
     """For example `_allgather_base`, `ALLREDUCE`, `reduce_scatter_tensor_coalesced`, `send 0->1`; None if it is not
     a transfer."""
     letters = _letters(note)
-    if not letters or letters.startswith(_SILENT):
+    if not letters or letters.startswith(_NO_TRANSFER):
         return None
     return _kind(note)
 

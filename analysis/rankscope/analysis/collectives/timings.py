@@ -200,10 +200,10 @@ def _read_nccl_tests(body: str, name: str, op: str | None, ranks: int | None) ->
 def _nccl_kind(lines: list[str], name: str, op: str | None, factors: list[float], members: int) -> int:
     """The operation is in the output of new versions, in the command line or in the file name; an all-reduce is also
     recognisable by its bus bandwidth."""
-    said = [op] if op else []
-    said += [match[1] for line in lines if line.startswith("#") and (match := _NCCL_TEST.search(line))]
-    said.append(name)
-    for text in said:
+    names = [op] if op else []
+    names += [match[1] for line in lines if line.startswith("#") and (match := _NCCL_TEST.search(line))]
+    names.append(name)
+    for text in names:
         kind = kind_of_note(text)
         if kind is not None:
             return int(kind)

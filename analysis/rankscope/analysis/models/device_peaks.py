@@ -28,7 +28,7 @@ _ALIASES = {
 # TFLOP/s (TOP/s for int8) of one device as the framework sees it, without sparsity, from the vendors' data sheets; half
 # the sparse number if a sheet gives only that. fp64 is the matrix unit's if there is one, fp32 is true fp32. None: not
 # in the sheet.
-_COLUMNS: dict[str, tuple[float | None, ...]] = {
+_PEAKS: dict[str, tuple[float | None, ...]] = {
     #            fp64    fp32    tf32    fp16    bf16    fp8     int8    fp4
     "V100 SXM": (7.8, 15.7, None, 125.0, None, None, None, None),
     "V100 PCIe": (7.0, 14.0, None, 112.0, None, None, None, None),
@@ -60,8 +60,8 @@ _COLUMNS: dict[str, tuple[float | None, ...]] = {
 }
 _NOTES = {"MI250X": "one of the two dies of an MI250X, which a rank uses; the card has twice that"}
 # Names without a form factor, and the form factor assumed for them.
-_FORMS = {"V100": "SXM", "H100": "SXM", "H200": "SXM"}
-_CHIPS = sorted({name.split()[0] for name in _COLUMNS}, key=len, reverse=True)
+_DEFAULT_FORM = {"V100": "SXM", "H100": "SXM", "H200": "SXM"}
+_CHIPS = sorted({name.split()[0] for name in _PEAKS}, key=len, reverse=True)
 _WORD = re.compile(rf"(?:\d+X)?({'|'.join(_CHIPS)})(SXM\d?|PCIE|NVL)?")
 
 
@@ -82,12 +82,12 @@ class Peak:
 
 
 def known_devices() -> tuple[str, ...]:
-    return tuple(_COLUMNS)
+    return tuple(_PEAKS)
 
 
 def peaks_of(device: str) -> dict[str, float | None]:
     """TFLOP/s by number format of a device of `known_devices()`."""
-    return dict(zip(DTYPES, _COLUMNS[device], strict=True))
+    return dict(zip(DTYPES, _PEAKS[device], strict=True))
 
 
 def find_peak(device_name: str, dtype: str | None = None) -> Peak:
@@ -134,12 +134,12 @@ def _find_device(text: str) -> tuple[str, str]:
         why = "names several devices" if chips else "is not a known device"
         raise PeakError(f"{text[:60]!r} {why}; known: {', '.join(known_devices())}")
     chip = chips.pop()
-    usual = _FORMS.get(chip)
+    usual = _DEFAULT_FORM.get(chip)
     if usual is None:
         return chip, _NOTES.get(chip, "")
-    said = [re.sub(r"\d", "", word) for word in words] + [re.sub(r"\d", "", match[2] or "") for match in matches]
+    forms = [re.sub(r"\d", "", word) for word in words] + [re.sub(r"\d", "", match[2] or "") for match in matches]
     for form in ("PCIe", "NVL", "SXM"):
-        if form.upper() in said and f"{chip} {form}" in _COLUMNS:
+        if form.upper() in forms and f"{chip} {form}" in _PEAKS:
             return f"{chip} {form}", ""
     # Drivers omit SXM for these: only the SXM form of an H100 has HBM3, and an H200 without NVL is SXM.
     sure = "HBM3" in words or (chip == "H200" and "NVIDIA" in words)

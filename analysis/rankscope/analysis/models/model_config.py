@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from rankscope.analysis.models.model_shape import Attention, FeedForward, Layer, ModelShape
 
 # Far beyond any model. Larger values are mistakes and would only cost time and overflow.
-MOST = 10**9
-MOST_LAYERS = 100_000
+MAX_VALUE = 10**9
+MAX_LAYERS = 100_000
 
 
 class ConfigError(ValueError):
@@ -30,8 +30,8 @@ class Fields:
             value = self._values.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-                raise ConfigError(f"{name} is {str(value)[:40]!r}, not an integer from 1 to {MOST:,}")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_VALUE:
+                raise ConfigError(f"{name} is {str(value)[:40]!r}, not an integer from 1 to {MAX_VALUE:,}")
             return value
         if default is None:
             raise ConfigError(f"{names[0]} is missing")
@@ -78,8 +78,8 @@ class Fields:
 
     def layers(self, *names: str) -> int:
         layers = self.count(*names)
-        if layers > MOST_LAYERS:
-            raise ConfigError(f"{names[0]} is {layers:,}, more layers than supported ({MOST_LAYERS:,})")
+        if layers > MAX_LAYERS:
+            raise ConfigError(f"{names[0]} is {layers:,}, more layers than supported ({MAX_LAYERS:,})")
         return layers
 
 
@@ -98,7 +98,7 @@ class _Family:
     windows: str = ""  # which layers attend only to the last sliding_window tokens
 
 
-_LLAMA_KIND = {
+_LLAMA_LIKE = {
     "llama": _Family(),
     "mistral": _Family(windows="all"),
     "mixtral": _Family(windows="all", experts="num_local_experts"),
@@ -131,16 +131,16 @@ def read_config(config: Mapping[str, object]) -> ModelShape:
     if family == "gemma3":
         family = "gemma3_text"
     if not isinstance(family, str) or family not in FAMILIES:
-        said = "has no model_type" if family is None else f"has model_type {str(family)[:40]!r}"
-        raise ConfigError(f"it {said}; known: {', '.join(FAMILIES)}")
-    shape = _BUILDERS.get(family, _llama_kind)(family, Fields(config))
+        problem = "has no model_type" if family is None else f"has model_type {str(family)[:40]!r}"
+        raise ConfigError(f"it {problem}; known: {', '.join(FAMILIES)}")
+    shape = _BUILDERS.get(family, _llama_like)(family, Fields(config))
     if shape.parameters > 10**16:
         raise ConfigError(f"{shape.parameters:.1e} parameters are more than any model has; check its sizes")
     return ModelShape(**{**vars(shape), "notes": shape.notes + notes})
 
 
-def _llama_kind(name: str, fields: Fields) -> ModelShape:
-    family = _LLAMA_KIND[name]
+def _llama_like(name: str, fields: Fields) -> ModelShape:
+    family = _LLAMA_LIKE[name]
     width = fields.count("hidden_size")
     heads = fields.count("num_attention_heads")
     kv_heads = fields.count("num_key_value_heads", default=16 if name == "gemma" else heads)
@@ -334,4 +334,4 @@ _BUILDERS: dict[str, Callable[[str, Fields], ModelShape]] = {
 }
 
 
-FAMILIES = (*_LLAMA_KIND, *_BUILDERS)
+FAMILIES = (*_LLAMA_LIKE, *_BUILDERS)

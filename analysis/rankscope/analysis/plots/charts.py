@@ -68,14 +68,14 @@ def bars(
 ) -> str:
     """One horizontal bar per label, from the top. `marked` rows are highlighted."""
     plain = Series(axis.title, values, svg.BLUE)
-    return _lying(labels, (plain,), axis, title, row_title, frozenset(marked), legend=False)
+    return _horizontal_bars(labels, (plain,), axis, title, row_title, frozenset(marked), legend=False)
 
 
 def stacked_bars(
     labels: Sequence[str], series: Sequence[Series], *, axis: Axis, title: str = "", row_title: str = ""
 ) -> str:
     """One horizontal bar per label, stacked from each series' value. Values below zero are not drawn."""
-    return _lying(labels, series, axis, title, row_title, frozenset(), legend=True)
+    return _horizontal_bars(labels, series, axis, title, row_title, frozenset(), legend=True)
 
 
 def lines(
@@ -89,7 +89,7 @@ def lines(
 ) -> str:
     """One line per series over common positions. A missing value breaks the line."""
     clouds = [Cloud(one.name, positions, one.values, one.colour) for one in series]
-    return _plane(clouds, (), across, up, title, joined=True, from_zero=from_zero, diagonal=False)
+    return _plot(clouds, (), across, up, title, joined=True, from_zero=from_zero, diagonal=False)
 
 
 def scatter(
@@ -102,7 +102,7 @@ def scatter(
     diagonal: bool = False,
 ) -> str:
     """Points, with fitted `curves` on top; `diagonal` draws y = x (predicted against actual)."""
-    return _plane(clouds, curves, across, up, title, joined=False, from_zero=False, diagonal=diagonal)
+    return _plot(clouds, curves, across, up, title, joined=False, from_zero=False, diagonal=diagonal)
 
 
 def histogram(
@@ -129,7 +129,7 @@ def histogram(
     return drawing(inside.width, inside.height, title or axis.title, "".join(parts))
 
 
-def _lying(
+def _horizontal_bars(
     labels: Sequence[str],
     series: Sequence[Series],
     axis: Axis,
@@ -174,11 +174,11 @@ def _lying(
             at = at + value if legend else 0.0
     parts.append(base_line(inside, across.place(0.0)))
     if row_title:
-        parts.append(label(16, (inside.top + inside.bottom) / 2, row_title, anchor="middle", muted=True, turned=True))
+        parts.append(label(16, (inside.top + inside.bottom) / 2, row_title, anchor="middle", muted=True, rotated=True))
     return drawing(inside.width, inside.height, title or axis.title, "".join(parts))
 
 
-def _plane(
+def _plot(
     clouds: Sequence[Cloud],
     curves: Sequence[Cloud],
     x: Axis,

@@ -71,7 +71,7 @@ def heat_map(
     if column_title:
         parts.append(label(left + inner_width / 2, head + inner_height + 34, column_title, anchor="middle", muted=True))
     if row_title:
-        parts.append(label(16, head + inner_height / 2, row_title, anchor="middle", muted=True, turned=True))
+        parts.append(label(16, head + inner_height / 2, row_title, anchor="middle", muted=True, rotated=True))
     bar_height = max(inner_height, 60.0)
     parts.append(_colour_bar(left + inner_width + 18, head, bar_height, Axis(value_title, unit), bottom, top))
     height = head + bar_height + 46

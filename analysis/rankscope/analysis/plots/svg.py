@@ -104,7 +104,7 @@ def label(
     anchor: str = "start",
     muted: bool = False,
     bold: bool = False,
-    turned: bool = False,
+    rotated: bool = False,
     fill: str | None = None,
     tooltip: str = "",
     pixels: float | None = None,
@@ -121,7 +121,7 @@ def label(
         fill=fill or (MUTED if muted else INK),
         font_weight="600" if bold else None,
         font_size=pixels,
-        transform=f"rotate(-90 {_plain(x)} {_plain(y)})" if turned else None,
+        transform=f"rotate(-90 {_plain(x)} {_plain(y)})" if rotated else None,
     )
 
 
@@ -305,7 +305,7 @@ def y_axis(inside: Frame, scale: Scale) -> str:
         parts.append(_rule(inside.left, y, inside.right, y))
         parts.append(label(inside.left - 7, y + 4, scale.tick_text(tick), anchor="end", muted=True))
     middle = (inside.top + inside.bottom) / 2
-    parts.append(label(18, middle, scale.caption, anchor="middle", muted=True, turned=True))
+    parts.append(label(18, middle, scale.caption, anchor="middle", muted=True, rotated=True))
     return "".join(parts)
 
 

@@ -18,7 +18,7 @@ FEWEST_BLOCKS, MOST_BLOCKS = 4, 16
 # simulation (AR(1) from 0 to 0.95, spikes, 20 to 1000 steps): at most 7 % false alarms at a level of 5 %.
 RUN_CORRELATION_TIMES = 12
 # Enough to measure the correlation; more would only take longer.
-MOST_STEPS_LOOKED_AT = 1 << 17
+MAX_STEPS_EXAMINED = 1 << 17
 Statistic = Callable[[Floats], Floats]  # over the last axis
 # Two per block. So few show only large differences, but raise no false alarms.
 STEPS_NEEDED = 8
@@ -77,16 +77,16 @@ def compare(
     """Each side is one or more runs of step times in seconds. With several runs on a side, the runs are compared,
     because processes differ even where their steps do not. The first `warmup` steps of each run are dropped; None:
     detected."""
-    kept_a, dropped_a = _settle(a, warmup, "A")
-    kept_b, dropped_b = _settle(b, warmup, "B")
+    kept_a, dropped_a = _drop_warmup(a, warmup, "A")
+    kept_b, dropped_b = _drop_warmup(b, warmup, "B")
     # One correlation time for both sides: of two noisy estimates, the larger is safer.
-    alike = [max((correlation_steps(run) for run in runs), default=1.0) for runs in (kept_a, kept_b)]
-    shifts = [_shift(kept_a, kept_b, max(alike), statistic, confidence) for statistic in (median, mean)]
+    correlations = [max((correlation_steps(run) for run in runs), default=1.0) for runs in (kept_a, kept_b)]
+    shifts = [_shift(kept_a, kept_b, max(correlations), statistic, confidence) for statistic in (median, mean)]
     several = len(kept_a) > 1 or len(kept_b) > 1
     reason = "" if several else _too_few(kept_a[0], kept_b[0])
     return Comparison(
-        a=_side(kept_a, dropped_a, alike[0]),
-        b=_side(kept_b, dropped_b, alike[1]),
+        a=_side(kept_a, dropped_a, correlations[0]),
+        b=_side(kept_b, dropped_b, correlations[1]),
         median=shifts[0],
         mean=shifts[1],
         cliffs_delta=_cliffs_delta(np.concatenate(kept_a), np.concatenate(kept_b)),
@@ -96,7 +96,7 @@ def compare(
     )
 
 
-def _settle(runs: Sequence[Floats], warmup: int | None, name: str) -> tuple[list[Floats], int]:
+def _drop_warmup(runs: Sequence[Floats], warmup: int | None, name: str) -> tuple[list[Floats], int]:
     kept, dropped = [], 0
     for run in runs:
         if len(run) == 0:
@@ -135,9 +135,9 @@ def _shift(
         return _interval(difference, one, other, _welch(one, other), confidence)
     one, other = _of_runs(a, logs_a, correlation, statistic), _of_runs(b, logs_b, correlation, statistic)
     if len(a) == 1:
-        return _interval(difference, _borrowed(one, other, logs_b), other, other.freedom, confidence)
+        return _interval(difference, _single_run(one, other, logs_b), other, other.freedom, confidence)
     if len(b) == 1:
-        return _interval(difference, one, _borrowed(other, one, logs_a), one.freedom, confidence)
+        return _interval(difference, one, _single_run(other, one, logs_a), one.freedom, confidence)
     return _interval(difference, one, other, _welch(one, other), confidence)
 
 
@@ -153,7 +153,7 @@ def _of_runs(runs: Sequence[Floats], logs: Floats, correlation: float, statistic
     return Estimate(max(between, floor), len(runs) - 1, len(runs))
 
 
-def _borrowed(single: Estimate, several: Estimate, logs: Floats) -> Estimate:
+def _single_run(single: Estimate, several: Estimate, logs: Floats) -> Estimate:
     """A single run is assumed to vary between processes as the other side's runs do."""
     variance = max(float(np.var(logs, ddof=1)), several.variance * len(logs), single.variance)
     return Estimate(variance, several.freedom, 1)
@@ -238,8 +238,8 @@ def estimate(seconds: Floats, correlation_steps: float, statistic: Statistic) ->
 def correlation_steps(seconds: Floats) -> float:
     """The number of steps that carry as much information as one independent step (integrated autocorrelation time).
     From ranks, so that a few slow steps do not mask the correlation of the others."""
-    begin = max(0, (len(seconds) - MOST_STEPS_LOOKED_AT) // 2)
-    seconds = seconds[begin : begin + MOST_STEPS_LOOKED_AT]
+    begin = max(0, (len(seconds) - MAX_STEPS_EXAMINED) // 2)
+    seconds = seconds[begin : begin + MAX_STEPS_EXAMINED]
     count = len(seconds)
     # Equal values get the same rank.
     ranks = np.unique(seconds, return_inverse=True)[1].reshape(-1).astype(np.float64)
@@ -248,11 +248,11 @@ def correlation_steps(seconds: Floats) -> float:
     if power == 0 or count < 4:
         return 1.0
     spectrum = np.fft.rfft(ranks, 2 * count)
-    alike = np.fft.irfft(spectrum * spectrum.conj())[:count] / power
+    correlations = np.fft.irfft(spectrum * spectrum.conj())[:count] / power
     # Both are biased by about -1/n in a short run.
-    neighbour = min(float(alike[1]) + (1 + 3 * float(alike[1])) / count, 0.99)
+    neighbour = min(float(correlations[1]) + (1 + 3 * float(correlations[1])) / count, 0.99)
     geometric = (1 + neighbour) / (1 - neighbour)
-    sums = 1 + 2 * np.cumsum(alike[1 : count // 2] + 1 / count)
+    sums = 1 + 2 * np.cumsum(correlations[1 : count // 2] + 1 / count)
     enough = np.flatnonzero(np.arange(1, len(sums) + 1) >= 5 * sums)
     summed = float(sums[enough[0]] if len(enough) else sums[-1]) if len(sums) else 1.0
     return max(1.0, geometric, summed)
@@ -260,8 +260,8 @@ def correlation_steps(seconds: Floats) -> float:
 
 def resolution(seconds: Floats) -> float:
     """The resolution of a coarse clock; 0 if times do not appear rounded."""
-    values = np.unique(seconds[:MOST_STEPS_LOOKED_AT])
-    if len(values) < 2 or len(values) > len(seconds[:MOST_STEPS_LOOKED_AT]) / 4:
+    values = np.unique(seconds[:MAX_STEPS_EXAMINED])
+    if len(values) < 2 or len(values) > len(seconds[:MAX_STEPS_EXAMINED]) / 4:
         return 0.0
     return float(np.diff(values).min())
 

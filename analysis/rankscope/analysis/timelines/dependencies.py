@@ -46,19 +46,19 @@ class Graph:
     notes: tuple[str, ...]
 
 
-def wire(nodes: tuple[Node, ...], stages: int) -> Graph:
+def build_graph(nodes: tuple[Node, ...], stages: int) -> Graph:
     """The graph of one step. Raises TimelineError if dependencies are circular."""
     chunks = 1 + max(max(node.chunk for node in nodes if node.position >= 0), 0)
     pairs = pair(nodes, Pipeline(stages, chunks))
     before: list[list[int]] = [[] for _ in nodes]
     overlapped = any(node.name == SEPARATE for node in nodes)
     for stage in range(stages):
-        _wire_stage([n for n, node in enumerate(nodes) if node.stage == stage], nodes, pairs, before, overlapped)
-    for giver, taker in pairs.direct:
-        before[taker].append(giver)
-    tasks = _sort(_gather(nodes, pairs, stages), before)
+        _add_stage([n for n, node in enumerate(nodes) if node.stage == stage], nodes, pairs, before, overlapped)
+    for sender, receiver in pairs.direct:
+        before[receiver].append(sender)
+    tasks = _sort(_make_tasks(nodes, pairs, stages), before)
     final = [n for n, node in enumerate(nodes) if node.name == OPTIMIZER] or list(range(len(nodes)))
-    final = [n for n in final if n not in pairs.left_out]
+    final = [n for n in final if n not in pairs.excluded]
     last_use = [0] * len(nodes)
     for place, task in enumerate(tasks):
         for member in task.members:
@@ -69,7 +69,7 @@ def wire(nodes: tuple[Node, ...], stages: int) -> Graph:
     return Graph(tuple(tasks), tuple(map(tuple, before)), tuple(last_use), tuple(final), tuple(pairs.notes))
 
 
-def _wire_stage(
+def _add_stage(
     mine: list[int], nodes: tuple[Node, ...], pairs: Pairs, before: list[list[int]], overlapped: bool
 ) -> None:
     by_name: dict[str, list[int]] = {}
@@ -78,7 +78,7 @@ def _wire_stage(
     chain = sorted((n for n in mine if nodes[n].position >= 0), key=lambda n: nodes[n].position)
     _follow(chain, before)
     for direction in DIRECTIONS:
-        _wire_transfers(direction, by_name, chain, nodes, pairs, before)
+        _add_transfers(direction, by_name, chain, nodes, pairs, before)
     gathers, scatters = by_name.get(PARAMS, []), by_name.get(GRADS, [])
     _follow(gathers, before)
     for chunk, gather in {nodes[n].chunk: n for n in gathers}.items():
@@ -97,7 +97,7 @@ def _wire_stage(
             before[rest[0]].append(scatters[-1])
 
 
-def _wire_transfers(
+def _add_transfers(
     direction: str,
     by_name: dict[str, list[int]],
     chain: list[int],
@@ -106,8 +106,8 @@ def _wire_transfers(
     before: list[list[int]],
 ) -> None:
     computes = by_name.get(f"{direction}-compute", [])
-    receives = [n for n in by_name.get(f"{direction}-recv", []) if n not in pairs.left_out]
-    sends = [n for n in by_name.get(f"{direction}-send", []) if n not in pairs.left_out]
+    receives = [n for n in by_name.get(f"{direction}-recv", []) if n not in pairs.excluded]
+    sends = [n for n in by_name.get(f"{direction}-send", []) if n not in pairs.excluded]
     _follow(receives, before)
     _follow(sends, before)
     for number in receives:
@@ -134,17 +134,17 @@ def _follow(chain: list[int], before: list[list[int]]) -> None:
         before[later].append(earlier)
 
 
-def _gather(nodes: tuple[Node, ...], pairs: Pairs, stages: int) -> list[Task]:
+def _make_tasks(nodes: tuple[Node, ...], pairs: Pairs, stages: int) -> list[Task]:
     tasks = [Task(group, Waits.PEER) for group in pairs.groups]
     joint: dict[tuple[str, int], list[int]] = {}
     for number, node in enumerate(nodes):
         waits = describe(node.name).waits
         if waits is Waits.PEER:
             continue
-        if waits is Waits.EVERYBODY or (node.name == EMBEDDING and node.stage in (0, stages - 1)):
+        if waits is Waits.ALL or (node.name == EMBEDDING and node.stage in (0, stages - 1)):
             joint.setdefault((node.name, node.index), []).append(number)
         elif waits is Waits.ENDS:
-            tasks.append(Task((number,), Waits.NOBODY))
+            tasks.append(Task((number,), Waits.NONE))
         else:
             tasks.append(Task((number,), waits))
     tasks.extend(Task(tuple(members), describe(name).waits) for (name, _), members in joint.items())
@@ -181,7 +181,7 @@ class Pairs:
     groups: list[tuple[int, ...]] = field(default_factory=list)
     # compute → compute of the next chunk, if no send and receive between them was recorded
     direct: list[tuple[int, int]] = field(default_factory=list)
-    left_out: set[int] = field(default_factory=set)
+    excluded: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
 
@@ -202,7 +202,7 @@ def pair(nodes: tuple[Node, ...], pipeline: Pipeline) -> Pairs:
     by_place: dict[tuple[int, str], list[int]] = {}
     for number, node in enumerate(nodes):
         by_place.setdefault((node.stage, node.name), []).append(number)
-    meeting: dict[tuple[int, str], list[int]] = {}
+    transfers: dict[tuple[int, str], list[int]] = {}
     for direction in DIRECTIONS:
         for stage in range(pipeline.stages):
             computes = by_place.get((stage, f"{direction}-compute"), [])
@@ -217,11 +217,11 @@ def pair(nodes: tuple[Node, ...], pipeline: Pipeline) -> Pairs:
                 owners = _owners(nodes, recorded, computes, facing, side)
                 pairs.compute_of.update(owners)
                 wanted = set(facing)
-                meeting[stage, name] = [number for number in recorded if owners.get(number) in wanted]
+                transfers[stage, name] = [number for number in recorded if owners.get(number) in wanted]
                 alone = [number for number in recorded if owners.get(number) not in wanted]
                 pairs.groups.extend((number,) for number in alone)
-        _meet(pairs, meeting, direction, pipeline)
-        _connect_directly(nodes, pairs, by_place, meeting, direction, pipeline)
+        _match_transfers(pairs, transfers, direction, pipeline)
+        _connect_directly(nodes, pairs, by_place, transfers, direction, pipeline)
     return pairs
 
 
@@ -248,13 +248,15 @@ def _owners(
     return dict(zip(real, facing or computes, strict=False))
 
 
-def _meet(pairs: Pairs, meeting: dict[tuple[int, str], list[int]], direction: str, pipeline: Pipeline) -> None:
+def _match_transfers(
+    pairs: Pairs, transfers: dict[tuple[int, str], list[int]], direction: str, pipeline: Pipeline
+) -> None:
     """The n-th send of a stage matches the n-th receive of the next one."""
     side = f"{direction}-send"
     ahead = 1 if direction == "forward" else -1
     for stage in range(pipeline.stages):
-        sends = meeting[stage, side]
-        receives = meeting[(stage + ahead) % pipeline.stages, peer_of(side)]
+        sends = transfers[stage, side]
+        receives = transfers[(stage + ahead) % pipeline.stages, peer_of(side)]
         if len(sends) != len(receives) or not sends:
             if sends or receives:
                 target = (stage + ahead) % pipeline.stages
@@ -262,7 +264,7 @@ def _meet(pairs: Pairs, meeting: dict[tuple[int, str], list[int]], direction: st
                     f"{direction} sends of stage {stage} ({len(sends)}) do not match the receives of stage {target} "
                     f"({len(receives)}): these transfers count as instant"
                 )
-            pairs.left_out.update(sends, receives)
+            pairs.excluded.update(sends, receives)
             sends.clear()
             receives.clear()
             continue
@@ -273,22 +275,22 @@ def _connect_directly(
     nodes: tuple[Node, ...],
     pairs: Pairs,
     by_place: dict[tuple[int, str], list[int]],
-    meeting: dict[tuple[int, str], list[int]],
+    transfers: dict[tuple[int, str], list[int]],
     direction: str,
     pipeline: Pipeline,
 ) -> None:
     name = f"{direction}-compute"
-    silent = 0
+    missing = 0
     for stage in range(pipeline.stages):
-        if meeting[stage, f"{direction}-send"]:
+        if transfers[stage, f"{direction}-send"]:
             continue
         for chunk in range(pipeline.chunks):
             place = pipeline.peer(direction, "send", stage, chunk)
             if place is None:
                 continue
-            givers = [n for n in by_place.get((stage, name), []) if max(nodes[n].chunk, 0) == chunk]
-            takers = [n for n in by_place.get((place[0], name), []) if max(nodes[n].chunk, 0) == place[1]]
-            pairs.direct.extend(zip(givers, takers, strict=False))
-            silent += 1
-    if silent and not any("instant" in note for note in pairs.notes):
+            senders = [n for n in by_place.get((stage, name), []) if max(nodes[n].chunk, 0) == chunk]
+            receivers = [n for n in by_place.get((place[0], name), []) if max(nodes[n].chunk, 0) == place[1]]
+            pairs.direct.extend(zip(senders, receivers, strict=False))
+            missing += 1
+    if missing and not any("instant" in note for note in pairs.notes):
         pairs.notes.append(f"no {direction} sends between some stages: those transfers count as instant")

@@ -22,7 +22,7 @@ from rankscope.analysis.timelines.timeline import (
 from rankscope.analysis.verdicts.verdict import ranks as name_ranks
 
 # An unknown operation that overlaps known ones in a larger share of its rows runs concurrently or inside them.
-BESIDE_RATIO = 0.1
+CONCURRENT_RATIO = 0.1
 OVERLAP_TOLERANCE_SECONDS = 1e-5
 STEPS_NAMED = 4
 
@@ -84,7 +84,7 @@ def lay_out(timeline: Timeline, sizes: JobSizes) -> Layout:
     steps_recorded = len(np.unique(timeline.step))
     timeline, lanes, data, tensor = find_lanes(timeline, sizes)
     _require_computes(timeline, lanes)
-    rows, index, notes = tidy(timeline, data, tensor, lanes)
+    rows, index, notes = clean_rows(timeline, data, tensor, lanes)
     timeline, data, tensor = take(timeline, rows), data[rows], tensor[rows]
     in_chain = np.array([name in COMPUTES or not is_known(name) for name in timeline.names])[timeline.operation]
     code, _ = number_groups(timeline.stage, timeline.operation, index, timeline.chunk)
@@ -145,21 +145,21 @@ def _blocks_of(step_of_block: Ints, step: int) -> Ints:
 
 def _fingerprints(timeline: Timeline, code: Ints, block: Ints, block_count: int, in_chain: Bools) -> tuple[Ints, Ints]:
     """Per block, a hash of its operations and one of the order in which its own work ran."""
-    dice = _scatter(np.arange(int(code.max()) + 1))
+    hashes = _hashes(np.arange(int(code.max()) + 1))
     content = np.zeros(block_count, dtype=np.int64)
     with np.errstate(over="ignore"):
-        np.add.at(content, block, dice[code])
+        np.add.at(content, block, hashes[code])
         chain = np.flatnonzero(in_chain)
         chain = chain[np.argsort(timeline.start_seconds[chain], kind="stable")]
         order = np.zeros(block_count, dtype=np.int64)
         # Stages of one block run concurrently: the order within each matters, not how they interleave.
         chain = chain[_order(block[chain], timeline.stage[chain])]
         place = np.arange(len(chain)) - np.searchsorted(block[chain], block[chain])
-        np.add.at(order, block[chain], dice[code[chain]] * (place + 1))
+        np.add.at(order, block[chain], hashes[code[chain]] * (place + 1))
     return content, order
 
 
-def _scatter(numbers: Ints) -> Ints:
+def _hashes(numbers: Ints) -> Ints:
     """Hashes with sums that do not collide by chance (the finaliser of splitmix64)."""
     with np.errstate(over="ignore"):
         mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -209,7 +209,7 @@ def _table(
 def find_lanes(timeline: Timeline, sizes: JobSizes) -> tuple[Timeline, Lanes, Ints, Ints]:
     """The timeline without incomplete lanes, the lanes, and per row its data and tensor index."""
     stages = _count_stages(timeline, sizes)
-    timeline, notes = _trustworthy_ranks(timeline)
+    timeline, notes = _unique_ranks(timeline)
     place, places = _places(timeline)
     worker_starts = np.flatnonzero(np.r_[True, np.any(places[1:, :2] != places[:-1, :2], axis=1)])
     sizes_of_workers = np.diff(np.r_[worker_starts, len(places)])
@@ -268,7 +268,7 @@ def _count_stages(timeline: Timeline, sizes: JobSizes) -> int:
     return stages
 
 
-def _trustworthy_ranks(timeline: Timeline) -> tuple[Timeline, list[str]]:
+def _unique_ranks(timeline: Timeline) -> tuple[Timeline, list[str]]:
     """A rank number used in two positions does not identify a rank."""
     _, places = _places(timeline)
     numbers, counts = np.unique(places[:, 2], return_counts=True)
@@ -281,12 +281,12 @@ def _trustworthy_ranks(timeline: Timeline) -> tuple[Timeline, list[str]]:
     return replace(timeline, rank=made), [note]
 
 
-def tidy(timeline: Timeline, data: Ints, tensor: Ints, lanes: Lanes) -> tuple[Ints, Ints, list[str]]:
+def clean_rows(timeline: Timeline, data: Ints, tensor: Ints, lanes: Lanes) -> tuple[Ints, Ints, list[str]]:
     """The rows to keep, the index of each among those of its type in the step, and notes."""
     worker, _ = number_groups(timeline.step, data, tensor, timeline.stage)
     kept = np.ones(len(timeline), dtype=bool)
     notes: list[str] = []
-    _drop_strangers(timeline, worker, kept, notes)
+    _drop_unknown(timeline, worker, kept, notes)
     _drop_partial(timeline, data, tensor, lanes, kept, notes)
     order = timeline.order
     if _is_constant(order, worker, timeline.operation):
@@ -321,22 +321,22 @@ def _is_constant(order: Ints, worker: Ints, operation: Ints) -> bool:
     return count < len(order) and int(order.min()) == int(order.max())
 
 
-def _drop_strangers(timeline: Timeline, worker: Ints, kept: Bools, notes: list[str]) -> None:
+def _drop_unknown(timeline: Timeline, worker: Ints, kept: Bools, notes: list[str]) -> None:
     own = np.array([name in (*COMPUTES, GC, OPTIMIZER) for name in timeline.names])[timeline.operation]
     end = timeline.start_seconds + timeline.duration_seconds
     for number, name in enumerate(timeline.names):
         if is_known(name):
             continue
-        stranger = timeline.operation == number
-        rows = np.flatnonzero(own | stranger)
+        unknown = timeline.operation == number
+        rows = np.flatnonzero(own | unknown)
         rows = rows[np.lexsort((end[rows], timeline.start_seconds[rows], worker[rows]))]
         neighbours = worker[rows][1:] == worker[rows][:-1]
         overlap = neighbours & (timeline.start_seconds[rows][1:] < end[rows][:-1] - OVERLAP_TOLERANCE_SECONDS)
-        touched = stranger[rows][1:] | stranger[rows][:-1]
-        beside = int((overlap & touched).sum()) > BESIDE_RATIO * int(stranger.sum())
-        if beside:
-            kept &= ~stranger
-        how = "it overlaps known ones and is excluded" if beside else "treated as the rank's own work"
+        touched = unknown[rows][1:] | unknown[rows][:-1]
+        concurrent = int((overlap & touched).sum()) > CONCURRENT_RATIO * int(unknown.sum())
+        if concurrent:
+            kept &= ~unknown
+        how = "it overlaps known ones and is excluded" if concurrent else "treated as the rank's own work"
         notes.append(f"unknown optype {name!r}: {how}")
 
 

@@ -10,7 +10,7 @@ from functools import reduce
 import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
-from rankscope.analysis.timelines.dependencies import Graph, Task, wire
+from rankscope.analysis.timelines.dependencies import Graph, Task, build_graph
 from rankscope.analysis.timelines.layout import Layout, StepTable
 from rankscope.analysis.timelines.timeline import Waits, describe
 
@@ -25,7 +25,7 @@ class Part:
 
     table: StepTable
     graph: Graph
-    taken_seconds: Floats  # [node, step, data, tensor]
+    net_seconds: Floats  # [node, step, data, tensor]
     typical_seconds: Floats  # [node]
     stage: Ints  # [node]
     family: Ints  # [node], index into Model.families
@@ -47,23 +47,23 @@ class Model:
 @dataclass(frozen=True)
 class Scenario:
     """The operations of `workers` (only of `family`, if given) as recorded and all others replaced; inverted with
-    `turned`."""
+    `inverted`."""
 
     workers: Bools | None = None  # [stage, data, tensor]
     family: int | None = None
-    turned: bool = False
+    inverted: bool = False
 
 
 def build_model(layout: Layout) -> Model:
     names = sorted({node.name for table in layout.tables for node in table.nodes})
     families = sorted({describe(name).family for name in names})
     number_of = {name: number for number, name in enumerate(names)}
-    wired = [(table, wire(table.nodes, layout.lanes.stages)) for table in layout.tables]
-    taken = [transfer_seconds(table, graph) for table, graph in wired]
-    kinds = [np.array([number_of[node.name] for node in table.nodes]) for table, _ in wired]
+    graphs = [(table, build_graph(table.nodes, layout.lanes.stages)) for table in layout.tables]
+    durations = [net_durations(table, graph) for table, graph in graphs]
+    kinds = [np.array([number_of[node.name] for node in table.nodes]) for table, _ in graphs]
     typical = np.zeros(len(names))
     for number, name in enumerate(names):
-        seen = np.concatenate([seconds[kind == number].ravel() for seconds, kind in zip(taken, kinds, strict=True)])
+        seen = np.concatenate([seconds[kind == number].ravel() for seconds, kind in zip(durations, kinds, strict=True)])
         typical[number] = seen.mean() if describe(name).own_work else np.median(seen)
     family_of = np.array([families.index(describe(name).family) for name in names])
     own = np.array([describe(name).own_work for name in names])
@@ -77,20 +77,22 @@ def build_model(layout: Layout) -> Model:
             family_of[kind],
             own[kind],
         )
-        for (table, graph), seconds, kind in zip(wired, taken, kinds, strict=True)
+        for (table, graph), seconds, kind in zip(graphs, durations, kinds, strict=True)
     )
-    notes = dict.fromkeys(note for _, graph in wired for note in graph.notes)
+    notes = dict.fromkeys(note for _, graph in graphs for note in graph.notes)
     return Model(layout, parts, tuple(families), tuple(notes))
 
 
 def replay_recorded(model: Model) -> Floats:
     """Seconds of each step with recorded durations and transfer times, without delays before operations."""
-    return replay_taken(model, [part.taken_seconds for part in model.parts])
+    return replay_durations(model, [part.net_seconds for part in model.parts])
 
 
-def replay_taken(model: Model, taken: list[Floats]) -> Floats:
+def replay_durations(model: Model, durations: list[Floats]) -> Floats:
     """The same with other durations, per part [node, step, data, tensor]."""
-    return np.concatenate([replay(part.graph, own.__getitem__) for part, own in zip(model.parts, taken, strict=True)])
+    return np.concatenate(
+        [replay(part.graph, own.__getitem__) for part, own in zip(model.parts, durations, strict=True)]
+    )
 
 
 def replay_typical(model: Model) -> Floats:
@@ -108,7 +110,7 @@ def replay_scenarios(model: Model, scenarios: list[Scenario], instead: list[Floa
     made = []
     for number, part in enumerate(model.parts):
         other = part.typical_seconds[:, None, None, None] if instead is None else instead[number]
-        lanes = part.taken_seconds[0].size
+        lanes = part.net_seconds[0].size
         batch = max(1, LANES_AT_ONCE // lanes)
         rows = [_replay_batch(part, scenarios[at : at + batch], other) for at in range(0, len(scenarios), batch)]
         made.append(np.concatenate(rows) if rows else np.zeros((0, len(part.table.steps))))
@@ -121,10 +123,10 @@ def replay_replicas(model: Model) -> Floats:
     The others are equal, so one represents all of them: two lanes instead of one per rank."""
     made = []
     for part in model.parts:
-        ranks = part.taken_seconds.shape[2]
+        ranks = part.net_seconds.shape[2]
 
         def duration_of(node: int, part: Part = part, ranks: int = ranks) -> Floats:
-            recorded: Floats = part.taken_seconds[node].transpose(1, 0, 2)[:, :, None]  # [data rank, step, 1, tensor]
+            recorded: Floats = part.net_seconds[node].transpose(1, 0, 2)[:, :, None]  # [data rank, step, 1, tensor]
             if ranks == 1:
                 return recorded
             return np.concatenate([recorded, np.full_like(recorded, part.typical_seconds[node])], axis=2)
@@ -136,18 +138,18 @@ def replay_replicas(model: Model) -> Floats:
 def _replay_batch(part: Part, scenarios: list[Scenario], other: Floats) -> Floats:
     everyone = np.ones((1, 1, 1), dtype=bool)
     stages = int(part.stage.max()) + 1
-    shape = (stages, *part.taken_seconds.shape[2:])
+    shape = (stages, *part.net_seconds.shape[2:])
     workers = np.stack(
         [np.broadcast_to(everyone if s.workers is None else s.workers, shape) for s in scenarios]
     )  # [scenario, stage, data, tensor]
-    turned = np.array([s.turned for s in scenarios])
+    inverted = np.array([s.inverted for s in scenarios])
     family = np.array([-1 if s.family is None else s.family for s in scenarios])
 
     def duration_of(node: int) -> Floats:
         chosen = workers[:, part.stage[node]]
         chosen = chosen & ((family < 0) | (family == part.family[node]))[:, None, None]
-        recorded = (chosen != turned[:, None, None])[:, None]
-        durations: Floats = np.where(recorded, part.taken_seconds[node], other[node])
+        recorded = (chosen != inverted[:, None, None])[:, None]
+        durations: Floats = np.where(recorded, part.net_seconds[node], other[node])
         return durations
 
     return replay(part.graph, duration_of)
@@ -180,18 +182,18 @@ def replay(graph: Graph, duration_of: Callable[[int], Floats]) -> Floats:
     return total
 
 
-def transfer_seconds(table: StepTable, graph: Graph) -> Floats:
+def net_durations(table: StepTable, graph: Graph) -> Floats:
     """What each operation takes by itself: own work as recorded, communication from the latest start in its group."""
-    taken: Floats = table.duration_seconds.copy()
+    durations: Floats = table.duration_seconds.copy()
     for task in graph.tasks:
-        if task.waits is Waits.NOBODY:
+        if task.waits is Waits.NONE:
             continue
         latest = _join(task, _latest([table.start_seconds[member] for member in task.members]))
         assert latest is not None
         for member in task.members:
             ended = table.start_seconds[member] + table.duration_seconds[member]
-            taken[member] = np.maximum(ended - latest, 0.0)
-    return taken
+            durations[member] = np.maximum(ended - latest, 0.0)
+    return durations
 
 
 def _latest(times: list[Floats]) -> Floats | None:
@@ -202,7 +204,7 @@ def _latest(times: list[Floats]) -> Floats | None:
 
 
 def _join(task: Task, latest: Floats | None) -> Floats | None:
-    if latest is None or task.waits not in (Waits.REPLICAS, Waits.EVERYBODY):
+    if latest is None or task.waits not in (Waits.REPLICAS, Waits.ALL):
         return latest
     axes = (DATA_AXIS,) if task.waits is Waits.REPLICAS else (DATA_AXIS, TENSOR_AXIS)
     joined: Floats = latest.max(axis=axes, keepdims=True)

@@ -13,13 +13,13 @@ from rankscope.analysis.timelines.replay import (
     Model,
     Scenario,
     build_model,
+    replay_durations,
     replay_recorded,
     replay_replicas,
     replay_scenarios,
-    replay_taken,
     replay_typical,
 )
-from rankscope.analysis.timelines.slow_ranks import StandingOut, own_seconds, stand_out
+from rankscope.analysis.timelines.slow_ranks import Outliers, find_outliers, own_seconds
 from rankscope.analysis.timelines.timeline import JobSizes, Timeline, TimelineError
 from rankscope.analysis.timelines.what_if import (
     find_imbalance,
@@ -34,10 +34,10 @@ from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict, percent, ranks
 
 # Number of ranks for which "what if it ran like its peers" is computed; those with the highest scores.
-RANKS_ASKED = 256
+WORKERS_REPLAYED = 256
 # … limited to one or two seconds of computation.
-NUMBERS_AFFORDED = 400_000_000
-LEAST_SLOWDOWN = 1e-9
+REPLAY_BUDGET = 400_000_000
+MIN_SLOWDOWN = 1e-9
 # Delays that the replay excludes are reported from this ratio on.
 DELAY_NOTED_RATIO = 1.05
 NOT_DECLARED = JobSizes()
@@ -91,7 +91,7 @@ class Decomposition:
 @dataclass(frozen=True)
 class Judgement:
     verdict: Verdict
-    standing_out: StandingOut
+    outliers: Outliers
     own_seconds: Floats  # [stage, data, tensor], mean over steps
     notes: tuple[str, ...]
 
@@ -145,20 +145,20 @@ def decompose(model: Model) -> Decomposition:
     stages, replicas, tensors = model.layout.lanes.rank.shape
     by_stage = [_workers((stages, replicas, tensors), stage=stage) for stage in range(stages)]
     families = range(len(model.families))
-    asked = [Scenario(workers) for workers in by_stage]
-    asked += [Scenario(family=family) for family in families]
-    asked += [Scenario(family=family, turned=True) for family in families]
-    asked += [Scenario(by_stage[-1], turned=True)]
-    seconds = replay_scenarios(model, asked).mean(axis=1)
+    scenarios = [Scenario(workers) for workers in by_stage]
+    scenarios += [Scenario(family=family) for family in families]
+    scenarios += [Scenario(family=family, inverted=True) for family in families]
+    scenarios += [Scenario(by_stage[-1], inverted=True)]
+    seconds = replay_scenarios(model, scenarios).mean(axis=1)
     stage_slowdown, rest = seconds[:stages] / ideal, seconds[stages:]
     family_slowdown, rest = rest[: len(families)] / ideal, rest[len(families) :]
     if_family, if_last = rest[: len(families)], float(rest[-1])
     replica_slowdown = replay_replicas(model).mean(axis=1) / ideal
     score = np.minimum(stage_slowdown[:, None], replica_slowdown[None, :])
     worst = _worst(score, model.layout.lanes.rank[:, :, 0])
-    if_worst = float(replay_scenarios(model, [Scenario(worst[:, :, None], turned=True)]).mean())
+    if_worst = float(replay_scenarios(model, [Scenario(worst[:, :, None], inverted=True)]).mean())
     lost = float(recorded.mean()) - ideal
-    known = lost > LEAST_SLOWDOWN * ideal
+    known = lost > MIN_SLOWDOWN * ideal
     return Decomposition(
         recorded,
         typical,
@@ -168,8 +168,8 @@ def decompose(model: Model) -> Decomposition:
         score,
         (float(recorded.mean()) - if_worst) / lost if known else None,
         (float(recorded.mean()) - if_last) / lost if known else None,
-        _ask_workers(model, score),
-        _ask_stages(model, by_stage),
+        _replay_workers(model, score),
+        _replay_stages(model, by_stage),
         if_family,
     )
 
@@ -189,42 +189,42 @@ def _worst(score: Floats, rank: np.ndarray[tuple[int, ...], np.dtype[np.int64]])
     return chosen.reshape(score.shape)
 
 
-def _ask_workers(model: Model, score: Floats) -> Floats:
-    cost = sum(part.taken_seconds.size for part in model.parts)
-    count = min(score.size, RANKS_ASKED, max(1, NUMBERS_AFFORDED // cost))
+def _replay_workers(model: Model, score: Floats) -> Floats:
+    cost = sum(part.net_seconds.size for part in model.parts)
+    count = min(score.size, WORKERS_REPLAYED, max(1, REPLAY_BUDGET // cost))
     order = np.argsort(-score, axis=None, kind="stable")[:count]
     shape = model.layout.lanes.rank.shape
     places = [(int(at) // score.shape[1], int(at) % score.shape[1]) for at in order]
-    asked = [Scenario(_workers(shape, stage, replica), turned=True) for stage, replica in places]
+    scenarios = [Scenario(_workers(shape, stage, replica), inverted=True) for stage, replica in places]
     seconds = np.full(score.size, np.nan)
     if shape[1] * shape[2] > 1:
-        seconds[order] = replay_scenarios(model, asked, peers_of_each(model)).mean(axis=1)
+        seconds[order] = replay_scenarios(model, scenarios, peers_of_each(model)).mean(axis=1)
     return seconds.reshape(score.shape)
 
 
-def _ask_stages(model: Model, by_stage: list[Bools]) -> Floats:
+def _replay_stages(model: Model, by_stage: list[Bools]) -> Floats:
     if len(by_stage) < 2:
         return np.full(len(by_stage), np.nan)
-    taken = [part.taken_seconds for part in model.parts]
-    balanced = stages_like_others(model, taken, np.median(stage_levels(own_seconds(model)), axis=0))
-    asked = [Scenario(stage, turned=True) for stage in by_stage]
-    seconds: Floats = replay_scenarios(model, asked, balanced).mean(axis=1)
+    durations = [part.net_seconds for part in model.parts]
+    balanced = stages_like_others(model, durations, np.median(stage_levels(own_seconds(model)), axis=0))
+    scenarios = [Scenario(stage, inverted=True) for stage in by_stage]
+    seconds: Floats = replay_scenarios(model, scenarios, balanced).mean(axis=1)
     return seconds
 
 
 def judge(model: Model, policy: Policy) -> Judgement:
     own = own_seconds(model)
-    found = stand_out(own, policy)
+    found = find_outliers(own, policy)
     outlier, notes = found.outlier, list[str]()
     abstention = _abstain(model, policy)
     candidates: list[Verdict] = []
-    taken = [part.taken_seconds for part in model.parts]
+    durations = [part.net_seconds for part in model.parts]
     if outlier.any():
-        taken = like_peers(model, outlier)
-        slow, note = _slow_ranks(model, taken, found, outlier, own, policy)
+        durations = like_peers(model, outlier)
+        slow, note = _slow_ranks(model, durations, found, outlier, own, policy)
         candidates += [slow] if slow else []
         notes += [note] if note else []
-    candidates += _job_wide(model, taken, policy)
+    candidates += _job_wide(model, durations, policy)
     candidates.sort(key=lambda verdict: -(verdict.impact_ratio or 0.0))
     if abstention is None:
         notes += [f"also {verdict.kind.value}: {verdict.reason}" for verdict in candidates[1:]]
@@ -248,10 +248,10 @@ def _abstain(model: Model, policy: Policy) -> Verdict | None:
 
 
 def _slow_ranks(
-    model: Model, taken: list[Floats], found: StandingOut, outlier: Bools, own: Floats, policy: Policy
+    model: Model, durations: list[Floats], found: Outliers, outlier: Bools, own: Floats, policy: Policy
 ) -> tuple[Verdict | None, str]:
     whole = float(replay_recorded(model).mean())
-    impact = 1 - float(replay_taken(model, taken).mean()) / whole
+    impact = 1 - float(replay_durations(model, durations).mean()) / whole
     culprits = tuple(sorted(model.layout.lanes.rank[outlier].tolist()))
     worst = float(found.ratio[outlier].max())
     excess = f"{ranks(culprits)}: {worst:.2f}× the own work of the other ranks of the same stage"
@@ -274,7 +274,7 @@ def _where(model: Model, outlier: Bools) -> str:
     """The operation with most of the excess."""
     excess = np.zeros(len(model.families))
     for part, fixed in zip(model.parts, like_peers(model, outlier), strict=True):
-        np.add.at(excess, part.family, (part.taken_seconds - fixed).sum(axis=(1, 2, 3)))
+        np.add.at(excess, part.family, (part.net_seconds - fixed).sum(axis=(1, 2, 3)))
     total = float(excess.sum())
     if total <= 0:
         return ""
@@ -282,10 +282,10 @@ def _where(model: Model, outlier: Bools) -> str:
     return f"; {percent(float(excess[family]) / total)} of it in {model.families[family]}"
 
 
-def _job_wide(model: Model, taken: list[Floats], policy: Policy) -> list[Verdict]:
-    own = own_seconds(model, taken)
+def _job_wide(model: Model, durations: list[Floats], policy: Policy) -> list[Verdict]:
+    own = own_seconds(model, durations)
     found: list[Verdict] = []
-    stage = find_slow_stage(model, taken, own, policy)
+    stage = find_slow_stage(model, durations, own, policy)
     if stage is not None:
         reason = (
             f"stage {stage.stage} works {stage.own_seconds:.3g} s a step, the other stages "
@@ -294,14 +294,14 @@ def _job_wide(model: Model, taken: list[Floats], policy: Policy) -> list[Verdict
         found.append(
             Verdict(Kind.SLOW_STAGE, reason, Severity.ALARM, stage=stage.stage, impact_ratio=stage.impact_ratio)
         )
-    imbalance = find_imbalance(model, taken, own, policy)
+    imbalance = find_imbalance(model, durations, own, policy)
     if imbalance is not None:
         reason = (
             f"in the median step the slowest rank works {imbalance.spread_ratio:.2f}× as long as the others, and it is "
             f"a different one each time (at most {percent(imbalance.slowest_often_ratio)} of the steps the same)"
         )
         found.append(Verdict(Kind.DATA_IMBALANCE, reason, Severity.ALARM, impact_ratio=imbalance.impact_ratio))
-    transfer = find_slow_transfer(model, taken, policy)
+    transfer = find_slow_transfer(model, durations, policy)
     if transfer is not None:
         where = "" if transfer.stage is None else f" of stage {transfer.stage}"
         reason = f"{transfer.family}{where} takes {transfer.ratio:.1f}× its usual transfer time; no rank is late for it"
@@ -309,7 +309,7 @@ def _job_wide(model: Model, taken: list[Floats], policy: Policy) -> list[Verdict
     return found
 
 
-def _healthy(found: StandingOut) -> Verdict:
+def _healthy(found: Outliers) -> Verdict:
     known = found.ratio[~np.isnan(found.ratio)]
     if not len(known):
         return Verdict(Kind.HEALTHY, "no stage takes much longer than the others")

@@ -12,25 +12,25 @@ from rankscope.analysis.verdicts.thresholds import Policy
 
 
 @dataclass(frozen=True)
-class StandingOut:
+class Outliers:
     ratio: Floats  # [stage, data, tensor] own work ÷ median of the others of its stage; NaN without others
     score: Floats
     slow_steps_ratio: Floats  # share of steps in which it is slow
     outlier: Bools
 
 
-def own_seconds(model: Model, taken: list[Floats] | None = None) -> Floats:
+def own_seconds(model: Model, durations: list[Floats] | None = None) -> Floats:
     """[step, stage, data, tensor]: each rank's own work, without waiting; as recorded, or with the durations
-    `taken`."""
+    `durations`."""
     made = []
-    for part, seconds in zip(model.parts, taken or [part.taken_seconds for part in model.parts], strict=True):
+    for part, seconds in zip(model.parts, durations or [part.net_seconds for part in model.parts], strict=True):
         own = np.zeros((model.layout.lanes.stages, *seconds.shape[1:]))
         np.add.at(own, part.stage[part.own_work], seconds[part.own_work])
         made.append(own.swapaxes(0, 1))
     return np.concatenate(made)
 
 
-def stand_out(own: Floats, policy: Policy) -> StandingOut:
+def find_outliers(own: Floats, policy: Policy) -> Outliers:
     """Compare whole workers first (the ranks of a tensor-parallel group run in lockstep), then single ranks."""
     steps, stages, replicas, tensors = own.shape
     worker = _compare(own.max(axis=3), policy)
@@ -45,11 +45,11 @@ def stand_out(own: Floats, policy: Policy) -> StandingOut:
     outlier = single.outlier | (worker.outlier & near)
     ratio = np.where(worker.outlier & near, worker.ratio, single.ratio)
     score = np.where(worker.outlier & near, worker.score, single.score)
-    return StandingOut(ratio, score, np.maximum(single.slow_steps_ratio, worker.slow_steps_ratio), outlier)
+    return Outliers(ratio, score, np.maximum(single.slow_steps_ratio, worker.slow_steps_ratio), outlier)
 
 
-def _shaped(found: StandingOut, shape: tuple[int, ...]) -> StandingOut:
-    return StandingOut(
+def _shaped(found: Outliers, shape: tuple[int, ...]) -> Outliers:
+    return Outliers(
         found.ratio.reshape(shape),
         found.score.reshape(shape),
         found.slow_steps_ratio.reshape(shape),
@@ -57,20 +57,20 @@ def _shaped(found: StandingOut, shape: tuple[int, ...]) -> StandingOut:
     )
 
 
-def _compare(own: Floats, policy: Policy) -> StandingOut:
+def _compare(own: Floats, policy: Policy) -> Outliers:
     """`own` is [step, stage, rank]."""
     if own.shape[2] < 2:
         nothing = np.full(own.shape[1:], np.nan)
-        return StandingOut(nothing, nothing, np.zeros(own.shape[1:]), np.zeros(own.shape[1:], dtype=bool))
+        return Outliers(nothing, nothing, np.zeros(own.shape[1:]), np.zeros(own.shape[1:], dtype=bool))
     relative = relative_to_step(own)
     means = relative.mean(axis=0)
     centre = np.median(means, axis=1, keepdims=True)
     spread = MAD_TO_SIGMA * np.median(np.abs(means - centre), axis=1, keepdims=True) if own.shape[2] > 2 else 0.0
-    ratio, score = keeps_ahead(relative, policy.spread_floor_ratio, spread)
+    ratio, score = mean_excess(relative, policy.spread_floor_ratio, spread)
     slow = (own >= policy.rank_ratio * median_of_others(own)).mean(axis=0)
     outlier = (ratio >= policy.rank_ratio) & (score >= policy.rank_score)
-    outlier &= keeps_slow(relative, policy.rank_ratio, policy)
-    return StandingOut(ratio, score, slow, outlier)
+    outlier &= stays_slow(relative, policy.rank_ratio, policy)
+    return Outliers(ratio, score, slow, outlier)
 
 
 def relative_to_step(own: Floats) -> Floats:
@@ -83,7 +83,7 @@ def relative_to_step(own: Floats) -> Floats:
     return relative
 
 
-def keeps_ahead(relative: Floats, floor: float, spread: Floats | float = 0.0) -> tuple[Floats, Floats]:
+def mean_excess(relative: Floats, floor: float, spread: Floats | float = 0.0) -> tuple[Floats, Floats]:
     """Mean over steps (first axis) relative to the median of the others' means: the ratio, and the difference in
     spreads.
 
@@ -98,7 +98,7 @@ def keeps_ahead(relative: Floats, floor: float, spread: Floats | float = 0.0) ->
     return means / reference, apart
 
 
-def keeps_slow(relative: Floats, ratio: float, policy: Policy) -> Bools:
+def stays_slow(relative: Floats, ratio: float, policy: Policy) -> Bools:
     """Whether it is slower than the others by that ratio in three of five sections of the recording."""
     stretches = np.array_split(relative, min(policy.windows_kept, len(relative)))
     means = [stretch.mean(axis=0) for stretch in stretches]

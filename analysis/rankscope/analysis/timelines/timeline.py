@@ -16,14 +16,14 @@ from rankscope.analysis.stats.robust import number_groups as number_by_sorting
 
 REQUIRED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
 OPTIONAL = ("rank", "seq_id", "mc", "gmc", "mb_id")
-MOST_ROWS = 8_000_000
+MAX_ROWS = 8_000_000
 _LARGEST = 2**53
 # Timestamps may count from 1970.
 _LONGEST_SECONDS = 1e10
 _LARGEST_KEY = 2**62
 # Maximum size of the table of flags, as a multiple of the number of rows.
-_ROOM = 8
-_LEAST_ROOM = 1 << 20
+_MAX_TABLE_FACTOR = 8
+_MIN_TABLE = 1 << 20
 FORWARD = "forward-compute"
 BACKWARD = "backward-compute"
 GC = "gc"
@@ -84,17 +84,17 @@ def read_columns(
     rows = len(table["step"])
     if rows == 0:
         raise TimelineError("no rows; record at least a few steps of two ranks")
-    if rows > MOST_ROWS:
-        raise TimelineError(f"{rows:,} rows, more than {MOST_ROWS:,}; cut it to fewer steps")
+    if rows > MAX_ROWS:
+        raise TimelineError(f"{rows:,} rows, more than {MAX_ROWS:,}; cut it to fewer steps")
     stage = _integers(table, "stage")
     data_rank = _integers(table, "dp_rank")
-    _refuse(stage < 0, "stage", "is negative")
-    _refuse(data_rank < 0, "dp_rank", "is negative")
+    _reject(stage < 0, "stage", "is negative")
+    _reject(data_rank < 0, "dp_rank", "is negative")
     start = _numbers(table, "start_ts", from_first=True) * seconds_per_unit
     duration = _numbers(table, "duration") * seconds_per_unit
-    _refuse(duration < 0, "duration", "is negative")
+    _reject(duration < 0, "duration", "is negative")
     for name, seconds in (("start_ts", start), ("duration", duration)):
-        _refuse(np.abs(seconds) > _LONGEST_SECONDS, name, "is too large for seconds (see --unit)")
+        _reject(np.abs(seconds) > _LONGEST_SECONDS, name, "is too large for seconds (see --unit)")
     operation, kinds = _operations(np.asarray(table["optype"]), names)
     if "rank" in table:
         rank = _integers(table, "rank")
@@ -122,7 +122,7 @@ def _operations(column: npt.NDArray[Any], names: Sequence[str] | None) -> tuple[
         found, column = np.unique(column.astype(str), return_inverse=True)
         names = [str(name) for name in found]
     blank = [number for number, name in enumerate(names) if not name.strip()]
-    _refuse((column < 0) | np.isin(column, blank), "optype", "is empty")
+    _reject((column < 0) | np.isin(column, blank), "optype", "is empty")
     # With surrounding blanks, one operation would become two.
     used = np.unique(column).tolist()
     kinds = sorted({names[number].strip() for number in used})
@@ -149,8 +149,8 @@ def _integers(table: Mapping[str, npt.NDArray[Any]], name: str, rows: int = 0) -
     values = _floats(column, name)
     if rows:
         values = np.where(np.isnan(values), -1.0, values)
-    _refuse(~np.isfinite(values) | (np.abs(values) > _LARGEST), name, "is not a number")
-    _refuse(values != np.floor(values), name, "is not a whole number")
+    _reject(~np.isfinite(values) | (np.abs(values) > _LARGEST), name, "is not a number")
+    _reject(values != np.floor(values), name, "is not a whole number")
     return values.astype(np.int64)
 
 
@@ -159,7 +159,7 @@ def _numbers(table: Mapping[str, npt.NDArray[Any]], name: str, *, from_first: bo
     if from_first and column.dtype.kind in "iu":
         column = column - column.min()  # nanoseconds since 1970 do not fit a float
     values = _floats(column, name)
-    _refuse(~np.isfinite(values), name, "is not a number")
+    _reject(~np.isfinite(values), name, "is not a number")
     return values
 
 
@@ -179,7 +179,7 @@ def _first_text(column: npt.NDArray[Any]) -> str:
     return "somewhere"
 
 
-def _refuse(wrong: npt.NDArray[np.bool_], name: str, what: str) -> None:
+def _reject(wrong: npt.NDArray[np.bool_], name: str, what: str) -> None:
     rows = np.flatnonzero(wrong)
     if len(rows):
         more = f", and in {len(rows) - 1:,} more rows" if len(rows) > 1 else ""
@@ -204,7 +204,7 @@ def number_groups(*keys: Ints) -> tuple[Ints, int]:
     """Per row, the number of its combination, from 0 in the order of the keys; and the number of combinations.
     Faster than sorting, because a timeline has few combinations."""
     packed = pack(*keys) if len(keys[0]) else None
-    if packed is None or packed[1] > max(_ROOM * len(packed[0]), _LEAST_ROOM):
+    if packed is None or packed[1] > max(_MAX_TABLE_FACTOR * len(packed[0]), _MIN_TABLE):
         return number_by_sorting(*keys)
     seen = np.zeros(packed[1], dtype=bool)
     seen[packed[0]] = True
@@ -215,11 +215,11 @@ def number_groups(*keys: Ints) -> tuple[Ints, int]:
 class Waits(Enum):
     """Which operations start together."""
 
-    NOBODY = "nobody"
+    NONE = "nobody"
     PEER = "the other end of a send"
     REPLICAS = "the same stage of all data-parallel ranks"
     ENDS = "first and last stage"
-    EVERYBODY = "everybody"
+    ALL = "everybody"
 
 
 @dataclass(frozen=True)
@@ -232,17 +232,17 @@ class Operation:
 
 
 _KNOWN = {
-    FORWARD: Operation(Waits.NOBODY, True, FORWARD),
-    BACKWARD: Operation(Waits.NOBODY, True, BACKWARD),
-    GC: Operation(Waits.NOBODY, True, GC),
-    OPTIMIZER: Operation(Waits.NOBODY, True, OPTIMIZER),
+    FORWARD: Operation(Waits.NONE, True, FORWARD),
+    BACKWARD: Operation(Waits.NONE, True, BACKWARD),
+    GC: Operation(Waits.NONE, True, GC),
+    OPTIMIZER: Operation(Waits.NONE, True, OPTIMIZER),
     # Runs inside a tensor-parallel group, which the timeline shows as one rank.
-    LAYERNORM: Operation(Waits.NOBODY, False, LAYERNORM),
+    LAYERNORM: Operation(Waits.NONE, False, LAYERNORM),
     EMBEDDING: Operation(Waits.ENDS, False, EMBEDDING),
     PARAMS: Operation(Waits.REPLICAS, False, PARAMS),
     GRADS: Operation(Waits.REPLICAS, False, GRADS),
     SEPARATE: Operation(Waits.REPLICAS, False, SEPARATE),
-    CLIP: Operation(Waits.EVERYBODY, False, CLIP),
+    CLIP: Operation(Waits.ALL, False, CLIP),
     "forward-send": Operation(Waits.PEER, False, "forward-pp-comm"),
     "forward-recv": Operation(Waits.PEER, False, "forward-pp-comm"),
     "backward-send": Operation(Waits.PEER, False, "backward-pp-comm"),
@@ -256,7 +256,7 @@ def is_known(name: str) -> bool:
 
 def describe(name: str) -> Operation:
     """Unknown operations count as the rank's own work."""
-    return _KNOWN.get(name) or Operation(Waits.NOBODY, True, name)
+    return _KNOWN.get(name) or Operation(Waits.NONE, True, name)
 
 
 def peer_of(name: str) -> str:

@@ -27,13 +27,13 @@ def observe_traces(traces: Mapping[int, Trace], *, ranks: int | None = None) -> 
     """`ranks` is used for groups of unknown size."""
     collectives = {rank: find_collectives(trace) for rank, trace in traces.items()}
     if len(traces) > 1:
-        observed = _joined(traces, collectives, ranks)
+        observed = _observe_joined(traces, collectives, ranks)
         if len(observed.observations):
             return observed
-    return _alone(traces, collectives, ranks)
+    return _observe_single(traces, collectives, ranks)
 
 
-def _joined(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives], ranks: int | None) -> Observed:
+def _observe_joined(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives], ranks: int | None) -> Observed:
     joined = join_traces(traces, collectives)
     matched, arrivals = joined.matched, joined.arrivals
     count = matched.count
@@ -52,8 +52,8 @@ def _joined(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives],
     if len(chosen) < count:
         notes.append(f"{count - len(chosen)} excluded: no transfer time at the resolution of the clocks")
     # If no trace gives the world size, a collective over all given ranks has their number.
-    told = max((trace.world_size or 0 for trace in traces.values()), default=0)
-    whole = ranks or (len(traces) if told <= len(traces) else -1)
+    world_size = max((trace.world_size or 0 for trace in traces.values()), default=0)
+    whole = ranks or (len(traces) if world_size <= len(traces) else -1)
     observations = Observations(
         group=group.astype(np.int64),
         kind=np.where(matched.kind == CollectiveKind.SEND_RECV, CollectiveKind.SEND, matched.kind)[chosen],
@@ -66,7 +66,7 @@ def _joined(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives],
     return Observed(observations, tuple(notes))
 
 
-def _alone(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives], ranks: int | None) -> Observed:
+def _observe_single(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives], ranks: int | None) -> Observed:
     labels: dict[str, int] = {}
     parts: list[tuple[Ints, Collectives]] = []
     for rows in collectives.values():

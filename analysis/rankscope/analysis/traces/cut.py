@@ -110,8 +110,8 @@ def cut(
     own = _open(text)
     base_ns = base_time_ns(describe(_ENCODER.encode(own), Repairs(), offset=0), Repairs())
     kept = {name: value for name, value in own.items() if name not in _REPLACED and name not in head}
-    told = {**_mapping(own.get("distributedInfo")), **distributed}
-    written: dict[str, Any] = {**kept, "baseTimeNanoseconds": base_ns, **head, "distributedInfo": told}
+    distributed_info = {**_mapping(own.get("distributedInfo")), **distributed}
+    written: dict[str, Any] = {**kept, "baseTimeNanoseconds": base_ns, **head, "distributedInfo": distributed_info}
     yield _ENCODER.encode(written)[:-1] + b',"traceEvents":[\n'
     separator = b""
     if mark is not None and stretch is not None:
@@ -159,7 +159,7 @@ def _belongs(event: RawEvent, stretch: Stretch, base_ns: int) -> bool:
         return True
     category = bytes(event.get("cat", _MISSING))
     if category == _ARROW and stretch.has_calls:
-        return _whole(event.get("id", _MISSING)) in stretch.correlations
+        return _integer(event.get("id", _MISSING)) in stretch.correlations
     if category in ON_DEVICE and stretch.has_calls:
         return _is_launched(event, category, stretch)
     start = nanoseconds(bytes(event.get("ts", _MISSING)))
@@ -191,7 +191,7 @@ def _clip(event: RawEvent, start_ns: int, begin_ns: int, end_ns: int) -> bool:
     return True
 
 
-def _whole(written: msgspec.Raw) -> int:
+def _integer(written: msgspec.Raw) -> int:
     text = bytes(written)
     return int(text) if text.isdigit() and len(text) < 20 else ABSENT
 
@@ -203,14 +203,14 @@ class WholeSteps:
     base_ns: int
     start_ns: Ints
     end_ns: Ints
-    lasted_ns: Ints  # on the device if there is one, otherwise on the host
+    duration_ns: Ints  # on the device if there is one, otherwise on the host
 
     def __len__(self) -> int:
         return len(self.start_ns)
 
     def run(self, first: int, count: int) -> WholeSteps:
         part = slice(first, first + count)
-        return WholeSteps(self.base_ns, self.start_ns[part], self.end_ns[part], self.lasted_ns[part])
+        return WholeSteps(self.base_ns, self.start_ns[part], self.end_ns[part], self.duration_ns[part])
 
     @property
     def unix_ns(self) -> Ints:
@@ -219,18 +219,18 @@ class WholeSteps:
     @property
     def seconds(self) -> float | None:
         """The median."""
-        return float(np.median(self.lasted_ns)) / 1e9 if len(self) else None
+        return float(np.median(self.duration_ns)) / 1e9 if len(self) else None
 
 
 def find_whole_steps(trace: Trace, steps: Steps, breakdown: Breakdown | None) -> WholeSteps:
     """Steps that are whole on the host and have all of their device work."""
     first, last = first_whole(steps), len(steps)
-    lasted = steps.end_ns - steps.start_ns
+    durations = steps.end_ns - steps.start_ns
     if breakdown is not None and not breakdown.on_host:
-        lasted = np.array([step.span_ns for step in breakdown.steps], dtype=np.int64)
+        durations = np.array([step.span_ns for step in breakdown.steps], dtype=np.int64)
         last = first + sum(step.whole for step in breakdown.steps)
     part = slice(first, last)
-    return WholeSteps(trace.base_ns, steps.start_ns[part], steps.end_ns[part], lasted[part])
+    return WholeSteps(trace.base_ns, steps.start_ns[part], steps.end_ns[part], durations[part])
 
 
 def common_run(steps_of: Mapping[int, WholeSteps], count: int) -> dict[int, int] | None:

@@ -18,7 +18,7 @@ from rankscope.analysis.traces.trace import ABSENT, Category, MemoryColumns, Tra
 _FACTORY = re.compile(r"aten::(new_)?(empty|zeros|ones|full)(_like|_strided|_permuted)?$|aten::(resize_|to|_to_copy)$")
 _BACKWARD = re.compile(r"autograd::engine::evaluate_function")
 _OPTIMIZER = re.compile(r"Optimizer\.step#")
-MOST_CLIMBS = 32
+_MAX_CLIMBS = 32
 # Calls of the caching allocator when its cache is insufficient. Pinned host memory is not included.
 _ALLOCATOR = re.compile(r"(cuda|hip)(Malloc|Free)(Async|Managed)?$|cuMem(Alloc|Free|Create|Release|Map|Unmap)\b")
 
@@ -51,12 +51,12 @@ class MeasuredMemory:
 def measure_memory(trace: Trace, *, most_holders: int = 10) -> tuple[MeasuredMemory, ...]:
     """One per device with allocator events; empty if the profiler ran without profile_memory=True."""
     memory = trace.memory
-    told = memory.allocated_bytes >= 0
+    known = memory.allocated_bytes >= 0
     places, count = number_groups(memory.on_device.astype(np.int64), memory.device)
     return tuple(
         _measure(trace, rows, most_holders)
         for place in range(count)
-        if len(rows := np.flatnonzero((places == place) & told))
+        if len(rows := np.flatnonzero((places == place) & known))
     )
 
 
@@ -136,14 +136,14 @@ def _allocating_names(trace: Trace, moments: Ints) -> Ints:
     if len(rows) == 0 or len(moments) == 0:
         return found
     spans = nest(trace, rows)
-    hands_on = names_like(trace, _FACTORY)[trace.name[spans.row]]
+    is_factory = names_like(trace, _FACTORY)[trace.name[spans.row]]
     started = np.full(len(moments), np.iinfo(np.int64).min)
     _, one_of_thread = np.unique(spans.thread_of_row[spans.row], return_index=True)
     for witness in spans.row[one_of_thread]:
         around = spans.around(np.full(len(moments), witness), moments)
         began = np.where(around >= 0, spans.start_ns[around], np.iinfo(np.int64).min)
-        for _ in range(MOST_CLIMBS):
-            climbs = (around >= 0) & hands_on[around] & (spans.parent[around] >= 0)
+        for _ in range(_MAX_CLIMBS):
+            climbs = (around >= 0) & is_factory[around] & (spans.parent[around] >= 0)
             if not climbs.any():
                 break
             around[climbs] = spans.parent[around[climbs]]

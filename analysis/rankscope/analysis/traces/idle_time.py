@@ -33,7 +33,7 @@ _SYNCHRONISATION = re.compile(
     r"|synchronize(Stream|Device|Event)?$"  # MTIA
 )
 # A trace has few launching threads. Gaps of further ones in a corrupt trace are not attributed to a thread.
-_THREADS = 32
+_MAX_THREADS = 32
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _Host:
 
 
 def split_idle(trace: Trace, breakdown: Breakdown) -> Idleness:
-    host = _watch_host(trace)
+    host = _host_rows(trace)
     windows = [(breakdown.start_ns, breakdown.end_ns), *((step.start_ns, step.end_ns) for step in breakdown.steps)]
     bounds = np.array(windows, dtype=np.int64)
     if breakdown.on_host:
@@ -103,7 +103,7 @@ def split_idle(trace: Trace, breakdown: Breakdown) -> Idleness:
     else:
         found = _device_gaps(trace, host)
         reasons = _explain(host, found)
-    parts, *steps = _within(reasons, bounds)
+    parts, *steps = _parts_within(reasons, bounds)
     lengths = (found.end_ns - found.start_ns)[
         (found.start_ns >= breakdown.start_ns) & (found.end_ns <= breakdown.end_ns)
     ]
@@ -116,7 +116,7 @@ def split_idle(trace: Trace, breakdown: Breakdown) -> Idleness:
     )
 
 
-def _watch_host(trace: Trace) -> _Host:
+def _host_rows(trace: Trace) -> _Host:
     thread, _ = number_groups(trace.process, trace.thread)
     marks = trace.of(Category.USER_ANNOTATION, Category.PYTHON, Category.CPU_OP)
     calls = trace.of(Category.RUNTIME, Category.DRIVER, Category.CPU_OP)
@@ -147,7 +147,7 @@ def _device_gaps(trace: Trace, host: _Host) -> _Gaps:
 
 def _explain(host: _Host, gaps: _Gaps) -> _Reasons:
     threads, counts = np.unique(gaps.thread[gaps.thread != ABSENT], return_counts=True)
-    watched = threads[np.argsort(-counts, kind="stable")[:_THREADS]]
+    watched = threads[np.argsort(-counts, kind="stable")[:_MAX_THREADS]]
     found = [_explain_thread(host, gaps, gaps.thread == thread, int(thread), watched) for thread in watched]
     found.append(_explain_thread(host, gaps, ~np.isin(gaps.thread, watched), None, watched))
     joined = {
@@ -195,7 +195,7 @@ def _all_host_bound(reasons: _Reasons) -> _Reasons:
     )
 
 
-def _within(reasons: _Reasons, bounds: Ints) -> list[IdleParts]:
+def _parts_within(reasons: _Reasons, bounds: Ints) -> list[IdleParts]:
     columns = [
         covered_until(spans, bounds[:, 1]) - covered_until(spans, bounds[:, 0])
         for spans in (

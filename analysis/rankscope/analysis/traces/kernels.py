@@ -167,7 +167,7 @@ def _own_durations(trace: Trace, rows: Ints) -> Ints:
     return own
 
 
-def mix_compute(trace: Trace) -> ComputeSummary | None:
+def summarize_compute(trace: Trace) -> ComputeSummary | None:
     """None if there are no computation kernels."""
     rows = np.flatnonzero(classify(trace) == Kind.COMPUTE)
     is_set = trace.of(Category.MEMSET)[rows]

@@ -117,7 +117,7 @@ def _optimizer_steps(trace: Trace, rows: Ints) -> Steps:
     # Nested optimizer calls count as one.
     start, end = merge(trace.start_ns[rows], trace.end_ns[rows])
     backward = np.flatnonzero(trace.of(Category.CPU_OP) & names_like(trace, _BACKWARD)[trace.name])
-    last = _lasts_of_steps(start, end, trace.start_ns[backward], trace.name[rows], trace.start_ns[rows])
+    last = _ends_of_steps(start, end, trace.start_ns[backward], trace.name[rows], trace.start_ns[rows])
     end = end[last]
     host = ~trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.SYNC, Category.GPU_ANNOTATION)
     begin = int(trace.start_ns[host & ~trace.of(Category.OVERHEAD, Category.OTHER)].min())
@@ -125,7 +125,7 @@ def _optimizer_steps(trace: Trace, rows: Ints) -> Steps:
     return Steps(np.arange(len(end)), starts, end, "Optimizer.step", CUT_AT_A_STEP in trace.names)
 
 
-def _lasts_of_steps(start: Ints, end: Ints, backward: Ints, names: Ints, named_at: Ints) -> Bools:
+def _ends_of_steps(start: Ints, end: Ints, backward: Ints, names: Ints, named_at: Ints) -> Bools:
     """Which optimizer calls end a step: those followed by a backward pass or by the first optimizer again. A step
     may call several optimizers in turn (one for embeddings, one that keeps an average), each possibly after its own
     backward pass (a generator and its critic)."""

@@ -8,13 +8,13 @@ from rankscope.analysis.collectives.bandwidth import algorithm_gbps, bus_gbps
 from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Floats, number_groups
 from rankscope.analysis.traces.breakdown import Breakdown, StepParts, measure_launches
-from rankscope.analysis.traces.communication.collectives import Collectives, hiding_intervals
+from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
 from rankscope.analysis.traces.communication.gradient_buckets import find_buckets, try_other_caps
 from rankscope.analysis.traces.communication.parallelism_costs import find_gathers, measure_bubble
 from rankscope.analysis.traces.device_memory import summarize_memory
 from rankscope.analysis.traces.idle_time import Idleness, IdleParts, split_idle
 from rankscope.analysis.traces.intervals import Intervals, difference, total, union
-from rankscope.analysis.traces.kernels import TOP, mix_compute, top_kernels
+from rankscope.analysis.traces.kernels import TOP, summarize_compute, top_kernels
 from rankscope.analysis.traces.summary_records import (
     BubbleSummary,
     BucketsSummary,
@@ -45,7 +45,7 @@ def summarize(
 ) -> RankSummary:
     """`stages` of the pipeline, if the user knows the number."""
     idle = split_idle(trace, breakdown)
-    compute = mix_compute(trace)
+    compute = summarize_compute(trace)
     return RankSummary(
         rank=rank,
         file=file,
@@ -72,7 +72,7 @@ def summarize(
         launch=_launch(trace),
         steps=tuple(_step(step, parts) for step, parts in zip(breakdown.steps, idle.steps, strict=True)),
         top_kernels=_kernels(trace, top),
-        collectives=summarize_collectives(collectives, hiding_intervals(trace)),
+        collectives=summarize_collectives(collectives, compute_intervals(trace)),
         buckets=summarize_buckets(trace, collectives),
         sharding=summarize_sharding(trace, collectives),
         bubble=summarize_bubble(trace, collectives, stages),
@@ -169,8 +169,8 @@ def _device(trace: Trace) -> str:
     return next((device.name for device in trace.devices if device.index == index), "")
 
 
-def summarize_collectives(found: Collectives, hiding: Intervals) -> tuple[CollectiveSummary, ...]:
-    """Longest in total first. `hiding` is when there was work to hide behind; concurrent collectives are exposed
+def summarize_collectives(found: Collectives, computing: Intervals) -> tuple[CollectiveSummary, ...]:
+    """Longest in total first. `computing` is when there was work to hide behind; concurrent collectives are exposed
     once (gloo runs several at a time). Bandwidths are medians over calls of known size. Durations include waiting
     for other ranks, so that links may look slower than they are."""
     numbers, count = number_groups(found.group, found.kind)
@@ -197,7 +197,8 @@ def summarize_collectives(found: Collectives, hiding: Intervals) -> tuple[Collec
                 total_us=float(duration.sum()),
                 median_us=float(np.median(duration)) if len(duration) else None,
                 longest_us=float(duration.max()) if len(duration) else None,
-                exposed_us=total(*difference(union(found.start_ns[measured], found.end_ns[measured]), hiding)) / 1000,
+                exposed_us=total(*difference(union(found.start_ns[measured], found.end_ns[measured]), computing))
+                / 1000,
                 algbw_gbps=_median(algorithm[measured]),
                 busbw_gbps=_median(bus[measured]),
             )

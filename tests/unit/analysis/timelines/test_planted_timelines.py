@@ -59,7 +59,7 @@ def test_a_planted_slow_rank_is_named_and_nobody_else(
     culprit = data.draw(st.sampled_from(shape.places))
     report = judged(shape, seed, slowing(culprit, factor))
     assert found(report) == (Kind.SLOW_RANK, (shape.rank(culprit),), None)
-    assert float(report.judgement.standing_out.ratio[culprit]) == pytest.approx(factor, rel=0.15)
+    assert float(report.judgement.outliers.ratio[culprit]) == pytest.approx(factor, rel=0.15)
 
 
 @BOUNDED

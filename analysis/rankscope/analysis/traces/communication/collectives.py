@@ -63,7 +63,7 @@ def find_collectives(trace: Trace) -> Collectives:
     noted = transfers.noted
     grouping = find_groups(trace, noted, transfers.stream)
     sequence, repeat, sequence_noted = _number(noted.kind, grouping.group, noted.sequence)
-    hidden = covered_until(hiding_intervals(trace), np.stack([transfers.start_ns, transfers.end_ns]).ravel())
+    hidden = covered_until(compute_intervals(trace), np.stack([transfers.start_ns, transfers.end_ns]).ravel())
     before, after = hidden.reshape(2, -1)
     duration = transfers.end_ns - transfers.start_ns
     return Collectives(
@@ -87,7 +87,7 @@ def find_collectives(trace: Trace) -> Collectives:
     )
 
 
-def hiding_intervals(trace: Trace) -> Intervals:
+def compute_intervals(trace: Trace) -> Intervals:
     """When work ran that can hide communication: compute kernels, or, in a trace without kernels, the host's
     operators except those that communicate."""
     if not np.any(trace.of(Category.KERNEL)):
@@ -168,13 +168,13 @@ def _sizes(trace: Trace, noted: Noted, group: Ints, groups: tuple[ProcessGroup, 
     size: Ints = noted.group_size.copy()
     for number, each in enumerate(groups):
         mine = group == number
-        told = size[mine & (size > 0)]
-        if len(told):
-            guess = int(told[0])
+        known_sizes = size[mine & (size > 0)]
+        if len(known_sizes):
+            guess = int(known_sizes[0])
         elif each.ranks:
             guess = len(each.ranks)
         else:
-            guess = _by_growth(noted, mine)
+            guess = _size_from_bytes(noted, mine)
         if guess < 0 and trace.world_size and each.description == "default_pg":
             guess = trace.world_size
         # Whichever of the trace's groups it is, all have this size.
@@ -185,7 +185,7 @@ def _sizes(trace: Trace, noted: Noted, group: Ints, groups: tuple[ProcessGroup, 
     return size
 
 
-def _by_growth(noted: Noted, mine: Bools) -> int:
+def _size_from_bytes(noted: Noted, mine: Bools) -> int:
     """An all-gather's output is a multiple of its input, a reduce-scatter's input a multiple of its output."""
     both = mine & (noted.in_bytes > 0) & (noted.out_bytes > 0)
     gather = both & (noted.kind == CollectiveKind.ALL_GATHER)

@@ -15,8 +15,8 @@ import numpy as np
 from rankscope.analysis.collectives.alpha_beta import Fit, Observations, fit_collectives
 from rankscope.analysis.collectives.kinds import CollectiveKind, kind_of_host_operator
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
-from rankscope.analysis.traces.communication.collectives import Collectives, hiding_intervals
-from rankscope.analysis.traces.communication.host_calls import taken
+from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
+from rankscope.analysis.traces.communication.host_calls import take_or_absent
 from rankscope.analysis.traces.intervals import Intervals, clip, covered_until, nest, total, union
 from rankscope.analysis.traces.kernels import Kind, classify, names_like
 from rankscope.analysis.traces.steps import NO_STEP, Steps, find_steps, launch_rows
@@ -51,7 +51,7 @@ class Buckets:
     started_ns: Ints
     duration_ns: Ints
     exposed_ns: Ints
-    asked_ns: Ints  # when the host called the all-reduce
+    called_ns: Ints  # when the host called the all-reduce
     ready_ns: Ints  # when its last gradient was computed
     measured: Bools
     gradient_bucket: Ints  # one row per gradient, in order: the bucket that holds it
@@ -104,19 +104,21 @@ def find_buckets(trace: Trace, collectives: Collectives) -> Buckets:
     """Empty if the trace shows no DDP. Buckets outside of all steps (a trace may begin inside one) are ignored."""
     steps = find_steps(trace)
     reductions = np.flatnonzero(collectives.kind == CollectiveKind.ALL_REDUCE)
-    asked_row = _asking_rows(trace, collectives, reductions)
+    call_row = _call_rows(trace, collectives, reductions)
     hooks = nest(trace, np.flatnonzero(trace.of(Category.CPU_OP) & names_like(trace, _GRADIENT)[trace.name]))
-    asked = trace.start_ns[asked_row]
-    found = (hooks.around(asked_row, asked) >= 0) & (asked_row >= 0)
-    step = np.where(found, steps.at(asked), NO_STEP)
+    called = trace.start_ns[call_row]
+    found = (hooks.around(call_row, called) >= 0) & (call_row >= 0)
+    step = np.where(found, steps.at(called), NO_STEP)
     chosen = np.flatnonzero(step != NO_STEP)
-    chosen = chosen[np.argsort(asked[chosen], kind="stable")]
-    rows, asked, step = reductions[chosen], asked[chosen], step[chosen]
+    chosen = chosen[np.argsort(called[chosen], kind="stable")]
+    rows, called, step = reductions[chosen], called[chosen], step[chosen]
     first = np.searchsorted(step, step, side="left")
     hooked = np.sort(hooks.start_ns)
     # A gradient belongs to the next bucket of its step.
-    bucket = np.searchsorted(asked, hooked, side="left")
-    held = (bucket < len(asked)) & (steps.at(hooked) == taken(step, np.where(bucket < len(asked), bucket, ABSENT)))
+    bucket = np.searchsorted(called, hooked, side="left")
+    held = (bucket < len(called)) & (
+        steps.at(hooked) == take_or_absent(step, np.where(bucket < len(called), bucket, ABSENT))
+    )
     held &= steps.at(hooked) != NO_STEP
     return Buckets(
         collective=rows,
@@ -126,8 +128,8 @@ def find_buckets(trace: Trace, collectives: Collectives) -> Buckets:
         started_ns=collectives.start_ns[rows],
         duration_ns=collectives.duration_ns[rows],
         exposed_ns=collectives.exposed_ns[rows],
-        asked_ns=asked,
-        ready_ns=computed_until(trace, asked),
+        called_ns=called,
+        ready_ns=computed_until(trace, called),
         measured=collectives.measured[rows],
         gradient_bucket=bucket[held],
         gradient_ready_ns=computed_until(trace, hooked[held]),
@@ -143,10 +145,10 @@ def try_other_caps(trace: Trace, buckets: Buckets, policy: Policy = DEFAULT_POLI
     chosen = [np.flatnonzero(buckets.step == step) for step in np.unique(buckets.step)]
     most = max(len(rows) for rows in chosen)
     chosen = [rows for rows in chosen if len(rows) == most]  # a step that the trace cut has fewer
-    hiding = hiding_intervals(trace)
-    steps = [_step(buckets, rows, hiding) for rows in chosen]
+    computing = compute_intervals(trace)
+    steps = [_step(buckets, rows, computing) for rows in chosen]
     everything = np.concatenate(chosen)
-    now = _as_they_are(buckets, steps)
+    now = _current_buckets(buckets, steps)
     if not buckets.measured[everything].all():
         return replace(now, reason="the trace has the calls but not the transfers")
     if np.any(buckets.bytes[everything] <= 0):
@@ -155,9 +157,9 @@ def try_other_caps(trace: Trace, buckets: Buckets, policy: Policy = DEFAULT_POLI
     if not fit.is_fitted:
         return replace(now, reason=f"latency and bandwidth are unknown: {fit.reason}")
     lanes = max(_lanes(buckets, rows) for rows in chosen)
-    seen = np.array([_seen(buckets, step) for step in steps])
-    modelled = np.array([_exposed(step.ready_ns, step.bytes, fit, lanes, step.hiding) for step in steps])
-    error = float(np.median(np.abs(modelled - seen)))
+    measured = np.array([_measured_exposed(buckets, step) for step in steps])
+    modelled = np.array([_exposed(step.ready_ns, step.bytes, fit, lanes, step.computing) for step in steps])
+    error = float(np.median(np.abs(modelled - measured)))
     now = replace(now, modelled_exposed_ns=float(np.median(modelled)), error_ns=error)
     allowed = max(TOLERANCE_EXPOSED * now.exposed_ns, TOLERANCE_COMMUNICATION * now.communication_ns)
     if error > allowed:
@@ -189,18 +191,18 @@ def _backward_began(trace: Trace, steps: Steps) -> Ints:
     """When each step's forward pass was computed; the step's start if there is no backward pass."""
     started = trace.start_ns[trace.of(Category.CPU_OP) & names_like(trace, _BACKWARD)[trace.name]]
     first = np.searchsorted(started, steps.start_ns, side="left")
-    moment = taken(started, np.where(first < len(started), first, ABSENT))
+    moment = take_or_absent(started, np.where(first < len(started), first, ABSENT))
     within = (moment >= 0) & (moment < steps.end_ns)
     return computed_until(trace, np.where(within, moment, steps.start_ns))
 
 
-def _asking_rows(trace: Trace, collectives: Collectives, rows: Ints) -> Ints:
+def _call_rows(trace: Trace, collectives: Collectives, rows: Ints) -> Ints:
     """The host's row that started each: with NCCL the annotated call; for transfers on a gloo thread the operator
     that queued it. The queue is FIFO, so each transfer belongs to the next operator not yet served."""
-    asked: Ints = collectives.call_row[rows].copy()
+    called: Ints = collectives.call_row[rows].copy()
     queued = np.flatnonzero((collectives.kernel_row[rows] == ABSENT) & collectives.measured[rows])
     if not len(queued):
-        return asked
+        return called
     is_reduction = np.array(
         [kind_of_host_operator(name) is CollectiveKind.ALL_REDUCE for name in trace.names], dtype=bool
     )
@@ -210,9 +212,9 @@ def _asking_rows(trace: Trace, collectives: Collectives, rows: Ints) -> Ints:
     turn = np.arange(len(operators))
     place = turn + np.maximum.accumulate(place - turn) if len(operators) else place
     served = place < len(queued)
-    asked[queued] = ABSENT
-    asked[queued[place[served]]] = operators[served]
-    return asked
+    called[queued] = ABSENT
+    called[queued[place[served]]] = operators[served]
+    return called
 
 
 @dataclass(frozen=True)
@@ -225,10 +227,10 @@ class _Step:
     piece_ready_ns: Floats
     piece_bytes: Floats
     piece_bucket: Ints  # position in rows
-    hiding: Intervals
+    computing: Intervals
 
 
-def _step(buckets: Buckets, rows: Ints, hiding: Intervals) -> _Step:
+def _step(buckets: Buckets, rows: Ints, computing: Intervals) -> _Step:
     ready = np.maximum.accumulate(buckets.ready_ns[rows])
     mine = np.isin(buckets.gradient_bucket, rows)
     holder = np.searchsorted(rows, buckets.gradient_bucket[mine])
@@ -254,18 +256,18 @@ def _step(buckets: Buckets, rows: Ints, hiding: Intervals) -> _Step:
         piece_bytes=buckets.bytes[rows][holder] * share,
         piece_bucket=holder,
         # What follows the buckets waits for them, whatever their size, and hides nothing.
-        hiding=clip(hiding, start, max(int(ready[-1]), int(ended.max()))),
+        computing=clip(computing, start, max(int(ready[-1]), int(ended.max()))),
     )
 
 
-def _as_they_are(buckets: Buckets, steps: list[_Step]) -> Rebucketing:
+def _current_buckets(buckets: Buckets, steps: list[_Step]) -> Rebucketing:
     ends, starts = buckets.steps.end_ns, buckets.steps.start_ns
     numbers = [int(buckets.step[step.rows[0]]) for step in steps]
     return Rebucketing(
         buckets=len(steps[0].rows),
         bytes=int(np.maximum(buckets.bytes[steps[0].rows], 0).sum()),
         cap_mb=_likely_cap(steps[0]),
-        exposed_ns=float(np.median([_seen(buckets, step) for step in steps])),
+        exposed_ns=float(np.median([_measured_exposed(buckets, step) for step in steps])),
         communication_ns=float(np.median([_lasted(buckets, step) for step in steps])),
         step_ns=float(np.median([ends[number] - starts[number] for number in numbers])),
     )
@@ -280,14 +282,14 @@ def _lasted(buckets: Buckets, step: _Step) -> int:
     return total(*_transfers(buckets, step))
 
 
-def _seen(buckets: Buckets, step: _Step) -> float:
+def _measured_exposed(buckets: Buckets, step: _Step) -> float:
     """The measured exposed time, counted as in the model: concurrent transfers are exposed once."""
-    return float(_uncovered(_transfers(buckets, step), step.hiding))
+    return float(_uncovered(_transfers(buckets, step), step.computing))
 
 
-def _uncovered(transfers: Intervals, hiding: Intervals) -> int:
+def _uncovered(transfers: Intervals, computing: Intervals) -> int:
     moments = np.concatenate(transfers)
-    before, after = covered_until(hiding, moments).reshape(2, -1)
+    before, after = covered_until(computing, moments).reshape(2, -1)
     return total(*transfers) - int((after - before).sum())
 
 
@@ -313,7 +315,7 @@ def _fit(buckets: Buckets) -> Fit:
             ranks=np.full(count, 2),  # the value is irrelevant: only the time by size is used
             bytes=buckets.bytes,
             seconds=buckets.duration_ns / 1e9,
-            time_seconds=buckets.asked_ns / 1e9,
+            time_seconds=buckets.called_ns / 1e9,
             groups=("",),
         )
     )[0]
@@ -326,7 +328,7 @@ def _lanes(buckets: Buckets, rows: Ints) -> int:
     return int((np.arange(1, len(rows) + 1) - np.searchsorted(end, start, side="right")).max())
 
 
-def _exposed(ready: Floats, size: Floats, fit: Fit, lanes: int, hiding: Intervals) -> float:
+def _exposed(ready: Floats, size: Floats, fit: Fit, lanes: int, computing: Intervals) -> float:
     needed = fit.predict(size) * 1e9
     free = [0.0] * lanes
     start = np.empty(len(ready))
@@ -334,10 +336,10 @@ def _exposed(ready: Floats, size: Floats, fit: Fit, lanes: int, hiding: Interval
         lane = min(range(lanes), key=free.__getitem__)
         start[turn] = max(when, free[lane])
         free[lane] = start[turn] + takes
-    return float(_uncovered(union(_whole(start), _whole(start + needed)), hiding))
+    return float(_uncovered(union(_rounded(start), _rounded(start + needed)), computing))
 
 
-def _whole(moments: Floats) -> Ints:
+def _rounded(moments: Floats) -> Ints:
     rounded: Ints = moments.round().astype(np.int64)
     return rounded
 
@@ -361,7 +363,7 @@ def _predict(cap_mb: int, steps: list[_Step], fit: Fit, lanes: int) -> CapPredic
     exposed, counts = [], []
     for step in steps:
         sizes, ready = _regroup(step, cap_mb * MEBIBYTE)
-        exposed.append(_exposed(ready, sizes, fit, lanes, step.hiding))
+        exposed.append(_exposed(ready, sizes, fit, lanes, step.computing))
         counts.append(len(sizes))
     return CapPrediction(cap_mb, int(np.median(counts)), float(np.median(exposed)))
 

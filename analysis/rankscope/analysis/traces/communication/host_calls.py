@@ -43,9 +43,9 @@ class Noted:
 
     def take(self, index: Ints) -> Noted:
         """Rows by index; -1 yields a row without metadata."""
-        return Noted(*(taken(column, index) for column in self.columns()))
+        return Noted(*(take_or_absent(column, index) for column in self.columns()))
 
-    def or_else(self, other: Noted) -> Noted:
+    def filled_from(self, other: Noted) -> Noted:
         pairs = zip(self.columns(), other.columns(), strict=True)
         return Noted(*(np.where(mine >= 0, mine, theirs) for mine, theirs in pairs))
 
@@ -92,7 +92,7 @@ class Transfers:
         rest = [field.name for field in fields(self) if field.name != "noted"]
         return Transfers(self.noted.take(index), *(getattr(self, name)[index] for name in rest))
 
-    def and_also(self, other: Transfers) -> Transfers:
+    def joined_with(self, other: Transfers) -> Transfers:
         rest = [field.name for field in fields(self) if field.name != "noted"]
         return replace(
             self,
@@ -121,16 +121,16 @@ def find_calls(trace: Trace, kinds: NameKinds) -> Calls:
     """All communication calls of the host, each once: an annotation inside a c10d event inside an operator is one
     call with the metadata of all three."""
     on_device = trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.SYNC, Category.GPU_ANNOTATION)
-    annotation = taken(kinds.annotation, trace.name)
-    operator = np.where(annotation >= 0, ABSENT, taken(kinds.host_operator, trace.name))
+    annotation = take_or_absent(kinds.annotation, trace.name)
+    operator = np.where(annotation >= 0, ABSENT, take_or_absent(kinds.host_operator, trace.name))
     noted_kind = np.full(len(trace), ABSENT)
-    noted_kind[trace.collectives.row] = taken(kinds.note, trace.collectives.collective)
+    noted_kind[trace.collectives.row] = take_or_absent(kinds.note, trace.collectives.collective)
     kind_of_row = np.select([annotation >= 0, noted_kind >= 0], [annotation, noted_kind], operator)
-    speaking = ~on_device & ((annotation >= 0) | (noted_kind >= 0))
+    described = ~on_device & ((annotation >= 0) | (noted_kind >= 0))
     # Operators count as calls only if there is nothing more precise: gloo's annotations run next to them on another
     # thread.
-    rows = np.flatnonzero(speaking if np.any(speaking) else ~on_device & (operator >= 0))
-    outer_rows = np.flatnonzero(~on_device & ~speaking & (operator >= 0)) if np.any(speaking) else rows[:0]
+    rows = np.flatnonzero(described if np.any(described) else ~on_device & (operator >= 0))
+    outer_rows = np.flatnonzero(~on_device & ~described & (operator >= 0)) if np.any(described) else rows[:0]
     spans = nest(trace, np.concatenate([rows, outer_rows]))
     is_call = np.isin(spans.row, rows)
     children = np.bincount(spans.parent[is_call & (spans.parent >= 0)], minlength=len(spans.row))
@@ -140,13 +140,13 @@ def find_calls(trace: Trace, kinds: NameKinds) -> Calls:
     around = spans.parent[leaf]
     for _ in range(3):
         # A span around several calls describes their sum, not one of them.
-        alone = np.where(taken(children, around) <= 1, around, ABSENT)
-        noted = noted.or_else(everything.take(alone))
-        around = taken(spans.parent, around)
+        alone = np.where(take_or_absent(children, around) <= 1, around, ABSENT)
+        noted = noted.filled_from(everything.take(alone))
+        around = take_or_absent(spans.parent, around)
     own_kind = kind_of_row[spans.row]
     # The annotation's own name is what ran (gloo implements a reduce-scatter by an all-reduce), if it has a kind.
-    says = (annotation[spans.row[leaf]] >= 0) & (own_kind[leaf] != CollectiveKind.COALESCED)
-    best = np.where(says, own_kind[leaf], noted.kind)
+    has_kind = (annotation[spans.row[leaf]] >= 0) & (own_kind[leaf] != CollectiveKind.COALESCED)
+    best = np.where(has_kind, own_kind[leaf], noted.kind)
     peer = kinds.peer[trace.name[spans.row[leaf]]]
     noted = replace(
         noted,
@@ -157,8 +157,8 @@ def find_calls(trace: Trace, kinds: NameKinds) -> Calls:
 
 
 def find_transfers(trace: Trace, kinds: NameKinds, calls: Calls) -> Transfers:
-    kernels, served = _of_kernels(trace, kinds, calls)
-    return kernels.and_also(_of_calls_alone(trace, calls, served))
+    kernels, served = _kernel_transfers(trace, kinds, calls)
+    return kernels.joined_with(_transfers_without_kernel(trace, calls, served))
 
 
 def read_notes(trace: Trace, kinds: NameKinds, rows: Ints) -> Noted:
@@ -166,13 +166,13 @@ def read_notes(trace: Trace, kinds: NameKinds, rows: Ints) -> Noted:
     columns = trace.collectives
     note_of_row = np.full(len(trace), ABSENT)
     note_of_row[columns.row] = np.arange(len(columns.row))
-    width = taken(kinds.element_bytes, columns.element_type)
+    width = take_or_absent(kinds.element_bytes, columns.element_type)
 
     def in_bytes(elements: Ints) -> Ints:
         return np.where((elements >= 0) & (width > 0), elements * width, ABSENT)
 
     everything = Noted(
-        kind=taken(kinds.note, columns.collective),
+        kind=take_or_absent(kinds.note, columns.collective),
         group=columns.group,
         group_description=columns.group_description,
         group_size=columns.group_size,
@@ -184,14 +184,14 @@ def read_notes(trace: Trace, kinds: NameKinds, rows: Ints) -> Noted:
     return everything.take(note_of_row[rows])
 
 
-def taken(column: Ints, index: Ints) -> Ints:
+def take_or_absent(column: Ints, index: Ints) -> Ints:
     """The column by index; -1 where the index is -1."""
     if not len(column):
         return np.full(len(index), ABSENT)
     return np.where(index >= 0, column[index], ABSENT)
 
 
-def _of_kernels(trace: Trace, kinds: NameKinds, calls: Calls) -> tuple[Transfers, Bools]:
+def _kernel_transfers(trace: Trace, kinds: NameKinds, calls: Calls) -> tuple[Transfers, Bools]:
     """One row per kernel, or per run of kernels that one call launched on one stream; and which calls they served."""
     rows = np.flatnonzero(trace.of(Category.KERNEL) & (classify(trace) == Kind.COMMUNICATION))
     span = _launching_span(trace, calls, rows)
@@ -212,11 +212,11 @@ def _of_kernels(trace: Trace, kinds: NameKinds, calls: Calls) -> tuple[Transfers
     single = high - low <= 1
     noted = (
         own.take(np.where(single, np.arange(count), ABSENT))
-        .or_else(asked)
-        .or_else(replace(own, in_bytes=np.full(count, ABSENT), out_bytes=np.full(count, ABSENT)))
+        .filled_from(asked)
+        .filled_from(replace(own, in_bytes=np.full(count, ABSENT), out_bytes=np.full(count, ABSENT)))
     )
     host_kind = np.where(single & (on_kernel.kind >= 0), on_kernel.kind, asked.kind)
-    kind = np.where(host_kind >= 0, host_kind, taken(kinds.kernel, trace.name[first]))
+    kind = np.where(host_kind >= 0, host_kind, take_or_absent(kinds.kernel, trace.name[first]))
     unsized = np.isin(kind, _UNSIZED)
     noted = replace(
         noted,
@@ -227,7 +227,9 @@ def _of_kernels(trace: Trace, kinds: NameKinds, calls: Calls) -> tuple[Transfers
     served = np.zeros(len(calls.leaf) + 1, dtype=np.int64)
     np.add.at(served, low, 1)
     np.add.at(served, high, -1)
-    call = taken(calls.spans.row, np.where(single, taken(calls.leaf, np.where(high > low, low, ABSENT)), span_of))
+    call = take_or_absent(
+        calls.spans.row, np.where(single, take_or_absent(calls.leaf, np.where(high > low, low, ABSENT)), span_of)
+    )
     transfers = Transfers(
         noted, trace.start_ns[first], end, first, call, high - low, trace.stream[first], np.ones(count, dtype=bool)
     )
@@ -252,8 +254,8 @@ def _calls_within(calls: Calls, span: Ints) -> tuple[Ints, Ints]:
     """The range of calls inside each span."""
     spans = calls.spans
     keys = spans.key[calls.leaf]
-    low = np.searchsorted(keys, taken(spans.key, span), side="left")
-    ends = taken(spans.key_at(spans.row, spans.end_ns), span)
+    low = np.searchsorted(keys, take_or_absent(spans.key, span), side="left")
+    ends = take_or_absent(spans.key_at(spans.row, spans.end_ns), span)
     high = np.searchsorted(keys, ends, side="right")
     return np.where(span >= 0, low, 0), np.where(span >= 0, high, 0)
 
@@ -288,12 +290,12 @@ def _sum_up(noted: Noted, low: Ints, high: Ints) -> Noted:
     )
 
 
-def _of_calls_alone(trace: Trace, calls: Calls, served: Bools) -> Transfers:
+def _transfers_without_kernel(trace: Trace, calls: Calls, served: Bools) -> Transfers:
     chosen = np.flatnonzero(calls.on_host | ~served)
     span, on_host = calls.leaf[chosen], calls.on_host[chosen]
     rows = calls.spans.row[span]
     noted = calls.noted.take(chosen)
-    copied = _copied_back(trace, calls)[span]
+    copied = _bytes_copied_back(trace, calls)[span]
     unknown = on_host & (noted.in_bytes < 0) & (noted.out_bytes < 0)
     noted = replace(noted, out_bytes=np.where(unknown & (copied > 0), copied, noted.out_bytes))
     start = trace.start_ns[rows]
@@ -309,7 +311,7 @@ def _of_calls_alone(trace: Trace, calls: Calls, served: Bools) -> Transfers:
     )
 
 
-def _copied_back(trace: Trace, calls: Calls) -> Ints:
+def _bytes_copied_back(trace: Trace, calls: Calls) -> Ints:
     """Bytes copied to the device from within each span: gloo copies its result back to a GPU tensor this way.
     Without recorded shapes it is the only evidence of the size."""
     to_device = np.array(["HtoD" in name or "Host -> Device" in name for name in trace.names], dtype=bool)

@@ -10,7 +10,7 @@ import numpy as np
 
 from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Ints
-from rankscope.analysis.traces.communication.collectives import Collectives, hiding_intervals
+from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
 from rankscope.analysis.traces.intervals import clip, contains, covered_until, difference, total, union
 from rankscope.analysis.traces.kernels import Kind, classify, names_like
 from rankscope.analysis.traces.steps import NO_STEP, find_steps, step_of_rows
@@ -82,7 +82,7 @@ def find_gathers(trace: Trace, collectives: Collectives) -> Gathers | None:
     steps = find_steps(trace)
     row = np.where(chosen.kernel_row != ABSENT, chosen.kernel_row, chosen.call_row)
     step = step_of_rows(trace, steps)[row] if len(steps) else np.zeros(len(chosen), dtype=np.int64)
-    hiding = hiding_intervals(trace)
+    hiding = compute_intervals(trace)
     computing = contains(hiding, chosen.start_ns)
     found = []
     for number in np.unique(step[step != NO_STEP]).tolist():
@@ -119,7 +119,7 @@ def measure_bubble(
     of_row = step_of_rows(trace, steps)
     row = np.where(transfers.kernel_row != ABSENT, transfers.kernel_row, transfers.call_row)
     step = of_row[row]
-    computing = hiding_intervals(trace)
+    computing = compute_intervals(trace)
     work = np.flatnonzero((classify(trace) == Kind.COMPUTE) & (of_row != NO_STEP))
     waited, lasted, sent = [], [], []
     for number in np.unique(step[step != NO_STEP]).tolist():

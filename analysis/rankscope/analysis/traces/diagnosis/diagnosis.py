@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rankscope.analysis.quantities import quantity
-from rankscope.analysis.traces.diagnosis.findings import NEXT, RULES, Evidence, Finding, of_one_step
+from rankscope.analysis.traces.diagnosis.findings import RULES, SUGGESTIONS, Evidence, Finding, per_step_share
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
@@ -32,7 +32,7 @@ _PARTS = {
     "other": "idle time of unknown reason",
 }
 # The share of time from which on the device mostly computes.
-_MOSTLY = 0.5
+_MOSTLY_RATIO = 0.5
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def diagnose(ranks: Sequence[RankSummary], join: Join | None = None, policy: Pol
     evidence = Evidence(tuple(usable), wait_ratios(join) if join else {})
     findings = [finding for rule in RULES for finding in rule(evidence)]
     if join is not None:
-        findings += blame(join, evidence, policy)
+        findings += rank_findings(join, evidence, policy)
     worth = [finding for finding in findings if finding.saving_ratio >= policy.impact_ratio]
     worth.sort(key=lambda finding: -finding.saving_ratio)
     # The slow ranks set the pace. What bounds the others, which wait for them, is irrelevant.
@@ -65,7 +65,7 @@ def diagnose(ranks: Sequence[RankSummary], join: Join | None = None, policy: Pol
 
 def _bound(shares: dict[str, float]) -> str:
     working = {"compute": shares["compute"], "memory": shares["memory_kernels"] + shares["memory_copies"]}
-    if sum(working.values()) >= _MOSTLY:
+    if sum(working.values()) >= _MOSTLY_RATIO:
         return max(working, key=lambda part: working[part])
     lost = {
         "communication": shares["communication"],
@@ -78,7 +78,7 @@ def _bound(shares: dict[str, float]) -> str:
 
 def _sentence(bound: str, shares: dict[str, float], findings: Sequence[Finding]) -> str:
     busy = shares["compute"] + shares["memory_kernels"]
-    said = {
+    sentence = {
         "compute": f"compute-bound: kernels compute {_percent(busy)} of the time",
         "memory": f"memory-bound: kernels and copies that only move data take "
         f"{_percent(shares['memory_kernels'] + shares['memory_copies'])} of the time, dense computation "
@@ -90,9 +90,9 @@ def _sentence(bound: str, shares: dict[str, float], findings: Sequence[Finding])
         "the host to launch work",
     }[bound]
     if not findings:
-        return f"{said}; little to gain elsewhere"
+        return f"{sentence}; little to gain elsewhere"
     best = findings[0]
-    return f"{said}; most is lost to {best.title}: {_percent(best.saving_ratio)} of the step could be saved at most"
+    return f"{sentence}; most is lost to {best.title}: {_percent(best.saving_ratio)} of the step could be saved at most"
 
 
 def _percent(ratio: float) -> str:
@@ -114,7 +114,7 @@ def wait_ratios(join: Join) -> dict[int, float]:
     return ratios
 
 
-def blame(join: Join, evidence: Evidence, policy: Policy) -> list[Finding]:
+def rank_findings(join: Join, evidence: Evidence, policy: Policy) -> list[Finding]:
     """The join's verdict as a finding; without a verdict, waiting for the last rank in general."""
     if join.verdict.is_finding and join.impact_ratio is not None:
         why, numbers = _excess(join, evidence, policy)
@@ -126,7 +126,7 @@ def blame(join: Join, evidence: Evidence, policy: Policy) -> list[Finding]:
                 saving_us=join.impact_ratio * evidence.step_us,
                 saving_ratio=join.impact_ratio,
                 evidence=f"{join.reason}{why}",
-                suggestion=NEXT.get(join.verdict.value, "Look at the ranks named here first."),
+                suggestion=SUGGESTIONS.get(join.verdict.value, "Look at the ranks named here first."),
                 numbers={"impact_ratio": join.impact_ratio, **numbers},
                 ranks=join.culprits,
             )
@@ -144,7 +144,7 @@ def blame(join: Join, evidence: Evidence, policy: Policy) -> list[Finding]:
             saving_us=saving,
             saving_ratio=ratio,
             evidence=f"ranks wait {quantity(saving, 'us')} a step in collectives for the last one to arrive{often}",
-            suggestion=NEXT["waiting_for_ranks"],
+            suggestion=SUGGESTIONS["waiting_for_ranks"],
             numbers={"wait_us": saving},
         )
     ]
@@ -162,14 +162,14 @@ def _title(join: Join) -> str:
 
 def _excess(join: Join, evidence: Evidence, policy: Policy) -> tuple[str, dict[str, float]]:
     """The part of the culprits' time that contains most of their excess over the other ranks."""
-    guilty = [rank for rank in evidence.ranks if rank.rank in join.culprits]
-    innocent = [rank for rank in evidence.ranks if rank.rank not in join.culprits]
-    if join.verdict.value != "slow_rank" or not guilty or not innocent:
+    slow = [rank for rank in evidence.ranks if rank.rank in join.culprits]
+    others = [rank for rank in evidence.ranks if rank.rank not in join.culprits]
+    if join.verdict.value != "slow_rank" or not slow or not others:
         return "", {}
     excess = {
         part: float(
-            np.median([of_one_step(rank, rank.parts_us[part]) for rank in guilty])
-            - np.median([of_one_step(rank, rank.parts_us[part]) for rank in innocent])
+            np.median([per_step_share(rank, rank.parts_us[part]) for rank in slow])
+            - np.median([per_step_share(rank, rank.parts_us[part]) for rank in others])
         )
         for part in _PARTS
     }

@@ -18,7 +18,7 @@ from rankscope.analysis.traces.summary_records import ComputeSummary, RankSummar
 
 _SMALL_MESSAGE_BYTES = 1 << 20
 _MANY_COLLECTIVES = 8
-NEXT = {
+SUGGESTIONS = {
     "input_wait": "Give the DataLoader more workers (num_workers, persistent_workers=True, prefetch_factor), pin "
     "memory, and move decoding or tokenising out of the training process.",
     "short_kernels": "Kernels are short: launch fewer of them with torch.compile(mode='reduce-overhead') or CUDA "
@@ -46,11 +46,11 @@ NEXT = {
     "waiting_for_ranks": "Nobody stands out enough to be named: compare the ranks' steps, and take more steps, or the "
     "traces that are missing, to tell uneven work from a slow rank.",
 }
-_GATHERS = (
+_PREFETCH_SUGGESTION = (
     "Parameters are gathered too late: let FSDP prefetch (forward_prefetch=True, backward_prefetch=BACKWARD_PRE), or "
     "keep them between forward and backward (reshard_after_forward=False) where memory allows."
 )
-_OVERLAP = (
+_OVERLAP_SUGGESTION = (
     "Start collectives earlier so that they run beside computation (DDP's buckets, FSDP's prefetch, async_op=True), "
     "send less (bf16 gradients, accumulating over micro-batches under no_sync()), and compare busbw with what the "
     "links can do (`rankscope analyze alphabeta`)."
@@ -114,7 +114,7 @@ class Evidence:
 
         def share(rank: RankSummary) -> float | None:
             counted = of(rank)
-            return None if counted is None else of_one_step(rank, counted)
+            return None if counted is None else per_step_share(rank, counted)
 
         return self.typical(share)
 
@@ -123,7 +123,7 @@ class Evidence:
         return self.shares[part] * self.step_us, self.shares[part]
 
 
-def of_one_step(rank: RankSummary, counted: float) -> float:
+def per_step_share(rank: RankSummary, counted: float) -> float:
     return counted * _step_us(rank) / rank.span_us
 
 
@@ -131,7 +131,7 @@ def _step_us(rank: RankSummary) -> float:
     return rank.step_us or rank.span_us
 
 
-def communication_next(ranks: Sequence[RankSummary]) -> str:
+def communication_suggestion(ranks: Sequence[RankSummary]) -> str:
     """Chosen by what most of the exposed communication consists of, on the rank with most of it."""
     rank = max(ranks, key=lambda one: one.exposed_communication_us)
     if rank.buckets is not None and rank.buckets.advice:
@@ -147,8 +147,8 @@ def communication_next(ranks: Sequence[RankSummary]) -> str:
     if rank.sharding is not None and rank.sharding.framework:
         late = [one for one in rank.sharding.gathers if one.kind == "all_gather"]
         if sum(one.exposed_us for one in late) > exposed / 2:
-            return _GATHERS
-    return _OVERLAP
+            return _PREFETCH_SUGGESTION
+    return _OVERLAP_SUGGESTION
 
 
 def _is_small(size_bytes: float | None) -> bool:
@@ -172,7 +172,7 @@ def _communication(evidence: Evidence) -> Iterator[Finding]:
         saving_us=saving,
         saving_ratio=ratio,
         evidence=words,
-        suggestion=communication_next(evidence.ranks),
+        suggestion=communication_suggestion(evidence.ranks),
         numbers=numbers,
     )
 
@@ -195,7 +195,7 @@ def _bubble(evidence: Evidence) -> Iterator[Finding]:
         saving_us=ratio * evidence.step_us,
         saving_ratio=ratio,
         evidence=words,
-        suggestion=NEXT["pipeline_bubble"],
+        suggestion=SUGGESTIONS["pipeline_bubble"],
         numbers=numbers,
     )
 
@@ -209,7 +209,7 @@ def _input(evidence: Evidence) -> Iterator[Finding]:
         saving_us=saving,
         saving_ratio=ratio,
         evidence=f"nothing runs for {quantity(saving, 'us')} a step while the host waits in the data loader",
-        suggestion=NEXT["input_wait"],
+        suggestion=SUGGESTIONS["input_wait"],
         numbers={"input_wait_us": saving},
     )
 
@@ -234,7 +234,7 @@ def _launches(evidence: Evidence) -> Iterator[Finding]:
         saving_us=saving,
         saving_ratio=ratio,
         evidence=words,
-        suggestion=NEXT["short_kernels" if short else "launch_gaps"],
+        suggestion=SUGGESTIONS["short_kernels" if short else "launch_gaps"],
         numbers=numbers,
     )
 
@@ -249,7 +249,7 @@ def _synchronisation(evidence: Evidence) -> Iterator[Finding]:
         saving_ratio=ratio,
         evidence=f"the device is idle for {quantity(saving, 'us')} a step: the host had waited for it and launched "
         "nothing meanwhile",
-        suggestion=NEXT["synchronisation"],
+        suggestion=SUGGESTIONS["synchronisation"],
         numbers={"synchronisation_us": saving},
     )
 
@@ -264,7 +264,7 @@ def _copies(evidence: Evidence) -> Iterator[Finding]:
         saving_us=saving,
         saving_ratio=ratio,
         evidence=f"copies take {quantity(total, 'us')} a step, {quantity(saving, 'us')} of it while no kernel runs",
-        suggestion=NEXT["memory_copies"],
+        suggestion=SUGGESTIONS["memory_copies"],
         numbers={"memory_copy_us": total, "exposed_memory_copy_us": saving},
     )
 
@@ -279,7 +279,7 @@ def _plain_matrices(evidence: Evidence) -> Iterator[Finding]:
         saving_us=spent * _PLAIN_MATRIX_SAVING,
         saving_ratio=share * _PLAIN_MATRIX_SAVING,
         evidence=f"{quantity(spent, 'us')} a step of matrix products run on the plain FP32 units",
-        suggestion=NEXT["no_tensor_cores"],
+        suggestion=SUGGESTIONS["no_tensor_cores"],
         numbers={"plain_matrix_us": spent},
     )
 
@@ -295,7 +295,7 @@ def _fusing(evidence: Evidence) -> Iterator[Finding]:
         saving_ratio=share * _FUSING_SAVING,
         evidence=f"elementwise, copying, normalising and reducing kernels take {quantity(spent, 'us')} a step; memory "
         "bandwidth bounds them, not arithmetic. Half of it is counted as the saving",
-        suggestion=NEXT["unfused_kernels"],
+        suggestion=SUGGESTIONS["unfused_kernels"],
         numbers={"unfused_us": spent},
     )
 
@@ -311,7 +311,7 @@ def _allocations(evidence: Evidence) -> Iterator[Finding]:
         saving_ratio=spent / evidence.step_us,
         evidence=f"{count(round(calls), 'call')} a step to allocate or free device memory take the host "
         f"{quantity(spent, 'us')}, and each waits for the device",
-        suggestion=NEXT["allocator"],
+        suggestion=SUGGESTIONS["allocator"],
         numbers={"allocator_calls_per_step": calls, "allocator_us": spent},
     )
 

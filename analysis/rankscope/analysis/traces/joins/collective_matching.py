@@ -85,7 +85,7 @@ def match_calls(calls: Calls, step: Ints) -> Matched:
         found = _match_ordered(calls.take(rows), step[rows], calls.channels[channel], notes)
         number[rows[found >= 0]] = next_number + found[found >= 0]
         next_number += int(found.max(initial=-1)) + 1
-    return _refuse_impossible(calls, number, notes)
+    return _keep_consistent(calls, number, notes)
 
 
 def _match_noted(calls: Calls) -> Ints:
@@ -175,7 +175,7 @@ def _fit(fit: Fit | None) -> Fit:
     return fit
 
 
-def _refuse_impossible(calls: Calls, number: Ints, notes: list[str]) -> Matched:
+def _keep_consistent(calls: Calls, number: Ints, notes: list[str]) -> Matched:
     """Keep only collectives that at least two ranks share and whose members are consistent."""
     known = np.flatnonzero(number >= 0)
     rows = known[np.lexsort((calls.rank[known], number[known]))]
@@ -317,8 +317,8 @@ def _with_same_steps(tried: _Shifts) -> _Shifts:
     same = tried.take(tried.same_step_ratio >= SAME_STEP_RATIO)
     if not len(same.shift):
         return tried
-    telling = tried.spread_ns[tried.overlap >= CONTRADICTING_CALLS].min(initial=np.inf)
-    contradicted = same.spread_ns.min() > CONTRADICTION * max(telling, CLOSE_NS)
+    smallest = tried.spread_ns[tried.overlap >= CONTRADICTING_CALLS].min(initial=np.inf)
+    contradicted = same.spread_ns.min() > CONTRADICTION * max(smallest, CLOSE_NS)
     return tried if contradicted else same
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Ints
 from rankscope.analysis.traces.breakdown import Breakdown, break_down
-from rankscope.analysis.traces.communication.collectives import Collectives, hiding_intervals
+from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
 from rankscope.analysis.traces.joins.channels import Calls, gather_calls
 from rankscope.analysis.traces.joins.clock_alignment import Clocks, align
 from rankscope.analysis.traces.joins.collective_matching import Matched, match_calls
@@ -96,7 +96,7 @@ def join_traces(
         breakdowns = {rank: break_down(trace) for rank, trace in traces.items()}
     steps = measure_steps(traces, collectives, breakdowns, matched, arrivals, clocks)
     world = _world_size(traces, calls)
-    notes += _silent_ranks(ranks, matched, clocks)
+    notes += _alignment_notes(ranks, matched, clocks)
     verdict = judge_steps(steps, world, ranks, matched.count, clocks.residual_us, stage_of, place_of, policy)
     last = np.bincount(np.searchsorted(ranks, matched.calls.rank[arrivals.last]), minlength=len(ranks))
     return Join(
@@ -131,23 +131,23 @@ def _step_numbers(calls: Calls, traces: Mapping[int, Trace], collectives: Mappin
         mine = np.flatnonzero(calls.rank == rank)
         rows = collectives[rank].call_row[calls.row[mine]]
         # Without the host's call there is only the kernel's start, which may be a step late.
-        asked = np.where(rows >= 0, trace.start_ns[rows], collectives[rank].start_ns[calls.row[mine]])
-        position = found.at(asked)
+        called = np.where(rows >= 0, trace.start_ns[rows], collectives[rank].start_ns[calls.row[mine]])
+        position = found.at(called)
         numbers[mine] = np.where(position >= 0, found.number[position], NO_STEP)
     return numbers
 
 
 def _world_size(traces: Mapping[int, Trace], calls: Calls) -> int:
-    told = max((trace.world_size or 0 for trace in traces.values()), default=0)
+    known = max((trace.world_size or 0 for trace in traces.values()), default=0)
     largest = max((channel.size for channel in calls.channels), default=0)
-    return max(told, largest, len(traces), max(traces, default=-1) + 1)
+    return max(known, largest, len(traces), max(traces, default=-1) + 1)
 
 
-def _silent_ranks(ranks: list[int], matched: Matched, clocks: Clocks) -> list[str]:
+def _alignment_notes(ranks: list[int], matched: Matched, clocks: Clocks) -> list[str]:
     notes = []
-    silent = sorted(set(ranks) - set(matched.calls.rank.tolist()))
-    if silent and len(ranks) > 1:
-        notes.append(f"{ranks_in_words(silent)}: no collective in common with another trace; clock not aligned")
+    unmatched = sorted(set(ranks) - set(matched.calls.rank.tolist()))
+    if unmatched and len(ranks) > 1:
+        notes.append(f"{ranks_in_words(unmatched)}: no collective in common with another trace; clock not aligned")
     apart = [part for part in clocks.components if len(part) > 1]
     if len(apart) > 1:
         listed = "; ".join(ranks_in_words(part) for part in apart)
@@ -206,9 +206,9 @@ def keep_essentials(trace: Trace, collectives: Collectives) -> tuple[Trace, Coll
     each. Joining these gives the same result as joining the whole traces."""
     steps = np.fromiter((name.startswith("ProfilerStep") for name in trace.names), dtype=bool, count=len(trace.names))
     marked = np.flatnonzero(steps[trace.name] & trace.of(Category.USER_ANNOTATION, Category.CPU_OP))
-    talking = np.concatenate((collectives.call_row, collectives.kernel_row))
-    rows = np.unique(np.concatenate((marked, talking[talking >= 0])))
-    busy_start, busy_end = hiding_intervals(trace)
+    communicating = np.concatenate((collectives.call_row, collectives.kernel_row))
+    rows = np.unique(np.concatenate((marked, communicating[communicating >= 0])))
+    busy_start, busy_end = compute_intervals(trace)
     on_device = bool(trace.of(Category.KERNEL).any())
     names, name_of = np.unique(trace.name[rows], return_inverse=True)
     texts = (*(trace.names[index] for index in names.tolist()), "anything that computes")

@@ -34,11 +34,11 @@ ON_DEVICE = frozenset(
         "mtia_ccp_events",
     )
 )
-PROCESS_NOTES = frozenset({b'"process_name"', b'"process_labels"', b'"process_sort_index"'})
-THREAD_NOTES = frozenset({b'"thread_name"', b'"thread_sort_index"'})
+_PROCESS_METADATA = frozenset({b'"process_name"', b'"process_labels"', b'"process_sort_index"'})
+_THREAD_METADATA = frozenset({b'"thread_name"', b'"thread_sort_index"'})
 # Times are written relative to this long before the first event of the first rank, so that none is negative. A float
 # holds nanoseconds there, but not since 1970.
-BEFORE_FIRST_NS = 600_000_000_000
+LEAD_NS = 600_000_000_000
 _HEAD_BYTES = 256 << 10
 _FLOW_BITS = 32
 _MISSING = msgspec.Raw(b"")
@@ -64,7 +64,7 @@ class RankTracks:
     _threads: dict[tuple[bytes, bytes], int] = field(default_factory=dict)
     _taken: set[int] = field(default_factory=set)
     _on_device: set[tuple[bytes, bytes]] = field(default_factory=set)
-    _noted: dict[tuple[bytes, bytes], list[RawEvent]] = field(default_factory=dict)
+    _thread_metadata: dict[tuple[bytes, bytes], list[RawEvent]] = field(default_factory=dict)
 
     @property
     def process(self) -> int:
@@ -83,31 +83,31 @@ class RankTracks:
             self._taken.add(number)
         return number
 
-    def note_thread(self, pid: bytes, tid: bytes, event: RawEvent) -> None:
+    def keep_thread_metadata(self, pid: bytes, tid: bytes, event: RawEvent) -> None:
         """Kept until it is known which threads have events: traces also name streams of devices that were never
         used."""
-        self._noted.setdefault((pid, tid), []).append(event)
+        self._thread_metadata.setdefault((pid, tid), []).append(event)
 
     def notes(self) -> Iterator[dict[str, Any]]:
         """Metadata events that name and order the process and its threads: host, then devices, then the profiler's
         own."""
-        yield self._note("process_name", 0, name=f"rank {self.rank}")
-        yield self._note("process_sort_index", 0, sort_index=self.position)
+        yield self._metadata_event("process_name", 0, name=f"rank {self.rank}")
+        yield self._metadata_event("process_sort_index", 0, sort_index=self.position)
         for (pid, tid), number in self._threads.items():
             if (pid, tid) in self._on_device:
                 device, stream = pid.decode(errors="replace"), tid.decode(errors="replace")
                 order = _DEVICE_ORDER + (int(stream) if stream.isdigit() else 0)
-                yield self._note("thread_name", number, name=f"GPU {device} stream {stream}")
-                yield self._note("thread_sort_index", number, sort_index=order)
+                yield self._metadata_event("thread_name", number, name=f"GPU {device} stream {stream}")
+                yield self._metadata_event("thread_sort_index", number, sort_index=order)
             elif not pid.isdigit():
                 name = tid.decode(errors="replace").strip('"') or "profiler"
-                yield self._note("thread_name", number, name=name)
-                yield self._note("thread_sort_index", number, sort_index=_OTHER_ORDER)
+                yield self._metadata_event("thread_name", number, name=name)
+                yield self._metadata_event("thread_sort_index", number, sort_index=_OTHER_ORDER)
             else:
-                for event in self._noted.get((pid, tid), []):
+                for event in self._thread_metadata.get((pid, tid), []):
                     yield {**event, "pid": self.process, "tid": number}
 
-    def _note(self, kind: str, thread: int, **arguments: object) -> dict[str, Any]:
+    def _metadata_event(self, kind: str, thread: int, **arguments: object) -> dict[str, Any]:
         return {"name": kind, "ph": "M", "pid": self.process, "tid": thread, "ts": 0, "args": arguments}
 
 
@@ -124,7 +124,7 @@ def merge_for_perfetto(
         base = _base_ns(data)
         shift = shifts.get(rank, ClockShift())
         text = Text(inflate(blocks_of(data)), Repairs())
-        go_to_events(text)
+        _skip_to_events(text)
         writer: _RankWriter | None = None
         for batch in batches(text, Ending()):
             events = _EVENTS.decode(in_utf8(batch.text))
@@ -132,11 +132,11 @@ def merge_for_perfetto(
                 first = _first_ns(events, base) + shift.offset_ns
                 if origin is None:
                     # Invalid times are written as they are: the header holds 64 bits.
-                    origin = (first if abs(first) < _FURTHEST_NS else 0) - BEFORE_FIRST_NS
+                    origin = (first if abs(first) < _FURTHEST_NS else 0) - LEAD_NS
                     yield _head(origin)
-                elif abs(first - origin - BEFORE_FIRST_NS) > BEFORE_FIRST_NS:
+                elif abs(first - origin - LEAD_NS) > LEAD_NS:
                     # This clock could not be aligned and is implausible: shown from the first rank's beginning.
-                    shift = ClockShift(shift.offset_ns + origin + BEFORE_FIRST_NS - first)
+                    shift = ClockShift(shift.offset_ns + origin + LEAD_NS - first)
                 writer = _RankWriter(RankTracks(position, rank), base, origin, shift)
             kept = [event for event in map(writer.rewritten, events) if event]
             if kept:
@@ -167,9 +167,9 @@ class _RankWriter:
         pid, tid = bytes(event.get("pid", _NO_TEXT)), bytes(event.get("tid", _NO_TEXT))
         if bytes(event.get("ph", _MISSING)) == b'"M"':
             name = bytes(event.get("name", _MISSING))
-            if name in THREAD_NOTES:
-                self.tracks.note_thread(pid, tid, event)
-            if name in THREAD_NOTES or name in PROCESS_NOTES:
+            if name in _THREAD_METADATA:
+                self.tracks.keep_thread_metadata(pid, tid, event)
+            if name in _THREAD_METADATA or name in _PROCESS_METADATA:
                 return None
         event["tid"] = msgspec.Raw(b"%d" % self.tracks.thread(pid, tid, bytes(event.get("cat", _MISSING))))
         event["pid"] = self._process
@@ -240,7 +240,7 @@ def _base_ns(data: bytes | memoryview) -> int:
     return 0
 
 
-def go_to_events(text: Text) -> None:
+def _skip_to_events(text: Text) -> None:
     """Advance past the bracket that opens the events. For texts that `read_trace` accepts."""
     text.hold(_HEAD_BYTES)
     start = len(text.held) - len(text.held.removeprefix(b"\xef\xbb\xbf").lstrip())

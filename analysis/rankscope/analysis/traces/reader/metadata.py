@@ -105,8 +105,8 @@ def base_time_ns(description: Description, repairs: Repairs) -> int:
 
 
 def rank_and_world(description: Description, memberships: list[Membership]) -> tuple[int | None, int | None]:
-    told = description.distributed if isinstance(description.distributed, dict) else {}
-    rank, world = whole(told.get("rank")), whole(told.get("world_size"))
+    distributed = description.distributed if isinstance(description.distributed, dict) else {}
+    rank, world = whole(distributed.get("rank")), whole(distributed.get("world_size"))
     for member in memberships:
         default = member.description == "default_pg"
         ranks = member.members()
@@ -123,8 +123,8 @@ def rank_and_world(description: Description, memberships: list[Membership]) -> t
 
 
 def backend_of(description: Description, names: list[str]) -> str:
-    told = description.distributed if isinstance(description.distributed, dict) else {}
-    backend = told.get("backend")
+    distributed = description.distributed if isinstance(description.distributed, dict) else {}
+    backend = distributed.get("backend")
     if isinstance(backend, str) and backend.lower() not in _UNKNOWN_BACKENDS:
         return backend
     prefixes = {text.split(":", 1)[0] for text in names if COMMUNICATION_CALL.match(text)}
@@ -146,9 +146,9 @@ def devices_of(description: Description) -> tuple[Device, ...]:
 
 
 def groups_of(description: Description, memberships: list[Membership]) -> tuple[ProcessGroup, ...]:
-    told = description.distributed if isinstance(description.distributed, dict) else {}
+    distributed = description.distributed if isinstance(description.distributed, dict) else {}
     groups: dict[str, ProcessGroup] = {}
-    for name, each in _configured(told.get("pg_config")):
+    for name, each in _configured(distributed.get("pg_config")):
         ranks = rank_list(each.get("ranks", each.get("pg_ranks", each.get("global_ranks"))))
         groups[name] = ProcessGroup(name, str(each.get("pg_desc", each.get("desc", "")) or ""), ranks)
     left = MEMBERS_LIMIT

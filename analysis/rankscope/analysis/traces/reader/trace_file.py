@@ -20,6 +20,8 @@ from rankscope.analysis.traces.reader.json_stream import TEXT_LIMIT_BYTES, Endin
 from rankscope.analysis.traces.reader.metadata import Description
 from rankscope.analysis.traces.trace import CollectiveColumns, MemoryColumns, Repairs, Trace, TraceError
 
+__all__ = ["TraceError", "read_trace"]
+
 _SECOND_NS = 1_000_000_000
 _HEAD_BYTES = 256 << 10
 # Metadata before or after the events is small, except if a tool stores all its stacks there.
