@@ -10,16 +10,6 @@ from enum import Enum
 
 from rankscope.analysis.models.device_peaks import peak_flops_per_second
 
-__all__ = [
-    "Recompute",
-    "TokenFlops",
-    "Utilisation",
-    "declared_token_flops",
-    "palm_flops_per_token",
-    "palm_token_flops",
-    "peak_flops_per_second",
-    "utilisation",
-]
 # A backward pass does two multiplications for each one of the forward pass.
 FORWARDS_PER_STEP = 3
 ANY, HALF, INTEGER, DOUBLE = "any", "hmma", "imma", "dfma"
@@ -68,15 +58,11 @@ class Utilisation:
         return self.mfu_ratio <= 1 and (self.hfu_ratio or 0) <= 1
 
 
-def palm_flops_per_token(parameters: float, layers: float, width: float, sequence: float) -> float:
-    """Forward and backward of one token: 6N + 12·L·H·Q·T, with heads × head size = width."""
-    return 6 * parameters + 12 * layers * width * sequence
-
-
 def palm_token_flops(
     parameters: float, layers: float, width: float, sequence: float, *, causal: bool = False
 ) -> TokenFlops:
-    """The same, split into parts. `causal` counts only the half of the attention that a causal mask leaves."""
+    """Forward and backward of one token: 6N + 12·L·H·Q·T, with heads × head size = width. `causal` counts only the
+    half of the attention that a causal mask leaves."""
     return TokenFlops(6 * parameters, 12 * layers * width * sequence * (0.5 if causal else 1.0))
 
 

@@ -31,6 +31,16 @@ def number_groups(*keys: Ints) -> tuple[Ints, int]:
     return numbers, int(numbers[order[-1]]) + 1
 
 
+def occurrence(groups: Ints) -> Ints:
+    """0 for the first row of each group, 1 for the second, …"""
+    order = np.argsort(groups, kind="stable")
+    ordered = groups[order]
+    first = np.searchsorted(ordered, ordered)
+    occurrence = np.empty(len(groups), dtype=np.int64)
+    occurrence[order] = np.arange(len(groups)) - first
+    return occurrence
+
+
 def grouped_median(values: Floats, group: Ints, group_count: int) -> Floats:
     """The median of each group's values. NaN values are ignored; NaN for a group without values."""
     order = np.lexsort((values, group))  # NaN sorts last within its group

@@ -20,9 +20,11 @@ from rankscope.analysis.traces.intervals import (
     intersection,
     merge,
     union,
+    unite,
 )
 from rankscope.analysis.traces.kernels import Kind, classify, host_communication, names_like
 from rankscope.analysis.traces.steps import NO_STEP, Steps, find_steps, first_whole, launch_rows, step_of_rows
+from rankscope.analysis.traces.summary_records import LaunchSummary
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
 # Operators that enqueue or describe communication, which is counted separately.
@@ -64,7 +66,6 @@ class StepParts(Parts):
     end_ns: int
     host_start_ns: int
     host_end_ns: int
-    idle_in_host_window_ns: int  # nothing ran while the host was in this step, regardless of which step's work it was
     # The share of launches whose kernel is in the trace. None if there are no launches.
     traced_launch_ratio: float | None
     begins_in_trace: bool  # False if the recording began inside the step
@@ -92,32 +93,6 @@ class Breakdown(Parts):
         if not self.steps:
             return 0
         return max(0, self.steps[0].start_ns - self.start_ns) + max(0, self.end_ns - self.steps[-1].end_ns)
-
-
-@dataclass(frozen=True)
-class Launches:
-    """All kernels, copies and sets with a launch in the trace."""
-
-    count: int  # launch calls; a graph's call launches many kernels
-    kernel_count: int  # device events launched by them
-    call_total_ns: int
-    call_median_ns: int
-    call_longest_ns: int
-    # From the start of the call to the start of the kernel. A small delay means that the device waits for the host.
-    delay_median_ns: int
-    delay_p90_ns: int
-    delay_longest_ns: int
-    # Started within twice the median call time of the start of the call: the queue was empty and the device waited for
-    # this launch.
-    unqueued_ratio: float
-    # Launched and not yet finished at the moment of another launch.
-    queue_median: int
-    queue_longest: int
-    short_kernel_count: int  # kernels shorter than the call that launched them
-    short_kernel_ns: int
-    # Device events without a launch in the trace, and launches without a kernel: the edges of the recording.
-    unlaunched_count: int
-    untraced_launch_count: int
 
 
 @dataclass(frozen=True)
@@ -152,39 +127,30 @@ def break_down(trace: Trace) -> Breakdown | None:
         start_ns=begin,
         end_ns=finish,
         on_host=busy.on_host,
-        steps=_step_parts(busy, steps, windows, of_steps, traced),
+        steps=_step_parts(steps, windows, of_steps, traced),
     )
 
 
-def measure_launches(trace: Trace) -> Launches | None:
+def measure_launches(trace: Trace) -> LaunchSummary | None:
     """None if no launch can be linked to a kernel."""
     launch = launch_rows(trace)
-    is_work = trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET)
-    work = np.flatnonzero(is_work & (launch != ABSENT))
+    work = np.flatnonzero(trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET) & (launch != ABSENT))
     if len(work) == 0:
         return None
     calls = np.unique(launch[work])
     call_ns = trace.duration_ns[calls]
-    usual_ns = int(np.median(call_ns))
+    median_ns = float(np.median(call_ns))
     delay = trace.start_ns[work] - trace.start_ns[launch[work]]
-    depth = _queue_depths(trace, work, launch[work])
     short = trace.of(Category.KERNEL)[work] & (trace.duration_ns[work] < trace.duration_ns[launch[work]])
-    return Launches(
+    return LaunchSummary(
         count=len(calls),
         kernel_count=len(work),
-        call_total_ns=int(call_ns.sum()),
-        call_median_ns=usual_ns,
-        call_longest_ns=int(call_ns.max()),
-        delay_median_ns=int(np.median(delay)),
-        delay_p90_ns=int(np.percentile(delay, 90)),
-        delay_longest_ns=int(delay.max()),
-        unqueued_ratio=float(np.mean(delay <= 2 * usual_ns)),
-        queue_median=int(np.median(depth)),
-        queue_longest=int(depth.max()),
+        call_median_us=int(median_ns) / 1000,
+        call_total_us=int(call_ns.sum()) / 1000,
+        delay_median_us=int(np.median(delay)) / 1000,
+        unqueued_ratio=float(np.mean(delay <= 2 * int(median_ns))),
+        queue_median=int(np.median(_queue_depths(trace, work, launch[work]))),
         short_kernel_count=int(short.sum()),
-        short_kernel_ns=int(trace.duration_ns[work[short]].sum()),
-        unlaunched_count=int((is_work & (launch == ABSENT)).sum()),
-        untraced_launch_count=len(np.setdiff1d(_launch_calls(trace), calls)),
     )
 
 
@@ -225,7 +191,7 @@ def occupy_host(trace: Trace) -> Occupation:
     operators = trace.of(Category.CPU_OP) & ~names_like(trace, _COMMUNICATION_OPERATORS)[trace.name]
     rows = np.flatnonzero(operators & ~_within_transfers(trace, transfers))
     compute = union(trace.start_ns[rows], trace.end_ns[rows])
-    anything = union(np.concatenate((compute[0], communication[0])), np.concatenate((compute[1], communication[1])))
+    anything = unite(compute, communication)
     return Occupation(True, anything, compute, communication, NOTHING, NOTHING)
 
 
@@ -284,10 +250,8 @@ def _parts(busy: Occupation, start: Ints, end: Ints) -> list[Parts]:
 
 
 def _step_parts(
-    busy: Occupation, steps: Steps, windows: Intervals, of_steps: list[Parts], traced: list[float | None]
+    steps: Steps, windows: Intervals, of_steps: list[Parts], traced: list[float | None]
 ) -> tuple[StepParts, ...]:
-    host_busy = covered_until(busy.anything, steps.end_ns) - covered_until(busy.anything, steps.start_ns)
-    host_idle = steps.end_ns - steps.start_ns - host_busy
     first, ended = first_whole(steps), _ended(traced)
     return tuple(
         StepParts(
@@ -297,7 +261,6 @@ def _step_parts(
             end_ns=int(windows[1][position]),
             host_start_ns=int(steps.start_ns[position]),
             host_end_ns=int(steps.end_ns[position]),
-            idle_in_host_window_ns=int(host_idle[position]),
             traced_launch_ratio=traced[position],
             begins_in_trace=position >= first,
             ends_in_trace=ended[position],

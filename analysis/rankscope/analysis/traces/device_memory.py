@@ -11,13 +11,12 @@ import numpy as np
 from rankscope.analysis.stats.robust import Bools, Ints, number_groups
 from rankscope.analysis.traces.intervals import merge, nest
 from rankscope.analysis.traces.kernels import names_like
+from rankscope.analysis.traces.steps import BACKWARD, OPTIMIZER_STEP
 from rankscope.analysis.traces.summary_records import MemorySummary
-from rankscope.analysis.traces.trace import ABSENT, Category, MemoryColumns, Trace
+from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
 # These operators allocate for their caller, which counts as the holder.
 _FACTORY = re.compile(r"aten::(new_)?(empty|zeros|ones|full)(_like|_strided|_permuted)?$|aten::(resize_|to|_to_copy)$")
-_BACKWARD = re.compile(r"autograd::engine::evaluate_function")
-_OPTIMIZER = re.compile(r"Optimizer\.step#")
 _MAX_CLIMBS = 32
 # Calls of the caching allocator when its cache is insufficient. Pinned host memory is not included.
 _ALLOCATOR = re.compile(r"(cuda|hip)(Malloc|Free)(Async|Managed)?$|cuMem(Alloc|Free|Create|Release|Map|Unmap)\b")
@@ -67,8 +66,8 @@ def _measure(trace: Trace, rows: Ints, most_holders: int) -> MeasuredMemory:
     until = rows[: peak + 1]
     live = until[_live(memory.change_bytes[until])]
     sizes, moments = memory.change_bytes[live], memory.time_ns[live]
-    optimizer = _within(trace, trace.of(Category.USER_ANNOTATION) & names_like(trace, _OPTIMIZER)[trace.name], moments)
-    backward = _within(trace, trace.of(Category.CPU_OP) & names_like(trace, _BACKWARD)[trace.name], moments)
+    optimizer = _within(trace, Category.USER_ANNOTATION, OPTIMIZER_STEP, moments)
+    backward = _within(trace, Category.CPU_OP, BACKWARD, moments)
     backward &= ~optimizer
     largest = int(reserved.max())
     return MeasuredMemory(
@@ -78,7 +77,7 @@ def _measure(trace: Trace, rows: Ints, most_holders: int) -> MeasuredMemory:
         peak_allocated_bytes=int(allocated[peak]),
         peak_time_ns=int(memory.time_ns[rows[peak]]),
         peak_reserved_bytes=largest if largest > 0 else None,
-        fragmentation_ratio=_fragmentation(memory, rows) if largest > 0 else None,
+        fragmentation_ratio=_fragmentation(allocated, reserved) if largest > 0 else None,
         before_trace_bytes=int(allocated[peak] - sizes.sum()),
         forward_bytes=int(sizes[~optimizer & ~backward].sum()),
         backward_bytes=int(sizes[backward].sum()),
@@ -87,10 +86,9 @@ def _measure(trace: Trace, rows: Ints, most_holders: int) -> MeasuredMemory:
     )
 
 
-def _fragmentation(memory: MemoryColumns, rows: Ints) -> float:
-    reserved = memory.reserved_bytes[rows]
+def _fragmentation(allocated: Ints, reserved: Ints) -> float:
     fullest = reserved == reserved.max()
-    return float(1 - memory.allocated_bytes[rows][fullest].max() / reserved.max())
+    return float(1 - allocated[fullest].max() / reserved.max())
 
 
 def _live(change: Ints) -> Bools:
@@ -110,7 +108,8 @@ def _live(change: Ints) -> Bools:
     return live
 
 
-def _within(trace: Trace, spans: Bools, moments: Ints) -> Bools:
+def _within(trace: Trace, category: Category, pattern: re.Pattern[str], moments: Ints) -> Bools:
+    spans = trace.of(category) & names_like(trace, pattern)[trace.name]
     start, end = merge(trace.start_ns[spans], trace.end_ns[spans])
     if len(start) == 0:
         return np.zeros(len(moments), dtype=bool)
@@ -160,8 +159,7 @@ def summarize_memory(trace: Trace) -> MemorySummary:
     allocated, reserved = memory.allocated_bytes[on_device], memory.reserved_bytes[on_device]
     fragmentation = None
     if len(reserved) and reserved.max() > 0 and allocated.max() >= 0:
-        fullest = reserved == reserved.max()
-        fragmentation = float(1 - allocated[fullest].max() / reserved.max())
+        fragmentation = _fragmentation(allocated, reserved)
     used = trace.device[trace.of(Category.KERNEL)]
     sizes = {device.index: device.memory_bytes for device in trace.devices}
     return MemorySummary(

@@ -19,6 +19,7 @@ from rankscope.analysis.traces.intervals import (
     intersection,
     merge,
     union,
+    unite,
 )
 from rankscope.analysis.traces.kernels import host_communication, names_like
 from rankscope.analysis.traces.steps import launch_rows
@@ -51,7 +52,6 @@ class IdleParts:
 class Idleness(IdleParts):
     # Part of host_bound: gaps that began while the host waited for the device, so that it could not launch ahead.
     host_bound_after_synchronisation_ns: int
-    gap_count: int
     longest_gap_ns: int
     steps: tuple[IdleParts, ...]  # as in the breakdown
 
@@ -110,7 +110,6 @@ def split_idle(trace: Trace, breakdown: Breakdown) -> Idleness:
     return Idleness(
         **vars(parts),
         host_bound_after_synchronisation_ns=int((reasons.drained[1] - reasons.drained[0]).sum()),
-        gap_count=len(lengths),
         longest_gap_ns=int(lengths.max(initial=0)),
         steps=tuple(steps),
     )
@@ -150,10 +149,7 @@ def _explain(host: _Host, gaps: _Gaps) -> _Reasons:
     watched = threads[np.argsort(-counts, kind="stable")[:_MAX_THREADS]]
     found = [_explain_thread(host, gaps, gaps.thread == thread, int(thread), watched) for thread in watched]
     found.append(_explain_thread(host, gaps, ~np.isin(gaps.thread, watched), None, watched))
-    joined = {
-        name: union(*(np.concatenate([getattr(reasons, name)[side] for reasons in found]) for side in (0, 1)))
-        for name in _Reasons.__dataclass_fields__
-    }
+    joined = {name: unite(*(getattr(reasons, name) for reasons in found)) for name in _Reasons.__dataclass_fields__}
     return _Reasons(**joined)
 
 
@@ -174,8 +170,7 @@ def _explain_thread(host: _Host, gaps: _Gaps, which: np.ndarray, thread: int | N
     ):
         times = difference(host.times(anywhere), busy)
         if thread is not None:
-            own = host.times(rows, thread)
-            times = union(np.concatenate((times[0], own[0])), np.concatenate((times[1], own[1])))
+            times = unite(times, host.times(rows, thread))
         explained.append(intersection(rest, times))
         rest = difference(rest, times)
     drained = NOTHING
@@ -184,7 +179,7 @@ def _explain_thread(host: _Host, gaps: _Gaps, which: np.ndarray, thread: int | N
         drained = intersection(rest, union(start[empty], end[empty]))
     else:
         # The launch time is unknown, so whether the host was late is unknown too.
-        other, rest = union(np.concatenate((other[0], rest[0])), np.concatenate((other[1], rest[1]))), NOTHING
+        other, rest = unite(other, rest), NOTHING
     return _Reasons(rest, explained[0], explained[2], explained[1], other, drained)
 
 

@@ -21,6 +21,11 @@ def union(start: Ints, end: Ints) -> Intervals:
     return merged_start[real], merged_end[real]
 
 
+def unite(*sets: Intervals) -> Intervals:
+    """The union of several sets."""
+    return union(np.concatenate([start for start, _ in sets]), np.concatenate([end for _, end in sets]))
+
+
 def merge(start: Ints, end: Ints) -> Intervals:
     """Like `union`, but keeps empty intervals that touch no other."""
     if len(start) == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 from functools import lru_cache
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from rankscope.analysis.stats.robust import Bools, Ints
 from rankscope.analysis.traces.intervals import nest
-from rankscope.analysis.traces.summary_records import ComputeSummary
+from rankscope.analysis.traces.summary_records import ComputeSummary, KernelSummary
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
 Kinds = npt.NDArray[np.int8]
@@ -96,21 +96,7 @@ def _names_like(names: tuple[str, ...], pattern: re.Pattern[str], anywhere: bool
     return found
 
 
-@dataclass(frozen=True)
-class KernelUse:
-    """One kernel by name. In a trace without device: one operator, without the operators it called."""
-
-    name: str
-    kind: Kind
-    tensor_core: bool
-    count: int
-    total_ns: int
-    share_ratio: float  # of the summed durations of all device work
-    mean_ns: float
-    longest_ns: int
-
-
-def top_kernels(trace: Trace, limit: int = TOP) -> tuple[KernelUse, ...]:
+def top_kernels(trace: Trace, limit: int = TOP) -> tuple[KernelSummary, ...]:
     """By total time, longest first. Durations are summed even if they overlap."""
     kind = classify(trace)
     duration = trace.duration_ns
@@ -132,26 +118,19 @@ def top_kernels(trace: Trace, limit: int = TOP) -> tuple[KernelUse, ...]:
     everything = max(int(totals.sum()), 1)
     best = np.argsort(-totals, kind="stable")[:limit]
     return tuple(
-        KernelUse(
+        KernelSummary(
             name=trace.names[name],
-            kind=Kind(int(kind_of_name[name])),
+            kind=Kind(int(kind_of_name[name])).name.lower(),
             tensor_core=bool(on_tensor_core[name]),
             count=int(counts[name]),
-            total_ns=int(totals[name]),
+            total_us=int(totals[name]) / 1000,
+            mean_us=float(totals[name] / counts[name]) / 1000,
+            longest_us=int(longest[name]) / 1000,
             share_ratio=float(totals[name] / everything),
-            mean_ns=float(totals[name] / counts[name]),
-            longest_ns=int(longest[name]),
         )
         for name in best
         if counts[name]
     )
-
-
-def tensor_core_ratio(trace: Trace) -> float | None:
-    """The share of computation-kernel time that tensor-core kernels take; None if there are no computation kernels."""
-    compute = classify(trace) == Kind.COMPUTE
-    total = int(trace.duration_ns[compute].sum())
-    return float(trace.duration_ns[compute & tensor_core(trace)].sum() / total) if total else None
 
 
 def _own_durations(trace: Trace, rows: Ints) -> Ints:

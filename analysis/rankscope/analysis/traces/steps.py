@@ -15,8 +15,8 @@ from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 # An annotation that Rankscope writes where it cut a recording at a step boundary.
 CUT_AT_A_STEP = "rankscope: requested steps begin here"
 _PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,18})")
-_OPTIMIZER_STEP = re.compile(r"Optimizer\.step#")
-_BACKWARD = re.compile(r"autograd::engine::evaluate_function")
+OPTIMIZER_STEP = re.compile(r"Optimizer\.step#")
+BACKWARD = re.compile(r"autograd::engine::evaluate_function")
 NO_STEP = -1
 _LARGEST = np.iinfo(np.int64).max
 
@@ -53,7 +53,7 @@ def find_steps(trace: Trace) -> Steps:
     marked = on_host & names_like(trace, _PROFILER_STEP)[trace.name]
     if marked.any():
         return _profiler_steps(trace, np.flatnonzero(marked))
-    optimizers = on_host & names_like(trace, _OPTIMIZER_STEP)[trace.name]
+    optimizers = on_host & names_like(trace, OPTIMIZER_STEP)[trace.name]
     return _optimizer_steps(trace, np.flatnonzero(optimizers)) if optimizers.any() else NO_STEPS
 
 
@@ -93,7 +93,7 @@ def step_of_rows(trace: Trace, steps: Steps, launches: Ints | None = None) -> In
 
 
 def _profiler_steps(trace: Trace, rows: Ints) -> Steps:
-    numbers = np.array([int(_number(trace.named(name))) for name in trace.name[rows]], dtype=np.int64)
+    numbers = np.array([_step_number(trace.named(name)) for name in trace.name[rows]], dtype=np.int64)
     start, end = trace.start_ns[rows], trace.end_ns[rows]
     # A step may be annotated on several threads: one window from the first start to the last end.
     number, position = np.unique(numbers, return_inverse=True)
@@ -106,9 +106,9 @@ def _profiler_steps(trace: Trace, rows: Ints) -> Steps:
     return Steps(number, first, last, "ProfilerStep", True)
 
 
-def _number(name: str) -> str:
+def _step_number(name: str) -> int:
     found = _PROFILER_STEP.match(name)
-    return found[1] if found else "0"
+    return int(found[1]) if found else 0
 
 
 def _optimizer_steps(trace: Trace, rows: Ints) -> Steps:
@@ -116,7 +116,7 @@ def _optimizer_steps(trace: Trace, rows: Ints) -> Steps:
     incomplete."""
     # Nested optimizer calls count as one.
     start, end = merge(trace.start_ns[rows], trace.end_ns[rows])
-    backward = np.flatnonzero(trace.of(Category.CPU_OP) & names_like(trace, _BACKWARD)[trace.name])
+    backward = np.flatnonzero(trace.of(Category.CPU_OP) & names_like(trace, BACKWARD)[trace.name])
     last = _ends_of_steps(start, end, trace.start_ns[backward], trace.name[rows], trace.start_ns[rows])
     end = end[last]
     host = ~trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.SYNC, Category.GPU_ANNOTATION)

@@ -16,7 +16,6 @@ from rankscope.analysis.traces.idle_time import Idleness, IdleParts, split_idle
 from rankscope.analysis.traces.intervals import Intervals, difference, total, union
 from rankscope.analysis.traces.kernels import TOP, summarize_compute, top_kernels
 from rankscope.analysis.traces.summary_records import (
-    BubbleSummary,
     BucketsSummary,
     BucketSummary,
     CapSummary,
@@ -24,8 +23,6 @@ from rankscope.analysis.traces.summary_records import (
     ComputeSummary,
     GatherSummary,
     IdleSplit,
-    KernelSummary,
-    LaunchSummary,
     RankSummary,
     ShardingSummary,
     StepSummary,
@@ -69,13 +66,13 @@ def summarize(
         idle_gap_longest_us=idle.longest_gap_ns / 1000,
         tensor_core_ratio=compute.tensor_core_ratio if compute else None,
         compute_mix=compute,
-        launch=_launch(trace),
+        launch=measure_launches(trace),
         steps=tuple(_step(step, parts) for step, parts in zip(breakdown.steps, idle.steps, strict=True)),
-        top_kernels=_kernels(trace, top),
+        top_kernels=top_kernels(trace, top),
         collectives=summarize_collectives(collectives, compute_intervals(trace)),
         buckets=summarize_buckets(trace, collectives),
         sharding=summarize_sharding(trace, collectives),
-        bubble=summarize_bubble(trace, collectives, stages),
+        bubble=measure_bubble(trace, collectives, stages=stages),
         memory=summarize_memory(trace),
         repairs=trace.repairs,
     )
@@ -126,38 +123,6 @@ def _idle(idle: IdleParts) -> IdleSplit:
         synchronisation_us=idle.synchronisation_ns / 1000,
         communication_us=idle.communication_ns / 1000,
         other_us=idle.other_ns / 1000,
-    )
-
-
-def _kernels(trace: Trace, top: int) -> tuple[KernelSummary, ...]:
-    return tuple(
-        KernelSummary(
-            name=use.name,
-            kind=use.kind.name.lower(),
-            tensor_core=use.tensor_core,
-            count=use.count,
-            total_us=use.total_ns / 1000,
-            mean_us=use.mean_ns / 1000,
-            longest_us=use.longest_ns / 1000,
-            share_ratio=use.share_ratio,
-        )
-        for use in top_kernels(trace, top)
-    )
-
-
-def _launch(trace: Trace) -> LaunchSummary | None:
-    found = measure_launches(trace)
-    if found is None:
-        return None
-    return LaunchSummary(
-        count=found.count,
-        kernel_count=found.kernel_count,
-        call_median_us=found.call_median_ns / 1000,
-        call_total_us=found.call_total_ns / 1000,
-        delay_median_us=found.delay_median_ns / 1000,
-        unqueued_ratio=found.unqueued_ratio,
-        queue_median=found.queue_median,
-        short_kernel_count=found.short_kernel_count,
     )
 
 
@@ -259,20 +224,6 @@ def summarize_sharding(trace: Trace, collectives: Collectives) -> ShardingSummar
             )
         )
     return ShardingSummary(found.framework, tuple(gathers))
-
-
-def summarize_bubble(trace: Trace, collectives: Collectives, stages: int | None) -> BubbleSummary | None:
-    """None if the trace shows no pipeline."""
-    found = measure_bubble(trace, collectives, stages=stages)
-    if found is None:
-        return None
-    return BubbleSummary(
-        measured_ratio=found.measured_ratio,
-        waiting_us=found.waiting_ns / 1000,
-        stages=found.stages,
-        microbatches=found.microbatches,
-        theoretical_ratio=found.theoretical_ratio,
-    )
 
 
 def _median(values: Floats) -> float | None:

@@ -35,6 +35,8 @@ class StepSummary(Struct, frozen=True):
 
 
 class KernelSummary(Struct, frozen=True):
+    """One kernel by name. In a trace without device: one operator, without the operators it called."""
+
     name: str
     kind: str
     tensor_core: bool
@@ -42,7 +44,7 @@ class KernelSummary(Struct, frozen=True):
     total_us: float
     mean_us: float
     longest_us: float
-    share_ratio: float
+    share_ratio: float  # of the summed durations of all device work
 
 
 class CollectiveSummary(Struct, frozen=True):
@@ -63,14 +65,18 @@ class CollectiveSummary(Struct, frozen=True):
 
 
 class LaunchSummary(Struct, frozen=True):
-    count: int
-    kernel_count: int
+    """All kernels, copies and sets with a launch in the trace."""
+
+    count: int  # launch calls; a graph's call launches many kernels
+    kernel_count: int  # device events launched by them
     call_median_us: float
     call_total_us: float
+    # From the start of the call to the start of the kernel. A small delay means that the device waits for the host.
     delay_median_us: float
+    # Started within twice the median call time of the start of the call: the queue was empty.
     unqueued_ratio: float
-    queue_median: int
-    short_kernel_count: int
+    queue_median: int  # launched and not yet finished at the moment of another launch
+    short_kernel_count: int  # kernels shorter than the call that launched them
 
 
 class ComputeSummary(Struct, frozen=True):

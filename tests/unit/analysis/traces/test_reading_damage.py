@@ -116,7 +116,7 @@ def test_a_cut_file_gives_the_events_before_the_cut_or_is_refused() -> None:
         trace = read_trace(text[:cut])
         assert len(trace) == 49
         assert trace.repairs == (
-            "the file is cut off inside traceEvents: 49 complete events before the cut were read, what followed is "
+            "the file is cut off inside traceEvents: 49 complete events before the cut were read, the rest is "
             f"missing (byte {cut})",
         )
         with pytest.raises(TraceError, match=rf"cut off inside traceEvents; 49 complete .* \(byte {cut}\)") as caught:

@@ -8,7 +8,7 @@ import numpy as np
 
 from rankscope.analysis.collectives.bandwidth import size_bytes
 from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Bools, Ints, number_groups
+from rankscope.analysis.stats.robust import Bools, Ints, number_groups, occurrence
 from rankscope.analysis.traces.breakdown import occupy_host
 from rankscope.analysis.traces.communication.host_calls import Noted, find_calls, find_transfers, name_kinds
 from rankscope.analysis.traces.intervals import Intervals, covered_until, union
@@ -103,20 +103,9 @@ def _number(kind: Ints, group: Ints, noted: Ints) -> tuple[Ints, Ints, Bools]:
     complete = np.ones(count, dtype=bool)
     complete[which[noted < 0]] = False
     was_noted = complete[which] if len(which) else np.zeros(0, dtype=bool)
-    sequence = np.where(was_noted, noted, _order_within(which))
+    sequence = np.where(was_noted, noted, occurrence(which))
     same, _ = number_groups(which, sequence)
-    return sequence, _order_within(same), was_noted
-
-
-def _order_within(group: Ints) -> Ints:
-    """0, 1, 2, … for the rows of each group, in their order."""
-    order = np.argsort(group, kind="stable")
-    ordered = group[order]
-    starts = np.flatnonzero(np.diff(ordered, prepend=ABSENT))
-    position = np.empty(len(group), dtype=np.int64)
-    lengths = np.diff(np.append(starts, len(group)))
-    position[order] = np.arange(len(group)) - np.repeat(starts, lengths)
-    return position
+    return sequence, occurrence(same), was_noted
 
 
 @dataclass(frozen=True)

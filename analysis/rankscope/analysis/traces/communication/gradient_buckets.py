@@ -19,13 +19,12 @@ from rankscope.analysis.traces.communication.collectives import Collectives, com
 from rankscope.analysis.traces.communication.host_calls import take_or_absent
 from rankscope.analysis.traces.intervals import Intervals, clip, covered_until, nest, total, union
 from rankscope.analysis.traces.kernels import Kind, classify, names_like
-from rankscope.analysis.traces.steps import NO_STEP, Steps, find_steps, launch_rows
+from rankscope.analysis.traces.steps import BACKWARD, NO_STEP, Steps, find_steps, launch_rows
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 
 # DDP starts a bucket from the hook of the gradient that completes it; an all-reduce of tensor parallelism is started
 # from the backward of its own function.
-_BACKWARD = re.compile(r"autograd::engine::evaluate_function")
 _GRADIENT = re.compile(r"autograd::engine::evaluate_function: .*AccumulateGrad")
 MEBIBYTE = 1 << 20
 CAPS_MB = (1, 5, 10, 25, 50, 100, 200, 400)
@@ -189,7 +188,7 @@ def computed_until(trace: Trace, moments_ns: Ints) -> Ints:
 
 def _backward_began(trace: Trace, steps: Steps) -> Ints:
     """When each step's forward pass was computed; the step's start if there is no backward pass."""
-    started = trace.start_ns[trace.of(Category.CPU_OP) & names_like(trace, _BACKWARD)[trace.name]]
+    started = trace.start_ns[trace.of(Category.CPU_OP) & names_like(trace, BACKWARD)[trace.name]]
     first = np.searchsorted(started, steps.start_ns, side="left")
     moment = take_or_absent(started, np.where(first < len(started), first, ABSENT))
     within = (moment >= 0) & (moment < steps.end_ns)
@@ -268,7 +267,7 @@ def _current_buckets(buckets: Buckets, steps: list[_Step]) -> Rebucketing:
         bytes=int(np.maximum(buckets.bytes[steps[0].rows], 0).sum()),
         cap_mb=_likely_cap(steps[0]),
         exposed_ns=float(np.median([_measured_exposed(buckets, step) for step in steps])),
-        communication_ns=float(np.median([_lasted(buckets, step) for step in steps])),
+        communication_ns=float(np.median([total(*_transfers(buckets, step)) for step in steps])),
         step_ns=float(np.median([ends[number] - starts[number] for number in numbers])),
     )
 
@@ -276,10 +275,6 @@ def _current_buckets(buckets: Buckets, steps: list[_Step]) -> Rebucketing:
 def _transfers(buckets: Buckets, step: _Step) -> Intervals:
     start = buckets.started_ns[step.rows]
     return union(start, start + buckets.duration_ns[step.rows])
-
-
-def _lasted(buckets: Buckets, step: _Step) -> int:
-    return total(*_transfers(buckets, step))
 
 
 def _measured_exposed(buckets: Buckets, step: _Step) -> float:

@@ -20,6 +20,7 @@ from rankscope.analysis.collectives.kinds import (
 from rankscope.analysis.stats.robust import Bools, Ints, number_groups
 from rankscope.analysis.traces.intervals import Spans, nest
 from rankscope.analysis.traces.kernels import Kind, classify
+from rankscope.analysis.traces.steps import launch_rows
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
 # With these backends the annotation is the transfer itself; NCCL's annotations only enqueue it.
@@ -96,7 +97,7 @@ class Transfers:
         rest = [field.name for field in fields(self) if field.name != "noted"]
         return replace(
             self,
-            noted=Noted(*map(_both, self.noted.columns(), other.noted.columns())),
+            noted=Noted(*map(np.concatenate, zip(self.noted.columns(), other.noted.columns(), strict=True))),
             **{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in rest},
         )
 
@@ -239,8 +240,7 @@ def _kernel_transfers(trace: Trace, kinds: NameKinds, calls: Calls) -> tuple[Tra
 def _launching_span(trace: Trace, calls: Calls, rows: Ints) -> Ints:
     """The innermost communication span around the runtime call that launched each kernel. Without such a call, the
     span with the same external id, which is unique within one rank."""
-    runtime = np.flatnonzero(trace.of(Category.RUNTIME, Category.DRIVER) & (trace.correlation >= 0))
-    launch = _match(trace.correlation[rows], trace.correlation[runtime], runtime)
+    launch = launch_rows(trace)[rows]
     span = np.full(len(rows), ABSENT)
     found = launch >= 0
     span[found] = calls.spans.around(launch[found], trace.start_ns[launch[found]])
@@ -317,8 +317,7 @@ def _bytes_copied_back(trace: Trace, calls: Calls) -> Ints:
     to_device = np.array(["HtoD" in name or "Host -> Device" in name for name in trace.names], dtype=bool)
     copies = np.flatnonzero(trace.of(Category.MEMCPY) & (trace.size_bytes > 0))
     copies = copies[to_device[trace.name[copies]]]
-    runtime = np.flatnonzero(trace.of(Category.RUNTIME, Category.DRIVER) & (trace.correlation >= 0))
-    launch = _match(trace.correlation[copies], trace.correlation[runtime], runtime)
+    launch = launch_rows(trace)[copies]
     copies, launch = copies[launch >= 0], launch[launch >= 0]
     span = calls.spans.around(launch, trace.start_ns[launch])
     copied = np.zeros(len(calls.spans.row), dtype=np.int64)
@@ -335,7 +334,3 @@ def _match(wanted: Ints, offered: Ints, result: Ints) -> Ints:
     candidate = order[place[inside]]
     found[inside] = np.where(offered[candidate] == wanted[inside], result[candidate], ABSENT)
     return found
-
-
-def _both(one: Ints, other: Ints) -> Ints:
-    return np.concatenate([one, other])

@@ -14,6 +14,7 @@ from rankscope.analysis.traces.communication.collectives import Collectives, com
 from rankscope.analysis.traces.intervals import clip, contains, covered_until, difference, total, union
 from rankscope.analysis.traces.kernels import Kind, classify, names_like
 from rankscope.analysis.traces.steps import NO_STEP, find_steps, step_of_rows
+from rankscope.analysis.traces.summary_records import BubbleSummary
 from rankscope.analysis.traces.trace import ABSENT, Trace
 
 _FRAMEWORKS = (
@@ -55,24 +56,6 @@ class Gathers:
         return sum(step.exposed_ns for step in self.steps)
 
 
-@dataclass(frozen=True)
-class Bubble:
-    """Medians over the steps of the trace."""
-
-    measured_ratio: float  # share of a step in which transfers to or from neighbours prevented computation
-    waiting_ns: float  # the same as time per step
-    stages: int | None
-    microbatches: int | None  # per step
-    theoretical_ratio: float | None  # of 1F1B; None if stages or micro-batches are unknown
-
-    @property
-    def excess_ratio(self) -> float | None:
-        """What a balanced pipeline would not lose."""
-        if self.theoretical_ratio is None:
-            return None
-        return max(self.measured_ratio - self.theoretical_ratio, 0.0)
-
-
 def find_gathers(trace: Trace, collectives: Collectives) -> Gathers | None:
     """None if no all-gather and no reduce-scatter was measured."""
     kinds = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
@@ -109,9 +92,10 @@ def find_gathers(trace: Trace, collectives: Collectives) -> Gathers | None:
 
 def measure_bubble(
     trace: Trace, collectives: Collectives, *, stages: int | None = None, microbatches: int | None = None
-) -> Bubble | None:
-    """None if the trace shows no step with transfers between neighbours. Arguments that are not given are inferred:
-    stages from a process group named for the pipeline, micro-batches from the number of sends to one peer."""
+) -> BubbleSummary | None:
+    """Medians over steps. None if the trace shows no step with transfers between neighbours. Arguments that are not
+    given are inferred: stages from a process group named for the pipeline, micro-batches from the number of sends to
+    one peer."""
     transfers = collectives.where(np.isin(collectives.kind, _POINT_TO_POINT) & collectives.measured)
     steps = find_steps(trace)
     if not len(transfers) or not len(steps):
@@ -134,15 +118,12 @@ def measure_bubble(
         return None
     stages = stages or _stages(transfers)
     microbatches = microbatches or int(np.median(sent)) or None
-    known = stages is not None and microbatches is not None
-    return Bubble(
+    return BubbleSummary(
         measured_ratio=float(np.median(np.array(waited) / np.maximum(lasted, 1))),
-        waiting_ns=float(np.median(waited)),
+        waiting_us=float(np.median(waited)) / 1000,
         stages=stages,
         microbatches=microbatches,
-        theoretical_ratio=one_forward_one_backward_ratio(stages, microbatches)
-        if known and stages and microbatches
-        else None,
+        theoretical_ratio=one_forward_one_backward_ratio(stages, microbatches) if stages and microbatches else None,
     )
 
 

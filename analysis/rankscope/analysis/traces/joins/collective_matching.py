@@ -13,7 +13,7 @@ from enum import Enum
 import numpy as np
 
 from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Bools, Floats, Ints, number_groups
+from rankscope.analysis.stats.robust import Bools, Floats, Ints, number_groups, occurrence
 from rankscope.analysis.traces.joins.channels import Calls, Channel
 
 # Shifts are tried this far around those suggested by starts, ends and clocks, on this many calls each.
@@ -91,18 +91,8 @@ def match_calls(calls: Calls, step: Ints) -> Matched:
 def _match_noted(calls: Calls) -> Ints:
     """One number per (group, sequence). Coalesced calls share a sequence and are distinguished by kind and order."""
     kind = np.where(calls.kind == CollectiveKind.ALL_TO_ALL, int(CollectiveKind.SEND_RECV), calls.kind)
-    again = _occurrence(number_groups(calls.channel, calls.sequence, kind, calls.rank)[0])
+    again = occurrence(number_groups(calls.channel, calls.sequence, kind, calls.rank)[0])
     return number_groups(calls.channel, calls.sequence, kind, again)[0]
-
-
-def _occurrence(groups: Ints) -> Ints:
-    """0 for the first row of each group, 1 for the second, …"""
-    order = np.argsort(groups, kind="stable")
-    ordered = groups[order]
-    first = np.searchsorted(ordered, ordered)
-    occurrence = np.empty(len(groups), dtype=np.int64)
-    occurrence[order] = np.arange(len(groups)) - first
-    return occurrence
 
 
 def _match_ordered(calls: Calls, step: Ints, channel: Channel, notes: list[str]) -> Ints:

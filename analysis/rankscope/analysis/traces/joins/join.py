@@ -223,7 +223,8 @@ def keep_essentials(trace: Trace, collectives: Collectives) -> tuple[Trace, Coll
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
     kind = np.int8(Category.KERNEL if on_device else Category.CPU_OP)
-    small = Trace(
+    small = replace(
+        trace,
         start_ns=start[order],
         duration_ns=duration[order],
         category=np.concatenate((trace.category[rows], np.full(count, kind, dtype=np.int8)))[order],
@@ -236,15 +237,8 @@ def keep_essentials(trace: Trace, collectives: Collectives) -> tuple[Trace, Coll
         external_id=column(trace.external_id, ABSENT),
         size_bytes=column(trace.size_bytes, ABSENT),
         names=texts,
-        base_ns=trace.base_ns,
-        rank=trace.rank,
-        world_size=trace.world_size,
-        backend=trace.backend,
-        devices=trace.devices,
-        groups=trace.groups,
         collectives=CollectiveColumns(*(_NO_ROWS for _ in fields(CollectiveColumns))),
         memory=MemoryColumns(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS, np.zeros(0, dtype=bool), _NO_ROWS),
-        repairs=trace.repairs,
     )
 
     def moved(old: Ints) -> Ints:
