@@ -126,7 +126,7 @@ def test_draws_a_page_even_where_nothing_was_fitted(tmp_path: Path, capsys: pyte
         (b'{"traceEvents": [', (), ""),
         (b"\x1f\x8b broken", (), ""),
         (b'{"traceEvents": []}', (), ""),
-        (b"op,bytes,us\nall_reduce,1,1\n", ("--op", "nonsense"), "--op: 'nonsense' is no collective"),
+        (b"op,bytes,us\nall_reduce,1,1\n", ("--op", "nonsense"), "--op: 'nonsense' is not a collective"),
         (b"op,bytes,us\nall_reduce,1,1\n", ("--ranks", "0"), "--ranks: 0 is not a valid number of ranks"),
         (b"op,bytes,us\nall_reduce,1,1\n", ("--svg", "/nowhere/at/all.svg"), "choose a place that can be written"),
     ],

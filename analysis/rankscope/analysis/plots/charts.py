@@ -109,7 +109,7 @@ def histogram(
     values: Values, *, axis: Axis, title: str = "", bins: int | None = None, marks: Mapping[str, float] | None = None
 ) -> str:
     """Bins end at round numbers. `marks` are named positions, such as a median."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
+    known = _known(values)
     wanted = min(bins or max(8, round(2 * len(known) ** (1 / 3))), _MOST_BINS)
     inside = frame(_PLOT_PIXELS, left=64, title=title)
     across = scale(axis, known, inside.left, inside.right, most=8)

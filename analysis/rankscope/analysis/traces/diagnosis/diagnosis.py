@@ -50,7 +50,7 @@ def diagnose(ranks: Sequence[RankSummary], join: Join | None = None, policy: Pol
     if not usable:
         return Diagnosis("unknown", "the trace contains no work", {}, ())
     evidence = Evidence(tuple(usable), wait_ratios(join) if join else {})
-    findings = [finding for rule in RULES for finding in rule(evidence)]
+    findings = [finding for rule in RULES if (finding := rule(evidence)) is not None]
     if join is not None:
         findings += rank_findings(join, evidence, policy)
     worth = [finding for finding in findings if finding.saving_ratio >= policy.impact_ratio]
@@ -135,19 +135,10 @@ def rank_findings(join: Join, evidence: Evidence, policy: Policy) -> list[Findin
     latest = max(join.last_arrivals, key=lambda rank: join.last_arrivals[rank], default=None)
     often = ""
     if latest is not None and join.collectives_matched:
-        often = f"; rank {latest} came last in {join.last_arrivals[latest]} of {join.collectives_matched}"
-    return [
-        Finding(
-            kind="waiting_for_ranks",
-            bound="communication",
-            title="waiting for the last rank in collectives",
-            saving_us=saving,
-            saving_ratio=ratio,
-            evidence=f"ranks wait {quantity(saving, 'us')} a step in collectives for the last one to arrive{often}",
-            suggestion=SUGGESTIONS["waiting_for_ranks"],
-            numbers={"wait_us": saving},
-        )
-    ]
+        often = f"; rank {latest} was last in {join.last_arrivals[latest]} of {join.collectives_matched}"
+    words = f"ranks wait {quantity(saving, 'us')} a step in collectives for the last one to arrive{often}"
+    title = "waiting for the last rank in collectives"
+    return [evidence.finding("waiting_for_ranks", "communication", title, ratio, words, {"wait_us": saving})]
 
 
 def _title(join: Join) -> str:

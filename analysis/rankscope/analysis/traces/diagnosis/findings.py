@@ -4,7 +4,7 @@ A rule's saving is an upper bound: the time gained if that loss vanished and not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,8 +43,8 @@ SUGGESTIONS = {
     "data_imbalance": "Give every rank as many tokens: sort or pack sequences by length, balance experts.",
     "slow_communication": "Check the network: NCCL_DEBUG=INFO for the transports taken, link errors, and `rankscope "
     "analyze alphabeta` for the bandwidth that these collectives should reach.",
-    "waiting_for_ranks": "Nobody stands out enough to be named: compare the ranks' steps, and take more steps, or the "
-    "traces that are missing, to tell uneven work from a slow rank.",
+    "waiting_for_ranks": "No rank is clearly slow. Record more steps, or the missing traces, to distinguish uneven "
+    "work from a slow rank.",
 }
 _PREFETCH_SUGGESTION = (
     "Parameters are gathered too late: let FSDP prefetch (forward_prefetch=True, backward_prefetch=BACKWARD_PRE), or "
@@ -122,6 +122,20 @@ class Evidence:
         """Saving in µs per step and as a share of the step."""
         return self.shares[part] * self.step_us, self.shares[part]
 
+    def finding(
+        self,
+        kind: str,
+        bound: str,
+        title: str,
+        saving_ratio: float,
+        evidence: str,
+        numbers: dict[str, float],
+        *,
+        suggestion: str | None = None,
+    ) -> Finding:
+        advice = SUGGESTIONS[kind] if suggestion is None else suggestion
+        return Finding(kind, bound, title, saving_ratio * self.step_us, saving_ratio, evidence, advice, numbers)
+
 
 def per_step_share(rank: RankSummary, counted: float) -> float:
     return counted * _step_us(rank) / rank.span_us
@@ -155,7 +169,7 @@ def _is_small(size_bytes: float | None) -> bool:
     return size_bytes is not None and size_bytes < _SMALL_MESSAGE_BYTES
 
 
-def _communication(evidence: Evidence) -> Iterator[Finding]:
+def _communication(evidence: Evidence) -> Finding:
     saving, ratio = evidence.lost("communication")
     words = f"{quantity(saving, 'us')} a step of communication runs while nothing computes"
     numbers = {"exposed_communication_us": saving}
@@ -165,60 +179,55 @@ def _communication(evidence: Evidence) -> Iterator[Finding]:
         numbers["overlap_ratio"] = overlap
     if evidence.wait_ratio:
         words += "; waiting for other ranks is not counted here"
-    yield Finding(
-        kind="exposed_communication",
-        bound="communication",
-        title="exposed communication",
-        saving_us=saving,
-        saving_ratio=ratio,
-        evidence=words,
+    return evidence.finding(
+        "exposed_communication",
+        "communication",
+        "exposed communication",
+        ratio,
+        words,
+        numbers,
         suggestion=communication_suggestion(evidence.ranks),
-        numbers=numbers,
     )
 
 
-def _bubble(evidence: Evidence) -> Iterator[Finding]:
+def _bubble(evidence: Evidence) -> Finding | None:
     """A part of the exposed communication with its own cause and remedy."""
     ratio = evidence.typical(lambda rank: rank.bubble.measured_ratio if rank.bubble else None)
     if ratio is None:
-        return
+        return None
     expected = evidence.typical(lambda rank: rank.bubble.theoretical_ratio if rank.bubble else None)
     words = f"stages wait {quantity(ratio * evidence.step_us, 'us')} a step for their neighbours"
     numbers = {"bubble_ratio": ratio}
     if expected is not None:
         words += f", {quantity(ratio, 'ratio')} of it; the schedule alone costs {quantity(expected, 'ratio')}"
         numbers["theoretical_bubble_ratio"] = expected
-    yield Finding(
-        kind="pipeline_bubble",
-        bound="communication",
-        title="pipeline stages waiting for each other",
-        saving_us=ratio * evidence.step_us,
-        saving_ratio=ratio,
-        evidence=words,
-        suggestion=SUGGESTIONS["pipeline_bubble"],
-        numbers=numbers,
+    return evidence.finding(
+        "pipeline_bubble",
+        "communication",
+        "pipeline stages waiting for each other",
+        ratio,
+        words,
+        numbers,
     )
 
 
-def _input(evidence: Evidence) -> Iterator[Finding]:
+def _input(evidence: Evidence) -> Finding:
     saving, ratio = evidence.lost("input")
-    yield Finding(
-        kind="input_wait",
-        bound="input",
-        title="waiting for the next batch",
-        saving_us=saving,
-        saving_ratio=ratio,
-        evidence=f"nothing runs for {quantity(saving, 'us')} a step while the host waits in the data loader",
-        suggestion=SUGGESTIONS["input_wait"],
-        numbers={"input_wait_us": saving},
+    return evidence.finding(
+        "input_wait",
+        "input",
+        "waiting for the next batch",
+        ratio,
+        f"nothing runs for {quantity(saving, 'us')} a step while the host waits in the data loader",
+        {"input_wait_us": saving},
     )
 
 
-def _launches(evidence: Evidence) -> Iterator[Finding]:
+def _launches(evidence: Evidence) -> Finding:
     saving, ratio = evidence.lost("host")
     launches = evidence.per_step(lambda rank: rank.launch.count if rank.launch else None)
     kernel_us = evidence.typical(lambda rank: rank.compute_mix.kernel_median_us if rank.compute_mix else None)
-    words = f"nothing runs for {quantity(saving, 'us')} a step while the host has not launched what comes next"
+    words = f"nothing runs for {quantity(saving, 'us')} a step because the host has not launched the next kernel"
     numbers = {"host_bound_us": saving}
     if launches is not None:
         words += f"; {launches:,.0f} launches a step"
@@ -227,92 +236,81 @@ def _launches(evidence: Evidence) -> Iterator[Finding]:
         words += f", median kernel {quantity(kernel_us, 'us')}"
         numbers["kernel_median_us"] = kernel_us
     short = kernel_us is not None and kernel_us < _SHORT_KERNEL_US
-    yield Finding(
-        kind="launch_gaps",
-        bound="host",
-        title="the host launching work too late",
-        saving_us=saving,
-        saving_ratio=ratio,
-        evidence=words,
+    return evidence.finding(
+        "launch_gaps",
+        "host",
+        "the host launching work too late",
+        ratio,
+        words,
+        numbers,
         suggestion=SUGGESTIONS["short_kernels" if short else "launch_gaps"],
-        numbers=numbers,
     )
 
 
-def _synchronisation(evidence: Evidence) -> Iterator[Finding]:
+def _synchronisation(evidence: Evidence) -> Finding:
     saving, ratio = evidence.lost("synchronisation")
-    yield Finding(
-        kind="synchronisation",
-        bound="host",
-        title="the host waiting for the device",
-        saving_us=saving,
-        saving_ratio=ratio,
-        evidence=f"the device is idle for {quantity(saving, 'us')} a step: the host had waited for it and launched "
+    return evidence.finding(
+        "synchronisation",
+        "host",
+        "the host waiting for the device",
+        ratio,
+        f"the device is idle for {quantity(saving, 'us')} a step: the host waited for it and launched "
         "nothing meanwhile",
-        suggestion=SUGGESTIONS["synchronisation"],
-        numbers={"synchronisation_us": saving},
+        {"synchronisation_us": saving},
     )
 
 
-def _copies(evidence: Evidence) -> Iterator[Finding]:
+def _copies(evidence: Evidence) -> Finding:
     saving, ratio = evidence.lost("memory_copies")
     total = evidence.per_step(lambda rank: rank.memory_copy_us) or 0.0
-    yield Finding(
-        kind="memory_copies",
-        bound="memory",
-        title="exposed memory copies",
-        saving_us=saving,
-        saving_ratio=ratio,
-        evidence=f"copies take {quantity(total, 'us')} a step, {quantity(saving, 'us')} of it while no kernel runs",
-        suggestion=SUGGESTIONS["memory_copies"],
-        numbers={"memory_copy_us": total, "exposed_memory_copy_us": saving},
+    return evidence.finding(
+        "memory_copies",
+        "memory",
+        "exposed memory copies",
+        ratio,
+        f"copies take {quantity(total, 'us')} a step, {quantity(saving, 'us')} of it while no kernel runs",
+        {"memory_copy_us": total, "exposed_memory_copy_us": saving},
     )
 
 
-def _plain_matrices(evidence: Evidence) -> Iterator[Finding]:
+def _plain_matrices(evidence: Evidence) -> Finding:
     share = _of_compute(evidence, lambda compute: compute.plain_matrix_ratio)
     spent = share * evidence.step_us
-    yield Finding(
-        kind="no_tensor_cores",
-        bound="compute",
-        title="matrix products without tensor cores",
-        saving_us=spent * _PLAIN_MATRIX_SAVING,
-        saving_ratio=share * _PLAIN_MATRIX_SAVING,
-        evidence=f"{quantity(spent, 'us')} a step of matrix products run on the plain FP32 units",
-        suggestion=SUGGESTIONS["no_tensor_cores"],
-        numbers={"plain_matrix_us": spent},
+    return evidence.finding(
+        "no_tensor_cores",
+        "compute",
+        "matrix products without tensor cores",
+        share * _PLAIN_MATRIX_SAVING,
+        f"{quantity(spent, 'us')} a step of matrix products run in FP32 without tensor cores",
+        {"plain_matrix_us": spent},
     )
 
 
-def _fusing(evidence: Evidence) -> Iterator[Finding]:
+def _fusing(evidence: Evidence) -> Finding:
     share = _of_compute(evidence, lambda compute: compute.unfused_ratio)
     spent = share * evidence.step_us
-    yield Finding(
-        kind="unfused_kernels",
-        bound="memory",
-        title="kernels that only move data",
-        saving_us=spent * _FUSING_SAVING,
-        saving_ratio=share * _FUSING_SAVING,
-        evidence=f"elementwise, copying, normalising and reducing kernels take {quantity(spent, 'us')} a step; memory "
+    return evidence.finding(
+        "unfused_kernels",
+        "memory",
+        "kernels that only move data",
+        share * _FUSING_SAVING,
+        f"elementwise, copying, normalising and reducing kernels take {quantity(spent, 'us')} a step; memory "
         "bandwidth bounds them, not arithmetic. Half of it is counted as the saving",
-        suggestion=SUGGESTIONS["unfused_kernels"],
-        numbers={"unfused_us": spent},
+        {"unfused_us": spent},
     )
 
 
-def _allocations(evidence: Evidence) -> Iterator[Finding]:
+def _allocations(evidence: Evidence) -> Finding:
     calls = evidence.per_step(lambda rank: rank.memory.allocator_calls) or 0.0
     spent = evidence.per_step(lambda rank: rank.memory.allocator_us) or 0.0
-    yield Finding(
-        kind="allocator",
-        bound="memory",
-        title="allocating device memory during the step",
-        saving_us=spent,
-        saving_ratio=spent / evidence.step_us,
-        evidence=f"{count(round(calls), 'call')} a step to allocate or free device memory take the host "
+    return evidence.finding(
+        "allocator",
+        "memory",
+        "allocating device memory during the step",
+        spent / evidence.step_us,
+        f"{count(round(calls), 'call')} a step to allocate or free device memory take the host "
         f"{quantity(spent, 'us')}, and each waits for the device",
-        suggestion=SUGGESTIONS["allocator"],
-        numbers={"allocator_calls_per_step": calls, "allocator_us": spent},
+        {"allocator_calls_per_step": calls, "allocator_us": spent},
     )
 
 
@@ -322,7 +320,7 @@ def _of_compute(evidence: Evidence, ratio: Callable[[ComputeSummary], float]) ->
 
 
 # All rules. Findings are ordered by their saving, not by this list.
-RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
+RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     _communication,
     _bubble,
     _input,

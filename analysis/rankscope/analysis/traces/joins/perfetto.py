@@ -14,7 +14,8 @@ import msgspec
 
 from rankscope.analysis.traces.joins.clock_alignment import ClockShift
 from rankscope.analysis.traces.reader.json_stream import Ending, Text, batches, blocks_of, inflate
-from rankscope.analysis.traces.trace import Repairs, TraceError
+from rankscope.analysis.traces.reader.trace_file import skip_to_events
+from rankscope.analysis.traces.trace import Repairs
 
 RawEvent: TypeAlias = dict[str, msgspec.Raw]
 # A rank's process has this number plus the rank. 0 is avoided because viewers treat it as the kernel's idle task.
@@ -39,12 +40,10 @@ _THREAD_METADATA = frozenset({b'"thread_name"', b'"thread_sort_index"'})
 # Times are written relative to this long before the first event of the first rank, so that none is negative. A float
 # holds nanoseconds there, but not since 1970.
 LEAD_NS = 600_000_000_000
-_HEAD_BYTES = 256 << 10
 _FLOW_BITS = 32
 _MISSING = msgspec.Raw(b"")
 _NO_TEXT = msgspec.Raw(b'""')
 _BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*"?(-?\d{1,19})(?!\d)')
-_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _PLAIN = re.compile(rb"(-?)(\d+)(?:\.(\d*))?")
 # Larger values exceed 64 bits in nanoseconds and are not times.
 _FURTHEST_DIGITS = 16
@@ -124,7 +123,7 @@ def merge_for_perfetto(
         base = _base_ns(data)
         shift = shifts.get(rank, ClockShift())
         text = Text(inflate(blocks_of(data)), Repairs())
-        _skip_to_events(text)
+        skip_to_events(text)
         writer: _RankWriter | None = None
         for batch in batches(text, Ending()):
             events = _EVENTS.decode(in_utf8(batch.text))
@@ -238,23 +237,6 @@ def _base_ns(data: bytes | memoryview) -> int:
             return int(found[1])
         tail = window[-64:]
     return 0
-
-
-def _skip_to_events(text: Text) -> None:
-    """Advance past the bracket that opens the events. For texts that `read_trace` accepts."""
-    text.hold(_HEAD_BYTES)
-    start = len(text.held) - len(text.held.removeprefix(b"\xef\xbb\xbf").lstrip())
-    if text.held[start : start + 1] == b"[":
-        text.drop(start + 1)
-        return
-    while True:
-        found = _EVENTS_KEY.search(text.held)
-        if found:
-            text.drop(found.end())
-            return
-        if text.ended:
-            raise TraceError("no traceEvents found: not a Kineto trace")
-        text.hold(2 * len(text.held))
 
 
 def _first_ns(events: list[RawEvent], base_ns: int) -> int:

@@ -63,7 +63,7 @@ def read_trace(
 def _read(blocks: Iterable[bytes | memoryview], *, salvage: bool, text_limit_bytes: int) -> Trace:
     repairs = Repairs()
     text = Text(inflate(blocks, limit_bytes=text_limit_bytes), repairs)
-    description, in_object = _open(text)
+    description, in_object = skip_to_events(text)
     builder, ending = ColumnBuilder(repairs), Ending()
     for batch in batches(text, ending):
         builder.add(batch)
@@ -78,7 +78,7 @@ def _read(blocks: Iterable[bytes | memoryview], *, salvage: bool, text_limit_byt
     return _build_trace(builder, description)
 
 
-def _open(text: Text) -> tuple[Description, bool]:
+def skip_to_events(text: Text) -> tuple[Description, bool]:
     """Advance to the first event. Returns the metadata before it and whether the array is the value of an object."""
     text.hold(_HEAD_BYTES)
     if text.held.startswith(b"\xef\xbb\xbf"):
