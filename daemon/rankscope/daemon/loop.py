@@ -12,7 +12,7 @@ from statistics import median
 
 from prometheus_client.registry import Collector
 
-from rankscope.analysis.models.mfu import peak_flops_per_second
+from rankscope.analysis.models.device_peaks import peak_flops_per_second
 from rankscope.daemon.captures.orders import CaptureError
 from rankscope.daemon.captures.service import NodeCaptures
 from rankscope.daemon.collector import ProblemLog, describe

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.analysis.timelines.timeline import MOST_ROWS, OPTIONAL, REQUIRED, JobSizes, Timeline, read_columns
+from rankscope.analysis.timelines.timeline import MAX_ROWS, OPTIONAL, REQUIRED, JobSizes, Timeline, read_columns
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _PARQUET_MAGIC = b"PAR1"
 _NAMES = "optype"
 _LARGEST_YAML = 1 << 20
 # A CSV row of a timeline has at least 40 bytes.
-_LARGEST_CSV = MOST_ROWS * 100
+_LARGEST_CSV = MAX_ROWS * 100
 _SIZES = {
     "pp_size": "pipeline",
     "dp_size": "data",
@@ -54,8 +54,8 @@ def _read_parquet(path: Path) -> tuple[dict[str, npt.NDArray[Any]], list[str] | 
     try:
         with pyarrow.parquet.ParquetFile(path, read_dictionary=[_NAMES]) as file:
             rows = file.metadata.num_rows
-            if rows > MOST_ROWS:
-                raise FileError(f"{rows:,} rows, more than {MOST_ROWS:,}; cut it to fewer steps")
+            if rows > MAX_ROWS:
+                raise FileError(f"{rows:,} rows, more than {MAX_ROWS:,}; cut it to fewer steps")
             wanted = [name for name in file.schema_arrow.names if name in (*REQUIRED, *OPTIONAL)]
             return _columns(file.read(columns=wanted), file.schema_arrow.names)
     except (pyarrow.ArrowException, OSError) as error:

@@ -77,7 +77,7 @@ def _stage_rows(report: TimelineReport) -> list[tuple[str, ...]]:
 
 
 def _rank_rows(report: TimelineReport) -> list[tuple[str, ...]]:
-    found, out = report.decomposition, report.judgement.standing_out
+    found, out = report.decomposition, report.judgement.outliers
     culprits = set(report.judgement.verdict.culprits)
     stages, replicas, tensors = report.rank.shape
     places = [(s, d, t) for s in range(stages) for d in range(replicas) for t in range(tensors)]
@@ -128,7 +128,7 @@ def to_json(report: TimelineReport) -> dict[str, Any]:
     stages, replicas, tensors = report.rank.shape
     places = [(s, d, t) for s in range(stages) for d in range(replicas) for t in range(tensors)]
     places.sort(key=lambda place: int(report.rank[place]))
-    out = report.judgement.standing_out
+    out = report.judgement.outliers
     return {
         "verdict": verdict.kind.value,
         "reason": verdict.reason,

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from rankscope.analysis.models.mfu import peak_flops_per_second
+from rankscope.analysis.models.device_peaks import peak_flops_per_second
 from rankscope.analysis.traces.breakdown import Breakdown, StepParts, break_down
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.cut import Stretch, WholeSteps, common_run, cut
