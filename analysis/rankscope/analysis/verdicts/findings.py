@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rankscope.analysis.stats.robust import Bools, median_or_nan
+from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, median_or_nan
 from rankscope.analysis.verdicts.communication import SlowTransfer, TransferBaseline
 from rankscope.analysis.verdicts.job_summary import JobSummary
-from rankscope.analysis.verdicts.slow_rank import Screen, find_split, work_seconds
+from rankscope.analysis.verdicts.slow_rank import Screen, find_split, step_noise, work_seconds
 from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
 
@@ -25,8 +25,12 @@ class SlowStage:
     impact_ratio: float
 
 
-def find_slow_stage(columns: RankColumns, policy: Policy, threshold: float | None = None) -> SlowStage | None:
-    """The stage whose median self time exceeds that of the other stages, if one does."""
+def find_slow_stage(columns: RankColumns, summary: JobSummary, policy: Policy, part: float = 1.0) -> SlowStage | None:
+    """The stage with a median of own work that exceeds that of the other stages, if one has. `part` of the way to the
+    thresholds is enough.
+
+    It must stand out of the spread of ranks around their stages, as a rank must out of its cohort. Where ranks queue for
+    a CPU their work takes longer too, by chance: there a stage needs the ratio of a rank that queues."""
     stages = np.unique(columns.stage)
     if len(stages) < 2 or stages[0] < 0:
         return None
@@ -42,7 +46,13 @@ def find_slow_stage(columns: RankColumns, policy: Policy, threshold: float | Non
     ratio = medians[slowest] / usual
     # A step is never shorter than the work in it.
     impact = (medians[slowest] - others.max()) / max(medians[slowest], median_or_nan(columns.step_seconds))
-    if ratio < (threshold or policy.stage_ratio) or not impact >= policy.impact_ratio:
+    needed = max(policy.stage_ratio, policy.starved_rank_ratio if is_contended(summary, policy) else 0.0)
+    deviation = median_or_nan(np.abs(own - medians[np.searchsorted(stages, columns.stage)]))
+    spread = max(MAD_TO_SIGMA * deviation, policy.spread_floor_ratio * usual)
+    spread = max(spread, policy.step_noise_weight * median_or_nan(step_noise(columns)))
+    if ratio < 1 + part * (needed - 1) or not impact >= policy.impact_ratio:
+        return None
+    if not medians[slowest] - usual >= part * policy.rank_score * spread:
         return None
     return SlowStage(int(stages[slowest]), float(ratio), float(impact))
 
@@ -112,7 +122,9 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, policy: Policy) -> O
         any_outlier = bool(outlier.any())
     if not any_outlier:
         if summary.stages_known and summary.last_stage > 0:
-            stage, lingering_stage = _look_at_stages(window, policy)
+            stage = find_slow_stage(window.columns, summary, policy)
+            if stage is None:
+                lingering_stage = find_slow_stage(window.columns, summary, policy, policy.hysteresis)
         transfer = baseline.compare(summary, policy)
         if imbalance is None and stage is None and transfer is None:
             imbalance = imbalance_impact(summary, policy)
@@ -135,13 +147,6 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, policy: Policy) -> O
 
 def _concerns_everyone(summary: JobSummary, policy: Policy) -> bool:
     return summary.input_ratio >= policy.input_bound_ratio or summary.mfu_ratio < (policy.mfu_target_ratio or 0.0)
-
-
-def _look_at_stages(window: JobWindow, policy: Policy) -> tuple[SlowStage | None, SlowStage | None]:
-    stage = find_slow_stage(window.columns, policy)
-    if stage is not None:
-        return stage, None
-    return None, find_slow_stage(window.columns, policy, 1 + policy.hysteresis * (policy.stage_ratio - 1))
 
 
 def _look_for_splits(

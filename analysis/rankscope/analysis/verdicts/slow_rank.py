@@ -130,7 +130,7 @@ def screen(columns: RankColumns, policy: Policy) -> Screen:
     # A cohort is compared as one: what holds for the host's clock holds for all of it where one rank has no better.
     strictest = np.where(on_device | np.isnan(columns.self_seconds), policy.device_rank_ratio, policy.rank_ratio)
     rank_ratio = grouped_max(strictest, cohort, cohort_count)[cohort]
-    noise = grouped_median(_step_noise(columns), cohort, cohort_count)[cohort]
+    noise = grouped_median(step_noise(columns), cohort, cohort_count)[cohort]
     work = _compare(work_seconds(columns), columns, cohort, cohort_count, noise, rank_ratio, policy)
     busy = _compare(busy_seconds(columns), columns, cohort, cohort_count, noise, rank_ratio, policy)
     starving = grouped_median(columns.starved_seconds, cohort, cohort_count)[cohort]
@@ -164,7 +164,7 @@ def screen(columns: RankColumns, policy: Policy) -> Screen:
     )
 
 
-def _step_noise(columns: RankColumns) -> Floats:
+def step_noise(columns: RankColumns) -> Floats:
     """Standard error of a rank's mean over the steps of the window, from its own p10 and p90."""
     sigma = columns.self_seconds * (columns.self_spread_ratio - 1) / P10_TO_P90_SIGMAS
     return np.nan_to_num(sigma / np.sqrt(np.maximum(columns.steps, 1.0)))

@@ -11,15 +11,48 @@ from rankscope.analysis.verdicts.windows import FrameSeen
 
 
 class Kind(str, Enum):
-    HEALTHY = "healthy"
-    SLOW_RANK = "slow_rank"
-    SLOW_STAGE = "slow_stage"
-    DATA_IMBALANCE = "data_imbalance"
-    SLOW_COMMUNICATION = "slow_communication"
-    INPUT_BOUND = "input_bound"
-    LOW_MFU = "low_mfu"
-    HANG = "hang"
-    INSUFFICIENT_DATA = "insufficient_data"
+    # The value is the name in metrics, CRDs and JSON. The protobuf enum has the same members.
+    meaning: str  # for the documentation
+    headline: str  # of a verdict, for people; `{who}` are its culprits
+
+    def __new__(cls, value: str, meaning: str, headline: str) -> Kind:
+        kind = str.__new__(cls, value)
+        kind._value_, kind.meaning, kind.headline = value, meaning, headline
+        return kind
+
+    HEALTHY = "healthy", "No rank, stage or link stands out.", "healthy"
+    SLOW_RANK = (
+        "slow_rank",
+        "These ranks work longer than their cohort. All ranks of one node are reported as that node.",
+        "{who} {are} slow",
+    )
+    SLOW_STAGE = (
+        "slow_stage",
+        "One pipeline stage works longer than the others, and no rank in it stands out.",
+        "pipeline stage {stage} is slow ({who})",
+    )
+    DATA_IMBALANCE = (
+        "data_imbalance",
+        "All ranks wait in turn: the work of a step is spread unevenly, differently each time.",
+        "the data is uneven; no rank is to blame",
+    )
+    SLOW_COMMUNICATION = (
+        "slow_communication",
+        "No rank is late, but communication takes longer than it did in this job's own past.",
+        "communication is slow; no rank is to blame",
+    )
+    INPUT_BOUND = "input_bound", "Every rank waits for its data.", "every rank waits for its input"
+    LOW_MFU = "low_mfu", "MFU is below the job's target.", "MFU is below its target"
+    HANG = (
+        "hang",
+        "No rank advances. Names the ranks that never entered the collective that the others wait in, where known.",
+        "the job hangs",
+    )
+    INSUFFICIENT_DATA = (
+        "insufficient_data",
+        "There is not enough data to judge, with the reason.",
+        "not enough to judge yet: {reason}",
+    )
 
     @property
     def is_finding(self) -> bool:
