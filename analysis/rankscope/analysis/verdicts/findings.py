@@ -1,4 +1,5 @@
-"""One window of one job, looked at with every rule: what would each say if it stood alone?"""
+"""What one window of one job shows: slow ranks, a slow stage, slow communication, uneven data. Each finding is made on
+its own; rules.py decides which of them lasts."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, median_or_nan
-from rankscope.analysis.verdicts.communication import SlowTransfer, TransferBaseline
 from rankscope.analysis.verdicts.job_summary import JobSummary
+from rankscope.analysis.verdicts.slow_communication import SlowTransfer, TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import Screen, find_split, step_noise, work_seconds
 from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
@@ -29,8 +30,8 @@ def find_slow_stage(columns: RankColumns, summary: JobSummary, policy: Policy, p
     """The stage with a median of own work that exceeds that of the other stages, if one has. `part` of the way to the
     thresholds is enough.
 
-    It must stand out of the spread of ranks around their stages, as a rank must out of its cohort. Where ranks queue for
-    a CPU their work takes longer too, by chance: there a stage needs the ratio of a rank that queues."""
+    It must stand out of the spread of ranks around their stages, as a rank must out of its cohort. Where ranks queue
+    for a CPU, their work takes longer too, by chance: there a stage needs the ratio of a rank that queues."""
     stages = np.unique(columns.stage)
     if len(stages) < 2 or stages[0] < 0:
         return None
@@ -57,11 +58,11 @@ def find_slow_stage(columns: RankColumns, summary: JobSummary, policy: Policy, p
     return SlowStage(int(stages[slowest]), float(ratio), float(impact))
 
 
-# Nobody in particular is slow, yet all wait: another rank is last each step (uneven data).
+# Uneven data: no rank in particular is slow, yet all wait, because another rank is last each step.
 
 
 def is_contended(summary: JobSummary, policy: Policy) -> bool:
-    """On an oversubscribed machine the scheduler spreads the steps; that says nothing about the data."""
+    """On an oversubscribed machine the scheduler spreads the steps: no sign of uneven data or of a slow stage."""
     return summary.starved_seconds >= policy.contended_ratio * summary.step_seconds
 
 
@@ -78,7 +79,7 @@ def imbalance_impact(summary: JobSummary, policy: Policy) -> float | None:
 
 
 class ReadyWindow(NamedTuple):
-    """What `absorb` returned, with what the comparison of all ranks said about it."""
+    """A window that is ready for judging, with the comparison of its ranks."""
 
     window: JobWindow
     all_ranks: Screen
@@ -94,7 +95,7 @@ class Observation(NamedTuple):
     """A tuple, as one is made for every job at every tick of a fleet."""
 
     columns: RankColumns
-    # Kept only where a rank stands out: nobody will ask for the stacks of the others, and a large job's would be
+    # Kept only where a rank stands out: the stacks of the others are not needed, and those of a large job would take
     # gigabytes over the windows that are remembered.
     window: JobWindow | None
     screen: Screen | None
@@ -172,10 +173,4 @@ def _look_for_splits(
             impact[rows[split.slow]] = share
         elif is_wide and not is_contended(summary, policy):
             imbalance = max(imbalance or 0.0, share)
-    merged = replace(
-        screen,
-        reference_seconds=reference,
-        impact_ratio=impact,
-        outlier=outlier,
-    )
-    return outlier, merged, imbalance
+    return outlier, replace(screen, reference_seconds=reference, impact_ratio=impact, outlier=outlier), imbalance

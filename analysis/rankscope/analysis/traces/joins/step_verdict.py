@@ -14,13 +14,13 @@ import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, median_or_nan
 from rankscope.analysis.traces.joins.self_time import StepTimes
-from rankscope.analysis.verdicts.communication import TransferBaseline
 from rankscope.analysis.verdicts.findings import ReadyWindow, imbalance_impact, observe
 from rankscope.analysis.verdicts.job_summary import summarize
-from rankscope.analysis.verdicts.rules import HEALTHY, RecentWindows
+from rankscope.analysis.verdicts.rules import HEALTHY, UNEVEN, RecentWindows
+from rankscope.analysis.verdicts.slow_communication import TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import screen
 from rankscope.analysis.verdicts.thresholds import Policy
-from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict, percent
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict, percent
 from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns, columns_of
 
@@ -172,10 +172,4 @@ def _imbalance(
     impact = imbalance_impact(summary, policy)
     if impact is None:
         return None
-    return Verdict(
-        Kind.DATA_IMBALANCE,
-        "all ranks wait in turn: the work of a step is spread unevenly, and differently each time",
-        Severity.ALARM,
-        impact_ratio=impact,
-        cause=Cause("unknown", (), "self time varies by step"),
-    )
+    return replace(UNEVEN, impact_ratio=impact)
