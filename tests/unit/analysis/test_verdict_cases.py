@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
 from rankscope.analysis.verdicts.verdict import Kind
 from rankscope.analysis.verdicts.windows import JobWindow, columns_of
@@ -39,7 +39,7 @@ def window(phase: Phase, number: int) -> JobWindow:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_detector_finds_what_the_rules_find(case: Case) -> None:
-    fleet = FleetJudge(replace(DEFAULT_POLICY, mfu_target_ratio=case.mfu_target))
+    fleet = FleetDetector(replace(DEFAULT_POLICY, mfu_target_ratio=case.mfu_target))
     phases = [*([case.before] * WINDOWS if case.before else []), *[case.now] * WINDOWS]
     for number, phase in enumerate(phases):
         verdict = fleet.evaluate({"job": window(phase, number)})["job"]

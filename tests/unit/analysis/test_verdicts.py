@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.stack_verdict import judge_stacks
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Cause, Kind, Severity
@@ -58,7 +58,7 @@ def test_the_line_named_for_a_long_backward_is_a_line_in_backward() -> None:
         for rank in range(4)
     }
     job = HEALTHY.but(slow_ranks={1: 1.6}, excess_phase="backward")
-    fleet, random = FleetJudge(), np.random.default_rng(0)
+    fleet, random = FleetDetector(), np.random.default_rng(0)
     for number in range(6):
         verdict = fleet.evaluate({"job": job.window(random, number, stacks)})["job"]
     assert (verdict.cause.phase, [frame.line for frame in verdict.cause.frames]) == ("backward", [hook.line])
@@ -196,14 +196,14 @@ class TestAbstention:
         assert (verdict.kind, verdict.reason) == (Kind.INSUFFICIENT_DATA, "18 steps seen, 20 needed")
 
     def test_fewer_than_four_fifths_of_the_ranks(self) -> None:
-        fleet, random = FleetJudge(), np.random.default_rng(0)
+        fleet, random = FleetDetector(), np.random.default_rng(0)
         job = SyntheticJob(data=10, slow_ranks={1: 3.0})
         for number in range(6):
             verdict = fleet.evaluate({"job": job.window(random, number, missing=(7, 8, 9))})["job"]
         assert (verdict.kind, verdict.reason) == (Kind.INSUFFICIENT_DATA, "7 of 10 ranks report")
 
     def test_clocks_apart_by_more_than_a_step(self) -> None:
-        fleet, random = FleetJudge(), np.random.default_rng(0)
+        fleet, random = FleetDetector(), np.random.default_rng(0)
         for number in range(6):
             window = SyntheticJob(slow_ranks={1: 3.0}).window(random, number)
             verdict = fleet.evaluate({"job": replace(window, clock_skew_seconds=3.0)})["job"]
@@ -235,7 +235,7 @@ class TestHang:
     def judge(
         self, stalls: dict[int, Stall | None], departed: tuple[int, ...] = ()
     ) -> tuple[Kind, tuple[int, ...], str]:
-        random, fleet = np.random.default_rng(0), FleetJudge()
+        random, fleet = np.random.default_rng(0), FleetDetector()
         for number in range(5):
             fleet.evaluate({"job": HEALTHY.window(random, number)})
         window = HEALTHY.but(steps=20).window(random, 6, missing=departed)
@@ -320,7 +320,7 @@ class TestDelayInsideBackward:
         job, random, fleet = (
             HEALTHY.but(slow_ranks={1: 1.6}, excess_phase=phase),
             np.random.default_rng(0),
-            FleetJudge(),
+            FleetDetector(),
         )
         evidence = {rank: RankEvidence(stacks=slow if rank == 1 else usual) for rank in range(4)}
         verdicts = [fleet.evaluate({"job": job.window(random, number, evidence)})["job"] for number in range(6)]
@@ -347,14 +347,14 @@ class TestDelayInsideBackward:
         job = HEALTHY.but(slow_ranks={1: 1.6}, extra=dict.fromkeys(range(4), nothing))
         slow, usual = _profile_of_backward(0.1, 0.5, 0.4), _profile_of_backward(0.1, 0.0, 0.9)
         evidence = {rank: RankEvidence(stacks=slow if rank == 1 else usual) for rank in range(4)}
-        random, fleet = np.random.default_rng(0), FleetJudge()
+        random, fleet = np.random.default_rng(0), FleetDetector()
         verdict = [fleet.evaluate({"job": job.window(random, number, evidence)})["job"] for number in range(6)][-1]
         assert (verdict.cause.phase, verdict.cause.frames[0].line) == ("backward", 88)
 
 
 class TestStacksAlone:
     def judge(self, profiles: dict[int, StackProfile], windows: int = 12) -> list[object]:
-        fleet, random = FleetJudge(), np.random.default_rng(0)
+        fleet, random = FleetDetector(), np.random.default_rng(0)
         found: list[object] = []
         for number in range(windows):
             window = HEALTHY.window(random, number, {r: RankEvidence(stacks=p) for r, p in profiles.items()})

@@ -1,6 +1,6 @@
 """The detector: verdicts on all jobs of a fleet, window by window.
 
-`FleetJudge` is the entry. It gathers each job's windows until every rank has steps to compare, compares the ranks of
+`FleetDetector` is the entry. It gathers each job's windows until every rank has steps to compare, compares the ranks of
 all jobs at once (slow_rank.py), and decides per job from its last windows (findings.py, rules.py), or from stacks where
 no steps are known (stack_verdict.py)."""
 
@@ -42,8 +42,8 @@ ONLY_FOR_CAUSES = ("forward_seconds", "backward_seconds", "optimizer_seconds", "
 
 
 class CaptureWindows:
-    """What captures show of a job whose steps, or what they wait for, are not known otherwise: a few steps of many, now
-    and then. Stacks are sampled all the time, so the two are judged side by side."""
+    """Captures of a job, where its steps or their waiting are not known otherwise: a few steps of many, now and then.
+    Stacks are sampled all the time, so the two are judged side by side."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -73,7 +73,7 @@ class CaptureWindows:
         return self.verdict if is_fresh else None
 
 
-class JobJudge:
+class JobDetector:
     """One job. Call `absorb` with every window, screen what it returns (all jobs together), pass that to `judge`."""
 
     def __init__(self, policy: Policy) -> None:
@@ -217,7 +217,7 @@ class JobJudge:
         return self._captures.settle(self._raw, self._policy)
 
 
-class FleetJudge:
+class FleetDetector:
     """All jobs of a shard, tick by tick: ranks are compared once over all jobs, the rest is done per job. A job without
     a window in a tick keeps its verdict.
 
@@ -228,7 +228,7 @@ class FleetJudge:
     ) -> None:
         self._policy = policy
         self._policy_of = policy_of
-        self._judges: dict[str, JobJudge] = {}
+        self._judges: dict[str, JobDetector] = {}
 
     def evaluate(self, windows: Mapping[str, JobWindow]) -> dict[str, Verdict]:
         # Columns may hold anything that was sent as a measurement; results are checked where they are used.
@@ -239,14 +239,14 @@ class FleetJudge:
         judges = self._judges
         if self._policy_of is None:
             for job in windows.keys() - judges.keys():
-                judges[job] = JobJudge(self._policy)
+                judges[job] = JobDetector(self._policy)
         else:
             for job in windows:
                 policy = self._policy_of(job) or self._policy
                 if job in judges:
                     judges[job].adopt(policy)
                 else:
-                    judges[job] = JobJudge(policy)
+                    judges[job] = JobDetector(policy)
         ready = {job: judges[job].absorb(window) for job, window in windows.items()}
         comparable = {job: w for job, w in ready.items() if w is not None and len(w.columns)}
         compared: dict[str, ReadyWindow] = {}

@@ -16,7 +16,7 @@ from rankscope.analysis.verdicts.slow_rank import Screen, find_split, step_noise
 from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
 
-# Pipeline stages are compared by their medians: a long stage is nobody's fault in it.
+# Pipeline stages are compared by their medians: a long stage is no rank's fault.
 
 
 @dataclass(frozen=True)

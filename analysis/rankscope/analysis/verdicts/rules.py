@@ -223,7 +223,7 @@ class RecentWindows:
 
 
 def _witnesses(columns: RankColumns, screened: Screen, culprits: Bools) -> list[int]:
-    """The slowest culprit, whose cause is looked for, and peers from all over its cohort."""
+    """The slowest culprit, for which a cause is looked for, and peers from all over its cohort."""
     slowest = screened.slowest(culprits)
     peers = np.flatnonzero(~culprits & (columns.stage == columns.stage[slowest]))
     asked = peers[np.linspace(0, len(peers) - 1, min(len(peers), PEERS_ASKED)).astype(np.int64)]
@@ -231,7 +231,7 @@ def _witnesses(columns: RankColumns, screened: Screen, culprits: Bools) -> list[
 
 
 def _place_of(culprits: list[int], window: JobWindow) -> str:
-    """Name of the node whose ranks, all of them and no others, are the culprits; empty if there is no such node."""
+    """Name of the node with exactly the culprits as its ranks; empty if there is no such node."""
     columns = window.columns
     places = set(columns.place[np.isin(columns.rank, culprits)].tolist())
     if len(culprits) < 2 or len(places) != 1 or len(np.unique(columns.place)) < 2:

@@ -1,4 +1,4 @@
-"""What the rules say about a job."""
+"""The verdict on a job, its kinds, and how it reads."""
 
 from __future__ import annotations
 

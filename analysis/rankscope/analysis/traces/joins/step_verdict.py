@@ -1,8 +1,8 @@
 """The verdict on a capture: the rules that watch a running job, with the capture's few steps as their windows.
 
 A capture has 2 to 10 steps and not the 20 that a running job is judged by. A finding must therefore hold in three of
-five steps, as it must in three of five windows there, and in two at least; below five steps it is told with low
-confidence. One step names nobody."""
+five steps, as it must in three of five windows there, and in two at least; below five steps confidence
+is low. One step names no rank."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _imbalance(
     place_of: Mapping[int, int] | None,
     policy: Policy,
 ) -> Verdict | None:
-    """All steps together: in each of them somebody may stand out, and be another one each time."""
+    """All steps together: in each of them some rank may stand out, another one each time."""
     summary = _ready(_columns(times, slice(None), spread, stage_of, place_of), world_size, policy).summary
     impact = imbalance_impact(summary, policy)
     if impact is None:
