@@ -162,4 +162,5 @@ class Threshold(NamedTuple):
 
 def table(of: type[Policy] | type[AlertThresholds]) -> Iterator[Threshold]:
     for one in fields(of):
-        yield Threshold(one.name, one.default, **one.metadata)
+        default: Any = one.default
+        yield Threshold(one.name, default, **one.metadata)

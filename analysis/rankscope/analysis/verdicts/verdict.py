@@ -15,7 +15,9 @@ class Kind(str, Enum):
     meaning: str  # for the documentation
     headline: str  # of a verdict, for people; `{who}` are its culprits
 
-    def __new__(cls, value: str, meaning: str, headline: str) -> Kind:
+    _value_: str
+
+    def __new__(cls, value: str, meaning: str = "", headline: str = "") -> Kind:
         kind = str.__new__(cls, value)
         kind._value_, kind.meaning, kind.headline = value, meaning, headline
         return kind
