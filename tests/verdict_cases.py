@@ -96,6 +96,12 @@ CASES = (
     Case("next-stage-is-nearly-as-slow", stages((0.050,) * 2, (0.064,) * 2, (0.065,) * 2)),
     Case("slow-rank-in-a-slow-stage", stages((0.050,) * 4, (0.090, *(0.065,) * 3)), Kind.SLOW_RANK, (4,)),
     Case("contended-stages", stages((0.050,) * 2, (0.065,) * 2, starved=0.02)),
+    Case(
+        "slow-stage-of-devices-with-contended-hosts",
+        Phase(tuple(Rank(work, 0.0, stage, on_device=True) for work, stage in ((0.05, 0),) * 2 + ((0.065, 1),) * 2)),
+        Kind.SLOW_STAGE,
+        stage=1,
+    ),
     Case("slow-stage-on-a-contended-machine", stages((0.05,) * 2, (0.1,) * 2, starved=0.02), Kind.SLOW_STAGE, stage=1),
     Case(
         "slow-network",

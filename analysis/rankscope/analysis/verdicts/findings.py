@@ -12,7 +12,7 @@ import numpy as np
 from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, median_or_nan
 from rankscope.analysis.verdicts.job_summary import JobSummary
 from rankscope.analysis.verdicts.slow_communication import SlowTransfer, TransferBaseline
-from rankscope.analysis.verdicts.slow_rank import Screen, find_split, step_noise, work_seconds
+from rankscope.analysis.verdicts.slow_rank import Screen, find_split, is_timed_on_device, step_noise, work_seconds
 from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
 
@@ -47,7 +47,9 @@ def find_slow_stage(columns: RankColumns, summary: JobSummary, policy: Policy, p
     ratio = medians[slowest] / usual
     # A step is never shorter than the work in it.
     impact = (medians[slowest] - others.max()) / max(medians[slowest], median_or_nan(columns.step_seconds))
-    needed = max(policy.stage_ratio, policy.starved_rank_ratio if is_contended(summary, policy) else 0.0)
+    # A device does not queue.
+    queues = is_contended(summary, policy) and not is_timed_on_device(columns).all()
+    needed = max(policy.stage_ratio, policy.starved_rank_ratio if queues else 0.0)
     deviation = median_or_nan(np.abs(own - medians[np.searchsorted(stages, columns.stage)]))
     spread = max(MAD_TO_SIGMA * deviation, policy.spread_floor_ratio * usual)
     spread = max(spread, policy.step_noise_weight * median_or_nan(step_noise(columns)))
