@@ -1,7 +1,7 @@
 """Every threshold, once: name, default, unit and meaning.
 
 `Policy` is what the detector judges a job by. `AlertThresholds` is what only the Prometheus rules compare with. The
-rules and docs/verdicts.md take their numbers from here: `make rules`."""
+rules and docs/thresholds.md take their numbers from here: `make rules`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from rankscope.analysis.verdicts.windows import FrameSeen
 
 class Kind(str, Enum):
     # The value is the name in metrics, CRDs and JSON. The protobuf enum has the same members.
-    meaning: str  # for the documentation
+    meaning: str  # for docs/concepts.md
     headline: str  # of a verdict, for people; `{who}` are its culprits
 
     _value_: str
@@ -22,37 +22,37 @@ class Kind(str, Enum):
         kind._value_, kind.meaning, kind.headline = value, meaning, headline
         return kind
 
-    HEALTHY = "healthy", "No rank, stage or link stands out.", "healthy"
+    HEALTHY = "healthy", "no rank, stage or link stands out", "healthy"
     SLOW_RANK = (
         "slow_rank",
-        "These ranks work longer than their cohort. All ranks of one node are reported as that node.",
+        "these ranks work longer than their cohort; if they are all ranks of one node, the node is reported",
         "{who} {are} slow",
     )
     SLOW_STAGE = (
         "slow_stage",
-        "One pipeline stage works longer than the others, and no rank in it stands out.",
+        "one pipeline stage works longer than the others, and no rank in it stands out",
         "pipeline stage {stage} is slow ({who})",
     )
     DATA_IMBALANCE = (
         "data_imbalance",
-        "All ranks wait in turn: the work of a step is spread unevenly, differently each time.",
+        "all ranks wait in turn: the work of a step is spread unevenly, differently in each step",
         "the data is uneven; no rank is to blame",
     )
     SLOW_COMMUNICATION = (
         "slow_communication",
-        "No rank is late, but communication takes longer than it did in this job's own past.",
+        "no rank is late, but communication takes longer than earlier in the same job",
         "communication is slow; no rank is to blame",
     )
-    INPUT_BOUND = "input_bound", "Every rank waits for its data.", "every rank waits for its input"
-    LOW_MFU = "low_mfu", "MFU is below the job's target.", "MFU is below its target"
+    INPUT_BOUND = "input_bound", "every rank waits for its data", "every rank waits for its input"
+    LOW_MFU = "low_mfu", "MFU is below the target set with `--mfu-target`", "MFU is below its target"
     HANG = (
         "hang",
-        "No rank advances. Names the ranks that never entered the collective that the others wait in, where known.",
+        "no rank advances; where possible, names the ranks that never entered the collective the others wait in",
         "the job hangs",
     )
     INSUFFICIENT_DATA = (
         "insufficient_data",
-        "There is not enough data to judge, with the reason.",
+        "not enough data to judge, with the [reason](troubleshooting.md#not-enough-to-judge-insufficient_data)",
         "not enough to judge yet: {reason}",
     )
 
