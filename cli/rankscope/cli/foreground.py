@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rankscope.common.audit import LOGGER
-from rankscope.daemon.collector import OneLine
+from rankscope.daemon.problem_log import OneLine
 from rankscope.daemon.loop import Addresses
 from rankscope.daemon.server.sockets import ListenError
 

@@ -13,7 +13,7 @@ from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.common.rank_selection import Suspected
 from rankscope.common.tls import FollowedTls
 from rankscope.daemon.config import Config
-from rankscope.daemon.export.metrics import process_cpu_seconds
+from rankscope.daemon.export.status import process_cpu_seconds
 from rankscope.daemon.loop import Addresses, Daemon
 from rankscope.daemon.server.grpc_server import Service
 from rankscope.daemon.server.sockets import ListenError

@@ -10,6 +10,8 @@ from typing import Final, TypeVar
 
 from rankscope.daemon import procfs
 from rankscope.daemon.cgroups import CpuThrottling, Throttled
+from rankscope.daemon.collector import Collector
+from rankscope.daemon.config import Config
 from rankscope.daemon.samples import Problem, ProcessSample, RankKey, RankProcess, Span
 
 CLOCK_TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
@@ -40,7 +42,7 @@ class _Watched:
     looks_stopped: int = 0
 
 
-class ProcessCollector:
+class ProcessCollector(Collector[ProcessSample]):
     """Deltas are since the last `collect`; the first has none. `poll`, a few times a second, sees whether a process is
     stopped: without it a stop counts only when the window's end falls into it."""
 
@@ -57,7 +59,11 @@ class ProcessCollector:
         self._throttling = CpuThrottling(proc_root, cgroup_root)
         self._watched: dict[RankKey, _Watched] = {}
 
-    def poll(self) -> None:
+    @classmethod
+    def from_config(cls, config: Config) -> ProcessCollector:
+        return cls(Path(config.proc_root), Path(config.cgroup_root))
+
+    def poll(self, now_monotonic: float = 0.0) -> None:
         for watched in self._watched.values():
             try:
                 self._look(watched)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rankscope.daemon.collector import Collector
+from rankscope.daemon.config import Config
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span, StackSample, StallDump
 from rankscope.daemon.stacks.dump import dump_stacks
 from rankscope.daemon.stacks.pyspy import PrivateFolder, find_py_spy, missing
@@ -46,7 +48,7 @@ class _Turn:
         return [recorder for recorder in self.recorders if recorder.is_ready(now_seconds)]
 
 
-class StacksCollector:
+class StacksCollector(Collector[StackSample]):
     """`poll`, about five times a second, starts and reaps recordings and never blocks; `collect` returns what ended.
 
     A rank whose recording is still under way is absent from the result. `poll` must be called by a thread that lives as
@@ -82,6 +84,10 @@ class StacksCollector:
         self._hurried: dict[str, float] = {}  # when each job was last recorded out of turn
         # Time, rank-seconds recorded, and rank-seconds that could have been.
         self._recorded: deque[tuple[float, float, float]] = deque()
+
+    @classmethod
+    def from_config(cls, config: Config) -> StacksCollector:
+        return cls(config.py_spy or None, config.stack_rate_hertz, proc_root=Path(config.proc_root))
 
     @property
     def child_cpu_seconds(self) -> float:

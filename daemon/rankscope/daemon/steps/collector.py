@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rankscope.daemon.collector import Collector
+from rankscope.daemon.config import Config
 from rankscope.daemon.samples import ProbeFacts, Problem, RankKey, RankProcess, Span, StepSample
 from rankscope.daemon.steps import ring_reader, step_columns
 from rankscope.daemon.steps.ring_reader import RingError
@@ -77,7 +79,7 @@ class _Progress:
     groups: Mapping[tuple[int, int], tuple[int, float, float]] = field(default_factory=dict)
 
 
-class StepsCollector:
+class StepsCollector(Collector[StepSample]):
     """A rank without a ring has no entry: it runs without the probe, which is no problem."""
 
     name = "steps"
@@ -85,6 +87,10 @@ class StepsCollector:
     def __init__(self, proc_root: Path = Path("/proc")) -> None:
         self._proc_root = proc_root
         self._progress: dict[RankKey, _Progress] = {}
+
+    @classmethod
+    def from_config(cls, config: Config) -> StepsCollector:
+        return cls(Path(config.proc_root))
 
     def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, StepSample | Problem]:
         present = {rank.key for rank in ranks}
