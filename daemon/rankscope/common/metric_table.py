@@ -91,6 +91,10 @@ class Section(Generic[Subject]):
             if family.samples:
                 yield family
 
+    def of(self, subject: Subject | None) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """The families of the only subject of a section without labels; none where there is no such subject."""
+        return self.families(() if subject is None else [((), subject)])
+
 
 def label(text: str) -> str:
     """One printable line of limited length: names of jobs, nodes, pods and GPUs come from other programs."""

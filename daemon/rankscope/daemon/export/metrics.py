@@ -140,9 +140,8 @@ class Exporter(Collector):
         snapshot = self._snapshot()
         daemon = snapshot.daemon
         full = daemon.metrics_detail == FULL
-        yield from DAEMON.families([((), daemon)])
-        if daemon.captures is not None:
-            yield from CAPTURES.families([((), daemon.captures)])
+        yield from DAEMON.of(daemon)
+        yield from CAPTURES.of(daemon.captures)
         if daemon.gpu is not None:
             yield from gpu_metrics(daemon.gpu, daemon.node, full)
         yield from rank_metrics(snapshot.ranks, full)
