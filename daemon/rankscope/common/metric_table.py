@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeGuard, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -23,8 +23,8 @@ Reading: TypeAlias = float | Mapping[Any, float | None] | None
 
 @dataclass(frozen=True)
 class Metric(Generic[Subject]):
+    type: ClassVar[str]
     name: str  # in full, as Prometheus shows it
-    type: str
     help: str
     read: Callable[[Subject], Reading]
     # Beside those of the section, with all values where they are a closed set.
@@ -34,37 +34,29 @@ class Metric(Generic[Subject]):
     def samples(self, subject: Subject, full: bool) -> Mapping[tuple[str, ...], float]:
         """By values of the further labels. There is no sample for a value that is unknown or not finite, nor for a
         label value outside its closed set: what a container reports cannot add series."""
+        if not full and self.standard == FULL_ONLY:
+            return {}
         reading = self.read(subject)
-        values = reading if isinstance(reading, Mapping) else {(): reading}
+        if reading is None or isinstance(reading, int | float):
+            return {(): float(reading)} if self._is_sound(reading) else {}
         found: dict[tuple[str, ...], float] = {}
-        for key, value in values.items():
-            if value is None or not math.isfinite(value) or (self.type == "counter" and value < 0):
-                continue
-            if full or self.standard is None or key in self.standard:
-                texts = tuple(map(label, (key,) if isinstance(key, str) else key))
+        for key, value in reading.items():
+            if self._is_sound(value) and (full or self.standard is None or key in self.standard):
+                texts = (label(key),) if isinstance(key, str) else tuple(map(label, key))
                 if all(not closed or text in closed for text, closed in zip(texts, self.labels.values(), strict=True)):
                     found.setdefault(texts, float(value))
         return found
 
-
-def gauge(
-    name: str,
-    text: str,
-    read: Callable[[Subject], Reading],
-    labels: Mapping[str, Sequence[str]] | None = None,
-    standard: Collection[object] | None = None,
-) -> Metric[Subject]:
-    return Metric(name, "gauge", text, read, labels or {}, standard)
+    def _is_sound(self, value: float | None) -> TypeGuard[float]:
+        return value is not None and math.isfinite(value) and (value >= 0 or self.type != "counter")
 
 
-def counter(
-    name: str,
-    text: str,
-    read: Callable[[Subject], Reading],
-    labels: Mapping[str, Sequence[str]] | None = None,
-    standard: Collection[object] | None = None,
-) -> Metric[Subject]:
-    return Metric(name, "counter", text, read, labels or {}, standard)
+class Gauge(Metric[Subject]):
+    type = "gauge"
+
+
+class Counter(Metric[Subject]):
+    type = "counter"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity
-from rankscope.common.metric_table import ANY, Section, counter, gauge, label
+from rankscope.common.metric_table import ANY, Counter, Gauge, Section, label
 from rankscope.operator.alerts.decision import Result
 from rankscope.operator.correlation.correlator import JobState, LostSeconds
 
@@ -40,8 +40,8 @@ class _Jobs:
 JOB_COUNTS: Section[_Jobs] = Section(
     (),
     (
-        gauge("rankscope_jobs", "Jobs that are judged.", lambda jobs: jobs.judged),
-        gauge("rankscope_jobs_cut", "Jobs that are judged but have no series here.", lambda jobs: jobs.cut),
+        Gauge("rankscope_jobs", "Jobs that are judged.", lambda jobs: jobs.judged),
+        Gauge("rankscope_jobs_cut", "Jobs that are judged but have no series here.", lambda jobs: jobs.cut),
     ),
 )
 
@@ -65,13 +65,13 @@ class _Job:
 JOBS: Section[_Job] = Section(
     ("job", "namespace"),
     (
-        gauge(
+        Gauge(
             "rankscope_job_info",
             "Size of a job, value 1.",
             lambda job: {str(job.state.world_size): 1},
             {"world_size": ANY},
         ),
-        gauge(
+        Gauge(
             "rankscope_job_verdict",
             "The verdict that stands, value 1.",
             lambda job: {
@@ -83,49 +83,49 @@ JOBS: Section[_Job] = Section(
                 "confidence": tuple(confidence.value for confidence in Confidence),
             },
         ),
-        gauge(
+        Gauge(
             "rankscope_job_ranks",
             "Ranks of a job: how many there should be, and how many the last tick heard of.",
             lambda job: {"expected": job.state.world_size, "reporting": job.state.ranks_seen},
             {"state": ("expected", "reporting")},
         ),
-        gauge(
+        Gauge(
             "rankscope_job_step_seconds",
             "Step time, median of the ranks. Absent while the job hangs.",
             lambda job: None if job.hangs else job.state.step_seconds,
         ),
-        gauge(
+        Gauge(
             "rankscope_job_mfu_ratio",
             "Model FLOPs utilisation, median of the ranks. Absent while the job hangs.",
             lambda job: None if job.hangs else job.state.mfu_ratio,
         ),
-        gauge(
+        Gauge(
             "rankscope_job_exposed_communication_ratio",
             "Share of the step spent waiting on others, mean of the ranks. Absent while the job hangs.",
             lambda job: None if job.hangs else job.state.exposed_communication_ratio,
         ),
-        gauge(
+        Gauge(
             "rankscope_job_mfu_target_ratio",
             "MFU below which low_mfu is raised, where it was given.",
             lambda job: job.mfu_target_ratio,
         ),
-        counter(
+        Counter(
             "rankscope_job_lost_gpu_seconds_total",
             "GPU time that findings cost since the job was first seen: their impact times ranks and time. Restarts of "
             "the job do not reset it.",
             lambda job: job.lost_gpu_seconds,
         ),
-        gauge(
+        Gauge(
             "rankscope_job_impact_ratio",
             "Share of the job's time that would come back without the finding, while one stands.",
             lambda job: job.state.verdict.impact_ratio if job.has_finding else None,
         ),
-        gauge(
+        Gauge(
             "rankscope_job_culprit_stage",
             "Number of the pipeline stage that the verdict names.",
             lambda job: job.state.verdict.stage if job.has_finding else None,
         ),
-        gauge(
+        Gauge(
             "rankscope_job_culprit",
             f"A rank that the verdict names, value 1, while it warns or alarms; at most {CULPRITS_SHOWN} of a job. "
             "`bound`: `host` or `device`, where steps are timed on a GPU.",
@@ -138,7 +138,7 @@ JOBS: Section[_Job] = Section(
 ALERTS: Section[Mapping[Result, int]] = Section(
     (),
     (
-        counter(
+        Counter(
             "rankscope_alert_captures_total",
             "Alerts received that ask for a capture, by what came of them.",
             lambda totals: {result.value: total for result, total in totals.items()},
@@ -164,26 +164,26 @@ class OperatorView(Protocol):
 OPERATOR: Section[OperatorView] = Section(
     (),
     (
-        gauge(
+        Gauge(
             "rankscope_operator_shards_held", "Shards of runs that this replica acts for.", lambda o: len(o.leases.held)
         ),
-        gauge("rankscope_operator_daemons", "Daemons that there are.", lambda o: len(o.daemons.addresses)),
-        gauge(
+        Gauge("rankscope_operator_daemons", "Daemons that there are.", lambda o: len(o.daemons.addresses)),
+        Gauge(
             "rankscope_operator_daemons_connected",
             "Daemons whose windows are heard.",
             lambda o: len(o.streams.connected),
         ),
-        gauge("rankscope_operator_writes_waiting", "Writes that wait for the API server.", lambda o: o.outbox.waiting),
-        counter("rankscope_operator_messages_total", "Messages of daemons.", lambda o: o.streams.messages_total),
-        counter(
+        Gauge("rankscope_operator_writes_waiting", "Writes that wait for the API server.", lambda o: o.outbox.waiting),
+        Counter("rankscope_operator_messages_total", "Messages of daemons.", lambda o: o.streams.messages_total),
+        Counter(
             "rankscope_operator_writes_total", "Objects written to the API server.", lambda o: o.outbox.written_total
         ),
-        counter(
+        Counter(
             "rankscope_operator_writes_failed_total",
             "Writes that the API server did not take.",
             lambda o: o.outbox.failed_total,
         ),
-        counter(
+        Counter(
             "rankscope_operator_windows_refused_total",
             "Windows of daemons that were not believed: of another node's pod, of none, or too many.",
             lambda o: dict(sorted(o.binding.refusals.counts.items())),
@@ -195,13 +195,13 @@ OPERATOR: Section[OperatorView] = Section(
 WEBHOOKS: Section[Webhooks] = Section(
     (),
     (
-        counter(
+        Counter(
             "rankscope_operator_reviews_total",
             "Reviews that the API server asked for, by webhook (inject, stamp, validate) and result.",
             lambda webhooks: webhooks.admission.counts.copy(),
             {"webhook": ANY, "result": ANY},
         ),
-        gauge(
+        Gauge(
             "rankscope_operator_certificate_expiry_timestamp_seconds",
             "When the certificate that the webhooks are served with ends.",
             lambda webhooks: webhooks.expires_unix,
@@ -212,7 +212,7 @@ WEBHOOKS: Section[Webhooks] = Section(
 CERTIFICATES: Section[FleetCertificates] = Section(
     (),
     (
-        gauge(
+        Gauge(
             "rankscope_operator_fleet_certificate_expiry_timestamp_seconds",
             "When the first of the certificates that this replica shows to daemons and callers ends.",
             lambda certificates: certificates.expires_unix,
@@ -223,7 +223,7 @@ CERTIFICATES: Section[FleetCertificates] = Section(
 API: Section[People] = Section(
     (),
     (
-        counter(
+        Counter(
             "rankscope_operator_api_calls_total",
             "Calls of the API for people, by method and gRPC's code; the log tells of refused callers once.",
             lambda api: api.calls.copy(),

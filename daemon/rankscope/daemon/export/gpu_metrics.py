@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from prometheus_client.metrics_core import Metric as Family
 
 from rankscope.analysis.models.mfu import estimated_hfu_ratio
-from rankscope.common.metric_table import ANY, FULL_ONLY, Section, counter, gauge, label
+from rankscope.common.metric_table import ANY, FULL_ONLY, Counter, Gauge, Section, label
 from rankscope.daemon.gpu.collector import ANY as ANY_PIPE
 from rankscope.daemon.gpu.collector import GpuStatus, SourceStatus, estimate_of
 from rankscope.daemon.gpu.readings import GpuReading, GpuState, SourceState
@@ -23,16 +23,16 @@ ALL_REASONS = (*STANDARD_REASONS, "sync_boost", "application_clocks", "display_c
 GPU_SOURCES: Section[SourceStatus] = Section(
     ("source",),
     (
-        gauge(
+        Gauge(
             "rankscope_gpu_source_state",
             "State a source of GPU counters is in: starting, ok, no_driver, no_gpu, hanging or failed; value 1.",
             lambda source: {source.state.value: 1},
             {"state": tuple(state.value for state in SourceState)},
         ),
-        counter(
+        Counter(
             "rankscope_gpu_polls_total", "How often a source has read the GPUs.", lambda source: source.polls_total
         ),
-        counter(
+        Counter(
             "rankscope_gpu_poll_seconds_total",
             "Time a source has spent reading the GPUs.",
             lambda source: source.poll_seconds_total,
@@ -52,38 +52,38 @@ class _Gpu:
 GPUS: Section[_Gpu] = Section(
     ("gpu", "node"),
     (
-        gauge(
+        Gauge(
             "rankscope_gpu_info",
             "Name and place of a GPU, or of a MIG instance with its parent; value 1.",
             lambda gpu: {(gpu.reading.name, str(gpu.reading.index), gpu.reading.parent_uuid or ""): 1},
             {"name": ANY, "index": ANY, "parent": ANY},
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_up",
             "1 if the GPU could be read just now; 0 if it was lost or its source fails.",
             lambda gpu: gpu.is_up,
         ),
-        counter(
+        Counter(
             "rankscope_gpu_throttled_seconds_total",
             "Time the GPU's clocks were held down, by reason; several reasons may hold at once.",
             lambda gpu: gpu.reading.throttled_seconds,
             {"reason": ALL_REASONS},
             standard=STANDARD_REASONS,
         ),
-        counter(
+        Counter(
             "rankscope_gpu_xid_errors_total",
             "XID errors the driver reported since the daemon started, by number.",
             lambda gpu: {str(xid): n for xid, n in sorted((gpu.reading.xid_errors or {}).items())[:XIDS_SHOWN]},
             {"xid": ANY},
         ),
-        counter(
+        Counter(
             "rankscope_gpu_ecc_errors_total",
             "ECC memory errors: volatile since the driver was loaded, aggregate over the GPU's life.",
             lambda gpu: gpu.reading.ecc_errors,
             {"counter": ("volatile", "aggregate"), "kind": ("corrected", "uncorrected")},
             standard=[("volatile", "uncorrected")],
         ),
-        counter(
+        Counter(
             "rankscope_gpu_energy_joules_total",
             "Energy the GPU used since the driver was loaded.",
             lambda gpu: gpu.reading.energy_joules,
@@ -96,65 +96,65 @@ GPUS: Section[_Gpu] = Section(
 LIVE_GPUS: Section[_Gpu] = Section(
     ("gpu", "node"),
     (
-        gauge(
+        Gauge(
             "rankscope_gpu_utilization_ratio",
             "Share of the time in which any kernel ran, however small.",
             lambda gpu: gpu.reading.utilization_ratio,
         ),
-        gauge("rankscope_gpu_power_watts", "Power the GPU draws.", lambda gpu: gpu.reading.power_watts),
-        gauge(
+        Gauge("rankscope_gpu_power_watts", "Power the GPU draws.", lambda gpu: gpu.reading.power_watts),
+        Gauge(
             "rankscope_gpu_power_limit_watts",
             "Power the GPU is allowed to draw.",
             lambda gpu: gpu.reading.power_limit_watts,
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_temperature_celsius", "Temperature of the GPU.", lambda gpu: gpu.reading.temperature_celsius
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_remapping_pending",
             "1 if rows of memory wait for a reset to be remapped.",
             lambda gpu: gpu.reading.remapping_pending,
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_remapping_failed",
             "1 if remapping a row of memory has failed.",
             lambda gpu: gpu.reading.remapping_failed,
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_memory_bytes",
             "Memory of the GPU, used by all processes and total.",
             lambda gpu: {"used": gpu.reading.memory_used_bytes, "total": gpu.reading.memory_total_bytes},
             {"kind": ("used", "total")},
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_clock_hertz",
             "Clock of the GPU at present.",
             lambda gpu: {"sm": gpu.reading.sm_clock_hertz, "memory": gpu.reading.memory_clock_hertz},
             {"clock": ("sm", "memory")},
             standard=["sm"],
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_clock_max_hertz",
             "Highest clock of the GPU.",
             lambda gpu: {"sm": gpu.reading.sm_clock_max_hertz, "memory": gpu.reading.memory_clock_max_hertz},
             {"clock": ("sm", "memory")},
             standard=["sm"],
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_remapped_rows",
             "Rows of memory that were remapped, by the kind of error that made it necessary.",
             lambda gpu: gpu.reading.remapped_rows,
             {"kind": ("correctable", "uncorrectable")},
             standard=["uncorrectable"],
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_retired_pages",
             "Pages of memory that were retired, on GPUs before Ampere.",
             lambda gpu: gpu.reading.retired_pages,
             {"kind": ("single_bit", "double_bit")},
             standard=["double_bit"],
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_pcie_bytes_per_second",
             "Traffic over PCIe at present.",
             lambda gpu: {
@@ -164,7 +164,7 @@ LIVE_GPUS: Section[_Gpu] = Section(
             {"direction": ("transmit", "receive")},
             standard=FULL_ONLY,
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_nvlink_bytes_per_second",
             "Traffic over all NVLinks at present.",
             lambda gpu: {
@@ -174,50 +174,50 @@ LIVE_GPUS: Section[_Gpu] = Section(
             {"direction": ("transmit", "receive")},
             standard=FULL_ONLY,
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_sm_active_ratio",
             "Share of the time and of the multiprocessors in which a warp was resident.",
             lambda gpu: gpu.reading.sm_active_ratio,
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_dram_active_ratio",
             "Share of the time in which the memory interface was busy.",
             lambda gpu: gpu.reading.dram_active_ratio,
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_tensor_active_ratio",
             "Share of the cycles in which a tensor pipe was busy. It is no share of the peak: the clock may be low.",
             lambda gpu: gpu.reading.tensor_active_ratio,
             {"pipe": (ANY_PIPE, "hmma", "imma", "dfma")},
             standard=[ANY_PIPE],
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_sm_occupancy_ratio",
             "Resident warps as a share of those the GPU could hold.",
             lambda gpu: gpu.reading.sm_occupancy_ratio,
             standard=FULL_ONLY,
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_pipe_active_ratio",
             "Share of the cycles in which an arithmetic pipe was busy.",
             lambda gpu: gpu.reading.pipe_active_ratio,
             {"pipe": ("fp64", "fp32", "fp16")},
             standard=FULL_ONLY,
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_estimated_flops_per_second",
             "Estimate of achieved FLOP/s: utilisation of the floating-point tensor pipes × their dense peaks × SM "
             "clock ÷ maximum SM clock. Recomputation counts.",
             lambda gpu: estimate_of(gpu.reading),
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_estimated_hfu_ratio",
             "The same estimate as a share of the peak; not MFU.",
             lambda gpu: estimated_hfu_ratio(
                 gpu.reading.tensor_active_ratio, gpu.reading.sm_clock_hertz, gpu.reading.sm_clock_max_hertz
             ),
         ),
-        gauge(
+        Gauge(
             "rankscope_gpu_shared",
             "1 if several ranks use the GPU, so that its figures belong to none alone.",
             lambda gpu: gpu.is_shared,
