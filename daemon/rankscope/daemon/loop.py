@@ -238,7 +238,7 @@ class Daemon:
             stall = self._stalls.observe(rank, samples, span)
             window = assemble(rank, node, span, incarnation.sequence, samples, peak_flops_per_second, stall)
         except Exception as error:  # noqa: BLE001 - one rank's odd figures must not cost the others their window
-            problem = Problem("daemon", "assembly", f"rank {rank.rank} (pid {rank.pid}): {describe(error)}")
+            problem = Problem("daemon", "assembly", f"{rank}: {describe(error)}")
             samples = RankSamples(problems=(problem, *samples.problems))
             window = assemble(rank, node, span, incarnation.sequence, samples, peak_flops_per_second)
         if self.captures is not None:

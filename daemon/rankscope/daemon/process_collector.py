@@ -1,4 +1,4 @@
-"""The process as the kernel accounts for it: a rank that is starved, throttled or stopped shows here."""
+"""The process collector: kernel accounting of each rank. It shows a rank that is starved, throttled or stopped."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class _Watched:
 
 
 class ProcessCollector(Collector[ProcessSample]):
-    """Deltas are since the last `collect`; the first has none. `poll`, a few times a second, sees whether a process is
-    stopped: without it a stop counts only when the window's end falls into it."""
+    """Deltas are since the last `collect`; the first has none. `poll` looks whether a process is stopped: without it, a
+    stop would count only if the window ended during it."""
 
     name = "process"
 
@@ -68,7 +68,7 @@ class ProcessCollector(Collector[ProcessSample]):
             try:
                 self._look(watched)
             except (OSError, ValueError):
-                continue  # `collect` says why
+                continue  # `collect` reports why
 
     def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, ProcessSample | Problem]:
         self._throttling.begin_round()
@@ -80,15 +80,14 @@ class ProcessCollector(Collector[ProcessSample]):
             except procfs.GONE:
                 continue  # ended; discovery will notice
             except (OSError, ValueError) as error:
-                rank = watched.rank
-                text = f"rank {rank.rank} (pid {rank.pid}): {self._root}/{rank.pid} could not be read: {error}"
+                text = f"{watched.rank}: {self._root}/{watched.rank.pid} could not be read: {error}"
                 samples[key] = Problem(self.name, "unreadable", text)
         return samples
 
     def _look(self, watched: _Watched) -> procfs.ProcessStat:
         stat = procfs.read_stat(f"{self._root}/{watched.rank.pid}")
         if stat.start_ticks != watched.rank.start_ticks or stat.is_dead:
-            raise ProcessLookupError(f"pid {watched.rank.pid} is another process by now")
+            raise ProcessLookupError(f"pid {watched.rank.pid} is another process now")
         watched.looks += 1
         watched.looks_stopped += stat.is_stopped
         return stat
@@ -120,15 +119,15 @@ class ProcessCollector(Collector[ProcessSample]):
 
 
 def _run_delay_seconds(folder: str) -> float | None:
-    """Of the main thread, which trains: how long it was ready to run and no CPU was free."""
+    """How long the main thread, which trains, was ready to run but had no CPU."""
     try:
         fields = procfs.read_bounded(folder + "/schedstat").split()
     except FileNotFoundError:
-        return None  # a kernel without CONFIG_SCHED_INFO; a process that is gone shows elsewhere
+        return None  # a kernel without CONFIG_SCHED_INFO; a process that has ended shows elsewhere
     nanos = procfs.whole_number(fields[1]) if len(fields) >= 2 else None
     return None if nanos is None else nanos / 1e9
 
 
 def _growth(before: Number | None, now: Number | None) -> Number | None:
-    """None also for a counter that went backwards: it is not the same counter any more."""
+    """None also for a counter that went backwards: it is another counter."""
     return None if before is None or now is None or now < before else now - before
