@@ -18,7 +18,7 @@ from rankscope.daemon.server.grpc_server import Service
 from rankscope.daemon.server.sockets import ListenError
 from rankscope.operator.alerts.alert import RefusedError, Wanted
 from rankscope.operator.alerts.alertmanager_webhook import AlertReceiver
-from rankscope.operator.alerts.decision import AlertDesk, FailedError
+from rankscope.operator.alerts.decision import AlertDecisions, FailedError
 from rankscope.operator.correlation.correlator import Correlator, LostSeconds, suspects
 from rankscope.operator.correlation.daemon_stream import RankStream
 from rankscope.operator.correlation.job_service import JobServicer
@@ -84,7 +84,7 @@ class Standalone:
         lost = LostSeconds()
         self.correlator.listen(lost)
         self._alerts = alerts
-        self._alert_desk = AlertDesk(lambda: self.correlator.states, self._capture)
+        self._alert_desk = AlertDecisions(lambda: self.correlator.states, self._capture)
         self._receiver: AlertReceiver | None = None
         exporter = Exporter(
             lambda: self.correlator.states,

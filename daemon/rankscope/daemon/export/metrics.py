@@ -8,8 +8,8 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from rankscope.common.metric_table import ANY, Counter, Gauge, Section
-from rankscope.daemon.captures.conductor import RESULTS
 from rankscope.daemon.captures.duty_cycle import DONE, FAILED, REASONS, SKIPPED
+from rankscope.daemon.captures.runner import RESULTS
 from rankscope.daemon.captures.service import CaptureStatus
 from rankscope.daemon.export.gpu_metrics import GPU_SOURCES, GPUS, LIVE_GPUS, gpu_metrics
 from rankscope.daemon.export.rank_metrics import RANKS, rank_metrics
