@@ -6,10 +6,12 @@ import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 
 from rankscope.daemon.captures.duty_cycle import REASONS
-from rankscope.daemon.export.capture_metrics import CaptureStatus
+from rankscope.daemon.captures.service import CaptureStatus
+from rankscope.daemon.collector import CollectorStatus
 from rankscope.daemon.export.gpu_metrics import ALL_REASONS
-from rankscope.daemon.export.metrics import CollectorStatus, DaemonStatus, Exporter, Snapshot
+from rankscope.daemon.export.metrics import Exporter
 from rankscope.daemon.export.rank_metrics import GROUP_KINDS
+from rankscope.daemon.export.status import DaemonStatus, Snapshot
 from rankscope.daemon.gpu.collector import GpuStatus, SourceStatus
 from rankscope.daemon.gpu.readings import GpuReading, SourceState
 from rankscope.daemon.samples import (
@@ -17,7 +19,6 @@ from rankscope.daemon.samples import (
     FrameCount,
     GroupSpan,
     ProbeFacts,
-    Problem,
     ProcessSample,
     RankProcess,
     Span,
@@ -144,9 +145,3 @@ def scrape(*ranks: RankReport, status: DaemonStatus = STATUS) -> str:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Exporter(lambda: Snapshot(status, ranks)))
     return generate_latest(registry).decode()
-
-
-def scrape_everything() -> str:
-    """A rank of which all is known and one with a problem."""
-    broken = report(rank_process(1), RankSamples(problems=(Problem("stacks", "missing", ""),)))
-    return scrape(full_rank(), broken)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Protocol
 
 from rankscope.common.audit import LOGGER
-from rankscope.daemon.collector import OneLine
 from rankscope.daemon.loop import Addresses
+from rankscope.daemon.problem_log import OneLine
 from rankscope.daemon.server.sockets import ListenError
 
 # Audit records go to the log on stderr, at any level, and to a file if configured.

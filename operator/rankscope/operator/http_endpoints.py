@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from rankscope.common.http_server import BoundedHandler, BoundedHttpServer
 from rankscope.common.tls import FollowedTls
 from rankscope.operator.access.token_review import MetricsGuard
-from rankscope.operator.kube.leader_election import ShardLeases
-from rankscope.operator.kube.object_writer import Outbox
-from rankscope.operator.runs.daemon_streams import DaemonPods, DaemonStreams
-from rankscope.operator.runs.rank_binding import Binding
 
 
-class Shown(Protocol):
-    """What of the operator is exported."""
-
-    binding: Binding
-    daemons: DaemonPods
-    streams: DaemonStreams
-    leases: ShardLeases
-    outbox: Outbox
-
+class Readiness(Protocol):
     @property
     def is_ready(self) -> bool: ...
 
@@ -40,13 +26,13 @@ class OperatorServer:
         self,
         host: str,
         port: int,
-        operator: Shown,
+        operator: Readiness,
         collectors: Sequence[Collector],
         tls: FollowedTls | None = None,
         guard: MetricsGuard | None = None,
     ) -> None:
         registry = CollectorRegistry(auto_describe=False)
-        for collector in (*collectors, OperatorExporter(operator)):
+        for collector in collectors:
             registry.register(collector)
         self.scheme = "http" if tls is None else "https"
         self._server = BoundedHttpServer(host, port, _handler(registry, operator, guard), tls)
@@ -59,7 +45,7 @@ class OperatorServer:
         self._server.close()
 
 
-def _handler(registry: CollectorRegistry, operator: Shown, guard: MetricsGuard | None) -> type[BoundedHandler]:
+def _handler(registry: CollectorRegistry, operator: Readiness, guard: MetricsGuard | None) -> type[BoundedHandler]:
     class Handler(BoundedHandler):
         def get(self) -> None:
             if self.path == "/metrics":
@@ -84,39 +70,3 @@ def _handler(registry: CollectorRegistry, operator: Shown, guard: MetricsGuard |
             self.answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
 
     return Handler
-
-
-class OperatorExporter(Collector):
-    """The operator's view of itself."""
-
-    def __init__(self, operator: Shown) -> None:
-        self._operator = operator
-
-    def collect(self) -> Iterable[Metric]:
-        shown = self._operator
-        gauges = [
-            ("shards_held", "Shards of runs that this replica acts for.", len(shown.leases.held)),
-            ("daemons", "Daemons that there are.", len(shown.daemons.addresses)),
-            ("daemons_connected", "Daemons whose windows are heard.", len(shown.streams.connected)),
-            ("writes_waiting", "Writes that wait for the API server.", shown.outbox.waiting),
-        ]
-        for name, text, value in gauges:
-            yield GaugeMetricFamily(f"rankscope_operator_{name}", text, value=value)
-        counters = [
-            ("messages", "Messages of daemons.", shown.streams.messages_total),
-            ("writes", "Objects written to the API server.", shown.outbox.written_total),
-            ("writes_failed", "Writes that the API server did not take.", shown.outbox.failed_total),
-        ]
-        for name, text, value in counters:
-            yield CounterMetricFamily(f"rankscope_operator_{name}", text, value=value)
-        refused = CounterMetricFamily(
-            "rankscope_operator_windows_refused",
-            "Windows of daemons that were not believed: of another node's pod, of none, or too many.",
-            labels=["reason"],
-        )
-        for reason, number in sorted(shown.binding.refusals.counts.items()):
-            refused.add_metric([reason], number)
-        yield refused
-
-    def describe(self) -> Iterable[Metric]:
-        return ()

@@ -9,23 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from prometheus_client.registry import Collector
-
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
 from rankscope.common.tls import FollowedTls, Read, TlsMaterial, files
 from rankscope.operator.access.api_server import People
 from rankscope.operator.access.token_review import MetricsGuard, Reviews
 from rankscope.operator.alerts.alertmanager_webhook import AlertReceiver, read_token
-from rankscope.operator.alerts.decision import AlertDecisions, AlertExporter
+from rankscope.operator.alerts.decision import AlertDecisions
 from rankscope.operator.captures.alert_captures import AlertCaptures
 from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.captures.automatic import AutomaticCaptureMaker
 from rankscope.operator.captures.controller import CapturesController
 from rankscope.operator.captures.daemon_calls import DaemonCalls
 from rankscope.operator.certificates.daemon_credentials import DaemonTls, HeldTls
-from rankscope.operator.certificates.fleet_secrets import FleetCertificateExporter, FleetCertificates
+from rankscope.operator.certificates.fleet_secrets import FleetCertificates
 from rankscope.operator.correlation.correlator import Correlator, JobState, LostSeconds
-from rankscope.operator.correlation.metrics import JobExporter
 from rankscope.operator.correlation.wire_shapes import Message
 from rankscope.operator.http_endpoints import OperatorServer
 from rankscope.operator.kube.api_client import Api
@@ -34,6 +31,7 @@ from rankscope.operator.kube.leader_election import ShardLeases
 from rankscope.operator.kube.object_writer import Outbox
 from rankscope.operator.kube.ownership import owners
 from rankscope.operator.kube.watch_cache import Watched
+from rankscope.operator.metrics import Exporter
 from rankscope.operator.policies.controller import Daemons, PoliciesController
 from rankscope.operator.policies.rates import PolicyPusher
 from rankscope.operator.runs.controller import RunsController
@@ -43,7 +41,7 @@ from rankscope.operator.runs.pods import Pod, read_pod
 from rankscope.operator.runs.rank_binding import Binding
 from rankscope.operator.runs.slow_nodes import SlowNodes
 from rankscope.operator.settings import OperatorSettings
-from rankscope.operator.webhooks.webhooks import WebhookExporter, Webhooks
+from rankscope.operator.webhooks.webhooks import Webhooks
 
 # How Python looks for garbage in a process that is sent thousands of windows a second.
 
@@ -183,18 +181,9 @@ class Operator:
         if settings.node_conditions:
             self.slow_nodes = SlowNodes(self.api, self.outbox, self.leases, self.states_by_job)
             self._watches = (*self._watches, self.slow_nodes.watched)
-        exporters: list[Collector] = [
-            JobExporter(lambda: self.correlator.states, self.lost, mfu_target_of=self.policies.mfu_target_of)
-        ]
-        if self._alert_token is not None:
-            exporters.append(AlertExporter(lambda: self.alert_desk.totals))
         self.webhooks: Webhooks | None = None
         if settings.webhooks is not None:
             self.webhooks = Webhooks(self.api, settings.webhooks, lambda: 0 in self.leases.held, self.audit)
-        if self.webhooks is not None:
-            exporters.append(WebhookExporter(self.webhooks))
-        if self.certificates is not None:
-            exporters.append(FleetCertificateExporter(self.certificates))
         self._serving_tls = towards_callers(settings, self.certificates)
         self.people: People | None = None
         if settings.people is not None:
@@ -203,10 +192,13 @@ class Operator:
             self.people = People(
                 self.api, settings.people, *watches, calls, lambda: self.daemons.addresses, self.audit, read
             )
-            exporters.append(self.people.exporter)
         guard = metrics_guard(settings, self.api)
         metrics_tls = None if guard is None else self._serving_tls
-        self.server = OperatorServer(settings.listen_host, settings.listen_port, self, exporters, metrics_tls, guard)
+        alert_totals = None if self._alert_token is None else lambda: self.alert_desk.totals
+        exporter = Exporter(
+            lambda: self.correlator.states, self.lost, self.policies.mfu_target_of, alert_totals, operator=self
+        )
+        self.server = OperatorServer(settings.listen_host, settings.listen_port, self, [exporter], metrics_tls, guard)
         self._stopping = threading.Event()
         self._pulse_thread = threading.Thread(target=self._pulse, name="rankscope-pulse", daemon=True)
 

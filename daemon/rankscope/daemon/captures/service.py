@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NoReturn, Protocol
@@ -29,7 +29,6 @@ from rankscope.daemon.captures.runner import CaptureRunner
 from rankscope.daemon.captures.stack_backend import StacksBackend
 from rankscope.daemon.captures.store import Quota, Store
 from rankscope.daemon.config import NONE, Config
-from rankscope.daemon.export.capture_metrics import CaptureStatus
 from rankscope.daemon.samples import RankKey, RankProcess
 from rankscope.daemon.server.grpc_server import Service
 from rankscope.daemon.server.policies import DutyWish
@@ -223,6 +222,20 @@ class RecentSteps:
         ]
         total = sum(steps for steps, _ in found)
         return sum(steps * seconds for steps, seconds in found) / total if total else None
+
+
+@dataclass(frozen=True)
+class CaptureStatus:
+    """Counts for the exporter."""
+
+    results: dict[str, int] = field(default_factory=dict)
+    slowdowns: dict[str, float] = field(default_factory=dict)
+    clients: int = 0
+    malformed_total: int = 0
+    unvouched_total: int = 0
+    unanswered: dict[str, int] = field(default_factory=dict)
+    duty_results: dict[str, int] | None = None  # None while the duty cycle is off
+    duty_skips: dict[str, int] | None = None
 
 
 class NodeCaptures:

@@ -8,13 +8,9 @@ import binascii
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from rankscope.operator.certificates.authority import Lifetimes, authorities, expires, is_pair
 from rankscope.operator.certificates.daemon_credentials import ClientPair
@@ -260,23 +256,3 @@ def _leaf(document: Document | None) -> Leaf | None:
 
 def _leaf_data(leaf: Leaf) -> dict[str, bytes]:
     return {"ca.crt": leaf.bundle, "tls.crt": leaf.certificate, "tls.key": leaf.key}
-
-
-# What the fleet's certificates say of themselves in /metrics.
-
-
-class FleetCertificateExporter(Collector):
-    def __init__(self, certificates: FleetCertificates) -> None:
-        self._certificates = certificates
-
-    def collect(self) -> Iterable[Metric]:
-        expires_unix = self._certificates.expires_unix
-        if expires_unix is not None:
-            yield GaugeMetricFamily(
-                "rankscope_operator_fleet_certificate_expiry_timestamp_seconds",
-                "When the first of the certificates that this replica shows to daemons and callers ends.",
-                value=expires_unix,
-            )
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
