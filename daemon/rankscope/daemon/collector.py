@@ -8,8 +8,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from rankscope.common.text import one_line, printable
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span
-from rankscope.daemon.windows.window import PROBLEM_CHARACTERS, bounded
+from rankscope.daemon.windows.window import PROBLEM_CHARACTERS
 
 Sample = TypeVar("Sample")
 Produced = TypeVar("Produced", covariant=True)
@@ -89,7 +90,7 @@ class Supervised(Generic[Sample]):
 
 def describe(error: BaseException) -> str:
     """An exception in one bounded line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return one_line(f"{type(error).__name__}: {error}", 300)
 
 
 # Telling the operator of the machine about problems: one line each, and the same one at most once a minute.
@@ -115,7 +116,7 @@ class ProblemLog:
                 return
         self._told[key] = self._told[text] = now
         # The text may quote a training process; a line of the log stays one line.
-        self._log.warning("%s", bounded(text, 2 * PROBLEM_CHARACTERS))
+        self._log.warning("%s", printable(text, 2 * PROBLEM_CHARACTERS))
 
 
 class OneLine(logging.Formatter):

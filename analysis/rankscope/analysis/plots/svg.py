@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import numpy.typing as npt
 
 from rankscope.analysis.quantities import Display, display, number, quantity, shorten
 from rankscope.analysis.stats.robust import Floats
+from rankscope.common.text import printable
 
 # Colours that survive colour blindness, print, and both a light and a dark page.
 
@@ -73,17 +73,11 @@ def ink_on(share: float) -> str:
 FONT_PIXELS = 12
 # Of the common sans-serif faces at that size; enough to leave room by.
 CHARACTER_PIXELS = 6.6
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
 def clean(text: str) -> str:
     """Escaped for element content and attributes."""
     return html.escape(printable(text))
-
-
-def printable(text: str) -> str:
-    """What XML forbids, what a terminal would obey and what turns text around is shown as �."""
-    return _UNPRINTABLE.sub("\ufffd", text)
 
 
 def element(tag: str, content: str = "", **attributes: str | float | None) -> str:

@@ -4,10 +4,11 @@ The environment belongs to the training process, so every value is checked befor
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
+
+from rankscope.common.text import printable, printable_name
 
 JOB_LENGTH_LIMIT: Final = 128
 WORLD_SIZE_LIMIT: Final = 10_000_000
@@ -79,15 +80,6 @@ def kept(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def printable(text: str, length_limit: int) -> str:
-    """Safe to print and to use as a metric label. What is cut off still counts: a hash of it stays."""
-    clean = "".join(character if character.isprintable() else "?" for character in text[: 2 * length_limit])
-    if len(text) <= length_limit:
-        return clean
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
-    return f"{clean[: length_limit - 9]}~{digest}"
-
-
 def read_claim(environment: Mapping[str, str]) -> Claim | InvalidClaim | None:
     for scheme in SCHEMES:
         # One of the two alone is somebody else's variable; env:// needs both.
@@ -108,7 +100,7 @@ def _claim(scheme: Scheme, environment: Mapping[str, str]) -> Claim | InvalidCla
     if local_rank is None or local_rank >= world_size:
         return _invalid(scheme.local_rank, environment, f"not a number from 0 to {world_size - 1}")
     job, is_local_name = _job(scheme, environment)
-    return Claim(printable(job, JOB_LENGTH_LIMIT), rank, local_rank, world_size, is_local_name)
+    return Claim(printable_name(job, JOB_LENGTH_LIMIT), rank, local_rank, world_size, is_local_name)
 
 
 def _number(text: str) -> int | None:

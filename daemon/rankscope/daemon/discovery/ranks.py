@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rankscope.common.text import printable_name
 from rankscope.daemon import procfs
 from rankscope.daemon.discovery.process_table import KnownProcess, ProcessTable
-from rankscope.daemon.discovery.rank_environment import JOB_LENGTH_LIMIT, Claim, InvalidClaim, kept, printable
+from rankscope.daemon.discovery.rank_environment import JOB_LENGTH_LIMIT, Claim, InvalidClaim, kept
 from rankscope.daemon.samples import Problem, RankProcess
 
 # Which of the processes that carry a rank's variables is the rank: not its launcher, not its helpers.
@@ -132,7 +133,7 @@ class RankDiscovery:
         claim = known.claim if isinstance(known.claim, Claim) else Claim(f"local/{known.pid}", 0, 0, 1, True)
         scope = (pod or self._node_name) if claim.is_local_name else ""
         return RankProcess(
-            job=printable(f"{claim.job}@{scope}", JOB_LENGTH_LIMIT) if scope else claim.job,
+            job=printable_name(f"{claim.job}@{scope}", JOB_LENGTH_LIMIT) if scope else claim.job,
             rank=claim.rank,
             local_rank=claim.local_rank,
             world_size=claim.world_size,

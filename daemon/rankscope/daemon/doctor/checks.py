@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from rankscope.common.text import one_line
 from rankscope.daemon.config import NONE, Config, parse_address
 from rankscope.daemon.server.certificates import SOON_DAYS, CertificateError, check_pair, validity
 
@@ -137,7 +138,7 @@ def py_spy_samples(config: Config) -> Iterator[Finding]:
     if "rankscope_doctor" in dump.stdout:
         yield Finding("py-spy", Level.OK, f"{version.strip()} read the stack of a Python {platform.python_version()}")
     else:
-        reason = " ".join((dump.stderr or dump.stdout).split())[:200]
+        reason = one_line(dump.stderr or dump.stdout, 200)
         text = f"{version.strip()} could not read a child process: {reason}"
         yield Finding("py-spy", Level.PROBLEM, text, "see ptrace above; in a container it needs CAP_SYS_PTRACE")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from rankscope.common.text import one_line
 from rankscope.daemon.config import NONE, Config
 from rankscope.daemon.doctor import checks as examining
 from rankscope.daemon.doctor import checks as examining_tls
@@ -85,7 +86,7 @@ def _driver_finding(snapshot: GpuSnapshot, driver_folder: Path) -> Finding:
     if snapshot.state is SourceState.NO_GPU:
         return Finding("gpu", Level.OK, "the NVIDIA driver has no GPU: no GPU counters")
     state = "does not answer" if snapshot.state is SourceState.STARTING else snapshot.state.value
-    text = f"NVML: {state}: {' '.join(snapshot.reason.split())[:300]}"
+    text = f"NVML: {state}: {one_line(snapshot.reason, 300)}"
     step = "see that nvidia-smi works where the daemon runs; a container needs the NVIDIA runtime"
     return Finding("gpu", Level.WARNING, text, step)
 

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from rankscope.analysis.models.mfu import estimated_hfu_ratio
+from rankscope.common.text import printable
 from rankscope.daemon.gpu.collector import ANY, GpuStatus, estimate_of
 from rankscope.daemon.gpu.readings import GpuReading, GpuState
 
@@ -27,19 +28,13 @@ def gpu_metrics(status: GpuStatus, node: str, detail: str) -> Iterator[Metric]:
     families = _Families()
     shown: set[str] = set()
     for gpu in status.gpus[:GPUS_SHOWN]:
-        uuid = printable(gpu.uuid)
+        uuid = printable(gpu.uuid, LABEL_CHARACTERS)
         # One series twice makes Prometheus refuse the whole scrape: of two GPUs with one name the first is shown.
         if uuid in shown:
             continue
         shown.add(uuid)
-        _add_gpu(families, gpu, {"gpu": uuid, "node": printable(node)}, status, detail == FULL)
+        _add_gpu(families, gpu, {"gpu": uuid, "node": printable(node, LABEL_CHARACTERS)}, status, detail == FULL)
     yield from families.made.values()
-
-
-def printable(text: str) -> str:
-    """What a driver or another exporter calls a thing, fit for a label."""
-    clean = "".join(character if character.isprintable() else " " for character in text[: LABEL_CHARACTERS + 1])
-    return clean if len(clean) <= LABEL_CHARACTERS else clean[: LABEL_CHARACTERS - 1] + "…"
 
 
 def _source_metrics(status: GpuStatus) -> Iterable[Metric]:
@@ -79,7 +74,8 @@ class _Families:
 
 
 def _add_gpu(families: _Families, gpu: GpuReading, who: Mapping[str, str], status: GpuStatus, full: bool) -> None:
-    info = {**who, "name": printable(gpu.name), "index": str(gpu.index), "parent": printable(gpu.parent_uuid or "")}
+    name, parent = (printable(text, LABEL_CHARACTERS) for text in (gpu.name, gpu.parent_uuid or ""))
+    info = {**who, "name": name, "index": str(gpu.index), "parent": parent}
     families.gauge("info", "Name and place of a GPU, or of a MIG instance with its parent; value 1.", info, 1)
     up = status.fresh and gpu.state is GpuState.OK
     families.gauge("up", "1 if the GPU could be read just now; 0 if it was lost or its source fails.", who, float(up))

@@ -8,9 +8,9 @@ from google.protobuf.message import Message
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from rankscope.common.text import printable
 from rankscope.daemon.stacks.phases import OTHER, PHASES
 from rankscope.daemon.windows.totals import CAUSES, RankReport
-from rankscope.daemon.windows.window import bounded
 from rankscope.probe import ring_layout
 from rankscope.v1.window_pb2 import RankWindow
 
@@ -43,7 +43,7 @@ FULL_ONLY = frozenset(
 
 
 def label(text: str) -> str:
-    return bounded(text, LABEL_CHARACTERS)
+    return printable(text, LABEL_CHARACTERS)
 
 
 class _Families:

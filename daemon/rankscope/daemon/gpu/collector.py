@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from rankscope.analysis.models.mfu import estimated_flops_per_second, pipe_peaks
+from rankscope.common.text import one_line
 from rankscope.daemon.gpu.attribution import Attributed, Attribution, attribute
 from rankscope.daemon.gpu.pod_resources import NO_PODS, Pod, PodSource
 from rankscope.daemon.gpu.readings import GpuReading, GpuSnapshot, GpuSource, GpuState, SourceState
@@ -273,7 +274,7 @@ class GpuCollector:
             else:
                 usual = snapshot.state in (SourceState.NO_DRIVER, SourceState.NO_GPU, SourceState.STARTING)
                 tell: Callable[..., None] = log.info if usual else log.warning
-                tell("%s: %s: %s", snapshot.source, snapshot.state.value, " ".join(snapshot.reason.split())[:300])
+                tell("%s: %s: %s", snapshot.source, snapshot.state.value, one_line(snapshot.reason, 300))
 
 
 def _status(snapshot: GpuSnapshot) -> SourceStatus:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from typing import Any, Final
 
+from rankscope.common.text import printable
 from rankscope.daemon.gpu.readings import GpuReading, GpuSnapshot, SourceState
 
 # What a dcgm-exporter says, in our terms. Its names follow DCGM's fields, of which many were renamed: 4.6 gave
@@ -185,9 +186,9 @@ def _labels(text: str) -> Mapping[str, str] | None:
 def _identity(uuid: str, labels: Mapping[str, str]) -> dict[str, Any]:
     index = labels.get("gpu", "")
     return {
-        "uuid": _bounded(uuid),
+        "uuid": printable(uuid, NAME_CHARACTERS),
         "index": int(index) if index.isascii() and index.isdigit() and len(index) <= 4 else -1,
-        "name": _bounded(labels.get("modelName", "")),
+        "name": printable(labels.get("modelName", ""), NAME_CHARACTERS),
     }
 
 
@@ -198,10 +199,6 @@ def _reading(fields: MutableMapping[str, Any]) -> GpuReading:
     if "memory_total_bytes" not in fields and free is not None and "memory_used_bytes" in fields:
         fields["memory_total_bytes"] = int(fields["memory_used_bytes"] + free + reserved)
     return GpuReading(**fields)
-
-
-def _bounded(text: str) -> str:
-    return "".join(character if character.isprintable() else " " for character in text[:NAME_CHARACTERS])
 
 
 ANSWER_BYTES: Final = 8 << 20

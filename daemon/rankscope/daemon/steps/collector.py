@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rankscope.common.text import printable
 from rankscope.daemon.samples import ProbeFacts, Problem, RankKey, RankProcess, Span, StepSample
 from rankscope.daemon.steps import ring_reader, step_columns
 from rankscope.daemon.steps.ring_reader import RingError
@@ -54,9 +55,7 @@ def _positive(value: object) -> float | None:
 
 
 def _text(value: object) -> str | None:
-    if not isinstance(value, str):
-        return None
-    return "".join(character for character in value if character.isprintable())[:TEXT_LENGTH] or None
+    return printable(value, TEXT_LENGTH).strip(" �") or None if isinstance(value, str) else None
 
 
 STEPS_PER_SECOND_AT_MOST = 1_000_000

@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from rankscope.analysis.verdicts.verdict import Kind, Severity
+from rankscope.common.text import printable
 from rankscope.operator.correlation.correlator import JobState, LostSeconds
 
 # What one scrape may hold. Jobs with findings are shown before the others; what is cut is counted.
@@ -118,8 +119,7 @@ def _namespace(state: JobState) -> str:
 
 def label(text: str) -> str:
     """One printable line of limited length: names of jobs, nodes and pods are other people's words."""
-    clean = "".join(character if character.isprintable() else " " for character in text[: LABEL_CHARACTERS + 1])
-    return clean if len(clean) <= LABEL_CHARACTERS else clean[: LABEL_CHARACTERS - 1] + "…"
+    return printable(text, LABEL_CHARACTERS)
 
 
 class _Families:
