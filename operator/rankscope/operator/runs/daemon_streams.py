@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from rankscope.common.token_bucket import TokenBucket
 from rankscope.operator.certificates.daemon_credentials import DaemonTls, credentials, naming
 from rankscope.operator.correlation.wire_shapes import Message, Said, read_said
 from rankscope.operator.kube.api_client import Document
@@ -141,7 +142,8 @@ class DaemonStreams:
 
     async def _stream(self, target: _Target) -> bool:
         """True if anything was heard."""
-        node, heard, patience = target.node, False, MESSAGES_BURST
+        node, heard = target.node, False
+        bucket = TokenBucket(MESSAGES_BURST, MESSAGES_PER_SECOND)
         async with self._channel(target.address) as channel:
             request = rank_service_pb2.WatchRanksRequest(pods=sorted(target.pods))
             # Bytes as they are: gRPC would read all of a message, and write to the log what it cannot read.
@@ -151,9 +153,7 @@ class DaemonStreams:
                     message = await asyncio.wait_for(call.read(), FIRST_MESSAGE_SECONDS)
                 while message is not grpc.aio.EOF:
                     now = self._loop.time()
-                    patience += MESSAGES_PER_SECOND * (now - self._heard_at.get(call, now))
-                    patience = min(patience, MESSAGES_BURST) - 1
-                    if patience < 0:
+                    if not bucket.take(now):
                         raise ValueError(f"it sends more than {MESSAGES_PER_SECOND:g} messages a second")
                     said = _read(message)
                     heard = True
