@@ -61,10 +61,6 @@ def scale_hex(share: Sequence[float] | Floats) -> list[str]:
     return [f"#{red:02x}{green:02x}{blue:02x}" for red, green, blue in flat]
 
 
-def rgb(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
-
-
 def ink_on(share: float) -> str:
     """What can be read on the scale's colour at `share`."""
     return INK if share > 0.55 else "#ffffff"
