@@ -258,9 +258,9 @@ class Captures:
             now = self._now = schedule(now, step, time.time_ns())
         if isinstance(now, Scheduled) and step + capture.command.warmup_steps >= now.due_step:
             self._warm_up(now, step)
-        now = self._now  # the capture may have been given up
-        if isinstance(now, WarmingUp) and step >= now.due_step:
-            self._start(now, step)
+        reached = self._now
+        if isinstance(reached, WarmingUp) and step >= reached.due_step:
+            self._start(reached, step)
 
     def _hold(self, now: Union[Armed, Scheduled]) -> None:
         """Wait for a profiler of the user's own."""
@@ -297,7 +297,7 @@ class Captures:
         self._now = Recording(capture, now.profile, step + 1, started_ns + capture.command.length_ns)
         now.profile.annotate(step + 1)
         first = {"first_step": step + 1, "start_unix_ns": unix_ns} if is_first else {}
-        capture.answer.tell(ring_layout.PHASE_RUNNING, start_ns=windows.start_ns, steps=windows.steps, **first)
+        capture.answer.tell(ring_layout.PHASE_RUNNING, "", start_ns=windows.start_ns, steps=windows.steps, **first)
 
     def _record(self, now: Recording, step: int) -> None:
         capture, command, windows = now.capture, now.capture.command, now.capture.windows
