@@ -39,14 +39,9 @@ def answers(snapshot: GpuSnapshot) -> bool:
     return snapshot.state is SourceState.OK
 
 
-def has_profile(gpu: GpuReading) -> bool:
-    figures = (gpu.sm_active_ratio, gpu.sm_occupancy_ratio, gpu.dram_active_ratio)
-    return any(figure is not None for figure in figures) or bool(gpu.tensor_active_ratio or gpu.pipe_active_ratio)
-
-
 def _with_profile(gpu: GpuReading, profiled: GpuReading | None) -> GpuReading:
     """All of the profile from one source: shares of two different stretches of time do not go together."""
-    if profiled is None or has_profile(gpu):
+    if profiled is None or gpu.has_profile:
         return gpu
     return replace(
         gpu,

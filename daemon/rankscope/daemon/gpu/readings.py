@@ -1,4 +1,4 @@
-"""What a source of GPU counters hands over: plain frozen data. `None`: this GPU, driver or source does not tell."""
+"""Readings of GPUs, as every source of GPU counters gives them. None: not known to this GPU, driver or source."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class GpuReading:
     memory_total_bytes: int | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
-    energy_joules: float | None = None  # since the driver was loaded; read every 30 s, for that read is dear
+    energy_joules: float | None = None  # since the driver was loaded; read every 30 s, since reading it is expensive
     temperature_celsius: float | None = None
     sm_clock_hertz: float | None = None
     sm_clock_max_hertz: float | None = None
     memory_clock_hertz: float | None = None
     memory_clock_max_hertz: float | None = None
-    throttled_seconds: Mapping[str, float] = field(default_factory=dict)  # by reason, see throttling.py
+    throttled_seconds: Mapping[str, float] = field(default_factory=dict)  # by reason, see nvml_counters.py
     pcie_transmit_bytes_per_second: float | None = None
     pcie_receive_bytes_per_second: float | None = None
     nvlink_transmit_bytes_per_second: float | None = None
@@ -74,8 +74,13 @@ class GpuReading:
     pipe_active_ratio: Mapping[str, float] = field(default_factory=dict)  # fp64, fp32, fp16
     dram_active_ratio: float | None = None
 
-    # Of a GPU in MIG mode None: its instances tell.
+    # None for a GPU in MIG mode: its instances have them.
     processes: tuple[GpuProcess, ...] | None = None
+
+    @property
+    def has_profile(self) -> bool:
+        figures = (self.sm_active_ratio, self.sm_occupancy_ratio, self.dram_active_ratio)
+        return any(figure is not None for figure in figures) or bool(self.tensor_active_ratio or self.pipe_active_ratio)
 
 
 @dataclass(frozen=True)
