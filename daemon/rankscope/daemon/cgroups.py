@@ -1,4 +1,4 @@
-"""Control groups, version 1 and 2: how long a process was out of CPU quota, and the memory that is left to the daemon."""
+"""Control groups, version 1 and 2: how long a process was out of CPU quota, and how much memory the daemon has left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who a process says it is: rank, world size and job from the variables that launchers set.
+"""The identity that a process' environment claims: rank, world size and job from the variables that launchers set.
 
 The environment belongs to the training process, so every value is checked before it becomes a name or a number here."""
 
@@ -15,9 +15,7 @@ WORLD_SIZE_LIMIT: Final = 10_000_000
 VALUE_LENGTH_LIMIT: Final = 4096
 
 # The only variables that leave this module with a RankProcess: an environment holds secrets.
-_KEPT_NAMES: Final = frozenset(
-    {"TEARDOWN_CUPTI", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES"}
-)
+_KEPT_NAMES: Final = ("TEARDOWN_CUPTI", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES")
 _KEPT_PREFIXES: Final = ("RANKSCOPE_", "KINETO_")
 _NO_MASTER: Final = "unnamed"
 
@@ -69,15 +67,17 @@ def select(variables: Iterable[tuple[str, str]]) -> dict[str, str]:
     """The few variables that matter, out of a whole environment. The first of a name counts, as with getenv."""
     selected: dict[str, str] = {}
     for name, value in variables:
-        if name in _READ_NAMES or name in _KEPT_NAMES or name.startswith(_KEPT_PREFIXES):
+        if name in _READ_NAMES or _is_kept(name):
             selected.setdefault(name, value[:VALUE_LENGTH_LIMIT])
     return selected
 
 
 def kept(environment: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value for name, value in environment.items() if name in _KEPT_NAMES or name.startswith(_KEPT_PREFIXES)
-    }
+    return {name: value for name, value in environment.items() if _is_kept(name)}
+
+
+def _is_kept(name: str) -> bool:
+    return name in _KEPT_NAMES or name.startswith(_KEPT_PREFIXES)
 
 
 def read_claim(environment: Mapping[str, str]) -> Claim | InvalidClaim | None:
