@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+# The fields that GPM or dcgm-exporter measure, as shares of the time since the reading before.
+PROFILE = ("sm_active_ratio", "sm_occupancy_ratio", "tensor_active_ratio", "pipe_active_ratio", "dram_active_ratio")
+
 
 class SourceState(str, Enum):
-    """Of a whole source, as a bounded label."""
+    """Of a whole source; a label's value."""
 
     STARTING = "starting"
     OK = "ok"
@@ -21,7 +24,7 @@ class SourceState(str, Enum):
 
 class GpuState(str, Enum):
     OK = "ok"
-    LOST = "lost"  # fell off the bus, or the driver says so
+    LOST = "lost"  # fell off the bus, or so the driver reports
     HANGING = "hanging"  # a call for this GPU does not return; the others go on
     FAILED = "failed"
 
@@ -34,8 +37,8 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One GPU, or one MIG instance of it, at one moment. Counters begin with the daemon unless said otherwise. A GPU
-    that is not OK keeps its identity and its counters; what is measured is None then."""
+    """One GPU, or one MIG instance of it, at one moment. Counters begin with the daemon unless noted otherwise. A GPU
+    that is not OK keeps its identity and its counters; its measurements are None."""
 
     uuid: str
     index: int
@@ -65,9 +68,8 @@ class GpuReading:
     remapping_pending: bool | None = None
     remapping_failed: bool | None = None
     retired_pages: Mapping[str, int] = field(default_factory=dict)  # single_bit, double_bit: before Ampere
-    xid_errors: Mapping[int, int] | None = None  # by number; None: nothing listens for them
+    xid_errors: Mapping[int, int] | None = None  # by number; None: not reported
 
-    # GPM (Hopper and later) or dcgm-exporter: shares of the time since the reading before
     sm_active_ratio: float | None = None
     sm_occupancy_ratio: float | None = None
     tensor_active_ratio: Mapping[str, float] = field(default_factory=dict)  # any, hmma, imma, dfma
@@ -79,8 +81,7 @@ class GpuReading:
 
     @property
     def has_profile(self) -> bool:
-        figures = (self.sm_active_ratio, self.sm_occupancy_ratio, self.dram_active_ratio)
-        return any(figure is not None for figure in figures) or bool(self.tensor_active_ratio or self.pipe_active_ratio)
+        return any(getattr(self, name) not in (None, {}) for name in PROFILE)
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class GpuSnapshot:
 
 
 class GpuSource(Protocol):
-    """Reads in a thread or process of its own from `start` to `close`; asking it never blocks."""
+    """Reads in threads of its own from `start` to `close`; `latest` and `since` do not block."""
 
     def start(self) -> None: ...
 
