@@ -1,4 +1,4 @@
-"""The daemon's captures as one thing: it is told which ranks there are, and offers CaptureService."""
+"""The capture service of the daemon: receives the current ranks and windows, and serves CaptureService over gRPC."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import BinaryIO, NoReturn, Protocol
 import grpc
 
 from rankscope.daemon.captures.audit import CaptureAudit
-from rankscope.daemon.captures.conductor import Conductor
 from rankscope.daemon.captures.cupti import slowdown_objection
 from rankscope.daemon.captures.duty_cycle import PROFILER, SLOWDOWN, UNABLE, DutyCycle, DutySettings
 from rankscope.daemon.captures.kineto.backend import KinetoBackend
@@ -26,6 +25,7 @@ from rankscope.daemon.captures.probe.backend import ProbeBackend
 from rankscope.daemon.captures.processing.delivery import LocalArchive
 from rankscope.daemon.captures.records import DUTY_CYCLE, FINAL
 from rankscope.daemon.captures.request import SuspectsOf
+from rankscope.daemon.captures.runner import CaptureRunner
 from rankscope.daemon.captures.stack_backend import StacksBackend
 from rankscope.daemon.captures.store import Quota, Store
 from rankscope.daemon.config import NONE, Config
@@ -37,9 +37,16 @@ from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1 import capture_service_pb2_grpc
 from rankscope.v1.window_pb2 import SOURCE_CAPTURE, RankWindow
 
-# CaptureService over gRPC: the conductor's captures, and artifacts in chunks.
-
 CHUNK_BYTES = 256 * 1024
+WINDOWS_KEPT = 60
+log = logging.getLogger(__name__)
+# Between the last rank's poll and the start: libkineto refuses a start that is too near.
+START_MARGIN_SECONDS = 1.5
+# How often expired captures are removed.
+SWEEP_SECONDS = 3600.0
+
+
+# CaptureService: captures of the runner, and artifacts in chunks.
 
 
 class Artifacts(Protocol):
@@ -51,35 +58,35 @@ class Artifacts(Protocol):
 
 
 class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
-    def __init__(self, conductor: Conductor, artifacts: Artifacts) -> None:
-        self._conductor = conductor
+    def __init__(self, runner: CaptureRunner, artifacts: Artifacts) -> None:
+        self._runner = runner
         self._artifacts = artifacts
 
     def StartCapture(
         self, request: pb.StartCaptureRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.StartCaptureResponse]:
-        """The capture goes on when the caller leaves: it has been asked for, and GetCapture tells how it ended."""
+        """The capture continues when the caller disconnects; GetCapture returns how it ended."""
         try:
-            capture_id = self._conductor.start(request, requested_by=context.peer())
+            capture_id = self._runner.start(request, requested_by=context.peer())
         except CaptureError as error:
-            self._conductor.audit.refused(context.peer(), request, str(error))
+            self._runner.audit.refused(context.peer(), request, str(error))
             _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        for capture in self._conductor.records.follow(capture_id, context.is_active):
+        for capture in self._runner.records.follow(capture_id, context.is_active):
             yield pb.StartCaptureResponse(capture=capture)
 
     def GetCapture(self, request: pb.GetCaptureRequest, context: grpc.ServicerContext) -> pb.GetCaptureResponse:
-        capture = self._conductor.records.get(request.id)
+        capture = self._runner.records.get(request.id)
         if capture is None:
             _abort(context, grpc.StatusCode.NOT_FOUND, _unknown(request.id))
         return pb.GetCaptureResponse(capture=capture)
 
     def ListCaptures(self, request: pb.ListCapturesRequest, context: grpc.ServicerContext) -> pb.ListCapturesResponse:
-        return pb.ListCapturesResponse(captures=self._conductor.records.all(request.job))
+        return pb.ListCapturesResponse(captures=self._runner.records.all(request.job))
 
     def CancelCapture(
         self, request: pb.CancelCaptureRequest, context: grpc.ServicerContext
     ) -> pb.CancelCaptureResponse:
-        capture = self._conductor.cancel(request.id)
+        capture = self._runner.cancel(request.id)
         if capture is None:
             _abort(context, grpc.StatusCode.NOT_FOUND, _unknown(request.id))
         return pb.CancelCaptureResponse(capture=capture)
@@ -87,19 +94,19 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
     def DeleteCapture(
         self, request: pb.DeleteCaptureRequest, context: grpc.ServicerContext
     ) -> pb.DeleteCaptureResponse:
-        capture = self._conductor.records.get(request.id)
+        capture = self._runner.records.get(request.id)
         if capture is None:
             _abort(context, grpc.StatusCode.NOT_FOUND, _unknown(request.id))
         if capture.state not in FINAL:
             _abort(context, grpc.StatusCode.UNAVAILABLE, f"capture {request.id} is under way; cancel it first")
-        self._conductor.records.forget(request.id)
+        self._runner.records.forget(request.id)
         self._artifacts.remove(request.id)
         return pb.DeleteCaptureResponse()
 
     def DownloadArtifact(
         self, request: pb.DownloadArtifactRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.DownloadArtifactResponse]:
-        """Resumable: `offset` is what the caller has already."""
+        """Resumable: `offset` is how much the caller already has."""
         try:
             artifact, size = self._artifacts.open(request.id, request.rank, request.window)
         except CaptureError as error:
@@ -114,9 +121,9 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
                 yield pb.DownloadArtifactResponse(chunk=chunk, total_bytes=size)
 
 
-def capture_service(conductor: Conductor, artifacts: Artifacts) -> Service:
+def capture_service(runner: CaptureRunner, artifacts: Artifacts) -> Service:
     name = pb.DESCRIPTOR.services_by_name["CaptureService"].full_name
-    servicer = CaptureServicer(conductor, artifacts)
+    servicer = CaptureServicer(runner, artifacts)
     return Service(name, lambda to: capture_service_pb2_grpc.add_CaptureServiceServicer_to_server(servicer, to))
 
 
@@ -129,22 +136,22 @@ def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, text: str) -> N
     raise AssertionError("abort returns never")
 
 
-# The daemon's captures as the duty cycle uses them.
+# Captures as the duty cycle uses them.
 
 
 class DutyCaptures:
-    """By libkineto, and else by a probe that cannot tell what its steps wait for. Stacks have no breakdown."""
+    """By libkineto, else by a probe that cannot measure what its steps wait for. Stacks have no breakdown."""
 
     def __init__(
         self,
-        conductor: Conductor,
+        runner: CaptureRunner,
         store: Store,
         kineto: KinetoBackend,
         probe: ProbeBackend,
         endpoint: Endpoint,
         proc_root: Path,
     ) -> None:
-        self._conductor = conductor
+        self._runner = runner
         self._store = store
         self._kineto = kineto
         self._probe = probe
@@ -152,13 +159,13 @@ class DutyCaptures:
         self._proc_root = proc_root
 
     def start(self, request: pb.StartCaptureRequest, requested_by: str, step_seconds: float | None) -> str:
-        return self._conductor.start(request, requested_by, step_seconds)
+        return self._runner.start(request, requested_by, step_seconds)
 
     def find(self, capture_id: str) -> pb.Capture | None:
-        return self._conductor.records.get(capture_id)
+        return self._runner.records.get(capture_id)
 
     def is_busy(self, job: str) -> bool:
-        return self._conductor.is_busy(job)
+        return self._runner.is_busy(job)
 
     def is_able(self, rank: RankProcess) -> bool:
         return self._kineto.objection(rank) is None or self._probe.objection(rank) is None
@@ -175,20 +182,18 @@ class DutyCaptures:
         return None if slowdown_objection(rank, Options(), self._proc_root) is None else SLOWDOWN
 
     def kept(self) -> Sequence[tuple[str, str]]:
-        return self._conductor.records.finished(DUTY_CYCLE)
+        return self._runner.records.finished(DUTY_CYCLE)
 
     def forget(self, capture_id: str) -> None:
-        self._conductor.records.forget(capture_id)
+        self._runner.records.forget(capture_id)
         self._store.remove(capture_id)
 
 
-# How long a rank's steps took of late, from the windows as they close: a capture is planned by it, and judged.
-
-WINDOWS_KEPT = 60
+# Recent step times of ranks, from closed windows: captures are planned and judged by them.
 
 
 class RecentSteps:
-    """Filled by the daemon's thread, asked by captures."""
+    """Written by the daemon's thread, read by captures."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -200,15 +205,15 @@ class RecentSteps:
                 del self._windows[key]
             for key, window in windows.items():
                 if window.sources.get("steps") == SOURCE_CAPTURE:
-                    continue  # steps that were slowed down by recording them, and told late
+                    continue  # steps slowed by recording, reported late
                 if window.HasField("steps") and window.steps and window.HasField("step"):
                     start, end = window.start_unix_nanos / 1e9, window.end_unix_nanos / 1e9
                     kept = self._windows.setdefault(key, deque(maxlen=WINDOWS_KEPT))
                     kept.append((start, end, window.steps, window.step.mean_seconds))
 
     def __call__(self, rank: RankProcess, start_unix_seconds: float, end_unix_seconds: float) -> float | None:
-        """Mean step time over the windows that lie in a stretch of time, at least for the most part; None where the
-        rank's steps were not seen in it."""
+        """Mean step time over the windows that lie mostly in an interval; None if the rank's steps were not seen in
+        it."""
         with self._lock:
             windows = list(self._windows.get(rank.key, ()))
         found = [
@@ -220,18 +225,9 @@ class RecentSteps:
         return sum(steps * seconds for steps, seconds in found) / total if total else None
 
 
-log = logging.getLogger(__name__)
-
-# Between the last rank's poll and the start: libkineto refuses a start that is too near.
-START_MARGIN_SECONDS = 1.5
-
-# How often captures that are too old are looked for.
-SWEEP_SECONDS = 3600.0
-
-
-class CaptureDesk:
-    """Raises CaptureError if captures cannot be kept where the configuration says. `duty_wish` tells what a policy asks
-    for the ranks of a job, None where the configuration holds."""
+class NodeCaptures:
+    """Raises CaptureError if captures cannot be stored in the configured directory. `duty_wish` returns a policy's
+    settings for the ranks of a job, or None."""
 
     def __init__(
         self, config: Config, duty_wish: Callable[[Sequence[RankProcess]], DutyWish | None] = lambda ranks: None
@@ -247,12 +243,12 @@ class CaptureDesk:
         socket_dir = None if config.kineto_socket_dir == NONE else config.kineto_socket_dir
         self._endpoint = Endpoint(socket_directory=socket_dir, proc_root=proc_root)
         self._kineto = kineto = KinetoBackend(self._endpoint, proc_root)
-        self._met: set[RankKey] = set()  # ranks whose leftovers of an earlier daemon were looked after
-        # The best one that suits a rank is used.
+        self._met: set[RankKey] = set()  # ranks already searched for leftovers of an earlier daemon
+        # In order of preference.
         probe = ProbeBackend(proc_root)
         backends: list[Backend] = [kineto, probe, StacksBackend(config.py_spy or None, proc_root)]
         upload_url = "" if config.capture_upload_url == NONE else config.capture_upload_url
-        self._conductor = Conductor(
+        self._runner = CaptureRunner(
             config.node,
             backends,
             LocalArchive(self._store, config.node, upload_url, proc_root),
@@ -261,9 +257,9 @@ class CaptureDesk:
             step_seconds=self._steps,
             audit=audit,
         )
-        self._earlier = self._conductor.records.all()
+        self._earlier = self._runner.records.all()
         settings = DutySettings(config.duty_cycle_steps, config.duty_cycle_seconds, config.duty_cycle_budget_ratio)
-        captures = DutyCaptures(self._conductor, self._store, kineto, probe, self._endpoint, proc_root)
+        captures = DutyCaptures(self._runner, self._store, kineto, probe, self._endpoint, proc_root)
 
         def duty_settings_of(ranks: Sequence[RankProcess]) -> DutySettings:
             wish = duty_wish(ranks)
@@ -273,22 +269,22 @@ class CaptureDesk:
 
     @property
     def service(self) -> Service:
-        return capture_service(self._conductor, self._store)
+        return capture_service(self._runner, self._store)
 
     def suspect(self, suspects_of: SuspectsOf) -> None:
-        """Who is slow is for the correlation to say."""
-        self._conductor.suspects_of = suspects_of
+        """Which ranks are slow: answered by the correlation."""
+        self._runner.suspects_of = suspects_of
 
     def start(self) -> None:
         self._endpoint.start()
 
     def stop(self) -> None:
-        self._conductor.close()
+        self._runner.close()
         self._endpoint.stop()
         self._store.close()
 
     def fill(self, key: RankKey, window: RankWindow) -> None:
-        """Before a window is counted and told: what a capture of the duty cycle found since the last one."""
+        """Add the duty cycle's results to a window before it is counted and published."""
         self._duty.fill(key, window)
 
     def shown(self, key: RankKey, window: RankWindow) -> RankWindow:
@@ -296,7 +292,7 @@ class CaptureDesk:
         return self._duty.shown(key, window)
 
     def observe(self, ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> None:
-        """After every tick, in the daemon's thread: quick."""
+        """Called after every tick, in the daemon's thread: must be quick."""
         self._ranks = ranks
         strangers = [rank for rank in ranks if rank.key not in self._met]
         if strangers:
@@ -320,8 +316,8 @@ class CaptureDesk:
     def status(self) -> CaptureStatus:
         tallies = self._endpoint.tallies
         return CaptureStatus(
-            results=self._conductor.tally.results,
-            slowdowns=self._conductor.tally.slowdowns,
+            results=self._runner.tally.results,
+            slowdowns=self._runner.tally.slowdowns,
             clients=self._endpoint.client_count(),
             malformed_total=tallies.malformed,
             unvouched_total=tallies.unvouched,
@@ -332,7 +328,7 @@ class CaptureDesk:
 
 
 def _earliest_start(kineto: KinetoBackend, ranks: Sequence[RankProcess], now_unix_seconds: float) -> float:
-    """The first moment at which all ranks can begin: those of libkineto once they have polled."""
+    """The earliest time at which all ranks can start: libkineto's after their next poll."""
     polling = [rank for rank in ranks if kineto.objection(rank) is None]
     earliest = now_unix_seconds + START_MARGIN_SECONDS
     if not polling:

@@ -1,4 +1,4 @@
-"""Runs captures: sets a back end to work on every rank, follows them to their end, and tells what happened."""
+"""Runs captures: starts a back end on every rank, follows all of them to the end and records what happened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from functools import partial
 from typing import Final
 
 from rankscope.daemon.captures.audit import CaptureAudit
-from rankscope.daemon.captures.engagements import Engagements
 from rankscope.daemon.captures.orders import Backend, CancelledError, CaptureError, Order, Recording, Stage
 from rankscope.daemon.captures.records import (
     Archive,
@@ -34,18 +33,25 @@ from rankscope.daemon.captures.request import (
     patience_of,
     start_of,
 )
+from rankscope.daemon.captures.reservations import Reservations
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
-# Captures as numbers that only grow, and what each job's last capture did to its step time: for /metrics.
-
-# A job is a label: the least lately captured goes.
+# A job is a label: the job with the oldest capture is dropped.
 JOBS_KEPT = 64
 RESULTS = {
     pb.CAPTURE_STATE_ANALYSED: "delivered",
     pb.CAPTURE_STATE_FAILED: "failed",
     pb.CAPTURE_STATE_CANCELLED: "cancelled",
 }
+PROCESSES_KEPT: Final = 1024
+log = logging.getLogger(__name__)
+# Step time before and after a capture is averaged over this time.
+STEP_TIME_SECONDS = 6.0
+_STATES = {Stage.ARMED: pb.CAPTURE_STATE_ARMED, Stage.RUNNING: pb.CAPTURE_STATE_RUNNING}
+
+
+# Counters of captures, and how each job's last capture changed its step time: for /metrics.
 
 
 class CaptureTally:
@@ -55,7 +61,7 @@ class CaptureTally:
         self._slowdowns: OrderedDict[str, float] = OrderedDict()
 
     def count(self, capture: pb.Capture) -> None:
-        """A capture that is over. Ranks are counted, not captures: one of eight that fails shows."""
+        """Count a finished capture. Counts ranks, not captures, so that one failure of eight is visible."""
         with self._lock:
             self._results.update(RESULTS.get(rank.state, "failed") for rank in capture.ranks)
             ratios = [
@@ -76,19 +82,17 @@ class CaptureTally:
 
     @property
     def slowdowns(self) -> dict[str, float]:
-        """Job to step time after its last capture ÷ before it, of the rank it slowed most."""
+        """By job: step time after its last capture ÷ before it, of the rank that slowed most."""
         with self._lock:
             return dict(self._slowdowns)
 
 
-# Step times that captures taught, so that the next one of the same processes need not find out again.
-
-PROCESSES_KEPT: Final = 1024
+# Step times learned from captures, for the next capture of the same processes.
 
 
 class LearnedSteps:
-    """By process, not by rank: one that was started anew may train otherwise. The ones least lately captured go first.
-    May be used from any thread."""
+    """Keyed by process, not by rank: a restarted process may train differently. Drops the least recently captured.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -102,7 +106,7 @@ class LearnedSteps:
                 self._seconds.popitem(last=False)
 
     def longest(self, ranks: Iterable[RankProcess]) -> float | None:
-        """Of ranks that train together: what is known of some holds for all. None where nothing is known."""
+        """The longest step time known of these ranks, which train together. None if none is known."""
         with self._lock:
             found = [self._seconds.get(_process(rank)) for rank in ranks]
         return max((seconds for seconds in found if seconds is not None), default=None)
@@ -112,15 +116,8 @@ def _process(rank: RankProcess) -> tuple[int, int]:
     return rank.pid, rank.start_ticks
 
 
-log = logging.getLogger(__name__)
-
-# Step time before and after a capture is taken over this much.
-STEP_TIME_SECONDS = 6.0
-_STATES = {Stage.ARMED: pb.CAPTURE_STATE_ARMED, Stage.RUNNING: pb.CAPTURE_STATE_RUNNING}
-
-
-class Conductor:
-    """All methods may be called from any thread. `suspects_of` may be set later, by who correlates ranks."""
+class CaptureRunner:
+    """Thread-safe. The correlation sets `suspects_of` later."""
 
     def __init__(
         self,
@@ -144,18 +141,18 @@ class Conductor:
         self.suspects_of: SuspectsOf = lambda job: None
         self.records = Records(archive.save, archive.load())
         self.tally = CaptureTally()
-        self._engagements = Engagements(node, backends)
+        self._reservations = Reservations(node, backends)
         self._learned = LearnedSteps()
         self._starting = threading.Lock()
 
     def start(
         self, request: pb.StartCaptureRequest, requested_by: str = "", usual_step_seconds: float | None = None
     ) -> str:
-        """Begin a capture and return its id. Raises CaptureError if it cannot even be begun. `usual_step_seconds` is
+        """Start a capture and return its id. Raises CaptureError if it cannot start. `usual_step_seconds` is used
         for ranks whose steps are not seen."""
         with self._starting:
             if request.id and self.records.get(request.id) is not None:
-                return request.id  # asked for already
+                return request.id  # already requested
             return self._start(request, requested_by, usual_step_seconds)
 
     def _start(self, request: pb.StartCaptureRequest, requested_by: str, usual_step_seconds: float | None) -> str:
@@ -178,9 +175,9 @@ class Conductor:
         )
         if request.ranks.strip() in ("", "all") and len(here) < world_size:
             capture.notes.append(f"{len(here)} of the job's {world_size} ranks run on {self._node}; these were asked")
-        engaged = self._engagements.begin(capture, numbers, here, options)
+        reserved = self._reservations.begin(capture, numbers, here, options)
         try:
-            together = [rank for rank, _ in engaged]
+            together = [rank for rank, _ in reserved]
             start_seconds = start_of(request, self._earliest_start(together, now))
             known = {
                 rank.rank: self._step_seconds(rank, now - STEP_TIME_SECONDS, now) or usual_step_seconds
@@ -198,53 +195,53 @@ class Conductor:
                     options,
                     known[rank.rank] or learned,
                 )
-                for rank, _ in engaged
+                for rank, _ in reserved
             ]
             self.audit.asked(capture, request)
             self.records.add(capture)
-            work = [(order, backend) for order, (_, backend) in zip(orders, engaged, strict=True)]
+            work = [(order, backend) for order, (_, backend) in zip(orders, reserved, strict=True)]
             name = f"rankscope-{capture.id}"
             is_sure = all(known.values())
             threading.Thread(target=self._conduct, args=(capture.id, work, is_sure), name=name, daemon=True).start()
         except BaseException:
-            self._engagements.end(capture.id)
+            self._reservations.end(capture.id)
             raise
         return capture.id
 
     def cancel(self, capture_id: str) -> pb.Capture | None:
-        """Ask a capture to stop; what its ranks have delivered already stays. None: there is no such capture."""
-        self._engagements.cancel(capture_id)
+        """Ask a capture to stop; delivered ranks stay delivered. None: there is no such capture."""
+        self._reservations.cancel(capture_id)
         return self.records.get(capture_id)
 
     def is_busy(self, job: str) -> bool:
         """Whether a rank of the job is being captured."""
-        return self._engagements.is_busy(job)
+        return self._reservations.is_busy(job)
 
     def close(self) -> None:
-        self._engagements.cancel_all()
+        self._reservations.cancel_all()
 
     def _conduct(self, capture_id: str, work: Sequence[tuple[Order, Backend]], is_sure: bool) -> None:
         try:
             learned = self._attempt(capture_id, work)
-            if learned and not is_sure and not self._engagements.cancelled(capture_id).is_set():
-                # Nobody knew how long a step takes by now, and too few were recorded; now it is known.
+            if learned and not is_sure and not self._reservations.cancelled(capture_id).is_set():
+                # The step time was unknown and too few steps were recorded. Now it is known.
                 self.records.change(capture_id, forget_first_attempt)
-                self._attempt(capture_id, self._anew(work, learned))
+                self._attempt(capture_id, self._with_step_time(work, learned))
             self._measure_aftermath(capture_id, [order for order, _ in work])
             self._conclude(capture_id)
-        except Exception as error:  # whatever went wrong, whoever follows must learn that it is over
+        except Exception as error:  # any failure: followers must see the end
             log.exception("capture %s", capture_id)
             self.records.change(capture_id, partial(fail, error=f"unexpected: {error}; please report this"))
         finally:
             self.audit.ended(self.records.get(capture_id))
-            self._engagements.end(capture_id)
+            self._reservations.end(capture_id)
             self._archive.clean(capture_id)
 
     def _attempt(self, capture_id: str, work: Sequence[tuple[Order, Backend]]) -> dict[int, float]:
-        """Record all ranks at once and deliver what they gave. Returns the step time of ranks of which too few steps
-        were recorded because it was not known, or taken for shorter."""
+        """Record all ranks at once and deliver the results. Returns the step time of ranks that recorded too few
+        steps because their step time was unknown or underestimated."""
         if not work:
-            return {}  # no rank could even be asked, and each says why
+            return {}  # no rank could be asked; each has its error
         recorded: dict[int, tuple[RankProcess, Recording]] = {}
         threads = [
             threading.Thread(
@@ -260,7 +257,7 @@ class Conductor:
         assert capture is not None  # it is active
         learned = {}
         orders = {order.rank.rank: order for order, _ in work}
-        cancelled, steps = self._engagements.cancelled(capture_id), work[0][0].steps
+        cancelled, steps = self._reservations.cancelled(capture_id), work[0][0].steps
         for rank, delivered in self._archive.deliver(capture, recorded, steps, cancelled) if recorded else ():
             if isinstance(delivered, CaptureError):
                 is_cancelled = isinstance(delivered, CancelledError)
@@ -280,8 +277,10 @@ class Conductor:
                 learned[rank] = delivered.step_seconds
         return learned
 
-    def _anew(self, work: Sequence[tuple[Order, Backend]], learned: Mapping[int, float]) -> list[tuple[Order, Backend]]:
-        """The same work with a known step time, for all ranks: they begin together again."""
+    def _with_step_time(
+        self, work: Sequence[tuple[Order, Backend]], learned: Mapping[int, float]
+    ) -> list[tuple[Order, Backend]]:
+        """The same orders with a known step time and a new common start."""
         step_seconds = max(learned.values())
         start = self._earliest_start([order.rank for order, _ in work], self._unix_seconds())
         return [
@@ -303,7 +302,7 @@ class Conductor:
                 order,
                 self._archive.workspace(order.capture_id),
                 lambda stage: enter(_STATES[stage]),
-                self._engagements.cancelled(order.capture_id),
+                self._reservations.cancelled(order.capture_id),
             )
             recorded[number] = (order.rank, recording)
             enter(pb.CAPTURE_STATE_WRITTEN)
@@ -313,12 +312,12 @@ class Conductor:
             enter(pb.CAPTURE_STATE_FAILED, str(error))
         except OSError as error:
             enter(pb.CAPTURE_STATE_FAILED, f"rank {number} (pid {order.rank.pid}): {error}")
-        except Exception as error:  # one rank's trouble is not the others'
+        except Exception as error:  # a failure of one rank does not affect the others
             log.exception("capture %s of rank %d", order.capture_id, number)
             enter(pb.CAPTURE_STATE_FAILED, f"unexpected: {type(error).__name__}: {error}; please report this")
 
     def _measure_aftermath(self, capture_id: str, orders: Sequence[Order]) -> None:
-        """Step time before, during and after: a capture may leave its process slower."""
+        """Step time before, during and after the capture: a capture may leave its process slower."""
         capture = self.records.get(capture_id)
         if capture is None or all(rank.state != pb.CAPTURE_STATE_ANALYSED for rank in capture.ranks):
             return
@@ -328,7 +327,7 @@ class Conductor:
         if not seen:
             return
         ended = self._unix_seconds()
-        self._engagements.cancelled(capture_id).wait(STEP_TIME_SECONDS)
+        self._reservations.cancelled(capture_id).wait(STEP_TIME_SECONDS)
         for order in seen:
             during = self._step_seconds(order.rank, order.start_unix_millis / 1000, ended)
             after = self._step_seconds(order.rank, ended, self._unix_seconds())
