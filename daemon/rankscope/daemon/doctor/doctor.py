@@ -80,20 +80,20 @@ def has_ring(proc_root: Path, pid: int) -> bool | None:
 
 def wait_measured(proc_root: Path, pid: int) -> WaitMeasured | None:
     """From the process' ring; None where that cannot be read."""
-    from rankscope.daemon.steps import ring_reader as rings
+    from rankscope.daemon.steps import ring_reader
 
     try:
-        with rings.opened(proc_root, pid) as descriptor:
+        with ring_reader.opened(proc_root, pid) as descriptor:
             if descriptor is None:
                 return None
-            header = rings.read_header(descriptor)
+            header = ring_reader.read_header(descriptor)
             if header.disabled:
                 return WaitMeasured("not measured, the probe has disabled itself", "see its reason on the job's stderr")
             if not header.records:
                 return WaitMeasured("no step yet")
-            newest, _ = rings.read_records(descriptor, header.records, header.records)
-            table = rings.read_groups(descriptor)
-    except (rings.RingError, OSError):
+            newest, _ = ring_reader.read_records(descriptor, header.records, header.records)
+            table = ring_reader.read_groups(descriptor)
+    except (ring_reader.RingError, OSError):
         return None
     kinds = set() if table is None else {int(row["kind"]) for row in table if row["samples"]}
     return _source_of_wait(int(newest["flags"][0]) if len(newest) else 0, kinds)

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from rankscope.common.text import one_line
 from rankscope.common.token_bucket import TokenBucket
 from rankscope.operator.certificates.daemon_credentials import DaemonTls, credentials, naming
 from rankscope.operator.correlation.wire_shapes import Message, Said, read_said
@@ -130,7 +131,7 @@ class DaemonStreams:
                     backoff = FIRST_BACKOFF_SECONDS
             except grpc.aio.AioRpcError as error:
                 level = logging.INFO if node in self._connected else logging.DEBUG
-                log.log(level, "daemon of %s: %s %s", node, error.code().name, (error.details() or "")[:200])
+                log.log(level, "daemon of %s: %s %s", node, error.code().name, one_line(error.details() or "", 200))
             except (OSError, ValueError, asyncio.TimeoutError) as error:
                 log.warning("daemon of %s: %s", node, error or type(error).__name__)
             except Exception:
