@@ -12,8 +12,8 @@ from rankscope.daemon.export.gpu_metrics import ALL_REASONS
 from rankscope.daemon.export.metrics import Exporter
 from rankscope.daemon.export.rank_metrics import GROUP_KINDS
 from rankscope.daemon.export.status import DaemonStatus, Snapshot
-from rankscope.daemon.gpu.collector import GpuStatus, SourceStatus
-from rankscope.daemon.gpu.readings import GpuReading, SourceState
+from rankscope.daemon.gpu.collector import GpuStatus
+from rankscope.daemon.gpu.readings import GpuReading, GpuSnapshot, SourceState
 from rankscope.daemon.samples import (
     Frame,
     FrameCount,
@@ -73,7 +73,8 @@ def full_gpu(index: int = 0) -> GpuReading:
 
 
 def gpu_status(*gpus: GpuReading, fresh: bool = True, shared: frozenset[str] = frozenset()) -> GpuStatus:
-    return GpuStatus((SourceStatus("nvml", SourceState.OK, 12, 0.25),), gpus, fresh, shared)
+    source = GpuSnapshot("nvml", SourceState.OK, polls_total=12, poll_seconds_total=0.25)
+    return GpuStatus((source,), gpus, fresh, shared)
 
 
 STATUS = DaemonStatus(

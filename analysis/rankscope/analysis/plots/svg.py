@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import html
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from rankscope.analysis.quantities import Display, display, number, quantity, shorten
 from rankscope.analysis.stats.robust import Floats
+from rankscope.common.text import printable
 
 Bytes3 = npt.NDArray[np.uint8]
 # The palette of Okabe and Ito without yellow, which is invisible on white.
@@ -41,7 +41,6 @@ _TO_LINEAR_RGB = np.array(
 FONT_PIXELS = 12
 # Average width in common sans-serif fonts at that size; enough to reserve space.
 CHARACTER_PIXELS = 6.6
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 WIDTH = 860.0
 _TITLE_PIXELS = 30.0
 _LEGEND_PIXELS = 22.0
@@ -67,10 +66,6 @@ def scale_hex(share: Sequence[float] | Floats) -> list[str]:
     return [f"#{red:02x}{green:02x}{blue:02x}" for red, green, blue in flat]
 
 
-def rgb(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
-
-
 def ink_on(share: float) -> str:
     """A text colour that is readable on the scale's colour at `share`."""
     return INK if share > 0.55 else "#ffffff"
@@ -79,11 +74,6 @@ def ink_on(share: float) -> str:
 def clean(text: str) -> str:
     """Escaped for element content and attributes."""
     return html.escape(printable(text))
-
-
-def printable(text: str) -> str:
-    """Replaces characters that XML forbids, terminal control characters and bidirectional controls by �."""
-    return _UNPRINTABLE.sub("\ufffd", text)
 
 
 def element(tag: str, content: str = "", **attributes: str | float | None) -> str:
