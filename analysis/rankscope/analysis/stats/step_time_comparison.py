@@ -133,7 +133,7 @@ def _shift(
             return Shift(math.expm1(difference), None, None, None)
         one, other = (estimate(run, correlation, statistic) for run in (a[0], b[0]))
         return _interval(difference, one, other, _welch(one, other), confidence)
-    one, other = _of_runs(a, logs_a, correlation, statistic), _of_runs(b, logs_b, correlation, statistic)
+    one, other = _estimate_runs(a, logs_a, correlation, statistic), _estimate_runs(b, logs_b, correlation, statistic)
     if len(a) == 1:
         return _interval(difference, _single_run(one, other, logs_b), other, other.freedom, confidence)
     if len(b) == 1:
@@ -145,7 +145,7 @@ def _logs(runs: Sequence[Floats], statistic: Statistic) -> Floats:
     return np.array([math.log(float(statistic(run))) for run in runs])
 
 
-def _of_runs(runs: Sequence[Floats], logs: Floats, correlation: float, statistic: Statistic) -> Estimate:
+def _estimate_runs(runs: Sequence[Floats], logs: Floats, correlation: float, statistic: Statistic) -> Estimate:
     """From the variation between runs, but at least the uncertainty within them."""
     within = [estimate(run, correlation, statistic).variance for run in runs if len(run) >= STEPS_NEEDED]
     floor = sum(within) / len(runs) ** 2 if len(within) == len(runs) else 0.0

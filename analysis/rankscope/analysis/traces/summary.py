@@ -9,7 +9,7 @@ from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Floats, number_groups
 from rankscope.analysis.traces.breakdown import Breakdown, StepParts, measure_launches
 from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
-from rankscope.analysis.traces.communication.gradient_buckets import find_buckets, try_other_caps
+from rankscope.analysis.traces.communication.gradient_buckets import find_buckets, predict_other_caps
 from rankscope.analysis.traces.communication.parallelism_costs import find_gathers, measure_bubble
 from rankscope.analysis.traces.device_memory import summarize_memory
 from rankscope.analysis.traces.idle_time import Idleness, IdleParts, split_idle
@@ -174,7 +174,7 @@ def summarize_collectives(found: Collectives, computing: Intervals) -> tuple[Col
 def summarize_buckets(trace: Trace, collectives: Collectives) -> BucketsSummary | None:
     """None if the trace shows no DDP."""
     found = find_buckets(trace, collectives)
-    other = try_other_caps(trace, found)
+    other = predict_other_caps(trace, found)
     if other is None:
         return None
     buckets = []

@@ -10,7 +10,7 @@ from rankscope.analysis.collectives.bandwidth import size_bytes
 from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Bools, Ints, number_groups, occurrence
 from rankscope.analysis.traces.breakdown import occupy_host
-from rankscope.analysis.traces.communication.host_calls import Noted, find_calls, find_transfers, name_kinds
+from rankscope.analysis.traces.communication.host_calls import CallMetadata, find_calls, find_transfers, name_kinds
 from rankscope.analysis.traces.intervals import Intervals, covered_until, union
 from rankscope.analysis.traces.kernels import Kind, classify
 from rankscope.analysis.traces.trace import ABSENT, Category, ProcessGroup, Trace
@@ -115,7 +115,7 @@ class Grouping:
     groups: tuple[ProcessGroup, ...]
 
 
-def find_groups(trace: Trace, noted: Noted, stream: Ints) -> Grouping:
+def find_groups(trace: Trace, noted: CallMetadata, stream: Ints) -> Grouping:
     """Groups by the name that the profiler recorded. Without a name: the trace's only group if there is just one,
     otherwise an unnamed group per stream, because a communicator has its own stream."""
     named = noted.group >= 0
@@ -153,7 +153,7 @@ def _merge_equal(group: Ints, groups: list[ProcessGroup]) -> tuple[Ints, tuple[P
     return renumbered[group] if len(group) else group, tuple(kept)
 
 
-def _sizes(trace: Trace, noted: Noted, group: Ints, groups: tuple[ProcessGroup, ...]) -> Ints:
+def _sizes(trace: Trace, noted: CallMetadata, group: Ints, groups: tuple[ProcessGroup, ...]) -> Ints:
     size: Ints = noted.group_size.copy()
     for number, each in enumerate(groups):
         mine = group == number
@@ -174,7 +174,7 @@ def _sizes(trace: Trace, noted: Noted, group: Ints, groups: tuple[ProcessGroup, 
     return size
 
 
-def _size_from_bytes(noted: Noted, mine: Bools) -> int:
+def _size_from_bytes(noted: CallMetadata, mine: Bools) -> int:
     """An all-gather's output is a multiple of its input, a reduce-scatter's input a multiple of its output."""
     both = mine & (noted.in_bytes > 0) & (noted.out_bytes > 0)
     gather = both & (noted.kind == CollectiveKind.ALL_GATHER)

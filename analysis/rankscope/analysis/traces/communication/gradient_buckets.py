@@ -137,7 +137,7 @@ def find_buckets(trace: Trace, collectives: Collectives) -> Buckets:
     )
 
 
-def try_other_caps(trace: Trace, buckets: Buckets, policy: Policy = DEFAULT_POLICY) -> Rebucketing | None:
+def predict_other_caps(trace: Trace, buckets: Buckets, policy: Policy = DEFAULT_POLICY) -> Rebucketing | None:
     """None if there are no buckets."""
     if not len(buckets):
         return None

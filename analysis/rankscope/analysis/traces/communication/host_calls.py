@@ -30,7 +30,7 @@ _UNSIZED = (CollectiveKind.COALESCED, CollectiveKind.SEND_RECV)
 
 
 @dataclass(frozen=True)
-class Noted:
+class CallMetadata:
     """Metadata of communications as columns; -1 means not recorded."""
 
     kind: Ints
@@ -42,13 +42,13 @@ class Noted:
     out_bytes: Ints
     peer: Ints
 
-    def take(self, index: Ints) -> Noted:
+    def take(self, index: Ints) -> CallMetadata:
         """Rows by index; -1 yields a row without metadata."""
-        return Noted(*(take_or_absent(column, index) for column in self.columns()))
+        return CallMetadata(*(take_or_absent(column, index) for column in self.columns()))
 
-    def filled_from(self, other: Noted) -> Noted:
+    def filled_from(self, other: CallMetadata) -> CallMetadata:
         pairs = zip(self.columns(), other.columns(), strict=True)
-        return Noted(*(np.where(mine >= 0, mine, theirs) for mine, theirs in pairs))
+        return CallMetadata(*(np.where(mine >= 0, mine, theirs) for mine, theirs in pairs))
 
     def columns(self) -> tuple[Ints, ...]:
         return tuple(getattr(self, field.name) for field in fields(self))
@@ -72,7 +72,7 @@ class Calls:
     spans: Spans  # operators and annotations of communication, nested
     own_kind: Ints  # per span
     leaf: Ints  # spans that enclose no other: the calls
-    noted: Noted  # per leaf
+    noted: CallMetadata  # per leaf
     on_host: Bools  # the leaf's span is the transfer itself
 
 
@@ -80,7 +80,7 @@ class Calls:
 class Transfers:
     """Unordered; -1 means unknown."""
 
-    noted: Noted
+    noted: CallMetadata
     start_ns: Ints
     end_ns: Ints
     kernel_row: Ints
@@ -97,7 +97,7 @@ class Transfers:
         rest = [field.name for field in fields(self) if field.name != "noted"]
         return replace(
             self,
-            noted=Noted(*map(np.concatenate, zip(self.noted.columns(), other.noted.columns(), strict=True))),
+            noted=CallMetadata(*map(np.concatenate, zip(self.noted.columns(), other.noted.columns(), strict=True))),
             **{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in rest},
         )
 
@@ -136,7 +136,7 @@ def find_calls(trace: Trace, kinds: NameKinds) -> Calls:
     is_call = np.isin(spans.row, rows)
     children = np.bincount(spans.parent[is_call & (spans.parent >= 0)], minlength=len(spans.row))
     leaf = np.flatnonzero(is_call & (children == 0))
-    everything = read_notes(trace, kinds, spans.row)
+    everything = read_metadata(trace, kinds, spans.row)
     noted = everything.take(leaf)
     around = spans.parent[leaf]
     for _ in range(3):
@@ -162,7 +162,7 @@ def find_transfers(trace: Trace, kinds: NameKinds, calls: Calls) -> Transfers:
     return kernels.joined_with(_transfers_without_kernel(trace, calls, served))
 
 
-def read_notes(trace: Trace, kinds: NameKinds, rows: Ints) -> Noted:
+def read_metadata(trace: Trace, kinds: NameKinds, rows: Ints) -> CallMetadata:
     """The metadata of these rows themselves."""
     columns = trace.collectives
     note_of_row = np.full(len(trace), ABSENT)
@@ -172,7 +172,7 @@ def read_notes(trace: Trace, kinds: NameKinds, rows: Ints) -> Noted:
     def in_bytes(elements: Ints) -> Ints:
         return np.where((elements >= 0) & (width > 0), elements * width, ABSENT)
 
-    everything = Noted(
+    everything = CallMetadata(
         kind=take_or_absent(kinds.note, columns.collective),
         group=columns.group,
         group_description=columns.group_description,
@@ -207,7 +207,7 @@ def _kernel_transfers(trace: Trace, kinds: NameKinds, calls: Calls) -> tuple[Tra
     span_of[transfer] = span
     low, high = _calls_within(calls, span_of)
     asked = _sum_up(calls.noted, low, high)
-    on_kernel = read_notes(trace, kinds, first)
+    on_kernel = read_metadata(trace, kinds, first)
     own = replace(on_kernel, kind=np.where(on_kernel.kind >= 0, on_kernel.kind, ABSENT))
     # A kernel carries the metadata of one call: with several calls, only their sum is its size.
     single = high - low <= 1
@@ -260,7 +260,7 @@ def _calls_within(calls: Calls, span: Ints) -> tuple[Ints, Ints]:
     return np.where(span >= 0, low, 0), np.where(span >= 0, high, 0)
 
 
-def _sum_up(noted: Noted, low: Ints, high: Ints) -> Noted:
+def _sum_up(noted: CallMetadata, low: Ints, high: Ints) -> CallMetadata:
     """The combined metadata of each range of calls: bytes are summed; everything else must be equal in all of them."""
 
     def common(column: Ints) -> Ints:
@@ -278,7 +278,7 @@ def _sum_up(noted: Noted, low: Ints, high: Ints) -> Noted:
     point_to_point = np.concatenate([[0], np.cumsum(~np.isin(noted.kind, _POINT_TO_POINT))])
     mixed = np.where(point_to_point[high] == point_to_point[low], CollectiveKind.SEND_RECV, CollectiveKind.COALESCED)
     kind = common(noted.kind)
-    return Noted(
+    return CallMetadata(
         kind=np.where((kind < 0) & (high > low), mixed, kind),
         group=common(noted.group),
         group_description=common(noted.group_description),

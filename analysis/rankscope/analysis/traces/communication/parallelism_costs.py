@@ -37,23 +37,11 @@ class Gathering:
     # How many started while computation ran: a gather that starts when nothing computes was started too late.
     prefetched: int
 
-    @property
-    def hidden_ratio(self) -> float | None:
-        return 1 - self.exposed_ns / self.duration_ns if self.duration_ns else None
-
-    @property
-    def prefetched_ratio(self) -> float | None:
-        return self.prefetched / self.count if self.count else None
-
 
 @dataclass(frozen=True)
 class Gathers:
     framework: str  # fsdp, zero; empty if unknown: sequence parallelism gathers too
     steps: tuple[Gathering, ...]
-
-    @property
-    def exposed_ns(self) -> int:
-        return sum(step.exposed_ns for step in self.steps)
 
 
 def find_gathers(trace: Trace, collectives: Collectives) -> Gathers | None:

@@ -151,7 +151,11 @@ def communication_suggestion(ranks: Sequence[RankSummary]) -> str:
     if rank.buckets is not None and rank.buckets.advice:
         return f"{rank.buckets.advice[0].upper()}{rank.buckets.advice[1:]}."
     exposed = sum(one.exposed_us for one in rank.collectives)
-    small = [one for one in rank.collectives if _is_small(one.bytes_median) and one.count >= _MANY_COLLECTIVES]
+    small = [
+        one
+        for one in rank.collectives
+        if one.bytes_median is not None and one.bytes_median < _SMALL_MESSAGE_BYTES and one.count >= _MANY_COLLECTIVES
+    ]
     if small and sum(one.exposed_us for one in small) > exposed / 2:
         most = max(small, key=lambda one: one.exposed_us)
         return (
@@ -163,10 +167,6 @@ def communication_suggestion(ranks: Sequence[RankSummary]) -> str:
         if sum(one.exposed_us for one in late) > exposed / 2:
             return _PREFETCH_SUGGESTION
     return _OVERLAP_SUGGESTION
-
-
-def _is_small(size_bytes: float | None) -> bool:
-    return size_bytes is not None and size_bytes < _SMALL_MESSAGE_BYTES
 
 
 def _communication(evidence: Evidence) -> Finding:

@@ -87,7 +87,7 @@ class RankTracks:
         used."""
         self._thread_metadata.setdefault((pid, tid), []).append(event)
 
-    def notes(self) -> Iterator[dict[str, Any]]:
+    def metadata(self) -> Iterator[dict[str, Any]]:
         """Metadata events that name and order the process and its threads: host, then devices, then the profiler's
         own."""
         yield self._metadata_event("process_name", 0, name=f"rank {self.rank}")
@@ -142,7 +142,7 @@ def merge_for_perfetto(
                 yield separator + _ENCODER.encode(kept)[1:-1]
                 separator = b",\n"
         if writer is not None:
-            yield separator + _ENCODER.encode(list(writer.tracks.notes()))[1:-1]
+            yield separator + _ENCODER.encode(list(writer.tracks.metadata()))[1:-1]
             separator = b",\n"
     yield b"\n]}" if origin is not None else b'{"traceEvents":[]}'
 
