@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from rankscope.cli.job_tables import MARKS, headline, loss, milliseconds, rank_table
+from rankscope.common.text import one_line
 from rankscope.daemon.config import default_socket
 from rankscope.operator.correlation.job_service import verdict_of
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
@@ -59,7 +60,7 @@ def _explain(endpoint: str, error: grpc.RpcError) -> str:
         return f"nobody answers at {endpoint}; start `rankscope up` there, or name another --endpoint"
     if name == "UNIMPLEMENTED":
         return f"{endpoint} is a daemon without correlation; start `rankscope up` in place of `rankscope daemon`"
-    return f"{endpoint}: {name}: {error.details()}"
+    return f"{endpoint}: {name}: {one_line(error.details() or '', 500)}"
 
 
 def _screen(jobs: Iterable[job_service_pb2.JobStatus], most_ranks: int, width: int) -> RenderableType:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankscope.daemon.export.gpu_metrics import ALL_REASONS
-from rankscope.daemon.gpu.collector import GpuStatus, SourceStatus
+from rankscope.daemon.gpu.collector import GpuStatus
 from rankscope.daemon.gpu.readings import GpuProcess, GpuReading, GpuSnapshot, SourceState
 from tests.unit.daemon import window_makers as make
 
@@ -56,7 +56,9 @@ def full_gpu(index: int = 0) -> GpuReading:
 
 
 def status(*gpus: GpuReading, fresh: bool = True, shared: frozenset[str] = frozenset()) -> GpuStatus:
-    return GpuStatus((SourceStatus("nvml", SourceState.OK, 12, 0.25),), gpus, fresh, shared)
+    return GpuStatus(
+        (GpuSnapshot("nvml", SourceState.OK, polls_total=12, poll_seconds_total=0.25),), gpus, fresh, shared
+    )
 
 
 def snapshot(*gpus: GpuReading, seconds: float = 0.0, **fields: Any) -> GpuSnapshot:

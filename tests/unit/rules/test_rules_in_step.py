@@ -97,7 +97,7 @@ def test_every_metric_that_is_read_is_exported_or_agreed_on() -> None:
 
 
 def test_what_the_rules_read_of_ranks_and_gpus_is_exported_at_default_settings() -> None:
-    status = replace(exporting.STATUS, metrics_detail=Config.metrics_detail)
+    status = replace(exporting.STATUS, metrics_detail=Config().metrics_detail)
     # Time in collectives by group is exported of ranks that do not know their self time.
     ranks = (exporting.full_rank(0), exporting.full_rank(1, without=("wait",)))
     exported = {name for name, _ in exporting.series(exporting.scrape(*ranks, status=status))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,11 +49,6 @@ def page(title: str, sections: Sequence[Section], *, lead: str = "", foot: str =
         parts.append(f"<footer>{clean(foot)}</footer>")
     parts.append("</main></body></html>\n")
     return "\n".join(parts)
-
-
-def png_image(content: bytes, title: str) -> str:
-    """A picture for `Section.plots`, carried inside the page."""
-    return f'<img alt="{clean(title)}" src="data:image/png;base64,{base64.b64encode(content).decode("ascii")}">'
 
 
 def _section(section: Section) -> str:

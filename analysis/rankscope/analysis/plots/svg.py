@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import numpy.typing as npt
 
 from rankscope.analysis.quantities import Display, display, number, quantity, shorten
 from rankscope.analysis.stats.robust import Floats
+from rankscope.common.text import printable
 
 # Colours that survive colour blindness, print, and both a light and a dark page.
 
@@ -61,10 +61,6 @@ def scale_hex(share: Sequence[float] | Floats) -> list[str]:
     return [f"#{red:02x}{green:02x}{blue:02x}" for red, green, blue in flat]
 
 
-def rgb(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
-
-
 def ink_on(share: float) -> str:
     """What can be read on the scale's colour at `share`."""
     return INK if share > 0.55 else "#ffffff"
@@ -73,17 +69,11 @@ def ink_on(share: float) -> str:
 FONT_PIXELS = 12
 # Of the common sans-serif faces at that size; enough to leave room by.
 CHARACTER_PIXELS = 6.6
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
 def clean(text: str) -> str:
     """Escaped for element content and attributes."""
     return html.escape(printable(text))
-
-
-def printable(text: str) -> str:
-    """What XML forbids, what a terminal would obey and what turns text around is shown as �."""
-    return _UNPRINTABLE.sub("\ufffd", text)
 
 
 def element(tag: str, content: str = "", **attributes: str | float | None) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
-from rankscope.analysis.plots.svg import printable
 from rankscope.common.http_server import is_loopback
+from rankscope.common.text import printable
 from rankscope.daemon.config import default_socket
 
 VARIABLE = "RANKSCOPE_TOKEN"

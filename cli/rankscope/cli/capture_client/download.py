@@ -15,7 +15,6 @@ from pathlib import Path
 import grpc
 from rich.text import Text
 
-from rankscope.analysis.plots.svg import printable
 from rankscope.analysis.quantities import count, quantity
 from rankscope.cli.capture_client.connection import explain
 from rankscope.cli.capture_client.output import (
@@ -34,6 +33,7 @@ from rankscope.cli.capture_client.output import (
     to_object,
 )
 from rankscope.cli.capture_client.progress import Progress
+from rankscope.common.text import printable
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 

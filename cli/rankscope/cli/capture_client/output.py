@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.analysis.plots.svg import printable
 from rankscope.analysis.quantities import NOT_MEASURED, count, quantity
 from rankscope.analysis.verdicts.verdict import Kind, Verdict
 from rankscope.analysis.verdicts.verdict import ranks as ranks_text
 from rankscope.cli.capture_client.connection import CALL_SECONDS
 from rankscope.cli.job_tables import headline
+from rankscope.common.text import printable
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 

@@ -14,10 +14,10 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from rankscope.analysis.plots.svg import printable
 from rankscope.analysis.quantities import quantity
 from rankscope.analysis.verdicts.verdict import ranks as ranks_text
 from rankscope.cli.capture_client.output import FINAL, delivered, state_table, state_word, tally, what_happened
+from rankscope.common.text import printable
 from rankscope.v1 import capture_service_pb2 as pb
 
 MOST_ROWS = 16

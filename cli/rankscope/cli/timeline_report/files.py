@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope.analysis.timelines.timeline import MOST_ROWS, OPTIONAL, REQUIRED, JobSizes, Timeline, read_columns
+from rankscope.common.text import one_line
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _PARQUET_MAGIC = b"PAR1"
@@ -131,4 +132,4 @@ def read_sizes(path: Path) -> JobSizes:
 
 
 def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:160]
+    return one_line(str(error), 160)

@@ -10,10 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.analysis.plots.svg import printable
 from rankscope.analysis.quantities import NOT_MEASURED, display, quantity, shorten
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.cli.trace_report.report import Report, facts, gbps, name_of, shown_rank, verdict_sentence
+from rankscope.common.text import printable
 
 MOST_ROWS = 16
 _MOST_COLLECTIVES = 8

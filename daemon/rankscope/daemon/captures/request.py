@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 
 from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, Suspected
 from rankscope.common.rank_selection import choose_ranks as chosen
+from rankscope.common.text import printable
 from rankscope.daemon.captures.orders import (
     DEFAULT_PATIENCE_SECONDS,
     PATIENCE_LIMIT_SECONDS,
@@ -105,7 +106,7 @@ def options_of(request: pb.StartCaptureRequest) -> Options:
 
 def kept_text(text: str, limit: int = 512) -> str:
     """A caller's text as it may be stored and shown: one line, bounded."""
-    return "".join(character if character.isprintable() else " " for character in text[:limit]).strip()
+    return printable(text, limit).strip()
 
 
 # Which job and ranks a request is for.

@@ -11,8 +11,8 @@ from prometheus_client.metrics_core import Metric as Family
 from rankscope.analysis.models.mfu import estimated_hfu_ratio
 from rankscope.common.metric_table import ANY, FULL_ONLY, Counter, Gauge, Section, label
 from rankscope.daemon.gpu.collector import ANY as ANY_PIPE
-from rankscope.daemon.gpu.collector import GpuStatus, SourceStatus, estimate_of
-from rankscope.daemon.gpu.readings import GpuReading, GpuState, SourceState
+from rankscope.daemon.gpu.collector import GpuStatus, estimate_of
+from rankscope.daemon.gpu.readings import GpuReading, GpuSnapshot, GpuState, SourceState
 
 GPUS_SHOWN = 1024  # 16 GPUs of seven slices each are 112; more is a broken source
 XIDS_SHOWN = 32
@@ -21,7 +21,7 @@ STANDARD_REASONS = ("power_cap", "sw_thermal", "hw_thermal", "hw_slowdown", "hw_
 ALL_REASONS = (*STANDARD_REASONS, "sync_boost", "application_clocks", "display_clocks", "idle")
 
 # fmt: off
-GPU_SOURCES: Section[SourceStatus] = Section(("source",), (
+GPU_SOURCES: Section[GpuSnapshot] = Section(("source",), (
     Gauge("rankscope_gpu_source_state",
         "State a source of GPU counters is in: starting, ok, no_driver, no_gpu, hanging or failed; value 1.",
         lambda source: {source.state.value: 1}, {"state": tuple(state.value for state in SourceState)}),

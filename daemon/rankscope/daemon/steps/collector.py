@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rankscope.common.text import printable
 from rankscope.daemon.collector import Collector
 from rankscope.daemon.config import Config
 from rankscope.daemon.samples import ProbeFacts, Problem, RankKey, RankProcess, Span, StepSample
@@ -213,6 +214,4 @@ def _positive(value: object) -> float | None:
 
 
 def _text(value: object) -> str | None:
-    if not isinstance(value, str):
-        return None
-    return "".join(character for character in value if character.isprintable())[:TEXT_LENGTH] or None
+    return printable(value, TEXT_LENGTH).strip(" �") or None if isinstance(value, str) else None

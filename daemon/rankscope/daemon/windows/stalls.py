@@ -11,6 +11,7 @@ from statistics import median
 
 import numpy as np
 
+from rankscope.common.text import printable
 from rankscope.daemon.samples import (
     Frame,
     Problem,
@@ -22,7 +23,7 @@ from rankscope.daemon.samples import (
     StallDump,
     StepSample,
 )
-from rankscope.daemon.windows.window import RankSamples, bounded, plausible
+from rankscope.daemon.windows.window import NAME_CHARACTERS, RankSamples, plausible
 from rankscope.v1.window_pb2 import RankWindow, Stall
 
 STALL_SECONDS = 3.0
@@ -89,7 +90,7 @@ class StallWatch:
         if dump is not None:
             if not stall.HasField("same_stack_looks"):
                 stall.same_stack_looks = looks
-            stall.phase = bounded(dump.phase, 32)
+            stall.phase = printable(dump.phase, 32)
             stall.stack.extend(_line(frame) for frame in dump.stack[:STACK_LINES])
         return stall
 
@@ -189,7 +190,7 @@ def _note_recording(memory: _Memory, sample: StackSample) -> None:
 
 
 def _line(frame: Frame) -> str:
-    return bounded(f"{frame.function} ({frame.file}:{frame.line})")
+    return printable(f"{frame.function} ({frame.file}:{frame.line})", NAME_CHARACTERS)
 
 
 class PaceWatch:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rankscope.common.text import printable
 from rankscope.daemon.samples import (
     Column,
     GpuSample,
@@ -63,7 +64,7 @@ def add_gpu(window: RankWindow, sample: GpuSample, peak_of_device: Callable[[str
         ("namespace", sample.namespace),
     ):
         if text:
-            setattr(identity, name, "".join(c if c.isprintable() else " " for c in text[:GPU_NAME_CHARACTERS]))
+            setattr(identity, name, printable(text, GPU_NAME_CHARACTERS))
     usage = GpuUsage(gpus=sample.gpus, shared=sample.shared)
     for name in MEASURED:
         value = getattr(sample, name)
@@ -156,13 +157,13 @@ def assemble(
 
 def identity_of(rank: RankProcess, node: str, steps: StepSample | None = None) -> RankIdentity:
     identity = RankIdentity(
-        job=bounded(rank.job),
+        job=printable(rank.job, NAME_CHARACTERS),
         rank=rank.rank,
         local_rank=rank.local_rank,
         world_size=rank.world_size,
         node=node,
-        pod=None if rank.pod is None else bounded(rank.pod),
-        namespace=None if rank.namespace is None else bounded(rank.namespace),
+        pod=None if rank.pod is None else printable(rank.pod, NAME_CHARACTERS),
+        namespace=None if rank.namespace is None else printable(rank.namespace, NAME_CHARACTERS),
         pid=rank.pid,
         incarnation=rank.start_ticks,
     )
@@ -175,18 +176,10 @@ def identity_of(rank: RankProcess, node: str, steps: StepSample | None = None) -
 
 
 def problem_texts(problems: Sequence[Problem]) -> list[str]:
-    texts = [bounded(f"{problem.source}: {problem.text}", PROBLEM_CHARACTERS) for problem in problems]
+    texts = [printable(f"{problem.source}: {problem.text}", PROBLEM_CHARACTERS) for problem in problems]
     if len(texts) > PROBLEMS_KEPT:
         texts[PROBLEMS_KEPT - 1 :] = [f"and {len(texts) - PROBLEMS_KEPT + 1} more problems"]
     return texts
-
-
-def bounded(text: str, characters: int = NAME_CHARACTERS) -> str:
-    """One printable line of limited length: what training processes say goes to terminals, logs and labels."""
-    if len(text) <= characters and text.isprintable():
-        return text
-    clean = "".join(character if character.isprintable() else " " for character in text[: characters + 1])
-    return clean if len(clean) <= characters else clean[: characters - 1] + "…"
 
 
 def statistics_of(seconds: Column) -> StepStatistics | None:
@@ -217,15 +210,15 @@ def stack_summary(sample: StackSample) -> StackSummary:
     return StackSummary(
         samples=min(sample.samples, COUNT_AT_MOST),
         errors=min(sample.errors, COUNT_AT_MOST),
-        phase_shares={bounded(phase, 32): count / total for phase, count in sample.phase_counts.items()},
+        phase_shares={printable(phase, 32): count / total for phase, count in sample.phase_counts.items()},
         frames=[
             FrameShare(
-                function=bounded(counted.frame.function),
-                file=bounded(counted.frame.file),
+                function=printable(counted.frame.function, NAME_CHARACTERS),
+                file=printable(counted.frame.file, NAME_CHARACTERS),
                 line=counted.frame.line,
                 share=counted.inclusive / total,
                 leaf_share=counted.leaf / total,
-                phase=bounded(counted.phase, 32),
+                phase=printable(counted.phase, 32),
             )
             for counted in sample.frames
         ],

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
+from rankscope.common.text import one_line
 from rankscope.operator.captures.capture_object import CaptureObject
 from rankscope.operator.certificates.daemon_credentials import DaemonTls, credentials, naming
 from rankscope.operator.kube.resources import CaptureSpec
@@ -124,7 +125,7 @@ class DaemonCalls:
 
 
 def _told(error: grpc.RpcError) -> Exception:
-    text = (error.details() or error.code().name)[:500]
+    text = one_line(error.details() or error.code().name, 500)
     return DaemonRefusedError(text) if error.code() in _REFUSALS else DaemonAwayError(text)
 
 

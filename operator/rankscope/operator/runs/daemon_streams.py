@@ -15,6 +15,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from rankscope.common.text import one_line
+from rankscope.common.token_bucket import TokenBucket
 from rankscope.operator.certificates.daemon_credentials import DaemonTls, credentials, naming
 from rankscope.operator.correlation.wire_shapes import Message, Said, read_said
 from rankscope.operator.kube.api_client import Document
@@ -129,7 +131,7 @@ class DaemonStreams:
                     backoff = FIRST_BACKOFF_SECONDS
             except grpc.aio.AioRpcError as error:
                 level = logging.INFO if node in self._connected else logging.DEBUG
-                log.log(level, "daemon of %s: %s %s", node, error.code().name, (error.details() or "")[:200])
+                log.log(level, "daemon of %s: %s %s", node, error.code().name, one_line(error.details() or "", 200))
             except (OSError, ValueError, asyncio.TimeoutError) as error:
                 log.warning("daemon of %s: %s", node, error or type(error).__name__)
             except Exception:
@@ -141,7 +143,8 @@ class DaemonStreams:
 
     async def _stream(self, target: _Target) -> bool:
         """True if anything was heard."""
-        node, heard, patience = target.node, False, MESSAGES_BURST
+        node, heard = target.node, False
+        bucket = TokenBucket(MESSAGES_BURST, MESSAGES_PER_SECOND)
         async with self._channel(target.address) as channel:
             request = rank_service_pb2.WatchRanksRequest(pods=sorted(target.pods))
             # Bytes as they are: gRPC would read all of a message, and write to the log what it cannot read.
@@ -151,9 +154,7 @@ class DaemonStreams:
                     message = await asyncio.wait_for(call.read(), FIRST_MESSAGE_SECONDS)
                 while message is not grpc.aio.EOF:
                     now = self._loop.time()
-                    patience += MESSAGES_PER_SECOND * (now - self._heard_at.get(call, now))
-                    patience = min(patience, MESSAGES_BURST) - 1
-                    if patience < 0:
+                    if not bucket.take(now):
                         raise ValueError(f"it sends more than {MESSAGES_PER_SECOND:g} messages a second")
                     said = _read(message)
                     heard = True

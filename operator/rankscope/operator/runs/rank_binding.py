@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
+from rankscope.common.token_bucket import TokenBucket
 from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen
 from rankscope.operator.correlation.reading_windows import ReadWindows, read_windows
 from rankscope.operator.correlation.wire_shapes import Message, Said
@@ -118,10 +119,9 @@ class Known:
 
 
 class Speaker:
-    def __init__(self, refusals: Refusals, now: float) -> None:
+    def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals
-        self._allowance = 0.0
-        self._seen_at = now - BURST_SECONDS
+        self._windows = TokenBucket(BURST_SECONDS * WINDOWS_PER_RANK_SECOND * RANKS_PER_NODE, 0.0)
         self._forgot_at = 0.0
         # Of the present message: ranks come and go, and none may raise the allowance for ever.
         self.ranks = 0
@@ -130,10 +130,8 @@ class Speaker:
     def allow(self, sent: int, now: float) -> int:
         """How many of so many are listened to; the others are counted."""
         rate = WINDOWS_PER_RANK_SECOND * min(max(1, self.ranks or sent), RANKS_PER_NODE)
-        self._allowance = min(rate * BURST_SECONDS, self._allowance + rate * (now - self._seen_at))
-        self._seen_at = now
-        allowed = min(sent, int(self._allowance))
-        self._allowance -= allowed
+        self._windows.per_second, self._windows.burst = rate, rate * BURST_SECONDS
+        allowed = self._windows.take_up_to(now, sent)
         if allowed < sent:
             self._refusals.add("rate", sent - allowed)
         return allowed
@@ -228,7 +226,7 @@ class Binding:
         """Those of its windows that its allowance is enough for."""
         speaker = self._speakers.get(message.node)
         if speaker is None:
-            speaker = self._speakers[message.node] = Speaker(self.refusals, now)
+            speaker = self._speakers[message.node] = Speaker(self.refusals)
         sent = message.said.windows
         return sent[: speaker.allow(len(sent), now)]
 

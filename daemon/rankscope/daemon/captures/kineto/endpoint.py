@@ -21,6 +21,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Final
 
+from rankscope.common.token_bucket import TokenBucket
 from rankscope.daemon import procfs
 from rankscope.daemon.captures.kineto import datagrams
 from rankscope.daemon.captures.kineto.clients import CLIENTS_LIMIT, Address, Client, Clients
@@ -54,21 +55,10 @@ class Place:
     endpoint: socket.socket
     namespace: int | None
     directory: str | None
-    bound_at: float  # monotonic, as are the other times
-    filled_at: float
-    allowance: float = DATAGRAMS_PER_SECOND
+    bound_at: float  # monotonic
+    bucket: TokenBucket = field(default_factory=lambda: TokenBucket(DATAGRAMS_PER_SECOND, DATAGRAMS_PER_SECOND))
     is_paused: bool = False
     known: set[Address] = field(default_factory=set)
-
-    def refill(self, now: float) -> None:
-        self.allowance = min(DATAGRAMS_PER_SECOND, self.allowance + (now - self.filled_at) * DATAGRAMS_PER_SECOND)
-        self.filled_at = now
-
-    def may_receive(self) -> bool:
-        if self.allowance < 1:
-            return False
-        self.allowance -= 1
-        return True
 
     def is_stranger(self, address: Address, is_young: bool) -> bool:
         """Whether this is the first datagram of a client while the socket is young."""
@@ -259,7 +249,7 @@ class Endpoint:
     def _move_in(self, key: Key, endpoint: socket.socket) -> None:
         now = self._monotonic()
         namespace, directory = (key, None) if isinstance(key, int) else (None, key)
-        place = Place(endpoint, namespace, directory, bound_at=now, filled_at=now)
+        place = Place(endpoint, namespace, directory, bound_at=now)
         self._places[key] = place
         self._selector.register(endpoint, selectors.EVENT_READ, place)
 
@@ -275,9 +265,9 @@ class Endpoint:
                 self._clients.forget_namespace(place.namespace)
 
     def _serve(self, place: Place) -> None:
-        place.refill(self._monotonic())
+        now = self._monotonic()
         for _ in range(BATCH):
-            if not place.may_receive():
+            if not place.bucket.take(now):
                 self._tallies["deferred"] += 1
                 self._selector.unregister(place.endpoint)
                 place.is_paused = True
@@ -290,7 +280,7 @@ class Endpoint:
     def _resume(self) -> None:
         now = self._monotonic()
         for place in self._places.values():
-            if place.is_paused and now - place.filled_at >= PAUSE_SECONDS:
+            if place.is_paused and place.bucket.wait_seconds(now, BATCH) == 0:
                 place.is_paused = False
                 self._selector.register(place.endpoint, selectors.EVENT_READ, place)
 

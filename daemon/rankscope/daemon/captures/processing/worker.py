@@ -31,6 +31,7 @@ from rankscope.analysis.traces.steps import CUT_AT_A_STEP
 from rankscope.analysis.traces.summary import summarize
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.analysis.traces.trace import Trace
+from rankscope.common.text import printable
 from rankscope.daemon.captures.probe.commands import window_file
 from rankscope.daemon.captures.processing.messages import (
     Job,
@@ -46,7 +47,6 @@ from rankscope.daemon.captures.processing.messages import (
 )
 from rankscope.daemon.captures.processing.sandbox import confine
 from rankscope.daemon.captures.processing.trace_check import SURPRISES, Checked, RefusedError, blocks, check
-from rankscope.daemon.discovery.rank_environment import printable
 
 _SUMS = (
     "span_seconds",
