@@ -201,10 +201,10 @@ class RecentSteps:
             for key, window in windows.items():
                 if window.sources.get("steps") == SOURCE_CAPTURE:
                     continue  # steps that were slowed down by recording them, and told late
-                if window.HasField("steps") and window.steps and window.HasField("step"):
+                if window.HasField("steps") and window.steps and window.HasField("step_seconds"):
                     start, end = window.start_unix_nanos / 1e9, window.end_unix_nanos / 1e9
                     kept = self._windows.setdefault(key, deque(maxlen=WINDOWS_KEPT))
-                    kept.append((start, end, window.steps, window.step.mean_seconds))
+                    kept.append((start, end, window.steps, window.step_seconds.mean))
 
     def __call__(self, rank: RankProcess, start_unix_seconds: float, end_unix_seconds: float) -> float | None:
         """Mean step time over the windows that lie in a stretch of time, at least for the most part; None where the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from google.protobuf.message import Message
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -20,7 +20,6 @@ PROBLEMS_PER_RANK = 6
 PROBLEMS_IN_STANDARD = 3
 # Of the step: less is the time that it takes to reach the device.
 DEVICE_BOUND_RATIO = 0.1
-GROUP_FIELDS = 7
 GROUP_KINDS = {
     ring_layout.GROUP_EXPOSED: "exposed",
     ring_layout.GROUP_OVERLAPPED: "overlapped",
@@ -134,12 +133,12 @@ def _add_steps(families: _Families, window: RankWindow, who: Mapping[str, str]) 
         (
             "step",
             "Step time in the last window. In synchronous training it is the same on every rank.",
-            window.step,
+            window.step_seconds,
         ),
-        ("self", "Step time less waiting on others, in the last window. The one to compare.", window.self),
+        ("self", "Step time less waiting on others, in the last window. The one to compare.", window.self_seconds),
     ):
         if statistics.ListFields():
-            for quantile, value in (("0.5", statistics.p50_seconds), ("0.9", statistics.p90_seconds)):
+            for quantile, value in (("0.5", statistics.p50), ("0.9", statistics.p90)):
                 families.gauge(f"rank_{name}_seconds", text, {**who, "quantile": quantile}, value)
     _add_device(families, window, who)
     for name, text in (
@@ -167,8 +166,8 @@ def _add_device(families: _Families, window: RankWindow, who: Mapping[str, str])
     ahead = _optional(window, "run_ahead_seconds")
     text = "The furthest the host was ahead of the device within a step, in the last window."
     families.gauge("rank_run_ahead_seconds", text, who, ahead)
-    if ahead is not None and window.step.mean_seconds > 0:
-        is_device_bound = ahead >= DEVICE_BOUND_RATIO * window.step.mean_seconds
+    if ahead is not None and window.step_seconds.mean > 0:
+        is_device_bound = ahead >= DEVICE_BOUND_RATIO * window.step_seconds.mean
         text = "1 if the host runs ahead of the device, 0 if the device waits for its host."
         families.gauge("rank_device_bound", text, who, float(is_device_bound))
     text = (
@@ -176,12 +175,11 @@ def _add_device(families: _Families, window: RankWindow, who: Mapping[str, str])
         "the least in its group is waiting. group is equal on all members."
     )
     # Where the rank knows its self time, groups add nothing to it.
-    is_timed = window.HasField("host_seconds") and window.step.mean_seconds > 0
-    is_shown = is_timed and (families.full or not window.HasField("self"))
-    shown = window.groups if is_shown else ()
-    for number, _, _, kind, _, seconds, step_seconds in batched(shown, GROUP_FIELDS):
-        labels = {**who, "group": f"{int(number):x}", "kind": GROUP_KINDS.get(int(kind), "other")}
-        scaled = seconds * window.step.mean_seconds / step_seconds if step_seconds > 0 else None
+    is_timed = window.HasField("host_seconds") and window.step_seconds.mean > 0
+    is_shown = is_timed and (families.full or not window.HasField("self_seconds"))
+    for group in window.groups if is_shown else ():
+        labels = {**who, "group": f"{group.number:x}", "kind": GROUP_KINDS.get(group.kind, "other")}
+        scaled = group.seconds * window.step_seconds.mean / group.step_seconds if group.step_seconds > 0 else None
         families.gauge("rank_group_seconds", text, labels, scaled)
 
 
@@ -218,10 +216,6 @@ def _add_stacks(families: _Families, report: RankReport, who: Mapping[str, str])
             "other ranks; backward_code is Python code that it calls."
         )
         families.gauge("rank_phase_ratio", text, {**who, "phase": phase}, share)
-
-
-def batched(values: Sequence[float], size: int) -> Iterator[Sequence[float]]:
-    return (values[start : start + size] for start in range(0, len(values) - size + 1, size))
 
 
 def _optional(message: Message, name: str) -> float | None:

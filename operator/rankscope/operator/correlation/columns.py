@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, grouped_max, grouped_median, grouped_min, number_groups
 from rankscope.analysis.verdicts.communication import GroupSpans, group_waits
+from rankscope.analysis.verdicts.window_columns import FIGURES, GROUP_FIGURES, GROUPS, RANK_FIGURES, columns
 from rankscope.analysis.verdicts.windows import (
     FrameSeen,
     GpuEvidence,
@@ -19,14 +20,16 @@ from rankscope.analysis.verdicts.windows import (
     StackProfile,
     Stall,
 )
-from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen, hold
-from rankscope.operator.correlation.measuring import CAUSES, GROUPS_READ, rows
+from rankscope.operator.correlation.daemon_windows import HeldWindow, RankSeen
 from rankscope.v1 import window_pb2
-from rankscope.v1.window_pb2 import RankWindow
 
-# What of a window's message is looked at only when the columns raise a question.
-
-NAN = float("nan")
+_STEP, _SELF, _WAIT, _TRANSFER, _HOST, _TOTAL, _LAST_STEP, _CAPTURED, _GROUP = map(
+    FIGURES.index,
+    (
+        *(f"{name}_seconds" for name in ("step", "self", "wait", "transfer", "host")),
+        *("steps_total", "last_step_unix_seconds", "is_captured", f"group0_{GROUP_FIGURES[0]}"),
+    ),
+)
 
 
 class Evidence(Mapping[int, RankEvidence]):
@@ -49,21 +52,13 @@ class Evidence(Mapping[int, RankEvidence]):
         return len(self._ranks)
 
 
-def starved_seconds(process: window_pb2.ProcessUsage) -> float:
-    """Time the rank could have run and did not. Kernels differ in whether a quota's throttling counts as run delay, so
-    the larger of the two stands for both."""
-    waited = max(process.run_delay_seconds, process.throttled_seconds)
-    if not waited and not process.HasField("run_delay_seconds") and not process.HasField("throttled_seconds"):
-        return NAN
-    return waited + process.stopped_seconds
-
-
 def evidence_of(window: window_pb2.RankWindow) -> RankEvidence:
     length = (window.end_unix_nanos - window.start_unix_nanos) / 1e9
-    starved = starved_seconds(window.process)
+    process = window.process
+    is_known = process.HasField("starved_seconds") and length > 0
     return RankEvidence(
         stacks=_stacks(window.stacks) if window.HasField("stacks") else None,
-        starved_share=None if np.isnan(starved) or length <= 0 else min(starved / length, 1.0),
+        starved_share=min(process.starved_seconds / length, 1.0) if is_known else None,
         window_seconds=length,
         gpu=_gpu(window.gpu, length) if window.HasField("gpu") and window.gpu.gpus == 1 else None,
     )
@@ -130,14 +125,6 @@ def clock_skews(
     return [skew if is_known else None for skew, is_known in zip(apart.tolist(), known.tolist(), strict=True)]
 
 
-LARGEST = 1e6
-SHORTEST_STEP_SECONDS = 1e-9
-_FLOATS = [column.name for column in fields(RankColumns)][4:]  # after the keys
-_STEP, _SELF, _WAIT, _TRANSFER, _HOST = (
-    _FLOATS.index(f"{name}_seconds") for name in ("step", "self", "wait", "transfer", "host")
-)
-
-
 @dataclass(frozen=True)
 class Layout:
     """Who is in a tick: the same from one to the next for as long as no process is replaced."""
@@ -167,12 +154,6 @@ class Tick:
     layout: Layout | None = None  # of the tick before, where there was one
 
 
-def job_window(windows: Sequence[RankWindow], world_size: int, departed: tuple[int, ...] = ()) -> JobWindow:
-    """One tick of one job that came as messages; `windows` has at most one per rank."""
-    held = {window.identity.rank: hold(window) for window in windows}
-    return job_windows({"": Tick(held, world_size, departed)})[""]
-
-
 def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
     """All jobs that are ready, together: most have few ranks, and numpy wants many. Sets each one's `layout`."""
     if not ticks:
@@ -181,21 +162,22 @@ def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
     layouts = [_lay_out(tick, windows) for tick, windows in zip(ticks.values(), ordered, strict=True)]
     ends = np.cumsum([len(windows) for windows in ordered]).tolist()
     parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    measured = rows([window.measured for window in chain.from_iterable(ordered)])
-    figures = _per_step(measured)
-    _add_device_waits(figures, measured, np.repeat(np.arange(len(parts)), [len(windows) for windows in ordered]))
-    captured = measured["is_captured"] > 0
+    figures = columns([window.figures for window in chain.from_iterable(ordered)])
+    job = np.repeat(np.arange(len(parts)), [len(windows) for windows in ordered])
+    captured = figures[_CAPTURED] > 0
+    _add_device_waits(figures, captured, job)
     is_captured = [False] * len(parts)
     if captured.any():
-        is_captured = [_settle_captured(figures[:, part], captured[part]) for part in parts]
-    skews = _skews(figures, measured, layouts, parts)
+        is_captured = [_settle_captured(figures[: len(RANK_FIGURES), part], captured[part]) for part in parts]
+    skews = _skews(figures, job, layouts)
     made = {}
-    for (job, tick), windows, layout, part, captured_only, skew in zip(
+    for (name, tick), windows, layout, part, captured_only, skew in zip(
         ticks.items(), ordered, layouts, parts, is_captured, skews, strict=True
     ):
         # A copy, since judges remember windows: a part would keep the whole fleet's tick in memory.
-        columns = RankColumns(layout.job, layout.rank, layout.stage, layout.place, *figures[:, part].copy())
-        made[job] = _job_window(tick, windows, columns, layout.place_names, skew, captured_only)
+        kept = figures[: len(RANK_FIGURES), part].copy()
+        rank_columns = RankColumns(layout.job, layout.rank, layout.stage, layout.place, *kept)
+        made[name] = _job_window(tick, windows, rank_columns, layout.place_names, skew, captured_only)
     return made
 
 
@@ -206,40 +188,17 @@ def _lay_out(tick: Tick, windows: Sequence[HeldWindow]) -> Layout:
     return tick.layout
 
 
-def _per_step(measured: Mapping[str, Floats]) -> Floats:
-    """RankColumns' floats, a row for each; the second is the step's time."""
-    steps, mean, length = measured["steps"], measured["step_mean"], measured["window_nanos"] / 1e9
-    captured = measured["is_captured"] > 0
-    with np.errstate(all="ignore"):
-        # Kernels differ in whether a quota's throttling counts as run delay: the larger of the two stands for both.
-        starved = np.fmax(measured["run_delay"], measured["throttled"]) + np.nan_to_num(measured["stopped"])
-        # Captured steps are not those of the window: what it queued for a CPU is its share of any step.
-        starved = np.where(captured, np.where(length > 0, starved / length * mean, NAN), starved / steps)
-        low, high = measured["self_p10"], measured["self_p90"]
-        own, wait, *phases = (measured[cause] / steps for cause in CAUSES)
-        made = np.array(
-            [
-                *(steps, mean, own, wait, measured["wait_p10"]),
-                np.where(low > 0, high / low, NAN),
-                *(*phases, starved, measured["host_seconds"], measured["run_ahead_seconds"], measured["mfu_ratio"]),
-            ]
-        )
-    # Seconds of a step, and ratios: what a daemon says beyond these is no measurement, and would be infinite somewhere.
-    made[1:][~((made[1:] >= 0) & (made[1:] <= LARGEST))] = NAN
-    made[1:, ~((steps > 0) & (made[1] >= SHORTEST_STEP_SECONDS))] = NAN
-    return made
-
-
-def _add_device_waits(figures: Floats, measured: Mapping[str, Floats], job: Ints) -> None:
+def _add_device_waits(figures: Floats, captured: Bools, job: Ints) -> None:
     """Of ranks that are timed on a device. Collectives may run beside other work there, so that no rank by itself knows
     what it waited: the members of a group tell it together."""
-    on_device = ~np.isnan(figures[_HOST]) & ~(measured["is_captured"] > 0)
-    figures[_TRANSFER, on_device] = NAN  # one rank's quantile is not what the transfer takes
-    timed = np.flatnonzero(on_device & ~np.isnan(measured["group0_id"]))
+    on_device = ~np.isnan(figures[_HOST]) & ~captured
+    figures[_TRANSFER, on_device] = np.nan  # one rank's quantile is not what the transfer takes
+    timed = np.flatnonzero(on_device & ~np.isnan(figures[_GROUP]))
     if not len(timed):
         return
-    here = {name: column[timed] for name, column in measured.items()}
-    waits = group_waits(GroupSpans.of(here, GROUPS_READ), job[timed], figures[_STEP, timed])
+    # By group, figure and rank.
+    groups = figures[_GROUP:, timed].reshape(GROUPS, len(GROUP_FIGURES), len(timed))
+    waits = group_waits(GroupSpans(*groups.swapaxes(0, 1)), job[timed], figures[_STEP, timed])
     found = np.array([waits.self_seconds, waits.wait_seconds, waits.transfer_seconds])
     figures[[[_SELF], [_WAIT], [_TRANSFER]], timed] = found
 
@@ -250,7 +209,7 @@ def _settle_captured(figures: Floats, captured: Bools) -> bool:
     if not captured.any():
         return False
     is_measured = bool((~np.isnan(figures[_SELF]) & ~captured).any())
-    figures[:, captured if is_measured else ~captured] = NAN
+    figures[:, captured if is_measured else ~captured] = np.nan
     return not is_measured
 
 
@@ -277,11 +236,7 @@ def _job_window(
     )
 
 
-def _skews(
-    figures: Floats, measured: Mapping[str, Floats], layouts: Sequence[Layout], parts: Sequence[slice]
-) -> list[float | None]:
-    job = np.repeat(np.arange(len(parts)), [part.stop - part.start for part in parts])
+def _skews(figures: Floats, job: Ints, layouts: Sequence[Layout]) -> list[float | None]:
     place = np.concatenate([layout.place for layout in layouts])
-    step_seconds = grouped_median(figures[1], job, len(parts))[job]
-    last_step = measured["last_step_unix_nanos"] / 1e9
-    return clock_skews(measured["steps_total"], last_step, step_seconds, job, place, len(parts))
+    step_seconds = grouped_median(figures[_STEP], job, len(layouts))[job]
+    return clock_skews(figures[_TOTAL], figures[_LAST_STEP], step_seconds, job, place, len(layouts))

@@ -15,9 +15,9 @@ from rankscope.analysis.verdicts.detector import FleetJudge
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
-from rankscope.operator.correlation.held_windows import HeldWindow, HeldWindows, hold
+from rankscope.operator.correlation.daemon_windows import HeldWindow, HeldWindows
 from rankscope.operator.correlation.job_table import JobTable
-from rankscope.v1 import identity_pb2, rank_service_pb2, window_pb2
+from rankscope.v1 import identity_pb2, window_pb2
 from rankscope.v1.window_pb2 import RankWindow
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class JobState:
     exposed_communication_ratio: float | None
     windows: Sequence[window_pb2.RankWindow]  # in the order of ranks; each is read when it is asked for
     window_end_unix_seconds: float = 0.0  # of the windows that were judged; `windows` may be newer
-    # What only the comparison of ranks tells, by rank, per step: own work and waiting on others.
+    # What only the comparison of ranks tells, by rank, per step: `self_seconds` and `wait_seconds`.
     self_and_wait_seconds: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -55,7 +55,7 @@ Listener = Callable[[tuple[JobState, ...]], None]
 
 
 class Correlator:
-    """Thread-safe. `accept` may be called from any stream's thread; `start` runs the ticking in one of its own.
+    """Thread-safe. `take` may be called from any stream's thread; `start` runs the ticking in one of its own.
 
     `policy_of` gives a job's own policy, None where `policy` holds. It is asked at every tick: be quick."""
 
@@ -74,9 +74,6 @@ class Correlator:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-
-    def accept(self, message: rank_service_pb2.WatchRanksResponse) -> None:
-        self.take([hold(window) for window in message.windows], message.departed)
 
     def take(self, windows: Iterable[HeldWindow], departed: Iterable[identity_pb2.RankIdentity] = ()) -> None:
         with self._lock:
@@ -249,7 +246,7 @@ def suspects(state: JobState) -> Suspects:
     others = [window for rank, window in windows.items() if rank not in culprits]
     if accused and state.verdict.stage is None:
         others = [window for window in others if _stage(window) == _stage(accused[0])]
-    known = sorted((window for window in others if window.HasField("self")), key=lambda w: w.self.mean_seconds)
+    known = sorted((window for window in others if window.HasField("self_seconds")), key=lambda w: w.self_seconds.mean)
     middle = len(known) // 2
     typical = [*known[middle:], *reversed(known[:middle])] if known else others
     return Suspects(culprits, tuple(window.identity.rank for window in typical), state.verdict.reason)
