@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isnan, nan
 from statistics import median
@@ -106,6 +107,13 @@ class GroupSpans:
     kind: Floats
     seconds: Floats  # in collectives, per sampled step
     step_seconds: Floats  # of the sampled steps
+
+    @staticmethod
+    def of(measured: Mapping[str, Floats], groups_read: int) -> GroupSpans:
+        def table(name: str) -> Floats:
+            return np.array([measured[f"group{number}_{name}"] for number in range(groups_read)])
+
+        return GroupSpans(table("id"), table("kind"), table("seconds"), table("step_seconds"))
 
 
 @dataclass(frozen=True)

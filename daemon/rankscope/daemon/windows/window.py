@@ -37,8 +37,7 @@ from rankscope.v1.window_pb2 import (
     StepStatistics,
 )
 
-# The part of a window that tells of the rank's GPU. Pure.
-
+# The GPU part of a window.
 GPU_NAME_CHARACTERS = 128
 MEASURED = (
     "utilization_ratio",
@@ -195,7 +194,7 @@ def statistics_of(seconds: Column) -> StepStatistics | None:
     values = np.sort(seconds[~np.isnan(seconds)])
     if values.size == 0:
         return None
-    # The linear quantiles of numpy, at a tenth of their price for the few values of a window.
+    # The linear quantiles of numpy, at a tenth of the cost for the few values of a window.
     places = np.array((0.1, 0.5, 0.9)) * (values.size - 1)
     p10, p50, p90 = np.interp(places, np.arange(values.size), values)
     return StepStatistics(

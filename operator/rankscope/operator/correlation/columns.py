@@ -1,4 +1,7 @@
-"""Windows as the columns and evidence that the rules read."""
+"""Windows of one tick as the rules read them: columns of figures, and evidence that is read on demand.
+
+The figures are those that the daemons sent; added here is what needs more than one rank: waiting on a device, whether
+captures or probes count, and the difference between the nodes' clocks."""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from rankscope.analysis.verdicts.windows import (
 from rankscope.operator.correlation.daemon_windows import HeldWindow, RankSeen
 from rankscope.v1 import window_pb2
 
+# Rows of the table of figures.
 _STEP, _SELF, _WAIT, _TRANSFER, _HOST, _TOTAL, _LAST_STEP, _CAPTURED, _GROUP = map(
     FIGURES.index,
     (
@@ -32,8 +36,134 @@ _STEP, _SELF, _WAIT, _TRANSFER, _HOST, _TOTAL, _LAST_STEP, _CAPTURED, _GROUP = m
 )
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of a tick: the same from one tick to the next as long as no process is replaced."""
+
+    members: tuple[RankSeen, ...]
+    job: Ints
+    rank: Ints
+    stage: Ints
+    place: Ints
+    place_names: Mapping[int, str]
+
+    @staticmethod
+    def of(members: tuple[RankSeen, ...]) -> Layout:
+        nodes = {node: number for number, node in enumerate(sorted({who.node for who in members}))}
+        keys = [(0, who.rank, who.stage, nodes[who.node]) for who in members]
+        job, rank, stage, place = np.array(keys, dtype=np.int64).reshape(len(members), 4).T.copy()
+        return Layout(members, job, rank, stage, place, {number: node for node, number in nodes.items()})
+
+
+@dataclass
+class Tick:
+    """One tick of one job, its windows in any order, at most one of a rank."""
+
+    windows: Mapping[int, HeldWindow]  # by rank
+    world_size: int
+    departed: tuple[int, ...] = ()
+    layout: Layout | None = None  # of the tick before, where there was one
+
+
+def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
+    """All jobs that are ready, together: most have few ranks, and numpy is fast with many. Sets the `layout` of each."""
+    if not ticks:
+        return {}
+    ordered = [[tick.windows[rank] for rank in sorted(tick.windows)] for tick in ticks.values()]
+    layouts = [_lay_out(tick, windows) for tick, windows in zip(ticks.values(), ordered, strict=True)]
+    ends = np.cumsum([len(windows) for windows in ordered]).tolist()
+    parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    figures = columns([window.figures for window in chain.from_iterable(ordered)])
+    job = np.repeat(np.arange(len(parts)), [len(windows) for windows in ordered])
+    captured = figures[_CAPTURED] > 0
+    _add_device_waits(figures, captured, job)
+    is_captured = [False] * len(parts)
+    if captured.any():
+        is_captured = [_settle_captured(figures[: len(RANK_FIGURES), part], captured[part]) for part in parts]
+    skews = _clock_skews(figures, job, layouts)
+    made = {}
+    for (name, tick), windows, layout, part, captured_only, skew in zip(
+        ticks.items(), ordered, layouts, parts, is_captured, skews, strict=True
+    ):
+        # A copy, since judges remember windows: a part would keep the whole fleet's tick in memory.
+        kept = figures[: len(RANK_FIGURES), part].copy()
+        rank_columns = RankColumns(layout.job, layout.rank, layout.stage, layout.place, *kept)
+        made[name] = _job_window(tick, windows, rank_columns, layout.place_names, skew, captured_only)
+    return made
+
+
+def _lay_out(tick: Tick, windows: Sequence[HeldWindow]) -> Layout:
+    members = tuple([window.who for window in windows])
+    if tick.layout is None or tick.layout.members != members:
+        tick.layout = Layout.of(members)
+    return tick.layout
+
+
+def _add_device_waits(figures: Floats, captured: Bools, job: Ints) -> None:
+    """Of ranks that are timed on a device. Collectives may run beside other work there, so no rank by itself knows what
+    it waited: it follows from the times of all members of a group."""
+    on_device = ~np.isnan(figures[_HOST]) & ~captured
+    figures[_TRANSFER, on_device] = np.nan  # one rank's quantile is not what the transfer takes
+    timed = np.flatnonzero(on_device & ~np.isnan(figures[_GROUP]))
+    if not len(timed):
+        return
+    # By group, figure and rank.
+    groups = figures[_GROUP:, timed].reshape(GROUPS, len(GROUP_FIGURES), len(timed))
+    waits = group_waits(GroupSpans(*groups.swapaxes(0, 1)), job[timed], figures[_STEP, timed])
+    found = np.array([waits.self_seconds, waits.wait_seconds, waits.transfer_seconds])
+    figures[[[_SELF], [_WAIT], [_TRANSFER]], timed] = found
+
+
+def _settle_captured(figures: Floats, captured: Bools) -> bool:
+    """Steps that recording slowed down are not compared with steps that a probe timed. True if the captured ones count:
+    no probe measures waiting."""
+    if not captured.any():
+        return False
+    is_measured = bool((~np.isnan(figures[_SELF]) & ~captured).any())
+    figures[:, captured if is_measured else ~captured] = np.nan
+    return not is_measured
+
+
+def _job_window(
+    tick: Tick,
+    windows: list[HeldWindow],
+    columns: RankColumns,
+    place_names: Mapping[int, str],
+    skew_seconds: float | None,
+    is_captured: bool,
+) -> JobWindow:
+    last = windows[-1]
+    return JobWindow(
+        end_unix_seconds=last.end_unix_nanos / 1e9,
+        window_seconds=last.window_seconds,
+        world_size=tick.world_size,
+        columns=columns,
+        departed=tick.departed,
+        clock_skew_seconds=skew_seconds,
+        evidence=lambda: Evidence(windows, columns.rank),
+        stalls=lambda: {window.who.rank: stall_of(window.message()) for window in windows},
+        place_names=place_names,
+        is_captured=is_captured,
+    )
+
+
+def _clock_skews(figures: Floats, job: Ints, layouts: Sequence[Layout]) -> list[float | None]:
+    """Of each job the largest difference between the clocks of its nodes; None for one node. Synchronous ranks end the
+    same step together, so the clocks are read at a common step."""
+    step_seconds = grouped_median(figures[_STEP], job, len(layouts))[job]
+    moved = figures[_LAST_STEP] - figures[_TOTAL] * step_seconds
+    node, node_count = number_groups(job, np.concatenate([layout.place for layout in layouts]))
+    job_of_node = np.zeros(node_count, dtype=np.int64)
+    job_of_node[node] = job
+    medians = grouped_median(moved, node, node_count)
+    with np.errstate(invalid="ignore"):  # of jobs without any
+        apart = grouped_max(medians, job_of_node, len(layouts)) - grouped_min(medians, job_of_node, len(layouts))
+    known = np.bincount(job_of_node[~np.isnan(medians)], minlength=len(layouts)) > 1
+    return [skew if is_known else None for skew, is_known in zip(apart.tolist(), known.tolist(), strict=True)]
+
+
 class Evidence(Mapping[int, RankEvidence]):
-    """Read out of a message when it is asked for: few are, and a large job has a hundred thousand."""
+    """Read from a window when a rank is asked for: few are, and a large job has a hundred thousand."""
 
     def __init__(self, windows: Sequence[HeldWindow], ranks: Ints) -> None:
         self._windows = windows
@@ -103,140 +233,3 @@ def stall_of(window: window_pb2.RankWindow) -> Stall | None:
         stall.collectives_completed if stall.HasField("collectives_completed") else None,
         stall.same_stack_looks if stall.HasField("same_stack_looks") else None,
     )
-
-
-# Do the nodes' clocks agree? Synchronous ranks end the same step together, whatever their clocks say.
-
-
-def clock_skews(
-    steps_total: Floats, last_step_unix_seconds: Floats, step_seconds: Floats, job: Ints, place: Ints, job_count: int
-) -> list[float | None]:
-    """Of each job the largest difference between nodes of (end of a rank's last step, moved to a common step); None for
-    one node. Rows of one job have the same `step_seconds`."""
-    with np.errstate(invalid="ignore", over="ignore"):  # of infinities, which somebody may send
-        moved = last_step_unix_seconds - steps_total * step_seconds
-    node, node_count = number_groups(job, place)
-    job_of_node = np.zeros(node_count, dtype=np.int64)
-    job_of_node[node] = job
-    medians = grouped_median(moved, node, node_count)
-    with np.errstate(invalid="ignore"):
-        apart = grouped_max(medians, job_of_node, job_count) - grouped_min(medians, job_of_node, job_count)
-    known = np.bincount(job_of_node[~np.isnan(medians)], minlength=job_count) > 1
-    return [skew if is_known else None for skew, is_known in zip(apart.tolist(), known.tolist(), strict=True)]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Who is in a tick: the same from one to the next for as long as no process is replaced."""
-
-    members: tuple[RankSeen, ...]
-    job: Ints
-    rank: Ints
-    stage: Ints
-    place: Ints
-    place_names: Mapping[int, str]
-
-    @staticmethod
-    def of(members: tuple[RankSeen, ...]) -> Layout:
-        nodes = {node: number for number, node in enumerate(sorted({who.node for who in members}))}
-        keys = [(0, who.rank, who.stage, nodes[who.node]) for who in members]
-        job, rank, stage, place = np.array(keys, dtype=np.int64).reshape(len(members), 4).T.copy()
-        return Layout(members, job, rank, stage, place, {number: node for node, number in nodes.items()})
-
-
-@dataclass
-class Tick:
-    """One tick of one job, its windows in any order, at most one of a rank."""
-
-    windows: Mapping[int, HeldWindow]  # by rank
-    world_size: int
-    departed: tuple[int, ...] = ()
-    layout: Layout | None = None  # of the tick before, where there was one
-
-
-def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
-    """All jobs that are ready, together: most have few ranks, and numpy wants many. Sets each one's `layout`."""
-    if not ticks:
-        return {}
-    ordered = [[tick.windows[rank] for rank in sorted(tick.windows)] for tick in ticks.values()]
-    layouts = [_lay_out(tick, windows) for tick, windows in zip(ticks.values(), ordered, strict=True)]
-    ends = np.cumsum([len(windows) for windows in ordered]).tolist()
-    parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    figures = columns([window.figures for window in chain.from_iterable(ordered)])
-    job = np.repeat(np.arange(len(parts)), [len(windows) for windows in ordered])
-    captured = figures[_CAPTURED] > 0
-    _add_device_waits(figures, captured, job)
-    is_captured = [False] * len(parts)
-    if captured.any():
-        is_captured = [_settle_captured(figures[: len(RANK_FIGURES), part], captured[part]) for part in parts]
-    skews = _skews(figures, job, layouts)
-    made = {}
-    for (name, tick), windows, layout, part, captured_only, skew in zip(
-        ticks.items(), ordered, layouts, parts, is_captured, skews, strict=True
-    ):
-        # A copy, since judges remember windows: a part would keep the whole fleet's tick in memory.
-        kept = figures[: len(RANK_FIGURES), part].copy()
-        rank_columns = RankColumns(layout.job, layout.rank, layout.stage, layout.place, *kept)
-        made[name] = _job_window(tick, windows, rank_columns, layout.place_names, skew, captured_only)
-    return made
-
-
-def _lay_out(tick: Tick, windows: Sequence[HeldWindow]) -> Layout:
-    members = tuple([window.who for window in windows])
-    if tick.layout is None or tick.layout.members != members:
-        tick.layout = Layout.of(members)
-    return tick.layout
-
-
-def _add_device_waits(figures: Floats, captured: Bools, job: Ints) -> None:
-    """Of ranks that are timed on a device. Collectives may run beside other work there, so that no rank by itself knows
-    what it waited: the members of a group tell it together."""
-    on_device = ~np.isnan(figures[_HOST]) & ~captured
-    figures[_TRANSFER, on_device] = np.nan  # one rank's quantile is not what the transfer takes
-    timed = np.flatnonzero(on_device & ~np.isnan(figures[_GROUP]))
-    if not len(timed):
-        return
-    # By group, figure and rank.
-    groups = figures[_GROUP:, timed].reshape(GROUPS, len(GROUP_FIGURES), len(timed))
-    waits = group_waits(GroupSpans(*groups.swapaxes(0, 1)), job[timed], figures[_STEP, timed])
-    found = np.array([waits.self_seconds, waits.wait_seconds, waits.transfer_seconds])
-    figures[[[_SELF], [_WAIT], [_TRANSFER]], timed] = found
-
-
-def _settle_captured(figures: Floats, captured: Bools) -> bool:
-    """Steps slowed down by recording are not to be compared with steps that a probe timed: True if captures speak for
-    the job. A probe that tells of steps and not of waiting leaves that to them."""
-    if not captured.any():
-        return False
-    is_measured = bool((~np.isnan(figures[_SELF]) & ~captured).any())
-    figures[:, captured if is_measured else ~captured] = np.nan
-    return not is_measured
-
-
-def _job_window(
-    tick: Tick,
-    windows: list[HeldWindow],
-    columns: RankColumns,
-    place_names: Mapping[int, str],
-    skew_seconds: float | None,
-    is_captured: bool,
-) -> JobWindow:
-    last = windows[-1]
-    return JobWindow(
-        end_unix_seconds=last.end_unix_nanos / 1e9,
-        window_seconds=last.window_seconds,
-        world_size=tick.world_size,
-        columns=columns,
-        departed=tick.departed,
-        clock_skew_seconds=skew_seconds,
-        evidence=lambda: Evidence(windows, columns.rank),
-        stalls=lambda: {window.who.rank: stall_of(window.message()) for window in windows},
-        place_names=place_names,
-        is_captured=is_captured,
-    )
-
-
-def _skews(figures: Floats, job: Ints, layouts: Sequence[Layout]) -> list[float | None]:
-    place = np.concatenate([layout.place for layout in layouts])
-    step_seconds = grouped_median(figures[_STEP], job, len(layouts))[job]
-    return clock_skews(figures[_TOTAL], figures[_LAST_STEP], step_seconds, job, place, len(layouts))

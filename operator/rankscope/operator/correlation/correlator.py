@@ -1,4 +1,4 @@
-"""Windows in, verdicts out: the table, the rules and who wants to know."""
+"""Windows in, verdicts out: the job table, the rules, and the listeners to their verdicts."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Correlator:
 
     def _judge(self, ready: dict[str, JobWindow]) -> dict[str, Verdict]:
         """A job whose windows cannot be judged, whatever they hold, keeps no other from its verdict: it is left out
-        until it ends or begins anew. The others have counted one window twice by then."""
+        until it ends or restarts. The others have counted one window twice by then."""
         try:
             return self._fleet.evaluate(ready)
         except Exception:
@@ -152,7 +152,7 @@ class Correlator:
             self_and_wait_seconds=_compared(columns),
         )
         if before is not None and state.step_seconds is None:
-            # A tick without a finished step says nothing about the pace; what was last known stands.
+            # A tick without a finished step has no pace; the last known one stands.
             state = replace(
                 state,
                 step_seconds=before.step_seconds,
@@ -197,11 +197,9 @@ def _known(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-# GPU time that findings cost a job, over its whole life: a verdict forgets its own loss when it goes.
-
-
 class LostSeconds:
-    """A listener of the correlator. The sum of a job never falls as long as the job is there, restarts included."""
+    """GPU time that findings cost a job over its whole life; a verdict knows only its own. A listener of the correlator.
+    The sum of a job never falls as long as the job exists, restarts included."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -228,11 +226,10 @@ class LostSeconds:
             return self._totals.get(job, 0.0)
 
 
-# Whom a capture should look at: the ranks that a verdict names, and healthy ranks of the same role to hold against.
-
-
 @dataclass(frozen=True)
 class Suspects:
+    """The ranks that a capture should record: those that a verdict names, and healthy ones to compare them with."""
+
     culprits: tuple[int, ...]
     peers: tuple[int, ...]  # the most typical first
     reason: str
