@@ -66,7 +66,7 @@ class Tick:
 
 
 def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
-    """All jobs that are ready, together: most have few ranks, and numpy is fast with many. Sets the `layout` of each."""
+    """All jobs that are ready, together: most have few ranks, and numpy is fast with many. Sets each `layout`."""
     if not ticks:
         return {}
     ordered = [[tick.windows[rank] for rank in sorted(tick.windows)] for tick in ticks.values()]

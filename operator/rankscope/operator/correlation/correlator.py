@@ -198,7 +198,7 @@ def _known(value: float) -> float | None:
 
 
 class LostSeconds:
-    """GPU time that findings cost a job over its whole life; a verdict knows only its own. A listener of the correlator.
+    """GPU time that findings cost a job over its whole life; a verdict knows only its own. A listener.
     The sum of a job never falls as long as the job exists, restarts included."""
 
     def __init__(self) -> None:
