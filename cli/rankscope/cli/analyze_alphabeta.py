@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Here, because `rankscope analyze trace` asks this module for its arguments, too.
+    # Imported here because `rankscope analyze trace` reads this module's arguments, too.
     from rankscope.analysis.collectives.kinds import kind_of_note
     from rankscope.cli.alpha_beta.files import FileError, read_collectives
     from rankscope.cli.alpha_beta.report import make_report, to_json

@@ -1,4 +1,4 @@
-"""`rankscope analyze timeline`: what would the step be without its slow rank, stage or operation?"""
+"""`rankscope analyze timeline`: the step time without its slow rank, stage or operation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Here, because `rankscope analyze trace` asks this module for its arguments, too.
+    # Imported here because `rankscope analyze trace` reads this module's arguments, too.
     from rankscope.analysis.timelines.report import NOT_DECLARED, analyze
     from rankscope.analysis.timelines.timeline import TimelineError
     from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print(report, as_json=arguments.json)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read it has seen enough; Python would complain once more when it closes the pipe.
+        # The reader closed the pipe; without this, Python reports an error when it closes its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -108,7 +108,7 @@ def _print(report: TimelineReport, *, as_json: bool) -> None:
 
 
 def _progress(text: str) -> None:
-    """One line that the next one replaces; nothing where nobody watches."""
+    """One line that the next one replaces; nothing if stderr is not a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 

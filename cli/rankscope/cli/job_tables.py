@@ -1,4 +1,4 @@
-"""Jobs and ranks as rich tables, from the messages that the services send."""
+"""Jobs, ranks and verdicts as tables and sentences, from the services' messages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.v1 import window_pb2
 
 STARVED_SHOWN = 0.05
+_LATE = {False: "its host is late", True: "its input is late"}
+MARKS = {Severity.NONE: "·", Severity.WARNING: "!", Severity.ALARM: "✗"}
 
 
 def rank_table(windows: Sequence[window_pb2.RankWindow], culprits: Sequence[int], *, stacks: bool) -> Table:
-    """`stacks` adds where each rank was seen: right for a wide, live table."""
+    """`stacks` adds the location of each rank, for a wide live table."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     places = ("phase", "hottest own line") if stacks else ()
     devices = ("GPU", "tensor") if any(window.HasField("gpu") for window in windows) else ()
@@ -62,7 +64,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def _ahead(window: window_pb2.RankWindow) -> str:
-    """How far the host is ahead of the device: nothing to speak of means that the device waits for its host."""
+    """How far the host is ahead of the device: near zero means that the device waits for its host."""
     return milliseconds(window.run_ahead_seconds) if window.HasField("run_ahead_seconds") else "–"
 
 
@@ -94,10 +96,7 @@ def _hottest(window: window_pb2.RankWindow) -> str:
     return f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.function}"
 
 
-# Verdicts as people read them in a terminal.
-
-_LATE = {False: "its host is late", True: "its input is late"}
-MARKS = {Severity.NONE: "·", Severity.WARNING: "!", Severity.ALARM: "✗"}
+# Verdicts as sentences.
 
 
 def headline(verdict: Verdict) -> str:
@@ -146,7 +145,7 @@ def source_line(frame: FrameSeen) -> str:
 
 
 def loss(verdict: Verdict) -> str:
-    """`costs 41 % of the job, 0.02 GPU-hours so far`; empty where nothing is lost."""
+    """`costs 41 % of the job, 0.02 GPU-hours so far`; empty if nothing is lost."""
     if verdict.impact_ratio is None or not verdict.kind.is_finding:
         return ""
     lost = f", {verdict.lost_gpu_seconds / 3600:.3f} GPU-hours so far" if verdict.lost_gpu_seconds else ""

@@ -19,7 +19,7 @@ from rankscope.daemon.server.grpc_server import Service
 from rankscope.daemon.server.sockets import ListenError
 from rankscope.operator.alerts.alert import RefusedError, Wanted
 from rankscope.operator.alerts.alertmanager_webhook import AlertReceiver
-from rankscope.operator.alerts.decision import AlertDesk, AlertExporter, FailedError
+from rankscope.operator.alerts.decision import AlertDecisions, AlertExporter, FailedError
 from rankscope.operator.correlation.correlator import Correlator, LostSeconds, suspects
 from rankscope.operator.correlation.daemon_windows import DaemonMessage
 from rankscope.operator.correlation.job_service import JobServicer
@@ -88,7 +88,7 @@ class Standalone:
         self.correlator.listen(lost)
         metrics: list[Collector] = [JobExporter(lambda: self.correlator.states, lost, policy.mfu_target_ratio)]
         self._alerts = alerts
-        self._alert_desk = AlertDesk(lambda: self.correlator.states, self._capture)
+        self._alert_desk = AlertDecisions(lambda: self.correlator.states, self._capture)
         self._receiver: AlertReceiver | None = None
         if alerts is not None:
             metrics.append(AlertExporter(lambda: self._alert_desk.totals))

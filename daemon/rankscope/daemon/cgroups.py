@@ -10,12 +10,17 @@ from typing import Final
 
 from rankscope.daemon import procfs
 
-# Where other containers' control groups are, for a daemon in a cgroup namespace of its own, as Kubernetes gives it
-# with cgroup version 2: the kernel tells paths from the daemon's own group on, as in `/../../pod7/app`.
-
 # Where the container's runtime mounts what its namespace shows; the host's whole tree is mounted elsewhere.
 OWN_ROOT: Final = Path("/sys/fs/cgroup")
 FOLDERS_LIMIT: Final = 100_000
+LEVELS_LIMIT: Final = 8
+_V1_FOLDERS: Final = ("cpu", "cpu,cpuacct", "cpuacct,cpu")
+# What version 1 says when there is no limit.
+_UNLIMITED: Final = 1 << 60
+
+
+# Where other containers' control groups are, for a daemon in a cgroup namespace of its own, as Kubernetes gives it
+# with cgroup version 2: the kernel tells paths from the daemon's own group on, as in `/../../pod7/app`.
 
 
 class OwnGroup:
@@ -67,10 +72,6 @@ class OwnGroup:
 def _identity(folder: Path) -> tuple[int, int]:
     status = folder.stat()
     return status.st_dev, status.st_ino
-
-
-LEVELS_LIMIT: Final = 8
-_V1_FOLDERS: Final = ("cpu", "cpu,cpuacct", "cpuacct,cpu")
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,6 @@ def _read_throttled_seconds(path: str) -> float | None:
 
 # How much memory this process' control groups leave it: beyond that the kernel kills, and on Kubernetes it kills the
 # whole container, with the daemon in it.
-
-# What version 1 says when there is no limit.
-_UNLIMITED: Final = 1 << 60
 
 
 def memory_left_bytes(cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path | None = None) -> int | None:

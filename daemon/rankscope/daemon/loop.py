@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from rankscope.analysis.models.mfu import peak_flops_per_second
 from rankscope.daemon.captures.orders import CaptureError
-from rankscope.daemon.captures.service import CaptureDesk
+from rankscope.daemon.captures.service import NodeCaptures
 from rankscope.daemon.collector import ProblemLog, describe
 from rankscope.daemon.config import NONE, Config, parse_address
 from rankscope.daemon.export.metrics import (
@@ -96,7 +96,7 @@ class Daemon:
         self.policies = PolicyBoard(config.stack_rate_hertz, self._clock.monotonic_seconds)
         self._services = (rank_service(config.node, self.publisher), policy_service(self.policies), *services)
         self._more_metrics = tuple(metrics)
-        self.captures: CaptureDesk | None = None  # once started, if they can be had
+        self.captures: NodeCaptures | None = None  # once started, if they can be had
         self._problems = ProblemLog(log, self._clock.monotonic_seconds)
         self._incarnations: dict[RankKey, _Incarnation] = {}
         self._status = DaemonStatus(
@@ -302,11 +302,11 @@ class Daemon:
                     self._problems.warn(key, f"job {_quoted(rank)}: {problem.source}: {problem.text}")
 
 
-def _open_captures(config: Config, policies: PolicyBoard) -> CaptureDesk | None:
+def _open_captures(config: Config, policies: PolicyBoard) -> NodeCaptures | None:
     """None where captures are off or cannot be kept: everything else goes on without them."""
     try:
         is_on = config.captures and config.capture_dir != NONE
-        return CaptureDesk(config, policies.duty_wish) if is_on else None
+        return NodeCaptures(config, policies.duty_wish) if is_on else None
     except CaptureError as error:
         log.warning("no captures: %s", error)
         return None

@@ -16,7 +16,7 @@ from rankscope.common.tls import FollowedTls, Read, TlsMaterial, files
 from rankscope.operator.access.api_server import People
 from rankscope.operator.access.token_review import MetricsGuard, Reviews
 from rankscope.operator.alerts.alertmanager_webhook import AlertReceiver, read_token
-from rankscope.operator.alerts.decision import AlertDesk, AlertExporter
+from rankscope.operator.alerts.decision import AlertDecisions, AlertExporter
 from rankscope.operator.captures.alert_captures import AlertCaptures
 from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.captures.automatic import AutomaticCaptureMaker
@@ -161,7 +161,9 @@ class Operator:
             base,
         )
         by_alert = AlertCaptures(self.runs, self.automatic, self.leases)
-        self.alert_desk = AlertDesk(lambda: self.correlator.states, by_alert.start, is_elsewhere=by_alert.is_elsewhere)
+        self.alert_desk = AlertDecisions(
+            lambda: self.correlator.states, by_alert.start, is_elsewhere=by_alert.is_elsewhere
+        )
         self._alert_token = None if settings.alert_token_file is None else read_token(settings.alert_token_file)
         self.alerts: AlertReceiver | None = None  # once started, if there is a token
         self.pods: Watched[Pod] = Watched(self.api, "/api/v1/pods", read_pod, self.inventory, settings.pod_selector)

@@ -1,4 +1,4 @@
-"""What the replay of a timeline found, in words and tables."""
+"""The result of a timeline replay as text, tables and JSON."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _seconds(value: float) -> str:
     return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-# The report on a timeline as JSON.
+# JSON.
 
 
 def to_json(report: TimelineReport) -> dict[str, Any]:

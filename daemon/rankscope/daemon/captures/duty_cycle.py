@@ -27,19 +27,37 @@ from rankscope.daemon.windows.window import PARTS_OF_SELF, STATISTICS, statistic
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.window_pb2 import SOURCE_CAPTURE, RankWindow
 
-# What a capture costs its job, and how often the budget allows one.
-#
-# Where no probe runs, nothing times the steps outside of captures, so the cost is estimated: recording an event takes
-# the training thread a few microseconds, and the last capture shows how many events there are per second. Each node
-# estimates by itself, and all nodes must agree on when to record: a capture that is too expensive for every period is
-# taken in every second, fourth, eighth … period, counted since 1970, so that nodes with different estimates still meet.
-
 # Measured: 0.9 to 3.3 µs on CPUs, 2.1 to 2.2 µs with CUPTI on an H200 (docs/captures.md). libkineto's own thread spends
 # twice that per event afterwards, beside the training.
 EVENT_SECONDS: Final = 5e-6
 # Starting and stopping the profiler, and writing the trace beside the training.
 PAUSE_SECONDS: Final = 0.1
 LONGEST_STRIDE: Final = 1 << 20
+log = logging.getLogger(__name__)
+DONE, FAILED, SKIPPED = "done", "failed", "skipped"
+BUDGET, BUSY, STALLED, YOUNG = "budget", "busy", "stalled", "young"
+PROFILER, SLOWDOWN, UNABLE = "profiler", "slowdown", "unable"
+REASONS: Final = (BUDGET, BUSY, PROFILER, SLOWDOWN, STALLED, UNABLE, YOUNG)
+# libkineto polls every 5 s and needs its configuration shortly before the start. The lead leaves room for two polls: on
+# a busy machine one may be late.
+LEAD_SECONDS: Final = 14.0
+LEAST_LEAD_SECONDS: Final = 3.0
+# New ranks import, compile and warm up.
+YOUNG_WINDOWS: Final = 15
+# Waiting is sampled more often than this: a probe that reports steps but never waiting cannot measure it.
+BLIND_WINDOWS: Final = 15
+# Gauges show the last capture for this many periods.
+SHOWN_PERIODS: Final = 3
+# Records of automatic captures. They must not displace captures that users requested.
+RECORDS_KEPT: Final = 16
+
+
+# What a capture costs its job, and how often the budget allows one.
+#
+# Where no probe runs, nothing times the steps outside of captures, so the cost is estimated: recording an event takes
+# the training thread a few microseconds, and the last capture shows how many events there are per second. Each node
+# estimates by itself, and all nodes must agree on when to record: a capture that is too expensive for every period is
+# taken in every second, fourth, eighth … period, counted since 1970, so that nodes with different estimates still meet.
 
 
 @dataclass(frozen=True)
@@ -133,26 +151,6 @@ def _add_statistics(window: RankWindow, breakdown: CaptureBreakdown, *names: str
             getattr(window, name).CopyFrom(statistics)
             window.sources[name] = SOURCE_CAPTURE
     window.wait_source = "capture"
-
-
-log = logging.getLogger(__name__)
-
-DONE, FAILED, SKIPPED = "done", "failed", "skipped"
-BUDGET, BUSY, STALLED, YOUNG = "budget", "busy", "stalled", "young"
-PROFILER, SLOWDOWN, UNABLE = "profiler", "slowdown", "unable"
-REASONS: Final = (BUDGET, BUSY, PROFILER, SLOWDOWN, STALLED, UNABLE, YOUNG)
-# libkineto polls every 5 s and needs its configuration shortly before the start. The lead leaves room for two polls: on
-# a busy machine one may be late.
-LEAD_SECONDS: Final = 14.0
-LEAST_LEAD_SECONDS: Final = 3.0
-# New ranks import, compile and warm up.
-YOUNG_WINDOWS: Final = 15
-# Waiting is sampled more often than this: a probe that reports steps but never waiting cannot measure it.
-BLIND_WINDOWS: Final = 15
-# Gauges show the last capture for this many periods.
-SHOWN_PERIODS: Final = 3
-# Records of automatic captures. They must not displace captures that users requested.
-RECORDS_KEPT: Final = 16
 
 
 class Captures(Protocol):

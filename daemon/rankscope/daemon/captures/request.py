@@ -25,6 +25,8 @@ from rankscope.v1 import capture_service_pb2 as pb
 START_AHEAD_LIMIT_SECONDS = 600.0
 # It becomes the name of a directory.
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+NAME_CHARACTERS = 200
+SuspectsOf = Callable[[str], Suspected | None]
 
 
 def id_of(request: pb.StartCaptureRequest, now_unix_seconds: float) -> str:
@@ -107,10 +109,6 @@ def kept_text(text: str, limit: int = 512) -> str:
 
 
 # Which job and ranks a request is for.
-
-NAME_CHARACTERS = 200
-
-SuspectsOf = Callable[[str], Suspected | None]
 
 
 def choose_job(wanted: str, jobs: Collection[str], names_others: bool = True) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from rankscope.common.http_server import REQUEST_SECONDS, BoundedHandler, BoundedHttpServer, is_loopback
 from rankscope.common.tls import FollowedTls
 from rankscope.operator.alerts.alert import MalformedError, read_notification
-from rankscope.operator.alerts.decision import AlertDesk, Outcome, Result
+from rankscope.operator.alerts.decision import AlertDecisions, Outcome, Result
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class AlertReceiver:
         self,
         host: str,
         port: int,
-        desk: AlertDesk,
+        desk: AlertDecisions,
         token: bytes,
         tls: FollowedTls | None = None,
         request_seconds: float = REQUEST_SECONDS,
@@ -144,7 +144,7 @@ def _told(outcomes: Iterable[Outcome]) -> dict[str, Any]:
 
 class _Server(BoundedHttpServer):
     def __init__(
-        self, host: str, port: int, desk: AlertDesk, token: bytes, tls: FollowedTls | None, request_seconds: float
+        self, host: str, port: int, desk: AlertDecisions, token: bytes, tls: FollowedTls | None, request_seconds: float
     ) -> None:
         self.desk = desk
         self.token = token

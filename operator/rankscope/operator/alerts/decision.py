@@ -143,7 +143,7 @@ Start = Callable[[Wanted], str]
 """Begins a capture and returns its id. Raises RefusedError or FailedError."""
 
 
-class AlertDesk:
+class AlertDecisions:
     """All methods may be called from any thread. One capture for all alerts of a job in a notification.
 
     `is_elsewhere` tells of a job that is not known here whether another replica has it: worth trying again, then."""

@@ -27,14 +27,24 @@ from rankscope.daemon.captures.kineto.clients import CLIENTS_LIMIT, Address, Cli
 from rankscope.daemon.captures.kineto.datagrams import Datagram, receive
 from rankscope.daemon.captures.kineto.sockets import Binder, Key, belongs_to_client, network_namespace, unbind_file
 
-# A socket that receives polls: its rate limit, and which senders it may answer.
-
 # A job polls at most once a second. Datagrams above this rate on one socket wait, so that a flood costs the daemon a
 # few hundredths of a core and other namespaces nothing.
 DATAGRAMS_PER_SECOND: Final = 2000
 BATCH: Final = 64
 KNOWN_LIMIT: Final = 4096
 PAUSE_SECONDS: Final = BATCH / DATAGRAMS_PER_SECOND
+log = logging.getLogger(__name__)
+HOUSEKEEPING_SECONDS: Final = 1.0
+# libkineto looks for the answer at least five times, 10 ms apart, and then gives up.
+ANSWER_WITHIN_SECONDS: Final = 0.04
+# libkineto tries to send for 10 s and sleeps for half of that before its last try. If the last try succeeds, libkineto
+# treats it as failed and does not wait for the answer. So the first datagram of a client on a young socket is not
+# answered.
+SHY_SECONDS: Final = 15.0
+NICENESS: Final = -10
+
+
+# A socket that receives polls: its rate limit, and which senders it may answer.
 
 
 @dataclass
@@ -86,18 +96,6 @@ class Place:
         except OSError:
             return None
         return namespace if self.namespace in (None, namespace) else None
-
-
-log = logging.getLogger(__name__)
-
-HOUSEKEEPING_SECONDS: Final = 1.0
-# libkineto looks for the answer at least five times, 10 ms apart, and then gives up.
-ANSWER_WITHIN_SECONDS: Final = 0.04
-# libkineto tries to send for 10 s and sleeps for half of that before its last try. If the last try succeeds, libkineto
-# treats it as failed and does not wait for the answer. So the first datagram of a client on a young socket is not
-# answered.
-SHY_SECONDS: Final = 15.0
-NICENESS: Final = -10
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,7 @@ class Endpoint:
         with self._lock:
             return self._offers.pop(pid, None) is not None
 
-    def hush(self, pid: int) -> None:
+    def skip_next_poll(self, pid: int) -> None:
         """Do not answer the next poll of a process that seems to be an answer behind."""
         with self._lock:
             if len(self._hushed) < CLIENTS_LIMIT:

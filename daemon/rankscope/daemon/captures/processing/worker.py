@@ -48,9 +48,6 @@ from rankscope.daemon.captures.processing.sandbox import confine
 from rankscope.daemon.captures.processing.trace_check import SURPRISES, Checked, RefusedError, blocks, check
 from rankscope.daemon.discovery.rank_environment import printable
 
-# Combines several windows of one rank: recorded intervals add up; the time between them is unknown and counts for
-# nothing.
-
 _SUMS = (
     "span_seconds",
     "compute_seconds",
@@ -61,6 +58,22 @@ _SUMS = (
     "events",
 )
 _EACH = ("each_step_seconds", "each_communication_seconds", "each_exposed_communication_seconds")
+TOP_KERNELS = 5
+FINDINGS_LIMIT = 8
+NAME_LIMIT, SENTENCE_LIMIT = 160, 400
+_COUNT_LIMIT = (1 << 32) - 1
+MEMORY_LIMIT_BYTES: Final = 6 << 30
+CPU_LIMIT_SECONDS: Final = 600
+FILE_LIMIT_BYTES: Final = 4 << 30
+COMPRESSION: Final = 5
+NOTES_LIMIT: Final = 8
+# Relative to the shortest recording: a smaller overlap does not describe what each recorded.
+COMMON_TIME_RATIO: Final = 0.5
+EACH_STEP_LIMIT: Final = 100
+
+
+# Combines several windows of one rank: recorded intervals add up; the time between them is unknown and counts for
+# nothing.
 
 
 def together(summaries: Sequence[tuple[int, Summary]]) -> Summary:
@@ -92,11 +105,6 @@ def together(summaries: Sequence[tuple[int, Summary]]) -> Summary:
 
 
 # Findings of the analysis engine as a short summary message.
-
-TOP_KERNELS = 5
-FINDINGS_LIMIT = 8
-NAME_LIMIT, SENTENCE_LIMIT = 160, 400
-_COUNT_LIMIT = (1 << 32) - 1
 
 
 def summary_of(
@@ -149,16 +157,6 @@ def _mfu_ratio(device: str, step_seconds: float | None, job: RankJob) -> float |
         return None
     ratio = job.flops_per_step / (step_seconds * peak)
     return ratio if math.isfinite(ratio) else None
-
-
-MEMORY_LIMIT_BYTES: Final = 6 << 30
-CPU_LIMIT_SECONDS: Final = 600
-FILE_LIMIT_BYTES: Final = 4 << 30
-COMPRESSION: Final = 5
-NOTES_LIMIT: Final = 8
-# Relative to the shortest recording: a smaller overlap does not describe what each recorded.
-COMMON_TIME_RATIO: Final = 0.5
-EACH_STEP_LIMIT: Final = 100
 
 
 @dataclass(frozen=True)
