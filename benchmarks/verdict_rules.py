@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from benchmarks.fleets import RANKS_PER_NODE, Fleet, rank_window, response
 from benchmarks.reporting import Row, between
 from benchmarks.statistics import spread_of
-from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.operator.correlation.columns import Tick, job_windows
 from rankscope.operator.correlation.daemon_windows import DaemonMessage, HeldWindow, RankSeen
@@ -28,7 +28,7 @@ def measure() -> list[Row]:
 
 
 def _judge(fleet: Fleet) -> Row:
-    judge = FleetJudge()
+    judge = FleetDetector()
     seconds = []
     give_up_at = time.process_time() + PATIENCE_SECONDS
     for windows in fleet.ticks():

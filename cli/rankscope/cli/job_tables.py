@@ -103,17 +103,9 @@ def headline(verdict: Verdict) -> str:
     """`rank 2 is slow because of model.py:88 (normalize_features, forward)`"""
     who = verdict.group or (ranks(verdict.culprits) if verdict.culprits else "")
     plural = "are" if len(verdict.culprits) > 1 and not verdict.group else "is"
-    what = {
-        Kind.HEALTHY: "healthy",
-        Kind.INSUFFICIENT_DATA: f"not enough to judge yet: {verdict.reason}",
-        Kind.SLOW_RANK: f"{who} {plural} slow",
-        Kind.SLOW_STAGE: f"pipeline stage {verdict.stage} is slow ({who})",
-        Kind.DATA_IMBALANCE: "the data is uneven; no rank is to blame",
-        Kind.SLOW_COMMUNICATION: "communication is slow; no rank is to blame",
-        Kind.INPUT_BOUND: "every rank waits for its input",
-        Kind.LOW_MFU: "MFU is below its target",
-        Kind.HANG: f"the job hangs: {who} never entered the collective" if who else "the job hangs",
-    }[verdict.kind]
+    what = verdict.kind.headline.format(who=who, are=plural, stage=verdict.stage, reason=verdict.reason)
+    if verdict.kind is Kind.HANG and who:
+        what += f": {who} never entered the collective"
     if verdict.kind in (Kind.SLOW_RANK, Kind.HANG) and verdict.culprits:
         what += because(verdict)
     if verdict.kind.is_finding and verdict.confidence is Confidence.LOW:

@@ -144,6 +144,7 @@ class Operator:
             lambda: self.daemons.addresses,
             self.binding.daemon_job,
             audit=self.audit,
+            policy_of=lambda job: self.policies.policy_of(job),  # made below
         )
         self.automatic = AutomaticCaptureMaker(
             self.api, self.events, self.leases, self.runs, self.captures.watched, self.states_by_job

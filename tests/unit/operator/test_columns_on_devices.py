@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from rankscope.analysis.verdicts.communication import EXPOSED, OVERLAPPED
+from rankscope.analysis.verdicts.exposed_communication import EXPOSED, OVERLAPPED
 from rankscope.operator.correlation.columns import Tick, job_windows
 from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.operator.correlation.job_service import job_status

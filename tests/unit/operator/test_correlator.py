@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rankscope.analysis.verdicts.detector import JobJudge
+from rankscope.analysis.verdicts.detector import JobDetector
 from rankscope.analysis.verdicts.verdict import DEVICE, Cause, Kind, Severity
 from rankscope.analysis.verdicts.windows import JobWindow
 from rankscope.operator.correlation.correlator import Correlator, JobState, LostSeconds
@@ -118,15 +118,15 @@ def test_a_verdict_survives_the_wire() -> None:
 
 def test_a_job_that_cannot_be_judged_keeps_no_other_from_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its windows hold that nobody thought of."""
-    judge, asked = JobJudge.absorb, []
+    judge, asked = JobDetector.absorb, []
 
-    def absorb(self: JobJudge, window: JobWindow) -> JobWindow | None:
+    def absorb(self: JobDetector, window: JobWindow) -> JobWindow | None:
         asked.append(window.world_size)
         if window.world_size == 5:
             raise ZeroDivisionError("an absurd job")
         return judge(self, window)
 
-    monkeypatch.setattr(JobJudge, "absorb", absorb)
+    monkeypatch.setattr(JobDetector, "absorb", absorb)
     fleet = Fleet()
     for number in range(8):
         message = tick(number, slow_rank=1)

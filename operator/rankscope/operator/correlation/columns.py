@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, grouped_max, grouped_median, grouped_min, number_groups
-from rankscope.analysis.verdicts.communication import GroupSpans, group_waits
+from rankscope.analysis.verdicts.exposed_communication import GroupSpans, group_waits
 from rankscope.analysis.verdicts.window_columns import FIGURES, GROUP_FIGURES, GROUPS, RANK_FIGURES, columns
 from rankscope.analysis.verdicts.windows import (
     FrameSeen,

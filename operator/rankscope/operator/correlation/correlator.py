@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rankscope.analysis.stats.robust import median_or_nan
-from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
@@ -67,7 +67,7 @@ class Correlator:
     ) -> None:
         self._clock = clock
         self._table = JobTable()
-        self._fleet = FleetJudge(policy, policy_of)
+        self._fleet = FleetDetector(policy, policy_of)
         self._states: dict[str, JobState] = {}
         self._left_out: set[str] = set()
         self._listeners: list[Listener] = []
