@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup prometheus demo test frameworks captures kube ship lint proto docs dashboards chart bench fuzz dist images lock audit clean
+.PHONY: help setup prometheus demo test frameworks captures kube ship lint proto docs rules dashboards chart bench fuzz dist images lock audit clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,6 +52,8 @@ lint: setup  ## ruff, mypy --strict, the layer contract, fresh generated files
 	@$(BIN)/python tools/generate_protos.py --check
 	@echo "==> generated page of metrics"
 	@$(BIN)/python -m tools.generate_metrics_page --check
+	@echo "==> thresholds in the rules and docs"
+	@$(BIN)/python -m tools.generate_rules --check
 	@echo "==> generated dashboards"
 	@$(BIN)/python -m deploy.grafana.dashboards --check
 	@echo "==> generated files of the chart"
@@ -66,6 +68,9 @@ docs: setup  ## regenerate docs/metrics.md from the exporters and the table of d
 
 dashboards: setup  ## regenerate deploy/grafana/json
 	@$(BIN)/python -m deploy.grafana.dashboards
+
+rules: setup  ## write the thresholds into rules/ and docs/ from analysis/rankscope/analysis/verdicts/thresholds.py
+	@$(BIN)/python -m tools.generate_rules
 
 chart: setup  ## regenerate the chart's README and what it takes from elsewhere (kinds, webhooks, rules, dashboards)
 	@$(BIN)/python -m tools.generate_chart_files

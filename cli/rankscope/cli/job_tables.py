@@ -34,14 +34,12 @@ def rank_table(windows: Sequence[window_pb2.RankWindow], culprits: Sequence[int]
 
 
 def _cells(window: window_pb2.RankWindow, ahead: bool) -> list[str]:
-    steps = window.steps if window.HasField("steps") else 0
-    causes = window.causes
     return [
         str(window.identity.pid),
-        milliseconds(window.step.p50_seconds) if window.HasField("step") else "–",
-        milliseconds(causes.self / steps) if steps and causes.HasField("self") else "–",
-        milliseconds(causes.wait / steps) if steps and causes.HasField("wait") else "–",
-        milliseconds(causes.input / steps) if steps and causes.HasField("input") else "–",
+        milliseconds(window.step_seconds.p50) if window.HasField("step_seconds") else "–",
+        milliseconds(window.self_seconds.mean) if window.HasField("self_seconds") else "–",
+        milliseconds(window.wait_seconds.mean) if window.HasField("wait_seconds") else "–",
+        milliseconds(window.input_seconds) if window.HasField("input_seconds") else "–",
         *([_ahead(window)] if ahead else []),
         f"{window.mfu_ratio:.0%}" if window.HasField("mfu_ratio") else "–",
         _cpu(window),
@@ -105,17 +103,9 @@ def headline(verdict: Verdict) -> str:
     """`rank 2 is slow because of model.py:88 (normalize_features, forward)`"""
     who = verdict.group or (ranks(verdict.culprits) if verdict.culprits else "")
     plural = "are" if len(verdict.culprits) > 1 and not verdict.group else "is"
-    what = {
-        Kind.HEALTHY: "healthy",
-        Kind.INSUFFICIENT_DATA: f"not enough to judge yet: {verdict.reason}",
-        Kind.SLOW_RANK: f"{who} {plural} slow",
-        Kind.SLOW_STAGE: f"pipeline stage {verdict.stage} is slow ({who})",
-        Kind.DATA_IMBALANCE: "the data is uneven; no rank is to blame",
-        Kind.SLOW_COMMUNICATION: "communication is slow; no rank is to blame",
-        Kind.INPUT_BOUND: "every rank waits for its input",
-        Kind.LOW_MFU: "MFU is below its target",
-        Kind.HANG: f"the job hangs: {who} never entered the collective" if who else "the job hangs",
-    }[verdict.kind]
+    what = verdict.kind.headline.format(who=who, are=plural, stage=verdict.stage, reason=verdict.reason)
+    if verdict.kind is Kind.HANG and who:
+        what += f": {who} never entered the collective"
     if verdict.kind in (Kind.SLOW_RANK, Kind.HANG) and verdict.culprits:
         what += because(verdict)
     if verdict.kind.is_finding and verdict.confidence is Confidence.LOW:

@@ -40,7 +40,7 @@ class Anomaly:
 def anomalies(
     observed: Observations, fits: Sequence[Fit] | None = None, policy: Policy = DEFAULT_POLICY
 ) -> tuple[Anomaly, ...]:
-    """`slow_communication` by detection.md: the residual stays above `policy.communication_ratio` in k of n windows.
+    """`slow_communication`: the residual stays above `policy.communication_ratio` in k of n windows.
     A benchmark that walks through sizes has no windows in time, so that its groups are held against their peers only.
     Largest loss first."""
     fits = fit_collectives(observed) if fits is None else fits

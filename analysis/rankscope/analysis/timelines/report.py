@@ -18,7 +18,7 @@ from rankscope.analysis.timelines.replay import (
     replay_taken,
     replay_typical,
 )
-from rankscope.analysis.timelines.slow_ranks import StandingOut, own_seconds, stand_out
+from rankscope.analysis.timelines.slow_ranks import StandingOut, self_seconds, stand_out
 from rankscope.analysis.timelines.timeline import JobSizes, Timeline, TimelineError
 from rankscope.analysis.timelines.what_if import (
     find_imbalance,
@@ -132,7 +132,7 @@ def _ask_stages(model: Model, by_stage: list[Bools]) -> Floats:
     if len(by_stage) < 2:
         return np.full(len(by_stage), np.nan)
     taken = [part.taken_seconds for part in model.parts]
-    balanced = stages_like_others(model, taken, np.median(stage_levels(own_seconds(model)), axis=0))
+    balanced = stages_like_others(model, taken, np.median(stage_levels(self_seconds(model)), axis=0))
     asked = [Scenario(stage, turned=True) for stage in by_stage]
     seconds: Floats = replay_scenarios(model, asked, balanced).mean(axis=1)
     return seconds
@@ -145,12 +145,12 @@ def _ask_stages(model: Model, by_stage: list[Bools]) -> Floats:
 class Judgement:
     verdict: Verdict
     standing_out: StandingOut
-    own_seconds: Floats  # [stage, data, tensor], mean over steps
+    self_seconds: Floats  # [stage, data, tensor], mean over steps
     notes: tuple[str, ...]
 
 
 def judge(model: Model, policy: Policy) -> Judgement:
-    own = own_seconds(model)
+    own = self_seconds(model)
     found = stand_out(own, policy)
     outlier, notes = found.outlier, list[str]()
     abstention = _abstain(model, policy)
@@ -220,12 +220,12 @@ def _where(model: Model, outlier: Bools) -> str:
 
 
 def _job_wide(model: Model, taken: list[Floats], policy: Policy) -> list[Verdict]:
-    own = own_seconds(model, taken)
+    own = self_seconds(model, taken)
     found: list[Verdict] = []
     stage = find_slow_stage(model, taken, own, policy)
     if stage is not None:
         reason = (
-            f"stage {stage.stage} works {stage.own_seconds:.3g} s a step, the other stages "
+            f"stage {stage.stage} works {stage.self_seconds:.3g} s a step, the other stages "
             f"{stage.others_seconds:.3g} s ({stage.ratio:.2f}×); its ranks are alike"
         )
         found.append(

@@ -19,7 +19,7 @@ class StandingOut:
     outlier: Bools
 
 
-def own_seconds(model: Model, taken: list[Floats] | None = None) -> Floats:
+def self_seconds(model: Model, taken: list[Floats] | None = None) -> Floats:
     """[step, stage, data, tensor]: what each rank worked itself, waiting for nobody; as recorded, or as `taken`."""
     made = []
     for part, seconds in zip(model.parts, taken or [part.taken_seconds for part in model.parts], strict=True):

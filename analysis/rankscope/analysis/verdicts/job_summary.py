@@ -16,7 +16,7 @@ WAIT_TOLERANCE_RATIO = 1.02
 
 
 class JobSummary(NamedTuple):
-    """Medians over the ranks, but where a name says otherwise; NaN where nothing was measured."""
+    """Medians over the ranks, unless a name says otherwise; NaN where nothing was measured."""
 
     step_seconds: float
     own_seconds: float

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import structs
 
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, Suspected, choose_ranks
 from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.captures.capture_object import FINALIZER, PATH, CaptureObject, read_capture_object
@@ -109,9 +110,11 @@ class CapturesController:
         daemon_job: Callable[[str], str | None],
         clock: Callable[[], float] = time.time,
         audit: CaptureAudit | None = None,
+        policy_of: Callable[[str], Policy] = lambda job: DEFAULT_POLICY,
     ) -> None:
         self._api = api
         self._leases = leases
+        self._policy_of = policy_of
         self._states = states
         self._daemon_job = daemon_job
         self._clock = clock
@@ -309,7 +312,8 @@ class CapturesController:
         """Of all nodes together: those that were done before the others are asked once more."""
         done = {rank.rank: rank for rank in thing.status.ranks if rank.state == "analysed" and rank.node not in told}
         again = self._asking.progress(thing, by_node(done))
-        return findings_of({**told, **{node: said for node, said in again.items() if isinstance(said, pb.Capture)}})
+        every = {**told, **{node: said for node, said in again.items() if isinstance(said, pb.Capture)}}
+        return findings_of(every, self._policy_of(thing.job))
 
     def _refuse(self, thing: CaptureObject, reason: str, message: str, phase: CapturePhase = "Failed") -> None:
         status = structs.replace(thing.status, phase=phase)

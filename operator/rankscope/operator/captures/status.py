@@ -7,14 +7,13 @@ from statistics import fmean, median
 
 from msgspec import UNSET, structs
 
+from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.operator.kube.resources import CapturedRank, CapturePhase, CaptureStatus, Condition
 from rankscope.operator.runs.status import merged_conditions, moment
 from rankscope.v1 import capture_service_pb2 as pb
 
-# What the traces of several nodes say together, from their summaries: each daemon joins only its own. Pure.
+# What the traces of several nodes show together, from their summaries: each daemon joins only its own. Pure.
 
-# As for a verdict: less is noise.
-RATIO = 1.10
 LONGEST_SECONDS = 1e6
 
 
@@ -32,8 +31,8 @@ def own_seconds(ranks: Iterable[pb.RankCapture]) -> Mapping[int, float]:
     return found
 
 
-def joint_finding(ranks: Iterable[pb.RankCapture]) -> str | None:
-    """Who holds the others up; None where fewer than two ranks can be compared."""
+def joint_finding(ranks: Iterable[pb.RankCapture], policy: Policy) -> str | None:
+    """The rank that the others wait for, by the run's policy; None where fewer than two ranks can be compared."""
     own = own_seconds(ranks)
     if len(own) < 2:
         return None
@@ -41,7 +40,7 @@ def joint_finding(ranks: Iterable[pb.RankCapture]) -> str | None:
     others = {rank: seconds for rank, seconds in own.items() if rank != slowest}
     usual = median(others.values())
     whom = f"rank {next(iter(others))}" if len(others) == 1 else f"the other {len(others)} ranks"
-    if own[slowest] < RATIO * usual:
+    if own[slowest] < policy.rank_ratio * usual:
         return f"no rank stands out: all work {_text(usual)} to {_text(own[slowest])} of a step by themselves"
     return (
         f"rank {slowest} works {_text(own[slowest])} of each step by itself, {whom} {_text(usual)}: "
@@ -128,12 +127,12 @@ def concluded(
     return structs.replace(status, message=message, finished_at=moment(now_unix_seconds), conditions=conditions)
 
 
-def findings_of(told: Mapping[str, pb.Capture]) -> list[str]:
+def findings_of(told: Mapping[str, pb.Capture], policy: Policy) -> list[str]:
     """What the traces say together first, then rank by rank; in the daemons' words."""
     ranks = [rank for capture in told.values() for rank in capture.ranks]
     joint = [capture.join.reason for capture in told.values() if capture.HasField("join") and capture.join.reason]
     if len(told) > 1:
-        joint = [text for text in [joint_finding(ranks)] if text is not None]
+        joint = [text for text in [joint_finding(ranks, policy)] if text is not None]
     single = [f"rank {rank.rank}: {finding}" for rank in ranks for finding in rank.summary.findings[:2]]
     return [text[:TEXT_CHARACTERS] for text in [*joint, *single][:FINDINGS_SHOWN]]
 

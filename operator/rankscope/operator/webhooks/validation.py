@@ -14,8 +14,6 @@ _LABEL_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _LABEL_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 # Bounded, unlike what may come: this is asked before the schema is, and digits without end would take as long.
 _RANGE = re.compile(r"\b([0-9]{1,7})-([0-9]{1,7})\b")
-# There is nothing to look at, or nothing to see.
-_NO_REASON = ("healthy", "insufficient_data")
 
 
 def capture_mistakes(document: Mapping[str, Any], old: Mapping[str, Any] | None) -> list[str]:
@@ -54,7 +52,7 @@ def policy_mistakes(document: Mapping[str, Any]) -> list[str]:
             found.append(f"spec.selector.matchLabels: {key[:63]!r}: {value[:63]!r} is no label: no pod can have it")
     automatic = spec.automatic_captures
     if isinstance(automatic, AutomaticCaptures):
-        senseless = [kind for kind in automatic.on if kind in _NO_REASON]
+        senseless = [kind for kind in automatic.on if not kind.is_finding]
         if senseless:
             found.append(f"spec.automaticCaptures.on: {', '.join(senseless)} is no reason for a capture")
         if len(set(automatic.on)) != len(automatic.on):

@@ -77,7 +77,7 @@ def blame(join: Join, evidence: Evidence, policy: Policy) -> list[Finding]:
 
 
 def _title(join: Join) -> str:
-    kind = join.verdict.value
+    kind: str = join.verdict.value
     return {
         "slow_rank": f"waiting for {ranks_in_words(join.culprits)}" if join.culprits else "waiting for a slow rank",
         "slow_stage": f"waiting for pipeline stage {join.stage}",

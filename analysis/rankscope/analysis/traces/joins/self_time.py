@@ -25,11 +25,11 @@ class Arrivals:
     start_ns: Ints
     end_ns: Ints
     wait_ns: Ints  # for others; the rest of the duration is transfer
-    transfer_ns: Ints  # by collective: what it takes when everybody is there
+    transfer_ns: Ints  # by collective: what it takes when all ranks are there
     last: Ints  # by collective: the member (row) that came last
     lead_ns: Ints  # by collective: how long before the last the one before it came
     spread_ns: Ints  # by collective: from the first arrival to the last
-    possible: Bools  # by collective: nobody left before another came, as far as the clocks can tell
+    possible: Bools  # by collective: no rank left before another came, within the error of the clocks
 
 
 def find_arrivals(matched: Matched, clocks: Clocks) -> Arrivals:

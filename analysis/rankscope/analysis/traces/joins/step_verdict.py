@@ -1,8 +1,8 @@
 """The verdict on a capture: the rules that watch a running job, with the capture's few steps as their windows.
 
 A capture has 2 to 10 steps and not the 20 that a running job is judged by. A finding must therefore hold in three of
-five steps, as it must in three of five windows there, and in two at least; below five steps it is told with low
-confidence. One step names nobody."""
+five steps, as it must in three of five windows there, and in two at least; below five steps confidence
+is low. One step names no rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, median_or_nan
 from rankscope.analysis.traces.joins.self_time import StepTimes
-from rankscope.analysis.verdicts.communication import TransferBaseline
 from rankscope.analysis.verdicts.findings import ReadyWindow, imbalance_impact, observe
 from rankscope.analysis.verdicts.job_summary import summarize
-from rankscope.analysis.verdicts.rules import HEALTHY, RecentWindows
+from rankscope.analysis.verdicts.rules import HEALTHY, UNEVEN, RecentWindows
+from rankscope.analysis.verdicts.slow_communication import TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import screen
 from rankscope.analysis.verdicts.thresholds import Policy
-from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict, percent
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict, percent
 from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns, columns_of
 
@@ -167,15 +167,9 @@ def _imbalance(
     place_of: Mapping[int, int] | None,
     policy: Policy,
 ) -> Verdict | None:
-    """All steps together: in each of them somebody may stand out, and be another one each time."""
+    """All steps together: in each of them some rank may stand out, another one each time."""
     summary = _ready(_columns(times, slice(None), spread, stage_of, place_of), world_size, policy).summary
     impact = imbalance_impact(summary, policy)
     if impact is None:
         return None
-    return Verdict(
-        Kind.DATA_IMBALANCE,
-        "all ranks wait in turn: the work of a step is spread unevenly, and differently each time",
-        Severity.ALARM,
-        impact_ratio=impact,
-        cause=Cause("unknown", (), "self time varies by step"),
-    )
+    return replace(UNEVEN, impact_ratio=impact)
