@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup prometheus demo test frameworks captures kube ship lint proto docs rules dashboards chart bench fuzz dist images lock audit clean
+.PHONY: help setup prometheus demo check test frameworks captures kube ship lint proto docs rules dashboards chart bench fuzz dist images lock audit clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,7 +20,15 @@ prometheus:  ## Prometheus, Alertmanager and their tools in .prometheus, for tes
 demo: setup  ## a real 4-rank job with a slow rank, and Rankscope finding it
 	@$(BIN)/rankscope demo
 
-test: setup prometheus lint  ## lint, then all tests
+# Rewritten test modules are cached where the environment asks Python to write no bytecode: ten seconds per process.
+check test: export PYTHONDONTWRITEBYTECODE =
+
+check: lint  ## format, lint, types and unit tests, in about two minutes: before every commit
+	@tools/setup_grafana_schema.sh
+	@echo "==> unit tests"
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal tests/unit
+
+test: setup prometheus  ## everything: lint and all test suites, in about twenty minutes
 	@tools/setup_grafana_schema.sh
 	@$(BIN)/python -m tools.run_tests
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.prometheus_tools import binary
 from tests.rule_series import ALERTS, promtool_test
+from tools.prometheus_binaries import binary
 
 RULES = Path(__file__).resolve().parents[2] / "rules"
 PATIENCE_SECONDS = 280.0

@@ -243,7 +243,7 @@ def test_stacks_are_compressed_and_annotated_beside(tmp_path: Path) -> None:
 def test_whatever_becomes_of_a_confined_process_the_daemon_only_hears_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, reason: str
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
     (tmp_path / "what").write_text(what)
     with pytest.raises(CaptureError, match=reason):
         run_module(

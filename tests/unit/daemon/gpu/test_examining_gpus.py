@@ -10,6 +10,7 @@ from rankscope.daemon.gpu.readings import GpuSnapshot, GpuState, SourceState
 from tests.unit.daemon import gpu_makers
 from tests.unit.daemon import window_makers as make
 from tests.unit.daemon.gpu.test_dcgm import LABELS, NEW, served
+from tools.daemon_samples import full_gpu
 
 
 def found(snapshot: GpuSnapshot, driver_folder: Path) -> Finding:
@@ -22,9 +23,9 @@ def found(snapshot: GpuSnapshot, driver_folder: Path) -> Finding:
 @pytest.mark.parametrize(
     ("snapshot", "level", "words"),
     [
-        (gpu_makers.snapshot(gpu_makers.full_gpu(), driver_version="580.1"), Level.OK, "1 × NVIDIA H200, driver 580.1"),
+        (gpu_makers.snapshot(full_gpu(), driver_version="580.1"), Level.OK, "1 × NVIDIA H200, driver 580.1"),
         (gpu_makers.snapshot(gpu_makers.gpu(0)), Level.WARNING, "without GPM"),
-        (gpu_makers.snapshot(gpu_makers.full_gpu(), gpu_makers.gpu(1, state=GpuState.LOST)), Level.PROBLEM, "1 of 2"),
+        (gpu_makers.snapshot(full_gpu(), gpu_makers.gpu(1, state=GpuState.LOST)), Level.PROBLEM, "1 of 2"),
         (GpuSnapshot("nvml", SourceState.NO_GPU), Level.OK, "no GPU"),
         (GpuSnapshot("nvml", SourceState.NO_DRIVER, "missing"), Level.WARNING, "missing"),
         (GpuSnapshot("nvml", SourceState.HANGING, "opening NVML hangs"), Level.WARNING, "opening NVML hangs"),

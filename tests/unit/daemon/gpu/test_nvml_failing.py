@@ -12,8 +12,8 @@ import pytest
 
 from rankscope.daemon.gpu import nvml_calls
 from rankscope.daemon.gpu.readings import GpuState, SourceState
-from tests.nvml_stub.scripting import Script
 from tests.unit.daemon.gpu.stubbed_source import PATIENCE_SECONDS, Stubbed
+from tools.nvml_stub import Script
 
 Start = Callable[..., Stubbed]
 
