@@ -134,16 +134,15 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def _rank(window: Any) -> dict[str, Any]:
-    steps = window.steps if window.HasField("steps") else 0
-    per_step = {field.name: seconds / steps for field, seconds in window.causes.ListFields()} if steps else {}
     return {
         "rank": window.identity.rank,
         "pid": window.identity.pid,
         # The mean, as for self and wait: then step = self + wait, and a median of a few uneven steps cannot differ
         # between ranks that took the same steps.
-        "step_seconds": window.step.mean_seconds if window.HasField("step") else None,
-        "self_seconds": per_step.get("self"),
-        "wait_seconds": per_step.get("wait"),
+        **{
+            name: getattr(window, name).mean if window.HasField(name) else None
+            for name in ("step_seconds", "self_seconds", "wait_seconds")
+        },
     }
 
 

@@ -34,14 +34,12 @@ def rank_table(windows: Sequence[window_pb2.RankWindow], culprits: Sequence[int]
 
 
 def _cells(window: window_pb2.RankWindow, ahead: bool) -> list[str]:
-    steps = window.steps if window.HasField("steps") else 0
-    causes = window.causes
     return [
         str(window.identity.pid),
-        milliseconds(window.step.p50_seconds) if window.HasField("step") else "–",
-        milliseconds(causes.self / steps) if steps and causes.HasField("self") else "–",
-        milliseconds(causes.wait / steps) if steps and causes.HasField("wait") else "–",
-        milliseconds(causes.input / steps) if steps and causes.HasField("input") else "–",
+        milliseconds(window.step_seconds.p50) if window.HasField("step_seconds") else "–",
+        milliseconds(window.self_seconds.mean) if window.HasField("self_seconds") else "–",
+        milliseconds(window.wait_seconds.mean) if window.HasField("wait_seconds") else "–",
+        milliseconds(window.input_seconds) if window.HasField("input_seconds") else "–",
         *([_ahead(window)] if ahead else []),
         f"{window.mfu_ratio:.0%}" if window.HasField("mfu_ratio") else "–",
         _cpu(window),

@@ -91,5 +91,5 @@ class Section(Generic[Subject]):
 
 
 def label(text: str) -> str:
-    """One printable line of limited length: names of jobs, nodes, pods and GPUs come from other programs."""
+    """A label value: names of jobs, nodes, pods and GPUs come from other programs."""
     return printable(text, LABEL_CHARACTERS)

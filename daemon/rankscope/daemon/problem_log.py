@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Hashable
 
 from rankscope.common.text import one_line, printable
-from rankscope.daemon.windows.window import PROBLEM_CHARACTERS
 
+LINE_CHARACTERS = 600
 REPEAT_SECONDS = 60.0
 KEYS_KEPT = 4096
 
@@ -34,7 +34,7 @@ class ProblemLog:
                 return
         self._logged[key] = self._logged[text] = now
         # The text may quote a training process; a line of the log stays one line.
-        self._log.warning("%s", printable(text, 2 * PROBLEM_CHARACTERS))
+        self._log.warning("%s", printable(text, LINE_CHARACTERS))
 
 
 class OneLine(logging.Formatter):

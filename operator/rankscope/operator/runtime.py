@@ -23,7 +23,7 @@ from rankscope.operator.captures.daemon_calls import DaemonCalls
 from rankscope.operator.certificates.daemon_credentials import DaemonTls, HeldTls
 from rankscope.operator.certificates.fleet_secrets import FleetCertificates
 from rankscope.operator.correlation.correlator import Correlator, JobState, LostSeconds
-from rankscope.operator.correlation.wire_shapes import Message
+from rankscope.operator.correlation.daemon_windows import DaemonMessage
 from rankscope.operator.http_endpoints import OperatorServer
 from rankscope.operator.kube.api_client import Api
 from rankscope.operator.kube.events import Events
@@ -256,7 +256,7 @@ class Operator:
     def states_by_job(self) -> Mapping[str, JobState]:
         return {state.job: state for state in self.correlator.states}
 
-    def _accept(self, messages: Sequence[Message]) -> None:
+    def _accept(self, messages: Sequence[DaemonMessage]) -> None:
         """In the streams' thread. Of the runs in shards that others hold, nothing is kept."""
         heard = self.binding.bind(messages, self._is_held)
         if heard.windows or heard.departed:

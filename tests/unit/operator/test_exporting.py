@@ -102,7 +102,7 @@ def test_a_culprit_that_no_longer_reports_is_named_all_the_same() -> None:
 def test_culprits_and_jobs_are_bounded_and_those_with_findings_come_first() -> None:
     many = replace(SLOW, culprits=tuple(range(100)))
     assert len(samples(scrape(state(many, ranks=100)), "rankscope_job_culprit")) == metrics.CULPRITS_SHOWN
-    healthy = [state(job=f"job-{number}", ranks=1) for number in range(metrics.JOBS_SHOWN + 10)]
+    healthy = [state(job=f"job-{number}") for number in range(metrics.JOBS_SHOWN + 10)]
     text = scrape(*healthy, state(SLOW, job="slow"))
     assert samples(text, "rankscope_jobs") == {"": metrics.JOBS_SHOWN + 11}
     assert samples(text, "rankscope_jobs_cut") == {"": 11}

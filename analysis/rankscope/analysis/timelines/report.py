@@ -19,7 +19,7 @@ from rankscope.analysis.timelines.replay import (
     replay_scenarios,
     replay_typical,
 )
-from rankscope.analysis.timelines.slow_ranks import Outliers, find_outliers, own_seconds
+from rankscope.analysis.timelines.slow_ranks import Outliers, find_outliers, self_seconds
 from rankscope.analysis.timelines.timeline import JobSizes, Timeline, TimelineError
 from rankscope.analysis.timelines.what_if import (
     find_imbalance,
@@ -92,7 +92,7 @@ class Decomposition:
 class Judgement:
     verdict: Verdict
     outliers: Outliers
-    own_seconds: Floats  # [stage, data, tensor], mean over steps
+    self_seconds: Floats  # [stage, data, tensor], mean over steps
     notes: tuple[str, ...]
 
 
@@ -206,14 +206,14 @@ def _replay_stages(model: Model, by_stage: list[Bools]) -> Floats:
     if len(by_stage) < 2:
         return np.full(len(by_stage), np.nan)
     durations = [part.net_seconds for part in model.parts]
-    balanced = stages_like_others(model, durations, np.median(stage_levels(own_seconds(model)), axis=0))
+    balanced = stages_like_others(model, durations, np.median(stage_levels(self_seconds(model)), axis=0))
     scenarios = [Scenario(stage, inverted=True) for stage in by_stage]
     seconds: Floats = replay_scenarios(model, scenarios, balanced).mean(axis=1)
     return seconds
 
 
 def judge(model: Model, policy: Policy) -> Judgement:
-    own = own_seconds(model)
+    own = self_seconds(model)
     found = find_outliers(own, policy)
     outlier, notes = found.outlier, list[str]()
     abstention = _abstain(model, policy)
@@ -283,12 +283,12 @@ def _where(model: Model, outlier: Bools) -> str:
 
 
 def _job_wide(model: Model, durations: list[Floats], policy: Policy) -> list[Verdict]:
-    own = own_seconds(model, durations)
+    own = self_seconds(model, durations)
     found: list[Verdict] = []
     stage = find_slow_stage(model, durations, own, policy)
     if stage is not None:
         reason = (
-            f"stage {stage.stage} works {stage.own_seconds:.3g} s a step, the other stages "
+            f"stage {stage.stage} works {stage.self_seconds:.3g} s a step, the other stages "
             f"{stage.others_seconds:.3g} s ({stage.ratio:.2f}×); its ranks are alike"
         )
         found.append(

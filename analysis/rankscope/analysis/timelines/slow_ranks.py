@@ -19,7 +19,7 @@ class Outliers:
     outlier: Bools
 
 
-def own_seconds(model: Model, durations: list[Floats] | None = None) -> Floats:
+def self_seconds(model: Model, durations: list[Floats] | None = None) -> Floats:
     """[step, stage, data, tensor]: each rank's own work, without waiting; as recorded, or with the durations
     `durations`."""
     made = []

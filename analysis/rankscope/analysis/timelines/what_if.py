@@ -21,13 +21,13 @@ ONE_PLACE_SHARE = 0.8
 @dataclass(frozen=True)
 class SlowStage:
     stage: int
-    own_seconds: float
+    self_seconds: float
     others_seconds: float
     impact_ratio: float
 
     @property
     def ratio(self) -> float:
-        return self.own_seconds / self.others_seconds
+        return self.self_seconds / self.others_seconds
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ for has the shortest time in it: what it spends is the transfer, and what others
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,13 +27,6 @@ class GroupSpans:
     kind: Floats
     seconds: Floats  # in collectives, per sampled step
     step_seconds: Floats  # of the sampled steps
-
-    @staticmethod
-    def of(measured: Mapping[str, Floats], groups_read: int) -> GroupSpans:
-        def table(name: str) -> Floats:
-            return np.array([measured[f"group{number}_{name}"] for number in range(groups_read)])
-
-        return GroupSpans(table("id"), table("kind"), table("seconds"), table("step_seconds"))
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def print_report(report: TimelineReport, console: Console) -> None:
 
 
 def _stage_rows(report: TimelineReport) -> list[tuple[str, ...]]:
-    own, found = report.judgement.own_seconds, report.decomposition
+    own, found = report.judgement.self_seconds, report.decomposition
     rows: list[tuple[str, ...]] = [("stage", "own work", "slowdown", "step if like other stages")]
     for stage in range(len(own)):
         rows.append(
@@ -95,7 +95,7 @@ def _rank_rows(report: TimelineReport) -> list[tuple[str, ...]]:
                 f"{report.rank[place]}{' ✗' if int(report.rank[place]) in culprits else ''}",
                 str(place[0]),
                 str(report.data_ranks[place[1]]),
-                _seconds(float(report.judgement.own_seconds[place])),
+                _seconds(float(report.judgement.self_seconds[place])),
                 "–" if math.isnan(out.ratio[place]) else f"{out.ratio[place]:.3f}×",
                 f"{found.worker_score[place[:2]]:.3f}",
                 _seconds(float(found.if_worker[place[:2]])),
@@ -155,7 +155,7 @@ def to_json(report: TimelineReport) -> dict[str, Any]:
             str(report.rank[p]): {
                 "stage": p[0],
                 "dp_rank": int(report.data_ranks[p[1]]),
-                "seconds": _number(report.judgement.own_seconds[p]),
+                "seconds": _number(report.judgement.self_seconds[p]),
                 "ratio_to_stage": _number(out.ratio[p]),
                 "slow_steps_ratio": _number(out.slow_steps_ratio[p]),
             }

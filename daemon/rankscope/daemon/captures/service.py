@@ -205,10 +205,10 @@ class RecentSteps:
             for key, window in windows.items():
                 if window.sources.get("steps") == SOURCE_CAPTURE:
                     continue  # steps slowed by recording, reported late
-                if window.HasField("steps") and window.steps and window.HasField("step"):
+                if window.HasField("steps") and window.steps and window.HasField("step_seconds"):
                     start, end = window.start_unix_nanos / 1e9, window.end_unix_nanos / 1e9
                     kept = self._windows.setdefault(key, deque(maxlen=WINDOWS_KEPT))
-                    kept.append((start, end, window.steps, window.step.mean_seconds))
+                    kept.append((start, end, window.steps, window.step_seconds.mean))
 
     def __call__(self, rank: RankProcess, start_unix_seconds: float, end_unix_seconds: float) -> float | None:
         """Mean step time over the windows that lie mostly in an interval; None if the rank's steps were not seen in

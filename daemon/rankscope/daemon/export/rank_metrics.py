@@ -20,7 +20,6 @@ PROBLEMS_IN_STANDARD = 3
 # Share of the step: less is the time that it takes to reach the device.
 DEVICE_BOUND_RATIO = 0.1
 MEMORY_KINDS = ("allocated", "reserved", "peak_allocated", "total")
-GROUP_FIELDS = 7
 GROUP_KINDS = {
     ring_layout.GROUP_EXPOSED: "exposed",
     ring_layout.GROUP_OVERLAPPED: "overlapped",
@@ -55,9 +54,9 @@ RANKS: Section[_Rank] = Section(("job", "rank"), (
         lambda rank: rank.window.HasField("stall") if rank.window.sources else None),
     Gauge("rankscope_rank_step_seconds",
         "Step time in the last window. In synchronous training it is the same on every rank.",
-        lambda rank: _quantiles(rank.window.step), {"quantile": ("0.5", "0.9")}),
+        lambda rank: _quantiles(rank.window.step_seconds), {"quantile": ("0.5", "0.9")}),
     Gauge("rankscope_rank_self_seconds", "Step time less waiting on others, in the last window. The one to compare.",
-        lambda rank: _quantiles(rank.window.self), {"quantile": ("0.5", "0.9")}),
+        lambda rank: _quantiles(rank.window.self_seconds), {"quantile": ("0.5", "0.9")}),
     Gauge("rankscope_rank_host_seconds",
         "What a step took on the host, where step time is the device's. It says nothing about the step by itself.",
         lambda rank: _optional(rank.window, "host_seconds"), standard=FULL_ONLY),
@@ -141,27 +140,26 @@ def _seconds_since_step(window: RankWindow) -> float | None:
 
 
 def _quantiles(statistics: StepStatistics) -> Mapping[str, float]:
-    return {"0.5": statistics.p50_seconds, "0.9": statistics.p90_seconds} if statistics.ListFields() else {}
+    return {"0.5": statistics.p50, "0.9": statistics.p90} if statistics.ListFields() else {}
 
 
 def _is_device_bound(window: RankWindow) -> bool | None:
-    if not window.HasField("run_ahead_seconds") or not window.step.mean_seconds > 0:
+    if not window.HasField("run_ahead_seconds") or not window.step_seconds.mean > 0:
         return None
-    return window.run_ahead_seconds >= DEVICE_BOUND_RATIO * window.step.mean_seconds
+    return window.run_ahead_seconds >= DEVICE_BOUND_RATIO * window.step_seconds.mean
 
 
 def _group_seconds(rank: _Rank) -> Mapping[tuple[str, str], float]:
     window = rank.window
-    step_mean_seconds = window.step.mean_seconds
+    step_mean_seconds = window.step_seconds.mean
     is_timed = window.HasField("host_seconds") and step_mean_seconds > 0
     # Where the rank knows its self time, groups add nothing to it.
-    if not is_timed or (window.HasField("self") and not rank.full):
+    if not is_timed or (window.HasField("self_seconds") and not rank.full):
         return {}
-    rows = (window.groups[at : at + GROUP_FIELDS] for at in range(0, len(window.groups), GROUP_FIELDS))
     return {
-        (f"{int(row[0]):x}", GROUP_KINDS.get(int(row[3]), "")): row[5] * step_mean_seconds / row[6]
-        for row in rows
-        if len(row) == GROUP_FIELDS and row[6] > 0
+        (f"{group.number:x}", GROUP_KINDS.get(group.kind, "")): group.seconds * step_mean_seconds / group.step_seconds
+        for group in window.groups
+        if group.step_seconds > 0
     }
 
 

@@ -138,19 +138,10 @@ def _sample(fd: int, header: ring_reader.Header, progress: _Progress, span: Span
             span for span in groups if span.kind not in (ring_layout.GROUP_EXPOSED, ring_layout.GROUP_OVERLAPPED)
         )
     sample = StepSample(
+        **vars(rows),
         steps_total=header.steps,
         steps_lost=lost,
         last_step_unix_nanos=int(ends[good][-1]) if len(records) else progress.last_step_unix_nanos,
-        step_seconds=rows.step_seconds,
-        wait_seconds=rows.wait_seconds,
-        communication_seconds=rows.communication_seconds,
-        input_seconds=rows.input_seconds,
-        forward_seconds=rows.forward_seconds,
-        backward_seconds=rows.backward_seconds,
-        optimizer_seconds=rows.optimizer_seconds,
-        checkpoint_seconds=rows.checkpoint_seconds,
-        host_seconds=rows.host_seconds,
-        run_ahead_seconds=rows.run_ahead_seconds,
         facts=progress.facts,
         allocated_bytes=_bounded(live.allocated_bytes, BYTES_AT_MOST),
         reserved_bytes=_bounded(live.reserved_bytes, BYTES_AT_MOST),

@@ -10,16 +10,15 @@ import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from rankscope.common.text import one_line
 from rankscope.common.token_bucket import TokenBucket
 from rankscope.operator.certificates.daemon_credentials import DaemonTls, credentials, naming
-from rankscope.operator.correlation.wire_shapes import Message, Said, read_said
-from rankscope.operator.kube.api_client import Document
+from rankscope.operator.correlation.daemon_windows import DaemonMessage
 from rankscope.operator.runs.pods import read_pod
 from rankscope.v1 import rank_service_pb2
 
@@ -50,7 +49,7 @@ CONNECTING_LIMIT = 128
 # A request has to fit into what a daemon reads: of a node with more pods than this, all windows are asked for.
 PODS_LIMIT = 1000
 
-Accept = Callable[[Sequence[Message]], None]
+Accept = Callable[[Sequence[DaemonMessage]], None]
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class DaemonStreams:
         self._connected: set[str] = set()
         self._connecting = asyncio.Semaphore(CONNECTING_LIMIT)
         self._heard_at: dict[grpc.aio.Call, float] = {}
-        self._gathered: list[Message] = []
+        self._gathered: list[DaemonMessage] = []
         self._gathered_bytes = 0
         self._handing_on: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="rankscope-streams", daemon=True)
@@ -156,12 +155,12 @@ class DaemonStreams:
                     now = self._loop.time()
                     if not bucket.take(now):
                         raise ValueError(f"it sends more than {MESSAGES_PER_SECOND:g} messages a second")
-                    said = _read(message)
+                    read = DaemonMessage(node, message)
                     heard = True
                     self._connected.add(node)
                     self._heard_at[call] = now
                     self.messages_total += 1
-                    self._take(Message(node, said), len(message))
+                    self._take(read, len(message))
                     message = await call.read()
             except asyncio.CancelledError:
                 if heard and call not in self._heard_at:  # by `_sweep`; else by who ends this task
@@ -195,7 +194,7 @@ class DaemonStreams:
             return grpc.aio.secure_channel(address, credentials(self._tls), options=[*options, naming()])
         return grpc.aio.insecure_channel(address, options=options)
 
-    def _take(self, message: Message, size_bytes: int) -> None:
+    def _take(self, message: DaemonMessage, size_bytes: int) -> None:
         if not self._gathered:
             self._handing_on = self._loop.call_later(GATHERING_SECONDS, self._hand_on)
         self._gathered.append(message)
@@ -218,13 +217,6 @@ class DaemonStreams:
                 self._hand_on()
 
 
-def _read(message: bytes) -> Said:
-    try:
-        return read_said(message)
-    except DecodeError:
-        raise ValueError("it sent what is no message") from None
-
-
 # Where the daemons are: the pods of our DaemonSet, by node.
 
 SELECTOR = "app.kubernetes.io/name=rankscope,app.kubernetes.io/component=daemon"
@@ -240,7 +232,7 @@ class DaemonPod:
     created: str
 
 
-def read_daemon_pod(document: Document) -> DaemonPod | None:
+def read_daemon_pod(document: Mapping[str, Any]) -> DaemonPod | None:
     pod = read_pod(document)
     if pod is None or not pod.node or not pod.address or pod.is_over or pod.deleting:
         return None
