@@ -82,7 +82,7 @@ def said_of(run: str, up: Serving) -> str:
     return "\n".join(line for line in up.output.splitlines() if run in line)
 
 
-def own_seconds(windows: list[window_pb2.RankWindow]) -> float:
+def self_seconds(windows: list[window_pb2.RankWindow]) -> float:
     """A step's own work, typically."""
     return statistics.median(window.self_seconds.mean for window in windows)
 
@@ -122,7 +122,7 @@ def test_the_slow_rank_of_a_job_without_probe_is_found_by_captures_alone_and_its
                 numbers = {window.sequence for window in windows}
                 later = [w for w in watched.of(run)[rank] if w.sequence - 1 in numbers]
                 assert not any(window.HasField("steps") for window in later), told()
-        own = {rank: own_seconds(windows) for rank, windows in watched.captured(SLOW).items()}
+        own = {rank: self_seconds(windows) for rank, windows in watched.captured(SLOW).items()}
         assert max(own, key=lambda rank: own[rank]) == 2, (own, told())
         assert own[2] > 0.06, (own, told())  # it sleeps so long in every step
         assert "slow" not in said_of(TWIN, up), told()

@@ -47,7 +47,7 @@ class _Culprit:
     columns: RankColumns
     row: int
     peers: Bools
-    own_seconds: float
+    compared_seconds: float
     usual_seconds: float
     bound: str
     stacks: StackProfile | None
@@ -57,7 +57,7 @@ class _Culprit:
 
     @property
     def excess_seconds(self) -> float:
-        return self.own_seconds - self.usual_seconds
+        return self.compared_seconds - self.usual_seconds
 
     def more_than_peers(self, seconds: Floats) -> float:
         """NaN where it was not measured."""
@@ -85,7 +85,7 @@ def name_cause(
         columns,
         row,
         peers,
-        float(screened.own_seconds[row]),
+        float(screened.compared_seconds[row]),
         float(screened.reference_seconds[row]),
         _bound(columns, screened, row, policy),
         stacks.get(rank),
@@ -105,7 +105,7 @@ def _bound(columns: RankColumns, screened: Screen, row: int, policy: Policy) -> 
     if not is_timed_on_device(columns)[row]:
         return ""
     one = slice(row, row + 1)
-    excess = screened.own_seconds[one] - screened.reference_seconds[one]
+    excess = screened.compared_seconds[one] - screened.reference_seconds[one]
     ahead, further = columns.run_ahead_seconds[one], screened.further_ahead_seconds[one]
     found = device_bound(ahead, further, columns.step_seconds[one], excess, policy)[0]
     return "" if np.isnan(found) else DEVICE if found else HOST
@@ -179,7 +179,7 @@ def _cause_by_phase(culprit: _Culprit, policy: Policy) -> Cause:
 
 
 def _slowdown(culprit: _Culprit) -> float:
-    return culprit.own_seconds / culprit.usual_seconds if culprit.usual_seconds > 0 else inf
+    return culprit.compared_seconds / culprit.usual_seconds if culprit.usual_seconds > 0 else inf
 
 
 def _shown(found: Iterable[FrameExcess], phase: str | None = None) -> tuple[FrameSeen, ...]:

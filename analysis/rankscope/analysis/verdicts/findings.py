@@ -162,7 +162,7 @@ def _look_for_splits(
     imbalance: float | None = None
     for stage in np.unique(columns.stage):
         rows = np.flatnonzero(columns.stage == stage)
-        split = find_split(screen.own_seconds[rows], columns.place[rows], float(screen.rank_ratio[rows[0]]))
+        split = find_split(screen.compared_seconds[rows], columns.place[rows], float(screen.rank_ratio[rows[0]]))
         if split is None:
             continue
         share = (split.slow_seconds - split.fast_seconds) / max(summary.step_seconds, split.slow_seconds)

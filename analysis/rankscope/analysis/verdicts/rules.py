@@ -101,7 +101,7 @@ class RecentWindows:
         cause = self._cause([o.window for o in flagged if o.window], columns, screened, culprits)
         # Not the mean: the fault began within one of the windows.
         impact = self._against_the_past(float(np.median([o.impact_ratio for o in flagged])), columns)
-        own, usual = median_or_nan(screened.own_seconds[rows]), median_or_nan(screened.reference_seconds[rows])
+        own, usual = median_or_nan(screened.compared_seconds[rows]), median_or_nan(screened.reference_seconds[rows])
         group = _place_of(columns.rank[rows].tolist(), last)
         reason = (
             f"{group or ranks(culprits)}: {milliseconds(own)} of own work a step against {milliseconds(usual)} of its "

@@ -28,7 +28,7 @@ class Pace(NamedTuple):
     """What the rank that comes last pays for communication, what ranks work, how long they queue for a CPU."""
 
     transfer_seconds: float
-    own_seconds: float
+    self_seconds: float
     starved_seconds: float
 
 
@@ -42,7 +42,7 @@ class TransferBaseline:
 
     def compare(self, summary: JobSummary, policy: Policy) -> SlowTransfer | None:
         """Judge one window, and learn from it if it was unremarkable."""
-        pace = Pace(summary.least_transfer_seconds, summary.own_seconds, summary.starved_seconds)
+        pace = Pace(summary.least_transfer_seconds, summary.self_seconds, summary.starved_seconds)
         if isnan(pace.transfer_seconds) or isnan(summary.step_seconds):
             return None
         if len(self._past) < policy.baseline_windows:
@@ -75,7 +75,7 @@ class TransferBaseline:
     def _machine_is_busy(pace: Pace, usual: Pace, excess: float, ratio: float, policy: Policy) -> bool:
         """A neighbour that eats the CPU slows own work and transfer alike; a slow network only the latter."""
         queued = np.nan_to_num(pace.starved_seconds - usual.starved_seconds) >= policy.starved_share * excess
-        alike = pace.own_seconds * policy.communication_ratio > ratio * usual.own_seconds
+        alike = pace.self_seconds * policy.communication_ratio > ratio * usual.self_seconds
         return bool(queued or alike)
 
 

@@ -57,7 +57,7 @@ def work_seconds(columns: RankColumns) -> Floats:
 class Screen:
     """Per rank, against its cohort (same job, same pipeline stage)."""
 
-    own_seconds: Floats  # what was compared: own work, or for a starved rank own work and what it queued for a CPU
+    compared_seconds: Floats  # self time without checkpoints and, unless the rank is starved, without queueing
     reference_seconds: Floats
     impact_ratio: Floats  # share of the step that comes back if this rank ran like the rest; NaN if not an outlier
     starved: Bools  # it stands out by what it queued for a CPU, not by its work
@@ -69,7 +69,7 @@ class Screen:
 
     def slowest(self, among: Bools) -> int:
         """Its row; at least one is among them."""
-        return int(np.flatnonzero(among)[np.argmax(np.nan_to_num(self.own_seconds[among]))])
+        return int(np.flatnonzero(among)[np.argmax(np.nan_to_num(self.compared_seconds[among]))])
 
     def take(self, rows: Ints | Bools | slice) -> Screen:
         return Screen(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
@@ -118,7 +118,7 @@ def screen(columns: RankColumns, policy: Policy) -> Screen:
     # A starved rank need not stand out by its work.
     widest = np.fmax(widest, grouped_max(np.where(starved, busy.ratio, np.nan), cohort, cohort_count))
     return Screen(
-        own_seconds=np.where(starved, busy.values, work.values),
+        compared_seconds=np.where(starved, busy.values, work.values),
         reference_seconds=np.where(starved, busy.reference, work.reference),
         impact_ratio=np.where(outlier, np.where(starved, busy.impact, work.impact), np.nan),
         starved=starved,
@@ -209,13 +209,13 @@ class Split:
     follows_place: bool
 
 
-def find_split(own_seconds: Floats, place: Ints, rank_ratio: float) -> Split | None:
+def find_split(compared_seconds: Floats, place: Ints, rank_ratio: float) -> Split | None:
     """Two clear groups of at least two ranks each, or None.
 
     Clear: the gap between the groups is larger than either group is wide, and their medians are `rank_ratio` apart."""
-    if len(own_seconds) < 4 or bool(np.isnan(own_seconds).any()):
+    if len(compared_seconds) < 4 or bool(np.isnan(compared_seconds).any()):
         return None
-    ordered = np.sort(own_seconds)
+    ordered = np.sort(compared_seconds)
     gaps = np.diff(ordered)[1:-1]  # leaves two on either side
     if len(gaps) == 0:
         return None
@@ -226,6 +226,6 @@ def find_split(own_seconds: Floats, place: Ints, rank_ratio: float) -> Split | N
     clear = slow_median >= rank_ratio * fast_median and gap > max(fast[-1] - fast[0], slow[-1] - slow[0])
     if not clear or len(slow) * 3 < len(ordered):
         return None  # a small slow group is the median's business
-    is_slow = own_seconds >= slow[0]
+    is_slow = compared_seconds >= slow[0]
     follows = not np.intersect1d(place[is_slow], place[~is_slow]).size
     return Split(is_slow, fast_median, slow_median, follows)

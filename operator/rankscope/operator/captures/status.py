@@ -17,7 +17,7 @@ from rankscope.v1 import capture_service_pb2 as pb
 LONGEST_SECONDS = 1e6
 
 
-def own_seconds(ranks: Iterable[pb.RankCapture]) -> Mapping[int, float]:
+def self_seconds(ranks: Iterable[pb.RankCapture]) -> Mapping[int, float]:
     """Of each rank with whole steps, the mean time of a step that it did not spend waiting in collectives."""
     found = {}
     for rank in ranks:
@@ -33,7 +33,7 @@ def own_seconds(ranks: Iterable[pb.RankCapture]) -> Mapping[int, float]:
 
 def joint_finding(ranks: Iterable[pb.RankCapture], policy: Policy) -> str | None:
     """The rank that the others wait for, by the run's policy; None where fewer than two ranks can be compared."""
-    own = own_seconds(ranks)
+    own = self_seconds(ranks)
     if len(own) < 2:
         return None
     slowest = max(own, key=lambda rank: own[rank])
