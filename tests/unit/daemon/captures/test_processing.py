@@ -193,7 +193,7 @@ def test_hostile_recordings_are_refused_one_by_one_each_with_its_reason(tmp_path
     forged = StepFile(head={"rankscope": {"job": "other", "rank": 0}, "distributedInfo": {"rank": 77}}).text()
     hostile = {
         "the file is empty": b"",
-        "not a JSON object or array": b"\x7fELF" + bytes(200),
+        "not a JSON object": b"\x7fELF" + bytes(200),
         "the file is cut off inside traceEvents": good[: len(good) // 2],
         "its end is missing": good[: good.rindex(b"]") + 1] + b', "traceName": "t',
         "is a trace of process 4711, not of 494": StepFile(pid=4711).text(),
@@ -243,7 +243,7 @@ def test_stacks_are_compressed_and_annotated_beside(tmp_path: Path) -> None:
 def test_whatever_becomes_of_a_confined_process_the_daemon_only_hears_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, reason: str
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "what").write_text(what)
     with pytest.raises(CaptureError, match=reason):
         run_module(
