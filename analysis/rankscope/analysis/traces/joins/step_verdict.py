@@ -53,12 +53,17 @@ def judge_steps(
     policy = replace(policy, windows_kept=count, windows_for_alarm=needed, windows_for_warning=needed)
     spread = _spread(times)
     recent, baseline = RecentWindows(policy), TransferBaseline()
+
+    def ready(steps: slice) -> ReadyWindow:
+        return _ready(_columns(times, steps, spread, stage_of or {}, place_of or {}), world_size, policy)
+
     verdict = HEALTHY
     for step in range(count):
-        columns = _columns(times, slice(step, step + 1), spread, stage_of, place_of)
-        verdict = recent.decide(observe(_ready(columns, world_size, policy), baseline, policy), HEALTHY)
+        verdict = recent.decide(observe(ready(slice(step, step + 1)), baseline, policy), HEALTHY)
     if verdict.kind is Kind.HEALTHY and count >= STEPS_FOR_IMBALANCE:
-        verdict = _imbalance(times, spread, world_size, stage_of, place_of, policy) or verdict
+        # All steps together: in each of them some rank may stand out, another one each time.
+        impact = imbalance_impact(ready(slice(None)).summary, policy)
+        verdict = verdict if impact is None else replace(UNEVEN, impact_ratio=impact)
     if verdict.kind is Kind.DATA_IMBALANCE and times.on_host and _lost_ns(verdict, times) < HOST_IMBALANCE_NS:
         verdict = HEALTHY
     confidence = Confidence.HIGH if count >= STEPS_FOR_CONFIDENCE else Confidence.LOW
@@ -126,8 +131,8 @@ def _columns(
     times: StepTimes,
     steps: slice,
     spread: Floats,
-    stage_of: Mapping[int, int] | None,
-    place_of: Mapping[int, int] | None,
+    stage_of: Mapping[int, int],
+    place_of: Mapping[int, int],
 ) -> RankColumns:
     rows = []
     for row, rank in enumerate(times.rank.tolist()):
@@ -140,8 +145,8 @@ def _columns(
         rows.append(
             {
                 "rank": rank,
-                "stage": (stage_of or {}).get(rank, -1),
-                "place": (place_of or {}).get(rank, 0),
+                "stage": stage_of.get(rank, -1),
+                "place": place_of.get(rank, 0),
                 "steps": int(known.sum()),
                 "step_seconds": step,
                 "self_seconds": step - wait,
@@ -157,19 +162,3 @@ def _ready(columns: RankColumns, world_size: int, policy: Policy) -> ReadyWindow
     screened = screen(columns, policy)
     window = JobWindow(0.0, median_or_nan(columns.step_seconds), world_size, columns)
     return ReadyWindow(window, screened, slice(0, len(columns)), summarize(columns, screened, 1)[0])
-
-
-def _imbalance(
-    times: StepTimes,
-    spread: Floats,
-    world_size: int,
-    stage_of: Mapping[int, int] | None,
-    place_of: Mapping[int, int] | None,
-    policy: Policy,
-) -> Verdict | None:
-    """All steps together: in each of them some rank may stand out, another one each time."""
-    summary = _ready(_columns(times, slice(None), spread, stage_of, place_of), world_size, policy).summary
-    impact = imbalance_impact(summary, policy)
-    if impact is None:
-        return None
-    return replace(UNEVEN, impact_ratio=impact)
