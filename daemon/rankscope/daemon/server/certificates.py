@@ -1,16 +1,18 @@
-"""The daemon's certificates, read anew when their files change: new connections get the new ones, open streams live on.
+"""The daemon's certificates: their files, what is in them, and their replacement while the daemon serves.
 
-Who may call with which certificate is decided elsewhere (guarding.py)."""
+New connections get the new certificates; open streams continue with the old ones. `grpc_server.py` decides which
+certificate may call."""
 
 from __future__ import annotations
 
 import logging
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -19,16 +21,13 @@ from rankscope.common.tls import files as material_files
 from rankscope.daemon.config import NONE, Config
 from rankscope.daemon.server.sockets import ListenError
 
-# Certificates on disk: whether key and certificate belong together, and until when they are good.
-#
-# The standard library does not tell the latter of a file, and nothing else here needs a package for X.509.
+if TYPE_CHECKING:
+    from cryptography import x509
+
+log = logging.getLogger(__name__)
 
 SOON_DAYS = 7.0
-
-_BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-_SEQUENCE, _VERSION, _EXTENSIONS, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0xA3, 0x17, 0x18
-_DNS_NAME = 0x82
-_COMMON_NAME, _SUBJECT_ALTERNATIVE_NAME = bytes.fromhex("550403"), bytes.fromhex("551d11")
+CERTIFICATE_BYTES = 1 << 20
 
 
 class CertificateError(ValueError):
@@ -45,92 +44,50 @@ class Validity:
 
 
 def check_pair(certificate: Path, key: Path) -> None:
-    """Raises CertificateError if they cannot be used together. A key under a password is one that cannot be used."""
+    """Raises CertificateError if they cannot be used together. A key with a password cannot be used."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, lambda: "")
     except (ssl.SSLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise CertificateError(f"{certificate} and {key} are no pair that can be used: {reason}") from error
+        raise CertificateError(f"{certificate} and {key} are not a usable pair: {reason}") from error
 
 
-def validity(pem: bytes) -> Validity:
-    """Of the first certificate: the others are those that signed it."""
+def validity(content: bytes) -> Validity:
+    """Of the first certificate: the others are the authorities that signed it."""
+    certificate = _loaded(content)
+    return Validity(certificate.not_valid_before_utc, certificate.not_valid_after_utc)
+
+
+def names(content: bytes) -> frozenset[str]:
+    """DNS names of the first certificate, PEM or DER, or its common names where it has no alternative names (RFC 6125).
+
+    Whole names: gRPC's own list ends a name at its first NUL, and an authority may have signed
+    `rankscope-operator\\0.example.com`."""
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    certificate = _loaded(content)
     try:
-        times = [_time(tag, content) for tag, content in _elements(_parts(pem)[3][1])]
-        return Validity(times[0], times[1])
-    except (ValueError, IndexError) as error:
-        raise CertificateError(f"not a certificate: {error}") from error
+        try:
+            extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        except x509.ExtensionNotFound:
+            attributes = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+            return frozenset(str(attribute.value) for attribute in attributes)
+        return frozenset(extension.value.get_values_for_type(x509.DNSName))
+    except (ValueError, x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
+        raise CertificateError(f"the names of the certificate cannot be read: {error}") from error
 
 
-def names(pem: bytes) -> frozenset[bytes]:
-    """Of the first certificate, to the last byte: DNS names, or the common names where there are no alternative names
-    at all (RFC 6125)."""
+def _loaded(content: bytes) -> x509.Certificate:
+    # Imported here: it takes 10 MB of memory, which a daemon without TLS does not need.
+    from cryptography import x509
+
     try:
-        parts = _parts(pem)
-        alternative = [value for tag, content in parts if tag == _EXTENSIONS for value in _alternative_names(content)]
-        if alternative:
-            return frozenset(content for tag, content in _sequence(alternative[0]) if tag == _DNS_NAME)
-        attributes = [attribute for _, group in _elements(parts[4][1]) for _, attribute in _elements(group)]
-        pairs = [[content for _, content in _elements(attribute)] for attribute in attributes]
-        return frozenset(pair[1] for pair in pairs if pair[0] == _COMMON_NAME)
-    except (ValueError, IndexError) as error:
+        if b"-----BEGIN " in content:
+            return x509.load_pem_x509_certificate(content)
+        return x509.load_der_x509_certificate(content)
+    except ValueError as error:
         raise CertificateError(f"not a certificate: {error}") from error
-
-
-def _alternative_names(content: bytes) -> Iterator[bytes]:
-    for _, extension in _sequence(content):
-        values = list(_elements(extension))
-        if values[0][1] == _SUBJECT_ALTERNATIVE_NAME:
-            yield values[-1][1]
-
-
-def _sequence(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """What is in the sequence that is all of the data."""
-    ((_, content),) = _elements(data)
-    return _elements(content)
-
-
-def _parts(pem: bytes) -> list[tuple[int, bytes]]:
-    """Serial number, algorithm, issuer, validity, subject, key, extensions; the version before them may be missing."""
-    text = pem.decode("latin-1")
-    begin = text.find(_BEGIN)
-    end = text.find(_END, begin)
-    if begin < 0 or end < 0:
-        raise CertificateError("no PEM certificate in it")
-    der = ssl.PEM_cert_to_DER_cert(text[begin : end + len(_END)])
-    signed = next((content for tag, content in _sequence(der) if tag == _SEQUENCE), b"")
-    return [(tag, content) for tag, content in _elements(signed) if tag != _VERSION]
-
-
-def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """The DER values one after the other."""
-    position = 0
-    while position < len(data):
-        tag, length = data[position], data[position + 1]
-        position += 2
-        if length & 0x80:
-            size = length & 0x7F
-            length = int.from_bytes(data[position : position + size], "big")
-            position += size
-        if position + length > len(data):
-            raise ValueError("cut off")
-        yield tag, data[position : position + length]
-        position += length
-
-
-def _time(tag: int, content: bytes) -> datetime:
-    text = content.decode("ascii")
-    if tag == _UTC_TIME:
-        # Two digits of a year: X.509 counts 50 to 99 to the last century.
-        text = ("19" if text[:2] >= "50" else "20") + text
-    elif tag != _GENERALIZED_TIME:
-        raise ValueError("no time where one belongs")
-    return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=timezone.utc)
-
-
-log = logging.getLogger(__name__)
-
-CERTIFICATE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from rankscope.common.http_server import BoundedHandler, BoundedHttpServer
 from rankscope.common.tls import FollowedTls
+from rankscope.daemon.server.certificates import CertificateError, names
 from rankscope.daemon.server.sockets import ListenError, in_use
 
 log = logging.getLogger(__name__)
@@ -97,11 +98,13 @@ class _Guard:
     def admits(self, connection: object, address: str) -> bool:
         if not isinstance(connection, ssl.SSLSocket):
             return True
-        shown = connection.getpeercert() or {}
-        names = {str(entry[1]) for entry in shown.get("subjectAltName", ()) if entry[0] == "DNS"}
-        if names & READERS:
+        try:
+            shown = names(connection.getpeercert(binary_form=True) or b"")
+        except CertificateError:
+            shown = frozenset()
+        if shown & READERS:
             return True
-        told = (address, ", ".join(sorted(names))[:200])
+        told = (address, ", ".join(sorted(shown))[:200])
         if told not in self._told and len(self._told) < CALLERS_REMEMBERED:
             self._told.add(told)
             log.warning(
