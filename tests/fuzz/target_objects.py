@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
-from rankscope.operator.captures.capture_object import read_capture_object
+from rankscope.operator.kube.objects import read_capture_object, read_policy_object
 from rankscope.operator.kube.resources import TrainingRunStatus
-from rankscope.operator.policies.policy import match, mfu_target_of, read_policy_object, thresholds
+from rankscope.operator.policies.policy import match, mfu_target_of, thresholds
 from rankscope.operator.runs.daemon_streams import DaemonPods, read_daemon_pod
 from rankscope.operator.runs.inventory import Inventory
 from rankscope.operator.runs.pods import LABELS_KEPT, TEXT_CHARACTERS, read_pod, read_wishes

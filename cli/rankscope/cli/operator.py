@@ -13,11 +13,9 @@ from pathlib import Path
 from rankscope.cli.foreground import AuditFileError, add_audit_argument, open_audit_log
 from rankscope.daemon.collector import OneLine
 from rankscope.daemon.config import LOG_LEVELS
-from rankscope.operator.access.api_server import PORT, PeopleSettings
+from rankscope.operator.access.api_server import PORT, UserApiSettings
 from rankscope.operator.alerts.alertmanager_webhook import TokenError, check_address
-from rankscope.operator.certificates.daemon_credentials import Tls
-from rankscope.operator.certificates.fleet import roles
-from rankscope.operator.certificates.fleet_secrets import FleetCertificateSettings
+from rankscope.operator.certificates.rotation import fleet_rotation
 from rankscope.operator.kube.api_client import ClusterError
 from rankscope.operator.runtime import Operator
 from rankscope.operator.settings import OperatorSettings
@@ -69,11 +67,10 @@ def with_certificates(settings: OperatorSettings, arguments: argparse.Namespace)
         check_address(settings.alert_host, has_serving)
     kept = None
     if arguments.fleet_certificates:
-        roles(settings.namespace, arguments.api_name)
-        kept = FleetCertificateSettings(settings.namespace, tuple(arguments.api_name))
+        kept = fleet_rotation(settings.namespace, arguments.api_name)
     return replace(
         settings,
-        tls=Tls(*files) if all(files) else None,
+        daemon_tls=files if all(files) else None,
         fleet_certificates=kept,
         serving_files=serving,
         metrics_auth=arguments.metrics_auth,
@@ -83,7 +80,7 @@ def with_certificates(settings: OperatorSettings, arguments: argparse.Namespace)
 # Flags of `rankscope operator` about the API for people.
 
 
-def add_people_arguments(parser: argparse.ArgumentParser) -> None:
+def add_user_api_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("captures for people (docs/api.md)", "`rankscope capture --operator HOST:PORT`")
     group.add_argument(
         "--api-listen", metavar="HOST:PORT", help=f"serve them here, usually 0.0.0.0:{PORT} (default: no such API)"
@@ -97,13 +94,13 @@ def add_people_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key", type=Path, metavar="FILE", help="its key")
     group.add_argument(
         "--api-audience",
-        default=PeopleSettings.audience,
+        default=UserApiSettings.audience,
         metavar="TEXT",
         help="what people's tokens have to be for (default: %(default)s)",
     )
 
 
-def with_people(settings: OperatorSettings, arguments: argparse.Namespace) -> OperatorSettings:
+def with_user_api(settings: OperatorSettings, arguments: argparse.Namespace) -> OperatorSettings:
     if (arguments.api_certificate is None) != (arguments.api_key is None):
         raise ValueError("--api-certificate and --api-key belong together")
     if arguments.api_listen is None:
@@ -113,7 +110,7 @@ def with_people(settings: OperatorSettings, arguments: argparse.Namespace) -> Op
         raise ValueError(f"--api-listen {arguments.api_listen!r} is not HOST:PORT")
     if not arguments.api_audience.strip():
         raise ValueError("--api-audience is empty: tokens for the API server are not for us to see")
-    return replace(settings, people=PeopleSettings(host.strip("[]"), int(port), arguments.api_audience))
+    return replace(settings, user_api=UserApiSettings(host.strip("[]"), int(port), arguments.api_audience))
 
 
 NAME = "operator"
@@ -145,7 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen", default="127.0.0.1:9466", metavar="HOST:PORT", help="/metrics, /healthz, /readyz")
     parser.add_argument("--mfu-target", type=float, metavar="RATIO", help="raise low_mfu below this, for example 0.4")
     add_certificate_arguments(parser)
-    add_people_arguments(parser)
+    add_user_api_arguments(parser)
     _add_webhook_arguments(parser)
     parser.add_argument(
         "--alerts-token", type=Path, metavar="FILE", help="take captures when Alertmanager asks with this token"
@@ -206,7 +203,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(
         f"rankscope operator: {operator.server.scheme} {operator.settings.listen_host}:{operator.server.port}"
         + (f" alerts {operator.alerts.url}" if operator.alerts is not None else "")
-        + (f" api {operator.people.server.address}" if operator.people is not None else ""),
+        + (f" api {operator.user_api.server.address}" if operator.user_api is not None else ""),
         file=sys.stderr,
         flush=True,
     )
@@ -264,4 +261,4 @@ def _settings(arguments: argparse.Namespace) -> OperatorSettings:
         alert_port=alert_port,
         webhooks=_webhooks(arguments),
     )
-    return with_people(with_certificates(settings, arguments), arguments)
+    return with_user_api(with_certificates(settings, arguments), arguments)

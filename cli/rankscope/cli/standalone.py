@@ -115,6 +115,7 @@ class Standalone:
     def _listen_for_alerts(self, alerts: AlertSettings) -> None:
         try:
             self._receiver = AlertReceiver(alerts.host, alerts.port, self._alert_desk, alerts.token, alerts.tls)
+            self._receiver.start()
         except OSError as error:
             self._daemon.stop()
             reason = f"cannot listen on {alerts.host}:{alerts.port}: {error.strerror or error}"
@@ -125,7 +126,7 @@ class Standalone:
 
     def stop(self) -> None:
         if self._receiver is not None:
-            self._receiver.close()
+            self._receiver.stop()
             self._receiver = None
         if self._stream is not None:
             self._stream.stop()

@@ -17,14 +17,14 @@ from prometheus_client.registry import Collector
 
 from rankscope.common.http_server import is_loopback
 from rankscope.common.tls import Read, TlsMaterial, server_context
-from rankscope.operator.access.capture_service import PeopleCaptures
+from rankscope.operator.access.capture_service import UserCaptures
 from rankscope.operator.access.guard import Guard
 from rankscope.operator.access.token_review import Reviews
 from rankscope.operator.access.trace_relay import Traces
 from rankscope.operator.captures.audit import CaptureAudit
-from rankscope.operator.captures.capture_object import CaptureObject
 from rankscope.operator.captures.daemon_calls import DaemonCalls
 from rankscope.operator.kube.api_client import Api
+from rankscope.operator.kube.objects import CaptureObject
 from rankscope.operator.kube.watch_cache import Watched
 from rankscope.operator.runs.controller import RunsController
 
@@ -52,17 +52,17 @@ STOP_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class PeopleSettings:
+class UserApiSettings:
     listen_host: str
     listen_port: int = PORT
     # What tokens have to be for: those that pods and kubectl have for the API server are not sent to anybody else.
     audience: str = "rankscope"
 
 
-class PeopleServer:
+class UserApiServer:
     """From `start` to `stop`. Raises ValueError for an address that others can reach without TLS."""
 
-    def __init__(self, settings: PeopleSettings, handler: grpc.GenericRpcHandler, read: Read | None) -> None:
+    def __init__(self, settings: UserApiSettings, handler: grpc.GenericRpcHandler, read: Read | None) -> None:
         host = settings.listen_host
         if read is None and not is_loopback(host):
             raise ValueError(
@@ -176,13 +176,13 @@ class PeopleExporter(Collector):
 # The API for people as one thing: from `start` to `stop`.
 
 
-class People:
+class UserApi:
     """`read` tells the certificate to serve with. Raises ValueError where tokens would travel in plain text."""
 
     def __init__(
         self,
         api: Api,
-        settings: PeopleSettings,
+        settings: UserApiSettings,
         captures: Watched[CaptureObject],
         runs: RunsController,
         calls: DaemonCalls,
@@ -193,7 +193,7 @@ class People:
         if not settings.audience:
             raise ValueError("--api-audience is empty: tokens for the API server are not for us to see")
         self._traces = Traces(calls, addresses)
-        service = PeopleCaptures(
+        service = UserCaptures(
             api,
             captures,
             runs.object_of,
@@ -203,7 +203,7 @@ class People:
         )
         guard = Guard(Reviews(api, settings.audience), audit)
         self.exporter = PeopleExporter(guard.counts)
-        self.server = PeopleServer(settings, service.handler(guard), read)
+        self.server = UserApiServer(settings, service.handler(guard), read)
 
     def start(self) -> None:
         self.server.start()

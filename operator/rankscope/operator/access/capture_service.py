@@ -27,10 +27,9 @@ from rankscope.operator.access.requests import (
 from rankscope.operator.access.token_review import Access
 from rankscope.operator.access.trace_relay import Traces
 from rankscope.operator.captures.audit import CaptureAudit, asked_for
-from rankscope.operator.captures.capture_object import CANCEL, PATH, CaptureObject, read_capture_object
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, MissingError, UnreachableError
+from rankscope.operator.kube.objects import CANCEL, CaptureObject, RunObject, collection, read_capture_object
 from rankscope.operator.kube.resources import CapturedRank
-from rankscope.operator.runs.controller import RunObject
 from rankscope.v1 import capture_service_pb2 as pb
 
 # A Capture object as CaptureService tells it: what the object says, and what the daemons of its nodes add. Pure.
@@ -141,7 +140,7 @@ class Kept(Protocol):
     def find(self, uid: str) -> CaptureObject | None: ...
 
 
-class PeopleCaptures:
+class UserCaptures:
     def __init__(
         self,
         api: Api,
@@ -276,7 +275,7 @@ class PeopleCaptures:
     def _create(self, body: dict[str, object]) -> CaptureObject:
         metadata = body["metadata"]
         assert isinstance(metadata, dict)
-        made = read_capture_object(self._api.create(f"{PATH}/namespaces/{metadata['namespace']}/captures", body))
+        made = read_capture_object(self._api.create(collection("captures", metadata["namespace"]), body))
         assert made is not None
         self._audit.vouch_for(made.uid)
         with self._lock:

@@ -15,8 +15,8 @@ from rankscope.operator.access.token_review import Caller
 from rankscope.operator.captures.audit import BY_API, VIA
 from rankscope.operator.captures.automatic import capture_document
 from rankscope.operator.kube.api_client import Document
+from rankscope.operator.kube.objects import RunObject
 from rankscope.operator.kube.resources import NAME_PATTERN, CaptureSpec
-from rankscope.operator.runs.controller import RunObject
 from rankscope.operator.webhooks.admission import REQUESTED_BY
 from rankscope.operator.webhooks.validation import capture_mistakes
 from rankscope.v1 import capture_service_pb2 as pb

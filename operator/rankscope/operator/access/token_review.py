@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from rankscope.common.http_server import Response
 from rankscope.operator.kube.api_client import TOKEN_REVIEWS, Api, ApiError, Document, UnreachableError
 
 log = logging.getLogger(__name__)
@@ -190,52 +191,45 @@ class _Remembered(Generic[Kept]):
                 self._answers.popitem(last=False)
 
 
-# Who may read the operator's /metrics: whoever has a token of the cluster that may `get` that path.
-
-ACCESS = PathAccess("/metrics")
+METRICS = PathAccess("/metrics")
 CALLERS_REMEMBERED = 256
-# While the API server thinks, probes of the kubelet need room on the same port.
+# While the API server is asked, probes of the kubelet need room on the same port.
 METRICS_REVIEWS_AT_ONCE = 24
 
 
-@dataclass(frozen=True)
-class Refusal:
-    status: int
-    text: str
-
-
 class MetricsGuard:
-    """May be asked from any thread. Every caller that is refused is logged once."""
+    """Decides who may read the operator's /metrics: tokens of the cluster that may `get` that path. Thread-safe. A
+    caller that is refused is logged once."""
 
     def __init__(self, reviews: Reviews) -> None:
         self._reviews = reviews
         self._turns = threading.BoundedSemaphore(METRICS_REVIEWS_AT_ONCE)
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
-    def refusal(self, authorization: str, address: str) -> Refusal | None:
-        """None: they may."""
+    def refusal(self, authorization: str, address: str) -> Response | None:
+        """None: the caller may."""
         if not self._turns.acquire(blocking=False):
-            return Refusal(503, "too many ask at once")
+            return Response(503, b"too many requests at once\n")
         try:
             return self._refusal(authorization, address)
         finally:
             self._turns.release()
 
-    def _refusal(self, authorization: str, address: str) -> Refusal | None:
+    def _refusal(self, authorization: str, address: str) -> Response | None:
         scheme, _, token = authorization.partition(" ")
         try:
             caller = self._reviews.caller(token.strip()) if scheme.lower() == "bearer" else None
             if caller is None:
-                self._tell(address, "nobody that the cluster knows")
-                return Refusal(401, "a bearer token is needed")
-            if not self._reviews.allows(caller, ACCESS):
-                self._tell(address, caller.name)
-                return Refusal(403, "this token may not get /metrics")
+                self._log(address, "nobody that the cluster knows")
+                return Response(401, b"a bearer token is needed\n", headers={"WWW-Authenticate": "Bearer"})
+            if not self._reviews.allows(caller, METRICS):
+                self._log(address, caller.name)
+                return Response(403, b"this token may not get /metrics\n")
         except NoAnswerError:
-            return Refusal(503, "the API server does not answer")
+            return Response(503, b"the API server does not answer\n")
         return None
 
-    def _tell(self, address: str, name: str) -> None:
-        if (address, name) not in self._told and len(self._told) < CALLERS_REMEMBERED:
-            self._told.add((address, name))
+    def _log(self, address: str, name: str) -> None:
+        if (address, name) not in self._logged and len(self._logged) < CALLERS_REMEMBERED:
+            self._logged.add((address, name))
             log.warning("refused /metrics to %s: %r may not get it", address, name[:200])

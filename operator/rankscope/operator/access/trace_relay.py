@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from rankscope.operator.access.guard import RefusedError
-from rankscope.operator.captures.capture_object import CaptureObject
 from rankscope.operator.captures.daemon_calls import DaemonAwayError, DaemonCalls, DaemonRefusedError
+from rankscope.operator.kube.objects import CaptureObject
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 

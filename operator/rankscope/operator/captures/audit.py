@@ -13,7 +13,7 @@ from msgspec import structs
 
 from rankscope.common.audit import LOGGER, AuditRecord, Via, audit_line
 from rankscope.operator.captures.automatic import BY_ALERT, BY_POLICY, POLICY, TRIGGER
-from rankscope.operator.captures.capture_object import CaptureObject
+from rankscope.operator.kube.objects import CaptureObject
 from rankscope.operator.kube.resources import CaptureSpec, CaptureStatus
 
 audit_log = logging.getLogger(LOGGER)

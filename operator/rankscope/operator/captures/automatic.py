@@ -16,16 +16,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rankscope.analysis.verdicts.verdict import Kind
-from rankscope.operator.captures.capture_object import PATH, CaptureObject, read_capture_object
 from rankscope.operator.correlation.correlator import JobState, suspects
 from rankscope.operator.kube import resources
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Document, UnreachableError
 from rankscope.operator.kube.events import Events, Target
 from rankscope.operator.kube.leader_election import ShardLeases
+from rankscope.operator.kube.objects import (
+    MANAGED,
+    CaptureObject,
+    PolicyObject,
+    RunObject,
+    collection,
+    read_capture_object,
+)
 from rankscope.operator.kube.resources import API_VERSION, AutomaticCaptures
 from rankscope.operator.kube.watch_cache import Watched
-from rankscope.operator.policies.policy import PolicyObject
-from rankscope.operator.runs.controller import RunObject, RunsController
+from rankscope.operator.runs.controller import RunsController
 
 TRIGGER = "rankscope.dev/trigger"
 POLICY = "rankscope.dev/policy"
@@ -154,7 +160,7 @@ def capture_document(name: str, run: RunObject, spec: Document, annotations: dic
         "metadata": {
             "name": name,
             "namespace": run.namespace,
-            "labels": {"app.kubernetes.io/managed-by": "rankscope"},
+            "labels": MANAGED,
             "annotations": annotations,
             "ownerReferences": [owner],
         },
@@ -305,7 +311,7 @@ class AutomaticCaptureMaker:
 
     def create(self, run: RunObject, body: Document, past: Past) -> None:
         """From any thread. It counts against the limits from now on."""
-        made = read_capture_object(self._api.create(f"{PATH}/namespaces/{run.namespace}/captures", body))
+        made = read_capture_object(self._api.create(collection("captures", run.namespace), body))
         assert made is not None
         with self._lock:
             self._unseen[made.uid] = made

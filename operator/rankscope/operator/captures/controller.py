@@ -13,20 +13,26 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import msgspec
 from msgspec import structs
 
 from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, Suspected, choose_ranks
 from rankscope.operator.captures.audit import CaptureAudit
-from rankscope.operator.captures.capture_object import FINALIZER, PATH, CaptureObject, read_capture_object
 from rankscope.operator.captures.daemon_calls import DaemonAsking, DaemonCalls
 from rankscope.operator.captures.status import concluded, failed_ranks, findings_of, is_ended, summarised, told_ranks
 from rankscope.operator.correlation.correlator import JobState, suspects
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Document, MissingError, UnreachableError
 from rankscope.operator.kube.leader_election import ShardLeases
+from rankscope.operator.kube.object_writer import ObjectWriter
+from rankscope.operator.kube.objects import (
+    FINALIZER,
+    CaptureObject,
+    collection,
+    read_capture_object,
+    timestamp,
+    unix_seconds,
+)
 from rankscope.operator.kube.resources import CapturedRank, CapturePhase, CaptureSpec, CaptureStatus
 from rankscope.operator.kube.watch_cache import Watched
-from rankscope.operator.runs.status import moment, unix_seconds
 from rankscope.v1 import capture_service_pb2 as pb
 
 # From a Capture's words to ranks on nodes. Pure.
@@ -102,6 +108,7 @@ class CapturesController:
     def __init__(
         self,
         api: Api,
+        writer: ObjectWriter,
         leases: ShardLeases,
         calls: DaemonCalls,
         states: Callable[[], Mapping[str, JobState]],
@@ -111,6 +118,7 @@ class CapturesController:
         audit: CaptureAudit | None = None,
     ) -> None:
         self._api = api
+        self._writer = writer
         self._leases = leases
         self._states = states
         self._daemon_job = daemon_job
@@ -122,7 +130,7 @@ class CapturesController:
         self._beginning: set[tuple[str, str]] = set()  # namespace, run
         self._asking = DaemonAsking(calls, addresses, clock)
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="rankscope-captures")
-        self.watched = Watched(api, f"{PATH}/captures", read_capture_object, self)
+        self.watched = Watched(api, collection(CaptureObject.plural), read_capture_object, self)
 
     def changed(self, uid: str, thing: CaptureObject) -> None:
         with self._lock:
@@ -246,7 +254,7 @@ class CapturesController:
             job=planned.job[:256],
             capture_id=f"k-{thing.uid}",
             start_unix_ms=round((now + START_AHEAD_SECONDS) * 1000),
-            started_at=moment(now),
+            started_at=timestamp(now),
             ranks=list(planned.ranks),
             delivered=f"0/{len(planned.ranks)}",
         )
@@ -335,10 +343,7 @@ class CapturesController:
 
     def _write(self, thing: CaptureObject, status: CaptureStatus) -> CaptureObject:
         status = structs.replace(status, observed_generation=thing.generation)
-        content = msgspec.to_builtins(status)
-        missing = {name: None for name in msgspec.to_builtins(thing.status) if name not in content}
-        body = {"metadata": {"resourceVersion": thing.version}, "status": {**content, **missing}}
-        return self._taken(self._api.merge(f"{thing.path}/status", body))
+        return self._taken(self._writer.write_status(thing, status))
 
     def _taken(self, document: Document) -> CaptureObject:
         """What we have just written is what holds, before the watch says so."""

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from rankscope.operator.captures.capture_object import CaptureObject
-from rankscope.operator.certificates.daemon_credentials import DaemonTls, credentials, naming
+from rankscope.common.tls import Read
+from rankscope.operator.certificates.roles import DAEMON_NAME_OPTION, daemon_credentials
+from rankscope.operator.kube.objects import CaptureObject
 from rankscope.operator.kube.resources import CaptureSpec
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
@@ -37,7 +38,7 @@ class DaemonAwayError(Exception):
 
 
 class DaemonCalls:
-    def __init__(self, tls: DaemonTls | None = None) -> None:
+    def __init__(self, tls: Read | None = None) -> None:
         self._tls = tls
 
     def start(
@@ -117,10 +118,10 @@ class DaemonCalls:
         if self._tls is None:
             return grpc.insecure_channel(address)
         try:
-            shown = credentials(self._tls)
+            shown = daemon_credentials(self._tls)
         except OSError as error:
             raise DaemonAwayError(f"the daemon cannot be asked: {error}") from error
-        return grpc.secure_channel(address, shown, [naming()])
+        return grpc.secure_channel(address, shown, [DAEMON_NAME_OPTION])
 
 
 def _told(error: grpc.RpcError) -> Exception:

@@ -7,8 +7,8 @@ from statistics import fmean, median
 
 from msgspec import UNSET, structs
 
-from rankscope.operator.kube.resources import CapturedRank, CapturePhase, CaptureStatus, Condition
-from rankscope.operator.runs.status import merged_conditions, moment
+from rankscope.operator.kube.objects import condition, merged_conditions, timestamp
+from rankscope.operator.kube.resources import CapturedRank, CapturePhase, CaptureStatus
 from rankscope.v1 import capture_service_pb2 as pb
 
 # What the traces of several nodes say together, from their summaries: each daemon joins only its own. Pure.
@@ -117,15 +117,14 @@ def concluded(
     """With its last condition; reason and message by default from what the ranks delivered."""
     errors = dict.fromkeys(str(rank.error) for rank in status.ranks if isinstance(rank.error, str))
     message = message or "; ".join(errors)[:TEXT_CHARACTERS]
-    done = Condition(
-        type="Complete",
-        status="True" if status.phase == "Succeeded" else "False",
-        reason=reason or {"Succeeded": "Delivered", "Cancelled": "Cancelled"}.get(str(status.phase), "RanksFailed"),
-        message=message or f"{status.delivered} ranks delivered",
-        last_transition_time="",
+    done = condition(
+        "Complete",
+        "True" if status.phase == "Succeeded" else "False",
+        reason or {"Succeeded": "Delivered", "Cancelled": "Cancelled"}.get(str(status.phase), "RanksFailed"),
+        message or f"{status.delivered} ranks delivered",
     )
     conditions = merged_conditions(status.conditions, [done], generation, now_unix_seconds)
-    return structs.replace(status, message=message, finished_at=moment(now_unix_seconds), conditions=conditions)
+    return structs.replace(status, message=message, finished_at=timestamp(now_unix_seconds), conditions=conditions)
 
 
 def findings_of(told: Mapping[str, pb.Capture]) -> list[str]:

@@ -79,6 +79,10 @@ class ShardLeases:
         deadline = self._monotonic() - ACT_SECONDS
         return frozenset(shard for shard, renewed in list(self._renewed.items()) if renewed > deadline)
 
+    def leads(self) -> bool:
+        """Whether this replica does what is done once for the whole fleet."""
+        return 0 in self.held
+
     def shard_of(self, key: str) -> int:
         return shard_of(key, self.shards)
 

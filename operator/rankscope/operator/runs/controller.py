@@ -6,69 +6,28 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from rankscope.analysis.verdicts.verdict import Severity
 from rankscope.operator.correlation.correlator import JobState
-from rankscope.operator.kube.api_client import Api, ConflictError, Document
+from rankscope.operator.kube.api_client import Api, Document
 from rankscope.operator.kube.events import Events, Target
 from rankscope.operator.kube.leader_election import ShardLeases
-from rankscope.operator.kube.object_writer import Outbox, Write
+from rankscope.operator.kube.object_writer import ObjectWriter
+from rankscope.operator.kube.objects import MANAGED, RunObject, collection, read_run_object, unix_seconds
 from rankscope.operator.kube.resources import API_VERSION, RunVerdict, TrainingRunStatus
 from rankscope.operator.kube.watch_cache import Watched
 from rankscope.operator.runs.inventory import Inventory, Run
 from rankscope.operator.runs.pods import read_wishes
 from rankscope.operator.runs.run_grouping import RunKey
-from rankscope.operator.runs.status import ended_status, gist, run_status, run_verdict, unix_seconds
+from rankscope.operator.runs.status import ended_status, gist, run_status, run_verdict
 
 log = logging.getLogger(__name__)
 
-PATH = f"/apis/{API_VERSION}"
-MANAGED = {"app.kubernetes.io/managed-by": "rankscope"}
-# Numbers change with every window; what changes the meaning is written at once, the rest this often.
+# Numbers change with every window. A change of meaning is written at once, the rest this often.
 REFRESH_SECONDS = 20.0
 KEEP_ENDED_SECONDS = 86400.0
-
-
-@dataclass(frozen=True)
-class RunObject:
-    """A TrainingRun as the API server has it."""
-
-    namespace: str
-    name: str
-    uid: str
-    generation: int
-    deleting: bool
-    is_ours: bool
-    workload_uid: str
-    mfu_target: float | None
-    status: TrainingRunStatus
-
-    @property
-    def path(self) -> str:
-        return f"{PATH}/namespaces/{self.namespace}/trainingruns/{self.name}"
-
-
-def read_run_object(document: Document) -> RunObject | None:
-    metadata = document["metadata"]
-    try:
-        status = msgspec.convert(document.get("status") or {}, TrainingRunStatus)
-    except msgspec.ValidationError:
-        status = TrainingRunStatus()  # written by an older version: written anew
-    return RunObject(
-        namespace=metadata["namespace"],
-        name=metadata["name"],
-        uid=metadata["uid"],
-        generation=int(metadata.get("generation") or 0),
-        deleting=bool(metadata.get("deletionTimestamp")),
-        is_ours=(metadata.get("labels") or {}).get("app.kubernetes.io/managed-by") == "rankscope",
-        workload_uid=str(((document.get("spec") or {}).get("workload") or {}).get("uid") or ""),
-        mfu_target=(document.get("spec") or {}).get("mfuTarget"),
-        status=status,
-    )
 
 
 class RunsController:
@@ -77,7 +36,7 @@ class RunsController:
     def __init__(
         self,
         api: Api,
-        outbox: Outbox,
+        writer: ObjectWriter,
         events: Events,
         inventory: Inventory,
         leases: ShardLeases,
@@ -86,7 +45,7 @@ class RunsController:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
-        self._outbox = outbox
+        self._writer = writer
         self._events = events
         self._inventory = inventory
         self._leases = leases
@@ -97,7 +56,7 @@ class RunsController:
         self._lock = threading.Lock()
         self._refreshed_at: dict[tuple[str, str], float] = {}
         self._told: set[tuple[str, str]] = set()  # pod uid, mistake
-        self.watched = Watched(api, f"{PATH}/trainingruns", read_run_object, self)
+        self.watched = Watched(api, collection(RunObject.plural), read_run_object, self)
 
     # --- told by the watch -------------------------------------------------------------------------------------------
 
@@ -110,8 +69,7 @@ class RunsController:
             for place, known in list(self._objects.items()):
                 if known.uid == uid:
                     del self._objects[place]
-                    self._outbox.forget(f"make {place[0]}/{place[1]}")
-                    self._outbox.forget(f"status {place[0]}/{place[1]}")
+                    self._writer.forget(known)
                     self._refreshed_at.pop(place, None)
 
     def object_of(self, namespace: str, name: str) -> RunObject | None:
@@ -130,7 +88,7 @@ class RunsController:
                 continue
             found = self.object_of(*place)
             if found is None:
-                self._make(run.key)
+                self._create(run.key)
             elif not found.deleting and found.is_ours and found.workload_uid != run.key.uid:
                 self._delete(found)  # of a workload of the same name that is gone; made anew when it is away
             elif not found.deleting:
@@ -142,7 +100,7 @@ class RunsController:
         with self._lock:
             left = [thing for place, thing in self._objects.items() if place not in runs and thing.is_ours]
         for thing in left:
-            if self._leases.holds(f"{thing.namespace}/{thing.name}") and not thing.deleting:
+            if self._leases.holds(thing.place) and not thing.deleting:
                 self._end(thing)
 
     def _runs_by_place(self) -> Mapping[tuple[str, str], Run]:
@@ -155,7 +113,7 @@ class RunsController:
                 newest[place] = run
         return newest
 
-    def _make(self, key: RunKey) -> None:
+    def _create(self, key: RunKey) -> None:
         workload: Document = {"kind": key.kind, "name": key.name}
         metadata: Document = {"name": key.object_name, "namespace": key.namespace, "labels": MANAGED}
         owner = key.owner
@@ -166,10 +124,8 @@ class RunsController:
                 {"apiVersion": owner.api_version, "kind": owner.kind, "name": owner.name, "uid": owner.uid}
             ]
         body = {"apiVersion": API_VERSION, "kind": "TrainingRun", "metadata": metadata, "spec": {"workload": workload}}
-        path = f"{PATH}/namespaces/{key.namespace}/trainingruns"
-        name = f"make {key.namespace}/{key.object_name}"
-        place = f"{key.namespace}/{key.object_name}"
-        self._put(name, place, key, lambda: self._api.create(path, body))
+        path, place = collection(RunObject.plural, key.namespace), f"{key.namespace}/{key.object_name}"
+        self._writer.queue(f"create trainingruns {place}", place, key, lambda: self._api.create(path, body))
 
     def _update(self, thing: RunObject, run: Run, state: JobState | None, captured: str | UnsetType) -> None:
         now = self._clock()
@@ -188,7 +144,7 @@ class RunsController:
         if not meant and now - self._refreshed_at.get(place, 0.0) < REFRESH_SECONDS:
             return
         self._refreshed_at[place] = now
-        self._write(thing, status)
+        self._writer.queue_status(thing, status)
         if meant and isinstance(status.verdict, RunVerdict):
             self._tell_verdict(thing, run, status.verdict, thing.status.verdict)
 
@@ -199,29 +155,11 @@ class RunsController:
         if self._clock() - unix_seconds(ended.last_transition_time) > KEEP_ENDED_SECONDS:
             self._delete(thing)
         elif status != thing.status:
-            self._write(thing, status)
+            self._writer.queue_status(thing, status)
 
     def _delete(self, thing: RunObject) -> None:
         body = {"preconditions": {"uid": thing.uid}}
-        place = f"{thing.namespace}/{thing.name}"
-        self._put(f"delete {thing.uid}", place, thing.uid, lambda: self._api.delete(thing.path, body))
-
-    def _write(self, thing: RunObject, status: TrainingRunStatus) -> None:
-        # A merge patch keeps what it does not name: what is no longer known has to be named as null.
-        content = msgspec.to_builtins(status)
-        missing = {name: None for name in msgspec.to_builtins(thing.status) if name not in content}
-        body = {"status": {**content, **missing}}
-        place = f"{thing.namespace}/{thing.name}"
-        self._put(f"status {place}", place, body, lambda: self._api.merge(f"{thing.path}/status", body))
-
-    def _put(self, name: str, place: str, content: object, act: Callable[[], Document]) -> None:
-        def send() -> None:
-            # It may have waited through an outage, and somebody else acts for the run by now.
-            if not self._leases.holds(place):
-                raise ConflictError(409, "NotHeld", f"another replica may act for {place}")
-            void(act())
-
-        self._outbox.put(Write(name, content, send))
+        self._writer.queue(f"delete {thing.uid}", thing.place, thing.uid, lambda: self._api.delete(thing.path, body))
 
     def _tell_verdict(self, thing: RunObject, run: Run, verdict: RunVerdict, before: object) -> None:
         was_alarm = isinstance(before, RunVerdict) and before.severity == Severity.ALARM.value
@@ -250,10 +188,6 @@ class RunsController:
                     self._told.add((pod.uid, mistake))
                     target = Target("v1", "Pod", pod.namespace, pod.name, pod.uid)
                     self._events.say(target, "Warning", "BadAnnotation", mistake, mistake)
-
-
-def void(_: object) -> None:
-    """For the outbox, which wants no answer."""
 
 
 def _meaning(status: TrainingRunStatus) -> object:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -231,12 +231,12 @@ class Admission:
             **{f"{INJECT_PATH}/{wish}": self._injector(wish) for wish in WISHES},
         }
 
+    @property
+    def paths(self) -> Iterable[str]:
+        return self._routes
+
     def answer(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """HTTP status and body. The API server appends a query to the path."""
-        path = path.partition("?")[0]
-        route = self._routes.get(path)
-        if route is None:
-            return 404, b"rankscope: no such webhook\n"
+        """HTTP status and body; `path` is one of `paths`."""
         webhook = path.split("/")[1]
         try:
             request = read_review(body)
@@ -244,7 +244,7 @@ class Admission:
             self.counts[webhook, "unreadable"] += 1
             return 400, f"{error}\n".encode(errors="replace")
         try:
-            answer = route(request)
+            answer = self._routes[path](request)
         except Exception:
             # The API server then does what the webhook's failurePolicy says: a pod passes as it is.
             log.exception("the review of %s by %s failed", request.resource.resource, path)

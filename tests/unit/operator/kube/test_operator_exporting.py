@@ -7,7 +7,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry, generate_latest
 
 from rankscope.operator.access.api_server import PeopleExporter
-from rankscope.operator.certificates.fleet_secrets import FleetCertificateExporter
+from rankscope.operator.certificates.rotation import FleetCertificateExporter
 from rankscope.operator.http_endpoints import OperatorExporter
 from rankscope.operator.webhooks.webhooks import WebhookExporter
 

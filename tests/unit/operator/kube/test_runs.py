@@ -24,7 +24,7 @@ class Cluster:
     def holds(self, key: str) -> bool:
         return True
 
-    def put(self, write: object) -> None: ...
+    def queue(self, key: str, place: str, content: object, send: object) -> None: ...
 
     def say(self, target: Any, kind: str, reason: str, message: str, change: str) -> None:
         self.told.append(target.uid)
