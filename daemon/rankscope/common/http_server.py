@@ -87,7 +87,7 @@ def body_length(headers: Message, limit: int) -> int:
     lengths = headers.get_all("Content-Length", [])
     if "Transfer-Encoding" in headers or not lengths:
         raise RequestError(411, "Content-Length is needed")
-    if len(lengths) > 1 or not (lengths[0].isascii() and lengths[0].isdigit() and len(lengths[0]) <= 12):
+    if len(lengths) > 1 or not (lengths[0].isascii() and lengths[0].isdigit() and len(lengths[0]) < 20):
         raise RequestError(400, "Content-Length is not a number")
     length = int(lengths[0])
     if length > limit:
