@@ -124,8 +124,7 @@ def test_the_json_keys_of_the_demo_are_described() -> None:
     written = next(node.value for node in function.body if isinstance(node, ast.Return))
     assert isinstance(written, ast.Dict)
     keys = {key.value for key in written.keys if isinstance(key, ast.Constant)}
-    section = README.split("## The demo")[1].split("\n## ")[0]
-    assert keys <= set(re.findall(r"`(\w+)`", section))
+    assert keys <= set(re.findall(r"`(\w+)`", document("demo.md")))
 
 
 ABSTAINING = ("__init__", "_judge_ranks", "_nothing", "judge_stack_windows", "_compare", "judge_stacks")

@@ -1,4 +1,4 @@
-"""Deep captures on demand: speaks libkineto's protocol to training processes, fetches what they write, and keeps it.
+"""Deep captures on demand: libkineto's protocol, fetching and storing traces.
 
-Everything that arrives here was written by a training container: datagrams, file names, files. None of it is trusted,
-and nothing that is sent may harm the process it goes to."""
+Training containers write everything that arrives here: datagrams, file names, files. None of it is trusted, and
+nothing that is sent may harm the receiving process."""

@@ -1,4 +1,4 @@
-"""The daemon's audit records: who asked for a capture on this node, for what, and how it ended."""
+"""The daemon's audit records: who requested a capture on this node, for what, and how it ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPTIONS = ("shapes", "stacks", "memory", "flops", "modules", "allow_slowdown")
 
 
 class CaptureAudit:
-    """`has_tls`: whoever comes over TCP has shown an operator's certificate, or was not let in."""
+    """`has_tls`: a TCP peer has presented an operator's certificate, or was refused."""
 
     def __init__(self, node: str, has_tls: bool, unix_seconds: Callable[[], float] = time.time) -> None:
         self._node = node
@@ -37,7 +37,7 @@ class CaptureAudit:
 
     def ended(self, capture: pb.Capture | None) -> None:
         if capture is None:
-            return  # deleted at the very end of it
+            return  # deleted at the very end
         ranks = ",".join(str(entry.rank) for entry in capture.ranks)
         delivered = sum(entry.state == pb.CAPTURE_STATE_ANALYSED for entry in capture.ranks)
         errors = dict.fromkeys(entry.error for entry in capture.ranks if entry.error)
@@ -61,7 +61,7 @@ class CaptureAudit:
             if self._has_tls:
                 return replace(record, via="operator", user=OPERATOR, verified=True, address=requested_by)
             return replace(record, via="loopback", address=requested_by)
-        # Whoever opens the socket is the user that the daemon runs as, or root: its mode is 0600.
+        # Only the daemon's user and root can open the socket: its mode is 0600.
         return replace(record, user=f"uid {os.geteuid()}", verified=True)
 
     def _say(self, record: AuditRecord) -> None:

@@ -1,4 +1,4 @@
-"""Runs captures: sets a back end to work on every rank, follows them to their end, and tells what happened."""
+"""Runs captures: starts a back end on every rank, follows all of them to the end and records what happened."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from rankscope.daemon.captures.request import (
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
-# Captures as numbers that only grow, and what each job's last capture did to its step time: for /metrics.
+# Counters of captures, and how each job's last capture changed its step time: for /metrics.
 
-# A job is a label: the least lately captured goes.
+# A job is a label: the job with the oldest capture is dropped.
 JOBS_KEPT = 64
 RESULTS = {
     pb.CAPTURE_STATE_ANALYSED: "delivered",
@@ -55,7 +55,7 @@ class CaptureTally:
         self._slowdowns: OrderedDict[str, float] = OrderedDict()
 
     def count(self, capture: pb.Capture) -> None:
-        """A capture that is over. Ranks are counted, not captures: one of eight that fails shows."""
+        """Count a finished capture. Counts ranks, not captures, so that one failure of eight is visible."""
         with self._lock:
             self._results.update(RESULTS.get(rank.state, "failed") for rank in capture.ranks)
             ratios = [
@@ -76,19 +76,19 @@ class CaptureTally:
 
     @property
     def slowdowns(self) -> dict[str, float]:
-        """Job to step time after its last capture ÷ before it, of the rank it slowed most."""
+        """By job: step time after its last capture ÷ before it, of the rank that slowed most."""
         with self._lock:
             return dict(self._slowdowns)
 
 
-# Step times that captures taught, so that the next one of the same processes need not find out again.
+# Step times learned from captures, for the next capture of the same processes.
 
 PROCESSES_KEPT: Final = 1024
 
 
 class LearnedSteps:
-    """By process, not by rank: one that was started anew may train otherwise. The ones least lately captured go first.
-    May be used from any thread."""
+    """Keyed by process, not by rank: a restarted process may train differently. Drops the least recently captured.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -102,7 +102,7 @@ class LearnedSteps:
                 self._seconds.popitem(last=False)
 
     def longest(self, ranks: Iterable[RankProcess]) -> float | None:
-        """Of ranks that train together: what is known of some holds for all. None where nothing is known."""
+        """The longest step time known of these ranks, which train together. None if none is known."""
         with self._lock:
             found = [self._seconds.get(_process(rank)) for rank in ranks]
         return max((seconds for seconds in found if seconds is not None), default=None)
@@ -114,13 +114,13 @@ def _process(rank: RankProcess) -> tuple[int, int]:
 
 log = logging.getLogger(__name__)
 
-# Step time before and after a capture is taken over this much.
+# Step time before and after a capture is averaged over this time.
 STEP_TIME_SECONDS = 6.0
 _STATES = {Stage.ARMED: pb.CAPTURE_STATE_ARMED, Stage.RUNNING: pb.CAPTURE_STATE_RUNNING}
 
 
 class Conductor:
-    """All methods may be called from any thread. `suspects_of` may be set later, by who correlates ranks."""
+    """Thread-safe. The correlation sets `suspects_of` later."""
 
     def __init__(
         self,
@@ -151,11 +151,11 @@ class Conductor:
     def start(
         self, request: pb.StartCaptureRequest, requested_by: str = "", usual_step_seconds: float | None = None
     ) -> str:
-        """Begin a capture and return its id. Raises CaptureError if it cannot even be begun. `usual_step_seconds` is
+        """Start a capture and return its id. Raises CaptureError if it cannot start. `usual_step_seconds` is used
         for ranks whose steps are not seen."""
         with self._starting:
             if request.id and self.records.get(request.id) is not None:
-                return request.id  # asked for already
+                return request.id  # already requested
             return self._start(request, requested_by, usual_step_seconds)
 
     def _start(self, request: pb.StartCaptureRequest, requested_by: str, usual_step_seconds: float | None) -> str:
@@ -212,7 +212,7 @@ class Conductor:
         return capture.id
 
     def cancel(self, capture_id: str) -> pb.Capture | None:
-        """Ask a capture to stop; what its ranks have delivered already stays. None: there is no such capture."""
+        """Ask a capture to stop; delivered ranks stay delivered. None: there is no such capture."""
         self._engagements.cancel(capture_id)
         return self.records.get(capture_id)
 
@@ -227,12 +227,12 @@ class Conductor:
         try:
             learned = self._attempt(capture_id, work)
             if learned and not is_sure and not self._engagements.cancelled(capture_id).is_set():
-                # Nobody knew how long a step takes by now, and too few were recorded; now it is known.
+                # The step time was unknown and too few steps were recorded. Now it is known.
                 self.records.change(capture_id, forget_first_attempt)
                 self._attempt(capture_id, self._anew(work, learned))
             self._measure_aftermath(capture_id, [order for order, _ in work])
             self._conclude(capture_id)
-        except Exception as error:  # whatever went wrong, whoever follows must learn that it is over
+        except Exception as error:  # any failure: followers must see the end
             log.exception("capture %s", capture_id)
             self.records.change(capture_id, partial(fail, error=f"unexpected: {error}; please report this"))
         finally:
@@ -241,10 +241,10 @@ class Conductor:
             self._archive.clean(capture_id)
 
     def _attempt(self, capture_id: str, work: Sequence[tuple[Order, Backend]]) -> dict[int, float]:
-        """Record all ranks at once and deliver what they gave. Returns the step time of ranks of which too few steps
-        were recorded because it was not known, or taken for shorter."""
+        """Record all ranks at once and deliver the results. Returns the step time of ranks that recorded too few
+        steps because their step time was unknown or underestimated."""
         if not work:
-            return {}  # no rank could even be asked, and each says why
+            return {}  # no rank could be asked; each has its error
         recorded: dict[int, tuple[RankProcess, Recording]] = {}
         threads = [
             threading.Thread(
@@ -281,7 +281,7 @@ class Conductor:
         return learned
 
     def _anew(self, work: Sequence[tuple[Order, Backend]], learned: Mapping[int, float]) -> list[tuple[Order, Backend]]:
-        """The same work with a known step time, for all ranks: they begin together again."""
+        """The same orders with a known step time and a new common start."""
         step_seconds = max(learned.values())
         start = self._earliest_start([order.rank for order, _ in work], self._unix_seconds())
         return [
@@ -313,12 +313,12 @@ class Conductor:
             enter(pb.CAPTURE_STATE_FAILED, str(error))
         except OSError as error:
             enter(pb.CAPTURE_STATE_FAILED, f"rank {number} (pid {order.rank.pid}): {error}")
-        except Exception as error:  # one rank's trouble is not the others'
+        except Exception as error:  # a failure of one rank does not affect the others
             log.exception("capture %s of rank %d", order.capture_id, number)
             enter(pb.CAPTURE_STATE_FAILED, f"unexpected: {type(error).__name__}: {error}; please report this")
 
     def _measure_aftermath(self, capture_id: str, orders: Sequence[Order]) -> None:
-        """Step time before, during and after: a capture may leave its process slower."""
+        """Step time before, during and after the capture: a capture may leave its process slower."""
         capture = self.records.get(capture_id)
         if capture is None or all(rank.state != pb.CAPTURE_STATE_ANALYSED for rank in capture.ranks):
             return

@@ -1,5 +1,7 @@
-"""Whether a capture may leave a process slower: CUPTI stays attached after it, and costs a launch-bound job 19–31 % for
-the rest of its life, unless the process was started with TEARDOWN_CUPTI=1."""
+"""Whether a capture may leave a process slower.
+
+CUPTI stays attached after a capture and costs a launch-bound job 19–31 % for the rest of its life, unless the
+process was started with TEARDOWN_CUPTI=1."""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from pathlib import Path
 from rankscope.daemon.captures.orders import Options
 from rankscope.daemon.samples import RankProcess
 
-# A device file that is open means a CUDA context, or one to come.
+# An open device file means a CUDA context, now or soon.
 _DEVICES = ("/dev/nvidia", "/dev/dxg")
 _DESCRIPTORS_LIMIT = 4096
 
 
 def uses_cuda(pid: int, proc_root: Path = Path("/proc")) -> bool:
-    """Doubtful cases count as yes: the harm is lasting."""
+    """Doubtful cases count as yes: the harm is permanent."""
     try:
         for number, descriptor in enumerate((proc_root / str(pid) / "fd").iterdir()):
             if number >= _DESCRIPTORS_LIMIT:

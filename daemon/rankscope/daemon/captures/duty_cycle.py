@@ -1,9 +1,9 @@
-"""The duty cycle: now and then a few steps of all ranks of a job are recorded together, for the breakdown of a step
-where no probe runs, or where it cannot tell what a step waits for. Asked after every tick, in the daemon's thread;
-recording is done by the captures' own threads.
+"""The duty cycle: periodic captures of a few steps of all ranks of a job, for the breakdown of a step where no probe
+runs or where the probe cannot measure what a step waits for.
 
-All nodes begin at the same moments, without talking: multiples of the period since 1970, put off by a number made of
-the job's name, so that the jobs of a node do not all record at once."""
+The daemon's thread calls it after every tick; captures record in their own threads. All nodes start at the same
+moments without communicating: multiples of the period since 1970, offset by a hash of the job's name so that the
+jobs of a node do not record at the same time."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from rankscope.daemon.windows.window import plausible, statistics_of
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.window_pb2 import SOURCE_CAPTURE, CauseSeconds, RankWindow
 
-# What a capture costs its job, and how often that can be afforded.
+# What a capture costs its job, and how often the budget allows one.
 #
-# Where no probe runs, nobody times the steps outside of captures, so the cost is reckoned: recording an event takes the
-# training thread some microseconds, and the last capture told how many events a second there are. The nodes of a job
-# reckon each for itself and must agree on when to record: a capture that is too dear for every period is taken in every
-# second, fourth, eighth …, counted since 1970, so that nodes whose figures differ still meet.
+# Where no probe runs, nothing times the steps outside of captures, so the cost is estimated: recording an event takes
+# the training thread a few microseconds, and the last capture shows how many events there are per second. Each node
+# estimates by itself, and all nodes must agree on when to record: a capture that is too expensive for every period is
+# taken in every second, fourth, eighth … period, counted since 1970, so that nodes with different estimates still meet.
 
-# Measured: 0.9 to 3.3 µs on CPUs, 2.1 to 2.2 µs with CUPTI on an H200 (docs/captures.md). What libkineto's own thread
-# does with an event afterwards takes twice that, beside the training.
+# Measured: 0.9 to 3.3 µs on CPUs, 2.1 to 2.2 µs with CUPTI on an H200 (docs/captures.md). libkineto's own thread spends
+# twice that per event afterwards, beside the training.
 EVENT_SECONDS: Final = 5e-6
 # Starting and stopping the profiler, and writing the trace beside the training.
 PAUSE_SECONDS: Final = 0.1
@@ -53,17 +53,17 @@ def cost_seconds(events_per_second: float, record_seconds: float) -> float:
 
 
 def stride(cost: float, settings: DutySettings) -> int:
-    """In every how manieth period a capture of that cost can be afforded: a power of two."""
+    """The number of periods per capture that the budget allows: a power of two."""
     periods = cost / (settings.budget_ratio * settings.period_seconds)
     if periods <= 1:
         return 1
     return LONGEST_STRIDE if periods >= LONGEST_STRIDE else int(2 ** ceil(log2(periods)))
 
 
-# What a capture tells of a rank's steps, put into the window that closes after it. Pure.
+# The result of a capture as part of the window that closes after it.
 #
-# One capture goes into one window. Were it repeated until the next one, a single bad step would look like a fault that
-# lasts, for the rules count windows.
+# One capture goes into one window. Repeated until the next capture, a single bad step would look like a lasting fault,
+# because the rules count windows.
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class CaptureBreakdown:
     """One value for each step that was recorded, in seconds."""
 
     step: Column
-    wait: Column  # communication that nothing hides, waiting for others included: what the probe calls so
+    wait: Column  # exposed communication, including waiting for others, as the probe defines it
     communication: Column
 
     @property
@@ -80,7 +80,7 @@ class CaptureBreakdown:
 
 
 def breakdown_of(entry: pb.RankCapture) -> CaptureBreakdown | None:
-    """None where the rank did not deliver whole steps. The figures come from a trace that a container wrote."""
+    """None if the rank did not deliver whole steps. A container wrote the trace: the figures are checked."""
     if entry.state != pb.CAPTURE_STATE_ANALYSED:
         return None
     summary = entry.summary
@@ -99,13 +99,13 @@ def breakdown_of(entry: pb.RankCapture) -> CaptureBreakdown | None:
 
 
 def lacks_wait(window: RankWindow) -> bool:
-    """Whether a probe counts the steps and cannot tell what they waited for: collectives of compiled code, of C++ or of
-    CUDA graphs. A single window may lack it by chance, as waiting is sampled."""
+    """Whether a probe counts the steps but cannot measure what they wait for: collectives of compiled code, of C++
+    or of CUDA graphs. A single window may lack it by chance, because waiting is sampled."""
     return window.HasField("steps") and not (window.HasField("wait") or window.groups)
 
 
 def fill(window: RankWindow, breakdown: CaptureBreakdown) -> None:
-    """Only where no probe measures steps and waiting: its figures are of all steps, and undisturbed."""
+    """Fill only where no probe measures steps and waiting: the probe covers all steps, undisturbed."""
     if window.HasField("steps") and not lacks_wait(window):
         return
     window.steps = len(breakdown.step)
@@ -121,7 +121,7 @@ def fill(window: RankWindow, breakdown: CaptureBreakdown) -> None:
 
 
 def fill_gauges(window: RankWindow, breakdown: CaptureBreakdown) -> None:
-    """The same for a window that is only shown, where steps that a probe counts are newer than the capture."""
+    """The same for a window that is only displayed, where the probe's step counts are newer than the capture."""
     if lacks_wait(window):
         _add_statistics(window, self=breakdown.own, wait=breakdown.wait)
     else:
@@ -143,22 +143,22 @@ DONE, FAILED, SKIPPED = "done", "failed", "skipped"
 BUDGET, BUSY, STALLED, YOUNG = "budget", "busy", "stalled", "young"
 PROFILER, SLOWDOWN, UNABLE = "profiler", "slowdown", "unable"
 REASONS: Final = (BUDGET, BUSY, PROFILER, SLOWDOWN, STALLED, UNABLE, YOUNG)
-# libkineto asks every 5 s, and needs its orders a little before the start. Two questions fit in between: on a busy
-# machine one may come too late.
+# libkineto polls every 5 s and needs its configuration shortly before the start. The lead leaves room for two polls: on
+# a busy machine one may be late.
 LEAD_SECONDS: Final = 14.0
 LEAST_LEAD_SECONDS: Final = 3.0
-# Ranks that have just begun import, compile and warm up.
+# New ranks import, compile and warm up.
 YOUNG_WINDOWS: Final = 15
-# Waiting is sampled, but not as rarely as this: a probe that tells of steps and never of waiting cannot.
+# Waiting is sampled more often than this: a probe that reports steps but never waiting cannot measure it.
 BLIND_WINDOWS: Final = 15
-# Gauges show the last capture until so many periods have passed.
+# Gauges show the last capture for this many periods.
 SHOWN_PERIODS: Final = 3
-# Records of captures that nobody asked for; a person's must not be pushed out by them.
+# Records of automatic captures. They must not displace captures that users requested.
 RECORDS_KEPT: Final = 16
 
 
 class Captures(Protocol):
-    """What the duty cycle needs of the desk. All of it is quick."""
+    """What the duty cycle needs of the capture service. All methods return quickly."""
 
     def start(self, request: pb.StartCaptureRequest, requested_by: str, step_seconds: float | None) -> str: ...
 
@@ -173,11 +173,11 @@ class Captures(Protocol):
         ...
 
     def is_able(self, rank: RankProcess) -> bool:
-        """Whether libkineto, or the probe, in the rank's process could ever be asked."""
+        """Whether libkineto or the probe in the rank's process can record at all."""
         ...
 
     def kept(self) -> Sequence[tuple[str, str]]:
-        """Id and job of captures of the duty cycle that are over, the oldest first."""
+        """Id and job of finished captures of the duty cycle, oldest first."""
         ...
 
     def forget(self, capture_id: str) -> None: ...
@@ -186,12 +186,12 @@ class Captures(Protocol):
 @dataclass
 class _Job:
     settings: DutySettings
-    slot: int | None = None  # number of the period that was decided last
+    slot: int | None = None  # the last period that was decided
     capture_id: str = ""
     keys: Mapping[int, RankKey] = field(default_factory=dict)  # of the ranks being captured
     step_seconds: float | None = None  # of the last capture
     events_per_second: float | None = None
-    told: str = ""  # why it was skipped last, so that the log says it once
+    told: str = ""  # the last reason to skip, so that it is logged once
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,8 @@ class _Latest:
 
 
 class DutyCycle:
-    """For the daemon's thread alone, but for `results` and `skips`. `settings_of` gives the ranks of a job, asked at
-    every tick, settings of their own."""
+    """For the daemon's thread only, except `results` and `skips`. `settings_of` gives the settings for the ranks of
+    a job at every tick."""
 
     def __init__(
         self,
@@ -215,12 +215,12 @@ class DutyCycle:
         self.was_ever_on = settings.steps > 0
         self._settings_of = settings_of or (lambda ranks: settings)
         self._captures = captures
-        # A window may be longer than the lead: the decision falls at the last border before it.
+        # A window may be longer than the lead: the decision is made at the last border before it.
         self._lead_seconds = LEAD_SECONDS + 1.5 * window_seconds
         self._unix_seconds = unix_seconds
         self._jobs: dict[str, _Job] = {}
         self._windows_seen: dict[RankKey, int] = {}
-        self._windows_without_wait: dict[RankKey, int] = {}  # one after the other, of those with steps
+        self._windows_without_wait: dict[RankKey, int] = {}  # consecutive ones, of those with steps
         self._fresh: dict[RankKey, CaptureBreakdown] = {}
         self._latest: dict[RankKey, _Latest] = {}
         self._results: Counter[str] = Counter({DONE: 0, FAILED: 0, SKIPPED: 0})
@@ -236,7 +236,7 @@ class DutyCycle:
         return dict(self._skips)
 
     def observe(self, ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> None:
-        """After every tick."""
+        """Called after every tick."""
         present = {rank.key for rank in ranks}
         self._windows_seen = {key: self._windows_seen.get(key, 0) + 1 for key in present}
         for kept in (self._fresh, self._latest, self._windows_without_wait):
@@ -256,7 +256,7 @@ class DutyCycle:
             settings = self._settings_of(of_job)
             job = self._jobs.setdefault(name, _Job(settings))
             if job.settings != settings:
-                job.settings, job.slot = settings, None  # periods are counted anew
+                job.settings, job.slot = settings, None  # periods are counted from the start again
             if job.capture_id:
                 self._look_after(job)
             if settings.steps:
@@ -264,13 +264,13 @@ class DutyCycle:
                 self._turn(name, job, of_job, windows)
 
     def fill(self, key: RankKey, window: RankWindow) -> None:
-        """Put what the last capture told of a rank into the window that closes next, and into no other."""
+        """Add a rank's last capture to the window that closes next, and to no other."""
         breakdown = self._fresh.pop(key, None)
         if breakdown is not None:
             fill(window, breakdown)
 
     def shown(self, key: RankKey, window: RankWindow) -> RankWindow:
-        """The window as gauges show it: with the last capture until the next, or scrapes would miss it."""
+        """The window as gauges show it: with the last capture until the next one, or scrapes would miss it."""
         latest = self._latest.get(key)
         is_measured = window.HasField("steps") and not lacks_wait(window)
         if latest is None or is_measured or self._unix_seconds() > latest.until_unix_seconds:
@@ -281,7 +281,7 @@ class DutyCycle:
         return copy
 
     def _turn(self, name: str, job: _Job, ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> None:
-        """Decide on a period's capture, once, when its start has come near."""
+        """Decide on a period's capture, once, when its start is near."""
         period, now = job.settings.period_seconds, self._unix_seconds()
         offset = zlib.crc32(name.encode(errors="replace")) % period
         slot = int((now + self._lead_seconds - offset) // period)
@@ -292,7 +292,7 @@ class DutyCycle:
         if first_sight and start < now + LEAST_LEAD_SECONDS:
             return
         if self._is_measured(ranks, windows) or not any(map(self._captures.is_able, ranks)):
-            return  # not a job that this is for
+            return  # the job does not need captures
         reason = self._reason_to_skip(name, job, slot, ranks, windows)
         if reason is None:
             reason = self._begin(name, job, start, ranks)
@@ -304,7 +304,7 @@ class DutyCycle:
         job.told = reason or ""
 
     def _is_measured(self, ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> bool:
-        """By the probe, on any rank: figures of recorded steps and of plain ones are not to be compared."""
+        """Whether the probe measures any rank: recorded steps and undisturbed steps must not be compared."""
         seeing = (rank.key for rank in ranks if self._windows_without_wait.get(rank.key, 0) < BLIND_WINDOWS)
         found = (windows[key] for key in seeing if key in windows)
         return any(window.HasField("steps") and window.sources.get("steps") != SOURCE_CAPTURE for window in found)
@@ -327,7 +327,7 @@ class DutyCycle:
         objection = next((objection for objection in objections if objection is not None), None)
         if objection is not None:
             return objection
-        # The first capture of a job is what its cost is known by.
+        # The first capture of a job measures its cost.
         if job.events_per_second is not None:
             order = Order("", ranks[0], job.settings.steps, None, 0, 0.0, step_seconds=job.step_seconds)
             cost = cost_seconds(job.events_per_second, seconds_to_record(order))
@@ -341,7 +341,7 @@ class DutyCycle:
             ranks="all",
             steps=job.settings.steps,
             start_unix_millis=round(start * 1000),
-            # A rank that is late records other steps than the rest, and comes again in the next period.
+            # A late rank records other steps than the rest; it takes part again in the next period.
             patience_seconds=0.0,
             reason=f"{job.settings.steps} steps every {job.settings.period_seconds:g} s",
         )
@@ -361,7 +361,7 @@ class DutyCycle:
         told = {job.keys.get(entry.rank): breakdown_of(entry) for entry in entries}
         until = self._unix_seconds() + SHOWN_PERIODS * job.settings.period_seconds
         for key, breakdown in told.items():
-            if key in self._windows_seen and breakdown is not None:  # the process that was recorded, not its successor
+            if key in self._windows_seen and breakdown is not None:  # the recorded process, not its successor
                 self._fresh[key] = breakdown
                 self._latest[key] = _Latest(breakdown, until)
         is_done = bool(told) and all(breakdown is not None for breakdown in told.values())
@@ -374,7 +374,7 @@ class DutyCycle:
         self._tidy()
 
     def _tidy(self) -> None:
-        """The newest of a job stays, of a few jobs."""
+        """Keep the newest record of a job, for a limited number of jobs."""
         newest_first = list(reversed(self._captures.kept()))
         jobs: set[str] = set()
         for capture_id, job in newest_first:
@@ -384,7 +384,7 @@ class DutyCycle:
 
 
 def _learn(job: _Job, entries: Sequence[pb.RankCapture]) -> None:
-    """How long to record next time, and what that costs: by the slowest, and the busiest."""
+    """How long to record next time and what that costs: by the slowest and the busiest rank."""
     delivered = [entry.summary for entry in entries if entry.state == pb.CAPTURE_STATE_ANALYSED]
     if not delivered:
         return
@@ -392,7 +392,7 @@ def _learn(job: _Job, entries: Sequence[pb.RankCapture]) -> None:
     if len(whole) == len(delivered):
         job.step_seconds = max(whole)
     elif job.step_seconds is not None:
-        job.step_seconds = None  # steps have become longer; libkineto learns anew
+        job.step_seconds = None  # steps have become longer; libkineto measures them again
     else:
         job.step_seconds = 2 * max(summary.span_seconds for summary in delivered)
     rates = [summary.events / summary.span_seconds for summary in delivered if summary.span_seconds > 0]

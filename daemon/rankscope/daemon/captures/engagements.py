@@ -1,4 +1,4 @@
-"""Who is being captured: a rank belongs to one capture at a time, each with the back end that suits it."""
+"""Which ranks are being captured: a rank belongs to one capture at a time, recorded by the back end that suits it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
 ACTIVE_LIMIT = 8
-# Begins the note on a back end that was passed over.
+# Prefix of the note on a back end that was passed over.
 NOT_BY = "not by "
-# Begins the note on a back end that was taken although it cannot keep to the schedule.
+# Prefix of the note on a back end that was used although it does not support schedules.
 ONCE = "recorded once, from the start on"
-# These notes hold for every attempt.
+# Prefixes of notes that hold for every attempt.
 LASTING = (NOT_BY, ONCE)
 NO_SCHEDULES = "it knows no --wait, --warmup and --repeat"
 
@@ -23,14 +23,14 @@ NO_OPTIONS = Options()
 
 
 class Engagements:
-    """All methods may be called from any thread."""
+    """Thread-safe."""
 
     def __init__(self, node: str, backends: Sequence[Backend]) -> None:
         self._node = node
         self._backends = backends
         self._lock = threading.Lock()
         self._cancelled: dict[str, threading.Event] = {}
-        self._taken: dict[tuple[str, int], str] = {}  # rank to the capture that has it
+        self._taken: dict[tuple[str, int], str] = {}  # rank to capture id
 
     def begin(
         self,
@@ -39,7 +39,8 @@ class Engagements:
         here: Mapping[int, RankProcess],
         options: Options = NO_OPTIONS,
     ) -> list[tuple[RankProcess, Backend]]:
-        """Take the ranks for a capture and enter them in it; those that cannot be had as failed, with the reason."""
+        """Reserve the ranks for a capture and add them to it; unavailable ranks are added as failed, with the
+        reason."""
         engaged = []
         with self._lock:
             if len(self._cancelled) >= ACTIVE_LIMIT:
@@ -97,8 +98,8 @@ class Engagements:
         return here[number]
 
     def _choose_backend(self, rank: RankProcess, options: Options) -> tuple[Backend, list[str]]:
-        """The first that suits, and why those before it do not. One that keeps to a schedule suits better than one that
-        does not, where one is asked for."""
+        """The first suitable back end, and why those before it are not. If a schedule is requested, a back end that
+        supports schedules is preferred."""
         objections: list[str] = []
         unfit: list[Backend] = []
         for backend in self._backends:

@@ -1,5 +1,5 @@
-"""Taking a file out of a training container, which is not trusted: through /proc/<pid>/root, without following a link
-that leads out of it, nothing but a plain file, and no more than a limit."""
+"""Copies a file out of an untrusted training container: through /proc/<pid>/root, without following links that lead
+out of it, regular files only, up to a size limit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rankscope.daemon.captures.orders import CaptureError
 
 SIZE_LIMIT_BYTES: Final = 4 << 30
 CHUNK_BYTES: Final = 1 << 20
-_OPENAT2: Final = 437  # the same number wherever torch runs
-# The container's root is the root of every name, also of absolute links; magic links (/proc/…/fd) are refused.
+_OPENAT2: Final = 437  # the same on all architectures that torch supports
+# Every name is resolved below the container's root, including absolute links; magic links (/proc/…/fd) are refused.
 _RESOLVE_IN_ROOT: Final = 0x10
 _RESOLVE_NO_MAGICLINKS: Final = 0x02
 _HOW: Final = struct.Struct("=QQQ")
@@ -31,8 +31,8 @@ class NotThereError(CaptureError):
 def take_file(
     pid: int, path: str, target: Path, proc_root: Path = Path("/proc"), limit_bytes: int = SIZE_LIMIT_BYTES
 ) -> int:
-    """Copy a text file that the process sees at `path`; returns its size. The copy is ours: what the process does to
-    its own file afterwards changes nothing."""
+    """Copy a text file that the process sees at `path`; returns its size. Later changes to the process' own file do
+    not affect the copy."""
     what = f"{path} of pid {pid}"
     place = _locate(pid, path, proc_root, os.O_NOFOLLOW)
     try:
@@ -47,7 +47,7 @@ def take_file(
                 f"{what} has {status.st_size} bytes; {limit_bytes} at most are taken, and half of what is free in "
                 f"{target.parent} ({free_bytes}); record less"
             )
-        # Opened only now: to open a device or a FIFO can do things, or wait.
+        # Opened only now: opening a device or a FIFO can have effects or block.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         source = os.fdopen(os.open(f"/proc/self/fd/{place}", flags), "rb", buffering=0)
     finally:
@@ -62,13 +62,13 @@ def take_file(
 
 
 def _copy(source: BinaryIO, copy: BinaryIO, size_bytes: int, what: str) -> None:
-    """Exactly the size it had: a file that keeps growing must not fill our disk."""
+    """Copy exactly the size it had: a growing file must not fill the disk."""
     copied = 0
     while chunk := source.read(CHUNK_BYTES):
         copied += len(chunk)
         if copied > size_bytes:
             break
-        # A hole reads as zeros: a huge file that takes no room in the container would take it here.
+        # Holes read as zeros: a huge sparse file would take real space here.
         if b"\0" in chunk:
             raise CaptureError(f"{what} is no text; libkineto did not write it, or its disk was full")
         copy.write(chunk)
@@ -77,7 +77,7 @@ def _copy(source: BinaryIO, copy: BinaryIO, size_bytes: int, what: str) -> None:
 
 
 def remove_file(pid: int, path: str, proc_root: Path = Path("/proc")) -> bool:
-    """Remove what was written for us, if it is there and can be removed; else it is the container's own loss."""
+    """Remove a file that was written for us, if it exists and can be removed."""
     folder, _, name = path.rpartition("/")
     try:
         place = _locate(pid, folder or "/", proc_root, os.O_DIRECTORY)
@@ -93,7 +93,7 @@ def remove_file(pid: int, path: str, proc_root: Path = Path("/proc")) -> bool:
 
 
 def _locate(pid: int, path: str, proc_root: Path, flags: int) -> int:
-    """A descriptor of what the process sees at `path`, good for looking only: nothing has been opened."""
+    """An O_PATH descriptor of what the process sees at `path`: nothing is opened."""
     try:
         root = os.open(proc_root / str(pid) / "root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a capture asks of one rank, and what a back end hands back: the contract between the two."""
+"""What a capture requests of one rank, and what a back end returns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Options:
     modules: bool = False
     allow_slowdown: bool = False
     wait_steps: int = 0
-    warmup_steps: int | None = None  # None: as the back end sees fit
+    warmup_steps: int | None = None  # None: the back end decides
     repeat: int = 1
 
     @property
@@ -40,21 +40,21 @@ class Options:
 
 @dataclass(frozen=True)
 class Order:
-    """One rank's part of a capture. Either `steps` or `seconds` is set, both within bounds. All ranks of a capture have
-    the same start."""
+    """One rank's part of a capture. Either `steps` or `seconds` is set, both within bounds. All ranks of a capture
+    have the same start."""
 
     capture_id: str
     rank: RankProcess
     steps: int | None
     seconds: float | None
     start_unix_millis: int
-    give_up_unix_seconds: float  # a rank that cannot be had by then is reported, with the reason
+    give_up_unix_seconds: float  # a rank that is not available by then is reported with the reason
     options: Options = field(default_factory=Options)
-    step_seconds: float | None = None  # of late, where known
+    step_seconds: float | None = None  # recent, if known
 
     @property
     def record_seconds(self) -> float | None:
-        """How long recording takes, as far as that can be told."""
+        """The expected recording time, if known."""
         if self.seconds is not None:
             return self.seconds
         return None if self.step_seconds is None or self.steps is None else self.steps * self.step_seconds
@@ -67,18 +67,18 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Recording:
-    """What was recorded: a file of ours (never one that the training process can still reach), not yet compressed."""
+    """A recording: a file of the daemon (never one that the training process can still reach), not yet compressed."""
 
     path: Path
     is_trace: bool  # a Kineto trace; else folded stacks of py-spy
     start_unix_millis: int | None = None
     steps: int | None = None
     notes: tuple[str, ...] = ()
-    more_windows: tuple[Path, ...] = ()  # files like the first; `steps` are of all together
+    more_windows: tuple[Path, ...] = ()  # files like the first; `steps` counts all windows together
 
 
 class CaptureError(Exception):
-    """Why a rank delivers nothing: the thing, the reason and the next step, for the person who asked."""
+    """Why a rank delivers nothing: the subject, the reason and the next step, for the user."""
 
 
 class CancelledError(CaptureError):
@@ -86,14 +86,14 @@ class CancelledError(CaptureError):
 
 
 class Backend(Protocol):
-    """A way to record. `record` blocks, in a thread of its own for every rank; it watches `cancelled` and, whatever
-    happens, leaves the training process as it was."""
+    """A way to record. `record` blocks, in one thread per rank. It watches `cancelled` and always leaves the
+    training process as it was."""
 
     name: str
-    keeps_schedules: bool  # waits, warms up and repeats as the options say
+    keeps_schedules: bool  # waits, warms up and repeats as the options request
 
     def objection(self, rank: RankProcess) -> str | None:
-        """Why this back end cannot record this rank, or None if it can."""
+        """Why this back end cannot record this rank; None if it can."""
         ...
 
     def record(

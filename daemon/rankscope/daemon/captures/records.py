@@ -1,5 +1,7 @@
-"""The records of captures: what was asked, what each rank did, and why it failed. A record is the protobuf message
-itself, changed only here under a lock, given out as copies, and saved at every change of state."""
+"""The records of captures: the request, what each rank did, and why it failed.
+
+A record is the protobuf message itself. It is changed only here under a lock, returned as a copy, and saved at every
+change of state."""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
 CAPTURES_REMEMBERED = 256
-# Who asked for the captures that nobody asked for.
+# `requested_by` of automatic captures.
 DUTY_CYCLE = "duty cycle"
 FOLLOW_SECONDS = 1.0
 FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, pb.CAPTURE_STATE_CANCELLED})
 
 
 class Records:
-    """All methods may be called from any thread."""
+    """Thread-safe."""
 
     def __init__(self, save: Callable[[pb.Capture], None], known: Iterable[pb.Capture] = ()) -> None:
         self._save = save
@@ -40,7 +42,7 @@ class Records:
             self._changed.notify_all()
 
     def change(self, capture_id: str, edit: Callable[[pb.Capture], None]) -> None:
-        """`edit` gets the record itself; be quick."""
+        """`edit` receives the record itself and must be quick."""
         with self._changed:
             capture = self._captures[capture_id]
             before = [capture.state, *(rank.state for rank in capture.ranks)]
@@ -50,7 +52,7 @@ class Records:
             self._changed.notify_all()
 
     def change_rank(self, capture_id: str, rank: int, edit: Callable[[pb.RankCapture], None]) -> None:
-        """The capture as a whole is as far as the rank that is least far, until it is concluded."""
+        """The capture as a whole is in the state of its least advanced rank until it is concluded."""
 
         def edit_both(capture: pb.Capture) -> None:
             edit(next(entry for entry in capture.ranks if entry.rank == rank))
@@ -66,12 +68,12 @@ class Records:
             return None if capture is None else _copy(capture)
 
     def all(self, job: str = "") -> list[pb.Capture]:
-        """The latest first."""
+        """Newest first."""
         with self._changed:
             return [_copy(capture) for capture in reversed(self._captures.values()) if job in ("", capture.job)]
 
     def finished(self, requested_by: str) -> list[tuple[str, str]]:
-        """Id and job of captures that are over, the oldest first."""
+        """Id and job of finished captures, oldest first."""
         with self._changed:
             return [
                 (capture.id, capture.job)
@@ -85,7 +87,7 @@ class Records:
             self._changed.notify_all()
 
     def follow(self, capture_id: str, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[pb.Capture]:
-        """The capture now and at every change, until it is final or nobody wants it any more."""
+        """The capture now and at every change, until it is final or no longer wanted."""
         seen: pb.Capture | None = None
         while is_wanted():
             with self._changed:
@@ -107,12 +109,12 @@ def _copy(capture: pb.Capture) -> pb.Capture:
     return copy
 
 
-# What becomes of a capture, as it is entered in its record.
+# Entering results into a record.
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """A recording in the store: compressed, annotated, and what it says."""
+    """A stored recording: compressed, annotated, summarized."""
 
     artifact: str
     size_bytes: int
@@ -121,7 +123,7 @@ class Delivered:
     start_unix_millis: int | None = None
     steps: int | None = None
     step_seconds: float | None = None  # learned from the trace
-    whole_steps: int | None = None  # that the recording held; fewer than asked for if it was too short
+    whole_steps: int | None = None  # in the recording; fewer than requested if it was too short
     notes: tuple[str, ...] = ()
     more_windows: tuple[pb.CaptureWindow, ...] = ()
 
@@ -163,13 +165,13 @@ def fail(capture: pb.Capture, error: str) -> None:
             rank.state, rank.error = pb.CAPTURE_STATE_FAILED, error
 
 
-# What a conductor of captures needs from others: where recordings go, and how long steps take.
+# What the conductor needs: an archive for recordings, and step times.
 
 Recorded = Mapping[int, tuple[RankProcess, Recording]]
 
 
 class Archive(Protocol):
-    """Where recordings and records go. Any method may raise CaptureError."""
+    """Stores recordings and records. Any method may raise CaptureError."""
 
     def workspace(self, capture_id: str) -> Path: ...
 
@@ -189,6 +191,6 @@ class Archive(Protocol):
 
 
 class StepSecondsOf(Protocol):
-    """A rank's typical step time over a stretch of the recent past; None where its steps are not seen."""
+    """A rank's typical step time over a recent interval; None if its steps are not seen."""
 
     def __call__(self, rank: RankProcess, start_unix_seconds: float, end_unix_seconds: float) -> float | None: ...

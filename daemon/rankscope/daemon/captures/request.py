@@ -1,4 +1,4 @@
-"""A request for a capture, checked: bounds, defaults, and words for what is wrong with it."""
+"""Checks a capture request: bounds, defaults, and error messages."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from rankscope.daemon.captures.orders import (
 from rankscope.v1 import capture_service_pb2 as pb
 
 START_AHEAD_LIMIT_SECONDS = 600.0
-# It becomes the name of a folder.
+# It becomes the name of a directory.
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 
 def id_of(request: pb.StartCaptureRequest, now_unix_seconds: float) -> str:
-    """The caller's, or one that tells when it was made."""
+    """The caller's id, or one that contains the time."""
     if not request.id:
         return f"c-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now_unix_seconds))}-{secrets.token_hex(3)}"
     if _ID.fullmatch(request.id) is None:
@@ -45,7 +45,7 @@ def length_of(request: pb.StartCaptureRequest) -> tuple[int | None, float | None
         if not 1 <= request.steps <= STEPS_LIMIT:
             raise CaptureError(f"{request.steps} steps: a capture takes 1 to {STEPS_LIMIT}")
         return request.steps, None
-    if not 0.05 <= request.seconds <= SECONDS_LIMIT:  # nor NaN
+    if not 0.05 <= request.seconds <= SECONDS_LIMIT:  # also refuses NaN
         raise CaptureError(f"{request.seconds:g} seconds: a capture takes 0.05 to {SECONDS_LIMIT:g}")
     return None, request.seconds
 
@@ -59,7 +59,7 @@ def patience_of(request: pb.StartCaptureRequest) -> float:
 
 
 def start_of(request: pb.StartCaptureRequest, earliest_unix_seconds: float) -> float:
-    """When all ranks begin: as soon as they can, or when the request says, which must not be sooner."""
+    """When all ranks start: as soon as possible, or at the requested time, which must not be earlier."""
     if not request.HasField("start_unix_millis"):
         return earliest_unix_seconds
     asked = request.start_unix_millis / 1000
@@ -83,7 +83,7 @@ def options_of(request: pb.StartCaptureRequest) -> Options:
         if asked > limit:
             raise CaptureError(f"{asked} {what}: {limit} at most")
     repeat = max(1, options.repeat)
-    # All windows are in the process' memory until the last is over.
+    # The process keeps all windows in memory until the last one ends.
     if repeat * request.steps > STEPS_LIMIT or repeat * request.seconds > SECONDS_LIMIT:
         raise CaptureError(
             f"{repeat} windows of that length: a capture takes {STEPS_LIMIT} steps or {SECONDS_LIMIT:g} s in all"
@@ -102,11 +102,11 @@ def options_of(request: pb.StartCaptureRequest) -> Options:
 
 
 def kept_text(text: str, limit: int = 512) -> str:
-    """Words of a caller as they may be stored and shown: one line, bounded."""
+    """A caller's text as it may be stored and shown: one line, bounded."""
     return "".join(character if character.isprintable() else " " for character in text[:limit]).strip()
 
 
-# Which job and which ranks of it a request is about.
+# Which job and ranks a request is for.
 
 NAME_CHARACTERS = 200
 
@@ -114,8 +114,8 @@ SuspectsOf = Callable[[str], Suspected | None]
 
 
 def choose_job(wanted: str, jobs: Collection[str], names_others: bool = True) -> str:
-    """The job that is meant; may be left out where there is one. The answer to a caller elsewhere may end up before
-    somebody's eyes whom the other jobs of the node do not concern: `names_others` False keeps them out of it."""
+    """The requested job; may be omitted if there is only one. A remote caller may not be entitled to see the other
+    jobs of the node: `names_others` False keeps their names out of the error."""
     if wanted:
         if wanted not in jobs:
             known = f"there is: {', '.join(sorted(jobs)) or 'none'}" if names_others else "it may have ended"
@@ -130,7 +130,7 @@ def choose_job(wanted: str, jobs: Collection[str], names_others: bool = True) ->
 
 
 def choose_ranks(text: str, job: str, here: Collection[int], world_size: int, suspects_of: SuspectsOf) -> list[int]:
-    """Rank numbers, sorted. They need not be on this node; that is for the caller to tell."""
+    """Rank numbers, sorted. They need not be on this node; the caller checks that."""
     suspected = suspects_of(job) if text.strip() in (STRAGGLER, STRAGGLER_AND_PEER) else None
     try:
         return chosen(text, here, world_size, suspected)

@@ -1,4 +1,4 @@
-"""The daemon's captures as one thing: it is told which ranks there are, and offers CaptureService."""
+"""The capture service of the daemon: receives the current ranks and windows, and serves CaptureService over gRPC."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1 import capture_service_pb2_grpc
 from rankscope.v1.window_pb2 import SOURCE_CAPTURE, RankWindow
 
-# CaptureService over gRPC: the conductor's captures, and artifacts in chunks.
+# CaptureService: captures of the conductor, and artifacts in chunks.
 
 CHUNK_BYTES = 256 * 1024
 
@@ -58,7 +58,7 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
     def StartCapture(
         self, request: pb.StartCaptureRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.StartCaptureResponse]:
-        """The capture goes on when the caller leaves: it has been asked for, and GetCapture tells how it ended."""
+        """The capture continues when the caller disconnects; GetCapture returns how it ended."""
         try:
             capture_id = self._conductor.start(request, requested_by=context.peer())
         except CaptureError as error:
@@ -99,7 +99,7 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
     def DownloadArtifact(
         self, request: pb.DownloadArtifactRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.DownloadArtifactResponse]:
-        """Resumable: `offset` is what the caller has already."""
+        """Resumable: `offset` is how much the caller already has."""
         try:
             artifact, size = self._artifacts.open(request.id, request.rank, request.window)
         except CaptureError as error:
@@ -129,11 +129,11 @@ def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, text: str) -> N
     raise AssertionError("abort returns never")
 
 
-# The daemon's captures as the duty cycle uses them.
+# Captures as the duty cycle uses them.
 
 
 class DutyCaptures:
-    """By libkineto, and else by a probe that cannot tell what its steps wait for. Stacks have no breakdown."""
+    """By libkineto, else by a probe that cannot measure what its steps wait for. Stacks have no breakdown."""
 
     def __init__(
         self,
@@ -182,13 +182,13 @@ class DutyCaptures:
         self._store.remove(capture_id)
 
 
-# How long a rank's steps took of late, from the windows as they close: a capture is planned by it, and judged.
+# Recent step times of ranks, from closed windows: captures are planned and judged by them.
 
 WINDOWS_KEPT = 60
 
 
 class RecentSteps:
-    """Filled by the daemon's thread, asked by captures."""
+    """Written by the daemon's thread, read by captures."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -200,15 +200,15 @@ class RecentSteps:
                 del self._windows[key]
             for key, window in windows.items():
                 if window.sources.get("steps") == SOURCE_CAPTURE:
-                    continue  # steps that were slowed down by recording them, and told late
+                    continue  # steps slowed by recording, reported late
                 if window.HasField("steps") and window.steps and window.HasField("step"):
                     start, end = window.start_unix_nanos / 1e9, window.end_unix_nanos / 1e9
                     kept = self._windows.setdefault(key, deque(maxlen=WINDOWS_KEPT))
                     kept.append((start, end, window.steps, window.step.mean_seconds))
 
     def __call__(self, rank: RankProcess, start_unix_seconds: float, end_unix_seconds: float) -> float | None:
-        """Mean step time over the windows that lie in a stretch of time, at least for the most part; None where the
-        rank's steps were not seen in it."""
+        """Mean step time over the windows that lie mostly in an interval; None if the rank's steps were not seen in
+        it."""
         with self._lock:
             windows = list(self._windows.get(rank.key, ()))
         found = [
@@ -225,13 +225,13 @@ log = logging.getLogger(__name__)
 # Between the last rank's poll and the start: libkineto refuses a start that is too near.
 START_MARGIN_SECONDS = 1.5
 
-# How often captures that are too old are looked for.
+# How often expired captures are removed.
 SWEEP_SECONDS = 3600.0
 
 
 class CaptureDesk:
-    """Raises CaptureError if captures cannot be kept where the configuration says. `duty_wish` tells what a policy asks
-    for the ranks of a job, None where the configuration holds."""
+    """Raises CaptureError if captures cannot be stored in the configured directory. `duty_wish` returns a policy's
+    settings for the ranks of a job, or None."""
 
     def __init__(
         self, config: Config, duty_wish: Callable[[Sequence[RankProcess]], DutyWish | None] = lambda ranks: None
@@ -247,8 +247,8 @@ class CaptureDesk:
         socket_dir = None if config.kineto_socket_dir == NONE else config.kineto_socket_dir
         self._endpoint = Endpoint(socket_directory=socket_dir, proc_root=proc_root)
         self._kineto = kineto = KinetoBackend(self._endpoint, proc_root)
-        self._met: set[RankKey] = set()  # ranks whose leftovers of an earlier daemon were looked after
-        # The best one that suits a rank is used.
+        self._met: set[RankKey] = set()  # ranks already searched for leftovers of an earlier daemon
+        # In order of preference.
         probe = ProbeBackend(proc_root)
         backends: list[Backend] = [kineto, probe, StacksBackend(config.py_spy or None, proc_root)]
         upload_url = "" if config.capture_upload_url == NONE else config.capture_upload_url
@@ -276,7 +276,7 @@ class CaptureDesk:
         return capture_service(self._conductor, self._store)
 
     def suspect(self, suspects_of: SuspectsOf) -> None:
-        """Who is slow is for the correlation to say."""
+        """Which ranks are slow: answered by the correlation."""
         self._conductor.suspects_of = suspects_of
 
     def start(self) -> None:
@@ -288,7 +288,7 @@ class CaptureDesk:
         self._store.close()
 
     def fill(self, key: RankKey, window: RankWindow) -> None:
-        """Before a window is counted and told: what a capture of the duty cycle found since the last one."""
+        """Add the duty cycle's results to a window before it is counted and published."""
         self._duty.fill(key, window)
 
     def shown(self, key: RankKey, window: RankWindow) -> RankWindow:
@@ -296,7 +296,7 @@ class CaptureDesk:
         return self._duty.shown(key, window)
 
     def observe(self, ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> None:
-        """After every tick, in the daemon's thread: quick."""
+        """Called after every tick, in the daemon's thread: must be quick."""
         self._ranks = ranks
         strangers = [rank for rank in ranks if rank.key not in self._met]
         if strangers:
@@ -332,7 +332,7 @@ class CaptureDesk:
 
 
 def _earliest_start(kineto: KinetoBackend, ranks: Sequence[RankProcess], now_unix_seconds: float) -> float:
-    """The first moment at which all ranks can begin: those of libkineto once they have polled."""
+    """The earliest time at which all ranks can start: libkineto's after their next poll."""
     polling = [rank for rank in ranks if kineto.objection(rank) is None]
     earliest = now_unix_seconds + START_MARGIN_SECONDS
     if not polling:

@@ -1,4 +1,5 @@
-"""Recordings by py-spy (level 0): dense stacks of a process that offers nothing better. It is never stopped."""
+"""Recordings by py-spy (level 0): dense stacks of a process that supports nothing better. The process is never
+stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from rankscope.daemon.stacks.pyspy_output import parse_errors, read_text
 RATE_HZ: Final = 50
 UNKNOWN_STEPS_SECONDS: Final = 3.0
 TICK_SECONDS: Final = 0.05
-# py-spy draws the pauses between its samples at random, and a busy machine stretches them.
+# py-spy randomizes the pauses between samples, and a busy machine stretches them.
 OVERSTAY_FACTOR: Final = 2.0
 OVERSTAY_SECONDS: Final = 10.0
 ERRORS_NOTED_RATIO: Final = 0.1
@@ -36,7 +37,7 @@ class StacksBackend:
     def objection(self, rank: RankProcess) -> str | None:
         if self._py_spy is None or not self._py_spy.is_file():
             return pyspy.missing(self._py_spy).text
-        # What py-spy does first; the kernel grants it to whoever may trace the process.
+        # What py-spy does first; the kernel allows it to any process that may trace the target.
         try:
             os.close(os.open(self._proc_root / str(rank.pid) / "mem", os.O_RDONLY | os.O_CLOEXEC))
         except FileNotFoundError:
@@ -95,5 +96,5 @@ class StacksBackend:
 
 
 def _seconds(order: Order) -> int:
-    """Whole seconds, as py-spy takes them."""
+    """Whole seconds, as py-spy requires."""
     return math.ceil(min(SECONDS_LIMIT, max(1.0, order.record_seconds or UNKNOWN_STEPS_SECONDS)))

@@ -1,4 +1,4 @@
-"""Where captures are kept on the node: a folder for each, with its record and its artifacts, within a quota."""
+"""The capture store of the node: one directory per capture, with its record and artifacts, within a quota."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from rankscope.daemon.captures.probe.commands import window_file
 from rankscope.daemon.captures.records import CAPTURES_REMEMBERED, FINAL
 from rankscope.v1 import capture_service_pb2 as pb
 
-# Which captures go when there is not enough room: too old ones, too many, and the oldest until the rest fits.
+# Which captures are removed when space is short: expired ones, those above the count limit, then the oldest until the
+# rest fits.
 
 CAPTURES_LIMIT = 2000
 
@@ -34,7 +35,7 @@ CAPTURES_LIMIT = 2000
 class Quota:
     total_bytes: int = 10 << 30
     age_seconds: float = 7 * 86400.0
-    # Left free on the disk whatever the quota says: others live on it too.
+    # Kept free on the disk regardless of the quota: others use it too.
     free_ratio: float = 0.05
 
 
@@ -43,24 +44,24 @@ class Kept:
     name: str
     begun_unix_seconds: float
     size_bytes: int
-    is_active: bool  # never goes
+    is_active: bool  # never removed
 
 
 @dataclass(frozen=True)
 class Usage:
-    used_bytes: int  # by all that is kept
+    used_bytes: int  # by everything that is kept
     disk_bytes: int
     free_bytes: int
     now_unix_seconds: float
 
 
 def choose_to_go(kept: Sequence[Kept], usage: Usage, needed_bytes: int, quota: Quota) -> tuple[list[Kept], str | None]:
-    """Those that go, and why there is still no room for `needed_bytes` more, which lie on this disk already; None if
-    there is."""
+    """The captures to remove, and why there is still no room for `needed_bytes` more, which are on this disk
+    already; None if there is."""
     reserve = quota.free_ratio * usage.disk_bytes
     used, free = usage.used_bytes, usage.free_bytes
     going: list[Kept] = []
-    # What does not fit even alone takes nothing else with it.
+    # A file that does not fit even alone removes nothing.
     at_least = needed_bytes + sum(one.size_bytes for one in kept if one.is_active)
     oldest_first = sorted(
         (one for one in kept if not one.is_active), key=lambda one: (one.begun_unix_seconds, one.name)
@@ -87,7 +88,7 @@ def choose_to_go(kept: Sequence[Kept], usage: Usage, needed_bytes: int, quota: Q
 
 log = logging.getLogger(__name__)
 
-# Ids come in requests: a path is made of nothing else.
+# Ids come from requests: a path is made of nothing else.
 _ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _OURS: Final = re.compile(r"c-([0-9]{8}-[0-9]{6})-[0-9a-f]{6}")
 RECORD: Final = "capture.json"
@@ -97,7 +98,7 @@ LOST: Final = "the daemon restarted during this capture; ask again"
 
 
 class Store:
-    """All methods may be called from any thread."""
+    """Thread-safe."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class Store:
             self._descriptor = -1
 
     def workspace(self, capture_id: str) -> Path:
-        """A private folder for what is being recorded; gone when the capture is over. Raises CaptureError where the
+        """A private directory for a recording in progress; removed when the capture ends. Raises CaptureError if the
         disk has no room for a recording."""
         path = self._of(capture_id) / WORKSPACE
         try:
@@ -139,17 +140,17 @@ class Store:
             shutil.rmtree(self._of(capture_id), ignore_errors=True)
 
     def sweep(self) -> None:
-        """Let go what is over the quota."""
+        """Remove what exceeds the quota."""
         with self._room, contextlib.suppress(CaptureError):
             self._make_room(0, None)
 
     def make_room(self, needed_bytes: int, capture_id: str) -> None:
-        """Let the oldest captures go until that much more of this one can be kept."""
+        """Remove the oldest captures until that much more of this one fits."""
         with self._room:
             self._make_room(needed_bytes, capture_id)
 
     def keep(self, capture_id: str, path: Path, name: str) -> int:
-        """Take a file out of the workspace for good, if the quota has room for it; returns its size in bytes."""
+        """Move a file out of the workspace into the store if the quota allows; returns its size in bytes."""
         with self._room:
             size = path.stat().st_size
             self._make_room(size, capture_id, replaced=name)
@@ -181,12 +182,12 @@ class Store:
             except BaseException:
                 Path(temporary).unlink(missing_ok=True)
                 raise
-        except OSError as error:  # the capture itself goes on; after a restart it would be unknown
+        except OSError as error:  # the capture continues; after a restart it would be unknown
             log.warning("record of capture %s cannot be saved: %s", capture.id, error)
 
     def load(self) -> list[pb.Capture]:
-        """The captures known from before, oldest first. To be called once, before any capture begins: what was under
-        way when the daemon ended is lost, but for the ranks that had delivered."""
+        """The captures known from before, oldest first. Call once, before any capture starts. Captures that were in
+        progress when the daemon ended are lost, except for ranks that had delivered."""
         for path in self._captures():
             shutil.rmtree(path / WORKSPACE, ignore_errors=True)
         self.sweep()
@@ -207,7 +208,7 @@ class Store:
             if (path / RECORD).stat().st_size > RECORD_LIMIT_BYTES:
                 raise ValueError("too long")
             text = (path / RECORD).read_bytes()
-            capture = json_format.Parse(text, pb.Capture(), ignore_unknown_fields=True)  # of a later version
+            capture = json_format.Parse(text, pb.Capture(), ignore_unknown_fields=True)  # written by a later version
             if capture.id != path.name:
                 raise ValueError(f"it is of {capture.id[:64]!r}")
         except (OSError, ValueError, json_format.ParseError) as error:
@@ -230,7 +231,7 @@ class Store:
             raise CaptureError(f"{self.folder}: {objection}")
 
     def _kept(self, path: Path, active: bool) -> Kept:
-        """Workspaces are not kept, and who has one is at work."""
+        """Workspaces are not counted; a capture with a workspace is active."""
         size = 0
         with contextlib.suppress(FileNotFoundError):
             for child in path.iterdir():
@@ -251,8 +252,8 @@ class Store:
 
 
 def _claim(folder: Path) -> int:
-    """A descriptor that marks the folder as in use. What lies there tells about other users' programs: nobody else may
-    read it, and nobody else may have put it there."""
+    """A descriptor that locks the directory. Its content describes other users' programs: nobody else may read it or
+    create it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -285,7 +286,7 @@ def _end_lost(capture: pb.Capture) -> None:
 
 
 def _is_capture(path: Path) -> bool:
-    """Others' folders are not ours to clear away: under a name that a caller chose there must be a record of ours."""
+    """Only directories with a record of ours are removed: a caller may have chosen any name."""
     if _OURS.fullmatch(path.name):
         return path.is_dir()
     return _ID.fullmatch(path.name) is not None and (path / RECORD).is_file()
@@ -298,18 +299,18 @@ def _made_unix_seconds(path: Path) -> float:
     try:
         return (path / RECORD).stat().st_mtime
     except OSError:
-        return 0.0  # just gone
+        return 0.0  # just removed
 
 
 def _seconds(stamp: str) -> float:
     try:
         return float(calendar.timegm(time.strptime(stamp, "%Y%m%d-%H%M%S")))
     except ValueError:
-        return 0.0  # not of our making: the first to go
+        return 0.0  # not created by us: removed first
 
 
 def _size(path: Path) -> int:
-    """On the disk, where a little file takes a whole block."""
+    """On the disk, where a small file takes a whole block."""
     try:
         status = path.lstat()
     except FileNotFoundError:

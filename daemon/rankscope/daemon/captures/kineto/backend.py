@@ -1,5 +1,5 @@
-"""Captures by libkineto itself (level 1): the process polls, gets a configuration, and writes a trace in its own file
-system, from where it is fetched."""
+"""Captures by libkineto (level 1): the process polls, receives a configuration and writes a trace in its own file
+system, from where the daemon fetches it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from rankscope.daemon.procfs import is_alive
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
-# Removes traces that nobody waits for any more: libkineto cannot be told to stop, so the file of a cancelled capture
-# appears later, in the container's file system, where it would stay.
+# Removes traces that are no longer wanted: libkineto cannot be stopped, so the file of a cancelled capture appears
+# later in the container's file system and would stay there.
 
 PATIENCE_SECONDS: Final = 600.0
-# Captures that were asked for longer ago than that have written what they will.
+# Captures requested longer ago than this have written their file.
 LOST_SECONDS: Final = 3600.0
 INTERVAL_SECONDS: Final = 1.0
 
@@ -50,8 +50,8 @@ class _Leftover:
 def left_behind(
     captures: Iterable[pb.Capture], ranks: Iterable[RankProcess], unix_seconds: float
 ) -> list[tuple[RankProcess, str]]:
-    """What an earlier daemon may have left in these ranks' containers, by its own records: files of captures that it
-    did not fetch. The name is of that capture, and of nothing else."""
+    """Files that an earlier daemon may have left in these ranks' containers, by its records: captures that it did
+    not fetch. The name belongs to that capture only."""
     here = {(rank.job, rank.rank, rank.pid): rank for rank in ranks}
     found = []
     for capture in captures:
@@ -61,7 +61,7 @@ def left_behind(
             rank = here.get((capture.job, entry.rank, entry.pid))
             if rank is None or entry.backend != "kineto" or entry.state == pb.CAPTURE_STATE_ANALYSED:
                 continue
-            with contextlib.suppress(CaptureError):  # a folder that was not used
+            with contextlib.suppress(CaptureError):  # a directory that was not used
                 asked = log_file(capture.id, rank.rank, rank.environment.get("KINETO_ONDEMAND_TRACE_DIR", ""))
                 found.append((rank, written_file(asked, rank.namespace_pids[-1])))
     return found
@@ -78,7 +78,7 @@ class Leftovers:
             return len(self._expected)
 
     def expect(self, pid: int, start_ticks: int, path: str) -> None:
-        """The file will be removed as soon as it is there."""
+        """Remove the file as soon as it exists."""
         with self._lock:
             self._expected.append(_Leftover(pid, start_ticks, path, time.monotonic() + PATIENCE_SECONDS))
             if len(self._expected) == 1:
@@ -103,18 +103,18 @@ class Leftovers:
         return remove_file(leftover.pid, leftover.path, self._proc_root)
 
 
-# One rank's recording by libkineto, from the offer to the file that it wrote.
+# One rank's recording by libkineto, from the offer to the written file.
 
 TICK_SECONDS: Final = 0.1
-# A poll may be late by this much without spoiling a new start.
+# A poll may be late by this much without requiring a new start.
 POLL_ALLOWANCE_SECONDS: Final = 0.3
-# A process that has not finished writing does not call itself ready. Complete after 0.3 to 1.1 s when measured.
+# A process that is still writing is not ready. Complete after 0.3 to 1.1 s when measured.
 SILENT_WRITE_SECONDS: Final = 60.0
 BUSY_WRITE_SECONDS: Final = 300.0
 ATTEMPTS: Final = 3
-# Of a job whose steps nobody has seen yet.
+# For a job whose steps have not been seen yet.
 UNKNOWN_STEPS_SECONDS: Final = 3.0
-# A whole step at either end may be cut by the window, and steps vary.
+# The recording may cut a step at either end, and steps vary.
 EXTRA_STEPS: Final = 2
 STEP_ALLOWANCE: Final = 1.25
 
@@ -152,7 +152,7 @@ class Attempt:
         self._seconds = seconds_to_record(order)
 
     def run(self, target: Path) -> Recording:
-        target.unlink(missing_ok=True)  # of an earlier attempt
+        target.unlink(missing_ok=True)  # left by an earlier attempt
         asked = start = self._order.start_unix_millis / 1000
         notes: list[str] = []
         for _ in range(ATTEMPTS):
@@ -164,7 +164,7 @@ class Attempt:
                 self._wait_until(window.end)
                 was_recorded = self._fetch(window, target)
             except BaseException:
-                # It goes on recording all the same; a cancelled capture leaves nothing in the container.
+                # The process continues recording; a cancelled capture leaves nothing in the container.
                 self._leftovers.expect(self._rank.pid, self._rank.start_ticks, self._written)
                 raise
             if was_recorded:
@@ -175,7 +175,7 @@ class Attempt:
                     target, is_trace=True, start_unix_millis=round(window.start * 1000), notes=tuple(notes)
                 )
             self._pasts.refused(self._process)
-            self._endpoint.hush(self._rank.pid)  # perhaps the configuration reached it a poll too late
+            self._endpoint.hush(self._rank.pid)  # the configuration may have reached it a poll late
             if time.time() >= self._order.give_up_unix_seconds:
                 break
             notes.append("took a configuration and recorded nothing, so it was asked again")
@@ -187,7 +187,7 @@ class Attempt:
         )
 
     def _hand_over(self, start: float) -> _Window:
-        """Leave the configuration until the process polls. A target whose own profiler runs is waited for."""
+        """Offer the configuration until the process polls. Wait for a process whose own profiler runs."""
         while True:
             if self._pasts.busy_until(self._process) > self._order.give_up_unix_seconds:
                 raise CaptureError(self._why_not())
@@ -222,7 +222,7 @@ class Attempt:
         return Offer(self._rank.start_ticks, compose, hand)
 
     def _next_start(self) -> float:
-        """The next poll is sure to be in time for it."""
+        """The next poll is certain to be in time for it."""
         client, now = self._endpoint.client(self._rank.pid), time.time()
         polls_in = DEFAULT_POLL_SECONDS if client is None else client.polls_in_seconds(time.monotonic())
         if self._endpoint.is_hushed(self._rank.pid):
@@ -259,9 +259,9 @@ class Attempt:
             self._cancelled.wait(min(TICK_SECONDS, left))
 
     def _fetch(self, window: _Window, target: Path) -> bool:
-        """Whether there was a file. A process that recorded is not ready again before its file is in place."""
+        """Whether there was a file. A process that recorded is not ready again before its file exists."""
         while True:
-            client = self._endpoint.client(self._rank.pid)  # asked before the file is looked for
+            client = self._endpoint.client(self._rank.pid)  # read before looking for the file
             polled = time.time() - (time.monotonic() - client.polled_at) if client is not None else 0.0
             try:
                 take_file(self._rank.pid, self._written, target, self._proc_root)
@@ -307,13 +307,13 @@ def seconds_to_record(order: Order) -> float:
     return min(SECONDS_LIMIT, STEP_ALLOWANCE * (order.steps + EXTRA_STEPS) * order.step_seconds + 0.05)
 
 
-# A process that has not polled by then will not.
+# A process that has not polled by then will not poll.
 SILENCE_SECONDS: Final = 4 * DEFAULT_POLL_SECONDS
 
 
 class KinetoBackend:
     name = "kineto"
-    keeps_schedules = False  # libkineto takes a configuration for one window
+    keeps_schedules = False  # libkineto's configuration is for one window
 
     def __init__(self, endpoint: Endpoint, proc_root: Path = Path("/proc")) -> None:
         self._endpoint = endpoint
@@ -339,17 +339,17 @@ class KinetoBackend:
         return None
 
     def remove_leftovers(self, captures: Iterable[pb.Capture], ranks: Collection[RankProcess]) -> None:
-        """Of captures by an earlier daemon that never came to fetch their files."""
+        """Remove files of captures by an earlier daemon that did not fetch them."""
         for rank, path in left_behind(captures, ranks, time.time()):
             self._leftovers.expect(rank.pid, rank.start_ticks, path)
 
     def poll_seconds(self, rank: RankProcess) -> float:
-        """Until the next poll of a process is due."""
+        """Seconds until the next poll of a process."""
         client = self._endpoint.client(rank.pid)
         return DEFAULT_POLL_SECONDS if client is None else client.polls_in_seconds(time.monotonic())
 
     def common_start(self, ranks: Collection[RankProcess], earliest_unix_seconds: float) -> float:
-        """A start for all these ranks, at the earliest or little later, that libkineto is sure to keep."""
+        """A start for all these ranks, at or shortly after the earliest, that libkineto is certain to keep."""
         now = time.time()
         looks = [self._pasts.look((rank.pid, rank.start_ticks), now + self.poll_seconds(rank)) for rank in ranks]
         return common_start(earliest_unix_seconds, [look for look in looks if look is not None])

@@ -1,4 +1,4 @@
-"""Who polls us: one entry for each libkineto client, known by its socket, its process vouched for by the kernel."""
+"""Polling libkineto clients: one entry per client, keyed by its socket; the kernel attests the process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Final, TypeAlias
 
 # libkineto polls every 5 s (1 s where configured); after some missed polls the process is gone or stopped.
 STALE_SECONDS: Final = 30.0
-# A namespace is a container, or the host: what one of them floods us with displaces its own clients only.
+# A namespace is a container or the host: a flood from one displaces only its own clients.
 CLIENTS_PER_NAMESPACE: Final = 1024
 CLIENTS_LIMIT: Final = 16384
-# Clients of one process: a process is one client, but one that reloads libkineto may leave an old one behind.
+# Clients of one process: usually one, but a process that reloads libkineto may leave an old one behind.
 CLIENTS_PER_PROCESS: Final = 4
 DEFAULT_POLL_SECONDS: Final = 5.0
 
@@ -23,20 +23,20 @@ _Key: TypeAlias = tuple[int, Address]
 class Client:
     namespace: int
     address: Address
-    pid: int  # as the kernel told us, in our own pid namespace
+    pid: int  # from the kernel, in the daemon's pid namespace
     polled_at: float  # monotonic
-    poll_seconds: float  # between its last two polls; the default until there were two
-    is_ready: bool  # it would take a configuration; False while a profiler runs
+    poll_seconds: float  # between its last two polls; the default before that
+    is_ready: bool  # accepts a configuration; False while a profiler runs
 
     def polls_in_seconds(self, now: float) -> float:
-        """Until its next poll is due; one that is late may come a whole period later."""
+        """Seconds until its next poll; a late poll may come a whole period later."""
         left = self.polled_at + self.poll_seconds - now
         return left if left > 0 else self.poll_seconds
 
 
 class Clients:
-    """Bounded: the longest silent client of a namespace makes room, and a process that opens many only displaces its
-    own."""
+    """Bounded: the client of a namespace that has been silent longest is dropped, and a process that opens many
+    clients displaces only its own."""
 
     def __init__(self) -> None:
         self._clients: OrderedDict[_Key, Client] = OrderedDict()
@@ -52,7 +52,7 @@ class Clients:
         if before is not None and before.pid != pid:
             before = None
         since = now - before.polled_at if before else 0.0
-        # Two polls in a row come at start-up, and a late one after a pause: neither tells the period.
+        # Two polls in a row come at start-up, and a late one after a pause: neither shows the period.
         period = since if 0.5 <= since <= STALE_SECONDS else before.poll_seconds if before else DEFAULT_POLL_SECONDS
         client = Client(namespace, address, pid, now, period, is_ready)
         if key in self._clients:

@@ -1,5 +1,7 @@
-"""The configuration text that libkineto gets. A bad value stops its parser in the middle, and what it has read by then
-runs all the same: so every value is checked here, before anything is sent."""
+"""The configuration text for libkineto, and the start times that it keeps.
+
+A bad value stops libkineto's parser in the middle, and the part that it has read takes effect: every value is
+checked here before anything is sent."""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from typing import Final
 
 from rankscope.daemon.captures.orders import SECONDS_LIMIT, CaptureError, Options
 
-# libkineto of late writes nowhere else unless its environment names another directory.
+# Recent versions of libkineto write nowhere else unless their environment names another directory.
 DEFAULT_FOLDER: Final = "/tmp"
 PATH_LIMIT: Final = 1024
 _SAFE_PATH: Final = re.compile(r"(/[A-Za-z0-9._-]+)+")
 
 
 def log_file(capture_id: str, rank: int, folder: str = "") -> str:
-    """The path to ask for, as the training process sees it."""
+    """The path to request, as the training process sees it."""
     path = f"{(folder or DEFAULT_FOLDER).rstrip('/')}/rankscope-{capture_id}-rank{rank}.json"
     if not _is_safe(path):
         raise CaptureError(
@@ -29,7 +31,7 @@ def log_file(capture_id: str, rank: int, folder: str = "") -> str:
 
 
 def written_file(asked: str, pid: int) -> str:
-    """What libkineto makes of the path: the pid is the one that the process itself knows."""
+    """The path that libkineto writes: it adds the pid as the process itself sees it."""
     return f"{asked.removesuffix('.json')}_{pid}.json"
 
 
@@ -40,7 +42,7 @@ def configuration(path: str, start_unix_millis: int, seconds: float, options: Op
         "ACTIVITIES_LOG_FILE": path,
         "PROFILE_START_TIME": str(start_unix_millis),
         "ACTIVITIES_DURATION_MSECS": str(round(seconds * 1000)),
-        # It prepares up to a second before the start anyway; more would only delay it.
+        # libkineto prepares up to a second before the start anyway; more would only delay it.
         "ACTIVITIES_WARMUP_PERIOD_SECS": "0",
         "PROFILE_REPORT_INPUT_SHAPES": _flag(options.shapes),
         "PROFILE_WITH_STACK": _flag(options.stacks),
@@ -59,21 +61,21 @@ def _flag(value: bool) -> str:
     return "true" if value else "false"
 
 
-# When libkineto keeps a start time it was given.
+# Which start times libkineto keeps.
 #
-# Its profiler thread looks up once a second. It takes a request up at the last look but one before the start, and
-# refuses it if that look comes after the start. A start shortly after a look is therefore lost if the thread is late by
-# a hair (seen: "start timestamp is in the past", 0 ms); one shortly before a look is safe by almost a second. A warm-up
-# period does not help: it moves the border, not the distance to it. When the looks come is known: the thread begins
-# with the first request, and falls in step with the end of each recording. All times here are unix seconds.
+# Its profiler thread wakes once a second. It accepts a request at the second-last wake-up before the start, and refuses
+# it if that wake-up comes after the start. A start shortly after a wake-up is therefore lost if the thread is slightly
+# late (seen: "start timestamp is in the past", 0 ms); a start shortly before a wake-up is safe by almost a second. A
+# warm-up period does not help: it moves the border, not the distance to it. The wake-ups are known: the thread starts
+# with the first request, and realigns with the end of each recording. All times here are unix seconds.
 
 LOOK_SECONDS: Final = 1.0
-# How late a look may be on a busy machine; 0.1 s were seen.
+# How late a wake-up may be on a busy machine; 0.1 s were seen.
 SAFE_SECONDS: Final = 0.2
-# Between handing a configuration out and its start: a look must come in between, and be late.
+# Between sending a configuration and its start: one wake-up must fit in between, and may be late.
 LEAD_SECONDS: Final = LOOK_SECONDS + SAFE_SECONDS + 0.05
 _BEFORE_LOOK_SECONDS: Final = 0.01
-# A common start is put off by this much at most to suit everyone.
+# A common start is delayed by at most this much to suit all ranks.
 _LATITUDE_SECONDS: Final = 0.6
 _COMFORTABLE_SECONDS: Final = 0.35
 _STEP_SECONDS: Final = 0.02
@@ -81,18 +83,18 @@ _PROCESSES_LIMIT: Final = 4096
 
 
 def slack_seconds(start: float, look: float) -> float:
-    """How late the decisive look may be; `look` is any of them."""
+    """How late the decisive wake-up may be; `look` is the time of any wake-up."""
     return (start - look) % LOOK_SECONDS
 
 
 def safe_start(start: float, look: float) -> float:
-    """The start, or a little earlier if it would be in danger."""
+    """The start, or slightly earlier if it would be at risk."""
     slack = slack_seconds(start, look)
     return start if slack >= SAFE_SECONDS else start - slack - _BEFORE_LOOK_SECONDS
 
 
 def common_start(earliest: float, looks: Collection[float]) -> float:
-    """A start soon after the earliest that is far from everyone's looks, or as far as can be."""
+    """A start soon after the earliest that is as far as possible from all wake-ups."""
     candidates = [earliest + step * _STEP_SECONDS for step in range(round(_LATITUDE_SECONDS / _STEP_SECONDS) + 1)]
 
     def comfort(start: float) -> float:
@@ -108,20 +110,20 @@ class _Past:
 
 
 class Pasts:
-    """What is known of each process (pid and start time) from the configurations it was handed. Thread-safe."""
+    """What is known of each process (pid and start time) from the configurations it received. Thread-safe."""
 
     def __init__(self) -> None:
         self._pasts: dict[tuple[int, int], _Past] = {}
         self._lock = threading.Lock()
 
     def look(self, process: tuple[int, int], handed_at: float) -> float | None:
-        """A look of its profiler thread, which begins when the first configuration is handed; None: unknown."""
+        """A wake-up of its profiler thread, which starts with the first configuration; None: unknown."""
         with self._lock:
             past = self._pasts.get(process)
             return handed_at if past is None else past.look
 
     def busy_until(self, process: tuple[int, int]) -> float:
-        """It keeps to a configuration it has, wanted or not, and ignores any other meanwhile."""
+        """A process follows the configuration it has, wanted or not, and ignores any other meanwhile."""
         with self._lock:
             past = self._pasts.get(process)
             return 0.0 if past is None else past.busy_until
@@ -137,6 +139,6 @@ class Pasts:
             self._pasts[process] = _Past(end, 0.0)
 
     def refused(self, process: tuple[int, int]) -> None:
-        """Nothing was recorded: it did not begin, or was interrupted, which moves the looks."""
+        """Nothing was recorded: it did not start, or was interrupted, which moves the wake-ups."""
         with self._lock:
             self._pasts[process] = _Past(None, 0.0)

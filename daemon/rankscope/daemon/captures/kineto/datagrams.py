@@ -1,4 +1,4 @@
-"""libkineto's datagrams: a length, a type, a payload; little-endian. Reading is strict, since anyone in the training
+"""libkineto's datagrams: a length, a type, a payload; little-endian. Parsing is strict: anyone in the training
 container can send."""
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _COUNT: Final = struct.Struct("<i")
 REQUEST_TYPE: Final = b"req"
 REGISTRATION_TYPE: Final = b"ctxt"
 
-# A process names itself and its ancestors; no tree of processes is this deep.
+# A process names itself and its ancestors; no process tree is this deep.
 PIDS_LIMIT: Final = 256
 DATAGRAM_LIMIT: Final = HEADER.size + _REQUEST.size + 4 * PIDS_LIMIT
-# Bit of a request's mask: the sender would take a configuration now. Without it a profiler is running already.
+# Bit of a request's mask: the sender accepts a configuration now. Without it a profiler is already running.
 READY: Final = 2
 
 
 class MalformedError(Exception):
-    """Not a datagram of this protocol; says what is wrong with it."""
+    """Not a datagram of this protocol; the message names the error."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A poll: "is there anything for me?" Its pids are the sender's own idea of itself and prove nothing."""
+    """A poll: "is there anything for me?" Its pids are claims of the sender and prove nothing."""
 
     mask: int
     job_id: int
@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Registration:
-    """Sent once at start: "I exist." Wants to be told how many there are."""
+    """Sent once at start: "I exist." The sender expects the number of clients."""
 
     gpu: int
     pid: int
@@ -80,7 +80,7 @@ def _request(payload: bytes) -> Request:
 
 
 def configuration(text: str) -> bytes:
-    """The answer to a request; the empty text says "nothing for you"."""
+    """The answer to a request; an empty text means "nothing for you"."""
     return _datagram(REQUEST_TYPE, text.encode("ascii"))
 
 
@@ -93,12 +93,12 @@ def _datagram(kind: bytes, payload: bytes) -> bytes:
     return HEADER.pack(len(payload), kind) + payload
 
 
-# Taking a datagram off a socket, with what the kernel says about it: who sent it, from where, and when.
+# Receives a datagram with the kernel's information about it: sender, address, time.
 
 _CREDENTIALS: Final = struct.Struct("=iII")
 _TIMESTAMP: Final = struct.Struct("=qq")
 _DESCRIPTOR: Final = struct.Struct("=i")
-# No room for descriptors: what a sender passes along, the kernel drops.
+# No room for descriptors: the kernel drops any that a sender passes.
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(_TIMESTAMP.size)
 
 
@@ -106,7 +106,7 @@ _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPA
 class Datagram:
     content: bytes
     address: Address
-    pid: int  # in our pid namespace; 0 if the sender is not to be seen from it
+    pid: int  # in the daemon's pid namespace; 0 if the sender is not visible from it
     uid: int
     sent_unix_seconds: float
     is_whole: bool

@@ -1,10 +1,10 @@
 """The daemon's side of libkineto's protocol: a thread that answers polls, on one socket per network namespace.
 
-What keeps trainers alive, and is tested: an answer leaves through the very socket on which the poll came in, goes to
-the very address it came from, only if the kernel vouches for a sender that lives in that namespace, and only while the
-sender waits for it. From any other socket an answer makes libkineto abort its process. One that it does not wait for it
-takes for the answer to its next poll, and so on for ever: every configuration then comes a poll too late. In doubt:
-silence, which libkineto takes for "nothing to do", and which sets such a client right again."""
+These rules keep trainers alive, and are tested: an answer leaves through the socket on which the poll arrived, goes
+to the address it came from, only if the kernel attests a sender in that namespace, and only while the sender waits
+for it. An answer from any other socket makes libkineto abort its process. An answer that it does not wait for is
+taken as the answer to its next poll, and so on for ever: every configuration then arrives a poll late. In doubt, do
+not answer: libkineto takes silence for "nothing to do", and it puts such a client in step again."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from rankscope.daemon.captures.kineto.clients import CLIENTS_LIMIT, Address, Cli
 from rankscope.daemon.captures.kineto.datagrams import Datagram, receive
 from rankscope.daemon.captures.kineto.sockets import Binder, Key, belongs_to_client, network_namespace, unbind_file
 
-# A socket that polls come in on: how many it takes at a time, and whom it may answer.
+# A socket that receives polls: its rate limit, and which senders it may answer.
 
-# A job polls once a second at most; what comes above this rate on one socket waits, so that a flood costs the daemon
-# some hundredths of a core and nobody in another namespace anything.
+# A job polls at most once a second. Datagrams above this rate on one socket wait, so that a flood costs the daemon a
+# few hundredths of a core and other namespaces nothing.
 DATAGRAMS_PER_SECOND: Final = 2000
 BATCH: Final = 64
 KNOWN_LIMIT: Final = 4096
@@ -44,7 +44,7 @@ class Place:
     endpoint: socket.socket
     namespace: int | None
     directory: str | None
-    bound_at: float  # monotonic, as all of these
+    bound_at: float  # monotonic, as are the other times
     filled_at: float
     allowance: float = DATAGRAMS_PER_SECOND
     is_paused: bool = False
@@ -61,7 +61,7 @@ class Place:
         return True
 
     def is_stranger(self, address: Address, is_young: bool) -> bool:
-        """Whether this is the first that is heard of a client while the socket is young."""
+        """Whether this is the first datagram of a client while the socket is young."""
         if not is_young:
             self.known.clear()
             return False
@@ -72,7 +72,7 @@ class Place:
         return True
 
     def vouched_namespace(self, datagram: Datagram, proc_root: Path) -> int | None:
-        """The network namespace of the sender, if it is who it seems to be and an answer reaches it and nobody else."""
+        """The network namespace of the sender, if the kernel attests it and an answer reaches only the sender."""
         address = datagram.address
         if datagram.pid <= 0 or not address:
             return None
@@ -91,37 +91,38 @@ class Place:
 log = logging.getLogger(__name__)
 
 HOUSEKEEPING_SECONDS: Final = 1.0
-# libkineto looks for the answer at least five times, 10 ms apart, and then goes away.
+# libkineto looks for the answer at least five times, 10 ms apart, and then gives up.
 ANSWER_WITHIN_SECONDS: Final = 0.04
-# libkineto tries to send for 10 s, sleeping for half of that before its last try. If that one succeeds, it takes it for
-# failed and does not wait for the answer. So the first datagram of a client on a young socket is not answered.
+# libkineto tries to send for 10 s and sleeps for half of that before its last try. If the last try succeeds, libkineto
+# treats it as failed and does not wait for the answer. So the first datagram of a client on a young socket is not
+# answered.
 SHY_SECONDS: Final = 15.0
 NICENESS: Final = -10
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A configuration that waits for one incarnation of a process to poll. Both functions are called in the endpoint's
-    thread, under its lock: they must be quick and must not call the endpoint."""
+    """A configuration for one incarnation of a process, sent at its next poll. Both functions are called in the
+    endpoint's thread, under its lock: they must be quick and must not call the endpoint."""
 
     start_ticks: int
     compose: Callable[[], str | None]  # the text for a process that is ready now; None: not at this poll
-    handed: Callable[[], object]  # called once, when what was composed last has been sent
+    handed: Callable[[], object]  # called once, when the composed text has been sent
 
 
 @dataclass(frozen=True)
 class Tallies:
     answered: int = 0
     malformed: int = 0
-    unvouched: int = 0  # not the kernel's word, or not of this namespace or directory
+    unvouched: int = 0  # not attested by the kernel, or not of this namespace or directory
     late: int = 0
     hushed: int = 0
     unsent: int = 0
-    deferred: int = 0  # batches put off by the rate limit
+    deferred: int = 0  # batches deferred by the rate limit
 
 
 class Endpoint:
-    """`watch` tells which processes there are; `offer` leaves a configuration for one of them."""
+    """`watch` sets the processes to serve; `offer` leaves a configuration for one of them."""
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class Endpoint:
         self._wake_writer.close()
 
     def watch(self, namespaces: Mapping[int, int]) -> None:
-        """Network namespaces to be present in, each with a process that lives there. Returns at once."""
+        """The network namespaces to serve, each with a process that lives there. Returns at once."""
         self._binder.want(namespaces)
 
     def offer(self, pid: int, offer: Offer) -> None:
@@ -176,12 +177,12 @@ class Endpoint:
             self._offers[pid] = offer
 
     def withdraw(self, pid: int) -> bool:
-        """Whether the offer was still there: False means that it has been handed out."""
+        """Whether the offer was still open: False means that it has been sent."""
         with self._lock:
             return self._offers.pop(pid, None) is not None
 
     def hush(self, pid: int) -> None:
-        """Do not answer the next poll of a process: for one that seems to be an answer behind."""
+        """Do not answer the next poll of a process that seems to be an answer behind."""
         with self._lock:
             if len(self._hushed) < CLIENTS_LIMIT:
                 self._hushed.add(pid)
@@ -203,7 +204,7 @@ class Endpoint:
         return self._binder.failure(namespace)
 
     def served_seconds(self, namespace: int) -> float | None:
-        """For how long processes in a namespace could have been heard; None: they cannot be."""
+        """For how long processes in a namespace have been served; None: they are not."""
         places = [place for place in list(self._places.values()) if place.namespace in (None, namespace)]
         return max((self._monotonic() - place.bound_at for place in places), default=None)
 
@@ -222,16 +223,16 @@ class Endpoint:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it will wake anyway
+        with contextlib.suppress(OSError):  # full: it wakes anyway
             self._wake_writer.send(b"\0")
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # without the privilege it just answers a little later
+        with contextlib.suppress(OSError):  # without the privilege it answers slightly later
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while not self._stopping:
             try:
                 self._turn()
-            except Exception:  # whatever a datagram did, the next one is answered
+            except Exception:  # a failing datagram must not stop the next answer
                 log.exception("libkineto endpoint")
                 time.sleep(0.1)
 
@@ -332,7 +333,7 @@ class Endpoint:
         return (None, None) if text is None else (offer, text)
 
     def _send(self, place: Place, answer: bytes, datagram: Datagram) -> bool:
-        # Looked at last: whatever held us up on the way here counts.
+        # Checked last: any delay on the way here counts.
         if not -0.001 <= time.time() - datagram.sent_unix_seconds < ANSWER_WITHIN_SECONDS:
             self._tallies["late"] += 1
             return False

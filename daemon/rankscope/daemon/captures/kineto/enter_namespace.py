@@ -1,8 +1,7 @@
-"""A program, not a module: `python -I -S entering.py NAMESPACE_FD CHANNEL_FD` enters a network namespace, binds
+"""A program, not a module: `python -I -S enter_namespace.py NAMESPACE_FD CHANNEL_FD` enters a network namespace, binds
 libkineto's daemon socket there and sends its descriptor back over the channel, or the stage and errno of its failure.
 
-A process of its own, because to enter a namespace with a forked copy of the daemon would mean to run on with copies of
-the locks that gRPC's threads held."""
+It is a separate process because a forked copy of the daemon would hold copies of the locks of gRPC's threads."""
 
 from __future__ import annotations
 
@@ -11,16 +10,16 @@ import os
 import socket
 import sys
 
-# Of the daemon in libkineto's protocol. The kernel takes the trailing NUL as part of the name.
+# The daemon's name in libkineto's protocol. The kernel takes the trailing NUL as part of the name.
 ABSTRACT_NAME = b"\0dynolog\0"
 CLONE_NEWNET = 0x40000000
 RECEIVE_BUFFER_BYTES = 256 * 1024
-# Not in Python's socket module. The kernel then says when each datagram was sent.
+# Not in Python's socket module. The kernel then reports when each datagram was sent.
 SO_TIMESTAMPNS = 35
 
 
 def bind_at(name: bytes | str) -> socket.socket:
-    """A socket for libkineto's datagrams that never blocks and tells who sent what when. Raises OSError."""
+    """A non-blocking socket for libkineto's datagrams that reports sender and time. Raises OSError."""
     endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
     try:
         endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)

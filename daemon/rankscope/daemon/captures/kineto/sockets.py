@@ -1,5 +1,6 @@
-"""Binds sockets where ranks live, and lets go of them where none live any more. In a thread of its own: to enter a
-namespace takes tens of milliseconds, and libkineto waits for its answer no longer than that."""
+"""Binds libkineto's sockets in the namespaces where ranks run, and releases them where none run any more.
+
+In a thread of its own: entering a namespace takes tens of milliseconds, longer than libkineto waits for an answer."""
 
 from __future__ import annotations
 
@@ -22,23 +23,23 @@ from typing import Final, Protocol, TypeAlias
 from rankscope.daemon.captures.kineto import enter_namespace
 from rankscope.daemon.captures.kineto.enter_namespace import bind_at
 
-# libkineto's daemon sockets by abstract name, one in each network namespace where training processes live: such names
-# do not cross from one to another.
+# libkineto's daemon sockets by abstract name, one in each network namespace with training processes: abstract names are
+# local to a namespace.
 
 CHILD_SECONDS: Final = 10.0
 
 
 class SocketError(Exception):
-    """A socket cannot be had: says where, why and what to do."""
+    """A socket is not available: where, why and what to do."""
 
 
 class SlowError(SocketError):
-    """Not now, for want of CPU; the next try may do."""
+    """Not now, for lack of CPU; the next attempt may succeed."""
 
 
 def network_namespace(pid: int | None = None, proc_root: Path = Path("/proc")) -> int:
-    """A number that is equal for processes that share a network; ours by default. Raises OSError for a process that is
-    gone."""
+    """A number that is equal for processes that share a network namespace; the daemon's own by default. Raises
+    OSError for a process that is gone."""
     return (proc_root / ("self" if pid is None else str(pid)) / "ns" / "net").stat().st_ino
 
 
@@ -58,7 +59,7 @@ def bind_in(pid: int, namespace: int, proc_root: Path = Path("/proc")) -> socket
     except OSError as error:
         raise SocketError(f"{where} cannot be opened: {error.strerror}") from error
     try:
-        # Since it was looked at, the process may have moved, or its pid become another's.
+        # Meanwhile the process may have moved, or its pid may have been reused.
         if os.fstat(descriptor).st_ino != namespace:
             raise SocketError(f"{where} is another by now")
         return _bind_by_child(descriptor, where)
@@ -112,7 +113,7 @@ def _bind_error(where: str, reason: str | None) -> SocketError:
 
 
 # libkineto's daemon socket as a file, for daemons that may not enter namespaces: trainers with KINETO_IPC_SOCKET_DIR
-# share a directory with us. It is not trusted: every trainer can write there.
+# share a directory with the daemon. The directory is not trusted: every trainer can write there.
 
 NAME: Final = "dynolog"
 CLIENT_PREFIX: Final = "dynoconfigclient"
@@ -122,17 +123,17 @@ DEAD_AFTER_SECONDS: Final = 60.0
 
 
 def bind_file(directory: str) -> socket.socket:
-    """The socket in a directory, which is made if it is missing."""
+    """The socket in a directory, which is created if missing."""
     path = Path(directory, NAME)
     try:
         if not path.parent.exists():
             path.parent.mkdir(parents=True)
-            path.parent.chmod(0o1777)  # trainers run as other users, and make their own sockets there
+            path.parent.chmod(0o1777)  # trainers run as other users and create their own sockets there
         if _is_socket(path):
             if not _is_dead(path):
                 raise SocketError(f"{path} is served by another daemon (dynolog?); stop it, or use another directory")
             path.unlink()
-        # The string that trainers are to use, to the letter: they compare.
+        # The exact string that trainers must use: they compare it.
         endpoint = bind_at(f"{directory}/{NAME}")
     except OSError as error:
         reason = error.strerror or str(error)
@@ -143,17 +144,17 @@ def bind_file(directory: str) -> socket.socket:
 
 
 def unbind_file(directory: str, endpoint: socket.socket) -> None:
-    """Close it, and remove its file: one that nobody serves makes every trainer wait 8 s at its exit."""
+    """Close it and remove its file: an unserved file makes every trainer wait 8 s at exit."""
     endpoint.close()
     path = Path(directory, NAME)
     with contextlib.suppress(OSError):
-        if _is_socket(path) and _is_dead(path):  # else it is another daemon's by now
+        if _is_socket(path) and _is_dead(path):  # else it belongs to another daemon by now
             path.unlink()
 
 
 def belongs_to_client(address: str, directory: str, uid: int) -> bool:
-    """Whether an answer to this address can reach none but its sender. libkineto compares the directory as a string,
-    and aborts its process where it differs; and a sender with another root may mean another file by the same name."""
+    """Whether an answer to this address can reach only its sender. libkineto compares the directory as a string and
+    aborts its process where it differs; a sender with another root may mean another file by the same name."""
     folder, _, name = address.rpartition("/")
     if folder != directory or not name.startswith(CLIENT_PREFIX):
         return False
@@ -184,7 +185,7 @@ def _is_socket(path: Path) -> bool:
 
 
 def _is_dead(path: Path) -> bool:
-    """Nobody has it open. To connect sends nothing."""
+    """No process has it open. Connecting sends nothing."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as probe:
         return probe.connect_ex(str(path)) == errno.ECONNREFUSED
 
@@ -195,7 +196,7 @@ RETRY_SECONDS: Final = 30.0
 RETRY_SLOW_SECONDS: Final = 2.0
 SETTLE_SECONDS: Final = 1.0
 SWEEP_SECONDS: Final = 60.0
-# Of one node. A container can make namespaces by the thousand, each with a process that looks like a rank.
+# Per node. A container can create thousands of namespaces, each with a process that looks like a rank.
 NAMESPACES_LIMIT: Final = 256
 
 # A network namespace, or the directory of a file socket.
@@ -203,7 +204,7 @@ Key: TypeAlias = int | str
 
 
 class Keeper(Protocol):
-    """Takes bound sockets over, in the binder's thread."""
+    """Receives bound sockets, in the binder's thread."""
 
     def bound(self, key: Key, endpoint: socket.socket) -> None: ...
 
@@ -248,7 +249,7 @@ class Binder:
             self._thread.join(2.0)
 
     def want(self, namespaces: Mapping[int, int]) -> None:
-        """Network namespaces to be present in, each with a process that lives there. Returns at once."""
+        """The network namespaces to serve, each with a process that lives there. Returns at once."""
         self._wanted = dict(namespaces)
         self._woken.set()
 
@@ -263,7 +264,7 @@ class Binder:
         while not self._stopping:
             try:
                 self._settle()
-            except Exception:  # the next namespace must not suffer for this one
+            except Exception:  # a failure in one namespace does not affect the next
                 log.exception("binding libkineto's sockets")
             self._woken.wait(SETTLE_SECONDS)
             self._woken.clear()

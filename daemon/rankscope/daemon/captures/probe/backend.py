@@ -1,5 +1,5 @@
-"""Captures by the probe (level 2): torch.profiler, started and stopped at step boundaries by the process itself, on a
-command left in its ring. For processes without libkineto's own thread."""
+"""Captures by the probe (level 2): torch.profiler, started and stopped at step boundaries by the process itself, on
+a command in its ring. For processes without libkineto's own thread."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from rankscope.daemon.steps import ring_reader
 from rankscope.probe import ring_layout
 
 TICK_SECONDS: Final = 0.05
-# Beyond the length that was asked for: a step that is long, and the writing of a large trace.
+# Added to the requested length: a long step, and writing a large trace.
 STEP_SECONDS_ALLOWED: Final = 60.0
 WRITE_SECONDS: Final = 60.0
-# Ranks that count steps alike begin at a step that is a multiple of this, where steps are short: daemons of several
-# nodes that each reckon when the start will be come to the same one, but for few cases.
+# Ranks that count steps alike start at a multiple of this step where steps are short: daemons of several nodes estimate
+# the start independently and arrive at the same step in almost all cases.
 ROUND_STEPS: Final = 8
 ROUND_SECONDS: Final = 1.0
-# A command is left this long before the start: enough for every rank to see it, also where steps are much shorter than
-# those they are reckoned by, as in the first seconds of a job.
+# A command is written this long before the start: enough for every rank to see it, even if steps are much shorter than
+# estimated, as in the first seconds of a job.
 LEAD_SECONDS: Final = 0.8
 LEAD_STEPS: Final = 2
-# Ranks whose counts differ by this much at a time do not count alike.
+# Ranks whose counts differ by this much at the same time do not count alike.
 STEPS_APART: Final = 1.5
 AGREEMENTS_KEPT: Final = 64
 RECORDS_LOOKED_AT: Final = 64
@@ -45,7 +45,7 @@ UNKNOWN_STEP_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class _Agreement:
-    """The step at which all ranks of a capture begin, and by what count."""
+    """The step at which all ranks of a capture start, and the count it is based on."""
 
     start_step: int
     steps: int
@@ -81,14 +81,14 @@ class ProbeBackend:
         with commands.opened(order.rank, self._proc_root) as (ring, header):
             step_seconds = order.step_seconds or _recent_step_seconds(ring, header)
             attempt = _Attempt(self._proc_root, order, ring, workspace, report, cancelled)
-            # Late, so that what is reckoned holds: daemons of several nodes are to come to the same step.
+            # As late as possible, so that the estimate holds: daemons of several nodes must arrive at the same step.
             lead_seconds = LEAD_SECONDS + (LEAD_STEPS + attempt.early_steps) * (step_seconds or 0.0)
             attempt.wait_until(order.start_unix_millis / 1000 - lead_seconds)
             return attempt.run(self._agreed_step(order, ring, step_seconds, attempt.early_steps), step_seconds)
 
     def _agreed_step(self, order: Order, ring: int, step_seconds: float | None, early_steps: int = 0) -> int:
-        """The same step for all ranks that count alike; 0 where that cannot be said, then they begin by time. The probe
-        begins to warm up `early_steps` before it."""
+        """The same step for all ranks that count alike; 0 if there is none: then they start by time. The probe
+        starts to warm up `early_steps` before it."""
         if step_seconds is None:
             return 0
         now = time.time()
@@ -109,7 +109,7 @@ class ProbeBackend:
 
 
 def _start_step(steps: int, since_last_seconds: float, left_seconds: float, step_seconds: float) -> int:
-    """The first step that ends at or after the start, and not so soon that a rank could miss it."""
+    """The first step that ends at or after the start, but late enough for every rank to see it."""
     margin_seconds = min(1.0, 2 * step_seconds) + 0.05
     step = steps + math.ceil((since_last_seconds + max(left_seconds, margin_seconds)) / step_seconds)
     if step_seconds * ROUND_STEPS <= ROUND_SECONDS:
@@ -128,7 +128,7 @@ def _seconds_since_last_step(ring: int, header: ring_reader.Header) -> float:
 
 
 def _recent_step_seconds(ring: int, header: ring_reader.Header) -> float | None:
-    """What the ring says; None before there were two steps."""
+    """From the ring; None before two steps."""
     if not 0 < header.records < 1 << 53:
         return None
     first = max(1, header.records - RECORDS_LOOKED_AT + 1)
@@ -182,7 +182,7 @@ class _Attempt:
             self._cancelled.wait(min(TICK_SECONDS, left))
 
     def run(self, start_step: int, step_seconds: float | None) -> Recording:
-        # What is to go by before the first window is not the caller's patience.
+        # Time before the first window does not count against the caller's patience.
         schedule_steps = self._command.wait_steps + self._command.warmup_steps
         self._give_up_unix_seconds += schedule_steps * (step_seconds or UNKNOWN_STEP_SECONDS)
         give_up_unix_nanos = round(self._give_up_unix_seconds * 1e9)
@@ -194,7 +194,7 @@ class _Attempt:
             commands.take_trace(self._order.rank, answer, target, SIZE_LIMIT_BYTES, self._proc_root)
             windows = take_apart(target, self._command.windows, self._who) if self._command.windows > 1 else (target,)
         finally:
-            # Fetched, failed, cancelled or late: in any case the process is done with it.
+            # Fetched, failed, cancelled or late: the process is done with it.
             commands.drop(self._ring, self._command)
         return Recording(
             target,
@@ -206,7 +206,7 @@ class _Attempt:
         )
 
     def _follow(self) -> Answer:
-        """Until the trace is written."""
+        """Follow until the trace is written."""
         phase = 0
         deadline = self._give_up_unix_seconds
         windows_seconds = ring_layout.WINDOWS_SECONDS if self._command.windows > 1 else 0.0
@@ -236,7 +236,7 @@ class _Attempt:
             raise CaptureError(f"{self._who}: the process ended during the capture")
 
     def _enter(self, before: int, phase: int) -> None:
-        """Short captures are over before we look: every stage is reported all the same."""
+        """Short captures end before the next look: every stage is still reported."""
         if before == 0:
             self._report(Stage.ARMED)
         if before < ring_layout.PHASE_RUNNING <= phase:

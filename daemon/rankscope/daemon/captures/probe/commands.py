@@ -1,4 +1,4 @@
-"""The daemon's side of the command area in a probe's ring: commands go in, answers come out. An answer is hostile
+"""The daemon's side of the command area in a probe's ring: writes commands, reads answers. An answer is hostile
 input, like everything else in a ring."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STEP_AT_MOST: Final = 1 << 62
 
 @dataclass(frozen=True)
 class Command:
-    """What the probe is to record. `start_step` 0: by time."""
+    """What the probe should record. `start_step` 0: start by time."""
 
     number: int
     start_unix_nanos: int
@@ -59,7 +59,7 @@ def new_number() -> int:
 
 @contextlib.contextmanager
 def opened(rank: RankProcess, proc_root: Path = Path("/proc")) -> Iterator[tuple[int, Header]]:
-    """A rank's ring, checked to be able to take a capture; raises CaptureError if it is not."""
+    """A rank's ring, checked for capture support; raises CaptureError otherwise."""
     who = f"rank {rank.rank} (pid {rank.pid})"
     try:
         with ring_reader.opened(proc_root, rank.pid) as fd:
@@ -81,8 +81,8 @@ def opened(rank: RankProcess, proc_root: Path = Path("/proc")) -> Iterator[tuple
 
 
 def write_command(ring: int, command: Command) -> None:
-    """The body first, then the number that announces it. For an instant, and for writing only: who keeps a ring is told
-    from who looks into it by the way it is open."""
+    """Write the body first, then the number that announces it. Opened briefly and write-only: the mode in which a
+    ring is open distinguishes its owner from readers."""
     options = command.options
     chosen = (options.shapes, options.stacks, options.memory, options.flops, options.modules)
     body = ring_layout.COMMAND.pack(
@@ -107,12 +107,12 @@ def write_command(ring: int, command: Command) -> None:
 
 
 def drop(ring: int, command: Command) -> None:
-    """Tell the probe that a capture is not wanted any more: it has been fetched, or given up."""
+    """Tell the probe that a capture is no longer needed: fetched or abandoned."""
     write_command(ring, replace(command, number=new_number(), verb=ring_layout.VERB_DROP, start_step=command.number))
 
 
 def read_answer(ring: int) -> Answer | None:
-    """None when there is none yet, or it is being written."""
+    """None if there is none yet, or it is being written."""
     for _ in range(ring_reader.TORN_READ_RETRIES):
         raw = os.pread(ring, ring_layout.HEADER_BYTES - ring_layout.ANSWER_OFFSET, ring_layout.ANSWER_OFFSET)
         if len(raw) < ring_layout.HEADER_BYTES - ring_layout.ANSWER_OFFSET:
@@ -137,7 +137,7 @@ def plausible(answer: Answer) -> bool:
 
 
 def take_trace(rank: RankProcess, answer: Answer, target: Path, limit_bytes: int, proc_root: Path) -> None:
-    """Copy the trace that the probe holds in memory; sealed, so it does not change meanwhile."""
+    """Copy the trace that the probe holds in memory; it is sealed and cannot change."""
     who = f"rank {rank.rank} (pid {rank.pid})"
     if not 0 <= answer.fd < 1 << 30:
         raise CaptureError(f"{who}: the probe names descriptor {answer.fd}; is its ring being forged?")
@@ -162,18 +162,17 @@ def take_trace(rank: RankProcess, answer: Answer, target: Path, limit_bytes: int
         os.close(source)
 
 
-# Several windows that the probe packed into one trace, taken apart. The sizes in it are as hostile as the rest.
+# Splits several windows that the probe packed into one trace. The sizes in it are hostile input too.
 
 
 def window_file(first: Path, number: int) -> Path:
-    """Of window 0, 1, 2, …: `rank3.json`, `rank3.window2.json`, `rank3.window3.json`; the same of artifacts."""
+    """For window 0, 1, 2, …: `rank3.json`, `rank3.window2.json`, `rank3.window3.json`; artifacts are named alike."""
     name, dot, kinds = first.name.partition(".")
     return first.with_name(f"{name}.window{number + 1}{dot}{kinds}") if number else first
 
 
 def take_apart(packed: Path, most: int, who: str) -> tuple[Path, ...]:
-    """The files of all windows; what was packed becomes the first of them. Raises CaptureError if it is not what the
-    probe packs."""
+    """The files of all windows; the packed file becomes the first. Raises CaptureError if the format is wrong."""
     with packed.open("r+b") as file:
         sizes = _sizes(file.fileno(), most)
         if sizes is None:

@@ -1,4 +1,4 @@
-"""From recordings to artifacts: processed in a process of its own, kept within the quota, uploaded where configured."""
+"""From recordings to artifacts: processed in a separate process, stored within the quota, uploaded if configured."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NOTES_VERSION: Final = 1
 
 
 class LocalArchive:
-    """The conductor's archive: a store on this node, and an upload URL if there is one."""
+    """The conductor's archive: a store on this node, and an upload URL if configured."""
 
     def __init__(self, store: Store, node: str, upload_url: str = "", proc_root: Path = Path("/proc")) -> None:
         self._store = store
@@ -66,7 +66,7 @@ class LocalArchive:
                 yield rank, CaptureError(f"rank {rank}: its recording cannot be worked on: {error}")
             return
         finally:
-            # A second recording of the same rank goes to the same place.
+            # A second recording of the same rank replaces the first.
             for _, recording in recorded.values():
                 for path in (recording.path, *recording.more_windows):
                     path.unlink(missing_ok=True)
@@ -112,7 +112,7 @@ class LocalArchive:
         )
 
     def _notes(self, capture: pb.Capture, process: RankProcess, backend: str) -> dict[str, Any]:
-        """What an artifact tells by itself, wherever it is copied to."""
+        """What an artifact says about itself, wherever it is copied."""
         return {
             "version": _NOTES_VERSION,
             "capture": capture.id,
@@ -126,12 +126,12 @@ class LocalArchive:
             "pid": process.pid,
             "container_pid": process.namespace_pids[-1],
             "backend": backend,
-            # Artifacts of one boot share one clock; those of others are to be aligned by their collectives.
+            # Artifacts of one boot share one clock; others are aligned by their collectives.
             "clock": {"name": "CLOCK_REALTIME", "boot_id": self._boot_id, "unix_seconds": time.time()},
         }
 
     def _process(self, folder: Path, job: records.Job, cancelled: threading.Event) -> CaptureError | None:
-        """What ended it early, if something did: answers that it left until then count."""
+        """What ended it early, if anything: answers written until then count."""
         for one in job.ranks:
             records.result_file(folder, one.rank).unlink(missing_ok=True)
         records.join_file(folder).unlink(missing_ok=True)
@@ -158,7 +158,7 @@ class LocalArchive:
         *,
         keeps_artifact: bool = True,
     ) -> Delivered:
-        """Without its artifact, which is left in the workspace, a recording takes no room from others."""
+        """Without its artifact, which stays in the workspace, a recording takes no space from others."""
         who = f"rank {process.rank} (pid {process.pid})"
         result = records.find(records.result_file(folder, process.rank), records.RankResult)
         if result is None or result.rank != process.rank:
@@ -263,7 +263,7 @@ def _summary(summary: records.Summary) -> pb.TraceSummary:
 
 
 def _declared(environment: Mapping[str, str]) -> tuple[float | None, float | None]:
-    """The job's FLOPs per step and the device's peak, where the user told them. Bad values are the probe's to tell."""
+    """The job's FLOPs per step and the device's peak, if declared. The probe reports bad values."""
     flops = peak = None
     with contextlib.suppress(BadValueError):
         flops = flops_from_environment(environment)

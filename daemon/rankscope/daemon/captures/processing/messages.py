@@ -1,5 +1,5 @@
-"""What the daemon and the process that works on traces tell each other. Both are ours, but that process reads what a
-container wrote: its answers are checked against these types, and are not long."""
+"""Messages between the daemon and its trace worker. The worker reads what a container wrote: its answers are checked
+against these types and bounded in length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANSWER_LIMIT_BYTES = 1 << 20
 
 
 class RankJob(msgspec.Struct, frozen=True):
-    """One recording. `pid` is what the process calls itself, and what its trace must say."""
+    """One recording. `pid` is the process' own pid, which its trace must contain."""
 
     rank: int
     world_size: int
@@ -22,14 +22,14 @@ class RankJob(msgspec.Struct, frozen=True):
     artifact: str
     is_trace: bool
     notes: dict[str, Any]  # to be written into the artifact
-    steps: int | None = None  # the recording begins and ends at boundaries, and holds so many: not to be cut
-    more_windows: list[str] = []  # further recordings like the first; `steps` are of all together
+    steps: int | None = None  # the recording starts and ends at boundaries and holds this many steps: do not cut
+    more_windows: list[str] = []  # further recordings like the first; `steps` counts all together
     flops_per_step: float | None = None  # of this rank
     peak_flops_per_second: float | None = None  # declared; else by the device's name
 
 
 class Job(msgspec.Struct, frozen=True):
-    steps: int | None  # to cut to; None: everything that was recorded
+    steps: int | None  # to cut to; None: keep everything
     ranks: list[RankJob]
 
 
@@ -46,7 +46,7 @@ class Summary(msgspec.Struct, frozen=True):
     collectives: dict[str, int]
     top_kernels: list[str]
     findings: list[str]
-    # One value for each step of the artifact; none where the artifact holds more than whole steps.
+    # One value for each step of the artifact; empty if the artifact holds more than whole steps.
     each_step_seconds: list[float] = []
     each_communication_seconds: list[float] = []
     each_exposed_communication_seconds: list[float] = []
@@ -65,7 +65,7 @@ class Joined(msgspec.Struct, frozen=True):
 
 
 class WindowResult(msgspec.Struct, frozen=True):
-    """Of a further window, which is kept beside the first."""
+    """A further window, stored beside the first."""
 
     number: int  # 1 is the second
     start_unix_millis: int
@@ -97,14 +97,14 @@ def join_file(folder: Path) -> Path:
 
 
 def leave(path: Path, answer: msgspec.Struct) -> None:
-    """There whole or not at all: the process may be killed at any time."""
+    """Write atomically: the process may be killed at any time."""
     part = path.with_suffix(".part")
     part.write_bytes(msgspec.json.encode(answer))
     part.replace(path)
 
 
 def find(path: Path, kind: type[Answer]) -> Answer | None:
-    """None where there is none, or none that can be used."""
+    """None if there is none, or none that can be used."""
     try:
         if path.stat().st_size > ANSWER_LIMIT_BYTES:
             return None

@@ -1,5 +1,5 @@
-"""A module of ours as a process of its own, at low priority and within limits: what it reads or waits for is not ours,
-and whatever becomes of it, the daemon goes on."""
+"""Runs a module of ours as a separate process, at low priority and within limits: its input is not trusted, and its
+failure must not affect the daemon."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rankscope.daemon.captures.orders import CancelledError, CaptureError
 from rankscope.daemon.cgroups import memory_left_bytes
 
 NICENESS: Final = 10
-# Of what the container has left; the daemon grows, too.
+# Of the memory that the container has left; the daemon grows, too.
 SHARE_OF_MEMORY: Final = 0.6
 MESSAGE_LIMIT: Final = 300
 TICK_SECONDS: Final = 0.05
@@ -28,11 +28,10 @@ TICK_SECONDS: Final = 0.05
 def run_module(
     module: str, folder: Path, *, seconds: float, what: str, cancelled: threading.Event | None = None
 ) -> None:
-    """Have the module work in a folder, from which it reads its orders and where it leaves what it did. Raises
-    CaptureError if it fails, is killed or takes too long, CancelledError if it was not wanted any more; what it left
-    until then is there."""
+    """Run the module in a directory that holds its orders and receives its results. Raises CaptureError if it fails,
+    is killed or takes too long, CancelledError if it is cancelled; results written until then remain."""
     cancelled = cancelled or threading.Event()
-    # Several numeric threads would each reserve address space, of which there is a limit, and take others' CPUs.
+    # Numeric threads would each reserve address space, which is limited, and take CPU from others.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
     with tempfile.TemporaryFile(dir=folder) as messages:
         try:
@@ -61,7 +60,7 @@ def run_module(
 
 
 def _await(child: subprocess.Popen[bytes], seconds: float, cancelled: threading.Event) -> int | None:
-    """Its exit status; None if it took too long, or nobody waits for it any more."""
+    """Its exit status; None if it took too long or was cancelled."""
     end = time.monotonic() + seconds
     while (status := child.poll()) is None and time.monotonic() < end and not cancelled.wait(TICK_SECONDS):
         pass
@@ -76,7 +75,7 @@ def _last_line(messages: IO[bytes]) -> str:
 
 
 def confine(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
-    """To be called by such a process, before it reads anything. It gets less memory where its container has less."""
+    """Called by such a process before it reads anything. It gets less memory where its container has less."""
     os.nice(NICENESS)
     left = memory_left_bytes()
     if left is not None:
@@ -87,7 +86,7 @@ def confine(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
         (resource.RLIMIT_FSIZE, file_bytes),
         (resource.RLIMIT_CORE, 0),
     ):
-        with contextlib.suppress(ValueError, OSError):  # a lower limit is in force
+        with contextlib.suppress(ValueError, OSError):  # a lower limit is set already
             resource.setrlimit(limit, (value, value))
 
 

@@ -1,4 +1,4 @@
-"""Whether a recording is a whole trace of the process it should be of, and what must be known of it to cut it."""
+"""Checks that a recording is a whole trace of the right process, and reads what is needed to cut it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rankscope.daemon.captures.processing.messages import RankJob
 
 BLOCK_BYTES: Final = 1 << 20
 TEXT_LIMIT_BYTES: Final = 8 << 30
-# What an analysis may stumble over in a trace that was made to make it stumble.
+# What an analysis may fail on in a trace that was crafted for it.
 SURPRISES: Final = (ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
 _HOST: Final = (Category.CPU_OP, Category.USER_ANNOTATION, Category.RUNTIME, Category.PYTHON)
 _PROFILER: Final = "PyTorch Profiler"
 
 
 class RefusedError(Exception):
-    """Why a recording is not kept, in words."""
+    """Why a recording is refused."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Checked:
     whole: WholeSteps
     start_unix_ns: int
     end_unix_ns: int
-    step_seconds: float  # on the host; where no step is whole, at least about that
+    step_seconds: float  # on the host; a lower bound if no step is whole
     notes: tuple[str, ...]
 
 
@@ -60,7 +60,7 @@ def check(job: RankJob) -> Checked:
     notes = list(trace.repairs)
     if trace.rank not in (None, job.rank):
         notes.append(f"the process calls itself rank {trace.rank} in its trace; its environment says {job.rank}")
-    # A recording that is too short for a whole step tells at least that.
+    # A recording that is too short for a whole step gives a lower bound.
     span = np.array([int(trace.end_ns[host].max()) - int(trace.start_ns[host].min())])
     lasted = (steps.end_ns - steps.start_ns)[first_whole(steps) :]
     step_seconds = float(np.median(lasted if len(lasted) else span)) / 1e9
@@ -75,9 +75,9 @@ def blocks(path: Path) -> Iterator[bytes]:
 
 
 def _check_end(path: Path) -> None:
-    """What is missing behind the events does not trouble a reader, but tells that writing was broken off."""
+    """Missing text after the events does not affect the reader, but shows that writing was interrupted."""
     with path.open("rb") as file:
-        is_gzip = file.read(2) == b"\x1f\x8b"  # which has a sum at its end
+        is_gzip = file.read(2) == b"\x1f\x8b"  # which ends with a checksum
         file.seek(max(0, path.stat().st_size - 4096))
         if not is_gzip and not file.read().rstrip().endswith((b"}", b"]")):
             raise TraceError("its end is missing; is the disk of the container full?")
@@ -93,7 +93,7 @@ def _check_process(trace: Trace, pid: int) -> None:
 
 
 def _recorded_ns(trace: Trace) -> tuple[int, int]:
-    """When the profiler began and ended, which it notes itself; not the first operator, which may come a step later."""
+    """When the profiler started and ended, by its own record; not the first operator, which may come a step later."""
     begun = np.array([name.startswith(_PROFILER) for name in trace.names], dtype=bool)
     rows = np.flatnonzero(trace.of(Category.OTHER) & begun[trace.name])
     host = trace.of(*_HOST)

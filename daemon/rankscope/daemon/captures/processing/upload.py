@@ -1,8 +1,8 @@
-"""Sends artifacts to an object store or a shared folder, by fsspec URL (s3://…, gs://…, file://…), and tries again.
+"""Uploads artifacts to an object store or a shared directory, by fsspec URL (s3://…, gs://…, file://…), with retries.
 
-Runs in a process of its own (`python -m rankscope.daemon.captures.processing.upload FOLDER`): the clients of object
-stores take a hundred megabytes and seconds to import, and may hang. The folder holds the order; an answer is left
-for each file."""
+Runs in a separate process (`python -m rankscope.daemon.captures.processing.upload FOLDER`): the clients of object
+stores need a hundred megabytes and seconds to import, and may hang. The directory holds the order; the process
+writes an answer for each file."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ CPU_LIMIT_SECONDS: Final = 600
 JOB_LENGTH_LIMIT: Final = 80
 MESSAGE_LIMIT: Final = 300
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
-# Trying again changes nothing about these: no such bucket, no permission, no client for this kind of URL, a bad URL.
+# Retrying does not help: no such bucket, no permission, no client for this kind of URL, a bad URL.
 _HOPELESS: Final = (PermissionError, FileNotFoundError, NotADirectoryError, ImportError, ValueError)
 
-# Asked for a folder, these would make a bucket, and need a right to it that a writer should not have. They show objects
-# when they are whole.
+# On these, creating a directory would create a bucket, which needs a permission that a writer should not have. They
+# show objects only when complete.
 _WITHOUT_FOLDERS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "r2"})
 
 
 class UploadError(Exception):
-    """Why a file was not uploaded, in words; without secrets that its URL may hold."""
+    """Why a file was not uploaded; without secrets that its URL may contain."""
 
 
 class Upload(msgspec.Struct, frozen=True):
@@ -59,13 +59,13 @@ def order_file(folder: Path) -> Path:
 
 
 def answer_file(folder: Path, number: int) -> Path:
-    """Of the upload with this place in the order."""
+    """The answer file of an upload, by its position in the order."""
     return folder / f"upload{number}.json"
 
 
 def target_url(base_url: str, job: str, capture_id: str, name: str) -> str:
-    """All ranks of a job's capture lie together, whichever node they ran on. A job's name is the container's word: it
-    becomes one plain part of a path."""
+    """All ranks of a job's capture are stored together, on whichever node they ran. A job's name comes from the
+    container: it becomes one plain path component."""
     safe = _UNSAFE.sub("_", job)[:JOB_LENGTH_LIMIT]
     if safe != job or not safe.strip("."):
         safe = f"{safe.strip('.')}-{hashlib.sha256(job.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
@@ -73,7 +73,7 @@ def target_url(base_url: str, job: str, capture_id: str, name: str) -> str:
 
 
 def shown(url: str) -> str:
-    """The URL without what a person must not see."""
+    """The URL without secrets."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
@@ -85,14 +85,14 @@ def upload(
     sleep: Callable[[float], None] = time.sleep,
     attempts: int = ATTEMPTS,
 ) -> None:
-    """Raises UploadError when all attempts have failed, or one failed so that no other could do better."""
+    """Raises UploadError when all attempts have failed, or one failed permanently."""
     for attempt in range(1, attempts + 1):
         try:
             _send(path, url)
             return
         except _HOPELESS as error:
             raise UploadError(_why(error, url)) from error
-        except Exception as error:  # every store has errors of its own, and most of them pass
+        except Exception as error:  # every store has its own errors, and most of them are temporary
             if attempt == attempts:
                 raise UploadError(f"{_why(error, url)} ({attempts} attempts)") from error
         sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
@@ -103,20 +103,20 @@ def _send(path: Path, url: str) -> None:
         from fsspec.core import url_to_fs
     except ImportError as error:
         raise ImportError("fsspec is not installed; pip install 'rankscope[upload]'") from error
-    # Without old listings: what another attempt or a person did must be seen.
+    # Without cached listings: changes by other attempts or by users must be seen.
     store, target = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
     protocols = {store.protocol} if isinstance(store.protocol, str) else set(store.protocol)
     if protocols & _WITHOUT_FOLDERS:
         store.put_file(str(path), target)
     else:
         store.makedirs(target.rpartition("/")[0], exist_ok=True)
-        # Others must not find half a file.
+        # Readers must not find half a file.
         store.put_file(str(path), f"{target}.part")
         store.mv(f"{target}.part", target)
     try:
         arrived = store.info(target)["size"]
     except PermissionError:
-        return  # who may write need not be allowed to read
+        return  # a writer need not have read permission
     if arrived != path.stat().st_size:
         raise OSError(f"{arrived} bytes arrived of {path.stat().st_size}")
 

@@ -1,9 +1,9 @@
-"""What becomes of recordings: checked, cut to the steps that were asked for, annotated, compressed and summed up.
+"""Processes recordings: checks them, cuts them to the requested steps, annotates, compresses and summarizes them.
 
-Runs in a process of its own (`python -m rankscope.daemon.captures.processing.worker FOLDER`): it takes seconds of
-CPU and hundreds of megabytes, which the daemon's ticks must not feel, and it reads what a container wrote. The
-folder holds the job; an answer is left in it for every rank, and one for all together. One trace's events are in
-memory at a time."""
+Runs in a separate process (`python -m rankscope.daemon.captures.processing.worker FOLDER`): it takes seconds of CPU
+and hundreds of megabytes, which must not delay the daemon's ticks, and it reads what a container wrote. The
+directory holds the job; the process writes an answer for every rank, and one for all together. One trace's events
+are in memory at a time."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from rankscope.daemon.captures.processing.sandbox import confine
 from rankscope.daemon.captures.processing.trace_check import SURPRISES, Checked, RefusedError, blocks, check
 from rankscope.daemon.discovery.rank_environment import printable
 
-# What several windows of one rank say together: stretches of time that were recorded one by one add up, and what lies
-# between them is not known and counts for nothing.
+# Combines several windows of one rank: recorded intervals add up; the time between them is unknown and counts for
+# nothing.
 
 _SUMS = (
     "span_seconds",
@@ -64,7 +64,7 @@ _EACH = ("each_step_seconds", "each_communication_seconds", "each_exposed_commun
 
 
 def together(summaries: Sequence[tuple[int, Summary]]) -> Summary:
-    """Steps and summary of each window, the first one's first: kernels and findings are told of that one."""
+    """Steps and summary of each window, first window first: kernels and findings come from the first."""
     first = summaries[0][1]
     sums = {name: sum(getattr(summary, name) for _, summary in summaries) for name in _SUMS}
     each = {name: [value for _, summary in summaries for value in getattr(summary, name)] for name in _EACH}
@@ -91,7 +91,7 @@ def together(summaries: Sequence[tuple[int, Summary]]) -> Summary:
     )
 
 
-# What the analysis engine found, in the few words and numbers that travel.
+# Findings of the analysis engine as a short summary message.
 
 TOP_KERNELS = 5
 FINDINGS_LIMIT = 8
@@ -102,7 +102,7 @@ _COUNT_LIMIT = (1 << 32) - 1
 def summary_of(
     summary: RankSummary, step_seconds: float | None, job: RankJob, steps: Sequence[StepParts] = (), events: int = 0
 ) -> Summary:
-    """`steps` are the whole ones of the artifact."""
+    """`steps` counts the whole steps of the artifact."""
     counts: dict[str, int] = {}
     for collective in summary.collectives:
         kind = printable(collective.kind, NAME_LIMIT)
@@ -143,7 +143,7 @@ def joined_of(join: Join) -> Joined:
 
 
 def _mfu_ratio(device: str, step_seconds: float | None, job: RankJob) -> float | None:
-    """Of the declared FLOPs; None where they, the step time or the device's peak are not known."""
+    """Of the declared FLOPs; None if they, the step time or the device's peak are unknown."""
     peak = job.peak_flops_per_second or peak_flops_per_second(device)
     if not (job.flops_per_step and peak and step_seconds and step_seconds > 0):
         return None
@@ -156,7 +156,7 @@ CPU_LIMIT_SECONDS: Final = 600
 FILE_LIMIT_BYTES: Final = 4 << 30
 COMPRESSION: Final = 5
 NOTES_LIMIT: Final = 8
-# Of the shortest recording: what less than that is shared does not tell what each recorded.
+# Relative to the shortest recording: a smaller overlap does not describe what each recorded.
 COMMON_TIME_RATIO: Final = 0.5
 EACH_STEP_LIMIT: Final = 100
 
@@ -202,9 +202,9 @@ def main(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Plan:
-    first: Mapping[int, int]  # position of the first step to keep, of ranks that are to be cut
-    common_steps: int  # whole ones that the ranks which are to be cut share
-    common_ns: tuple[int, int] | None = None  # unix time that all recorded, where time was asked for
+    first: Mapping[int, int]  # position of the first step to keep, for ranks that are cut
+    common_steps: int  # whole steps shared by the ranks that are cut
+    common_ns: tuple[int, int] | None = None  # unix time that all ranks recorded, if a duration was requested
     note: str = ""
 
 
@@ -214,7 +214,7 @@ def _plan(job: Job, checked: Mapping[int, Checked]) -> _Plan:
         return _common_time([checked[rank] for rank in to_cut])
     if not to_cut:
         return _Plan({}, 0)
-    # A rank that recorded too few steps must not take the common ones from the others.
+    # A rank that recorded too few steps must not reduce the common steps of the others.
     enough = {rank: checked[rank].whole for rank in to_cut if len(checked[rank].whole) >= job.steps}
     for count in range(job.steps if enough else 0, 0, -1):
         run = common_run(enough, count)
@@ -249,7 +249,7 @@ def _keep_trace(one: RankJob, checked: Checked, plan: _Plan, asked: int | None) 
         stretch = checked.outline.stretch(start_ns, end_ns)
         inside = np.flatnonzero((whole.start_ns >= start_ns) & (whole.end_ns <= end_ns))
         whole = whole.run(int(inside[0]) if len(inside) else 0, len(inside))
-        # The start stays the recording's own: how far apart ranks began is measured by it.
+        # The start stays that of the recording: it shows how far apart ranks started.
         result.whole_steps = result.steps = len(whole)
     elif plan.note and one.steps is None:
         result.notes.append(plan.note)
@@ -266,7 +266,7 @@ def _keep_trace(one: RankJob, checked: Checked, plan: _Plan, asked: int | None) 
 
 
 def _keep_more_windows(one: RankJob, first_steps: int, result: RankResult) -> None:
-    """Each is an artifact by itself; one that cannot be kept is noted, and the others are."""
+    """Each window is a separate artifact; one that cannot be kept is noted, the others are kept."""
     summaries = [] if result.summary is None else [(first_steps, result.summary)]
     for number, recording in enumerate(one.more_windows, 1):
         artifact = str(window_file(Path(one.artifact), number))
@@ -322,7 +322,7 @@ def _compress(one: RankJob, pieces: Iterable[bytes]) -> None:
 
 
 def _sum_up(one: RankJob, result: RankResult, whole: WholeSteps) -> _Essence | None:
-    """From the artifact itself: what is told is what is kept. A trace that cannot be summed up is kept all the same."""
+    """From the artifact itself, so that the summary matches it. A trace that cannot be summarized is kept."""
     try:
         trace = read_trace(blocks(Path(one.artifact)), salvage=False)
         breakdown = break_down(trace)
@@ -331,7 +331,7 @@ def _sum_up(one: RankJob, result: RankResult, whole: WholeSteps) -> _Essence | N
             return None
         collectives = find_collectives(trace)
         summary = summarize(trace, breakdown, collectives, rank=one.rank, file="", top=TOP_KERNELS)
-        # A first or last step that was cut by the recording's borders says nothing about a step.
+        # A first or last step that the recording cut says nothing about a step.
         steps = breakdown.steps if len(breakdown.steps) == result.steps else ()
         result.summary = summary_of(summary, whole.seconds, one, steps[:EACH_STEP_LIMIT], len(trace))
         return _Essence(*keep_essentials(trace, collectives), breakdown)
@@ -354,7 +354,7 @@ def _join(essences: Mapping[int, _Essence]) -> Joined | None:
             breakdowns={rank: one.breakdown for rank, one in essences.items()},
         )
     except (*SURPRISES, MemoryError):
-        return None  # made by one of the traces; what each says by itself is there
+        return None  # caused by one of the traces; their own summaries remain
     return joined_of(join)
 
 
