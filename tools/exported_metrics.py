@@ -1,52 +1,13 @@
-"""Every metric that the code exports, asked of the exporters themselves: name, type, help and labels.
-
-They are given the fullest snapshots there are, the ones that their own tests use. A metric that those leave out would
-be missing here; the test of the dashboards holds a real `rankscope up` against this list.
-"""
+"""Every metric that the code exports, from the tables of the daemon and the operator: name, type, help and labels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from prometheus_client.parser import text_string_to_metric_families
-
-from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity
-from rankscope.daemon.gpu.readings import SourceState
-from rankscope.daemon.samples import Problem
-from rankscope.daemon.windows.window import RankSamples
-from tests.unit.daemon import test_exporting as daemon_exporting
-from tests.unit.daemon import window_makers as make
-from tests.unit.operator import test_exporting as job_exporting
-from tests.unit.operator.kube import test_operator_exporting as operator_exporting
-
-# Closed sets of values that a snapshot cannot show all at once.
-_CLOSED_SETS: Mapping[tuple[str, str], tuple[str, ...]] = {
-    ("rankscope_job_verdict", "verdict"): tuple(kind.value for kind in Kind),
-    ("rankscope_job_verdict", "severity"): tuple(severity.value for severity in Severity),
-    ("rankscope_job_verdict", "confidence"): tuple(confidence.value for confidence in Confidence),
-    ("rankscope_gpu_source_state", "state"): tuple(state.value for state in SourceState),
-}
-# Labels of which a snapshot shows every value; elsewhere they may be anything.
-_CLOSED = {
-    "cause",
-    "clock",
-    "counter",
-    "direction",
-    "kind",
-    "part",
-    "phase",
-    "pipe",
-    "quantile",
-    "reason",
-    "result",
-    "state",
-}
-_OPEN = {
-    ("rankscope_rank_problem", "kind"),
-    ("rankscope_job_culprit", "phase"),
-    ("rankscope_operator_reviews_total", "result"),
-}
+from rankscope.daemon.export import metrics as daemon
+from rankscope.operator import metrics as operator
 
 
 @dataclass(frozen=True)
@@ -54,33 +15,16 @@ class ExportedMetric:
     name: str
     type: str
     help: str
-    labels: Mapping[str, tuple[str, ...]]  # its values where the set is closed, else nothing
+    labels: Mapping[str, Sequence[str]]  # with its values where they are a closed set, else none
 
 
 def exported_metrics() -> dict[str, ExportedMetric]:
-    """By name, in the order of the exporters."""
+    """By name, in the order of the tables."""
     metrics: dict[str, ExportedMetric] = {}
-    for text in _scrapes():
-        for family in text_string_to_metric_families(text):
-            for name in dict.fromkeys(sample.name for sample in family.samples):
-                samples = [sample.labels for sample in family.samples if sample.name == name]
-                names = dict.fromkeys(label for labels in samples for label in labels)
-                values = {label: _values(name, label, samples) for label in names}
-                metrics[name] = ExportedMetric(name, family.type, family.documentation, values)
+    for section in chain(daemon.TABLE, operator.TABLE):
+        for metric in section.metrics:
+            if metric.name in metrics:
+                raise ValueError(f"{metric.name} is declared twice")
+            labels = dict(sorted({**dict.fromkeys(section.labels, ()), **metric.labels}.items()))
+            metrics[metric.name] = ExportedMetric(metric.name, metric.type, metric.help, labels)
     return metrics
-
-
-def _scrapes() -> Iterator[str]:
-    # A rank of which all is known and one with a problem.
-    broken = daemon_exporting.report(make.rank(1), RankSamples(problems=(Problem("stacks", "missing", ""),)))
-    yield daemon_exporting.scrape(daemon_exporting.full_rank(0), broken)
-    yield job_exporting.scrape_everything()
-    yield operator_exporting.scrape_everything()
-
-
-def _values(name: str, label: str, samples: list[dict[str, str]]) -> tuple[str, ...]:
-    if (name, label) in _OPEN:
-        return ()
-    if (name, label) in _CLOSED_SETS:
-        return _CLOSED_SETS[name, label]
-    return tuple(dict.fromkeys(labels[label] for labels in samples)) if label in _CLOSED else ()

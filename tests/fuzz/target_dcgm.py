@@ -48,6 +48,6 @@ def run(data: bytes) -> None:
             value = getattr(reading, field.name)
             for number in value.values() if isinstance(value, dict) else [value]:
                 assert not isinstance(number, float) or (math.isfinite(number) and number >= 0)
-    for detail in ("standard", "full"):
+    for full in (False, True):
         status = GpuStatus((_SOURCE,), readings, fresh=True)
-        check_metrics(gpu_metrics(status, "node", detail), series=200 * max(1, len(readings)), data=data)
+        check_metrics(gpu_metrics(status, "node", full), series=200 * max(1, len(readings)), data=data)

@@ -136,7 +136,7 @@ def _check_window(rank: RankProcess, sample: object, span: Span, data: bytes) ->
     window = assemble(rank, "node", span, 1, samples, lambda _: None)
     check_message(window)
     report = RankReport(window, add_window(RankTotals(), window), samples.problems)
-    check_metrics(rank_metrics([report], "node", full=True), series=80, data=data)
+    check_metrics(rank_metrics([report], full=True), series=80, data=data)
 
 
 class _InFiles:

@@ -80,7 +80,7 @@ def _check_recording(text: str) -> None:
     window = assemble(_RANK, "node", _SPAN, 1, samples, lambda _: None, stall)
     check_message(window)
     report = RankReport(window, add_window(RankTotals(), window))
-    check_metrics(rank_metrics([report], "node", full=True), series=80, data=text.encode())
+    check_metrics(rank_metrics([report], full=True), series=80, data=text.encode())
 
 
 def _check_dump(text: str) -> None:

@@ -149,7 +149,7 @@ def _look(shared: _Shared, data: bytes, collector: StepsCollector) -> None:
     window = assemble(_RANK, "node", span, 1, samples, peak_flops_per_second, stall)
     check_message(window)
     report = RankReport(window, add_window(RankTotals(), window), samples.problems)
-    check_metrics(rank_metrics([report], "node", full=True), series=80, data=data)
+    check_metrics(rank_metrics([report], full=True), series=80, data=data)
 
 
 def _check_sample(sample: StepSample) -> None:

@@ -14,9 +14,9 @@ from rankscope.operator.correlation.correlator import Correlator, LostSeconds
 from rankscope.operator.correlation.held_windows import HeldWindow
 from rankscope.operator.correlation.job_service import job_status, verdict_of
 from rankscope.operator.correlation.measuring import CAUSES, ROW, measure, rows
-from rankscope.operator.correlation.metrics import JobExporter
 from rankscope.operator.correlation.wire_shapes import Message, read_figures, read_said
 from rankscope.operator.kube.resources import TrainingRunStatus
+from rankscope.operator.metrics import Exporter
 from rankscope.operator.runs.inventory import Inventory
 from rankscope.operator.runs.pods import Pod
 from rankscope.operator.runs.rank_binding import Binding
@@ -112,7 +112,9 @@ def _check_window(held: HeldWindow) -> None:
 
 def _check_states(correlator: Correlator, lost: LostSeconds, inventory: Inventory, now: float, data: bytes) -> None:
     states = correlator.states
-    check_metrics(JobExporter(lambda: states, lost).collect(), series=200 * max(1, len(states)), data=data)
+    check_metrics(
+        Exporter(lambda: states, lost, lambda job: None).collect(), series=200 * max(1, len(states)), data=data
+    )
     runs = inventory.runs()
     for state in states:
         for value in (state.step_seconds, state.mfu_ratio, state.exposed_communication_ratio):

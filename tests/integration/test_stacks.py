@@ -44,7 +44,7 @@ while not found:
     source.poll(time.monotonic())
     time.sleep(0.1)
 print(found[rank.key].kind, "|", found[rank.key].text)
-print(source.dump(rank).kind)
+print(source.dump_all([rank])[rank.key].kind)
 source.close()
 """
 
@@ -219,7 +219,7 @@ def test_a_process_that_dies_under_the_recording_leaves_what_was_seen_or_says_so
         found = recorded(source, ranks)
         assert isinstance(found[0], StackSample) or found[0].kind == "died"
         assert isinstance(found[1], StackSample)
-        dump = source.dump(ranks[0])
+        dump = source.dump_all([ranks[0]])[ranks[0].key]
         assert isinstance(dump, Problem)
         assert dump.kind == "died"
 
@@ -236,7 +236,7 @@ def test_a_stopped_process_is_read_and_stays_stopped_and_counts_as_stopped(sourc
         assert isinstance(sample, ProcessSample)
         assert sample.stopped_seconds == SPAN.seconds
         assert isinstance(recorded(source, [rank])[0], StackSample)
-        assert isinstance(source.dump(rank), StallDump)
+        assert isinstance(source.dump_all([rank])[rank.key], StallDump)
 
 
 def test_a_process_that_is_no_python_is_unreadable_with_py_spys_own_words(source: StacksCollector) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Protocol
 
 from rankscope.common.audit import LOGGER
-from rankscope.daemon.collector import OneLine
 from rankscope.daemon.loop import Addresses
+from rankscope.daemon.problem_log import OneLine
 from rankscope.daemon.server.sockets import ListenError
 
 # Where audit records go: to the log on stderr, whatever its level, and to a file of their own where one is named.

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rankscope.cli.foreground import AuditFileError, add_audit_argument, open_audit_log
-from rankscope.daemon.collector import OneLine
 from rankscope.daemon.config import LOG_LEVELS
+from rankscope.daemon.problem_log import OneLine
 from rankscope.operator.access.api_server import PORT, UserApiSettings
 from rankscope.operator.alerts.alertmanager_webhook import TokenError, check_address
 from rankscope.operator.certificates.rotation import fleet_rotation

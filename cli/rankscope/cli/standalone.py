@@ -7,23 +7,22 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import grpc
-from prometheus_client.registry import Collector
 
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.common.rank_selection import Suspected
 from rankscope.common.tls import FollowedTls
 from rankscope.daemon.config import Config
-from rankscope.daemon.export.metrics import process_cpu_seconds
+from rankscope.daemon.export.status import process_cpu_seconds
 from rankscope.daemon.loop import Addresses, Daemon
 from rankscope.daemon.server.grpc_server import Service
 from rankscope.daemon.server.sockets import ListenError
 from rankscope.operator.alerts.alert import RefusedError, Wanted
 from rankscope.operator.alerts.alertmanager_webhook import AlertReceiver
-from rankscope.operator.alerts.decision import AlertDesk, AlertExporter, FailedError
+from rankscope.operator.alerts.decision import AlertDesk, FailedError
 from rankscope.operator.correlation.correlator import Correlator, LostSeconds, suspects
 from rankscope.operator.correlation.daemon_stream import RankStream
 from rankscope.operator.correlation.job_service import JobServicer
-from rankscope.operator.correlation.metrics import JobExporter
+from rankscope.operator.metrics import Exporter
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
@@ -84,13 +83,16 @@ class Standalone:
         services = (job_service(self.correlator),)
         lost = LostSeconds()
         self.correlator.listen(lost)
-        metrics: list[Collector] = [JobExporter(lambda: self.correlator.states, lost, policy.mfu_target_ratio)]
         self._alerts = alerts
         self._alert_desk = AlertDesk(lambda: self.correlator.states, self._capture)
         self._receiver: AlertReceiver | None = None
-        if alerts is not None:
-            metrics.append(AlertExporter(lambda: self._alert_desk.totals))
-        self._daemon = Daemon(config, services=services, metrics=metrics, own_cpu_seconds=own_cpu_seconds)
+        exporter = Exporter(
+            lambda: self.correlator.states,
+            lost,
+            mfu_target_of=lambda job: policy.mfu_target_ratio,
+            alert_totals=None if alerts is None else self._alert_desk.totals,
+        )
+        self._daemon = Daemon(config, services=services, metrics=[exporter], own_cpu_seconds=own_cpu_seconds)
         self._stream: RankStream | None = None
 
     @property

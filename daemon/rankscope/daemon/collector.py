@@ -1,32 +1,53 @@
-"""Running a collector so that its failure is a measurement and never the end of the daemon."""
+"""The interface of a collector, and the wrapper that measures its duration and turns its failure into a problem."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
+from rankscope.daemon.config import Config
+from rankscope.daemon.problem_log import describe
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span
-from rankscope.daemon.windows.window import PROBLEM_CHARACTERS, bounded
 
 Sample = TypeVar("Sample")
-Produced = TypeVar("Produced", covariant=True)
 
 
-class Collector(Protocol[Produced]):
-    """One source. `collect` returns what it measured since the last call, or why not, for each rank it was given."""
+class Collector(Generic[Sample]):
+    """One source of measurements. Only `collect` is required; add the class to COLLECTORS in sampler.py."""
 
-    @property
-    def name(self) -> str: ...
+    name: str  # in metrics and problems; also the field of RankSamples that takes the samples
 
-    def collect(self, ranks: Sequence[RankProcess], span: Span, /) -> Mapping[RankKey, Produced | Problem]: ...
+    @classmethod
+    def from_config(cls, config: Config) -> Collector[Sample] | None:
+        """None where the configuration turns it off."""
+        return cls()
+
+    def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, Sample | Problem]:
+        """What was measured since the last call, or why not, of each rank; a rank without news is left out. A sample
+        may have a `problem` of its own, beside what was measured."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Called once, before the first `poll`."""
+
+    def poll(self, now_monotonic: float) -> None:
+        """Called about five times a second between windows. Must not block."""
+
+    def close(self) -> None:
+        """Called once, also if `start` was not."""
+
+
+@dataclass(frozen=True)
+class CollectorStatus:
+    duration_seconds: float
+    success: bool
 
 
 @dataclass(frozen=True)
 class Collected(Generic[Sample]):
-    """What one run of one collector gave. A rank in neither mapping simply had nothing to report."""
+    """The result of one collector for one window."""
 
     collector: str
     samples: Mapping[RankKey, Sample] = field(default_factory=dict)
@@ -35,95 +56,46 @@ class Collected(Generic[Sample]):
     failure: str | None = None
 
     @property
-    def success(self) -> bool:
-        return self.failure is None
+    def status(self) -> CollectorStatus:
+        return CollectorStatus(self.duration_seconds, self.failure is None)
 
 
 class Supervised(Generic[Sample]):
-    """A collector with its duration and success. An exception out of it becomes a problem of every rank asked for."""
+    """A collector with its duration and success. An exception becomes a problem of every rank it was asked about."""
 
-    def __init__(
-        self,
-        collector: Collector[Sample],
-        poll: Callable[[], None] | None = None,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.name = collector.name
+    def __init__(self, collector: Collector[Sample], monotonic: Callable[[], float] = time.monotonic) -> None:
         self._collector = collector
-        self._poll = poll
         self._monotonic = monotonic
         self._poll_seconds = 0.0
         self._poll_failure: str | None = None
 
     def poll(self) -> None:
-        """Work between windows; its time and its failure are charged to the window that closes next."""
-        if self._poll is None:
-            return
+        """Its time and its failure are charged to the window that closes next."""
         started = self._monotonic()
         try:
-            self._poll()
+            self._collector.poll(started)
         except Exception as error:  # noqa: BLE001 - whatever a source does, the other sources go on
             self._poll_failure = describe(error)
         self._poll_seconds += self._monotonic() - started
 
     def collect(self, ranks: Sequence[RankProcess], span: Span) -> Collected[Sample]:
         started = self._monotonic()
+        name = self._collector.name
         samples: dict[RankKey, Sample] = {}
         problems: dict[RankKey, Problem] = {}
         failure = self._poll_failure
         try:
             for key, value in self._collector.collect(ranks, span).items():
-                if isinstance(value, Problem):
-                    problems[key] = value
-                else:
+                if not isinstance(value, Problem):
                     samples[key] = value
+                problem = value if isinstance(value, Problem) else getattr(value, "problem", None)
+                if problem is not None:
+                    problems[key] = problem
         except Exception as error:  # noqa: BLE001 - whatever a source does, the other sources go on
             failure = describe(error)
-            text = f"the {self.name} collector failed: {failure}; it is tried again in the next window"
+            text = f"the {name} collector failed: {failure}; it is tried again in the next window"
             samples = {}
-            problems = {rank.key: Problem(self.name, "crash", text) for rank in ranks}
+            problems = {rank.key: Problem(name, "crash", text) for rank in ranks}
         duration_seconds = self._poll_seconds + self._monotonic() - started
         self._poll_seconds, self._poll_failure = 0.0, None
-        return Collected(self.name, samples, problems, duration_seconds, failure)
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one bounded line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
-# Telling the operator of the machine about problems: one line each, and the same one at most once a minute.
-
-REPEAT_SECONDS = 60.0
-REMEMBERED = 4096
-
-
-class ProblemLog:
-    def __init__(self, log: logging.Logger, monotonic_seconds: Callable[[], float]) -> None:
-        self._log = log
-        self._monotonic_seconds = monotonic_seconds
-        self._told: dict[Hashable, float] = {}
-
-    def warn(self, key: Hashable, text: str) -> None:
-        """Log `text` unless this `key`, or the very same text for another one, was logged within the last minute."""
-        now = self._monotonic_seconds()
-        if any(now - self._told.get(said, now - REPEAT_SECONDS) < REPEAT_SECONDS for said in (key, text)):
-            return
-        if len(self._told) >= REMEMBERED:
-            self._told = {old: at for old, at in self._told.items() if now - at < REPEAT_SECONDS}
-            if len(self._told) >= REMEMBERED:
-                return
-        self._told[key] = self._told[text] = now
-        # The text may quote a training process; a line of the log stays one line.
-        self._log.warning("%s", bounded(text, 2 * PROBLEM_CHARACTERS))
-
-
-class OneLine(logging.Formatter):
-    """2026-01-31T12:00:00 warning rankscope.daemon.loop: text"""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
-
-    def format(self, record: logging.LogRecord) -> str:
-        record.levelname = record.levelname.lower()
-        return " | ".join(super().format(record).splitlines())
+        return Collected(name, samples, problems, duration_seconds, failure)

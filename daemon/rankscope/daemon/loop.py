@@ -15,17 +15,17 @@ from prometheus_client.registry import Collector
 from rankscope.analysis.models.mfu import peak_flops_per_second
 from rankscope.daemon.captures.orders import CaptureError
 from rankscope.daemon.captures.service import CaptureDesk
-from rankscope.daemon.collector import ProblemLog, describe
 from rankscope.daemon.config import NONE, Config, parse_address
-from rankscope.daemon.export.metrics import (
+from rankscope.daemon.export.metrics import Exporter
+from rankscope.daemon.export.status import (
     DaemonStatus,
-    Exporter,
     Snapshot,
     package_version,
     process_cpu_seconds,
     resident_bytes,
 )
-from rankscope.daemon.sampler import Collectors, Sampled, Sampling, real_collectors
+from rankscope.daemon.problem_log import ProblemLog, describe
+from rankscope.daemon.sampler import Collectors, Sampled, Sampler, real_collectors
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span
 from rankscope.daemon.server.certificates import metrics_tls
 from rankscope.daemon.server.grpc_server import GrpcServer, Service, no_capture_service, rank_service
@@ -87,7 +87,7 @@ class Daemon:
         self.publisher = Publisher(config.watch_readers)
         self._clock = clock or RealClock()
         self._collectors = collectors or real_collectors(config)
-        self._sampling = Sampling(self._collectors, self._clock, config.max_ranks)
+        self._sampler = Sampler(self._collectors, self._clock, config.max_ranks)
         self._stalls = StallWatch(self._collectors.stacks.dump_all)
         self._paces = PaceWatch()
         self._budget = Budget(config.budget_ratio, config.stack_rate_hertz)
@@ -136,8 +136,8 @@ class Daemon:
             raise
         if self.captures is not None:
             self.captures.start()
-        if self._collectors.gpu is not None:
-            self._collectors.gpu.start()
+        for collector in self._collectors.registered:
+            collector.start()
         self._collectors.stacks.set_rate(self._budget.rate_hertz)
         self._ticked_at = self._clock.monotonic_seconds()
         self._thread = threading.Thread(target=self._run, name="rankscope-daemon", daemon=True)
@@ -152,7 +152,7 @@ class Daemon:
 
     def tick(self, span: Span) -> Tick:
         """Close one window: sample, assemble, publish. Called by the daemon's own thread once started."""
-        sampled = self._sampling.sample(span)
+        sampled = self._sampler.sample(span)
         departed = self._note_arrivals_and_departures(sampled)
         windows: dict[RankKey, RankWindow] = {}
         reports: list[RankReport] = []
@@ -198,9 +198,7 @@ class Daemon:
             steps.append(self._metrics.close)
         if self.captures is not None:
             steps.append(self.captures.stop)
-        steps.append(self._collectors.stacks.close)
-        if self._collectors.gpu is not None:
-            steps.append(self._collectors.gpu.close)
+        steps.extend(collector.close for collector in self._collectors.registered)
         if self._socket_lock is not None:
             steps.append(self._socket_lock.release)
         self._grpc = self._metrics = self._socket_lock = None
@@ -211,7 +209,7 @@ class Daemon:
                 log.exception("could not close everything")
 
     def _run(self) -> None:
-        while (span := self._ticker.next_span(self._sampling.poll)) is not None:
+        while (span := self._ticker.next_span(self._sampler.poll)) is not None:
             try:
                 self.tick(span)
             except Exception as error:
@@ -240,7 +238,7 @@ class Daemon:
             stall = self._stalls.observe(rank, samples, span)
             window = assemble(rank, node, span, incarnation.sequence, samples, peak_flops_per_second, stall)
         except Exception as error:  # noqa: BLE001 - one rank's odd figures must not cost the others their window
-            problem = Problem("daemon", "assembly", f"rank {rank.rank} (pid {rank.pid}): {describe(error)}")
+            problem = Problem("daemon", "assembly", f"{rank}: {describe(error)}")
             samples = RankSamples(problems=(problem, *samples.problems))
             window = assemble(rank, node, span, incarnation.sequence, samples, peak_flops_per_second)
         if self.captures is not None:
@@ -254,7 +252,7 @@ class Daemon:
         rate_hertz = self._budget.observe(
             self._clock.monotonic_seconds(),
             self._own_cpu_seconds(),
-            self._sampling.child_cpu_seconds,
+            self._collectors.stacks.child_cpu_seconds,
             len(ranks),
             median(threads) if threads else 1.0,
         )
@@ -270,7 +268,7 @@ class Daemon:
             node=self.config.node,
             collectors=sampled.collectors,
             own_cpu_seconds=self._own_cpu_seconds(),
-            sampling_cpu_seconds=self._sampling.child_cpu_seconds,
+            sampling_cpu_seconds=self._collectors.stacks.child_cpu_seconds,
             resident_bytes=resident_bytes(),
             budget_used_ratio=self._budget.used_ratio,
             stack_rate_hertz=_rate_while_recorded(self._budget.rate_hertz),

@@ -1,4 +1,4 @@
-"""The process as the kernel accounts for it: a rank that is starved, throttled or stopped shows here."""
+"""The process collector: kernel accounting of each rank. It shows a rank that is starved, throttled or stopped."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Final, TypeVar
 
 from rankscope.daemon import procfs
 from rankscope.daemon.cgroups import CpuThrottling, Throttled
+from rankscope.daemon.collector import Collector
+from rankscope.daemon.config import Config
 from rankscope.daemon.samples import Problem, ProcessSample, RankKey, RankProcess, Span
 
 CLOCK_TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
@@ -40,9 +42,9 @@ class _Watched:
     looks_stopped: int = 0
 
 
-class ProcessCollector:
-    """Deltas are since the last `collect`; the first has none. `poll`, a few times a second, sees whether a process is
-    stopped: without it a stop counts only when the window's end falls into it."""
+class ProcessCollector(Collector[ProcessSample]):
+    """Deltas are since the last `collect`; the first has none. `poll` looks whether a process is stopped: without it, a
+    stop would count only if the window ended during it."""
 
     name = "process"
 
@@ -57,12 +59,16 @@ class ProcessCollector:
         self._throttling = CpuThrottling(proc_root, cgroup_root)
         self._watched: dict[RankKey, _Watched] = {}
 
-    def poll(self) -> None:
+    @classmethod
+    def from_config(cls, config: Config) -> ProcessCollector:
+        return cls(Path(config.proc_root), Path(config.cgroup_root))
+
+    def poll(self, now_monotonic: float = 0.0) -> None:
         for watched in self._watched.values():
             try:
                 self._look(watched)
             except (OSError, ValueError):
-                continue  # `collect` says why
+                continue  # `collect` reports why
 
     def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, ProcessSample | Problem]:
         self._throttling.begin_round()
@@ -74,15 +80,14 @@ class ProcessCollector:
             except procfs.GONE:
                 continue  # ended; discovery will notice
             except (OSError, ValueError) as error:
-                rank = watched.rank
-                text = f"rank {rank.rank} (pid {rank.pid}): {self._root}/{rank.pid} could not be read: {error}"
+                text = f"{watched.rank}: {self._root}/{watched.rank.pid} could not be read: {error}"
                 samples[key] = Problem(self.name, "unreadable", text)
         return samples
 
     def _look(self, watched: _Watched) -> procfs.ProcessStat:
         stat = procfs.read_stat(f"{self._root}/{watched.rank.pid}")
         if stat.start_ticks != watched.rank.start_ticks or stat.is_dead:
-            raise ProcessLookupError(f"pid {watched.rank.pid} is another process by now")
+            raise ProcessLookupError(f"pid {watched.rank.pid} is another process now")
         watched.looks += 1
         watched.looks_stopped += stat.is_stopped
         return stat
@@ -114,15 +119,15 @@ class ProcessCollector:
 
 
 def _run_delay_seconds(folder: str) -> float | None:
-    """Of the main thread, which trains: how long it was ready to run and no CPU was free."""
+    """How long the main thread, which trains, was ready to run but had no CPU."""
     try:
         fields = procfs.read_bounded(folder + "/schedstat").split()
     except FileNotFoundError:
-        return None  # a kernel without CONFIG_SCHED_INFO; a process that is gone shows elsewhere
+        return None  # a kernel without CONFIG_SCHED_INFO; a process that has ended shows elsewhere
     nanos = procfs.whole_number(fields[1]) if len(fields) >= 2 else None
     return None if nanos is None else nanos / 1e9
 
 
 def _growth(before: Number | None, now: Number | None) -> Number | None:
-    """None also for a counter that went backwards: it is not the same counter any more."""
+    """None also for a counter that went backwards: it is another counter."""
     return None if before is None or now is None or now < before else now - before

@@ -1,114 +1,62 @@
-"""The sources of one node together: who the ranks are, and what each source says of each rank."""
+"""The registered collectors, and one sample of the node: which ranks there are, and what each collector has of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Final, Protocol
 
-from rankscope.daemon.collector import Collected, Collector, Supervised, describe
-from rankscope.daemon.config import NONE, Config
-from rankscope.daemon.discovery.ranks import Conflict, Discovered
-from rankscope.daemon.export.metrics import CollectorStatus
-from rankscope.daemon.gpu.collector import GpuStatus
-from rankscope.daemon.samples import (
-    GpuSample,
-    Problem,
-    ProcessSample,
-    RankKey,
-    RankProcess,
-    Span,
-    StackSample,
-    StallDump,
-    StepSample,
-)
+from rankscope.daemon.collector import Collector, CollectorStatus, Supervised
+from rankscope.daemon.config import Config
+from rankscope.daemon.discovery.ranks import Conflict, Discovered, RankDiscovery
+from rankscope.daemon.gpu.collector import GpuCollector
+from rankscope.daemon.problem_log import describe
+from rankscope.daemon.process_collector import ProcessCollector
+from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span
+from rankscope.daemon.stacks.collector import StacksCollector
+from rankscope.daemon.steps.collector import StepsCollector
 from rankscope.daemon.windows.schedule import Clock
 from rankscope.daemon.windows.window import RankSamples
+
+# To add a collector, add its class here and a field with its name to RankSamples.
+COLLECTORS: Final[tuple[type[Collector[Any]], ...]] = (StepsCollector, ProcessCollector, StacksCollector, GpuCollector)
 
 
 class Discovery(Protocol):
     def scan(self) -> Discovered: ...
 
 
-class ProcessSource(Collector[ProcessSample], Protocol):
-    def poll(self) -> None: ...
-
-
-class StackSource(Collector[StackSample], Protocol):
-    @property
-    def child_cpu_seconds(self) -> float: ...
-
-    @property
-    def recorded_ratio(self) -> float | None: ...
-
-    def poll(self, now_monotonic: float, /) -> None: ...
-
-    def set_rate(self, hz: float, /) -> None: ...
-
-    def set_rates_of(self, hz: Mapping[RankKey, float], /) -> None: ...
-
-    def hurry(self, job: str, now_monotonic: float, /) -> None: ...
-
-    def dump_all(self, ranks: Sequence[RankProcess], /) -> Mapping[RankKey, StallDump | Problem]: ...
-
-    def close(self) -> None: ...
-
-
-class GpuNode(Collector[GpuSample], Protocol):
-    @property
-    def status(self) -> GpuStatus: ...
-
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Collectors:
-    """Everything the daemon reads. Tests hand in their own."""
+    """Everything the daemon reads. Tests pass their own."""
 
     discovery: Discovery
-    steps: Collector[StepSample]
-    process: ProcessSource
-    stacks: StackSource
-    gpu: GpuNode | None = None
+    registered: tuple[Collector[Any], ...]
+
+    @property
+    def stacks(self) -> StacksCollector:
+        stacks: StacksCollector = self._named("stacks")
+        return stacks
+
+    @property
+    def gpu(self) -> GpuCollector | None:
+        gpu: GpuCollector | None = self._named("gpu")
+        return gpu
+
+    def _named(self, name: str) -> Any:
+        return next((collector for collector in self.registered if collector.name == name), None)
 
 
 def real_collectors(config: Config) -> Collectors:
-    from rankscope.daemon.discovery.ranks import RankDiscovery
-    from rankscope.daemon.process_collector import ProcessCollector
-    from rankscope.daemon.stacks.collector import StacksCollector
-    from rankscope.daemon.steps.collector import StepsCollector
-
-    proc_root = Path(config.proc_root)
-    return Collectors(
-        discovery=RankDiscovery(proc_root, config.node),
-        steps=StepsCollector(proc_root),
-        process=ProcessCollector(proc_root, Path(config.cgroup_root)),
-        stacks=StacksCollector(config.py_spy or None, config.stack_rate_hertz, proc_root=proc_root),
-        gpu=_gpu_collector(config) if config.gpu else None,
-    )
-
-
-def _gpu_collector(config: Config) -> GpuNode:
-    from rankscope.daemon.gpu.collector import GpuCollector
-    from rankscope.daemon.gpu.dcgm import DcgmSource
-    from rankscope.daemon.gpu.nvml import NvmlSource
-    from rankscope.daemon.gpu.pod_resources import KubeletPods
-
-    return GpuCollector(
-        NvmlSource(config.gpu_interval_seconds),
-        None if config.dcgm_url == NONE else DcgmSource(config.dcgm_url, config.gpu_interval_seconds),
-        None if config.kubelet_socket == NONE else KubeletPods(Path(config.kubelet_socket)),
-        interval_seconds=config.gpu_interval_seconds,
-        proc_root=Path(config.proc_root),
-    )
+    made = (collector.from_config(config) for collector in COLLECTORS)
+    registered = tuple(collector for collector in made if collector is not None)
+    return Collectors(RankDiscovery(Path(config.proc_root), config.node), registered)
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """One node at one border."""
+    """The node at the end of a window."""
 
     ranks: tuple[RankProcess, ...]
     samples: Mapping[RankKey, RankSamples]
@@ -119,29 +67,20 @@ class Sampled:
     ranks_cut: int = 0
 
 
-class Sampling:
-    """Asks every source once a window. A source that fails costs its own figures and nothing else."""
+class Sampler:
+    """Asks every collector once a window. One that fails costs its own measurements and nothing else."""
 
     def __init__(self, collectors: Collectors, clock: Clock, max_ranks: int) -> None:
         self._clock = clock
         self._max_ranks = max_ranks
         self._discovery = collectors.discovery
-        self._stacks = collectors.stacks
         self._known = Discovered(())
-        seconds = clock.monotonic_seconds
-        self._supervised_steps = Supervised(collectors.steps, monotonic=seconds)
-        self._supervised_process = Supervised(collectors.process, collectors.process.poll, seconds)
-        self._supervised_stacks = Supervised(collectors.stacks, lambda: self._stacks.poll(seconds()), seconds)
-        self._supervised_gpu = None if collectors.gpu is None else Supervised(collectors.gpu, monotonic=seconds)
-
-    @property
-    def child_cpu_seconds(self) -> float:
-        return self._stacks.child_cpu_seconds
+        self._supervised = [Supervised(collector, clock.monotonic_seconds) for collector in collectors.registered]
 
     def poll(self) -> None:
-        """Between borders, about five times a second."""
-        self._supervised_process.poll()
-        self._supervised_stacks.poll()
+        """Between the ends of windows, about five times a second."""
+        for supervised in self._supervised:
+            supervised.poll()
 
     def sample(self, span: Span) -> Sampled:
         statuses: dict[str, CollectorStatus] = {}
@@ -149,34 +88,21 @@ class Sampling:
         started = self._clock.monotonic_seconds()
         try:
             self._known = self._discovery.scan()
-        except Exception as error:  # noqa: BLE001 - the ranks known so far go on being watched
+        except Exception as error:  # noqa: BLE001 - the ranks known so far are still watched
             failures["discovery"] = describe(error)
         duration_seconds = self._clock.monotonic_seconds() - started
         statuses["discovery"] = CollectorStatus(duration_seconds, "discovery" not in failures)
         ranks = tuple(self._known.ranks)[: self._max_ranks]
-
-        steps = self._supervised_steps.collect(ranks, span)
-        process = self._supervised_process.collect(ranks, span)
-        stacks = self._supervised_stacks.collect(ranks, span)
-        gpu = Collected[GpuSample]("gpu") if self._supervised_gpu is None else self._supervised_gpu.collect(ranks, span)
-        by_source: tuple[
-            Collected[StepSample] | Collected[ProcessSample] | Collected[StackSample] | Collected[GpuSample], ...
-        ]
-        by_source = (steps, process, stacks) if self._supervised_gpu is None else (steps, process, stacks, gpu)
-        for collected in by_source:
-            statuses[collected.collector] = CollectorStatus(collected.duration_seconds, collected.success)
-            if collected.failure is not None:
-                failures[collected.collector] = collected.failure
-        samples = {
-            key: RankSamples(
-                steps=steps.samples.get(key),
-                process=process.samples.get(key),
-                stacks=stacks.samples.get(key),
-                gpu=gpu.samples.get(key),
-                problems=(*(c.problems[key] for c in by_source if key in c.problems), *_beside(gpu.samples.get(key))),
-            )
-            for key in (rank.key for rank in ranks)
-        }
+        collected = [supervised.collect(ranks, span) for supervised in self._supervised]
+        for each in collected:
+            statuses[each.collector] = each.status
+            if each.failure is not None:
+                failures[each.collector] = each.failure
+        samples = {}
+        for key in (rank.key for rank in ranks):
+            problems = tuple(each.problems[key] for each in collected if key in each.problems)
+            by_name = {each.collector: each.samples[key] for each in collected if key in each.samples}
+            samples[key] = RankSamples(problems=problems, **by_name)
         return Sampled(
             ranks=ranks,
             samples=samples,
@@ -186,7 +112,3 @@ class Sampling:
             discovery_problems=tuple(self._known.problems),
             ranks_cut=len(self._known.ranks) - len(ranks),
         )
-
-
-def _beside(sample: GpuSample | None) -> tuple[Problem, ...]:
-    return () if sample is None or sample.problem is None else (sample.problem,)

@@ -33,6 +33,9 @@ class RankProcess:
     def key(self) -> tuple[str, int, int, int]:
         return (self.job, self.rank, self.pid, self.start_ticks)
 
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})"
+
 
 RankKey: TypeAlias = tuple[str, int, int, int]
 

@@ -9,23 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from prometheus_client.registry import Collector
-
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
 from rankscope.common.tls import FollowedTls, Read, files
 from rankscope.operator.access.api_server import UserApi
 from rankscope.operator.access.token_review import MetricsGuard, Reviews
 from rankscope.operator.alerts.alertmanager_webhook import AlertReceiver, read_token
-from rankscope.operator.alerts.decision import AlertDesk, AlertExporter
+from rankscope.operator.alerts.decision import AlertDesk
 from rankscope.operator.captures.alert_captures import AlertCaptures
 from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.captures.automatic import AutomaticCaptureMaker
 from rankscope.operator.captures.controller import CapturesController
 from rankscope.operator.captures.daemon_calls import DaemonCalls
 from rankscope.operator.certificates.roles import API_SECRET, OPERATOR_SECRET
-from rankscope.operator.certificates.rotation import CertificateRotation, FleetCertificateExporter
+from rankscope.operator.certificates.rotation import CertificateRotation
 from rankscope.operator.correlation.correlator import Correlator, JobState, LostSeconds
-from rankscope.operator.correlation.metrics import JobExporter
 from rankscope.operator.correlation.wire_shapes import Message
 from rankscope.operator.http_endpoints import OperatorServer
 from rankscope.operator.kube.api_client import Api
@@ -34,6 +31,7 @@ from rankscope.operator.kube.leader_election import ShardLeases
 from rankscope.operator.kube.object_writer import ObjectWriter, Outbox
 from rankscope.operator.kube.ownership import owners
 from rankscope.operator.kube.watch_cache import Watched
+from rankscope.operator.metrics import Exporter
 from rankscope.operator.policies.controller import PoliciesController
 from rankscope.operator.policies.policy import RunThresholds
 from rankscope.operator.runs.controller import RunsController
@@ -43,7 +41,7 @@ from rankscope.operator.runs.pods import Pod, read_pod
 from rankscope.operator.runs.rank_binding import Binding
 from rankscope.operator.runs.slow_nodes import SlowNodes
 from rankscope.operator.settings import OperatorSettings
-from rankscope.operator.webhooks.webhooks import WebhookExporter, Webhooks
+from rankscope.operator.webhooks.webhooks import Webhooks
 
 log = logging.getLogger(__name__)
 
@@ -152,20 +150,16 @@ class Operator:
             self.slow_nodes = SlowNodes(self.api, writer, self.leases, self.states_by_job)
 
         # Servers.
-        exporters: list[Collector] = [JobExporter(self.states, lost, mfu_target_of=thresholds.mfu_target_of)]
         self.alerts: AlertReceiver | None = None
+        self.alert_desk: AlertDesk | None = None
         if settings.alert_token_file is not None:
             by_alert = AlertCaptures(self.runs, self.automatic, self.leases)
-            desk = AlertDesk(self.states, by_alert.start, is_elsewhere=by_alert.is_elsewhere)
+            self.alert_desk = AlertDesk(self.states, by_alert.start, is_elsewhere=by_alert.is_elsewhere)
             token = read_token(settings.alert_token_file)
-            self.alerts = AlertReceiver(settings.alert_host, settings.alert_port, desk, token, callers_tls)
-            exporters.append(AlertExporter(lambda: desk.totals))
+            self.alerts = AlertReceiver(settings.alert_host, settings.alert_port, self.alert_desk, token, callers_tls)
         self.webhooks: Webhooks | None = None
         if settings.webhooks is not None:
             self.webhooks = Webhooks(self.api, settings.webhooks, self.leases.leads, self.audit)
-            exporters.append(WebhookExporter(self.webhooks))
-        if self.certificates is not None:
-            exporters.append(FleetCertificateExporter(self.certificates))
         self.user_api: UserApi | None = None
         if settings.user_api is not None:
             self.user_api = UserApi(
@@ -178,11 +172,12 @@ class Operator:
                 self.audit,
                 shown_to_callers,
             )
-            exporters.append(self.user_api.exporter)
         # Prometheus shows the token that every pod has: one for the API server, so of its audience.
         guard = MetricsGuard(Reviews(self.api, audience="")) if settings.metrics_auth else None
         metrics_tls = None if guard is None else callers_tls
-        self.server = OperatorServer(settings.listen_host, settings.listen_port, self, exporters, metrics_tls, guard)
+        alert_totals = None if self.alert_desk is None else self.alert_desk.totals
+        exporter = Exporter(self.states, lost, thresholds.mfu_target_of, alert_totals, operator=self)
+        self.server = OperatorServer(settings.listen_host, settings.listen_port, self, [exporter], metrics_tls, guard)
         self._pulse = _Pulse(self)
 
     @property

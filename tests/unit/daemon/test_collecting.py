@@ -19,7 +19,7 @@ def test_samples_and_problems_are_told_apart_and_the_time_is_taken() -> None:
     )
     assert list(collected.samples) == [RANKS[0].key]
     assert collected.problems[RANKS[1].key].kind == "gone"
-    assert collected.success
+    assert collected.status.success
     assert collected.duration_seconds == 0.5
 
 
@@ -30,21 +30,22 @@ def test_a_collector_that_raises_is_a_problem_of_every_rank_and_works_again_afte
     source = make.FakeSource("steps", fail)
     supervised = Supervised(source)
     collected = supervised.collect(RANKS, make.span())
-    assert not collected.success
+    assert not collected.status.success
     assert {problem.kind for problem in collected.problems.values()} == {"crash"}
     assert "ValueError: a ring from the future" in collected.problems[RANKS[0].key].text
     source.answer = lambda _: make.process()
-    assert supervised.collect(RANKS, make.span()).success
+    assert supervised.collect(RANKS, make.span()).status.success
 
 
 def test_a_poll_that_fails_is_charged_to_the_window_that_closes_next() -> None:
-    def broken_poll() -> None:
+    def broken_poll(now_monotonic: float) -> None:
         raise OSError("no more processes")
 
     source = make.FakeSource("stacks", lambda _: make.stacks())
-    supervised = Supervised(source, broken_poll)
+    source.poll = broken_poll
+    supervised = Supervised(source)
     supervised.poll()
     collected = supervised.collect(RANKS, make.span())
     assert collected.failure == "OSError: no more processes"
     assert len(collected.samples) == 2
-    assert supervised.collect(RANKS, make.span()).success
+    assert supervised.collect(RANKS, make.span()).status.success

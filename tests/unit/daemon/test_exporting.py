@@ -8,9 +8,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope.daemon.captures.duty_cycle import REASONS
-from rankscope.daemon.export.capture_metrics import CaptureStatus
-from rankscope.daemon.export.metrics import CollectorStatus, DaemonStatus, Exporter, Snapshot
+from rankscope.daemon.captures.service import CaptureStatus
+from rankscope.daemon.collector import CollectorStatus
+from rankscope.daemon.export.metrics import Exporter
 from rankscope.daemon.export.rank_metrics import GROUP_KINDS
+from rankscope.daemon.export.status import DaemonStatus, Snapshot
 from rankscope.daemon.samples import GroupSpan, ProbeFacts, Problem, RankProcess
 from rankscope.daemon.windows.totals import RankReport, RankTotals, add_window
 from rankscope.daemon.windows.window import RankSamples, assemble

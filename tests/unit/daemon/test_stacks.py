@@ -289,7 +289,7 @@ def test_a_recording_of_a_rank_that_departed_and_all_at_the_end_are_killed(tmp_p
 def test_a_dump_that_hangs_does_not_hold_the_daemon_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankscope.daemon.stacks.collector.DUMP_TIMEOUT_SECONDS", 0.2)
     with collector(tmp_path, "exec sleep 60") as source:
-        problem = source.dump(rank(0))
+        problem = source.dump_all([rank(0)])[rank(0).key]
         assert isinstance(problem, Problem)
         assert problem.kind == "timeout"
 
@@ -300,7 +300,7 @@ def test_output_that_is_all_nonsense_is_a_problem(tmp_path: Path) -> None:
         source.collect([rank(0)], SPAN)
         settle(source, 0.0)
         assert isinstance(source.collect([rank(0)], SPAN)[rank(0).key], Problem)
-        assert isinstance(source.dump(rank(0)), Problem)
+        assert isinstance(source.dump_all([rank(0)])[rank(0).key], Problem)
 
 
 def test_without_py_spy_every_rank_says_how_to_get_it(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_without_py_spy_every_rank_says_how_to_get_it(tmp_path: Path) -> None:
     assert isinstance(problem, Problem)
     assert problem.kind == "missing"
     assert "pip install py-spy" in problem.text
-    assert source.dump(rank(0)) == problem
+    assert source.dump_all([rank(0)])[rank(0).key] == problem
     source.close()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from rankscope.daemon.collector import Collector
 from rankscope.daemon.config import Config
 from rankscope.daemon.discovery.ranks import Discovered
 from rankscope.daemon.sampler import Collectors
@@ -118,7 +119,7 @@ class FakeDiscovery:
         return Discovered(self.ranks)
 
 
-class FakeSource:
+class FakeSource(Collector[object]):
     """A source whose answers a test decides: `answer(rank)` for each rank, or an exception out of it."""
 
     child_cpu_seconds = 0.0
@@ -154,9 +155,6 @@ class FakeSource:
         self.dumped.append([rank.rank for rank in ranks])
         return {rank.key: self.dump(rank) for rank in ranks} if self.dump else {}
 
-    def close(self) -> None:
-        pass
-
 
 def collectors(
     *ranks: RankProcess,
@@ -164,9 +162,8 @@ def collectors(
     process: Callable[[RankProcess], object] = lambda _: None,
     stacks: Callable[[RankProcess], object] = lambda _: None,
 ) -> Collectors:
-    return Collectors(
-        FakeDiscovery(*ranks), FakeSource("steps", steps), FakeSource("process", process), FakeSource("stacks", stacks)
-    )
+    answers = {"steps": steps, "process": process, "stacks": stacks}
+    return Collectors(FakeDiscovery(*ranks), tuple(FakeSource(name, answer) for name, answer in answers.items()))
 
 
 def config(**settings: object) -> Config:

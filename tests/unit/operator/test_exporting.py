@@ -7,10 +7,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict
-from rankscope.operator.alerts.decision import AlertExporter, Result
-from rankscope.operator.correlation import metrics
+from rankscope.common.metric_table import LABEL_CHARACTERS
+from rankscope.operator import metrics
+from rankscope.operator.alerts.decision import Result
 from rankscope.operator.correlation.correlator import JobState, LostSeconds
-from rankscope.operator.correlation.metrics import JobExporter
+from rankscope.operator.metrics import Exporter
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import RankWindow
 from tests.unit.operator.test_correlator import Fleet, tick
@@ -33,18 +34,18 @@ def state(verdict: Verdict = HEALTHY, job: str = "j", ranks: int = 4) -> JobStat
     return JobState(job, ranks, verdict, 0, 0, ranks, 0.1, 0.4, 0.2, tuple(windows))
 
 
-def scrape(*states: JobState, lost: LostSeconds | None = None, mfu_target_ratio: float | None = None) -> str:
+def scrape(
+    *states: JobState, lost: LostSeconds | None = None, mfu_target_ratio: float | None = None, alerts: bool = False
+) -> str:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(JobExporter(lambda: states, lost or LostSeconds(), mfu_target_ratio))
+    totals = (lambda: dict.fromkeys(Result, 1)) if alerts else None
+    registry.register(Exporter(lambda: states, lost or LostSeconds(), lambda job: mfu_target_ratio, totals))
     return generate_latest(registry).decode()
 
 
 def scrape_everything() -> str:
     """Every family there is."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(AlertExporter(lambda: dict.fromkeys(Result, 1)))
-    jobs = scrape(state(replace(SLOW, stage=1)), mfu_target_ratio=0.4)
-    return jobs + generate_latest(registry).decode()
+    return scrape(state(replace(SLOW, stage=1)), mfu_target_ratio=0.4, alerts=True)
 
 
 def samples(text: str, name: str) -> dict[str, float]:
@@ -113,7 +114,7 @@ def test_names_are_bounded_and_printable_and_two_that_look_alike_are_one_series(
     jobs = {s.labels["job"] for f in text_string_to_metric_families(text) for s in f.samples if "job" in s.labels}
     assert len(jobs) == 1
     job = jobs.pop()
-    assert len(job) == metrics.LABEL_CHARACTERS
+    assert len(job) == LABEL_CHARACTERS
     assert job.isprintable()
     assert samples(text, "rankscope_jobs_cut") == {"": 1}
 

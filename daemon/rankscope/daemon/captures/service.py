@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NoReturn, Protocol
@@ -29,7 +29,6 @@ from rankscope.daemon.captures.request import SuspectsOf
 from rankscope.daemon.captures.stack_backend import StacksBackend
 from rankscope.daemon.captures.store import Quota, Store
 from rankscope.daemon.config import NONE, Config
-from rankscope.daemon.export.capture_metrics import CaptureStatus
 from rankscope.daemon.samples import RankKey, RankProcess
 from rankscope.daemon.server.grpc_server import Service
 from rankscope.daemon.server.policies import DutyWish
@@ -227,6 +226,20 @@ START_MARGIN_SECONDS = 1.5
 
 # How often expired captures are removed.
 SWEEP_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class CaptureStatus:
+    """Counts for the exporter."""
+
+    results: dict[str, int] = field(default_factory=dict)
+    slowdowns: dict[str, float] = field(default_factory=dict)
+    clients: int = 0
+    malformed_total: int = 0
+    unvouched_total: int = 0
+    unanswered: dict[str, int] = field(default_factory=dict)
+    duty_results: dict[str, int] | None = None  # None while the duty cycle is off
+    duty_skips: dict[str, int] | None = None
 
 
 class CaptureDesk:

@@ -1,173 +1,151 @@
-"""Everything the daemon knows, as Prometheus metrics. What was not measured has no series."""
+"""The daemon's metrics: the table of those about itself and its captures, and the exporter that walks all tables."""
 
 from __future__ import annotations
 
-import os
-import resource
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from rankscope.daemon.export.capture_metrics import CaptureStatus, capture_metrics
-from rankscope.daemon.export.gpu_metrics import FULL, gpu_metrics
-from rankscope.daemon.export.rank_metrics import label, rank_metrics
-from rankscope.daemon.gpu.collector import GpuStatus
-from rankscope.daemon.windows.totals import RankReport
+from rankscope.common.metric_table import ANY, Counter, Gauge, Section
+from rankscope.daemon.captures.conductor import RESULTS
+from rankscope.daemon.captures.duty_cycle import DONE, FAILED, REASONS, SKIPPED
+from rankscope.daemon.captures.service import CaptureStatus
+from rankscope.daemon.export.gpu_metrics import GPU_SOURCES, GPUS, LIVE_GPUS, gpu_metrics
+from rankscope.daemon.export.rank_metrics import RANKS, rank_metrics
+from rankscope.daemon.export.status import FULL, DaemonStatus, Snapshot
 
+DAEMON: Section[DaemonStatus] = Section(
+    (),
+    (
+        Gauge(
+            "rankscope_build_info",
+            "The daemon's version and node, value 1.",
+            lambda d: {(d.version, d.node): 1},
+            {"version": ANY, "node": ANY},
+        ),
+        Gauge(
+            "rankscope_collector_duration_seconds",
+            "Time a source took for the last window.",
+            lambda d: {name: status.duration_seconds for name, status in sorted(d.collectors.items())},
+            {"collector": ANY},
+        ),
+        Gauge(
+            "rankscope_collector_success",
+            "1 if a source did not fail in the last window.",
+            lambda d: {name: status.success for name, status in sorted(d.collectors.items())},
+            {"collector": ANY},
+        ),
+        Counter(
+            "rankscope_daemon_cpu_seconds_total",
+            "CPU time of the daemon itself and of its stack samplers.",
+            lambda d: {"self": d.own_cpu_seconds, "sampling": d.sampling_cpu_seconds},
+            {"part": ("self", "sampling")},
+        ),
+        Gauge("rankscope_daemon_resident_bytes", "Memory of the daemon.", lambda d: d.resident_bytes),
+        Gauge(
+            "rankscope_daemon_budget_ratio",
+            "CPU use over the last seconds as a ratio of the budget; above 1, stacks are recorded less.",
+            lambda d: d.budget_used_ratio,
+        ),
+        Gauge(
+            "rankscope_daemon_stack_rate_hertz",
+            "Stack samples per second of a rank while it is recorded; 0: none is.",
+            lambda d: d.stack_rate_hertz,
+        ),
+        Gauge(
+            "rankscope_daemon_stack_recorded_ratio",
+            "Share of the last minute in which a rank's stacks were recorded, mean of the ranks.",
+            lambda d: d.stack_recorded_ratio,
+        ),
+        Gauge("rankscope_daemon_ranks", "Ranks found on this node.", lambda d: d.ranks),
+        Gauge("rankscope_daemon_ranks_cut", "Ranks found but not watched: over max_ranks.", lambda d: d.ranks_cut),
+        Gauge(
+            "rankscope_daemon_rank_conflicts",
+            "Ranks that more than one process claims to be; the oldest is watched.",
+            lambda d: d.rank_conflicts,
+        ),
+        Gauge(
+            "rankscope_daemon_discovery_problems",
+            "Processes that may be ranks but could not be read.",
+            lambda d: d.discovery_problems,
+        ),
+        Gauge("rankscope_daemon_watch_readers", "gRPC clients that watch windows.", lambda d: d.watch_readers),
+        Counter("rankscope_daemon_windows_total", "Windows assembled.", lambda d: d.windows_total),
+        Counter(
+            "rankscope_daemon_windows_skipped_total",
+            "Window borders passed over because the daemon was late.",
+            lambda d: d.windows_skipped_total,
+        ),
+        Counter(
+            "rankscope_daemon_watch_dropped_total",
+            "Messages dropped because a reader was slow.",
+            lambda d: d.watch_dropped_total,
+        ),
+    ),
+)
 
-@dataclass(frozen=True)
-class CollectorStatus:
-    duration_seconds: float
-    success: bool
+CAPTURES: Section[CaptureStatus] = Section(
+    (),
+    (
+        Counter(
+            "rankscope_captured_ranks_total",
+            "Ranks that were asked for a capture, by what came of it.",
+            lambda c: c.results,
+            {"result": tuple(RESULTS.values())},
+        ),
+        Gauge(
+            "rankscope_capture_step_ratio",
+            "Step time after the job's last capture divided by that before it, of the rank it slowed most.",
+            lambda c: c.slowdowns,
+            {"job": ANY},
+        ),
+        Gauge("rankscope_capture_clients", "Processes whose libkineto polls this daemon.", lambda c: c.clients),
+        Counter(
+            "rankscope_capture_datagrams_refused_total",
+            "Datagrams that were not answered, by reason.",
+            lambda c: {"malformed": c.malformed_total, "unvouched": c.unvouched_total},
+            {"reason": ("malformed", "unvouched")},
+        ),
+        Counter(
+            "rankscope_capture_datagrams_unanswered_total",
+            "Polls in order that got no answer, and are made again: late (it would have come too late), hushed (the "
+            "first on a new socket, or to set a client right), unsent (the client was gone, or its queue full).",
+            lambda c: c.unanswered,
+            {"reason": ("late", "hushed", "unsent")},
+        ),
+        Counter(
+            "rankscope_duty_cycle_captures_total",
+            "Captures of the duty cycle, by what came of them.",
+            lambda c: c.duty_results,
+            {"result": (DONE, FAILED, SKIPPED)},
+        ),
+        Counter(
+            "rankscope_duty_cycle_skipped_total",
+            "Captures of the duty cycle that were not made, by reason.",
+            lambda c: c.duty_skips,
+            {"reason": REASONS},
+        ),
+    ),
+)
 
-
-@dataclass(frozen=True)
-class DaemonStatus:
-    """The daemon's view of itself."""
-
-    version: str
-    node: str
-    collectors: Mapping[str, CollectorStatus] = field(default_factory=dict)
-    own_cpu_seconds: float = 0.0
-    sampling_cpu_seconds: float = 0.0
-    resident_bytes: int | None = None
-    budget_used_ratio: float | None = None
-    stack_rate_hertz: float = 0.0
-    stack_recorded_ratio: float | None = None
-    ranks: int = 0
-    ranks_cut: int = 0
-    rank_conflicts: int = 0
-    discovery_problems: int = 0
-    windows_total: int = 0
-    windows_skipped_total: int = 0
-    watch_readers: int = 0
-    watch_dropped_total: int = 0
-    captures: CaptureStatus | None = None
-    gpu: GpuStatus | None = None
-    metrics_detail: str = FULL
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What one scrape shows; replaced as a whole at each tick, so that a scrape never sees half a window."""
-
-    daemon: DaemonStatus
-    ranks: tuple[RankReport, ...] = ()
+TABLE = (DAEMON, CAPTURES, GPU_SOURCES, GPUS, LIVE_GPUS, RANKS)
 
 
 class Exporter(Collector):
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[Family]:
         snapshot = self._snapshot()
-        yield from _daemon_metrics(snapshot.daemon)
-        if snapshot.daemon.captures is not None:
-            yield from capture_metrics(snapshot.daemon.captures)
-        if snapshot.daemon.gpu is not None:
-            yield from gpu_metrics(snapshot.daemon.gpu, snapshot.daemon.node, snapshot.daemon.metrics_detail)
-        yield from rank_metrics(snapshot.ranks, snapshot.daemon.node, snapshot.daemon.metrics_detail == FULL)
+        daemon = snapshot.daemon
+        full = daemon.metrics_detail == FULL
+        yield from DAEMON.of(daemon)
+        yield from CAPTURES.of(daemon.captures)
+        if daemon.gpu is not None:
+            yield from gpu_metrics(daemon.gpu, daemon.node, full)
+        yield from rank_metrics(snapshot.ranks, full)
 
-    def describe(self) -> Iterable[Metric]:
+    def describe(self) -> Iterable[Family]:
         # Registering must not scrape: the daemon has no snapshot before its first tick.
         return ()
-
-
-def _daemon_metrics(status: DaemonStatus) -> Iterator[Metric]:
-    yield _gauge(
-        "build_info", "The daemon's version and node, value 1.", {"version": status.version, "node": status.node}, 1
-    )
-    duration = GaugeMetricFamily(
-        "rankscope_collector_duration_seconds", "Time a source took for the last window.", labels=["collector"]
-    )
-    success = GaugeMetricFamily(
-        "rankscope_collector_success", "1 if a source did not fail in the last window.", labels=["collector"]
-    )
-    for name, collector in sorted(status.collectors.items()):
-        duration.add_metric([label(name)], collector.duration_seconds)
-        success.add_metric([label(name)], float(collector.success))
-    yield from (duration, success)
-    cpu = CounterMetricFamily(
-        "rankscope_daemon_cpu_seconds", "CPU time of the daemon itself and of its stack samplers.", labels=["part"]
-    )
-    cpu.add_metric(["self"], status.own_cpu_seconds)
-    cpu.add_metric(["sampling"], status.sampling_cpu_seconds)
-    yield cpu
-    gauges: list[tuple[str, str, float | None]] = [
-        ("daemon_resident_bytes", "Memory of the daemon.", status.resident_bytes),
-        (
-            "daemon_budget_ratio",
-            "CPU use over the last seconds as a ratio of the budget; above 1, stacks are recorded less.",
-            status.budget_used_ratio,
-        ),
-        (
-            "daemon_stack_rate_hertz",
-            "Stack samples per second of a rank while it is recorded; 0: none is.",
-            status.stack_rate_hertz,
-        ),
-        (
-            "daemon_stack_recorded_ratio",
-            "Share of the last minute in which a rank's stacks were recorded, mean of the ranks.",
-            status.stack_recorded_ratio,
-        ),
-        ("daemon_ranks", "Ranks found on this node.", status.ranks),
-        ("daemon_ranks_cut", "Ranks found but not watched: over max_ranks.", status.ranks_cut),
-        (
-            "daemon_rank_conflicts",
-            "Ranks that more than one process claims to be; the oldest is watched.",
-            status.rank_conflicts,
-        ),
-        (
-            "daemon_discovery_problems",
-            "Processes that may be ranks but could not be read.",
-            status.discovery_problems,
-        ),
-        ("daemon_watch_readers", "gRPC clients that watch windows.", status.watch_readers),
-    ]
-    for name, text, value in gauges:
-        if value is not None:
-            yield _gauge(name, text, {}, value)
-    counters: list[tuple[str, str, float]] = [
-        ("daemon_windows", "Windows assembled.", status.windows_total),
-        (
-            "daemon_windows_skipped",
-            "Window borders passed over because the daemon was late.",
-            status.windows_skipped_total,
-        ),
-        ("daemon_watch_dropped", "Messages dropped because a reader was slow.", status.watch_dropped_total),
-    ]
-    for name, text, value in counters:
-        yield CounterMetricFamily(f"rankscope_{name}", text, value=value)
-
-
-def _gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
-    family = GaugeMetricFamily(f"rankscope_{name}", text, labels=list(labels))
-    family.add_metric([label(content) for content in labels.values()], value)
-    return family
-
-
-# What the daemon says about itself: its version, and what it uses.
-
-
-def process_cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def package_version() -> str:
-    try:
-        return version("rankscope")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def resident_bytes() -> int | None:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return None

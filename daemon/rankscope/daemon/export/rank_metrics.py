@@ -1,24 +1,23 @@
-"""Ranks as Prometheus metrics. What was not measured has no series."""
+"""The table of rank metrics. `standard` of a row says what `metrics_detail = standard` shows of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from google.protobuf.message import Message
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import Metric as Family
 
+from rankscope.common.metric_table import ANY, FULL_ONLY, Counter, Gauge, Section
 from rankscope.daemon.stacks.phases import OTHER, PHASES
 from rankscope.daemon.windows.totals import CAUSES, RankReport
-from rankscope.daemon.windows.window import bounded
 from rankscope.probe import ring_layout
-from rankscope.v1.window_pb2 import RankWindow
+from rankscope.v1.window_pb2 import RankWindow, StepStatistics
 
-LABEL_CHARACTERS = 128
 PROBLEMS_LOOKED_AT = 64
 PROBLEMS_PER_RANK = 6
 PROBLEMS_IN_STANDARD = 3
-# Of the step: less is the time that it takes to reach the device.
+# Share of the step: less is the time that it takes to reach the device.
 DEVICE_BOUND_RATIO = 0.1
 GROUP_FIELDS = 7
 GROUP_KINDS = {
@@ -28,200 +27,251 @@ GROUP_KINDS = {
     ring_layout.GROUP_DDP: "ddp",
     ring_layout.GROUP_RECORDER: "recorder",
 }
-# No alert needs these, and a dashboard seldom.
-FULL_ONLY = frozenset(
-    {
-        "rank_involuntary_switches",
-        "rank_voluntary_switches",
-        "rank_threads",
-        "rank_steps_lost",
-        "rank_stack_errors",
-        "rank_model_flops_per_step",
-        "rank_host_seconds",
-    }
+
+
+@dataclass(frozen=True)
+class _Rank:
+    report: RankReport
+    full: bool
+
+    @property
+    def window(self) -> RankWindow:
+        return self.report.window
+
+
+RANKS: Section[_Rank] = Section(
+    ("job", "rank"),
+    (
+        Gauge(
+            "rankscope_rank_info",
+            "Identity of a rank, value 1; join on job and rank. pipeline, tensor and data are its place in the "
+            "parallel layout. A label is empty where it is not known.",
+            lambda rank: _rank_info(rank.window),
+            dict.fromkeys(("node", "namespace", "pod", "gpu", "world_size", "pid", "pipeline", "tensor", "data"), ANY),
+        ),
+        Gauge("rankscope_rank_up", "1 if any source could measure the rank.", lambda rank: bool(rank.window.sources)),
+        Counter(
+            "rankscope_rank_steps_total",
+            "Steps since the process began.",
+            lambda rank: _optional(rank.window, "steps_total"),
+        ),
+        Gauge(
+            "rankscope_rank_seconds_since_step",
+            "Time since the last step ended.",
+            lambda rank: _seconds_since_step(rank.window),
+        ),
+        Gauge(
+            "rankscope_rank_stalled",
+            "1 while the rank makes no progress.",
+            lambda rank: rank.window.HasField("stall") if rank.window.sources else None,
+        ),
+        Gauge(
+            "rankscope_rank_step_seconds",
+            "Step time in the last window. In synchronous training it is the same on every rank.",
+            lambda rank: _quantiles(rank.window.step),
+            {"quantile": ("0.5", "0.9")},
+        ),
+        Gauge(
+            "rankscope_rank_self_seconds",
+            "Step time less waiting on others, in the last window. The one to compare.",
+            lambda rank: _quantiles(rank.window.self),
+            {"quantile": ("0.5", "0.9")},
+        ),
+        Gauge(
+            "rankscope_rank_host_seconds",
+            "What a step took on the host, where step time is the device's. It says nothing about the step by itself.",
+            lambda rank: _optional(rank.window, "host_seconds"),
+            standard=FULL_ONLY,
+        ),
+        Gauge(
+            "rankscope_rank_run_ahead_seconds",
+            "The furthest the host was ahead of the device within a step, in the last window.",
+            lambda rank: _optional(rank.window, "run_ahead_seconds"),
+        ),
+        Gauge(
+            "rankscope_rank_device_bound",
+            "1 if the host runs ahead of the device, 0 if the device waits for its host.",
+            lambda rank: _is_device_bound(rank.window),
+        ),
+        Gauge(
+            "rankscope_rank_group_seconds",
+            "Time in collectives per step by process group, where steps are timed on a device. What a rank spends "
+            "beyond the least in its group is waiting. group is equal on all members.",
+            lambda rank: _group_seconds(rank),
+            {"group": ANY, "kind": tuple(GROUP_KINDS.values())},
+        ),
+        Gauge(
+            "rankscope_rank_model_flops_per_step",
+            "Model FLOPs of this rank per step: declared FLOPs of the job by world size, or counted.",
+            lambda rank: _optional(rank.window, "model_flops_per_step"),
+            standard=FULL_ONLY,
+        ),
+        Gauge(
+            "rankscope_rank_peak_flops_per_second",
+            "Peak of the rank's device: declared, or dense bf16 by the device's name.",
+            lambda rank: _optional(rank.window, "peak_flops_per_second"),
+        ),
+        Gauge(
+            "rankscope_rank_mfu_ratio",
+            "Model FLOPs utilisation in the last window. Absent unless the FLOPs and the peak are known.",
+            lambda rank: _optional(rank.window, "mfu_ratio"),
+        ),
+        Gauge(
+            "rankscope_rank_device_memory_bytes",
+            "Memory of the rank's device: its total, and what torch's allocator has of it. CUDA only.",
+            lambda rank: {
+                kind: _optional(rank.window.memory, f"{kind}_bytes")
+                for kind in ("allocated", "reserved", "peak_allocated", "total")
+            },
+            {"kind": ("allocated", "reserved", "peak_allocated", "total")},
+        ),
+        Counter(
+            "rankscope_rank_cause_seconds_total",
+            "Time by cause. self + wait is the step; communication overlaps with backward, so not all causes add up.",
+            lambda rank: {cause: rank.report.totals.cause_seconds.get(cause) for cause in CAUSES},
+            {"cause": CAUSES},
+        ),
+        Counter(
+            "rankscope_rank_steps_lost_total",
+            "Steps overwritten in the ring before the daemon read them.",
+            lambda rank: rank.report.totals.steps_lost,
+            standard=FULL_ONLY,
+        ),
+        Counter(
+            "rankscope_rank_cpu_seconds_total",
+            "CPU time of the process.",
+            lambda rank: rank.report.totals.process.get("cpu_seconds"),
+        ),
+        Counter(
+            "rankscope_rank_run_delay_seconds_total",
+            "Time the training thread was runnable but not running.",
+            lambda rank: rank.report.totals.process.get("run_delay_seconds"),
+        ),
+        Counter(
+            "rankscope_rank_throttled_seconds_total",
+            "Time the rank's cgroup was out of CPU quota.",
+            lambda rank: rank.report.totals.process.get("throttled_seconds"),
+        ),
+        Counter(
+            "rankscope_rank_stopped_seconds_total",
+            "Time the process was seen stopped by a signal.",
+            lambda rank: rank.report.totals.process.get("stopped_seconds"),
+        ),
+        Counter(
+            "rankscope_rank_involuntary_switches_total",
+            "Times the process was preempted.",
+            lambda rank: rank.report.totals.process.get("involuntary_switches"),
+            standard=FULL_ONLY,
+        ),
+        Counter(
+            "rankscope_rank_voluntary_switches_total",
+            "Times the process gave the CPU up.",
+            lambda rank: rank.report.totals.process.get("voluntary_switches"),
+            standard=FULL_ONLY,
+        ),
+        Gauge(
+            "rankscope_rank_resident_bytes",
+            "Memory of the process.",
+            lambda rank: _optional(rank.window.process, "resident_bytes"),
+        ),
+        Gauge(
+            "rankscope_rank_threads",
+            "Threads of the process.",
+            lambda rank: _optional(rank.window.process, "threads"),
+            standard=FULL_ONLY,
+        ),
+        Counter(
+            "rankscope_rank_stack_samples_total",
+            "Stacks read of the training thread.",
+            lambda rank: rank.report.totals.stack_samples,
+        ),
+        Counter(
+            "rankscope_rank_stack_errors_total",
+            "Stacks that could not be read.",
+            lambda rank: rank.report.totals.stack_errors,
+            standard=FULL_ONLY,
+        ),
+        Gauge(
+            "rankscope_rank_phase_ratio",
+            "Share of stack samples by phase in the last window. backward is autograd's engine, which may wait for "
+            "other ranks; backward_code is Python code that it calls.",
+            lambda rank: _phase_ratios(rank),
+            {"phase": PHASES},
+        ),
+        Gauge(
+            "rankscope_rank_problem",
+            "1 while a source has this kind of problem with the rank.",
+            lambda rank: _problems(rank),
+            {"source": ANY, "kind": ANY},
+        ),
+    ),
 )
 
 
-def label(text: str) -> str:
-    return bounded(text, LABEL_CHARACTERS)
+def rank_metrics(reports: Iterable[RankReport], full: bool) -> Iterator[Family]:
+    ranks = [_Rank(report, full) for report in reports]
+    identities = [rank.window.identity for rank in ranks]
+    yield from RANKS.families(
+        zip(((identity.job, str(identity.rank)) for identity in identities), ranks, strict=True), full=full
+    )
 
 
-class _Families:
-    """Metric families of ranks, made when the first sample comes."""
-
-    def __init__(self, full: bool) -> None:
-        self.full = full
-        self.made: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-
-    def gauge(self, name: str, text: str, labels: Mapping[str, str], value: float | None) -> None:
-        if value is not None and self._is_shown(name):
-            family = self.made.get(name) or GaugeMetricFamily(f"rankscope_{name}", text, labels=list(labels))
-            self._add(name, family, labels, value)
-
-    def counter(self, name: str, text: str, labels: Mapping[str, str], value: float | None) -> None:
-        if value is not None and self._is_shown(name):
-            family = self.made.get(name) or CounterMetricFamily(f"rankscope_{name}", text, labels=list(labels))
-            self._add(name, family, labels, value)
-
-    def _is_shown(self, name: str) -> bool:
-        return self.full or name not in FULL_ONLY
-
-    def _add(
-        self, name: str, family: GaugeMetricFamily | CounterMetricFamily, labels: Mapping[str, str], value: float
-    ) -> None:
-        self.made[name] = family
-        family.add_metric(list(labels.values()), value)
-
-
-def rank_metrics(ranks: Iterable[RankReport], node: str, full: bool) -> Iterator[Metric]:
-    """`full` has all; without it the least useful series are left out, to keep a rank and its GPU within sixty."""
-    families = _Families(full)
-    shown: set[tuple[str, str]] = set()
-    for report in ranks:
-        identity = report.window.identity
-        who = {"job": label(identity.job), "rank": str(identity.rank)}
-        # One series twice makes Prometheus refuse the whole scrape, so the first claim of a rank wins.
-        if (who["job"], who["rank"]) not in shown:
-            shown.add((who["job"], who["rank"]))
-            _add_rank(families, report, who, node)
-    yield from families.made.values()
-
-
-def _add_rank(families: _Families, report: RankReport, who: Mapping[str, str], node: str) -> None:
-    window, totals = report.window, report.totals
+def _rank_info(window: RankWindow) -> Mapping[tuple[str, ...], float]:
     identity = window.identity
-    info = {
-        **who,
-        "node": label(node),
-        "namespace": label(identity.namespace),
-        "pod": label(identity.pod_name or identity.pod),
-        "gpu": label(identity.gpu_uuid),
-        "world_size": str(identity.world_size),
-        "pid": str(identity.pid),
-    }
-    for axis in ("pipeline", "tensor", "data"):
-        info[axis] = str(getattr(identity.coordinates, axis)) if identity.coordinates.HasField(axis) else ""
-    text = (
-        "Identity of a rank, value 1; join on job and rank. pipeline, tensor and data are its place in the parallel "
-        "layout. A label is empty where it is not known."
-    )
-    families.gauge("rank_info", text, info, 1)
-    families.gauge("rank_up", "1 if any source could measure the rank.", who, float(bool(window.sources)))
-    problems = dict.fromkeys((label(p.source), label(p.kind)) for p in report.problems[:PROBLEMS_LOOKED_AT])
-    for problem in list(problems)[: PROBLEMS_PER_RANK if families.full else PROBLEMS_IN_STANDARD]:
-        labels = {**who, "source": problem[0], "kind": problem[1]}
-        families.gauge("rank_problem", "1 while a source has this kind of problem with the rank.", labels, 1)
-    _add_steps(families, window, who)
-    for cause in CAUSES:
-        seconds = totals.cause_seconds.get(cause)
-        text = "Time by cause. self + wait is the step; communication overlaps with backward, so not all causes add up."
-        families.counter("rank_cause_seconds", text, {**who, "cause": cause}, seconds)
-    text = "Steps overwritten in the ring before the daemon read them."
-    families.counter("rank_steps_lost", text, who, totals.steps_lost)
-    _add_process(families, report, who)
-    _add_stacks(families, report, who)
+    pod = identity.pod_name or identity.pod
+    size, pid = str(identity.world_size), str(identity.pid)
+    place = identity.coordinates
+    axes = (str(getattr(place, axis)) if place.HasField(axis) else "" for axis in ("pipeline", "tensor", "data"))
+    return {(identity.node, identity.namespace, pod, identity.gpu_uuid, size, pid, *axes): 1}
 
 
-def _add_steps(families: _Families, window: RankWindow, who: Mapping[str, str]) -> None:
-    families.counter("rank_steps", "Steps since the process began.", who, _optional(window, "steps_total"))
-    since = (window.end_unix_nanos - window.last_step_unix_nanos) / 1e9
-    known = window.HasField("last_step_unix_nanos")
-    text = "Time since the last step ended."
-    families.gauge("rank_seconds_since_step", text, who, max(0.0, since) if known else None)
-    stalled = float(window.HasField("stall")) if window.sources else None
-    families.gauge("rank_stalled", "1 while the rank makes no progress.", who, stalled)
-    for name, text, statistics in (
-        (
-            "step",
-            "Step time in the last window. In synchronous training it is the same on every rank.",
-            window.step,
-        ),
-        ("self", "Step time less waiting on others, in the last window. The one to compare.", window.self),
-    ):
-        if statistics.ListFields():
-            for quantile, value in (("0.5", statistics.p50_seconds), ("0.9", statistics.p90_seconds)):
-                families.gauge(f"rank_{name}_seconds", text, {**who, "quantile": quantile}, value)
-    _add_device(families, window, who)
-    for name, text in (
-        (
-            "model_flops_per_step",
-            "Model FLOPs of this rank per step: declared FLOPs of the job by world size, or counted.",
-        ),
-        ("peak_flops_per_second", "Peak of the rank's device: declared, or dense bf16 by the device's name."),
-        (
-            "mfu_ratio",
-            "Model FLOPs utilisation in the last window. Absent unless the FLOPs and the peak are known.",
-        ),
-    ):
-        families.gauge(f"rank_{name}", text, who, _optional(window, name))
-    for kind in ("allocated", "reserved", "peak_allocated", "total"):
-        amount = _optional(window.memory, f"{kind}_bytes")
-        text = "Memory of the rank's device: its total, and what torch's allocator has of it. CUDA only."
-        families.gauge("rank_device_memory_bytes", text, {**who, "kind": kind}, amount)
+def _seconds_since_step(window: RankWindow) -> float | None:
+    if not window.HasField("last_step_unix_nanos"):
+        return None
+    return max(0.0, (window.end_unix_nanos - window.last_step_unix_nanos) / 1e9)
 
 
-def _add_device(families: _Families, window: RankWindow, who: Mapping[str, str]) -> None:
-    """Of ranks whose steps are timed on a device."""
-    text = "What a step took on the host, where step time is the device's. It says nothing about the step by itself."
-    families.gauge("rank_host_seconds", text, who, _optional(window, "host_seconds"))
-    ahead = _optional(window, "run_ahead_seconds")
-    text = "The furthest the host was ahead of the device within a step, in the last window."
-    families.gauge("rank_run_ahead_seconds", text, who, ahead)
-    if ahead is not None and window.step.mean_seconds > 0:
-        is_device_bound = ahead >= DEVICE_BOUND_RATIO * window.step.mean_seconds
-        text = "1 if the host runs ahead of the device, 0 if the device waits for its host."
-        families.gauge("rank_device_bound", text, who, float(is_device_bound))
-    text = (
-        "Time in collectives per step by process group, where steps are timed on a device. What a rank spends beyond "
-        "the least in its group is waiting. group is equal on all members."
-    )
+def _quantiles(statistics: StepStatistics) -> Mapping[str, float]:
+    return {"0.5": statistics.p50_seconds, "0.9": statistics.p90_seconds} if statistics.ListFields() else {}
+
+
+def _is_device_bound(window: RankWindow) -> bool | None:
+    if not window.HasField("run_ahead_seconds") or not window.step.mean_seconds > 0:
+        return None
+    return window.run_ahead_seconds >= DEVICE_BOUND_RATIO * window.step.mean_seconds
+
+
+def _group_seconds(rank: _Rank) -> Mapping[tuple[str, str], float]:
+    window = rank.window
+    step_mean_seconds = window.step.mean_seconds
+    is_timed = window.HasField("host_seconds") and step_mean_seconds > 0
     # Where the rank knows its self time, groups add nothing to it.
-    is_timed = window.HasField("host_seconds") and window.step.mean_seconds > 0
-    is_shown = is_timed and (families.full or not window.HasField("self"))
-    shown = window.groups if is_shown else ()
-    for number, _, _, kind, _, seconds, step_seconds in batched(shown, GROUP_FIELDS):
-        labels = {**who, "group": f"{int(number):x}", "kind": GROUP_KINDS.get(int(kind), "other")}
-        scaled = seconds * window.step.mean_seconds / step_seconds if step_seconds > 0 else None
-        families.gauge("rank_group_seconds", text, labels, scaled)
+    if not is_timed or (window.HasField("self") and not rank.full):
+        return {}
+    rows = (window.groups[at : at + GROUP_FIELDS] for at in range(0, len(window.groups), GROUP_FIELDS))
+    return {
+        (f"{int(row[0]):x}", GROUP_KINDS.get(int(row[3]), "")): row[5] * step_mean_seconds / row[6]
+        for row in rows
+        if len(row) == GROUP_FIELDS and row[6] > 0
+    }
 
 
-def _add_process(families: _Families, report: RankReport, who: Mapping[str, str]) -> None:
-    for name, text in (
-        ("cpu_seconds", "CPU time of the process."),
-        ("run_delay_seconds", "Time the training thread was runnable but not running."),
-        ("throttled_seconds", "Time the rank's cgroup was out of CPU quota."),
-        ("stopped_seconds", "Time the process was seen stopped by a signal."),
-        ("involuntary_switches", "Times the process was preempted."),
-        ("voluntary_switches", "Times the process gave the CPU up."),
-    ):
-        families.counter(f"rank_{name}", text, who, report.totals.process.get(name))
-    usage = report.window.process
-    families.gauge("rank_resident_bytes", "Memory of the process.", who, _optional(usage, "resident_bytes"))
-    families.gauge("rank_threads", "Threads of the process.", who, _optional(usage, "threads"))
-
-
-def _add_stacks(families: _Families, report: RankReport, who: Mapping[str, str]) -> None:
-    totals = report.totals
-    families.counter("rank_stack_samples", "Stacks read of the training thread.", who, totals.stack_samples)
-    families.counter("rank_stack_errors", "Stacks that could not be read.", who, totals.stack_errors)
+def _phase_ratios(rank: _Rank) -> Mapping[str, float]:
     # The probe's split of the step is the better one, and the two would double the cost of a rank.
-    is_split = {"forward", "backward"} <= totals.cause_seconds.keys()
-    if not report.window.HasField("stacks") or (is_split and not families.full):
-        return
-    # Phases are labels, so the set is closed.
-    shares = dict.fromkeys(PHASES, 0.0)
-    for phase, share in report.window.stacks.phase_shares.items():
-        shares[phase if phase in shares else OTHER] += share
-    for phase, share in shares.items():
-        text = (
-            "Share of stack samples by phase in the last window. backward is autograd's engine, which may wait for "
-            "other ranks; backward_code is Python code that it calls."
-        )
-        families.gauge("rank_phase_ratio", text, {**who, "phase": phase}, share)
+    is_split = {"forward", "backward"} <= rank.report.totals.cause_seconds.keys()
+    if not rank.window.HasField("stacks") or (is_split and not rank.full):
+        return {}
+    ratios = dict.fromkeys(PHASES, 0.0)
+    for phase, ratio in rank.window.stacks.phase_shares.items():
+        ratios[phase if phase in ratios else OTHER] += ratio
+    return ratios
 
 
-def batched(values: Sequence[float], size: int) -> Iterator[Sequence[float]]:
-    return (values[start : start + size] for start in range(0, len(values) - size + 1, size))
+def _problems(rank: _Rank) -> Mapping[tuple[str, str], float]:
+    kinds = dict.fromkeys(
+        ((problem.source, problem.kind) for problem in rank.report.problems[:PROBLEMS_LOOKED_AT]), 1.0
+    )
+    return dict(list(kinds.items())[: PROBLEMS_PER_RANK if rank.full else PROBLEMS_IN_STANDARD])
 
 
 def _optional(message: Message, name: str) -> float | None:

@@ -195,7 +195,7 @@ def _problem(
     foreign: bool,
     listed: Mapping[str, frozenset[int]],
 ) -> Problem | None:
-    who = f"rank {rank.rank} (pid {rank.pid})"
+    who = str(rank)
     if not used:
         if unsure or (foreign and not any(rank.pid in pids for pids in listed.values()) and _claims_any(rank, gpus)):
             text = (

@@ -11,8 +11,12 @@ from pathlib import Path
 from statistics import fmean
 
 from rankscope.analysis.models.mfu import estimated_flops_per_second, pipe_peaks
+from rankscope.daemon.collector import Collector
+from rankscope.daemon.config import NONE, Config
 from rankscope.daemon.gpu.attribution import Attributed, Attribution, attribute
-from rankscope.daemon.gpu.pod_resources import NO_PODS, Pod, PodSource
+from rankscope.daemon.gpu.dcgm import DcgmSource
+from rankscope.daemon.gpu.nvml import NvmlSource
+from rankscope.daemon.gpu.pod_resources import NO_PODS, KubeletPods, Pod, PodSource
 from rankscope.daemon.gpu.readings import GpuReading, GpuSnapshot, GpuSource, GpuState, SourceState
 from rankscope.daemon.samples import GpuSample, Problem, RankKey, RankProcess, Span
 
@@ -157,7 +161,7 @@ class GpuStatus:
     shared: frozenset[str] = frozenset()
 
 
-class GpuCollector:
+class GpuCollector(Collector[GpuSample]):
     name = "gpu"
 
     def __init__(
@@ -180,6 +184,18 @@ class GpuCollector:
         self._missing: frozenset[int] = frozenset()
         self._told: dict[str, SourceState] = {}
         self.status = GpuStatus()
+
+    @classmethod
+    def from_config(cls, config: Config) -> GpuCollector | None:
+        if not config.gpu:
+            return None
+        return cls(
+            NvmlSource(config.gpu_interval_seconds),
+            None if config.dcgm_url == NONE else DcgmSource(config.dcgm_url, config.gpu_interval_seconds),
+            None if config.kubelet_socket == NONE else KubeletPods(Path(config.kubelet_socket)),
+            interval_seconds=config.gpu_interval_seconds,
+            proc_root=Path(config.proc_root),
+        )
 
     def start(self) -> None:
         for part in (self._driver, self._dcgm, self._pods):

@@ -1,5 +1,5 @@
-"""Stacks of every rank: short py-spy recordings, of the ranks of a job at the same time, for they are compared with
-each other. The target is never stopped."""
+"""The stacks collector: short py-spy recordings of every rank. Ranks of a job are recorded at the same time, because
+they are compared with each other. The target is never stopped."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rankscope.daemon.collector import Collector
+from rankscope.daemon.config import Config
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span, StackSample, StallDump
 from rankscope.daemon.stacks.dump import dump_stacks
 from rankscope.daemon.stacks.pyspy import PrivateFolder, find_py_spy, missing
@@ -20,10 +22,10 @@ from rankscope.daemon.stacks.sampling_budget import Plan, plan_at
 RATE_HZ: Final = 10.0
 MAX_CONCURRENT: Final = 16
 DUMP_TIMEOUT_SECONDS: Final = 2.0
-# One recording that does not end must not hold up those of the other ranks for longer.
+# A recording that does not end delays those of the other ranks for at most this long.
 HOLD_UP_SECONDS: Final = 3.0
 RECORDED_OVER_SECONDS: Final = 60.0
-# A recording out of turn costs as much as any other: not more often than this.
+# A recording out of turn costs as much as any other, so there is at most one in this time.
 HURRY_SECONDS: Final = 20.0
 
 
@@ -46,11 +48,12 @@ class _Turn:
         return [recorder for recorder in self.recorders if recorder.is_ready(now_seconds)]
 
 
-class StacksCollector:
-    """`poll`, about five times a second, starts and reaps recordings and never blocks; `collect` returns what ended.
+class StacksCollector(Collector[StackSample]):
+    """`poll` starts and reaps recordings and never blocks; `collect` returns those that ended. A rank with a recording
+    in progress is absent from the result.
 
-    A rank whose recording is still under way is absent from the result. `poll` must be called by a thread that lives as
-    long as the daemon, for the children die with it. `dump` and `dump_all` may be called from any thread."""
+    `poll` must be called by a thread that lives as long as the daemon: the children die with it. `dump_all` may be
+    called from any thread."""
 
     name = "stacks"
 
@@ -62,26 +65,30 @@ class StacksCollector:
         proc_root: Path = Path("/proc"),
         unix_nanos: Callable[[], int] = time.time_ns,
     ) -> None:
-        self._py_spy = Path(py_spy) if py_spy else find_py_spy()
         self._max_concurrent = max_concurrent
         self._proc_root = proc_root
         self._unix_nanos = unix_nanos
         self._recorders: dict[RankKey, RankRecorder] = {}
+        found = Path(py_spy) if py_spy else find_py_spy()
         self._folder: PrivateFolder | None = None
-        self._unusable = missing(None) if self._py_spy is None else None
+        self._tools: tuple[Path, Path] | Problem  # py-spy and the folder it writes to, or why there are no stacks
         try:
             self._folder = PrivateFolder()
+            self._tools = missing(None) if found is None else (found, self._folder.path)
         except OSError as error:
-            text = f"there is no folder that py-spy could write to ({error}); make /tmp writable or set TMPDIR"
-            self._unusable = Problem(self.name, "unwritable", text)
+            self._tools = _unwritable(error)
         self._cpu_lock = threading.Lock()
         self._child_cpu_seconds = 0.0
         self._plan = plan_at(rate_hz)
         self._plans_of: dict[RankKey, Plan | None] = {}
-        self._turns: list[_Turn] | None = None  # None: to be arranged
+        self._turns: list[_Turn] | None = None  # None: not arranged yet
         self._hurried: dict[str, float] = {}  # when each job was last recorded out of turn
         # Time, rank-seconds recorded, and rank-seconds that could have been.
         self._recorded: deque[tuple[float, float, float]] = deque()
+
+    @classmethod
+    def from_config(cls, config: Config) -> StacksCollector:
+        return cls(config.py_spy or None, config.stack_rate_hertz, proc_root=Path(config.proc_root))
 
     @property
     def child_cpu_seconds(self) -> float:
@@ -92,7 +99,7 @@ class StacksCollector:
 
     @property
     def running(self) -> int:
-        """How many recordings are under way."""
+        """How many recordings are in progress."""
         return sum(recorder.is_running for recorder in self._recorders.values())
 
     @property
@@ -104,18 +111,18 @@ class StacksCollector:
         return min(1.0, (recorded - recorded_before) / (possible - possible_before))
 
     def set_rate(self, rate_hz: float) -> None:
-        """Samples per second and rank, on average: a low rate means pauses between recordings. 0 pauses for good."""
+        """Average samples per second and rank. A low rate means pauses between recordings; 0 means none."""
         if plan_at(rate_hz) != self._plan:
             self._plan, self._turns = plan_at(rate_hz), None
 
     def set_rates_of(self, rates_hz: Mapping[RankKey, float]) -> None:
-        """Ranks with a rate of their own; the others keep to `set_rate`. Holds from a rank's next recording on."""
+        """Rates of single ranks, from their next recording on; the others follow `set_rate`."""
         plans_of = {key: plan_at(rate_hz) for key, rate_hz in rates_hz.items()}
         if plans_of != self._plans_of:
             self._plans_of, self._turns = plans_of, None
 
     def hurry(self, job: str, now_monotonic: float) -> None:
-        """Record the ranks of a job now, where they are recorded only now and then: something has changed."""
+        """Record the ranks of a job now, if they are recorded only part of the time: something has changed."""
         if now_monotonic < self._hurried.get(job, -HURRY_SECONDS) + HURRY_SECONDS:
             return
         recorders = [recorder for recorder in self._recorders.values() if recorder.rank.job == job]
@@ -134,7 +141,7 @@ class StacksCollector:
         for turn in sorted(self._turns, key=lambda turn: turn.due_seconds):
             ready = turn.ready(now_monotonic)
             if len(ready) > free:
-                break  # those that have waited longest come first, however many they are
+                break  # those that have waited longest come first, even if fewer would fit
             due_seconds = now_monotonic + self._seconds_to_next(turn.plan)
             for recorder in ready:
                 recorder.start(turn.plan, now_monotonic, due_seconds)
@@ -156,7 +163,7 @@ class StacksCollector:
     def _seconds_to_next(self, plan: Plan) -> float:
         if not plan.has_pause:
             return plan.period_seconds
-        # Multiples of the period since 1970, so that ranks of one job on several nodes are recorded at the same time.
+        # At multiples of the period since 1970, so that ranks of a job on several nodes are recorded at the same time.
         to_border = plan.period_seconds - self._unix_nanos() / 1e9 % plan.period_seconds
         return to_border if to_border >= plan.seconds else to_border + plan.period_seconds
 
@@ -172,40 +179,35 @@ class StacksCollector:
             self._recorded.popleft()
 
     def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, StackSample | Problem]:
-        if self._py_spy is None or self._folder is None:
-            assert self._unusable is not None
-            return {rank.key: self._unusable for rank in ranks}
+        if isinstance(self._tools, Problem):
+            return dict.fromkeys((rank.key for rank in ranks), self._tools)
         for key in self._recorders.keys() - {rank.key for rank in ranks}:
             self._account(self._recorders.pop(key).close())
             self._turns = None
         for rank in ranks:
             if rank.key not in self._recorders:
-                recorder = RankRecorder(rank, self._py_spy, self._folder.path, self._proc_root, self._unix_nanos)
-                self._recorders[rank.key] = recorder
+                self._recorders[rank.key] = RankRecorder(rank, *self._tools, self._proc_root, self._unix_nanos)
                 self._turns = None
         taken = {key: recorder.take() for key, recorder in self._recorders.items()}
         return {key: sample for key, sample in taken.items() if sample is not None}
 
-    def dump(self, rank: RankProcess) -> StallDump | Problem:
-        return self.dump_all((rank,))[rank.key]
-
     def dump_all(self, ranks: Sequence[RankProcess]) -> Mapping[RankKey, StallDump | Problem]:
         """Takes up to two seconds."""
-        if self._py_spy is None or self._folder is None:
-            assert self._unusable is not None
-            return {rank.key: self._unusable for rank in ranks}
-        if not self._py_spy.is_file():
-            return {rank.key: missing(self._py_spy) for rank in ranks}
+        keys = [rank.key for rank in ranks]
+        if isinstance(self._tools, Problem):
+            return dict.fromkeys(keys, self._tools)
+        py_spy, folder = self._tools
+        if not py_spy.is_file():
+            return dict.fromkeys(keys, missing(py_spy))
         try:
-            dumps = dump_stacks(self._py_spy, ranks, self._folder.path, self._proc_root, DUMP_TIMEOUT_SECONDS)
+            dumps = dump_stacks(py_spy, ranks, folder, self._proc_root, DUMP_TIMEOUT_SECONDS)
         except OSError as error:
-            text = f"py-spy has no folder to write to ({error}); make /tmp writable or set TMPDIR"
-            return {rank.key: Problem(self.name, "unwritable", text) for rank in ranks}
+            return dict.fromkeys(keys, _unwritable(error))
         self._account(dumps.cpu_seconds)
         return dumps.by_rank
 
     def close(self) -> None:
-        """Ends all recordings that are under way and removes what they wrote."""
+        """Kills all recordings and removes what they wrote."""
         for recorder in self._recorders.values():
             self._account(recorder.close())
         self._recorders.clear()
@@ -215,3 +217,8 @@ class StacksCollector:
     def _account(self, cpu_seconds: float) -> None:
         with self._cpu_lock:
             self._child_cpu_seconds += cpu_seconds
+
+
+def _unwritable(error: OSError) -> Problem:
+    text = f"there is no folder that py-spy could write to ({error}); make /tmp writable or set TMPDIR"
+    return Problem("stacks", "unwritable", text)

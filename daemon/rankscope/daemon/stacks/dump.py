@@ -1,4 +1,4 @@
-"""Where ranks stand right now: one py-spy dump each, all at once, for ranks that have stalled."""
+"""The current stack of ranks that have stalled: one py-spy dump each, all at the same time."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def _dump_into(
                 command = pyspy.dump_command(py_spy, rank.pid)
                 child = pyspy.Child(command, _log(place, rank), stdout=_output(place, rank))
             except OSError as error:
-                text = f"rank {rank.rank} (pid {rank.pid}): py-spy could not be started: {error}"
-                by_rank[rank.key] = Problem("stacks", "unstartable", text)
+                by_rank[rank.key] = Problem("stacks", "unstartable", f"{rank}: py-spy could not be started: {error}")
             else:
                 running[rank.key] = (rank, child)
         while running:
@@ -74,11 +73,9 @@ def _read(place: Path, rank: RankProcess, proc_root: Path, ended: pyspy.Ended) -
         pids = frozenset((rank.pid, *rank.namespace_pids))
         stack = parse_dump(text, pids, lambda: pyspy.engine_threads(f"{proc_root}/{rank.pid}"))
     except (ValueError, RecursionError) as error:
-        return Problem(
-            "stacks", "unreadable", f"rank {rank.rank} (pid {rank.pid}): py-spy's dump makes no sense: {error}"
-        )
+        return Problem("stacks", "unreadable", f"{rank}: py-spy's dump could not be parsed: {error}")
     if not stack:
-        return Problem("stacks", "unreadable", f"rank {rank.rank} (pid {rank.pid}): its training thread has no frames")
+        return Problem("stacks", "unreadable", f"{rank}: its training thread has no frames")
     return StallDump(phase_of(stack), stack)
 
 

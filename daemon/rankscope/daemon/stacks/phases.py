@@ -1,4 +1,4 @@
-"""From a stack to the phase of training it is in: a table of places in torch, and three sentences on what wins.
+"""The phase of training that a stack is in: a table of places in libraries, and three rules on which wins.
 
 1. The phases of ALWAYS win wherever they stand on the stack, in the order of the table: a barrier inside a checkpoint
    is checkpoint, a collective in a backward hook is communication, a transform that is a module is input.
@@ -7,7 +7,7 @@
 3. Inside a backward, Python code that autograd calls (a custom function's backward, a hook, a recomputed forward) is
    BACKWARD_CODE, which is this rank's own work. The rest is BACKWARD: the engine's kernels, but also its waiting for
    the gradients of other ranks, which a Python stack cannot tell apart. Library code without the program's own code in
-   it stays BACKWARD, for FSDP and DeepSpeed wait in their hooks."""
+   it stays BACKWARD, because FSDP and DeepSpeed wait in their hooks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PHASES: Final = (
 
 @dataclass(frozen=True)
 class Rule:
-    """A place: part of a file's path (from a folder's border on), and the functions meant there (none named: all)."""
+    """A place: part of a file's path that starts at a folder, and functions in it (none: all)."""
 
     phase: str
     path: str
@@ -56,7 +56,7 @@ ALWAYS: Final = (
     _rule(CHECKPOINT, "torch/distributed/fsdp/_state_dict_utils.py"),
     _rule(CHECKPOINT, "torch/serialization.py"),
     _rule(CHECKPOINT, "safetensors/torch.py"),
-    # torch/_dynamo/eval_frame.py and much of torch/_inductor stand on the stack of every compiled step; these do not.
+    # torch/_dynamo/eval_frame.py and much of torch/_inductor are on the stack of every compiled step; these are not.
     _rule(COMPILE, "torch/_dynamo/convert_frame.py"),
     _rule(COMPILE, "torch/_inductor/compile_fx.py", "compile_fx compile_fx_inner compile_fx_backward bw_compiler"),
     _rule(COMPILE, "torch/_inductor/async_compile.py"),
@@ -72,7 +72,7 @@ ALWAYS: Final = (
     _rule(COMMUNICATION, "torch/distributed/nn/functional.py"),
     _rule(COMMUNICATION, "torch/distributed/rendezvous.py"),
     _rule(COMMUNICATION, "torch/distributed/algorithms/ddp_comm_hooks/"),
-    # Innermost, the probe's wrappers are around C functions: collectives and Work.wait.
+    # As innermost frame, the probe's wrappers call C functions: collectives and Work.wait.
     _rule(COMMUNICATION, "rankscope/probe/torch_timers.py", "wrapper", only_innermost=True),
     _rule(COMMUNICATION, "rankscope/probe/collective_spans.py", "wrapper", only_innermost=True),
     # FSDP2 waits for its collectives here, without a frame of torch.distributed around the wait.
@@ -131,7 +131,7 @@ def phase_of(innermost_first: Sequence[Frame]) -> str:
     has_code_in_backward = has_user_code = False
     for depth, frame in enumerate(innermost_first):
         if frame.file == _IMPORT:
-            # What runs inside an import is set-up, whichever file it is in.
+            # Code that runs inside an import is set-up, whichever file it is in.
             named.clear()
             has_code_in_backward = has_user_code = False
             continue
@@ -153,12 +153,12 @@ def phase_of(innermost_first: Sequence[Frame]) -> str:
 
 
 def is_engine(frame: Frame) -> bool:
-    """Whether a stack that ends here is in autograd's engine, which may run Python code on a thread of its own."""
+    """Whether a stack with this innermost frame is in autograd's engine, which may call Python on another thread."""
     return _named_phase(frame.function, frame.file, True) == BACKWARD
 
 
 def is_user_code(frame: Frame) -> bool:
-    """The program's own source, which its author can change: not torch, not the standard library, not this tool."""
+    """The program's own source, which its author can change: not a library, not the standard library, not the probe."""
     return _is_user_file(frame.file)
 
 

@@ -1,4 +1,5 @@
-"""Running py-spy as a bounded child, always without stopping its target, and saying why it failed."""
+"""py-spy as a bounded child process that never stops its target, the reasons for its failures, and the private folder
+that it writes to."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from rankscope.daemon.samples import Problem, RankProcess
 
 OUTPUT_LIMIT_BYTES: Final = 16 * 1024 * 1024
 LOG_LIMIT_BYTES: Final = 64 * 1024
+FOLDER_PREFIX: Final = "rankscope-stacks-"
 
 _CHILD_LIMITS: Final = (
     (resource.RLIMIT_FSIZE, OUTPUT_LIMIT_BYTES),
@@ -32,7 +34,7 @@ _CHILD_LIMITS: Final = (
 
 
 def engine_threads(process_folder: str) -> frozenset[int]:
-    """Threads on which autograd runs the backward of a device. torch names them; py-spy does not know these names."""
+    """Threads on which autograd runs the backward of a device. torch names them; py-spy does not see these names."""
     return procfs.thread_ids(process_folder, b"pt_autograd_")
 
 
@@ -67,10 +69,10 @@ class Ended:
 
 
 class Child:
-    """A running py-spy. Reaped by `poll`, which also knows the CPU time it took."""
+    """A running py-spy. `poll` reaps it and returns the CPU time it took."""
 
     def __init__(self, command: Sequence[str], log: Path, stdout: Path | None = None) -> None:
-        """What it prints goes to `log`, with its standard output too unless `stdout` is given."""
+        """Its standard error goes to `log`, and so does its standard output unless `stdout` is given."""
         if "--nonblocking" not in command:
             raise ValueError(f"refused: py-spy without --nonblocking stops the training process: {command}")
         with log.open("wb") as errors, (stdout or Path(os.devnull)).open("wb") as output:
@@ -91,18 +93,18 @@ class Child:
 
     @property
     def cpu_seconds(self) -> float:
-        """What it took so far."""
+        """Used so far."""
         with suppress(OSError):
-            # The clock of another process' CPU time, as clock_getcpuclockid(3) makes it on Linux.
+            # The CPU clock of another process, as clock_getcpuclockid(3) computes it on Linux.
             self._cpu_seconds = max(self._cpu_seconds, time.clock_gettime((~self.pid << 3) | 2))
         return self._cpu_seconds
 
     def poll(self) -> Ended | None:
-        """None while it runs. After it has ended once, do not ask again."""
+        """None while it runs. Do not call it again once the child has ended."""
         return self._wait(os.WNOHANG)
 
     def kill(self) -> Ended:
-        # Not Popen.send_signal, which may reap the child and lose what it cost. The pid is ours until we reap it.
+        # Not Popen.send_signal, which may reap the child and lose its CPU time. The pid is ours until we reap it.
         os.kill(self.pid, signal.SIGKILL)
         ended = self._wait(0)
         assert ended is not None
@@ -113,12 +115,12 @@ class Child:
         if pid == 0:
             return None
         status = os.waitstatus_to_exitcode(wait_status)
-        self._process.returncode = status  # tells Popen that there is nothing left to wait for
+        self._process.returncode = status  # so that Popen does not wait for it
         return Ended(status, max(self._cpu_seconds, usage.ru_utime + usage.ru_stime))
 
 
 def _die_with_parent() -> tuple[str, ...]:
-    # By a program, not by a preexec_fn: that would fork a process that runs gRPC threads.
+    # A program, not a preexec_fn: that would run Python in a fork of a process with gRPC threads.
     setpriv = shutil.which("setpriv")
     return (setpriv, "--pdeathsig", "KILL", "--") if setpriv else ()
 
@@ -128,22 +130,18 @@ _DIE_WITH_PARENT: Final = _die_with_parent()
 
 def explain_failure(rank: RankProcess, ended: Ended | None, log: str, is_alive: bool) -> Problem:
     """`ended` is None for a child that was killed for taking too long."""
-    who = f"rank {rank.rank} (pid {rank.pid})"
     if not is_alive:
-        return Problem("stacks", "died", f"{who}: the process ended while py-spy was reading it")
+        return Problem("stacks", "died", f"{rank}: the process ended while py-spy was reading it")
     if ended is None:
-        text = (
-            f"{who}: py-spy did not finish in time and was killed; it is tried again later (is the machine overloaded?)"
-        )
+        text = f"{rank}: py-spy took too long and was killed; it is tried again later (is the machine overloaded?)"
         return Problem("stacks", "timeout", text)
     cause = _cause(log)
     if "permission denied" in cause.lower() or "operation not permitted" in cause.lower():
-        text = (
-            f"{who}: py-spy could not read memory: EPERM; the daemon needs CAP_SYS_PTRACE (see docs/troubleshooting.md)"
-        )
+        needs = "the daemon needs CAP_SYS_PTRACE (see docs/troubleshooting.md)"
+        text = f"{rank}: py-spy could not read memory: EPERM; {needs}"
         return Problem("stacks", "permission", text)
     how = f"exit status {ended.status}" if ended.status >= 0 else f"signal {-ended.status}"
-    return Problem("stacks", "unreadable", f"{who}: py-spy failed ({how}): {cause or 'no message'}")
+    return Problem("stacks", "unreadable", f"{rank}: py-spy failed ({how}): {cause or 'no message'}")
 
 
 def missing(looked_for: Path | None) -> Problem:
@@ -162,15 +160,9 @@ def _cause(log: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)[:300]
 
 
-# A folder for what py-spy writes: for this user's eyes only, gone with the daemon, or swept by the next one.
-
-PREFIX: Final = "rankscope-stacks-"
-
-
 class PrivateFolder:
-    """Stacks tell about other users' programs, so nobody else may read here.
-
-    Raises OSError when nothing is writable."""
+    """A folder for py-spy's output that only this user can read: stacks reveal other users' programs. Removed by
+    `close`, or by the next daemon. Raises OSError if nothing is writable."""
 
     def __init__(self) -> None:
         self.path, self._descriptor = _make()
@@ -185,21 +177,21 @@ class PrivateFolder:
 
 def _make() -> tuple[Path, int]:
     try:
-        path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     except OSError:
-        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/dev/shm"))
-    # Held as long as the daemon lives, however it dies and in whichever pid namespace: the mark of a folder in use.
+        path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir="/dev/shm"))
+    # A lock lasts as long as the daemon, however it dies and in whichever pid namespace: it marks a folder in use.
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     if path.exists():
         return path, descriptor
     os.close(descriptor)
-    return _make()  # another daemon swept it before it was marked
+    return _make()  # another daemon removed it before it was locked
 
 
 def _sweep(parent: Path) -> None:
-    """Remove what daemons left behind that were killed."""
-    for folder in parent.glob(PREFIX + "*"):
+    """Remove the folders of daemons that were killed."""
+    for folder in parent.glob(FOLDER_PREFIX + "*"):
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:

@@ -1,5 +1,5 @@
-"""Reading what py-spy wrote. Function and file names are the training process' own choice, so nothing here trusts them:
-a line that makes no sense is counted, not raised, and the time taken is linear in the text."""
+"""The parser of py-spy's output. The training process chooses the names of functions and files, so nothing here trusts
+them: a line that cannot be parsed is counted, not raised, and the time taken is linear in the text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LINE_LENGTH_LIMIT: Final = 256 * 1024
 
 @dataclass(frozen=True)
 class Recording:
-    """The stacks of the training thread, and the lines that made no sense."""
+    """The stacks of the training thread, and how many lines could not be parsed."""
 
     stacks: Counter[Stack]
     garbled_lines: int = 0
@@ -44,7 +44,7 @@ class _Thread(Generic[Unparsed]):
 
 
 def read_text(path: Path, limit_bytes: int) -> str:
-    """What is there, up to the limit; a file that was never written is empty."""
+    """The file up to the limit; one that was never written is empty."""
     try:
         with path.open("rb") as file:
             return file.read(limit_bytes).decode("utf-8", "replace")
@@ -55,8 +55,8 @@ def read_text(path: Path, limit_bytes: int) -> str:
 def parse_recording(text: str, pids: Collection[int], engine_threads: ThreadIds = frozenset) -> Recording:
     """Lines of `py-spy record --format raw --threads`: "thread (TID): NAME;outermost;…;innermost COUNT".
 
-    `pids` are the process' ids in all its namespaces, for the main thread carries one of them. `engine_threads` is
-    asked for the ids of autograd's own threads when it matters."""
+    `pids` are the process' ids in all its namespaces: the id of the main thread is one of them. `engine_threads` is
+    called for the ids of autograd's own threads only when they matter."""
     threads: dict[int, _Thread[str]] = {}
     garbled_lines = 0
     for line in text.split("\n"):
@@ -82,13 +82,13 @@ def parse_recording(text: str, pids: Collection[int], engine_threads: ThreadIds 
 
 
 def parse_errors(log: str) -> int:
-    """How many samples py-spy says it could not read."""
+    """How many samples py-spy could not read, by its own count."""
     tally = _TALLY.search(log)
     return int(tally.group(1)) if tally else 0
 
 
 def parse_dump(text: str, pids: Collection[int], engine_threads: ThreadIds = frozenset) -> Stack | None:
-    """The training thread's stack from `py-spy dump --json`. Raises ValueError when the text is not that."""
+    """The training thread's stack from `py-spy dump --json`. Raises ValueError for any other text."""
     document = json.loads(text)
     if not isinstance(document, list) or not all(isinstance(entry, dict) for entry in document):
         raise ValueError("py-spy dump did not print a list of threads")
@@ -117,7 +117,7 @@ def parse_dump(text: str, pids: Collection[int], engine_threads: ThreadIds = fro
 def _candidates_for_engine(
     threads: Iterable[_Thread[Unparsed]], training: _Thread[Unparsed], engine_threads: ThreadIds
 ) -> list[_Thread[Unparsed]]:
-    """Threads of autograd that were seen in Python code. Python did not start them, so py-spy knows no name of them."""
+    """Threads of autograd that were seen in Python code. Python did not start them, so py-spy has no name for them."""
     nameless = [
         thread
         for thread in threads
@@ -160,7 +160,7 @@ def _training_thread(threads: Iterable[_Thread[Unparsed]], pids: Collection[int]
 
 
 def _parse_stacks(thread: _Thread[str]) -> tuple[Counter[Stack], int]:
-    """And how many of them made no sense."""
+    """The stacks, and how many could not be parsed."""
     stacks: Counter[Stack] = Counter()
     garbled = 0
     for body, samples in thread.stacks:
@@ -173,7 +173,7 @@ def _parse_stacks(thread: _Thread[str]) -> tuple[Counter[Stack], int]:
 
 
 def _parse_stack(body: str) -> Stack | None:
-    """A frame is "function (file:line)". File names may hold ';' and brackets, but hardly ");": frames end there."""
+    """A frame is "function (file:line)". File names may contain ";" and brackets, but rarely ");": frames end there."""
     if not body.endswith(")"):
         return None
     tokens = body[:-1].split(");")[-FRAMES_PER_STACK_LIMIT:]
@@ -185,7 +185,7 @@ def _parse_stack(body: str) -> Stack | None:
 def _parse_frame(token: str) -> Frame | None:
     function, bracket, place = token.partition(" (")
     if not bracket:
-        return None  # the rest of a file name that holds ");"
+        return None  # the rest of a file name that contains ");"
     file, _, line = place.rpartition(":")
     if not (file and _is_number(line)):
         file, line = place, "0"  # generated code has no line
@@ -201,7 +201,7 @@ def _integer(value: object) -> int:
 
 
 def _clean(name: str) -> str:
-    """Names end up in terminals and web pages: no control characters, and the end of a long path says more."""
+    """Names are shown in terminals and web pages: no control characters, and the end of a long path matters most."""
     if len(name) > NAME_LENGTH_LIMIT:
         name = "…" + name[-NAME_LENGTH_LIMIT:]
     return name if name.isprintable() else "".join(c if c.isprintable() else "?" for c in name)

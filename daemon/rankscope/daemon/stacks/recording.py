@@ -1,4 +1,4 @@
-"""Recording the stacks of one rank, again and again: starting py-spy, reaping it, and backing off when it fails."""
+"""Recordings of one rank's stacks: starting and reaping py-spy, and the summary of what it recorded."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from rankscope.daemon.samples import Frame, FrameCount, Problem, RankProcess, Sp
 from rankscope.daemon.stacks import pyspy
 from rankscope.daemon.stacks.phases import is_user_code, phase_of
 from rankscope.daemon.stacks.pyspy_output import Stack, parse_errors, parse_recording, read_text
-from rankscope.daemon.stacks.sampling_budget import Plan
-
-# From the stacks of a recording to the few numbers and places that travel on.
+from rankscope.daemon.stacks.sampling_budget import Plan, back_off_seconds
 
 FRAMES_KEPT: Final = 64
-# Places in the program's own source come first: they are what its author can change. A few places in libraries stay in
-# any case, for they tell what the program waits for.
+# Frames of the program's own source come first: its author can change them. Some library frames stay in any case: they
+# show what the program waits for.
 LIBRARY_FRAMES_KEPT: Final = 16
+ERRORS_LIMIT_RATIO: Final = 0.5
+# py-spy randomises the pauses between its samples, and a busy machine stretches them.
+OVERSTAY_FACTOR: Final = 2.0
+OVERSTAY_SECONDS: Final = 3.0
+RECORDINGS_KEPT: Final = 16
 
 
 def summarise(stacks: Mapping[Stack, int], errors: int, span: Span) -> StackSample:
@@ -69,20 +72,9 @@ def _leaf_weight(count: FrameCount) -> tuple[int, int, str, int]:
     return (-count.leaf, -count.inclusive, count.frame.file, count.frame.line)
 
 
-BACK_OFF_LIMIT_SECONDS: Final = 60.0
-FAILURES_BEFORE_BACK_OFF: Final = 3
-ERRORS_LIMIT_RATIO: Final = 0.5
-# py-spy draws the pauses between its samples at random, and a busy machine stretches them.
-OVERSTAY_FACTOR: Final = 2.0
-OVERSTAY_SECONDS: Final = 3.0
-RECORDINGS_KEPT: Final = 16
-
-
 @dataclass(frozen=True)
 class _Running:
     child: pyspy.Child
-    output: Path
-    log: Path
     started_unix_nanos: int
     kill_at_seconds: float
 
@@ -95,7 +87,7 @@ class _Ended:
 
 
 class RankRecorder:
-    """Never blocks. Start it when it `is_ready`: not while it runs, nor while it backs off."""
+    """Never blocks. `start` it only when it `is_ready`: not while it runs, nor while it backs off."""
 
     def __init__(
         self,
@@ -126,7 +118,7 @@ class RankRecorder:
 
     @property
     def running_cpu_seconds(self) -> float:
-        """Of the recording that is under way."""
+        """Of the recording in progress."""
         return self._running.child.cpu_seconds if self._running is not None else 0.0
 
     def is_ready(self, now_seconds: float) -> bool:
@@ -143,21 +135,21 @@ class RankRecorder:
         try:
             child = pyspy.Child(command, self._log)
         except OSError as error:
-            text = f"rank {self.rank.rank} (pid {self.rank.pid}): py-spy could not be started: {error}"
-            self._fail(Problem("stacks", "unstartable", text), now_seconds)
+            problem = Problem("stacks", "unstartable", f"{self.rank}: py-spy could not be started: {error}")
+            self._fail(problem, now_seconds)
             return
         kill_at_seconds = now_seconds + plan.seconds * OVERSTAY_FACTOR + OVERSTAY_SECONDS
-        self._running = _Running(child, self._output, self._log, self._unix_nanos(), kill_at_seconds)
+        self._running = _Running(child, self._unix_nanos(), kill_at_seconds)
 
     def poll(self, now_seconds: float) -> float:
-        """Reap the child if it has ended, kill it if it overstays. Returns the CPU seconds of a child that is gone."""
+        """Reap the child if it has ended; kill it if it overstays. Returns the CPU seconds of an ended child."""
         running = self._running
         if running is None:
             return 0.0
         ended = running.child.poll()
         if ended is not None:
             self._running = None
-            self._take_in(running, ended, now_seconds)
+            self._read_output(running, ended, now_seconds)
             return ended.cpu_seconds
         if now_seconds < running.kill_at_seconds:
             return 0.0
@@ -166,7 +158,8 @@ class RankRecorder:
         return cpu_seconds
 
     def take(self) -> StackSample | Problem | None:
-        """What ended since the last call, as one sample; else why there is nothing; else None: it is under way."""
+        """One sample of the recordings that ended since the last call. Without any, why there is none, or None if one
+        is in progress."""
         ended = list(self._ended)
         self._ended.clear()
         if not ended:
@@ -181,16 +174,16 @@ class RankRecorder:
         return summarise(stacks, sum(recording.errors for recording in ended), span)
 
     def close(self) -> float:
-        """Ends a child that is under way. Returns its CPU seconds."""
+        """Kill the child, if there is one. Returns its CPU seconds."""
         running, self._running = self._running, None
         return running.child.kill().cpu_seconds if running is not None else 0.0
 
-    def _take_in(self, running: _Running, ended: pyspy.Ended, now_seconds: float) -> None:
-        log = read_text(running.log, pyspy.LOG_LIMIT_BYTES)
+    def _read_output(self, running: _Running, ended: pyspy.Ended, now_seconds: float) -> None:
+        log = read_text(self._log, pyspy.LOG_LIMIT_BYTES)
         if ended.status != 0:
             self._fail(pyspy.explain_failure(self.rank, ended, log, self._is_alive()), now_seconds)
             return
-        text = read_text(running.output, pyspy.OUTPUT_LIMIT_BYTES)
+        text = read_text(self._output, pyspy.OUTPUT_LIMIT_BYTES)
         recording = parse_recording(text, self._pids, lambda: pyspy.engine_threads(self._process_folder))
         samples = recording.stacks.total()
         errors = parse_errors(log) + recording.garbled_lines
@@ -203,8 +196,7 @@ class RankRecorder:
             self._fail(pyspy.explain_failure(self.rank, ended, log, False), now_seconds)
         else:
             what = f"could not read {errors} of {samples + errors} samples" if errors else "saw no training thread"
-            who = f"rank {self.rank.rank} (pid {self.rank.pid})"
-            text = f"{who}: py-spy {what}; it is sampled less often until that gets better"
+            text = f"{self.rank}: py-spy {what}; it is sampled less often until that gets better"
             self._fail(Problem("stacks", "unreadable", text), now_seconds)
 
     def _fail(self, problem: Problem, now_seconds: float) -> None:
@@ -212,10 +204,8 @@ class RankRecorder:
         self._problem = problem
         self._failures += 1
         # A permission does not come back by itself; anything else may have been an accident.
-        excess = self._failures - (1 if problem.kind == "permission" else FAILURES_BEFORE_BACK_OFF) + 1
-        if excess > 0:
-            pause_seconds = min(BACK_OFF_LIMIT_SECONDS, self._plan.period_seconds * 2.0 ** min(excess, 10))
-            self._not_before_seconds = now_seconds + pause_seconds
+        pause_seconds = back_off_seconds(self._plan, self._failures, problem.kind == "permission")
+        self._not_before_seconds = now_seconds + pause_seconds
 
     def _is_alive(self) -> bool:
         return procfs.is_alive(self._process_folder, self.rank.start_ticks)

@@ -1,8 +1,9 @@
-"""Keeping the daemon's own CPU use within what the user granted, by recording stacks less.
+"""How often stacks are recorded: the plan of recordings, the budget that lowers it to keep the daemon's CPU use within
+what the user granted, and the back-off after recordings that fail.
 
 A sample of a process with a hundred threads, as CUDA processes have, costs six times as much as one of a process with
-one thread. Too few samples a second miss what is looked for, so the rate has a floor, and below it ranks are recorded
-for a part of the time only."""
+one thread. With too few samples a second a recording shows nothing, so the rate has a floor; below it, ranks are
+recorded only part of the time."""
 
 from __future__ import annotations
 
@@ -11,30 +12,33 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-# While a rank is recorded, it is sampled at least so often.
+# The lowest rate while a rank is recorded.
 LEAST_RATE_HERTZ: Final = 5
 # Attaching costs as much as twenty samples of a process with many threads: longer recordings are cheaper, shorter ones
-# are known sooner.
+# give results sooner.
 ATTACHING_SAMPLES: Final = 20
 SAMPLES_WANTED: Final = 40
 SHORTEST_SECONDS, LONGEST_SECONDS = 4, 8
 RECORDED_RATIOS: Final = (0.75, 0.5, 0.25, 0.125)
 
+FAILURES_BEFORE_BACK_OFF: Final = 3
+BACK_OFF_LIMIT_SECONDS: Final = 60.0
+
 OBSERVED_SECONDS: Final = 20.0
 PERIODS_OBSERVED: Final = 2
-# Meeting a rank costs once: finding it while it imports, and the first look at its stacks. So does losing one.
+# A new rank costs this once: finding it while it imports, and the first recording. So does one that ends.
 ARRIVAL_SECONDS: Final = 0.1
 RECOVERY_SECONDS: Final = 30.0
 RECOVERY_SECONDS_MAX: Final = 600.0
 RECOVERY_BELOW_RATIO: Final = 0.75
 TARGET_RATIO: Final = 0.9
 RAISE_FACTOR_MAX: Final = 2.0
-# A sample of a process by its threads, and the share of the budget that is left for sampling before anything was
-# measured: a first guess, so that processes with many threads do not cost too much until it was.
+# The cost of a sample by threads, and the share of the budget for sampling, before anything was measured: a first
+# guess, so that processes with many threads do not cost too much until then.
 SAMPLE_SECONDS: Final = 0.0002
 SAMPLE_SECONDS_PER_THREAD: Final = 0.000011
 GUESSED_SHARE: Final = 0.7
-# The daemon's own work alone is too much, which may pass: less sampling hardly helps.
+# Used where the daemon's own work alone is over the budget, which may pass: less sampling hardly helps.
 HELPLESS_FACTOR: Final = 0.5
 
 
@@ -52,12 +56,12 @@ class Plan:
 
     @property
     def cost(self) -> float:
-        """CPU use in samples a second."""
+        """CPU use, in samples per second."""
         return (ATTACHING_SAMPLES + self.seconds * self.rate_hz) / self.period_seconds
 
 
 def plan_at(average_hertz: float) -> Plan | None:
-    """The recordings that make so many samples a second, pauses included. None: no recordings."""
+    """The recordings that average this many samples per second, pauses included. None: no recordings."""
     if average_hertz <= 0:
         return None
     rate_hz = max(LEAST_RATE_HERTZ, int(average_hertz))
@@ -65,6 +69,13 @@ def plan_at(average_hertz: float) -> Plan | None:
     seconds = math.ceil(SAMPLES_WANTED / rate_hz) if recorded_ratio == 1.0 else int(LONGEST_SECONDS * recorded_ratio)
     seconds = min(LONGEST_SECONDS, max(SHORTEST_SECONDS, seconds))
     return Plan(seconds, rate_hz, seconds / recorded_ratio)
+
+
+def back_off_seconds(plan: Plan, failures: int, is_permanent: bool) -> float:
+    """The pause after `failures` recordings of a rank in a row: none at first, unless the cause is permanent, then
+    twice as long after each."""
+    excess = failures - (1 if is_permanent else FAILURES_BEFORE_BACK_OFF) + 1
+    return min(BACK_OFF_LIMIT_SECONDS, plan.period_seconds * 2.0 ** min(excess, 10)) if excess > 0 else 0.0
 
 
 def rate_ladder(full_hertz: float) -> tuple[float, ...]:
@@ -75,8 +86,7 @@ def rate_ladder(full_hertz: float) -> tuple[float, ...]:
 
 
 class Budget:
-    """Tells the average stack rate to use. Give it the CPU seconds used so far at every window; it has no clock of its
-    own."""
+    """Chooses the average stack rate. `observe` takes the CPU seconds used so far, at every window; it has no clock."""
 
     def __init__(self, core_ratio_per_rank: float, full_hertz: float) -> None:
         self._core_ratio_per_rank = core_ratio_per_rank
@@ -103,10 +113,10 @@ class Budget:
     def observe(
         self, now_seconds: float, own_seconds: float, sampling_seconds: float, ranks: int, threads: float = 1.0
     ) -> float:
-        """Take note of the CPU seconds used since the daemon began, by itself and by what it starts to read stacks;
-        returns the rate from now on. `threads` are a typical rank's."""
+        """Take the CPU seconds since the daemon started, of itself and of the stack samplers. Returns the rate from now
+        on. `threads` are those of a typical rank."""
         if ranks == 0:
-            # Looking for ranks costs what it costs; sampling less would not make it cheaper.
+            # Without ranks there is no sampling to reduce.
             self._ranks = 0
             self._is_guessing = True
             self._forget(_Observed(now_seconds, own_seconds, sampling_seconds))
@@ -156,7 +166,7 @@ class Budget:
             self._rung += 1
 
     def _rung_that_fits(self, own_ratio: float, sampling_ratio: float) -> int:
-        """The highest whose cost, as far as the present one's tells, stays within the budget."""
+        """The highest rung within the budget, estimated from the cost of the present one."""
         present = plan_at(self.rate_hertz)
         off = len(self._ladder) - 1
         if present is None:
@@ -174,7 +184,7 @@ class Budget:
         if self._rung == off:
             return
         if self._raised_at is not None and now.at_seconds - self._raised_at < 2 * self._recovery_seconds:
-            # The last raise did not hold: wait longer before the next, or the rate would swing for ever.
+            # The last raise did not hold: wait longer before the next, or the rate would oscillate.
             self._recovery_seconds = min(RECOVERY_SECONDS_MAX, 2 * self._recovery_seconds)
         # Off is the last resort: when even the fewest recordings were tried and are too much.
         self._rung = off if self._rung == off - 1 else min(off - 1, max(self._rung + 1, rung))
@@ -189,7 +199,7 @@ class Budget:
         self._forget(now)
 
     def _forget(self, now: _Observed) -> None:
-        # What was spent at the old rate says nothing about the new one.
+        # The cost at the old rate does not predict the cost at the new one.
         self._observed.clear()
         self._observed.append(now)
 

@@ -1,4 +1,4 @@
-"""Steps: what the probe wrote about each training step since the last look."""
+"""The steps collector: what the probe wrote about each training step since the last window."""
 
 from __future__ import annotations
 
@@ -8,65 +8,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rankscope.daemon.collector import Collector
+from rankscope.daemon.config import Config
 from rankscope.daemon.samples import ProbeFacts, Problem, RankKey, RankProcess, Span, StepSample
 from rankscope.daemon.steps import ring_reader, step_columns
 from rankscope.daemon.steps.ring_reader import RingError
 from rankscope.probe import ring_layout
 
-# The probe's facts: JSON written by a process we do not trust, into checked values.
-
+STEPS_PER_SECOND_AT_MOST = 1_000_000
+BYTES_AT_MOST = 1 << 50
+COUNTER_AT_MOST = 1 << 53
+# Limits of what the probe declares: a process we do not trust writes it.
 TEXT_LENGTH = 128
 RANKS_AT_MOST = 10_000_000
 FLOPS_AT_MOST = 1e30
 
 
-def parse_facts(text: bytes) -> ProbeFacts:
-    """A field of the wrong type or range is left out; text that is no JSON object raises RingError."""
-    try:
-        said = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RingError("corrupt", f"the ring's facts are not JSON: {str(error)[:80]}") from error
-    if not isinstance(said, dict):
-        raise RingError("corrupt", "the ring's facts are not a JSON object")
-    return ProbeFacts(
-        rank=_index(said.get("rank")),
-        world_size=_index(said.get("world_size")),
-        pipeline=_index(said.get("pipeline")),
-        tensor=_index(said.get("tensor")),
-        data=_index(said.get("data")),
-        model_flops_per_step=_positive(said.get("model_flops_per_step")),
-        peak_flops_per_second=_positive(said.get("peak_flops_per_second")),
-        device_name=_text(said.get("device_name")),
-        torch_version=_text(said.get("torch_version")),
-    )
-
-
-def _index(value: object) -> int | None:
-    good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= RANKS_AT_MOST
-    return value if good and isinstance(value, int) else None
-
-
-def _positive(value: object) -> float | None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    # Compared before conversion: an integer of thousands of digits is valid JSON and no float.
-    return float(value) if 0 < value < FLOPS_AT_MOST and math.isfinite(value) else None
-
-
-def _text(value: object) -> str | None:
-    if not isinstance(value, str):
-        return None
-    return "".join(character for character in value if character.isprintable())[:TEXT_LENGTH] or None
-
-
-STEPS_PER_SECOND_AT_MOST = 1_000_000
-BYTES_AT_MOST = 1 << 50
-COUNTER_AT_MOST = 1 << 53
-
-
 @dataclass(frozen=True)
 class _Progress:
-    """How far a ring has been read. `next_sequence` is None before the first look."""
+    """How far a ring has been read. `next_sequence` is None before the first read."""
 
     ring_id: int
     next_sequence: int | None = None
@@ -77,14 +37,18 @@ class _Progress:
     groups: Mapping[tuple[int, int], tuple[int, float, float]] = field(default_factory=dict)
 
 
-class StepsCollector:
-    """A rank without a ring has no entry: it runs without the probe, which is no problem."""
+class StepsCollector(Collector[StepSample]):
+    """A rank without a ring has no entry: it runs without the probe, which is not a problem."""
 
     name = "steps"
 
     def __init__(self, proc_root: Path = Path("/proc")) -> None:
         self._proc_root = proc_root
         self._progress: dict[RankKey, _Progress] = {}
+
+    @classmethod
+    def from_config(cls, config: Config) -> StepsCollector:
+        return cls(Path(config.proc_root))
 
     def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, StepSample | Problem]:
         present = {rank.key for rank in ranks}
@@ -102,7 +66,7 @@ class StepsCollector:
         return found
 
     def _problem(self, rank: RankProcess, kind: str, text: str) -> Problem:
-        return Problem(self.name, kind, f"rank {rank.rank} (pid {rank.pid}): {text}")
+        return Problem(self.name, kind, f"{rank}: {text}")
 
     def _read(self, rank: RankProcess, span: Span) -> StepSample | None:
         with ring_reader.opened(self._proc_root, rank.pid) as fd:
@@ -120,7 +84,7 @@ class StepsCollector:
             return sample
 
     def _progress_of(self, key: RankKey, header: ring_reader.Header, span: Span) -> _Progress:
-        """Where to go on; exec gives the same process another ring."""
+        """Where to continue. After an exec the same process has another ring."""
         before = self._progress.get(key)
         if max(header.records, header.steps) > COUNTER_AT_MOST:
             raise RingError("corrupt", f"the ring claims {header.records} records of {header.steps} steps")
@@ -214,3 +178,41 @@ def _updated(fd: int, live: ring_reader.Live, progress: _Progress) -> _Progress:
 
 def _bounded(value: int, limit: int) -> int | None:
     return value if 0 <= value <= limit else None
+
+
+def parse_facts(text: bytes) -> ProbeFacts:
+    """A field of the wrong type or range is left out; text that is not a JSON object raises RingError."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RingError("corrupt", f"the ring's facts are not JSON: {str(error)[:80]}") from error
+    if not isinstance(found, dict):
+        raise RingError("corrupt", "the ring's facts are not a JSON object")
+    return ProbeFacts(
+        rank=_index(found.get("rank")),
+        world_size=_index(found.get("world_size")),
+        pipeline=_index(found.get("pipeline")),
+        tensor=_index(found.get("tensor")),
+        data=_index(found.get("data")),
+        model_flops_per_step=_positive(found.get("model_flops_per_step")),
+        peak_flops_per_second=_positive(found.get("peak_flops_per_second")),
+        device_name=_text(found.get("device_name")),
+        torch_version=_text(found.get("torch_version")),
+    )
+
+
+def _index(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value <= RANKS_AT_MOST else None
+
+
+def _positive(value: object) -> float | None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    # Compared before conversion: an integer of thousands of digits is valid JSON and no float.
+    return float(value) if 0 < value < FLOPS_AT_MOST and math.isfinite(value) else None
+
+
+def _text(value: object) -> str | None:
+    if not isinstance(value, str):
+        return None
+    return "".join(character for character in value if character.isprintable())[:TEXT_LENGTH] or None

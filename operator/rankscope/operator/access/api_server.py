@@ -5,15 +5,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from rankscope.common.http_server import is_loopback
 from rankscope.common.tls import Read, TlsMaterial, server_context
@@ -150,29 +146,6 @@ class UserApiServer:
             return configuration
 
 
-# What the API for people says of itself in /metrics.
-
-
-class PeopleExporter(Collector):
-    """`counts` are by method and gRPC's name for how a call ended."""
-
-    def __init__(self, counts: Counter[tuple[str, str]]) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterable[Metric]:
-        calls = CounterMetricFamily(
-            "rankscope_operator_api_calls",
-            "Calls of the API for people, by method and gRPC's code; the log tells of refused callers once.",
-            labels=["method", "code"],
-        )
-        for (method, code), number in sorted(self._counts.copy().items()):
-            calls.add_metric([method, code], number)
-        yield calls
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-
 # The API for people as one thing: from `start` to `stop`.
 
 
@@ -202,7 +175,7 @@ class UserApi:
             is_ready=lambda: captures.listed.is_set() and runs.watched.listed.is_set(),
         )
         guard = Guard(Reviews(api, settings.audience), audit)
-        self.exporter = PeopleExporter(guard.counts)
+        self.calls = guard.counts
         self.server = UserApiServer(settings, service.handler(guard), read)
 
     def start(self) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rankscope.analysis.verdicts.verdict import Kind
+from rankscope.common.metric_table import label
 from rankscope.operator.correlation.correlator import JobState, suspects
-from rankscope.operator.correlation.metrics import label
 
 ALERTS_MOST = 1024
 LABELS_MOST = 64

@@ -6,17 +6,13 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-
+from rankscope.common.metric_table import label
 from rankscope.operator.alerts.alert import Alert, Concern, RefusedError, Wanted, choose, find_concern
 from rankscope.operator.correlation.correlator import JobState
-from rankscope.operator.correlation.metrics import label
 
 # Which firings have had their capture. Alertmanager repeats itself: after a while, after a restart, from its peers.
 
@@ -167,7 +163,6 @@ class AlertDesk:
         self._totals = dict.fromkeys(Result, 0)
         self._recent: deque[Outcome] = deque(maxlen=OUTCOMES_KEPT)
 
-    @property
     def totals(self) -> dict[Result, int]:
         return dict(self._totals)
 
@@ -230,24 +225,3 @@ class AlertDesk:
         who = f" ranks {','.join(map(str, ranks))}" if ranks else ""
         log.log(level, "alert %r of job %r%s: %s: %s", outcome.alert, outcome.job, who, result.value, text)
         return outcome
-
-
-# What became of alerts that ask for captures, as Prometheus metrics.
-
-
-class AlertExporter(Collector):
-    def __init__(self, totals: Callable[[], Mapping[Result, int]]) -> None:
-        self._totals = totals
-
-    def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily(
-            "rankscope_alert_captures",
-            "Alerts received that ask for a capture, by what came of them.",
-            labels=["result"],
-        )
-        for result, count in self._totals().items():
-            family.add_metric([result.value], count)
-        yield family
-
-    def describe(self) -> Iterable[Metric]:
-        return ()

@@ -9,14 +9,10 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from rankscope.common.tls import Read, TlsMaterial, files
 from rankscope.operator.certificates.authority import (
@@ -210,8 +206,9 @@ class CertificateRotation(CertificateSource):
             self._trusted_since = None
         elif written is not None:
             bundle, is_everywhere = written
-            is_everywhere = self._publish(bundle) and is_everywhere
-            if is_everywhere and self._trusted_since is None:
+            if not self._publish(bundle) or not is_everywhere:
+                self._trusted_since = None
+            elif self._trusted_since is None:
                 self._trusted_since = (bundle, self._monotonic())
 
     def _renew(self) -> tuple[bytes, bool] | None:
@@ -330,20 +327,3 @@ def _authority(document: Document | None) -> Authority | None:
 def _material(document: Document | None) -> TlsMaterial | None:
     parts = _parts(document, "tls.crt", "tls.key", "ca.crt")
     return None if parts is None else TlsMaterial(*parts)
-
-
-class FleetCertificateExporter(Collector):
-    def __init__(self, certificates: CertificateRotation) -> None:
-        self._certificates = certificates
-
-    def collect(self) -> Iterable[Metric]:
-        expires_unix = self._certificates.expires_unix
-        if expires_unix is not None:
-            yield GaugeMetricFamily(
-                "rankscope_operator_fleet_certificate_expiry_timestamp_seconds",
-                "When the first of the certificates that this replica shows to daemons and callers ends.",
-                value=expires_unix,
-            )
-
-    def describe(self) -> Iterable[Metric]:
-        return ()

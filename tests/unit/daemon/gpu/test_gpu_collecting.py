@@ -226,12 +226,13 @@ def test_the_gpu_gives_the_peak_where_the_probe_does_not_and_with_it_the_mfu() -
 
 
 def test_the_problem_of_a_gpu_reaches_the_window(tmp_path: Path) -> None:
-    from rankscope.daemon.sampler import Sampling
+    from rankscope.daemon.sampler import Sampler
 
     gpus = [gpu_makers.gpu(index, RANK.pid) for index in range(2)]
     source = gpu_makers.FakeGpus(gpu_makers.snapshot(*gpus, seconds=1))
-    parts = replace(make.collectors(RANK), gpu=GpuCollector(source, proc_root=proc(tmp_path, RANK.pid)))
-    sampled = Sampling(parts, make.FakeClock(), 10).sample(make.span())
+    parts = make.collectors(RANK)
+    parts = replace(parts, registered=(*parts.registered, GpuCollector(source, proc_root=proc(tmp_path, RANK.pid))))
+    sampled = Sampler(parts, make.FakeClock(), 10).sample(make.span())
     key: RankKey = RANK.key
     assert [problem.kind for problem in sampled.samples[key].problems] == ["several_gpus"]
     assert sampled.collectors["gpu"].success

@@ -6,12 +6,8 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from rankscope.operator.access.api_server import PeopleExporter
-from rankscope.operator.certificates.rotation import FleetCertificateExporter
-from rankscope.operator.http_endpoints import OperatorExporter
-from rankscope.operator.webhooks.webhooks import WebhookExporter
-
-REASONS = ("jobs", "other_node", "rank", "rank_taken", "ranks", "rate", "size", "unknown_pod", "unreadable")
+from rankscope.operator.correlation.correlator import LostSeconds
+from rankscope.operator.metrics import REFUSAL_REASONS, Exporter
 
 
 def scrape_everything() -> str:
@@ -21,17 +17,15 @@ def scrape_everything() -> str:
         daemons=SimpleNamespace(addresses={"node-a": "10.0.0.1:9465"}),
         streams=SimpleNamespace(connected={"node-a"}, messages_total=7),
         outbox=SimpleNamespace(waiting=2, written_total=5, failed_total=1),
-        binding=SimpleNamespace(refusals=SimpleNamespace(counts=dict.fromkeys(REASONS, 1))),
-    )
-    webhooks: Any = SimpleNamespace(
-        admission=SimpleNamespace(counts={("inject", "allowed"): 3}), expires_unix=1_800_000_000.0
+        binding=SimpleNamespace(refusals=SimpleNamespace(counts=dict.fromkeys(REFUSAL_REASONS, 1))),
+        webhooks=SimpleNamespace(
+            admission=SimpleNamespace(counts={("inject", "allowed"): 3}), expires_unix=1_800_000_000.0
+        ),
+        certificates=SimpleNamespace(expires_unix=1_800_000_000.0),
+        user_api=SimpleNamespace(calls=Counter({("StartCapture", "OK"): 4})),
     )
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(OperatorExporter(shown))
-    registry.register(WebhookExporter(webhooks))
-    certificates: Any = SimpleNamespace(expires_unix=1_800_000_000.0)
-    registry.register(FleetCertificateExporter(certificates))
-    registry.register(PeopleExporter(Counter({("StartCapture", "OK"): 4})))
+    registry.register(Exporter(lambda: (), LostSeconds(), lambda job: None, operator=shown))
     return cast(bytes, generate_latest(registry)).decode()
 
 

@@ -1,0 +1,96 @@
+"""Declared metrics: a row says what a metric is called and how to read it, and one function turns rows into Prometheus'
+families. What was not measured has no series.
+
+A table has a section of rows for each kind of subject: a rank, a GPU, a job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeGuard, TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+LABEL_CHARACTERS: Final = 128
+ANY: Final = ()  # values of a label that is not a closed set
+FULL_ONLY: Final = ()  # `standard` of a metric that only metrics_detail = full has
+
+Subject = TypeVar("Subject")
+# One value, or values by further label: by its value, or by a tuple of values where there are several such labels.
+Reading: TypeAlias = float | Mapping[Any, float | None] | None
+
+
+@dataclass(frozen=True)
+class Metric(Generic[Subject]):
+    type: ClassVar[str]
+    name: str  # in full, as Prometheus shows it
+    help: str
+    read: Callable[[Subject], Reading]
+    # Beside those of the section, with all values where they are a closed set.
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    standard: Collection[object] | None = None  # keys of the reading that metrics_detail = standard shows; None: all
+
+    def samples(self, subject: Subject, full: bool) -> Mapping[tuple[str, ...], float]:
+        """By values of the further labels. There is no sample for a value that is unknown or not finite, nor for a
+        label value outside its closed set: what a container reports cannot add series."""
+        if not full and self.standard == FULL_ONLY:
+            return {}
+        reading = self.read(subject)
+        if reading is None or isinstance(reading, int | float):
+            return {(): float(reading)} if self._is_sound(reading) else {}
+        found: dict[tuple[str, ...], float] = {}
+        for key, value in reading.items():
+            if self._is_sound(value) and (full or self.standard is None or key in self.standard):
+                texts = (label(key),) if isinstance(key, str) else tuple(map(label, key))
+                if all(not closed or text in closed for text, closed in zip(texts, self.labels.values(), strict=True)):
+                    found.setdefault(texts, float(value))
+        return found
+
+    def _is_sound(self, value: float | None) -> TypeGuard[float]:
+        return value is not None and math.isfinite(value) and (value >= 0 or self.type != "counter")
+
+
+class Gauge(Metric[Subject]):
+    type = "gauge"
+
+
+class Counter(Metric[Subject]):
+    type = "counter"
+
+
+@dataclass(frozen=True)
+class Section(Generic[Subject]):
+    """Metrics of one kind of subject. `labels` identify the subject and are on every metric."""
+
+    labels: tuple[str, ...]
+    metrics: tuple[Metric[Subject], ...]
+
+    def families(
+        self, subjects: Iterable[tuple[tuple[str, ...], Subject]], *, full: bool = True
+    ) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """`subjects` come with the values of the section's labels."""
+        # One series twice makes Prometheus refuse the whole scrape: the first subject with the same labels wins.
+        unique: dict[tuple[str, ...], Subject] = {}
+        for values, subject in subjects:
+            unique.setdefault(tuple(map(label, values)), subject)
+        for metric in self.metrics:
+            kind = CounterMetricFamily if metric.type == "counter" else GaugeMetricFamily
+            family = kind(metric.name, metric.help, labels=(*self.labels, *metric.labels))
+            for values, subject in unique.items():
+                for further, value in metric.samples(subject, full).items():
+                    family.add_metric((*values, *further), value)
+            if family.samples:
+                yield family
+
+    def of(self, subject: Subject | None) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """The families of the only subject of a section without labels; none where there is no such subject."""
+        return self.families(() if subject is None else [((), subject)])
+
+
+def label(text: str) -> str:
+    """One printable line of limited length: names of jobs, nodes, pods and GPUs come from other programs."""
+    if len(text) <= LABEL_CHARACTERS and text.isprintable():
+        return text
+    clean = "".join(character if character.isprintable() else " " for character in text[: LABEL_CHARACTERS + 1])
+    return clean if len(clean) <= LABEL_CHARACTERS else clean[: LABEL_CHARACTERS - 1] + "…"

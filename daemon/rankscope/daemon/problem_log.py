@@ -1,0 +1,47 @@
+"""The daemon's log: one line for each problem, and the same problem at most once a minute."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+
+from rankscope.daemon.windows.window import PROBLEM_CHARACTERS, bounded
+
+REPEAT_SECONDS = 60.0
+KEYS_KEPT = 4096
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one bounded line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+class ProblemLog:
+    def __init__(self, log: logging.Logger, monotonic_seconds: Callable[[], float]) -> None:
+        self._log = log
+        self._monotonic_seconds = monotonic_seconds
+        self._logged: dict[Hashable, float] = {}
+
+    def warn(self, key: Hashable, text: str) -> None:
+        """Log `text` unless this `key`, or the same text for another one, was logged within the last minute."""
+        now = self._monotonic_seconds()
+        if any(now - self._logged.get(known, now - REPEAT_SECONDS) < REPEAT_SECONDS for known in (key, text)):
+            return
+        if len(self._logged) >= KEYS_KEPT:
+            self._logged = {old: at for old, at in self._logged.items() if now - at < REPEAT_SECONDS}
+            if len(self._logged) >= KEYS_KEPT:
+                return
+        self._logged[key] = self._logged[text] = now
+        # The text may quote a training process; a line of the log stays one line.
+        self._log.warning("%s", bounded(text, 2 * PROBLEM_CHARACTERS))
+
+
+class OneLine(logging.Formatter):
+    """2026-01-31T12:00:00 warning rankscope.daemon.loop: text"""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.levelname = record.levelname.lower()
+        return " | ".join(super().format(record).splitlines())
