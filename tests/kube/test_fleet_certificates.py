@@ -163,7 +163,7 @@ def test_certificates_and_authority_are_rotated_under_a_stream_that_goes_on(
             stale = replace(old, authorities=shown().authorities)
             assert daemon.answer(stale) is grpc.StatusCode.UNAVAILABLE
         assert not [record.message for record in caplog.records if record.message.startswith("daemon of n")]
-        assert daemon.log.count("certificates were read anew") == 3
+        assert daemon.log.count("certificates were read again") == 3
     finally:
         streams.stop()
 

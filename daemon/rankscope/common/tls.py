@@ -39,30 +39,38 @@ def files(certificate: Path, key: Path, authorities: Path | None = None) -> Read
 
 
 class FollowedTls:
-    """`context` is asked for at every connection. Material that cannot be used is logged once; the one before
-    stays in use."""
+    """To be asked at every connection. Material that cannot be used is logged once; the one before stays in use."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
         self._lock = threading.Lock()
         self._used: TlsMaterial | None = None
         self._context: ssl.SSLContext | None = None
-        self._complaint = ""
+        self.problem = ""  # of the newest material
+
+    def material(self) -> TlsMaterial | None:
+        """The newest that can be used, as the same object while it does not change. None: there is none yet."""
+        with self._lock:
+            self._follow()
+            return self._used
 
     def context(self) -> ssl.SSLContext | None:
         """None: there is no certificate yet."""
         with self._lock:
-            try:
-                material = self._read()
-                if material is not None and material != self._used:
-                    self._context = server_context(material)
-                    self._used = material
-                self._complaint = ""
-            except (OSError, ValueError) as error:
-                if str(error) != self._complaint:
-                    self._complaint = str(error)
-                    log.warning("new certificates cannot be used, the old ones stay: %s", error)
+            self._follow()
             return self._context
+
+    def _follow(self) -> None:
+        try:
+            material = self._read()
+            if material is not None and material != self._used:
+                self._context = server_context(material)
+                self._used = material
+            self.problem = ""
+        except (OSError, ValueError) as error:
+            if str(error) != self.problem:
+                self.problem = str(error)
+                log.warning("new certificates cannot be used, the old ones stay: %s", error)
 
 
 def server_context(material: TlsMaterial) -> ssl.SSLContext:

@@ -170,7 +170,7 @@ class Operator:
                 calls,
                 self.addresses,
                 self.audit,
-                shown_to_callers,
+                callers_tls,
             )
         # Prometheus shows the token that every pod has: one for the API server, so of its audience.
         guard = MetricsGuard(Reviews(self.api, audience="")) if settings.metrics_auth else None

@@ -5,9 +5,9 @@ certificate may call."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import ssl
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from rankscope.common.tls import FollowedTls
-from rankscope.common.tls import files as material_files
+from rankscope.common.tls import FollowedTls, TlsMaterial, files
 from rankscope.daemon.config import NONE, Config
 from rankscope.daemon.server.sockets import ListenError
 
@@ -102,84 +101,80 @@ class TlsFiles:
             return None
         return cls(Path(config.tls_certificate), Path(config.tls_key), Path(config.tls_client_authority))
 
-    @property
-    def state(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Changes when any of them does. A Kubernetes secret is swapped by a link, so links are followed."""
-        found = [path.stat() for path in (self.certificate, self.key, self.client_authority)]
-        return tuple((status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size) for status in found)
-
-    def read(self) -> grpc.ServerCertificateConfiguration:
+    def check(self) -> None:
         """Raises ListenError, which names the file, for a certificate or key that cannot be used."""
-        key, certificate, authority = (_read(path) for path in (self.key, self.certificate, self.client_authority))
+        for path in (self.key, self.certificate, self.client_authority):
+            _check_pem(path)
         try:
             check_pair(self.certificate, self.key)
-        except CertificateError as error:
+            for path in (self.certificate, self.client_authority):
+                _warn_of_expiry(path, path.read_bytes())
+        except (CertificateError, OSError) as error:
             raise ListenError(str(error)) from error
-        for path, content in ((self.certificate, certificate), (self.client_authority, authority)):
-            _warn_of_the_end(path, content)
-        return grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=authority)
+
+    def followed(self) -> FollowedTls:
+        return FollowedTls(files(self.certificate, self.key, self.client_authority))
 
 
 def metrics_tls(config: Config) -> FollowedTls | None:
-    """For /metrics, where it is to have TLS. Raises ListenError as `TlsFiles.read` does."""
-    files = TlsFiles.of(config)
-    if files is None or not config.metrics_tls:
+    """For /metrics, where it has TLS. Raises ListenError as `TlsFiles.check` does."""
+    found = TlsFiles.of(config)
+    if found is None or not config.metrics_tls:
         return None
-    files.read()
-    return FollowedTls(material_files(files.certificate, files.key, files.client_authority))
+    found.check()
+    return found.followed()
 
 
-def _read(path: Path) -> bytes:
+class Certificates:
+    """The gRPC server's: gRPC asks for every new connection."""
+
+    def __init__(self, found: TlsFiles, on_connection: Callable[[], None] = lambda: None) -> None:
+        found.check()
+        self._files = found
+        self._on_connection = on_connection
+        self._tls = found.followed()
+        first = self._tls.material()
+        if first is None:
+            raise ListenError(self._tls.problem)
+        self._used = first
+
+    def credentials(self) -> grpc.ServerCredentials:
+        first = _configuration(self._used)
+        return grpc.dynamic_ssl_server_credentials(first, self._changed, require_client_authentication=True)
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        self._on_connection()
+        material = self._tls.material()
+        if material is None or material is self._used:
+            return None
+        self._used = material
+        log.info("certificates were read again from %s", self._files.certificate)
+        with contextlib.suppress(CertificateError):  # OpenSSL accepted it
+            _warn_of_expiry(self._files.certificate, material.certificate)
+        return _configuration(material)
+
+
+def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
+    pair = (material.key, material.certificate)
+    return grpc.ssl_server_certificate_configuration([pair], root_certificates=material.authorities)
+
+
+def _check_pem(path: Path) -> None:
     try:
         with path.open("rb") as file:
             content = file.read(CERTIFICATE_BYTES)
     except OSError as error:
-        raise ListenError(f"{path} cannot be read: {error.strerror}; mend it or pass --tls-certificate none") from error
+        raise ListenError(f"{path} cannot be read: {error.strerror}; fix it or pass --tls-certificate none") from error
     if b"-----BEGIN " not in content:
         raise ListenError(f"{path} is not PEM")
-    return content
 
 
-def _warn_of_the_end(path: Path, content: bytes) -> None:
+def _warn_of_expiry(path: Path, content: bytes) -> None:
     try:
         days = validity(content).days_left(datetime.now(timezone.utc))
     except CertificateError as error:
-        raise ListenError(f"{path}: {error}") from error
+        raise CertificateError(f"{path}: {error}") from error
     if days < 0:
-        log.warning("%s expired %.1f days ago: nobody will connect", path, -days)
+        log.warning("%s expired %.1f days ago: nobody can connect", path, -days)
     elif days < SOON_DAYS:
         log.warning("%s expires in %.1f days", path, days)
-
-
-class Certificates:
-    """Asked by gRPC for every new connection. What cannot be read leaves the certificates as they are."""
-
-    def __init__(self, files: TlsFiles, on_connection: Callable[[], None] = lambda: None) -> None:
-        self._files = files
-        self._on_connection = on_connection
-        self._lock = threading.Lock()
-        try:
-            self._state = files.state
-        except OSError as error:
-            raise ListenError(f"{error.filename} cannot be read: {error.strerror}") from error
-        self._first = files.read()
-
-    def credentials(self) -> grpc.ServerCredentials:
-        return grpc.dynamic_ssl_server_credentials(self._first, self._changed, require_client_authentication=True)
-
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        self._on_connection()
-        with self._lock:
-            try:
-                state = self._files.state
-                if state == self._state:
-                    return None
-                configuration = self._files.read()
-                if self._files.state != state:
-                    return None  # being written this moment: the next connection asks again
-            except (OSError, ListenError) as error:
-                log.warning("the new certificates cannot be used, the old ones stay: %s", error)
-                return None
-            self._state = state
-        log.info("certificates were read anew from %s", self._files.certificate)
-        return configuration

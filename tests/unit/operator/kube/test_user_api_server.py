@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rankscope.common.tls import Read, TlsMaterial, files
+from rankscope.common.tls import FollowedTls, Read, TlsMaterial, files
 from rankscope.operator.access import api_server as people_serving
 from rankscope.operator.access.api_server import UserApiServer, UserApiSettings
 from rankscope.v1 import capture_service_pb2 as pb
@@ -46,7 +46,9 @@ def start(cluster: Cluster) -> Iterator[Start]:
     started: list[UserApiServer] = []
 
     def serve(read: Read) -> UserApiServer:
-        server = UserApiServer(UserApiSettings("127.0.0.1", 0), cluster.captures.handler(cluster.guard), read)
+        server = UserApiServer(
+            UserApiSettings("127.0.0.1", 0), cluster.captures.handler(cluster.guard), FollowedTls(read)
+        )
         started.append(server)
         server.start()
         return server
