@@ -189,7 +189,7 @@ class UserCaptures:
             raise RefusedError(Code.RESOURCE_EXHAUSTED, text)
         name = capture_name(request, self._clock())
         record = asked_for(call.record("asked", namespace=place.namespace, capture=name), read_spec(spec))
-        self._audit.say(record)
+        self._audit.write(record)
         try:
             thing = self._create(document(name, run, spec, call.caller))
         except ConflictError:
@@ -197,7 +197,7 @@ class UserCaptures:
         except UnreachableError as error:
             raise RefusedError(Code.UNAVAILABLE, "the API server does not answer; try again") from error
         except ApiError as error:
-            self._audit.say(replace(record, event="refused", result=error.reason or str(error.status)))
+            self._audit.write(replace(record, event="refused", result=error.reason or str(error.status)))
             log.warning("capture %s/%s for %r: %s", place.namespace, name, call.caller.name, error)
             raise RefusedError(Code.FAILED_PRECONDITION, f"{error}"[:500]) from error
         yield from self._follow(thing, call, access)
@@ -221,7 +221,7 @@ class UserCaptures:
     def cancel(self, request: pb.CancelCaptureRequest, call: Call) -> pb.CancelCaptureResponse:
         thing = self._found(request.id, call, Access("delete", place_of_capture(request.id).namespace))
         if not thing.is_finished and not thing.is_cancelled:
-            self._audit.say(call.record("cancelled", namespace=thing.namespace, capture=thing.name))
+            self._audit.write(call.record("cancelled", namespace=thing.namespace, capture=thing.name))
             body = {"metadata": {"uid": thing.uid, "annotations": {CANCEL: call.caller.name[:256]}}}
             self._change(lambda: self._api.merge(thing.path, body))
         return pb.CancelCaptureResponse(capture=answer(thing))
@@ -230,7 +230,7 @@ class UserCaptures:
         thing = self._found(request.id, call, Access("delete", place_of_capture(request.id).namespace))
         if not thing.is_finished:
             raise RefusedError(Code.FAILED_PRECONDITION, "the capture is under way; cancel it first")
-        self._audit.say(call.record("deleted", namespace=thing.namespace, capture=thing.name))
+        self._audit.write(call.record("deleted", namespace=thing.namespace, capture=thing.name))
         if thing.spec is None or not thing.spec.delete_artifacts:
             self._traces.remove(thing)
         self._change(lambda: self._api.delete(thing.path, {"preconditions": {"uid": thing.uid}}))
@@ -240,7 +240,7 @@ class UserCaptures:
         access = Access("get", place_of_capture(request.id).namespace, subresource="artifacts")
         thing = self._found(request.id, call, access)
         what = {"namespace": thing.namespace, "capture": thing.name, "ranks": str(request.rank)}
-        self._audit.say_now_and_then(call.record("downloaded", **what))
+        self._audit.write_once_a_minute(call.record("downloaded", **what))
         checked = time.monotonic()
         for part in self._traces.download(thing, request, call.context):
             yield part

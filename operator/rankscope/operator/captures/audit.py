@@ -42,17 +42,17 @@ class CaptureAudit:
         self._told: OrderedDict[Hashable, float] = OrderedDict()
         self._vouched: OrderedDict[str, None] = OrderedDict()  # uids of objects that we made for a caller we know
 
-    def say(self, record: AuditRecord) -> None:
+    def write(self, record: AuditRecord) -> None:
         audit_log.info("%s", audit_line(record, self._unix_seconds()))
 
     def refused(self, record: AuditRecord) -> None:
-        self.say_now_and_then(replace(record, event="refused"))
+        self.write_once_a_minute(replace(record, event="refused"))
 
-    def say_now_and_then(self, record: AuditRecord) -> None:
+    def write_once_a_minute(self, record: AuditRecord) -> None:
         """The same of the same caller at most once a minute."""
         what = (record.namespace, record.capture, record.ranks, record.result, record.message)
         if self._is_news((record.event, record.user, record.address, *what), self._monotonic_seconds(), REPEAT_SECONDS):
-            self.say(record)
+            self.write(record)
 
     def vouch_for(self, uid: str) -> None:
         with self._lock:
@@ -74,7 +74,7 @@ class CaptureAudit:
 
     def _once(self, thing: CaptureObject, record: AuditRecord) -> None:
         if self._is_news((thing.uid, record.event), 0.0, float("inf")):
-            self.say(record)
+            self.write(record)
 
     def _is_news(self, key: Hashable, now: float, seconds: float) -> bool:
         with self._lock:

@@ -229,10 +229,10 @@ class AutomaticCaptureMaker:
         for job in sorted(states):
             jobs.setdefault(job.partition("#")[0], []).append(states[job])
         for name, policy in policies.items():
-            wish = policy.spec.automatic_captures if policy.spec is not None else None
-            if isinstance(wish, resources.AutomaticCaptures) and name in jobs and self._leases.holds(name):
+            spec = policy.spec.automatic_captures if policy.spec is not None else None
+            if isinstance(spec, resources.AutomaticCaptures) and name in jobs and self._leases.holds(name):
                 for state in jobs[name]:
-                    self._consider(name, policy, wish, state, now)
+                    self._consider(name, policy, spec, state, now)
         return self.known()
 
     def known(self) -> list[CaptureObject]:
@@ -257,13 +257,13 @@ class AutomaticCaptureMaker:
         self,
         name: str,
         policy: PolicyObject,
-        wish: resources.AutomaticCaptures,
+        spec: resources.AutomaticCaptures,
         state: JobState,
         now: float,
     ) -> None:
         namespace, _, run_name = name.partition("/")
         run = self._runs.object_of(namespace, run_name)
-        if not wants_capture(wish, state) or run is None or run.deleting:
+        if not wants_capture(spec, state) or run is None or run.deleting:
             self._told.pop(state.job, None)
             return
         with self._lock:
@@ -273,7 +273,7 @@ class AutomaticCaptureMaker:
         captures = self.known()  # after that: what another run's has become since this round began counts too
         of_run = [c for c in captures if c.namespace == namespace and c.spec is not None and c.spec.run == run_name]
         finding, ranks = finding_of(state), chosen_ranks(state)
-        reason = objection(wish, policy, finding, of_run, captures, past, self._recovered.get(state.job), now)
+        reason = objection(spec, policy, finding, of_run, captures, past, self._recovered.get(state.job), now)
         if reason is None and not ranks:
             reason = "no rank of the run reports"
         if reason is not None:
@@ -282,7 +282,7 @@ class AutomaticCaptureMaker:
                 self._told[state.job] = news
                 log.info("%s: %s: no capture by policy %s: %s", name, finding, policy.name, reason)
             return
-        body = capture_body(capture_name(run, of_run), run, policy, wish, state, ranks)
+        body = capture_body(capture_name(run, of_run), run, policy, spec, state, ranks)
         with self._lock:
             self._busy.add(policy.uid)
         self._pool.submit(self._make, run, policy, body, Past(now, finding))
@@ -304,7 +304,7 @@ class AutomaticCaptureMaker:
         else:
             text = f"policy {policy.name}: capture {capture} of ranks {body['spec']['ranks']} for {past.finding}"
             target = Target(resources.API_VERSION, "TrainingRun", run.namespace, run.name, run.uid)
-            self._events.say(target, "Normal", "CaptureStarted", text, capture)
+            self._events.emit(target, "Normal", "CaptureStarted", text, capture)
         finally:
             with self._lock:
                 self._busy.discard(policy.uid)

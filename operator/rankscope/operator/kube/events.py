@@ -31,7 +31,7 @@ class Events:
         self._api = api
         self._outbox = outbox
 
-    def say(self, target: Target, kind: Literal["Normal", "Warning"], reason: str, message: str, change: str) -> None:
+    def emit(self, target: Target, kind: Literal["Normal", "Warning"], reason: str, message: str, change: str) -> None:
         """`change` names what happened: the same change of the same thing is said once, also by another replica."""
         digest = hashlib.sha256(f"{target.uid} {reason} {change}".encode()).hexdigest()[:16]
         name = f"{target.name[:200]}.{digest}"

@@ -212,7 +212,7 @@ class PoliciesController:
         if matched is not None:
             policy = matched.policy
             target = Target(API_VERSION, "ProfilingPolicy", policy.namespace, policy.name, policy.uid)
-            self._events.say(target, "Warning", "RatesNotTaken", note, note)
+            self._events.emit(target, "Warning", "RatesNotTaken", note, note)
 
     # --- status ------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.operator.kube.objects import PolicyObject
 from rankscope.operator.kube.resources import Thresholds
 from rankscope.operator.runs.inventory import Run
-from rankscope.operator.runs.pods import MFU_TARGET, read_wishes
+from rankscope.operator.runs.pods import MFU_TARGET, read_annotations
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def mfu_target_of(run: Run) -> float | None:
     """What people wrote on the run's pods; where they disagree, the first pod by name has it."""
     annotated = [pod for pod in run.pods.values() if MFU_TARGET in pod.annotations]
     for pod in sorted(annotated, key=lambda pod: pod.name):
-        target = read_wishes(pod.annotations).mfu_target
+        target = read_annotations(pod.annotations).mfu_target
         if target is not None:
             return target
     return None

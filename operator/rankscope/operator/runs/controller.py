@@ -19,7 +19,7 @@ from rankscope.operator.kube.objects import MANAGED, RunObject, collection, read
 from rankscope.operator.kube.resources import API_VERSION, RunVerdict, TrainingRunStatus
 from rankscope.operator.kube.watch_cache import Watched
 from rankscope.operator.runs.inventory import Inventory, Run
-from rankscope.operator.runs.pods import read_wishes
+from rankscope.operator.runs.pods import read_annotations
 from rankscope.operator.runs.run_grouping import RunKey
 from rankscope.operator.runs.status import ended_status, gist, run_status, run_verdict
 
@@ -166,28 +166,28 @@ class RunsController:
         if verdict.severity != Severity.ALARM.value:
             if was_alarm and verdict.kind == "healthy":
                 target = Target(API_VERSION, "TrainingRun", thing.namespace, thing.name, thing.uid)
-                self._events.say(target, "Normal", "Recovered", "nothing is raised any more", verdict.since)
+                self._events.emit(target, "Normal", "Recovered", "nothing is raised any more", verdict.since)
             return
         reason = "".join(part.capitalize() for part in verdict.kind.split("_"))
         target = Target(API_VERSION, "TrainingRun", thing.namespace, thing.name, thing.uid)
         text = verdict.reason
         if isinstance(verdict.source, str):
             text += f" ({verdict.source})"
-        self._events.say(target, "Warning", reason, text, verdict.since)
+        self._events.emit(target, "Warning", reason, text, verdict.since)
         pods = {pod.name: pod for pod in run.pods.values()}
         for name in dict.fromkeys(culprit.pod for culprit in verdict.culprits if isinstance(culprit.pod, str)):
             pod = pods.get(name)
             if pod is not None:
                 accused = Target("v1", "Pod", pod.namespace, pod.name, pod.uid)
-                self._events.say(accused, "Warning", reason, f"{thing.name}: {text}", verdict.since)
+                self._events.emit(accused, "Warning", reason, f"{thing.name}: {text}", verdict.since)
 
     def _tell_mistakes(self, run: Run) -> None:
         for pod in run.pods.values():
-            for mistake in read_wishes(pod.annotations).mistakes:
+            for mistake in read_annotations(pod.annotations).mistakes:
                 if (pod.uid, mistake) not in self._told:
                     self._told.add((pod.uid, mistake))
                     target = Target("v1", "Pod", pod.namespace, pod.name, pod.uid)
-                    self._events.say(target, "Warning", "BadAnnotation", mistake, mistake)
+                    self._events.emit(target, "Warning", "BadAnnotation", mistake, mistake)
 
 
 def _meaning(status: TrainingRunStatus) -> object:

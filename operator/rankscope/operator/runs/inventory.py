@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from rankscope.operator.runs.pods import Pod, read_wishes
+from rankscope.operator.runs.pods import Pod, read_annotations
 from rankscope.operator.runs.run_grouping import RunKey, is_labelled, run_of
 
 
@@ -49,7 +49,7 @@ class Inventory:
         self._keys: dict[str, RunKey] = {}  # pod uid to run
 
     def changed(self, uid: str, pod: Pod) -> None:
-        key = run_of(pod) if read_wishes(pod.annotations).watch else None
+        key = run_of(pod) if read_annotations(pod.annotations).watch else None
         with self._lock:
             before = self._keys.get(uid)
             if before is not None and before != key:

@@ -108,13 +108,13 @@ KNOWN = (MFU_TARGET, WATCH)
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PodAnnotations:
     mfu_target: float | None = None
     watch: bool = True
     mistakes: tuple[str, ...] = ()  # in words, with what it may be
 
 
-def read_wishes(annotations: Mapping[str, str]) -> Wishes:
+def read_annotations(annotations: Mapping[str, str]) -> PodAnnotations:
     mistakes: list[str] = []
     target: float | None = None
     if MFU_TARGET in annotations:
@@ -129,4 +129,4 @@ def read_wishes(annotations: Mapping[str, str]) -> Wishes:
     watch = annotations.get(WATCH, "true")
     if watch not in ("true", "false"):
         mistakes.append(f"{WATCH}: {watch[:40]!r} is neither true nor false")
-    return Wishes(target, watch != "false", tuple(mistakes))
+    return PodAnnotations(target, watch != "false", tuple(mistakes))

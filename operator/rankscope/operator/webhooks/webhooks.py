@@ -20,10 +20,10 @@ from rankscope.operator.certificates.rotation import (
 from rankscope.operator.kube.api_client import Api
 from rankscope.operator.kube.ownership import OwnName
 from rankscope.operator.webhooks.admission import Admission
-from rankscope.operator.webhooks.configuration import NAME, Address, Configuring
+from rankscope.operator.webhooks.configuration import NAME, Address, Configurations
 
 BODY_BYTES = 3 << 20
-# Longer than the API server keeps a connection idle: it is the one to close it, or a request may meet a closed door.
+# Longer than the API server keeps a connection idle: it has to be the first to close it, or a request may be lost.
 LIMITS = Limits(connections=256, request_seconds=10.0, idle_seconds=150.0)
 
 
@@ -74,7 +74,7 @@ class Webhooks:
     ) -> None:
         self.admission = Admission(settings.probe_image, OwnName(api), audit)
         address = Address(settings.namespace, settings.service, url=settings.url)
-        publish = Configuring(api, address, settings.configuration).publish
+        publish = Configurations(api, address, settings.configuration).publish
         self.certificates: CertificateSource
         if settings.certificate is not None and settings.key is not None:
             files = settings.certificate, settings.key, settings.authority

@@ -175,10 +175,10 @@ def test_a_policy_that_makes_no_sense_is_refused_in_words(spec: dict[str, Any], 
     assert says in response["status"]["message"]
 
 
-def test_a_policy_that_says_nothing_passes_with_a_warning() -> None:
+def test_a_policy_that_sets_nothing_passes_with_a_warning() -> None:
     response = ask("/validate", review(ours({"priority": 3}), "profilingpolicies"))
     assert response["allowed"]
-    assert "says nothing" in response["warnings"][0]
+    assert "sets nothing" in response["warnings"][0]
     sensible = {"selector": {"matchLabels": {"example.com/team": "a"}}, "automaticCaptures": {"on": ["hang"]}}
     assert "warnings" not in ask("/validate", review(ours(sensible), "profilingpolicies"))
 

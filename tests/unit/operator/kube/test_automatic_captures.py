@@ -59,7 +59,7 @@ class Cluster:
     def holds(self, key: str) -> bool:
         return self.held
 
-    def say(self, target: object, kind: str, reason: str, message: str, change: str) -> None:
+    def emit(self, target: object, kind: str, reason: str, message: str, change: str) -> None:
         self.events.append(message)
 
     def see(self, phase: str = "Succeeded") -> None:

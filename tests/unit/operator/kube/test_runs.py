@@ -26,7 +26,7 @@ class Cluster:
 
     def queue(self, key: str, place: str, content: object, send: object) -> None: ...
 
-    def say(self, target: Any, kind: str, reason: str, message: str, change: str) -> None:
+    def emit(self, target: Any, kind: str, reason: str, message: str, change: str) -> None:
         self.told.append(target.uid)
 
 
