@@ -21,15 +21,13 @@ from rankscope.operator.runtime import Operator
 from rankscope.operator.settings import OperatorSettings
 from rankscope.operator.webhooks.webhooks import WebhookSettings
 
-# Flags of `rankscope operator` about certificates, and what they mean together.
-
 
 def add_certificate_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("certificates (docs/tls.md)")
     group.add_argument(
         "--fleet-certificates",
         action="store_true",
-        help="make and renew the daemons' and our own, in Secrets of our namespace; in place of the next three",
+        help="make and renew the daemons' certificates and our own, in Secrets of our namespace; in place of the next three",
     )
     group.add_argument("--tls-certificate", type=Path, metavar="FILE", help="ours, for the daemons; with the next two")
     group.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
@@ -49,16 +47,16 @@ def add_certificate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def with_certificates(settings: OperatorSettings, arguments: argparse.Namespace) -> OperatorSettings:
-    """Raises ValueError for what makes no sense together, or would be without TLS where it needs one."""
+    """Raises ValueError for flags that contradict each other, or that would leave a token without TLS."""
     files = (arguments.tls_certificate, arguments.tls_key, arguments.tls_authority)
     if any(files) and not all(files):
         raise ValueError("--tls-certificate, --tls-key and --tls-authority belong together")
     if arguments.fleet_certificates and any(files):
-        raise ValueError("--fleet-certificates makes what --tls-certificate names: leave one of them out")
+        raise ValueError("--fleet-certificates makes the files of --tls-certificate: leave one of them out")
     certificate: Path | None = arguments.api_certificate
     key: Path | None = arguments.api_key
     if arguments.api_name and not arguments.fleet_certificates:
-        raise ValueError("--api-name needs --fleet-certificates: others name what they sign")
+        raise ValueError("--api-name needs --fleet-certificates: other authorities choose the names themselves")
     serving = None if certificate is None or key is None else (certificate, key)
     has_serving = arguments.fleet_certificates or serving is not None
     if arguments.metrics_auth and not has_serving:
@@ -77,11 +75,8 @@ def with_certificates(settings: OperatorSettings, arguments: argparse.Namespace)
     )
 
 
-# Flags of `rankscope operator` about the API for people.
-
-
 def add_user_api_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("captures for people (docs/api.md)", "`rankscope capture --operator HOST:PORT`")
+    group = parser.add_argument_group("captures for users (docs/api.md)", "`rankscope capture --operator HOST:PORT`")
     group.add_argument(
         "--api-listen", metavar="HOST:PORT", help=f"serve them here, usually 0.0.0.0:{PORT} (default: no such API)"
     )
@@ -96,7 +91,7 @@ def add_user_api_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-audience",
         default=UserApiSettings.audience,
         metavar="TEXT",
-        help="what people's tokens have to be for (default: %(default)s)",
+        help="audience of the users' tokens (default: %(default)s)",
     )
 
 
@@ -105,12 +100,10 @@ def with_user_api(settings: OperatorSettings, arguments: argparse.Namespace) -> 
         raise ValueError("--api-certificate and --api-key belong together")
     if arguments.api_listen is None:
         return settings
-    host, _, port = arguments.api_listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"--api-listen {arguments.api_listen!r} is not HOST:PORT")
+    host, port = _host_port("--api-listen", arguments.api_listen)
     if not arguments.api_audience.strip():
         raise ValueError("--api-audience is empty: tokens for the API server are not for us to see")
-    return replace(settings, user_api=UserApiSettings(host.strip("[]"), int(port), arguments.api_audience))
+    return replace(settings, user_api=UserApiSettings(host, port, arguments.api_audience))
 
 
 NAME = "operator"
@@ -130,13 +123,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--identity", default=defaults.identity, help="this replica's name, unlike any other's (default: %(default)s)"
     )
-    parser.add_argument("--shards", type=int, default=1, metavar="N", help="parts the runs are divided in (default: 1)")
+    parser.add_argument(
+        "--shards", type=int, default=1, metavar="N", help="parts that the runs are divided into (default: 1)"
+    )
     parser.add_argument(
         "--settling-seconds",
         type=float,
         default=defaults.settling_seconds,
         metavar="S",
-        help="after a start, what stood before stands for so long while ranks are not heard yet (default: %(default)g)",
+        help="after a start, keep earlier findings this long until all ranks report (default: %(default)g)",
     )
     parser.add_argument("--pod-selector", default="", metavar="LABELS", help="watch only pods with these labels")
     parser.add_argument("--listen", default="127.0.0.1:9466", metavar="HOST:PORT", help="/metrics, /healthz, /readyz")
@@ -173,11 +168,11 @@ def _add_webhook_arguments(parser: argparse.ArgumentParser) -> None:
         "--webhook-certificate",
         type=Path,
         metavar="FILE",
-        help="renewed by somebody else, with the next one (default: our own, in a Secret)",
+        help="renewed by somebody else, with the next one (default: made by us, in a Secret)",
     )
     webhooks.add_argument("--webhook-key", type=Path, metavar="FILE", help="its key")
     webhooks.add_argument(
-        "--webhook-authority", type=Path, metavar="FILE", help="who signed it, to be told to the API server by us"
+        "--webhook-authority", type=Path, metavar="FILE", help="who signed it, to be published to the API server by us"
     )
     webhooks.add_argument("--probe-image", metavar="IMAGE", help="brings the probe into pods (default: no probe)")
 

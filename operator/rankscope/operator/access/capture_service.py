@@ -1,5 +1,5 @@
-"""CaptureService for people: a call becomes a Capture object, and is answered from what becomes of it. Any replica can:
-the one that has the run carries it out, and all of them watch."""
+"""CaptureService for users: a call becomes a Capture object, and is answered from its status. Any replica can answer:
+the one that holds the run carries it out, and all of them watch the objects."""
 
 from __future__ import annotations
 
@@ -32,15 +32,13 @@ from rankscope.operator.kube.objects import CANCEL, CaptureObject, RunObject, co
 from rankscope.operator.kube.resources import CapturedRank
 from rankscope.v1 import capture_service_pb2 as pb
 
-# A Capture object as CaptureService tells it: what the object says, and what the daemons of its nodes add. Pure.
-
 WINDOWS_MOST = 20
 NOTES_MOST = 32
 NOTE_CHARACTERS = 1000
 
 
-def answer(thing: CaptureObject, told: Mapping[str, pb.Capture] | None = None) -> pb.Capture:
-    """`told` is what daemons said, by node; they are believed about ranks that ran there, and about nothing else."""
+def answer(thing: CaptureObject, details: Mapping[str, pb.Capture] | None = None) -> pb.Capture:
+    """`details` are the daemons' reports by node; a daemon is trusted only about ranks that ran on its node."""
     status = thing.status
     capture = pb.Capture(
         id=f"{thing.namespace}/{thing.name}",
@@ -49,15 +47,15 @@ def answer(thing: CaptureObject, told: Mapping[str, pb.Capture] | None = None) -
         reason=thing.spec.reason if thing.spec is not None and isinstance(thing.spec.reason, str) else "",
         requested_unix_millis=round(thing.created_unix_seconds * 1000),
         requested_by=thing.requested_by,
-        ranks=[_rank(rank, told or {}) for rank in status.ranks],
+        ranks=[_rank(rank, details or {}) for rank in status.ranks],
     )
     if isinstance(status.start_skew_ms, float):
         capture.start_skew_millis = status.start_skew_ms
-    said = [one for one in (told or {}).values() if one.HasField("join")]
+    said = [one for one in (details or {}).values() if one.HasField("join")]
     if len(said) == 1 and len({rank.node for rank in status.ranks}) == 1:
         capture.join.CopyFrom(said[0].join)
     else:
-        # Of several nodes, the operator's own words: each daemon has compared its own ranks only.
+        # Of several nodes, the operator's findings: each daemon has compared its own ranks only.
         capture.notes.extend(status.findings[:NOTES_MOST])
     if isinstance(status.message, str) and status.message and not any(rank.error for rank in capture.ranks):
         capture.notes.append(status.message)
@@ -74,9 +72,9 @@ def state_of(thing: CaptureObject) -> pb.CaptureState.ValueType:
     return min((state for state in states if state < pb.CAPTURE_STATE_ANALYSED), default=pb.CAPTURE_STATE_ACCEPTED)
 
 
-def _rank(rank: CapturedRank, told: Mapping[str, pb.Capture]) -> pb.RankCapture:
+def _rank(rank: CapturedRank, details: Mapping[str, pb.Capture]) -> pb.RankCapture:
     node = rank.node if isinstance(rank.node, str) else ""
-    said = next((one for one in told.get(node, pb.Capture()).ranks if one.rank == rank.rank), None)
+    said = next((one for one in details.get(node, pb.Capture()).ranks if one.rank == rank.rank), None)
     entry = pb.RankCapture(
         rank=rank.rank,
         node=node,
@@ -90,7 +88,7 @@ def _rank(rank: CapturedRank, told: Mapping[str, pb.Capture]) -> pb.RankCapture:
     if isinstance(rank.start_unix_ms, int):
         entry.start_unix_millis = rank.start_unix_ms
     if isinstance(rank.uri, str):
-        # A path on the node is no address for anybody else.
+        # A path on the node is not a URI for others.
         entry.artifact = rank.uri
         entry.uri = rank.uri if "://" in rank.uri else ""
     if said is not None:
@@ -99,7 +97,7 @@ def _rank(rank: CapturedRank, told: Mapping[str, pb.Capture]) -> pb.RankCapture:
 
 
 def _add(entry: pb.RankCapture, said: pb.RankCapture) -> None:
-    """Who ran where and how it ended is in the object, and not a daemon's to tell here."""
+    """Node and result come from the object, not from the daemon."""
     if said.HasField("step_times"):
         entry.step_times.CopyFrom(said.step_times)
     if said.HasField("summary"):
@@ -120,11 +118,11 @@ def _state(word: str) -> pb.CaptureState.ValueType:
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.25
-# How long what was just made may be missing from the watch.
+# How long a created object may be missing from the watch.
 UNSEEN_SECONDS = 30.0
 RECHECK_SECONDS = 30.0
 LISTED_MOST = 256
-# What one caller may ask for: each is an object in the API server and two lines in the audit log.
+# Requests of one caller: each is an object in the API server and two lines in the audit log.
 ASKS_AT_ONCE = 30.0
 ASKS_PER_SECOND = 0.2
 SERVICE = pb.DESCRIPTOR.services_by_name["CaptureService"].full_name
@@ -174,7 +172,7 @@ class UserCaptures:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     def start(self, request: pb.StartCaptureRequest, call: Call) -> Iterator[pb.StartCaptureResponse]:
-        """It goes on when the caller leaves: it has been asked for, and GetCapture tells how it ended."""
+        """The capture goes on when the caller leaves: GetCapture has the result."""
         place = place_of_run(request.job)
         access = Access("create", place.namespace)
         call.require(access)
@@ -204,7 +202,7 @@ class UserCaptures:
 
     def get(self, request: pb.GetCaptureRequest, call: Call) -> pb.GetCaptureResponse:
         thing = self._found(request.id, call, Access("get", place_of_capture(request.id).namespace))
-        return pb.GetCaptureResponse(capture=answer(thing, self._traces.told(thing) if thing.is_finished else None))
+        return pb.GetCaptureResponse(capture=answer(thing, self._traces.details(thing) if thing.is_finished else None))
 
     def list(self, request: pb.ListCapturesRequest, call: Call) -> pb.ListCapturesResponse:
         place = places_to_list(request.job)
@@ -270,7 +268,7 @@ class UserCaptures:
         if thing.is_finished:
             if not thing.status.ranks:
                 raise RefusedError(Code.FAILED_PRECONDITION, str(thing.status.message)[:1000])
-            yield pb.StartCaptureResponse(capture=answer(thing, self._traces.told(thing)))
+            yield pb.StartCaptureResponse(capture=answer(thing, self._traces.details(thing)))
 
     def _create(self, body: dict[str, object]) -> CaptureObject:
         metadata = body["metadata"]
@@ -283,7 +281,7 @@ class UserCaptures:
         return made
 
     def _same(self, place: Place, run: str, spec: dict[str, object], call: Call) -> CaptureObject:
-        """What this caller asked for by this id before; perhaps of another replica, a moment ago."""
+        """The capture of an earlier request of this caller with this id, perhaps to another replica."""
         give_up = time.monotonic() + UNSEEN_SECONDS
         while (thing := self._named(place)) is None:
             if time.monotonic() > give_up or not call.context.is_active():
@@ -294,7 +292,7 @@ class UserCaptures:
         return thing
 
     def _all(self) -> Mapping[str, CaptureObject]:
-        """By uid: what the watch tells of, and what was just made."""
+        """By uid: those in the watch, and those just created."""
         self._require_ready()
         seen = self._captures.objects
         with self._lock:
@@ -318,7 +316,7 @@ class UserCaptures:
         return next((one for one in everything if (one.namespace, one.name) == (place.namespace, place.name)), None)
 
     def _found(self, capture_id: str, call: Call, access: Access) -> CaptureObject:
-        """Whether there is one is told only to those who may see it."""
+        """Whether the capture exists is shown only to callers that may see it."""
         call.require(access)
         place = place_of_capture(capture_id)
         thing = self._named(place)
@@ -330,7 +328,7 @@ class UserCaptures:
         try:
             change()
         except (MissingError, ConflictError):
-            return  # gone, or another by now
+            return  # deleted or replaced meanwhile
         except UnreachableError as error:
             raise RefusedError(Code.UNAVAILABLE, "the API server does not answer; try again") from error
         except ApiError as error:

@@ -1,4 +1,4 @@
-"""What people ask for by the API, read and checked: which capture, of which run, and a Capture's spec."""
+"""Requests of users, read and checked: which capture, of which run, and the Capture's spec."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rankscope.operator.webhooks.admission import REQUESTED_BY
 from rankscope.operator.webhooks.validation import capture_mistakes
 from rankscope.v1 import capture_service_pb2 as pb
 
-# The traces go with the object: nobody else looks after what people asked for.
+# The traces are deleted with the object: nobody else cleans up after users.
 KEPT_SECONDS = 7 * 86400
 REASON_CHARACTERS = 1024
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -68,7 +68,7 @@ def places_to_list(text: str) -> Place:
 
 
 def capture_name(request: pb.StartCaptureRequest, now_unix_seconds: float) -> str:
-    """The caller's own, by which asking twice is harmless; or one that tells when it was made."""
+    """The caller's id, which makes a repeated request harmless; or one with the time."""
     if not request.id:
         return f"c-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now_unix_seconds))}-{secrets.token_hex(3)}"
     if _ID.fullmatch(request.id) is None:

@@ -1,4 +1,4 @@
-"""What the daemons tell about a capture, as its object's status. Pure."""
+"""The status of a Capture, from the reports of the daemons. No I/O."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from msgspec import UNSET, structs
 from rankscope.operator.kube.objects import condition, merged_conditions, timestamp
 from rankscope.operator.kube.resources import CapturedRank, CapturePhase, CaptureStatus
 from rankscope.v1 import capture_service_pb2 as pb
-
-# What the traces of several nodes say together, from their summaries: each daemon joins only its own. Pure.
 
 # As for a verdict: less is noise.
 RATIO = 1.10
@@ -26,7 +24,7 @@ def own_seconds(ranks: Iterable[pb.RankCapture]) -> Mapping[int, float]:
         waits = list(rank.summary.each_exposed_communication_seconds)
         if rank.state == pb.CAPTURE_STATE_ANALYSED and steps and len(steps) == len(waits):
             each = [step - wait for step, wait in zip(steps, waits, strict=True)]
-            # Nor NaN, nor what cannot be added up: a daemon says what it likes.
+            # No NaN or huge value: a daemon's report is hostile input.
             if all(abs(seconds) < LONGEST_SECONDS for seconds in each) and (own := fmean(each)) > 0:
                 found[rank.rank] = own
     return found
@@ -55,7 +53,7 @@ def _text(seconds: float) -> str:
 
 TEXT_CHARACTERS = 1000
 FINDINGS_SHOWN = 32
-# What JSON readers keep exactly; whatever a daemon says, the API server has to take it.
+# The largest that JSON readers keep exactly: the API server has to accept every status.
 LARGEST_INTEGER = (1 << 53) - 1
 ENDED = frozenset({"analysed", "failed", "cancelled"})
 
@@ -71,13 +69,13 @@ def is_ended(rank: CapturedRank) -> bool:
     return rank.state in ENDED
 
 
-def told_ranks(before: Iterable[CapturedRank], told: Mapping[str, pb.Capture]) -> list[CapturedRank]:
-    """`told` is by node. A rank that has ended stays as it was: a daemon that forgets does not undo it."""
-    known = {(node, rank.rank): rank for node, capture in told.items() for rank in capture.ranks}
+def updated_ranks(before: Iterable[CapturedRank], reported: Mapping[str, pb.Capture]) -> list[CapturedRank]:
+    """`reported` is by node. A rank that has ended stays as it was: a daemon that forgets does not undo it."""
+    known = {(node, rank.rank): rank for node, capture in reported.items() for rank in capture.ranks}
     ranks = []
     for rank in before:
         heard = known.get((rank.node, rank.rank)) if isinstance(rank.node, str) else None
-        ranks.append(rank if heard is None or is_ended(rank) else _told(rank, heard))
+        ranks.append(rank if heard is None or is_ended(rank) else _updated(rank, heard))
     return ranks
 
 
@@ -127,17 +125,17 @@ def concluded(
     return structs.replace(status, message=message, finished_at=timestamp(now_unix_seconds), conditions=conditions)
 
 
-def findings_of(told: Mapping[str, pb.Capture]) -> list[str]:
-    """What the traces say together first, then rank by rank; in the daemons' words."""
-    ranks = [rank for capture in told.values() for rank in capture.ranks]
-    joint = [capture.join.reason for capture in told.values() if capture.HasField("join") and capture.join.reason]
-    if len(told) > 1:
+def findings_of(reported: Mapping[str, pb.Capture]) -> list[str]:
+    """Findings of all traces together first, then of each rank."""
+    ranks = [rank for capture in reported.values() for rank in capture.ranks]
+    joint = [capture.join.reason for capture in reported.values() if capture.HasField("join") and capture.join.reason]
+    if len(reported) > 1:
         joint = [text for text in [joint_finding(ranks)] if text is not None]
     single = [f"rank {rank.rank}: {finding}" for rank in ranks for finding in rank.summary.findings[:2]]
     return [text[:TEXT_CHARACTERS] for text in [*joint, *single][:FINDINGS_SHOWN]]
 
 
-def _told(rank: CapturedRank, heard: pb.RankCapture) -> CapturedRank:
+def _updated(rank: CapturedRank, heard: pb.RankCapture) -> CapturedRank:
     return structs.replace(
         rank,
         state=state_name(heard.state),

@@ -1,5 +1,5 @@
-"""ProfilingPolicy objects put in force: a run has one at most, which sets its thresholds, brings rates to its daemons
-and makes captures of what is found in it."""
+"""Controller of ProfilingPolicy objects: a run has at most one policy, which sets its thresholds, the sampling rates of
+its daemons and the automatic captures."""
 
 from __future__ import annotations
 
@@ -47,15 +47,13 @@ from rankscope.operator.runs.controller import RunsController
 from rankscope.operator.runs.inventory import Inventory, Run
 from rankscope.v1.policy_service_pb2 import RunPolicy
 
-# What a policy does, as its status. Pure.
-
 NAMES_SHOWN = 3
 
 
 def policy_status(
     policy: PolicyObject, runs: int, lost: Sequence[tuple[str, str]], captures_today: int, now_unix_seconds: float
 ) -> ProfilingPolicyStatus:
-    """`lost` are runs that it selects and another policy of the same priority has: pairs of run and that policy."""
+    """`lost` are selected runs that another policy of the same priority has: pairs of run and that policy."""
     conditions = [_accepted(policy), _conflict(lost)]
     automatic = policy.spec.automatic_captures if policy.spec is not None else UNSET
     if isinstance(automatic, AutomaticCaptures):
@@ -100,7 +98,7 @@ def _budget(automatic: AutomaticCaptures, captures_today: int) -> Condition:
 
 log = logging.getLogger(__name__)
 
-# What tens of thousands of pods should have is not worked out with every pulse.
+# The rates of tens of thousands of pods are too expensive for every pulse.
 RATES_SECONDS = 5.0
 
 
@@ -138,10 +136,8 @@ class PoliciesController:
         self._matches: dict[str, Match] = {}
         self.watched: Watched[PolicyObject] = Watched(api, collection(PolicyObject.plural), read_policy_object, self)
 
-    # --- told by the watch -------------------------------------------------------------------------------------------
-
     def changed(self, uid: str, policy: PolicyObject) -> None:
-        """Everything is decided in `reconcile`, from what the watch keeps."""
+        """Everything is decided in `reconcile`, from the watch's copy."""
 
     def deleted(self, uid: str) -> None:
         pass
@@ -149,13 +145,11 @@ class PoliciesController:
     def stop(self) -> None:
         self._pusher.stop()
 
-    # --- told by time ------------------------------------------------------------------------------------------------
-
     def reconcile(self) -> None:
         if not self.watched.listed.is_set():
             return
         policies = by_namespace(self.watched.objects.values())
-        # A workload made anew under the same name has the run's name: the newer pods count.
+        # A new workload with the name of an old one has the run's name: the newer pods count.
         ordered = sorted(self._inventory.runs().values(), key=lambda run: run.last_created)
         runs = {f"{run.key.namespace}/{run.key.object_name}": run for run in ordered}
         found = {name: match(policies.get(run.key.namespace, ()), run) for name, run in runs.items()}
@@ -187,8 +181,6 @@ class PoliciesController:
             of_runs[name] = made[key]
         self._thresholds.set(of_runs)
 
-    # --- rates -------------------------------------------------------------------------------------------------------
-
     def _rates(self, runs: Mapping[str, Run]) -> Wanted:
         wanted: dict[str, dict[str, RunPolicy]] = {}
         for name, matched in self._matches.items():
@@ -213,8 +205,6 @@ class PoliciesController:
             policy = matched.policy
             target = Target(API_VERSION, "ProfilingPolicy", policy.namespace, policy.name, policy.uid)
             self._events.emit(target, "Warning", "RatesNotTaken", note, note)
-
-    # --- status ------------------------------------------------------------------------------------------------------
 
     def _write_statuses(self, policies: Mapping[str, list[PolicyObject]], captures: Sequence[CaptureObject]) -> None:
         runs: dict[str, int] = {}

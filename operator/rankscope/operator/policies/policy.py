@@ -14,7 +14,7 @@ from rankscope.operator.runs.pods import MFU_TARGET, read_annotations
 
 @dataclass(frozen=True)
 class Match:
-    """The policy that holds, and others of the same priority that would hold as well: a mistake worth telling."""
+    """The policy in force, and others of the same priority that select the run too: a mistake to report."""
 
     policy: PolicyObject
     rivals: tuple[PolicyObject, ...] = ()
@@ -30,7 +30,7 @@ def match(policies: Iterable[PolicyObject], run: Run) -> Match | None:
 
 
 def selects(policy: PolicyObject, run: Run) -> bool:
-    """One pod with all the labels is enough: launchers and helpers of a run often have fewer than its workers."""
+    """One pod with all labels is enough: launchers and helpers of a run often have fewer than its workers."""
     if policy.spec is None or policy.namespace != run.key.namespace:
         return False
     wanted = policy.spec.selector.match_labels
@@ -41,7 +41,7 @@ def selects(policy: PolicyObject, run: Run) -> bool:
 
 
 def mfu_target_of(run: Run) -> float | None:
-    """What people wrote on the run's pods; where they disagree, the first pod by name has it."""
+    """From the annotations of the run's pods; where they disagree, of the first pod by name."""
     annotated = [pod for pod in run.pods.values() if MFU_TARGET in pod.annotations]
     for pod in sorted(annotated, key=lambda pod: pod.name):
         target = read_annotations(pod.annotations).mfu_target
@@ -51,7 +51,7 @@ def mfu_target_of(run: Run) -> float | None:
 
 
 def thresholds(base: Policy, policy: PolicyObject | None, mfu_target: float | None) -> Policy:
-    """What a run is judged by: `mfu_target`, which people gave to this very run, stands above its policy's."""
+    """The thresholds of a run. `mfu_target`, which was given for this run, overrides its policy's."""
     changes: dict[str, float] = {}
     asked = policy.spec.thresholds if policy is not None and policy.spec is not None else None
     if isinstance(asked, Thresholds):

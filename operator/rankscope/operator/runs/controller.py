@@ -1,4 +1,4 @@
-"""TrainingRun objects: one for each run that is ours, with what the correlation says in its status."""
+"""Controller of TrainingRun objects: one for each run of our shards, with the verdict in its status."""
 
 from __future__ import annotations
 
@@ -55,10 +55,8 @@ class RunsController:
         self._objects: dict[tuple[str, str], RunObject] = {}
         self._lock = threading.Lock()
         self._refreshed_at: dict[tuple[str, str], float] = {}
-        self._told: set[tuple[str, str]] = set()  # pod uid, mistake
+        self._reported: set[tuple[str, str]] = set()  # pod uid, mistake
         self.watched = Watched(api, collection(RunObject.plural), read_run_object, self)
-
-    # --- told by the watch -------------------------------------------------------------------------------------------
 
     def changed(self, uid: str, thing: RunObject) -> None:
         with self._lock:
@@ -76,8 +74,6 @@ class RunsController:
         with self._lock:
             return self._objects.get((namespace, name))
 
-    # --- told by time ------------------------------------------------------------------------------------------------
-
     def reconcile(self) -> None:
         if not self.watched.listed.is_set():
             return
@@ -90,13 +86,13 @@ class RunsController:
             if found is None:
                 self._create(run.key)
             elif not found.deleting and found.is_ours and found.workload_uid != run.key.uid:
-                self._delete(found)  # of a workload of the same name that is gone; made anew when it is away
+                self._delete(found)  # of a deleted workload of the same name; created again afterwards
             elif not found.deleting:
                 self._update(found, run, states.get("/".join(place)), captured.get(place, UNSET))
-            self._tell_mistakes(run)
-        if self._told:
+            self._report_mistakes(run)
+        if self._reported:
             pods = {uid for run in runs.values() for uid in run.pods}
-            self._told = {told for told in self._told if told[0] in pods}
+            self._reported = {reported for reported in self._reported if reported[0] in pods}
         with self._lock:
             left = [thing for place, thing in self._objects.items() if place not in runs and thing.is_ours]
         for thing in left:
@@ -104,7 +100,7 @@ class RunsController:
                 self._end(thing)
 
     def _runs_by_place(self) -> Mapping[tuple[str, str], Run]:
-        """A workload made anew has its predecessor's name: the newest is meant, the other's pods are leaving."""
+        """A new workload may have the name of an old one: the newest counts, the other's pods are terminating."""
         newest: dict[tuple[str, str], Run] = {}
         for key, run in self._inventory.runs().items():
             place = (key.namespace, key.object_name)
@@ -132,7 +128,7 @@ class RunsController:
         place = (thing.namespace, thing.name)
         standing = thing.status.verdict
         if isinstance(standing, RunVerdict) and self._leases.is_settling("/".join(place)):
-            # Just restarted: what we have not heard yet does not undo what was found before.
+            # Just restarted: windows that are still missing do not clear an earlier finding.
             found = UNSET if state is None else run_verdict(state)
             if gist(found) != gist(standing) and getattr(found, "severity", "") != Severity.ALARM.value:
                 return
@@ -146,10 +142,10 @@ class RunsController:
         self._refreshed_at[place] = now
         self._writer.queue_status(thing, status)
         if meant and isinstance(status.verdict, RunVerdict):
-            self._tell_verdict(thing, run, status.verdict, thing.status.verdict)
+            self._report_verdict(thing, run, status.verdict, thing.status.verdict)
 
     def _end(self, thing: RunObject) -> None:
-        """Of a run without pods: it stays for a while, for people to read."""
+        """Of a run without pods: it is kept for a while."""
         status = ended_status(thing.status, thing.generation, self._clock())
         ended = next(condition for condition in status.conditions if condition.type == "Ended")
         if self._clock() - unix_seconds(ended.last_transition_time) > KEEP_ENDED_SECONDS:
@@ -161,7 +157,7 @@ class RunsController:
         body = {"preconditions": {"uid": thing.uid}}
         self._writer.queue(f"delete {thing.uid}", thing.place, thing.uid, lambda: self._api.delete(thing.path, body))
 
-    def _tell_verdict(self, thing: RunObject, run: Run, verdict: RunVerdict, before: object) -> None:
+    def _report_verdict(self, thing: RunObject, run: Run, verdict: RunVerdict, before: object) -> None:
         was_alarm = isinstance(before, RunVerdict) and before.severity == Severity.ALARM.value
         if verdict.severity != Severity.ALARM.value:
             if was_alarm and verdict.kind == "healthy":
@@ -181,16 +177,16 @@ class RunsController:
                 accused = Target("v1", "Pod", pod.namespace, pod.name, pod.uid)
                 self._events.emit(accused, "Warning", reason, f"{thing.name}: {text}", verdict.since)
 
-    def _tell_mistakes(self, run: Run) -> None:
+    def _report_mistakes(self, run: Run) -> None:
         for pod in run.pods.values():
             for mistake in read_annotations(pod.annotations).mistakes:
-                if (pod.uid, mistake) not in self._told:
-                    self._told.add((pod.uid, mistake))
+                if (pod.uid, mistake) not in self._reported:
+                    self._reported.add((pod.uid, mistake))
                     target = Target("v1", "Pod", pod.namespace, pod.name, pod.uid)
                     self._events.emit(target, "Warning", "BadAnnotation", mistake, mistake)
 
 
 def _meaning(status: TrainingRunStatus) -> object:
-    """What a person would call a change."""
+    """What a user would call a change."""
     conditions = tuple((condition.type, condition.status) for condition in status.conditions)
     return (status.phase, status.ranks, gist(status.verdict), conditions, status.last_capture)

@@ -1,7 +1,7 @@
-"""The Node condition `RankscopeSlowNode`, for schedulers and whoever replaces nodes. Off unless asked for.
+"""The Node condition `RankscopeSlowNode`, for schedulers and for tools that replace nodes. Off by default.
 
 A node is slow when every rank of a run on it is a culprit while other nodes of the run are not. The condition names the
-run, and whoever acts for that run takes it back: also after a restart, and when the run is gone."""
+run, and the replica that acts for that run resets it: also after a restart, and when the run is gone."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ class SlowNodes:
         for node in nodes:
             run, state = wanted.get(node.name, ("", None))
             if state is not None and not node.slow_run and self._leases.holds(run):
-                self._say(node, run, "True", "SlowForRun", state.verdict.reason)
-            elif state is None and node.slow_run and self._may_take_back(node.slow_run):
-                self._say(node, node.slow_run, "False", "NotSlow", "it no longer holds the run up")
+                self._set(node, run, "True", "SlowForRun", state.verdict.reason)
+            elif state is None and node.slow_run and self._may_reset(node.slow_run):
+                self._set(node, node.slow_run, "False", "NotSlow", "it no longer slows the run down")
 
-    def _may_take_back(self, run: str) -> bool:
+    def _may_reset(self, run: str) -> bool:
         return self._leases.holds(run) and not self._leases.is_settling(run)
 
-    def _say(self, node: NodeObject, run: str, status: str, reason: str, text: str) -> None:
+    def _set(self, node: NodeObject, run: str, status: str, reason: str, text: str) -> None:
         now = timestamp(self._clock())
         condition = {
             "type": CONDITION,

@@ -1,4 +1,4 @@
-"""What is known of a run, as its TrainingRun's status. Pure: the same knowledge makes the same status."""
+"""The status of a TrainingRun. No I/O: the same input makes the same status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CULPRITS_SHOWN = 64
 def run_status(
     run: Run, state: JobState | None, before: TrainingRunStatus, generation: int, now_unix_seconds: float
 ) -> TrainingRunStatus:
-    """`before` is the status that stands: conditions keep the time of their last change."""
+    """`before` is the current status: conditions keep the time of their last change."""
     status = TrainingRunStatus(observed_generation=generation, phase=_phase(run, state))
     conditions = [_seen(run, state)]
     if any(known.type == "Ended" for known in before.conditions):
@@ -34,7 +34,7 @@ def run_status(
         status.ranks = RankCount(
             expected=state.world_size, seen=state.ranks_seen, summary=f"{state.ranks_seen}/{state.world_size}"
         )
-        # Rounded to what a person reads: a status that changes with every window would be written with every window.
+        # Rounded: a status that changes with every window would be written with every window.
         status.step_seconds = _rounded(state.step_seconds)
         status.mfu_ratio = _rounded(state.mfu_ratio)
         status.exposed_communication_ratio = _rounded(state.exposed_communication_ratio)
@@ -49,14 +49,14 @@ def run_status(
 
 
 def ended_status(before: TrainingRunStatus, generation: int, now_unix_seconds: float) -> TrainingRunStatus:
-    """Of a run whose pods are gone: what was last known, and that it is over."""
+    """Of a run without pods: the last known status, with the condition Ended."""
     over = condition("Ended", "True", "NoPods", "the run has no pods any more")
     conditions = merged_conditions(before.conditions, [over], generation, now_unix_seconds)
     return structs.replace(before, observed_generation=generation, phase="Ended", conditions=conditions)
 
 
 def run_verdict(state: JobState, before: RunVerdict | UnsetType = UNSET) -> RunVerdict:
-    """`before` is the one that stands: the same verdict again stands since then, whoever has restarted meanwhile."""
+    """`before` is the current one: the same verdict again keeps its start, also after a restart."""
     made = _run_verdict(state)
     if isinstance(before, RunVerdict) and gist(before) == gist(made):
         made.since = min(before.since, made.since)
@@ -64,7 +64,7 @@ def run_verdict(state: JobState, before: RunVerdict | UnsetType = UNSET) -> RunV
 
 
 def gist(verdict: RunVerdict | UnsetType) -> object:
-    """What a person would call another verdict."""
+    """What makes it another verdict for a user."""
     if not isinstance(verdict, RunVerdict):
         return None
     return (verdict.kind, verdict.severity, tuple(culprit.rank for culprit in verdict.culprits), verdict.stage)

@@ -315,7 +315,7 @@ def test_ranks_that_were_captured_lately_are_not_again_but_others_are(cluster: C
     desk = by_alert(cluster)
     desk.start(wanted())
     cluster.see()
-    with pytest.raises(RefusedError, match="was made lately"):
+    with pytest.raises(RefusedError, match="was made recently"):
         desk.start(wanted("another firing"))
     desk.start(wanted("another firing", (3, 2)))
     cluster.see("Running")

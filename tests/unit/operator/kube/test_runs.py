@@ -47,4 +47,4 @@ def test_a_mistake_is_told_once_a_pod_and_those_of_pods_that_are_gone_are_not_re
         runs.reconcile()
         runs.reconcile()
     assert cluster.told == [f"uid-w-{number}" for number in range(50)]
-    assert len(runs._told) == 1
+    assert len(runs._reported) == 1

@@ -34,7 +34,7 @@ class FakeTraces:
     content: bytes = b"trace"
     removed: list[str] = field(default_factory=list)
 
-    def told(self, thing: CaptureObject) -> Mapping[str, pb.Capture]:
+    def details(self, thing: CaptureObject) -> Mapping[str, pb.Capture]:
         return self.said
 
     def remove(self, thing: CaptureObject) -> None:
