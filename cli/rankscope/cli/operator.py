@@ -27,7 +27,7 @@ def add_certificate_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--fleet-certificates",
         action="store_true",
-        help="make and renew the daemons' certificates and our own, in Secrets of our namespace; in place of the next three",
+        help="make and renew the daemons' and our own, in Secrets of our namespace; in place of the next three",
     )
     group.add_argument("--tls-certificate", type=Path, metavar="FILE", help="ours, for the daemons; with the next two")
     group.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
@@ -123,9 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--identity", default=defaults.identity, help="this replica's name, unlike any other's (default: %(default)s)"
     )
-    parser.add_argument(
-        "--shards", type=int, default=1, metavar="N", help="parts that the runs are divided into (default: 1)"
-    )
+    parser.add_argument("--shards", type=int, default=1, metavar="N", help="parts of the runs (default: 1)")
     parser.add_argument(
         "--settling-seconds",
         type=float,
