@@ -72,7 +72,7 @@ class Core:
 def main() -> None:
     core = Core(FleetLayout(*map(int, sys.argv[1:])))
     addresses: dict[str, str] = json.loads(sys.stdin.readline())
-    runtime.settle()
+    runtime.tune_garbage_collection()
     core.correlator.start()
     core.streams.start()
     core.streams.follow(addresses)

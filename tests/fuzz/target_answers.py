@@ -6,7 +6,7 @@ import msgspec
 from google.protobuf.message import DecodeError
 
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
-from rankscope.operator.captures.status import concluded, findings_of, summarised, told_ranks
+from rankscope.operator.captures.status import concluded, findings_of, summarised, updated_ranks
 from rankscope.operator.kube.resources import CapturedRank, CaptureStatus
 from rankscope.v1.capture_service_pb2 import Capture
 from tests.fuzz.checking import check_number
@@ -26,7 +26,7 @@ def run(data: bytes) -> None:
         return
     before = [CapturedRank(rank=rank, node=node, state="running") for rank, node in enumerate(("node-a", "node-b"))]
     told = {"node-a": capture, "node-b": Capture.FromString(data)}
-    status = CaptureStatus(ranks=told_ranks(before, told), findings=findings_of(told, DEFAULT_POLICY))
+    status = CaptureStatus(ranks=updated_ranks(before, told), findings=findings_of(told, DEFAULT_POLICY))
     status = concluded(summarised(status), "", "", 1, 1.79e9)
     # The schema is made of the same types: what cannot be read back would be refused, and written again for ever.
     read = msgspec.json.decode(msgspec.json.encode(status), type=CaptureStatus)

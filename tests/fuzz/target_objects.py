@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
-from rankscope.operator.captures.capture_object import read_capture_object
+from rankscope.operator.kube.objects import read_capture_object, read_policy_object
 from rankscope.operator.kube.resources import TrainingRunStatus
-from rankscope.operator.policies.policy import match, mfu_target_of, read_policy_object, thresholds
+from rankscope.operator.policies.policy import match, mfu_target_of, thresholds
 from rankscope.operator.runs.daemon_streams import DaemonPods, read_daemon_pod
 from rankscope.operator.runs.inventory import Inventory
-from rankscope.operator.runs.pods import LABELS_KEPT, TEXT_CHARACTERS, read_pod, read_wishes
+from rankscope.operator.runs.pods import LABELS_KEPT, TEXT_CHARACTERS, read_annotations, read_pod
 from rankscope.operator.runs.run_grouping import NAME_CHARACTERS, run_of
 from rankscope.operator.runs.status import run_status
 from tests.fuzz.checking import check_number
@@ -128,7 +128,7 @@ def _check_pod(document: dict[str, Any]) -> None:
         return
     assert len(pod.labels) <= LABELS_KEPT and len(pod.annotations) <= LABELS_KEPT
     assert all(len(text) <= TEXT_CHARACTERS for text in (pod.name, pod.namespace, pod.uid, pod.node, pod.address))
-    wishes = read_wishes(pod.annotations)
+    wishes = read_annotations(pod.annotations)
     check_number(wishes.mfu_target)
     assert all(len(mistake) < 300 for mistake in wishes.mistakes)
     key = run_of(pod)

@@ -148,7 +148,7 @@ def test_the_daemon_serves_its_version_and_ends_when_told(daemon: Image) -> None
 
 def test_the_daemon_has_what_its_lock_names_and_no_more(daemon: Image) -> None:
     assert packages(daemon) == locked("daemon") | {"rankscope"}
-    assert not locked("daemon") & {"torch", "kubernetes", "pyarrow", "cryptography", "rich"}
+    assert not locked("daemon") & {"torch", "kubernetes", "pyarrow", "rich"}
     modules = ["rankscope.daemon", "rankscope.probe", "rankscope.analysis", "rankscope.v1", "rankscope.cli.daemon"]
     assert told(daemon, ["python3", "-c", IMPORT_ALL, *modules], DAEMON).endswith("anew at every start: []\n")
 

@@ -15,7 +15,7 @@ ROLES = Path(__file__).parents[2] / "deploy" / "helm" / "rankscope" / "files" / 
 NAMESPACE = "rankscope"
 OPERATOR = f"system:serviceaccount:{NAMESPACE}:rankscope-operator"
 DAEMON = f"system:serviceaccount:{NAMESPACE}:rankscope-daemon"
-# People: one who may look, one who may ask for captures.
+# UserApi: one who may look, one who may ask for captures.
 VIEWER = "viewer"
 RESEARCHER = "researcher"
 

@@ -16,10 +16,11 @@ from typing import Any
 import grpc
 import pytest
 
+from rankscope.common.tls import TlsMaterial
 from rankscope.operator.alerts.alertmanager_webhook import make_token
 from rankscope.operator.certificates.authority import Lifetimes, authorities
-from rankscope.operator.certificates.daemon_credentials import ClientPair, HeldTls, credentials, naming
-from rankscope.operator.certificates.fleet_secrets import OURS, FleetCertificates, FleetCertificateSettings
+from rankscope.operator.certificates.roles import DAEMON_NAME_OPTION, OPERATOR_SECRET, daemon_credentials
+from rankscope.operator.certificates.rotation import OURS, CertificateRotation, fleet_rotation
 from rankscope.operator.kube.api_client import Api
 from rankscope.operator.runs.daemon_streams import DaemonStreams
 from rankscope.v1.rank_service_pb2 import ListRanksRequest
@@ -77,10 +78,10 @@ class RealDaemon:
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def answer(self, pair: ClientPair | None) -> grpc.StatusCode:
+    def answer(self, pair: TlsMaterial | None) -> grpc.StatusCode:
         """To a connection of its own."""
-        options = [naming(), ("grpc.use_local_subchannel_pool", 1)]
-        with grpc.secure_channel(f"127.0.0.1:{self.port}", credentials(HeldTls(lambda: pair)), options) as channel:
+        options = [DAEMON_NAME_OPTION, ("grpc.use_local_subchannel_pool", 1)]
+        with grpc.secure_channel(f"127.0.0.1:{self.port}", daemon_credentials(lambda: pair), options) as channel:
             try:
                 RankServiceStub(channel).ListRanks(ListRanksRequest(), timeout=20)
             except grpc.RpcError as error:
@@ -112,46 +113,47 @@ def test_certificates_and_authority_are_rotated_under_a_stream_that_goes_on(
 ) -> None:
     api = Api(operator_user.kubeconfig(tmp_path / "operator.kubeconfig"))
     short = Lifetimes(authority_seconds=24 * HOUR_SECONDS, serving_seconds=HOUR_SECONDS)
-    settings = FleetCertificateSettings(OPERATOR_NAMESPACE, lifetimes=short, settle_seconds=0.0)
-    first = FleetCertificates(api, settings, lambda: True)
+    settings = replace(fleet_rotation(OPERATOR_NAMESPACE), lifetimes=short, settle_seconds=0.0)
+    first = CertificateRotation(api, settings, lambda: True)
     first.round()
     daemon = start_daemon()
 
     # The next leader lets them live longer: for it all of them are due.
     long = Lifetimes(authority_seconds=720 * HOUR_SECONDS, serving_seconds=240 * HOUR_SECONDS)
-    leader = FleetCertificates(api, replace(settings, lifetimes=long), lambda: True)
-    follower = FleetCertificates(api, settings, lambda: False)
+    leader = CertificateRotation(api, replace(settings, lifetimes=long), lambda: True)
+    follower = CertificateRotation(api, settings, lambda: False)
+    shown = follower.client(OPERATOR_SECRET)
     follower.round()
     heard: list[object] = []
-    streams = DaemonStreams(heard.extend, HeldTls(lambda: follower.operator))
+    streams = DaemonStreams(heard.extend, shown)
     streams.start()
 
     def goes_on() -> None:
         count = len(heard)
         server.wait_for(lambda: len(heard) > count + 1)
-        assert daemon.answer(follower.operator) is grpc.StatusCode.OK
+        assert daemon.answer(shown()) is grpc.StatusCode.OK
 
     try:
         with caplog.at_level(logging.INFO, DaemonStreams.__module__):
             streams.follow({"n": f"127.0.0.1:{daemon.port}"})
             goes_on()
-            old = follower.operator
+            old = shown()
             leader.round()  # a new authority is told
             follower.round()
-            assert follower.operator is not None
+            assert shown() is not None
             assert old is not None
-            assert follower.operator.certificate == old.certificate
-            assert len(authorities(follower.operator.authorities)) == 2
+            assert shown().certificate == old.certificate
+            assert len(authorities(shown().authorities)) == 2
             goes_on()  # the kubelet has not come by yet
             daemon.mounted.sync()
             goes_on()
             leader.round()  # and what it signed is shown
             follower.round()
-            assert follower.operator.certificate != old.certificate
+            assert shown().certificate != old.certificate
             goes_on()  # the daemon still shows what the old one signed
             daemon.mounted.sync()
             goes_on()
-            stale = replace(old, authorities=follower.operator.authorities)
+            stale = replace(old, authorities=shown().authorities)
             assert daemon.answer(stale) is grpc.StatusCode.OK  # of an authority that is still trusted
             # After a leak: nothing of the old authorities holds from now on.
             server.admin.merge(f"{SECRETS}/rankscope-authority", {"data": None})
@@ -159,17 +161,17 @@ def test_certificates_and_authority_are_rotated_under_a_stream_that_goes_on(
             follower.round()
             daemon.mounted.sync()
             goes_on()
-            stale = replace(old, authorities=follower.operator.authorities)
+            stale = replace(old, authorities=shown().authorities)
             assert daemon.answer(stale) is grpc.StatusCode.UNAVAILABLE
         assert not [record.message for record in caplog.records if record.message.startswith("daemon of n")]
-        assert daemon.log.count("certificates were read anew") == 3
+        assert daemon.log.count("certificates were read again") == 3
     finally:
         streams.stop()
 
     # A certificate of a daemon, stolen from a node, is no operator's and no other daemon's client.
     stolen = [server.admin.get(f"{SECRETS}/rankscope-{name}-tls")["data"] for name in ("daemon", "metrics", "api")]
     for data in stolen:
-        pair = ClientPair(*(_decoded(data[key]) for key in ("tls.crt", "tls.key", "ca.crt")))
+        pair = TlsMaterial(*(_decoded(data[key]) for key in ("tls.crt", "tls.key", "ca.crt")))
         assert daemon.answer(pair) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED)
 
 

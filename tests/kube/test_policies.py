@@ -88,7 +88,7 @@ def test_a_finding_makes_one_capture_whatever_restarts_and_however_many_policies
 
     operator.kill()
     again = start_operator()
-    refusal = f"no capture by policy {holding.rpartition('/')[2]}: the run was captured lately"
+    refusal = f"no capture by policy {holding.rpartition('/')[2]}: the run was captured recently"
     server.wait_for(lambda: f"{run.object_name}: slow_rank 2: {refusal}" in again.log)
     # Nor of another rank, within the cooldown.
     run.slow(1)

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from rankscope.operator.certificates.authority import Lifetimes, authorities, renewed
-from rankscope.operator.certificates.webhook_secret import KEPT_BY_US
+from rankscope.common.http_server import JSON, HttpServer, Request, Response, Route
+from rankscope.common.tls import FollowedTls, TlsMaterial
+from rankscope.operator.certificates.authority import Lifetimes, Use, authorities, new_authority, signed
+from rankscope.operator.certificates.rotation import OURS, CertificateRotation
 from rankscope.operator.kube.api_client import Api
-from rankscope.operator.webhooks import https_server as webhook_serving
-from rankscope.operator.webhooks.admission import REQUESTED_BY
+from rankscope.operator.webhooks.admission import INJECT_PATH, REQUESTED_BY
 from rankscope.operator.webhooks.configuration import Address, configurations
-from rankscope.operator.webhooks.https_server import WebhookServer
 from rankscope.operator.webhooks.pod_injection import FOLDER, INJECTED, VOLUME
-from rankscope.operator.webhooks.webhooks import Webhooks, WebhookSettings
+from rankscope.operator.webhooks.webhooks import BODY_BYTES, Webhooks, WebhookSettings
 from tests.free_ports import free_port
 from tests.kube.accounts import RESEARCHER
 from tests.kube.api_server import ApiError, ApiServer, User
@@ -54,6 +54,13 @@ def is_made(server: ApiServer, path: str, body: dict[str, Any]) -> bool:
     except ApiError:
         return False
     return True
+
+
+def material() -> TlsMaterial:
+    """A certificate of somebody else's authority."""
+    now = datetime.now(timezone.utc)
+    authority, key = new_authority("test", now, 86400.0)
+    return TlsMaterial(*signed(authority, key, "x", ("127.0.0.1",), Use.SERVER, now, 86400.0), authority)
 
 
 def settings(namespace: str, **changes: Any) -> WebhookSettings:
@@ -193,34 +200,34 @@ def test_a_pod_that_the_api_server_refuses_is_refused_for_its_own_fault(
 
 
 def test_another_webhook_after_ours_has_us_asked_again_and_nothing_is_there_twice(
-    server: ApiServer, api: Api, namespace: str, webhooks: Webhooks
+    server: ApiServer, namespace: str, webhooks: Webhooks
 ) -> None:
     """It brings a sidecar, as a service mesh does: that one is a container of the pod like any other."""
     operation = {"op": "add", "path": "/spec/containers/-", "value": {"name": "mesh", "image": "m"}}
 
-    def respond(path: str, body: bytes) -> tuple[int, bytes]:
-        request = json.loads(body)["request"]
+    def respond(received: Request) -> Response:
+        request = json.loads(received.body)["request"]
         has_it = any(container["name"] == "mesh" for container in request["object"]["spec"]["containers"])
         response: dict[str, Any] = {"uid": request["uid"], "allowed": True}
         if not has_it:
             response |= {"patchType": "JSONPatch", "patch": base64.b64encode(json.dumps([operation]).encode()).decode()}
         answer = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
-        return 200, json.dumps(answer).encode()
+        return Response(200, json.dumps(answer).encode(), JSON)
 
-    kept = renewed(None, ("127.0.0.1",), True, datetime.now(timezone.utc), Lifetimes())
-    mesh = WebhookServer("127.0.0.1", 0, respond)
-    mesh.start()
-    mesh.use(kept.serving, kept.serving_key)
+    kept = material()
+    routes = {("POST", INJECT_PATH): Route(respond, BODY_BYTES)}
+    mesh = HttpServer("127.0.0.1", 0, routes, FollowedTls(lambda: replace(kept, authorities=b"")))
+    mesh.serve("mesh")
     mutating = configurations(Address(url=f"https://127.0.0.1:{mesh.port}"), "z-mesh")[0]
     webhook = {**mutating["webhooks"][0], "name": "mesh.example.com"}
-    webhook["clientConfig"] |= {"caBundle": base64.b64encode(kept.bundle).decode()}
+    webhook["clientConfig"] |= {"caBundle": base64.b64encode(kept.authorities).decode()}
     server.admin.create(f"{ROOT}/{KINDS[0]}", {**mutating, "webhooks": [webhook]})  # after ours by its name
     try:
         server.wait_for(lambda: len(create(server, namespace, pod("probe"))["spec"]["containers"]) == 2)
         made = create(server, namespace, pod("probe"))
     finally:
         forget(server, "z-mesh")
-        mesh.stop()
+        mesh.close()
     for index in (0, 1):
         assert env(made, index) == {**LEVEL_1, "PYTHONPATH": FOLDER}
         names = [item["name"] for item in made["spec"]["containers"][index]["env"]]
@@ -270,11 +277,12 @@ def test_a_policy_without_sense_is_refused_in_words(server: ApiServer, namespace
 
 
 def test_a_new_authority_is_taken_up_while_requests_go_on_and_none_fails(
-    server: ApiServer, namespace: str, webhooks: Webhooks, monkeypatch: pytest.MonkeyPatch
+    server: ApiServer, namespace: str, webhooks: Webhooks
 ) -> None:
     # A new connection for every request: each meets the certificate of its moment.
-    read = webhook_serving.read_head
-    monkeypatch.setattr(webhook_serving, "read_head", lambda raw, limit: replace(read(raw, limit), keeps_alive=False))
+    webhooks.server.limits = replace(webhooks.server.limits, idle_seconds=0.0)
+    rotation = webhooks.certificates
+    assert isinstance(rotation, CertificateRotation)
     path = f"/api/v1/namespaces/{namespace}/secrets/rankscope-webhook"
 
     def kept() -> dict[str, bytes]:
@@ -297,14 +305,15 @@ def test_a_new_authority_is_taken_up_while_requests_go_on_and_none_fails(
             counted[served()] += 1
 
     def served() -> int:
-        return int(webhooks._served is not None and webhooks._served.certificate != before["tls.crt"])
+        held = rotation.server("rankscope-webhook")()
+        return int(held is not None and held.certificate != before["tls.crt"])
 
     asking = threading.Thread(target=go_on)
     asking.start()
     try:
         server.wait_for(lambda: counted[0] > 3 or failures)
         # Whatever there is now has less than a third of these left: the authority is due.
-        webhooks._keeper._lifetimes = Lifetimes(authority_seconds=5 * 365 * 86400.0)
+        rotation.settings = replace(rotation.settings, lifetimes=Lifetimes(authority_seconds=5 * 365 * 86400.0))
         server.wait_for(lambda: len(authorities(kept()["ca.crt"])) == 2)
         during = kept()
         assert authorities(during["ca.crt"])[1] == authorities(before["ca.crt"])[0]
@@ -335,8 +344,8 @@ def test_files_that_somebody_else_renews_are_taken_up(
     server: ApiServer, namespace: str, make: Make, tmp_path: Path
 ) -> None:
     def write() -> None:
-        kept = renewed(None, ("127.0.0.1",), True, datetime.now(timezone.utc), Lifetimes())
-        for name, content in (("ca.crt", kept.bundle), ("tls.key", kept.serving_key), ("tls.crt", kept.serving)):
+        kept = material()
+        for name, content in (("ca.crt", kept.authorities), ("tls.key", kept.key), ("tls.crt", kept.certificate)):
             (tmp_path / f"{name}.new").write_bytes(content)
             (tmp_path / f"{name}.new").replace(tmp_path / name)
 
@@ -376,10 +385,10 @@ def test_somebody_elses_secret_of_that_name_is_not_overwritten(
     path = f"/api/v1/namespaces/{namespace}/secrets"
     server.admin.create(path, {"metadata": {"name": "rankscope-webhook"}, "stringData": {"theirs": "x"}})
     webhooks = Webhooks(api, settings(namespace), lambda: True)
-    webhooks.round()
+    webhooks.certificates.round()
     assert not webhooks.is_serving
     assert server.admin.get(f"{path}/rankscope-webhook")["data"].keys() == {"theirs"}
-    webhooks.server.stop()
+    webhooks.server.close()
 
 
 def test_the_operator_serves_them_with_the_roles_of_its_account_and_no_others(
@@ -395,7 +404,7 @@ def test_the_operator_serves_them_with_the_roles_of_its_account_and_no_others(
     for kind, document in zip(KINDS, configurations(Address(url=url)), strict=True):
         del document["metadata"]["labels"]  # as the chart has them: the operator may not make any
         server.admin.create(f"{ROOT}/{kind}", document)
-    secret = {"metadata": {"name": "rankscope-webhook", "labels": KEPT_BY_US}}  # as the chart has it: empty
+    secret = {"metadata": {"name": "rankscope-webhook", "labels": OURS}}  # as the chart has it: empty
     server.admin.create(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/secrets", secret)
     try:
         operator.start()

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.daemon.server.http_server import READERS
-from rankscope.operator.certificates.fleet import roles
-from rankscope.operator.certificates.fleet_secrets import AUTHORITY_SECRET
+from rankscope.operator.certificates.roles import AUTHORITY_SECRET, fleet_roles
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "security.md", ROOT / "docs" / "tls.md"]
@@ -29,7 +28,7 @@ def test_every_test_that_the_page_names_exists() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_all_secrets_with_their_names_are_on_the_page(page: Path) -> None:
     rows = [line for line in page.read_text().splitlines() if line.startswith("| `rankscope-")]
-    for role in roles("NAMESPACE"):
+    for role in fleet_roles("NAMESPACE"):
         (row,) = (row for row in rows if f"`{role.secret}`" in row)
         assert role.secret == "rankscope-api-tls" or f"`{role.names[0]}`" in row
     assert any(AUTHORITY_SECRET in row for row in rows)

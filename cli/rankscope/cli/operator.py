@@ -13,17 +13,13 @@ from pathlib import Path
 from rankscope.cli.foreground import AuditFileError, add_audit_argument, open_audit_log
 from rankscope.daemon.config import LOG_LEVELS
 from rankscope.daemon.problem_log import OneLine
-from rankscope.operator.access.api_server import PORT, PeopleSettings
+from rankscope.operator.access.api_server import PORT, UserApiSettings
 from rankscope.operator.alerts.alertmanager_webhook import TokenError, check_address
-from rankscope.operator.certificates.daemon_credentials import Tls
-from rankscope.operator.certificates.fleet import roles
-from rankscope.operator.certificates.fleet_secrets import FleetCertificateSettings
+from rankscope.operator.certificates.rotation import fleet_rotation
 from rankscope.operator.kube.api_client import ClusterError
 from rankscope.operator.runtime import Operator
 from rankscope.operator.settings import OperatorSettings
 from rankscope.operator.webhooks.webhooks import WebhookSettings
-
-# Flags of `rankscope operator` about certificates, and what they mean together.
 
 
 def add_certificate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,16 +47,16 @@ def add_certificate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def with_certificates(settings: OperatorSettings, arguments: argparse.Namespace) -> OperatorSettings:
-    """Raises ValueError for what makes no sense together, or would be without TLS where it needs one."""
+    """Raises ValueError for flags that contradict each other, or that would leave a token without TLS."""
     files = (arguments.tls_certificate, arguments.tls_key, arguments.tls_authority)
     if any(files) and not all(files):
         raise ValueError("--tls-certificate, --tls-key and --tls-authority belong together")
     if arguments.fleet_certificates and any(files):
-        raise ValueError("--fleet-certificates makes what --tls-certificate names: leave one of them out")
+        raise ValueError("--fleet-certificates makes the files of --tls-certificate: leave one of them out")
     certificate: Path | None = arguments.api_certificate
     key: Path | None = arguments.api_key
     if arguments.api_name and not arguments.fleet_certificates:
-        raise ValueError("--api-name needs --fleet-certificates: others name what they sign")
+        raise ValueError("--api-name needs --fleet-certificates: other authorities choose the names themselves")
     serving = None if certificate is None or key is None else (certificate, key)
     has_serving = arguments.fleet_certificates or serving is not None
     if arguments.metrics_auth and not has_serving:
@@ -69,22 +65,18 @@ def with_certificates(settings: OperatorSettings, arguments: argparse.Namespace)
         check_address(settings.alert_host, has_serving)
     kept = None
     if arguments.fleet_certificates:
-        roles(settings.namespace, arguments.api_name)
-        kept = FleetCertificateSettings(settings.namespace, tuple(arguments.api_name))
+        kept = fleet_rotation(settings.namespace, arguments.api_name)
     return replace(
         settings,
-        tls=Tls(*files) if all(files) else None,
+        daemon_tls=files if all(files) else None,
         fleet_certificates=kept,
         serving_files=serving,
         metrics_auth=arguments.metrics_auth,
     )
 
 
-# Flags of `rankscope operator` about the API for people.
-
-
-def add_people_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("captures for people (docs/api.md)", "`rankscope capture --operator HOST:PORT`")
+def add_user_api_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("captures for users (docs/api.md)", "`rankscope capture --operator HOST:PORT`")
     group.add_argument(
         "--api-listen", metavar="HOST:PORT", help=f"serve them here, usually 0.0.0.0:{PORT} (default: no such API)"
     )
@@ -97,23 +89,21 @@ def add_people_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key", type=Path, metavar="FILE", help="its key")
     group.add_argument(
         "--api-audience",
-        default=PeopleSettings.audience,
+        default=UserApiSettings.audience,
         metavar="TEXT",
-        help="what people's tokens have to be for (default: %(default)s)",
+        help="audience of the users' tokens (default: %(default)s)",
     )
 
 
-def with_people(settings: OperatorSettings, arguments: argparse.Namespace) -> OperatorSettings:
+def with_user_api(settings: OperatorSettings, arguments: argparse.Namespace) -> OperatorSettings:
     if (arguments.api_certificate is None) != (arguments.api_key is None):
         raise ValueError("--api-certificate and --api-key belong together")
     if arguments.api_listen is None:
         return settings
-    host, _, port = arguments.api_listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"--api-listen {arguments.api_listen!r} is not HOST:PORT")
+    host, port = _host_port("--api-listen", arguments.api_listen)
     if not arguments.api_audience.strip():
         raise ValueError("--api-audience is empty: tokens for the API server are not for us to see")
-    return replace(settings, people=PeopleSettings(host.strip("[]"), int(port), arguments.api_audience))
+    return replace(settings, user_api=UserApiSettings(host, port, arguments.api_audience))
 
 
 NAME = "operator"
@@ -133,19 +123,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--identity", default=defaults.identity, help="this replica's name, unlike any other's (default: %(default)s)"
     )
-    parser.add_argument("--shards", type=int, default=1, metavar="N", help="parts the runs are divided in (default: 1)")
+    parser.add_argument("--shards", type=int, default=1, metavar="N", help="parts of the runs (default: 1)")
     parser.add_argument(
         "--settling-seconds",
         type=float,
         default=defaults.settling_seconds,
         metavar="S",
-        help="after a start, what stood before stands for so long while ranks are not heard yet (default: %(default)g)",
+        help="after a start, keep earlier findings this long until all ranks report (default: %(default)g)",
     )
     parser.add_argument("--pod-selector", default="", metavar="LABELS", help="watch only pods with these labels")
     parser.add_argument("--listen", default="127.0.0.1:9466", metavar="HOST:PORT", help="/metrics, /healthz, /readyz")
     parser.add_argument("--mfu-target", type=float, metavar="RATIO", help="raise low_mfu below this, for example 0.4")
     add_certificate_arguments(parser)
-    add_people_arguments(parser)
+    add_user_api_arguments(parser)
     _add_webhook_arguments(parser)
     parser.add_argument(
         "--alerts-token", type=Path, metavar="FILE", help="take captures when Alertmanager asks with this token"
@@ -176,11 +166,11 @@ def _add_webhook_arguments(parser: argparse.ArgumentParser) -> None:
         "--webhook-certificate",
         type=Path,
         metavar="FILE",
-        help="renewed by somebody else, with the next one (default: our own, in a Secret)",
+        help="renewed by somebody else, with the next one (default: made by us, in a Secret)",
     )
     webhooks.add_argument("--webhook-key", type=Path, metavar="FILE", help="its key")
     webhooks.add_argument(
-        "--webhook-authority", type=Path, metavar="FILE", help="who signed it, to be told to the API server by us"
+        "--webhook-authority", type=Path, metavar="FILE", help="who signed it, to be published to the API server by us"
     )
     webhooks.add_argument("--probe-image", metavar="IMAGE", help="brings the probe into pods (default: no probe)")
 
@@ -206,7 +196,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(
         f"rankscope operator: {operator.server.scheme} {operator.settings.listen_host}:{operator.server.port}"
         + (f" alerts {operator.alerts.url}" if operator.alerts is not None else "")
-        + (f" api {operator.people.server.address}" if operator.people is not None else ""),
+        + (f" api {operator.user_api.server.address}" if operator.user_api is not None else ""),
         file=sys.stderr,
         flush=True,
     )
@@ -264,4 +254,4 @@ def _settings(arguments: argparse.Namespace) -> OperatorSettings:
         alert_port=alert_port,
         webhooks=_webhooks(arguments),
     )
-    return with_people(with_certificates(settings, arguments), arguments)
+    return with_user_api(with_certificates(settings, arguments), arguments)

@@ -92,7 +92,7 @@ class Standalone:
             lambda: self.correlator.states,
             lost,
             mfu_target_of=lambda job: policy.mfu_target_ratio,
-            alert_totals=None if alerts is None else lambda: self._alert_desk.totals,
+            alert_totals=None if alerts is None else self._alert_desk.totals,
         )
         self._daemon = Daemon(config, services=services, metrics=[exporter], own_cpu_seconds=own_cpu_seconds)
         self._node = config.node
@@ -126,6 +126,7 @@ class Standalone:
     def _listen_for_alerts(self, alerts: AlertSettings) -> None:
         try:
             self._receiver = AlertReceiver(alerts.host, alerts.port, self._alert_desk, alerts.token, alerts.tls)
+            self._receiver.start()
         except OSError as error:
             self._daemon.stop()
             reason = f"cannot listen on {alerts.host}:{alerts.port}: {error.strerror or error}"
@@ -136,7 +137,7 @@ class Standalone:
 
     def stop(self) -> None:
         if self._receiver is not None:
-            self._receiver.close()
+            self._receiver.stop()
             self._receiver = None
         if self._streams is not None:
             self._streams.stop()

@@ -1,7 +1,8 @@
-"""An HTTP server for a few callers on a port that many can reach.
+"""The HTTP server of daemon and operator: routes, optional TLS, and limits for a port that many can reach.
 
-A request has a time for all of it, not for each byte; its head has a size; and when there are too many at once, whoever
-has been sending the longest makes room: a scraper that says at once what it wants is served in any flood."""
+A request has a time limit for all of it, not for each byte; its head and body have a size limit. When there are too
+many connections, the one that has been waited for longest is closed: a caller that sends its request at once is served
+in any flood."""
 
 from __future__ import annotations
 
@@ -13,144 +14,142 @@ import socket
 import ssl
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from io import BufferedIOBase
+from io import BufferedReader
 from typing import Any, cast
 
 from rankscope.common.tls import FollowedTls
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 64
-SILENCE_SECONDS = 5.0
-REQUEST_SECONDS = 20.0
 HEAD_BYTES = 16 << 10
-REMEMBERED = 256
+# The longest pause within a request, and within the TLS handshake.
+SILENCE_SECONDS = 5.0
+STOP_SECONDS = 3.0
+REFUSALS_REMEMBERED = 256
+TEXT, JSON = "text/plain; charset=utf-8", "application/json"
 
 
-class HeadTooLargeError(http.client.HTTPException):
-    """Of this type because the standard library answers it with 431."""
+@dataclass(frozen=True)
+class Limits:
+    """`idle_seconds` is how long a connection may wait for its next request; 0 closes it after the first."""
+
+    connections: int = 64
+    request_seconds: float = 20.0
+    idle_seconds: float = 0.0
+    buffered_bytes: int = 64 << 20  # of the bodies of all requests together
 
 
-class BoundedHandler(BaseHTTPRequestHandler):
-    """One request to a connection. Errors say their number and nothing else."""
-
-    server: BoundedHttpServer
-    timeout = SILENCE_SECONDS
-    error_message_format = "%(code)d %(message)s\n"
-    error_content_type = "text/plain; charset=utf-8"
-
-    def setup(self) -> None:
-        super().setup()
-        self.rfile = cast(Any, _LimitedReader(self.rfile, HEAD_BYTES))
-
-    def handle_one_request(self) -> None:
-        self.close_connection = True
-        self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
-        try:
-            super().handle_one_request()
-        except HeadTooLargeError:
-            self.send_error(431)
-
-    def do_GET(self) -> None:
-        self.get()
-
-    def do_POST(self) -> None:
-        self.post()
-
-    def get(self) -> None:
-        self.send_error(405)
-
-    def post(self) -> None:
-        self.send_error(405)
-
-    def read_body(self, length: int) -> bytes:
-        """Shorter if the caller hung up. Raises TimeoutError when it comes too slowly."""
-        reader = cast(_LimitedReader, self.rfile)
-        reader.allow(length)
-        body = bytearray()
-        while len(body) < length and (piece := reader.read1(length - len(body))):
-            body += piece
-        if len(body) < length and self.server.is_over:
-            raise TimeoutError("the body came too slowly")
-        # What is done about it takes its own time.
-        self.server.stop_clock()
-        return bytes(body)
-
-    def answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8", **headers: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        super().send_error(code)  # the standard library's message repeats what was sent
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name the standard library gave it
-        """A scrape every few seconds is not news, and strangers must not fill the log."""
-
-    def version_string(self) -> str:
-        return "rankscope"
+@dataclass(frozen=True)
+class Request:
+    path: str  # without the query
+    query: str
+    headers: Message
+    address: str
+    certificate: bytes  # the caller's, in DER, verified; empty without one
+    body: bytes = field(default=b"", repr=False)
 
 
-class BoundedHttpServer(HTTPServer):
-    """Listens from when it is made; port 0 chooses a free one. Raises OSError if it cannot. With `tls` nothing is said
-    in plain text."""
+@dataclass(frozen=True)
+class Response:
+    status: int
+    body: bytes = b""
+    content_type: str = TEXT
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Route:
+    """`check` is called before a body is read; what it returns is the answer. It must not block."""
+
+    handle: Callable[[Request], Response]
+    body_bytes: int = 0  # 0: the request has no body
+    check: Callable[[Request], Response | None] = lambda request: None
+
+
+Routes = Mapping[tuple[str, str], Route]  # by method and path
+
+
+class RequestError(Exception):
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def body_length(headers: Message, limit: int) -> int:
+    """Of a request with these headers. Raises RequestError. What two readers could understand differently is
+    refused."""
+    if headers.defects or any("\n" in str(value) or "\r" in str(value) for value in headers.values()):
+        raise RequestError(400, "a header cannot be read")
+    lengths = headers.get_all("Content-Length", [])
+    if "Transfer-Encoding" in headers or not lengths:
+        raise RequestError(411, "Content-Length is needed")
+    if len(lengths) > 1 or not (lengths[0].isascii() and lengths[0].isdigit() and len(lengths[0]) < 20):
+        raise RequestError(400, "Content-Length is not a number")
+    length = int(lengths[0])
+    if length > limit:
+        raise RequestError(413, f"a body of {length} bytes; at most {limit} are read")
+    return length
+
+
+class HttpServer(HTTPServer):
+    """Listens from construction on; port 0 chooses a free one. Raises OSError if it cannot. `tls` without a certificate
+    yet closes every connection: nothing is sent in plain text."""
 
     request_queue_size = 128
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        handler: type[BoundedHandler],
-        tls: FollowedTls | None = None,
-        at_once: int = AT_ONCE,
-        request_seconds: float = REQUEST_SECONDS,
+        self, host: str, port: int, routes: Routes, tls: FollowedTls | None = None, limits: Limits | None = None
     ) -> None:
         if ":" in host:
             self.address_family = socket.AF_INET6
+        self.routes = routes
+        self.limits = limits or Limits()
         self._tls = tls
-        self._at_once = at_once
-        self._request_seconds = request_seconds
         self._lock = threading.Lock()
-        self._open: dict[_Caller, None] = {}  # the oldest first
-        self._here = threading.local()  # the caller that this thread is for
-        self._told: set[tuple[str, str]] = set()
-        self._threads = threading.BoundedSemaphore(2 * at_once)
-        super().__init__((host, port), handler)
+        self._open: dict[_Caller, None] = {}  # the one that has waited longest first
+        self._buffered_bytes = 0
+        self._logged: set[tuple[str, str]] = set()
+        self._threads = threading.BoundedSemaphore(2 * self.limits.connections)
+        self._is_serving = self._is_stopping = False
+        super().__init__((host, port), cast(Any, None))
         self.port = int(self.server_address[1])
+        shown_host = f"[{host}]" if ":" in host else host
+        self.url = f"{'http' if tls is None else 'https'}://{shown_host}:{self.port}"
 
     def serve(self, name: str) -> None:
         """In a thread of its own, until `close`."""
+        self._is_serving = True
         kwargs = {"poll_interval": 0.2}
         threading.Thread(target=self.serve_forever, kwargs=kwargs, name=name, daemon=True).start()
 
     def close(self) -> None:
-        self.shutdown()
+        """Requests that were read are still answered, for a moment."""
+        if self._is_serving:
+            self.shutdown()
         self.server_close()
+        give_up = time.monotonic() + STOP_SECONDS
+        with self._lock:
+            self._is_stopping = True
+            waiting = [caller for caller in self._open if caller.until_monotonic is not None]
+            for caller in waiting:
+                caller.cut()
+        while time.monotonic() < give_up:
+            with self._lock:
+                if not self._open:
+                    return
+            time.sleep(0.02)
 
     def server_bind(self) -> None:
         # HTTPServer would look up the host's full name here, which can take seconds where DNS is broken.
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
 
-    def stop_clock(self) -> None:
-        """Of the caller of this thread: its request was read."""
-        self._here.caller.until_monotonic = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the caller of this thread has had its time."""
-        until = self._here.caller.until_monotonic
-        return until is not None and until <= time.monotonic()
-
     def service_actions(self) -> None:
-        """Called a few times a second: ends what takes too long."""
+        """Called a few times a second: ends requests that take too long."""
         now = time.monotonic()
         with self._lock:
             for caller in self._open:
@@ -158,52 +157,74 @@ class BoundedHttpServer(HTTPServer):
                     caller.cut()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        caller = _Caller(request, time.monotonic() + self._request_seconds)
+        caller = _Caller(request, time.monotonic() + self.limits.request_seconds)
         with self._lock:
-            if len(self._open) >= self._at_once:
+            if len(self._open) >= self.limits.connections:
                 oldest = next((each for each in self._open if each.until_monotonic is not None), None)
                 if oldest is not None:
                     del self._open[oldest]
                     oldest.cut()
-            is_room = len(self._open) < self._at_once
-            if is_room:
+            has_room = len(self._open) < self.limits.connections
+            if has_room:
                 self._open[caller] = None
-        # Whoever made room is gone in a moment, and so is its thread.
-        if not is_room or not self._threads.acquire(timeout=1.0):
+        # The thread of the connection that made room ends in a moment.
+        if not has_room or not self._threads.acquire(timeout=1.0):
             with self._lock:
                 self._open.pop(caller, None)
             self.shutdown_request(request)
             return
         threading.Thread(target=self._attend, args=(caller, client_address), daemon=True).start()
 
+    def wait_for(self, caller: _Caller, seconds: float) -> bool:
+        """Starts the caller's clock. False if the server stops, or the caller had to make room."""
+        with self._lock:
+            if self._is_stopping or caller not in self._open:
+                return False
+            caller.until_monotonic = time.monotonic() + seconds
+            del self._open[caller]
+            self._open[caller] = None
+            return True
+
+    def buffer(self, bytes_more: int) -> bool:
+        """False if that is too much for all bodies together."""
+        with self._lock:
+            if self._buffered_bytes + bytes_more > self.limits.buffered_bytes:
+                return False
+            self._buffered_bytes += bytes_more
+            return True
+
+    def release(self, bytes_less: int) -> None:
+        with self._lock:
+            self._buffered_bytes -= bytes_less
+
     def _attend(self, caller: _Caller, client_address: Any) -> None:
-        self._here.caller = caller
         try:
             if self._tls is not None:
                 self._shake_hands(caller, self._tls)
-            self.finish_request(caller.connection, client_address)
+            _Handler(caller, client_address, self)
         except ssl.SSLError as error:
-            self._tell(str(client_address[0]), error)
+            self._log_refusal(str(client_address[0]), error)
         except (OSError, ValueError, http.client.HTTPException):
             pass  # a caller that hangs up is its own affair
         finally:
             with self._lock:
                 self._open.pop(caller, None)
-            caller.say_goodbye()
+            caller.end_tls()
             self.shutdown_request(caller.connection)
             self._threads.release()
 
-    def _tell(self, address: str, error: ssl.SSLError) -> None:
-        """Once for each address and reason. Probes of a port that open it and leave are not news."""
+    def _log_refusal(self, address: str, error: ssl.SSLError) -> None:
+        """Once for each address and reason. Probes that open the port and leave are not logged."""
         reason = error.reason or ""
-        told = (address, reason)
-        if not reason or isinstance(error, ssl.SSLEOFError) or told in self._told or len(self._told) >= REMEMBERED:
+        refusal = (address, reason)
+        if not reason or isinstance(error, ssl.SSLEOFError) or refusal in self._logged:
             return
-        self._told.add(told)
-        log.warning("port %d: refused %s: %s", self.port, address, reason.lower().replace("_", " "))
+        if len(self._logged) < REFUSALS_REMEMBERED:
+            self._logged.add(refusal)
+            log.warning("port %d: refused %s: %s", self.port, address, reason.lower().replace("_", " "))
 
     def _shake_hands(self, caller: _Caller, tls: FollowedTls) -> None:
-        """In the caller's own thread: a silent one holds nobody up."""
+        """In the caller's own thread: a silent one delays nobody else."""
         context = tls.context()
         if context is None:
             raise OSError("there is no certificate yet")
@@ -217,37 +238,175 @@ class BoundedHttpServer(HTTPServer):
 @dataclass(eq=False)
 class _Caller:
     connection: socket.socket
-    until_monotonic: float | None  # None: its request was read, and nobody waits for it
+    until_monotonic: float | None  # None: its request was read, and is being answered
 
-    def say_goodbye(self) -> None:
-        """TLS has a word for the end, and clients may take an end without it for an attack. No answer is waited for."""
+    @property
+    def is_over(self) -> bool:
+        return self.until_monotonic is not None and self.until_monotonic <= time.monotonic()
+
+    def end_tls(self) -> None:
+        """Clients may take an end without TLS's own close_notify for an attack. No answer is waited for."""
         if isinstance(self.connection, ssl.SSLSocket):
             with contextlib.suppress(OSError, ValueError):
                 self.connection.settimeout(0.0)
                 self.connection.unwrap()
 
     def cut(self) -> None:
-        # Past SSLSocket's own method, which is not for two threads: whoever reads there wakes up and finds the end.
+        # Past SSLSocket's own method, which is not for two threads: the thread that reads there wakes up at the end.
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self.connection, socket.SHUT_RDWR)
 
 
+class _Handler(BaseHTTPRequestHandler):
+    """One connection. Errors have their number and nothing that was sent."""
+
+    server: HttpServer
+    timeout = SILENCE_SECONDS
+    protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.0"
+    error_message_format = "%(code)d %(message)s\n"
+    error_content_type = TEXT
+
+    def __init__(self, caller: _Caller, client_address: Any, server: HttpServer) -> None:
+        self._caller = caller
+        super().__init__(caller.connection, client_address, server)
+
+    def setup(self) -> None:
+        super().setup()
+        self._reader = _LimitedReader(cast(BufferedReader, self.rfile))
+        self.rfile = cast(Any, self._reader)
+
+    def handle(self) -> None:
+        limits = self.server.limits
+        self.close_connection = False
+        while not self.close_connection:
+            self.close_connection = True
+            self._reader.allow(HEAD_BYTES)
+            self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
+            try:
+                self.handle_one_request()
+            except _HeadTooLargeError:
+                self.send_error(431)
+            if self.close_connection or not self.server.wait_for(self._caller, limits.idle_seconds):
+                return
+            self.connection.settimeout(limits.idle_seconds)
+            if not self._reader.wait() or not self.server.wait_for(self._caller, limits.request_seconds):
+                return
+            self.connection.settimeout(SILENCE_SECONDS)
+
+    def handle_one_request(self) -> None:
+        self.raw_requestline = self.rfile.readline(HEAD_BYTES)
+        if not self.raw_requestline:
+            return
+        if not self.parse_request():
+            self.close_connection = True
+            return
+        may_continue = not self.close_connection and self.server.limits.idle_seconds > 0
+        self.close_connection = True
+        if self.command not in ("GET", "POST"):
+            self.send_error(501)
+            return
+        read_bytes = 0
+        path, _, query = self.path.partition("?")
+        certificate = b""
+        if isinstance(self.connection, ssl.SSLSocket):
+            certificate = self.connection.getpeercert(binary_form=True) or b""
+        request = Request(path, query, self.headers, str(self.client_address[0]), certificate)
+        try:
+            route = self._route(path)
+            response = route.check(request)
+            if response is None:
+                body = self._read_body(body_length(self.headers, route.body_bytes)) if route.body_bytes else b""
+                read_bytes = len(body)
+                # Only a request that was read whole can be followed by another.
+                self.close_connection = not (may_continue and route.body_bytes)
+                self._caller.until_monotonic = None
+                response = self._handled(route, replace(request, body=body))
+        except RequestError as error:
+            response = Response(error.status, f"{error}\n".encode())
+        finally:
+            self.server.release(read_bytes)
+        self._answer(response)
+
+    def _handled(self, route: Route, request: Request) -> Response:
+        try:
+            return route.handle(request)
+        except Exception:
+            log.exception("port %d: a request for %s failed", self.server.port, request.path)
+            return Response(500, b"unexpected; see the log\n")
+
+    def _route(self, path: str) -> Route:
+        routes = self.server.routes
+        route = routes.get((self.command, path))
+        if route is not None:
+            return route
+        if any(known == path for _, known in routes):
+            raise RequestError(405, f"{self.command} is not for this path")
+        raise RequestError(404, f"rankscope: {', '.join(sorted({known for _, known in routes}))}")
+
+    def _read_body(self, length: int) -> bytes:
+        self._reader.allow(length)
+        body = bytearray()
+        try:
+            while len(body) < length and (piece := self._reader.read1(length - len(body))):
+                if not self.server.buffer(len(piece)):
+                    raise RequestError(503, "too many requests at once")
+                body += piece
+            if len(body) < length:
+                if self._caller.is_over:
+                    raise RequestError(408, "the body came too slowly")
+                raise RequestError(400, f"the body ended after {len(body)} of {length} bytes")
+        except (OSError, RequestError) as error:
+            self.server.release(len(body))
+            if isinstance(error, TimeoutError):
+                raise RequestError(408, "the body came too slowly") from error
+            raise
+        return bytes(body)
+
+    def _answer(self, response: Response) -> None:
+        self.send_response(response.status)
+        self.send_header("Content-Type", response.content_type)
+        self.send_header("Content-Length", str(len(response.body)))
+        self.send_header("Connection", "close" if self.close_connection else "keep-alive")
+        for name, value in response.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(response.body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        super().send_error(code)  # the standard library's message repeats what was sent
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name the standard library gave it
+        """Nothing: strangers must not fill the log."""
+
+    def version_string(self) -> str:
+        return "rankscope"
+
+
+class _HeadTooLargeError(http.client.HTTPException):
+    """Of this type because the standard library answers it with 431."""
+
+
 class _LimitedReader:
-    """What a head may have; then what `allow` adds for the body."""
+    """Reads what `allow` permits: a head, then a body."""
 
-    def __init__(self, file: BufferedIOBase, limit: int) -> None:
+    def __init__(self, file: BufferedReader) -> None:
         self._file = file
-        self._left = limit
+        self._left = 0
 
-    def allow(self, body_bytes: int) -> None:
-        self._left = body_bytes
+    def allow(self, size: int) -> None:
+        self._left = size
+
+    def wait(self) -> bool:
+        """Until something comes; False at the end."""
+        return bool(self._file.peek(1))
 
     def readline(self, limit: int = -1) -> bytes:
         most = self._left + 1 if limit < 0 else min(limit, self._left + 1)
         line = self._file.readline(most)
         self._left -= len(line)
         if self._left < 0:
-            raise HeadTooLargeError("the head is too large")
+            raise _HeadTooLargeError("the head is too large")
         return line
 
     def read1(self, size: int) -> bytes:
@@ -263,11 +422,8 @@ class _LimitedReader:
         self._file.close()
 
 
-# Which addresses others can reach.
-
-
 def is_loopback(host: str) -> bool:
-    """Names other than localhost may be anybody's."""
+    """Whether only this machine can reach the address. Names other than localhost may be anybody's."""
     if host == "localhost":
         return True
     try:

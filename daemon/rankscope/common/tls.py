@@ -1,4 +1,4 @@
-"""The TLS side of a server whose certificates are replaced while it serves: new connections get the new ones."""
+"""TLS for a server with certificates that are replaced while it serves: new connections get the new ones."""
 
 from __future__ import annotations
 
@@ -17,62 +17,71 @@ FILE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class TlsMaterial:
-    """All PEM. With `client_authorities` a caller may show a certificate, and one of another authority is refused;
-    whether one is needed is for the server to say."""
+    """All PEM. `authorities` sign the other side's certificates. A server with them asks callers for a certificate and
+    refuses one of another authority; whether a caller needs one is decided by the routes."""
 
     certificate: bytes
     key: bytes = field(repr=False)
-    client_authorities: bytes = b""
+    authorities: bytes = b""
 
 
 Read = Callable[[], TlsMaterial | None]
 
 
-def files(certificate: Path, key: Path, client_authorities: Path | None = None) -> Read:
-    """Read anew at every connection; raises OSError."""
+def files(certificate: Path, key: Path, authorities: Path | None = None) -> Read:
+    """Reads the files again at every call; raises OSError."""
 
     def read() -> TlsMaterial:
-        authorities = b"" if client_authorities is None else _content(client_authorities)
-        return TlsMaterial(_content(certificate), _content(key), authorities)
+        trusted = b"" if authorities is None else _content(authorities)
+        return TlsMaterial(_content(certificate), _content(key), trusted)
 
     return read
 
 
 class FollowedTls:
-    """`context` is asked for at every connection. What cannot be used leaves what there was, and is told once."""
+    """To be asked at every connection. Material that cannot be used is logged once; the one before stays in use."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
         self._lock = threading.Lock()
         self._used: TlsMaterial | None = None
         self._context: ssl.SSLContext | None = None
-        self._complaint = ""
+        self.problem = ""  # of the newest material
+
+    def material(self) -> TlsMaterial | None:
+        """The newest that can be used, as the same object while it does not change. None: there is none yet."""
+        with self._lock:
+            self._follow()
+            return self._used
 
     def context(self) -> ssl.SSLContext | None:
-        """None: there is nothing to serve with yet."""
+        """None: there is no certificate yet."""
         with self._lock:
-            try:
-                material = self._read()
-                if material is not None and material != self._used:
-                    self._context = server_context(material)
-                    self._used = material
-                self._complaint = ""
-            except (OSError, ValueError) as error:
-                if str(error) != self._complaint:
-                    self._complaint = str(error)
-                    log.warning("new certificates cannot be used, what there was stays: %s", error)
+            self._follow()
             return self._context
+
+    def _follow(self) -> None:
+        try:
+            material = self._read()
+            if material is not None and material != self._used:
+                self._context = server_context(material)
+                self._used = material
+            self.problem = ""
+        except (OSError, ValueError) as error:
+            if str(error) != self.problem:
+                self.problem = str(error)
+                log.warning("new certificates cannot be used, the old ones stay: %s", error)
 
 
 def server_context(material: TlsMaterial) -> ssl.SSLContext:
-    """Raises ValueError for what cannot be used together."""
+    """Raises ValueError if certificate, key and authorities cannot be used together."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     _load(context, material.certificate, material.key)
-    if material.client_authorities:
+    if material.authorities:
         try:
-            context.load_verify_locations(cadata=material.client_authorities.decode("ascii"))
+            context.load_verify_locations(cadata=material.authorities.decode("ascii"))
         except (ssl.SSLError, ValueError) as error:
             raise ValueError(f"the authorities of callers cannot be read: {error}") from error
         context.verify_mode = ssl.CERT_OPTIONAL
@@ -87,7 +96,7 @@ def _load(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
         # Without the callback, a key under a password would ask for it on the terminal.
         context.load_cert_chain(f"/proc/self/fd/{descriptor}", password=lambda: "")
     except (ssl.SSLError, OSError, ValueError) as error:
-        raise ValueError(f"certificate and key are no pair that can be used: {error}") from error
+        raise ValueError(f"certificate and key are not a usable pair: {error}") from error
     finally:
         os.close(descriptor)
 

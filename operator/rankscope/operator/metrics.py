@@ -16,8 +16,8 @@ from rankscope.operator.alerts.decision import Result
 from rankscope.operator.correlation.correlator import JobState, LostSeconds
 
 if TYPE_CHECKING:  # `rankscope up` has no Kubernetes client
-    from rankscope.operator.access.api_server import People
-    from rankscope.operator.certificates.fleet_secrets import FleetCertificates
+    from rankscope.operator.access.api_server import UserApi
+    from rankscope.operator.certificates.rotation import CertificateRotation
     from rankscope.operator.kube.leader_election import ShardLeases
     from rankscope.operator.kube.object_writer import Outbox
     from rankscope.operator.runs.daemon_streams import DaemonPods, DaemonStreams
@@ -120,8 +120,8 @@ class OperatorView(Protocol):
     outbox: Outbox
     binding: Binding
     webhooks: Webhooks | None
-    certificates: FleetCertificates | None
-    people: People | None
+    certificates: CertificateRotation | None
+    user_api: UserApi | None
 
 
 # fmt: off
@@ -148,13 +148,13 @@ WEBHOOKS: Section[Webhooks] = Section((), (
         "When the certificate that the webhooks are served with ends.", lambda webhooks: webhooks.expires_unix),
 ))
 
-CERTIFICATES: Section[FleetCertificates] = Section((), (
+CERTIFICATES: Section[CertificateRotation] = Section((), (
     Gauge("rankscope_operator_fleet_certificate_expiry_timestamp_seconds",
         "When the first of the certificates that this replica shows to daemons and callers ends.",
         lambda certificates: certificates.expires_unix),
 ))
 
-API: Section[People] = Section((), (
+API: Section[UserApi] = Section((), (
     Counter("rankscope_operator_api_calls_total",
         "Calls of the API for people, by method and gRPC's code; the log tells of refused callers once.",
         lambda api: api.calls.copy(), {"method": ANY, "code": ANY}),
@@ -200,7 +200,7 @@ class Exporter(Collector):
             yield from OPERATOR.of(self._operator)
             yield from WEBHOOKS.of(self._operator.webhooks)
             yield from CERTIFICATES.of(self._operator.certificates)
-            yield from API.of(self._operator.people)
+            yield from API.of(self._operator.user_api)
 
     def describe(self) -> Iterable[Family]:
         return ()  # registering must not scrape

@@ -1,4 +1,4 @@
-"""What the operator runs with."""
+"""The operator's settings."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rankscope.operator.access.api_server import PeopleSettings
-from rankscope.operator.certificates.daemon_credentials import Tls
-from rankscope.operator.certificates.fleet_secrets import FleetCertificateSettings
+from rankscope.operator.access.api_server import UserApiSettings
+from rankscope.operator.certificates.rotation import RotationSettings
 from rankscope.operator.kube.leader_election import SETTLING_SECONDS
 from rankscope.operator.runs.daemon_streams import SELECTOR
 from rankscope.operator.webhooks.webhooks import WebhookSettings
@@ -35,16 +34,17 @@ class OperatorSettings:
     daemon_selector: str = SELECTOR
     listen_host: str = "127.0.0.1"
     listen_port: int = 9466
-    tls: Tls | None = None
-    fleet_certificates: FleetCertificateSettings | None = None  # the daemons' and ours are kept by us, not in `tls`
-    # Certificate and key that callers are served with; without any, ours of `fleet_certificates`.
+    # Our certificate and key for the daemons, and the authority that signs theirs.
+    daemon_tls: tuple[Path, Path, Path] | None = None
+    fleet_certificates: RotationSettings | None = None  # made and renewed by us, instead of `daemon_tls`
+    # Certificate and key for callers; without them, ours of `fleet_certificates`.
     serving_files: tuple[Path, Path] | None = None
     metrics_auth: bool = False
     mfu_target: float | None = None
     node_conditions: bool = False
-    # Alertmanager may ask for captures if it shows this token; without one there is no receiver.
+    # Alertmanager may ask for captures with this token; without one there is no receiver.
     alert_token_file: Path | None = None
     alert_host: str = "127.0.0.1"
     alert_port: int = 9467
     webhooks: WebhookSettings | None = None
-    people: PeopleSettings | None = None
+    user_api: UserApiSettings | None = None

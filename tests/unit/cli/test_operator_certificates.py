@@ -21,10 +21,11 @@ def settings(*flags: str, alert_host: str | None = None) -> OperatorSettings:
 
 def test_certificates_are_in_files_or_kept_by_us_and_not_both() -> None:
     files = ("--tls-certificate", "a", "--tls-key", "b", "--tls-authority", "c")
-    assert settings(*files).tls is not None
+    assert settings(*files).daemon_tls == (Path("a"), Path("b"), Path("c"))
     kept = settings("--fleet-certificates", "--api-name", "rankscope.example.com").fleet_certificates
     assert kept is not None
-    assert (kept.namespace, kept.api_names) == ("ns", ("rankscope.example.com",))
+    assert kept.namespace == "ns"
+    assert kept.roles[-1].names[-1] == "rankscope.example.com"
     for wrong, complaint in (
         (files[:2], "belong together"),
         ((*files, "--fleet-certificates"), "leave one of them out"),

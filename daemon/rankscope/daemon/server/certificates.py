@@ -1,34 +1,32 @@
-"""The daemon's certificates, read anew when their files change: new connections get the new ones, open streams live on.
+"""The daemon's certificates: their files, what is in them, and their replacement while the daemon serves.
 
-Who may call with which certificate is decided elsewhere (guarding.py)."""
+New connections get the new certificates; open streams continue with the old ones. `grpc_server.py` decides which
+certificate may call."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import ssl
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 
-from rankscope.common.tls import FollowedTls
-from rankscope.common.tls import files as material_files
+from rankscope.common.tls import FollowedTls, TlsMaterial, files
 from rankscope.daemon.config import NONE, Config
 from rankscope.daemon.server.sockets import ListenError
 
-# Certificates on disk: whether key and certificate belong together, and until when they are good.
-#
-# The standard library does not tell the latter of a file, and nothing else here needs a package for X.509.
+if TYPE_CHECKING:
+    from cryptography import x509
+
+log = logging.getLogger(__name__)
 
 SOON_DAYS = 7.0
-
-_BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-_SEQUENCE, _VERSION, _EXTENSIONS, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0xA3, 0x17, 0x18
-_DNS_NAME = 0x82
-_COMMON_NAME, _SUBJECT_ALTERNATIVE_NAME = bytes.fromhex("550403"), bytes.fromhex("551d11")
+CERTIFICATE_BYTES = 1 << 20
 
 
 class CertificateError(ValueError):
@@ -45,92 +43,50 @@ class Validity:
 
 
 def check_pair(certificate: Path, key: Path) -> None:
-    """Raises CertificateError if they cannot be used together. A key under a password is one that cannot be used."""
+    """Raises CertificateError if they cannot be used together. A key with a password cannot be used."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, lambda: "")
     except (ssl.SSLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise CertificateError(f"{certificate} and {key} are no pair that can be used: {reason}") from error
+        raise CertificateError(f"{certificate} and {key} are not a usable pair: {reason}") from error
 
 
-def validity(pem: bytes) -> Validity:
-    """Of the first certificate: the others are those that signed it."""
+def validity(content: bytes) -> Validity:
+    """Of the first certificate: the others are the authorities that signed it."""
+    certificate = _loaded(content)
+    return Validity(certificate.not_valid_before_utc, certificate.not_valid_after_utc)
+
+
+def names(content: bytes) -> frozenset[str]:
+    """DNS names of the first certificate, PEM or DER, or its common names where it has no alternative names (RFC 6125).
+
+    Whole names: gRPC's own list ends a name at its first NUL, and an authority may have signed
+    `rankscope-operator\\0.example.com`."""
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    certificate = _loaded(content)
     try:
-        times = [_time(tag, content) for tag, content in _elements(_parts(pem)[3][1])]
-        return Validity(times[0], times[1])
-    except (ValueError, IndexError) as error:
-        raise CertificateError(f"not a certificate: {error}") from error
+        try:
+            extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        except x509.ExtensionNotFound:
+            attributes = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+            return frozenset(str(attribute.value) for attribute in attributes)
+        return frozenset(extension.value.get_values_for_type(x509.DNSName))
+    except (ValueError, x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
+        raise CertificateError(f"the names of the certificate cannot be read: {error}") from error
 
 
-def names(pem: bytes) -> frozenset[bytes]:
-    """Of the first certificate, to the last byte: DNS names, or the common names where there are no alternative names
-    at all (RFC 6125)."""
+def _loaded(content: bytes) -> x509.Certificate:
+    # Imported here: it takes 10 MB of memory, which a daemon without TLS does not need.
+    from cryptography import x509
+
     try:
-        parts = _parts(pem)
-        alternative = [value for tag, content in parts if tag == _EXTENSIONS for value in _alternative_names(content)]
-        if alternative:
-            return frozenset(content for tag, content in _sequence(alternative[0]) if tag == _DNS_NAME)
-        attributes = [attribute for _, group in _elements(parts[4][1]) for _, attribute in _elements(group)]
-        pairs = [[content for _, content in _elements(attribute)] for attribute in attributes]
-        return frozenset(pair[1] for pair in pairs if pair[0] == _COMMON_NAME)
-    except (ValueError, IndexError) as error:
+        if b"-----BEGIN " in content:
+            return x509.load_pem_x509_certificate(content)
+        return x509.load_der_x509_certificate(content)
+    except ValueError as error:
         raise CertificateError(f"not a certificate: {error}") from error
-
-
-def _alternative_names(content: bytes) -> Iterator[bytes]:
-    for _, extension in _sequence(content):
-        values = list(_elements(extension))
-        if values[0][1] == _SUBJECT_ALTERNATIVE_NAME:
-            yield values[-1][1]
-
-
-def _sequence(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """What is in the sequence that is all of the data."""
-    ((_, content),) = _elements(data)
-    return _elements(content)
-
-
-def _parts(pem: bytes) -> list[tuple[int, bytes]]:
-    """Serial number, algorithm, issuer, validity, subject, key, extensions; the version before them may be missing."""
-    text = pem.decode("latin-1")
-    begin = text.find(_BEGIN)
-    end = text.find(_END, begin)
-    if begin < 0 or end < 0:
-        raise CertificateError("no PEM certificate in it")
-    der = ssl.PEM_cert_to_DER_cert(text[begin : end + len(_END)])
-    signed = next((content for tag, content in _sequence(der) if tag == _SEQUENCE), b"")
-    return [(tag, content) for tag, content in _elements(signed) if tag != _VERSION]
-
-
-def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """The DER values one after the other."""
-    position = 0
-    while position < len(data):
-        tag, length = data[position], data[position + 1]
-        position += 2
-        if length & 0x80:
-            size = length & 0x7F
-            length = int.from_bytes(data[position : position + size], "big")
-            position += size
-        if position + length > len(data):
-            raise ValueError("cut off")
-        yield tag, data[position : position + length]
-        position += length
-
-
-def _time(tag: int, content: bytes) -> datetime:
-    text = content.decode("ascii")
-    if tag == _UTC_TIME:
-        # Two digits of a year: X.509 counts 50 to 99 to the last century.
-        text = ("19" if text[:2] >= "50" else "20") + text
-    elif tag != _GENERALIZED_TIME:
-        raise ValueError("no time where one belongs")
-    return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=timezone.utc)
-
-
-log = logging.getLogger(__name__)
-
-CERTIFICATE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -145,84 +101,80 @@ class TlsFiles:
             return None
         return cls(Path(config.tls_certificate), Path(config.tls_key), Path(config.tls_client_authority))
 
-    @property
-    def state(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Changes when any of them does. A Kubernetes secret is swapped by a link, so links are followed."""
-        found = [path.stat() for path in (self.certificate, self.key, self.client_authority)]
-        return tuple((status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size) for status in found)
-
-    def read(self) -> grpc.ServerCertificateConfiguration:
+    def check(self) -> None:
         """Raises ListenError, which names the file, for a certificate or key that cannot be used."""
-        key, certificate, authority = (_read(path) for path in (self.key, self.certificate, self.client_authority))
+        for path in (self.key, self.certificate, self.client_authority):
+            _check_pem(path)
         try:
             check_pair(self.certificate, self.key)
-        except CertificateError as error:
+            for path in (self.certificate, self.client_authority):
+                _warn_of_expiry(path, path.read_bytes())
+        except (CertificateError, OSError) as error:
             raise ListenError(str(error)) from error
-        for path, content in ((self.certificate, certificate), (self.client_authority, authority)):
-            _warn_of_the_end(path, content)
-        return grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=authority)
+
+    def followed(self) -> FollowedTls:
+        return FollowedTls(files(self.certificate, self.key, self.client_authority))
 
 
 def metrics_tls(config: Config) -> FollowedTls | None:
-    """For /metrics, where it is to have TLS. Raises ListenError as `TlsFiles.read` does."""
-    files = TlsFiles.of(config)
-    if files is None or not config.metrics_tls:
+    """For /metrics, where it has TLS. Raises ListenError as `TlsFiles.check` does."""
+    found = TlsFiles.of(config)
+    if found is None or not config.metrics_tls:
         return None
-    files.read()
-    return FollowedTls(material_files(files.certificate, files.key, files.client_authority))
+    found.check()
+    return found.followed()
 
 
-def _read(path: Path) -> bytes:
+class Certificates:
+    """The gRPC server's: gRPC asks for every new connection."""
+
+    def __init__(self, found: TlsFiles, on_connection: Callable[[], None] = lambda: None) -> None:
+        found.check()
+        self._files = found
+        self._on_connection = on_connection
+        self._tls = found.followed()
+        first = self._tls.material()
+        if first is None:
+            raise ListenError(self._tls.problem)
+        self._used = first
+
+    def credentials(self) -> grpc.ServerCredentials:
+        first = _configuration(self._used)
+        return grpc.dynamic_ssl_server_credentials(first, self._changed, require_client_authentication=True)
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        self._on_connection()
+        material = self._tls.material()
+        if material is None or material is self._used:
+            return None
+        self._used = material
+        log.info("certificates were read again from %s", self._files.certificate)
+        with contextlib.suppress(CertificateError):  # OpenSSL accepted it
+            _warn_of_expiry(self._files.certificate, material.certificate)
+        return _configuration(material)
+
+
+def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
+    pair = (material.key, material.certificate)
+    return grpc.ssl_server_certificate_configuration([pair], root_certificates=material.authorities)
+
+
+def _check_pem(path: Path) -> None:
     try:
         with path.open("rb") as file:
             content = file.read(CERTIFICATE_BYTES)
     except OSError as error:
-        raise ListenError(f"{path} cannot be read: {error.strerror}; mend it or pass --tls-certificate none") from error
+        raise ListenError(f"{path} cannot be read: {error.strerror}; fix it or pass --tls-certificate none") from error
     if b"-----BEGIN " not in content:
         raise ListenError(f"{path} is not PEM")
-    return content
 
 
-def _warn_of_the_end(path: Path, content: bytes) -> None:
+def _warn_of_expiry(path: Path, content: bytes) -> None:
     try:
         days = validity(content).days_left(datetime.now(timezone.utc))
     except CertificateError as error:
-        raise ListenError(f"{path}: {error}") from error
+        raise CertificateError(f"{path}: {error}") from error
     if days < 0:
-        log.warning("%s expired %.1f days ago: nobody will connect", path, -days)
+        log.warning("%s expired %.1f days ago: nobody can connect", path, -days)
     elif days < SOON_DAYS:
         log.warning("%s expires in %.1f days", path, days)
-
-
-class Certificates:
-    """Asked by gRPC for every new connection. What cannot be read leaves the certificates as they are."""
-
-    def __init__(self, files: TlsFiles, on_connection: Callable[[], None] = lambda: None) -> None:
-        self._files = files
-        self._on_connection = on_connection
-        self._lock = threading.Lock()
-        try:
-            self._state = files.state
-        except OSError as error:
-            raise ListenError(f"{error.filename} cannot be read: {error.strerror}") from error
-        self._first = files.read()
-
-    def credentials(self) -> grpc.ServerCredentials:
-        return grpc.dynamic_ssl_server_credentials(self._first, self._changed, require_client_authentication=True)
-
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        self._on_connection()
-        with self._lock:
-            try:
-                state = self._files.state
-                if state == self._state:
-                    return None
-                configuration = self._files.read()
-                if self._files.state != state:
-                    return None  # being written this moment: the next connection asks again
-            except (OSError, ListenError) as error:
-                log.warning("the new certificates cannot be used, the old ones stay: %s", error)
-                return None
-            self._state = state
-        log.info("certificates were read anew from %s", self._files.certificate)
-        return configuration

@@ -1,4 +1,4 @@
-"""The gRPC side: windows for whoever watches, health, reflection, and the place of captures."""
+"""The daemon's gRPC server: ranks and windows, captures, health and reflection, and who may call it."""
 
 from __future__ import annotations
 
@@ -31,39 +31,37 @@ from rankscope.v1.rank_service_pb2 import (
     WatchRanksResponse,
 )
 
-# Connections to the port with TLS that never show a certificate we know: gRPC ends them without a word, so they are
-# counted as they come, and the count is told.
-
 log = logging.getLogger(__name__)
 
-# Longer than a handshake may take: whoever has not called by then is not going to.
+# Longer than a handshake may take: a connection without a call by then was refused.
 PATIENCE_SECONDS = 12.0
-TELL_SECONDS = 60.0
+LOG_SECONDS = 60.0
 ARRIVALS_REMEMBERED = 1 << 16
 PEERS_REMEMBERED = 4096
 
 
 class Arrivals:
-    """May be used from any thread."""
+    """Counts and logs connections to the port with TLS that never show a valid certificate: gRPC ends them without a
+    trace. May be used from any thread."""
 
-    def __init__(self, patience_seconds: float = PATIENCE_SECONDS, tell_seconds: float = TELL_SECONDS) -> None:
+    def __init__(self, patience_seconds: float = PATIENCE_SECONDS, log_seconds: float = LOG_SECONDS) -> None:
         self._patience_seconds = patience_seconds
-        self._tell_seconds = tell_seconds
+        self._log_seconds = log_seconds
         self._lock = threading.Lock()
         self._waiting: deque[float] = deque(maxlen=ARRIVALS_REMEMBERED)
         self._peers: dict[str, float] = {}  # when each was last seen
-        self._is_judging = False
-        self._untold = 0
-        self._told_at = float("-inf")
+        self._is_waiting = False
+        self._unlogged = 0
+        self._logged_at = float("-inf")
         self.strangers_total = 0
 
     def came(self) -> None:
         with self._lock:
             self._waiting.append(time.monotonic())
-            self._judge_in(self._patience_seconds)
+            self._check_in(self._patience_seconds)
 
     def shown(self, peer: str) -> None:
-        """A call came over a connection, known by its address and port, that has shown a certificate."""
+        """A call came over a connection with a valid certificate; `peer` is its address and port."""
         with self._lock:
             seen_at = self._peers.get(peer, float("-inf"))
             if len(self._peers) >= PEERS_REMEMBERED:
@@ -73,38 +71,33 @@ class Arrivals:
             if self._waiting and self._waiting[-1] > seen_at:
                 self._waiting.pop()
 
-    def _judge_in(self, seconds: float) -> None:
-        if not self._is_judging:
-            self._is_judging = True
-            timer = threading.Timer(seconds, self._judge)
+    def _check_in(self, seconds: float) -> None:
+        if not self._is_waiting:
+            self._is_waiting = True
+            timer = threading.Timer(seconds, self._check_waiting)
             timer.daemon = True
             timer.start()
 
-    def _judge(self) -> None:
+    def _check_waiting(self) -> None:
         with self._lock:
-            self._is_judging = False
+            self._is_waiting = False
             now = time.monotonic()
             while self._waiting and now - self._waiting[0] >= self._patience_seconds:
                 self._waiting.popleft()
-                self._untold += 1
+                self._unlogged += 1
                 self.strangers_total += 1
-            if self._untold and now - self._told_at >= self._tell_seconds:
+            if self._unlogged and now - self._logged_at >= self._log_seconds:
                 log.warning(
                     "refused %d connections: they showed no certificate, an expired one, one of another authority, or "
-                    "spoke no TLS",
-                    self._untold,
+                    "did not use TLS",
+                    self._unlogged,
                 )
-                self._untold, self._told_at = 0, now
+                self._unlogged, self._logged_at = 0, now
             if self._waiting:
-                self._judge_in(max(0.1, self._waiting[0] + self._patience_seconds - now))
-            elif self._untold:
-                self._judge_in(self._patience_seconds)
+                self._check_in(max(0.1, self._waiting[0] + self._patience_seconds - now))
+            elif self._unlogged:
+                self._check_in(self._patience_seconds)
 
-
-# Who may call over gRPC: an operator by its certificate, whoever can open the Unix socket, and nobody else.
-#
-# A request is waited for and read only after its caller was let in: gRPC's own way has a thread wait for the message of
-# whoever has begun a call, so that calls begun and left alone would take all threads there are.
 
 # Daemons have certificates of the same authority: one that was stolen from a node must not open the other nodes.
 OPERATOR_ROLE = "rankscope-operator"
@@ -117,11 +110,15 @@ Behaviour = Callable[[Any, grpc.ServicerContext], Any]
 
 
 class CallGuard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """`arrivals` are those of the port with TLS; None: there is none, and the addresses guard themselves."""
+    """Lets in an operator by its certificate, and everybody who can open the Unix socket.
+
+    A request is read only after its caller was let in: gRPC by itself has a thread wait for the message of every call,
+    so that calls without a message would take all threads. `arrivals` are those of the port with TLS; None without
+    TLS, when the address is the protection."""
 
     def __init__(self, arrivals: Arrivals | None) -> None:
         self._arrivals = arrivals
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     def intercept_service(
         self, continuation: Callable[[Any], Any], handler_call_details: grpc.HandlerCallDetails
@@ -132,7 +129,7 @@ class CallGuard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no ty
         behaviour = getattr(handler, _kind(handler))
         answers = "stream" if handler.response_streaming else "unary"
         made = getattr(grpc, f"stream_{answers}_rpc_method_handler")
-        if handler.request_streaming:  # each is read when it is asked for, by whoever was let in
+        if handler.request_streaming:  # read by a handler whose caller was let in
             read = handler.request_deserializer
             return made(self._guarded(behaviour), read, handler.response_serializer)
         guarded = self._guarded(_taking_one(behaviour, handler.request_deserializer))
@@ -153,20 +150,18 @@ class CallGuard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no ty
             return
         address = context.peer().rpartition(":")[0]
         shown = ", ".join(sorted(known_as))[:200]
-        if (address, shown) not in self._told and len(self._told) < CALLERS_REMEMBERED:
-            self._told.add((address, shown))
+        if (address, shown) not in self._logged and len(self._logged) < CALLERS_REMEMBERED:
+            self._logged.add((address, shown))
             log.warning("refused %s: its certificate is of %r, not of %s", address, shown, OPERATOR_ROLE)
         context.abort(grpc.StatusCode.PERMISSION_DENIED, NOT_AN_OPERATOR)
 
 
 def caller_names(auth: dict[str, list[bytes]]) -> frozenset[str]:
-    """Names that the authority vouches for. From the certificate itself: gRPC's own lists end at the first NUL, and an
-    authority may have signed `rankscope-operator\\0.example.com`."""
+    """The names in the caller's certificate, which an authority of ours has signed."""
     try:
-        found = names(auth["x509_pem_cert"][0])
+        return names(auth["x509_pem_cert"][0])
     except (KeyError, IndexError, CertificateError):
         return frozenset()
-    return frozenset(name.decode(errors="replace") for name in found)
 
 
 def _taking_one(behaviour: Behaviour, read: Callable[[bytes], Any]) -> Behaviour:
@@ -197,9 +192,9 @@ def _unknown_method(request: object, context: grpc.ServicerContext) -> None:
     context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
 
 
-# For calls that end at once (lists, health, reflection), beside the readers that each keep a thread.
+# For short calls (lists, health, reflection), beside the readers that each keep a thread.
 SHORT_CALL_THREADS = 8
-# Whoever connects and says nothing, or says it byte by byte, is cut off, and cannot have all the descriptors there are.
+# Silent and slow connections are closed, and cannot use up all file descriptors.
 OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 64 * 1024),
@@ -218,7 +213,7 @@ NO_CAPTURES = (
 
 @dataclass(frozen=True)
 class Service:
-    """One gRPC service to offer: its full name and how to add it to a server."""
+    """A gRPC service: its full name and how to add it to a server."""
 
     name: str
     add_to: Callable[[grpc.Server], None]
@@ -263,7 +258,7 @@ class RankServicer(rank_service_pb2_grpc.RankServiceServicer):
             return job in ("", identity.job) and (not pods or identity.pod in pods)
 
         windows = [window for window in tick.windows.values() if is_asked_for(window.identity)]
-        # Sent even when empty: a reader can tell a quiet node from a dead one.
+        # Sent even when empty: a reader can distinguish an idle node from a dead one.
         return WatchRanksResponse(
             node=self._node,
             windows=windows,
@@ -274,7 +269,7 @@ class RankServicer(rank_service_pb2_grpc.RankServiceServicer):
 
 
 class NoCaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
-    """Says what to do in place of gRPC's "Method not implemented!"."""
+    """Gives the next step in place of gRPC's "Method not implemented!"."""
 
     def _refuse(self, request: object, context: grpc.ServicerContext) -> NoReturn:
         context.abort(grpc.StatusCode.UNIMPLEMENTED, NO_CAPTURES)
@@ -306,7 +301,7 @@ class GrpcServer:
         self._certificates = None if files is None or arrivals is None else Certificates(files, arrivals.came)
         self._server = grpc.server(
             ThreadPoolExecutor(threads, thread_name_prefix="rankscope-grpc"),
-            # More calls than threads would wait unseen in the pool's queue; this way they are told.
+            # More calls than threads would wait unseen in the pool's queue; this way they are refused.
             maximum_concurrent_rpcs=threads,
             interceptors=(CallGuard(arrivals),),
             options=OPTIONS,

@@ -1,5 +1,5 @@
-"""The API for people as a server: gRPC with TLS on a port that everybody may reach, so with bounds on all that somebody
-can have before it is known who they are."""
+"""The users' API as a gRPC server with TLS. Everybody may reach its port, so everything that a caller can use before
+it is authenticated has a limit."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import grpc
 
 from rankscope.common.http_server import is_loopback
-from rankscope.common.tls import Read, TlsMaterial, server_context
-from rankscope.operator.access.capture_service import PeopleCaptures
+from rankscope.common.tls import FollowedTls, TlsMaterial
+from rankscope.operator.access.capture_service import UserCaptures
 from rankscope.operator.access.guard import Guard
 from rankscope.operator.access.token_review import Reviews
 from rankscope.operator.access.trace_relay import Traces
 from rankscope.operator.captures.audit import CaptureAudit
-from rankscope.operator.captures.capture_object import CaptureObject
 from rankscope.operator.captures.daemon_calls import DaemonCalls
 from rankscope.operator.kube.api_client import Api
+from rankscope.operator.kube.objects import CaptureObject
 from rankscope.operator.kube.watch_cache import Watched
 from rankscope.operator.runs.controller import RunsController
 
@@ -36,60 +36,58 @@ OPTIONS = (
     ("grpc.max_concurrent_streams", 32),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 60_000),
-    # A caller that has gone without a word is noticed, and its stream ended.
+    # The stream of a caller that vanished is ended.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
     ("grpc.max_allowed_incoming_connections", 1024),
 )
-# While there is nothing to serve with yet.
+# Between two looks for a certificate that does not exist yet.
 PAUSE_SECONDS = 1.0
 STOP_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class PeopleSettings:
+class UserApiSettings:
     listen_host: str
     listen_port: int = PORT
-    # What tokens have to be for: those that pods and kubectl have for the API server are not sent to anybody else.
+    # Audience of the tokens: those that pods and kubectl have for the API server are not for anybody else.
     audience: str = "rankscope"
 
 
-class PeopleServer:
+class UserApiServer:
     """From `start` to `stop`. Raises ValueError for an address that others can reach without TLS."""
 
-    def __init__(self, settings: PeopleSettings, handler: grpc.GenericRpcHandler, read: Read | None) -> None:
+    def __init__(self, settings: UserApiSettings, handler: grpc.GenericRpcHandler, tls: FollowedTls | None) -> None:
         host = settings.listen_host
-        if read is None and not is_loopback(host):
+        if tls is None and not is_loopback(host):
             raise ValueError(
                 f"--api-listen {host}: others can reach this address, and tokens are sent to it: "
                 "pass --api-certificate and --api-key, or --fleet-certificates"
             )
         self._address = f"[{host}]:{settings.listen_port}" if ":" in host else f"{host}:{settings.listen_port}"
-        self._read = read
+        self._tls = tls
         self._used: TlsMaterial | None = None
-        self._complaint = ""
-        self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve_when_possible, name="rankscope-api", daemon=True)
         self.port = 0  # once it listens
         self._server = grpc.server(
             ThreadPoolExecutor(THREADS, thread_name_prefix="rankscope-api"),
             handlers=(handler,),
-            # More calls than threads would wait unseen in the pool's queue; this way they are told.
+            # More calls than threads would wait unseen in the pool's queue; this way they are refused.
             maximum_concurrent_rpcs=THREADS,
             options=OPTIONS,
         )
 
     def start(self) -> None:
-        """Raises ValueError if the address is taken, or the files cannot be used. Certificates that are still being
-        made are waited for, in a thread."""
-        if self._read is None:
+        """Raises ValueError if the address is taken, or the files cannot be used. A certificate that does not exist yet
+        is waited for, in a thread."""
+        if self._tls is None:
             self._listen(None)
-        elif (first := self._fresh()) is not None:
+        elif (first := self._changed()) is not None:
             self._listen(first)
-        elif self._complaint:
-            raise ValueError(self._complaint)
+        elif self._tls.problem:
+            raise ValueError(self._tls.problem)
         else:
             self._thread.start()
 
@@ -104,7 +102,7 @@ class PeopleServer:
 
     def _serve_when_possible(self) -> None:
         while not self._stopping.wait(PAUSE_SECONDS):
-            first = self._fresh()
+            first = self._changed()
             if first is None:
                 continue
             try:
@@ -118,55 +116,42 @@ class PeopleServer:
             if first is None:
                 self.port = int(self._server.add_insecure_port(self._address))
             else:
-                credentials = grpc.dynamic_ssl_server_credentials(first, self._fresh)
+                credentials = grpc.dynamic_ssl_server_credentials(first, self._changed)
                 self.port = int(self._server.add_secure_port(self._address, credentials))
         except RuntimeError as error:
             raise ValueError(f"--api-listen {self._address}: the address is taken, or not ours") from error
         self._server.start()
         how = "without TLS" if first is None else "with TLS"
-        log.info("people are served at %s, port %d, %s", self._address, self.port, how)
+        log.info("users are served at %s, port %d, %s", self._address, self.port, how)
 
-    def _fresh(self) -> grpc.ServerCertificateConfiguration | None:
-        """What is to be served from now on; None: what is being served, or nothing yet."""
-        assert self._read is not None
-        with self._lock:
-            try:
-                material = self._read()
-                if material is None or material == self._used:
-                    return None
-                server_context(material)  # gRPC would take what is no pair, and then serve nobody
-                pair = (material.key, material.certificate)
-                configuration = grpc.ssl_server_certificate_configuration([pair])
-            except (OSError, ValueError) as error:
-                if str(error) != self._complaint:
-                    self._complaint = str(error)
-                    log.warning("the API's certificates cannot be used, what there was stays: %s", error)
-                return None
-            self._used, self._complaint = material, ""
-            return configuration
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """The certificate from now on; None: the one in use stays, or there is none yet."""
+        assert self._tls is not None
+        material = self._tls.material()
+        if material is None or material is self._used:
+            return None
+        self._used = material
+        return grpc.ssl_server_certificate_configuration([(material.key, material.certificate)])
 
 
-# The API for people as one thing: from `start` to `stop`.
-
-
-class People:
-    """`read` tells the certificate to serve with. Raises ValueError where tokens would travel in plain text."""
+class UserApi:
+    """Server, authentication and captures. Raises ValueError where tokens would travel in plain text."""
 
     def __init__(
         self,
         api: Api,
-        settings: PeopleSettings,
+        settings: UserApiSettings,
         captures: Watched[CaptureObject],
         runs: RunsController,
         calls: DaemonCalls,
         addresses: Callable[[], Mapping[str, str]],
         audit: CaptureAudit,
-        read: Read | None,
+        tls: FollowedTls | None,
     ) -> None:
         if not settings.audience:
             raise ValueError("--api-audience is empty: tokens for the API server are not for us to see")
         self._traces = Traces(calls, addresses)
-        service = PeopleCaptures(
+        service = UserCaptures(
             api,
             captures,
             runs.object_of,
@@ -176,7 +161,7 @@ class People:
         )
         guard = Guard(Reviews(api, settings.audience), audit)
         self.calls = guard.counts
-        self.server = PeopleServer(settings, service.handler(guard), read)
+        self.server = UserApiServer(settings, service.handler(guard), tls)
 
     def start(self) -> None:
         self.server.start()

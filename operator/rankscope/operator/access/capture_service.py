@@ -1,5 +1,5 @@
-"""CaptureService for people: a call becomes a Capture object, and is answered from what becomes of it. Any replica can:
-the one that has the run carries it out, and all of them watch."""
+"""CaptureService for users: a call becomes a Capture object, and is answered from its status. Any replica can answer:
+the one that holds the run carries it out, and all of them watch the objects."""
 
 from __future__ import annotations
 
@@ -28,21 +28,18 @@ from rankscope.operator.access.requests import (
 from rankscope.operator.access.token_review import Access
 from rankscope.operator.access.trace_relay import Traces
 from rankscope.operator.captures.audit import CaptureAudit, asked_for
-from rankscope.operator.captures.capture_object import CANCEL, PATH, CaptureObject, read_capture_object
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, MissingError, UnreachableError
+from rankscope.operator.kube.objects import CANCEL, CaptureObject, RunObject, collection, read_capture_object
 from rankscope.operator.kube.resources import CapturedRank
-from rankscope.operator.runs.controller import RunObject
 from rankscope.v1 import capture_service_pb2 as pb
-
-# A Capture object as CaptureService tells it: what the object says, and what the daemons of its nodes add. Pure.
 
 WINDOWS_MOST = 20
 NOTES_MOST = 32
 NOTE_CHARACTERS = 1000
 
 
-def answer(thing: CaptureObject, told: Mapping[str, pb.Capture] | None = None) -> pb.Capture:
-    """`told` is what daemons said, by node; they are believed about ranks that ran there, and about nothing else."""
+def answer(thing: CaptureObject, details: Mapping[str, pb.Capture] | None = None) -> pb.Capture:
+    """`details` are the daemons' reports by node; a daemon is trusted only about ranks that ran on its node."""
     status = thing.status
     capture = pb.Capture(
         id=f"{thing.namespace}/{thing.name}",
@@ -51,15 +48,15 @@ def answer(thing: CaptureObject, told: Mapping[str, pb.Capture] | None = None) -
         reason=thing.spec.reason if thing.spec is not None and isinstance(thing.spec.reason, str) else "",
         requested_unix_millis=round(thing.created_unix_seconds * 1000),
         requested_by=thing.requested_by,
-        ranks=[_rank(rank, told or {}) for rank in status.ranks],
+        ranks=[_rank(rank, details or {}) for rank in status.ranks],
     )
     if isinstance(status.start_skew_ms, float):
         capture.start_skew_millis = status.start_skew_ms
-    said = [one for one in (told or {}).values() if one.HasField("join")]
+    said = [one for one in (details or {}).values() if one.HasField("join")]
     if len(said) == 1 and len({rank.node for rank in status.ranks}) == 1:
         capture.join.CopyFrom(said[0].join)
     else:
-        # Of several nodes, the operator's own words: each daemon has compared its own ranks only.
+        # Of several nodes, the operator's findings: each daemon has compared its own ranks only.
         capture.notes.extend(status.findings[:NOTES_MOST])
     if isinstance(status.message, str) and status.message and not any(rank.error for rank in capture.ranks):
         capture.notes.append(status.message)
@@ -76,9 +73,9 @@ def state_of(thing: CaptureObject) -> pb.CaptureState.ValueType:
     return min((state for state in states if state < pb.CAPTURE_STATE_ANALYSED), default=pb.CAPTURE_STATE_ACCEPTED)
 
 
-def _rank(rank: CapturedRank, told: Mapping[str, pb.Capture]) -> pb.RankCapture:
+def _rank(rank: CapturedRank, details: Mapping[str, pb.Capture]) -> pb.RankCapture:
     node = rank.node if isinstance(rank.node, str) else ""
-    said = next((one for one in told.get(node, pb.Capture()).ranks if one.rank == rank.rank), None)
+    said = next((one for one in details.get(node, pb.Capture()).ranks if one.rank == rank.rank), None)
     entry = pb.RankCapture(
         rank=rank.rank,
         node=node,
@@ -92,7 +89,7 @@ def _rank(rank: CapturedRank, told: Mapping[str, pb.Capture]) -> pb.RankCapture:
     if isinstance(rank.start_unix_ms, int):
         entry.start_unix_millis = rank.start_unix_ms
     if isinstance(rank.uri, str):
-        # A path on the node is no address for anybody else.
+        # A path on the node is not a URI for others.
         entry.artifact = rank.uri
         entry.uri = rank.uri if "://" in rank.uri else ""
     if said is not None:
@@ -101,7 +98,7 @@ def _rank(rank: CapturedRank, told: Mapping[str, pb.Capture]) -> pb.RankCapture:
 
 
 def _add(entry: pb.RankCapture, said: pb.RankCapture) -> None:
-    """Who ran where and how it ended is in the object, and not a daemon's to tell here."""
+    """Node and result come from the object, not from the daemon."""
     if said.HasField("step_times"):
         entry.step_times.CopyFrom(said.step_times)
     if said.HasField("summary"):
@@ -122,11 +119,11 @@ def _state(word: str) -> pb.CaptureState.ValueType:
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.25
-# How long what was just made may be missing from the watch.
+# How long a created object may be missing from the watch.
 UNSEEN_SECONDS = 30.0
 RECHECK_SECONDS = 30.0
 LISTED_MOST = 256
-# What one caller may ask for: each is an object in the API server and two lines in the audit log.
+# Requests of one caller: each is an object in the API server and two lines in the audit log.
 ASKS_AT_ONCE = 30.0
 ASKS_PER_SECOND = 0.2
 SERVICE = pb.DESCRIPTOR.services_by_name["CaptureService"].full_name
@@ -142,7 +139,7 @@ class Kept(Protocol):
     def find(self, uid: str) -> CaptureObject | None: ...
 
 
-class PeopleCaptures:
+class UserCaptures:
     def __init__(
         self,
         api: Api,
@@ -176,7 +173,7 @@ class PeopleCaptures:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     def start(self, request: pb.StartCaptureRequest, call: Call) -> Iterator[pb.StartCaptureResponse]:
-        """It goes on when the caller leaves: it has been asked for, and GetCapture tells how it ended."""
+        """The capture goes on when the caller leaves: GetCapture has the result."""
         place = place_of_run(request.job)
         access = Access("create", place.namespace)
         call.require(access)
@@ -191,7 +188,7 @@ class PeopleCaptures:
             raise RefusedError(Code.RESOURCE_EXHAUSTED, text)
         name = capture_name(request, self._clock())
         record = asked_for(call.record("asked", namespace=place.namespace, capture=name), read_spec(spec))
-        self._audit.say(record)
+        self._audit.write(record)
         try:
             thing = self._create(document(name, run, spec, call.caller))
         except ConflictError:
@@ -199,14 +196,14 @@ class PeopleCaptures:
         except UnreachableError as error:
             raise RefusedError(Code.UNAVAILABLE, "the API server does not answer; try again") from error
         except ApiError as error:
-            self._audit.say(replace(record, event="refused", result=error.reason or str(error.status)))
+            self._audit.write(replace(record, event="refused", result=error.reason or str(error.status)))
             log.warning("capture %s/%s for %r: %s", place.namespace, name, call.caller.name, error)
             raise RefusedError(Code.FAILED_PRECONDITION, f"{error}"[:500]) from error
         yield from self._follow(thing, call, access)
 
     def get(self, request: pb.GetCaptureRequest, call: Call) -> pb.GetCaptureResponse:
         thing = self._found(request.id, call, Access("get", place_of_capture(request.id).namespace))
-        return pb.GetCaptureResponse(capture=answer(thing, self._traces.told(thing) if thing.is_finished else None))
+        return pb.GetCaptureResponse(capture=answer(thing, self._traces.details(thing) if thing.is_finished else None))
 
     def list(self, request: pb.ListCapturesRequest, call: Call) -> pb.ListCapturesResponse:
         place = places_to_list(request.job)
@@ -223,7 +220,7 @@ class PeopleCaptures:
     def cancel(self, request: pb.CancelCaptureRequest, call: Call) -> pb.CancelCaptureResponse:
         thing = self._found(request.id, call, Access("delete", place_of_capture(request.id).namespace))
         if not thing.is_finished and not thing.is_cancelled:
-            self._audit.say(call.record("cancelled", namespace=thing.namespace, capture=thing.name))
+            self._audit.write(call.record("cancelled", namespace=thing.namespace, capture=thing.name))
             body = {"metadata": {"uid": thing.uid, "annotations": {CANCEL: call.caller.name[:256]}}}
             self._change(lambda: self._api.merge(thing.path, body))
         return pb.CancelCaptureResponse(capture=answer(thing))
@@ -232,7 +229,7 @@ class PeopleCaptures:
         thing = self._found(request.id, call, Access("delete", place_of_capture(request.id).namespace))
         if not thing.is_finished:
             raise RefusedError(Code.FAILED_PRECONDITION, "the capture is under way; cancel it first")
-        self._audit.say(call.record("deleted", namespace=thing.namespace, capture=thing.name))
+        self._audit.write(call.record("deleted", namespace=thing.namespace, capture=thing.name))
         if thing.spec is None or not thing.spec.delete_artifacts:
             self._traces.remove(thing)
         self._change(lambda: self._api.delete(thing.path, {"preconditions": {"uid": thing.uid}}))
@@ -242,7 +239,7 @@ class PeopleCaptures:
         access = Access("get", place_of_capture(request.id).namespace, subresource="artifacts")
         thing = self._found(request.id, call, access)
         what = {"namespace": thing.namespace, "capture": thing.name, "ranks": str(request.rank)}
-        self._audit.say_now_and_then(call.record("downloaded", **what))
+        self._audit.write_once_a_minute(call.record("downloaded", **what))
         checked = time.monotonic()
         for part in self._traces.download(thing, request, call.context):
             yield part
@@ -272,12 +269,12 @@ class PeopleCaptures:
         if thing.is_finished:
             if not thing.status.ranks:
                 raise RefusedError(Code.FAILED_PRECONDITION, str(thing.status.message)[:1000])
-            yield pb.StartCaptureResponse(capture=answer(thing, self._traces.told(thing)))
+            yield pb.StartCaptureResponse(capture=answer(thing, self._traces.details(thing)))
 
     def _create(self, body: dict[str, object]) -> CaptureObject:
         metadata = body["metadata"]
         assert isinstance(metadata, dict)
-        made = read_capture_object(self._api.create(f"{PATH}/namespaces/{metadata['namespace']}/captures", body))
+        made = read_capture_object(self._api.create(collection("captures", metadata["namespace"]), body))
         assert made is not None
         self._audit.vouch_for(made.uid)
         with self._lock:
@@ -285,7 +282,7 @@ class PeopleCaptures:
         return made
 
     def _same(self, place: Place, run: str, spec: dict[str, object], call: Call) -> CaptureObject:
-        """What this caller asked for by this id before; perhaps of another replica, a moment ago."""
+        """The capture of an earlier request of this caller with this id, perhaps to another replica."""
         give_up = time.monotonic() + UNSEEN_SECONDS
         while (thing := self._named(place)) is None:
             if time.monotonic() > give_up or not call.context.is_active():
@@ -296,7 +293,7 @@ class PeopleCaptures:
         return thing
 
     def _all(self) -> Mapping[str, CaptureObject]:
-        """By uid: what the watch tells of, and what was just made."""
+        """By uid: those in the watch, and those just created."""
         self._require_ready()
         seen = self._captures.objects
         with self._lock:
@@ -320,7 +317,7 @@ class PeopleCaptures:
         return next((one for one in everything if (one.namespace, one.name) == (place.namespace, place.name)), None)
 
     def _found(self, capture_id: str, call: Call, access: Access) -> CaptureObject:
-        """Whether there is one is told only to those who may see it."""
+        """Whether the capture exists is shown only to callers that may see it."""
         call.require(access)
         place = place_of_capture(capture_id)
         thing = self._named(place)
@@ -332,7 +329,7 @@ class PeopleCaptures:
         try:
             change()
         except (MissingError, ConflictError):
-            return  # gone, or another by now
+            return  # deleted or replaced meanwhile
         except UnreachableError as error:
             raise RefusedError(Code.UNAVAILABLE, "the API server does not answer; try again") from error
         except ApiError as error:

@@ -1,7 +1,7 @@
-"""At the door of the API for people: whose call it is, how many calls they may have, and words for those turned away.
+"""Authentication, authorization and limits of the users' API.
 
-Every method takes its request as a stream of one. The wire is the same, but whoever sends a head and then nothing is
-looked at before a message is waited for, and waits no longer than we want."""
+Every method reads its request as a stream of one message. The protocol is the same, but a caller is authenticated
+before its message is waited for, and the wait has a limit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Code = grpc.StatusCode
 
 
 class RefusedError(Exception):
-    """What the caller is told; nothing of it may be a secret from them."""
+    """The answer to the caller: it must not contain a secret."""
 
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
@@ -46,13 +46,13 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """Somebody's call, once it is known who they are."""
+    """An authenticated call."""
 
     caller: Caller
     address: str
     context: grpc.ServicerContext = field(repr=False)
     require: Callable[[Access], None] = field(repr=False)  # raises RefusedError
-    recheck: Callable[[Access], None] = field(repr=False)  # the token too: streams outlive a moment's answer
+    recheck: Callable[[Access], None] = field(repr=False)  # with the token: streams outlast a review
 
     def record(self, event: Any, **what: Any) -> AuditRecord:
         caller = self.caller
@@ -100,13 +100,13 @@ class Guard:
         except NoAnswerError as error:
             code, text = Code.UNAVAILABLE, f"{error}; try again"
         except GeneratorExit:
-            code = Code.CANCELLED  # the caller has left
+            code = Code.CANCELLED  # the caller left
             raise
         except Exception:
             if not context.is_active():
-                code, text = Code.CANCELLED, "gone, or turned away by gRPC itself"
+                code, text = Code.CANCELLED, "the caller left, or gRPC ended the call"
             else:
-                # Its text may hold what is nobody's business.
+                # Its text may contain secrets.
                 log.exception("a call of the API failed")
                 code, text = Code.INTERNAL, "unexpected; the operator's log has the reason"
         finally:
@@ -154,7 +154,7 @@ class Guard:
         scheme, _, token = given[0].partition(" ") if len(given) == 1 else ("", "", "")
         if scheme.lower() == "bearer" and token.strip():
             return token.strip()
-        self._turn_away(address, "no token")
+        self._log_unauthenticated(address, "no token")
         raise RefusedError(
             Code.UNAUTHENTICATED,
             "show a token: rankscope capture --token-file FILE; next: "
@@ -162,7 +162,7 @@ class Guard:
         )
 
     def _caller(self, token: str, address: str) -> Caller:
-        # One client that tries an old token again and again must not shut out all others of its address.
+        # One client with an expired token must not lock out all others of its address.
         is_new = not self._reviews.knows(token)
         if is_new and not self._strangers.take(address):
             raise RefusedError(Code.RESOURCE_EXHAUSTED, "too many tokens that were not accepted; try again in a moment")
@@ -174,7 +174,7 @@ class Guard:
             if is_new and not is_stranger:
                 self._strangers.give_back(address)
         if caller is None:
-            self._turn_away(address, "a token that is not accepted")
+            self._log_unauthenticated(address, "a token that is not accepted")
             raise RefusedError(Code.UNAUTHENTICATED, self._bad_token)
         return caller
 
@@ -199,7 +199,7 @@ class Guard:
         )
         raise RefusedError(Code.PERMISSION_DENIED, text)
 
-    def _turn_away(self, address: str, why: str) -> None:
+    def _log_unauthenticated(self, address: str, why: str) -> None:
         self._tell(address, why)
         self._audit.refused(AuditRecord("refused", "api", address=address, result="Unauthenticated", message=why))
 
@@ -224,7 +224,7 @@ def _only(asked: type[Asked], requests: Iterator[bytes], context: grpc.ServicerC
     too_late.start()
     try:
         for request in requests:
-            # Read here: gRPC would write a traceback to the log for every message that is none.
+            # Decoded here: gRPC would log a traceback for every malformed message.
             return asked.FromString(request)
     except DecodeError:
         raise RefusedError(Code.INVALID_ARGUMENT, "the request cannot be read") from None

@@ -1,4 +1,4 @@
-"""What people ask for by the API, read and checked: which capture, of which run, and a Capture's spec."""
+"""Requests of users, read and checked: which capture, of which run, and the Capture's spec."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rankscope.operator.access.token_review import Caller
 from rankscope.operator.captures.audit import BY_API, VIA
 from rankscope.operator.captures.automatic import capture_document
 from rankscope.operator.kube.api_client import Document
+from rankscope.operator.kube.objects import RunObject
 from rankscope.operator.kube.resources import NAME_PATTERN, CaptureSpec
-from rankscope.operator.runs.controller import RunObject
 from rankscope.operator.webhooks.admission import REQUESTED_BY
 from rankscope.operator.webhooks.validation import capture_mistakes
 from rankscope.v1 import capture_service_pb2 as pb
 
-# The traces go with the object: nobody else looks after what people asked for.
+# The traces are deleted with the object: nobody else cleans up after users.
 KEPT_SECONDS = 7 * 86400
 REASON_CHARACTERS = 1024
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -69,7 +69,7 @@ def places_to_list(text: str) -> Place:
 
 
 def capture_name(request: pb.StartCaptureRequest, now_unix_seconds: float) -> str:
-    """The caller's own, by which asking twice is harmless; or one that tells when it was made."""
+    """The caller's id, which makes a repeated request harmless; or one with the time."""
     if not request.id:
         return f"c-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now_unix_seconds))}-{secrets.token_hex(3)}"
     if _ID.fullmatch(request.id) is None:

@@ -1,7 +1,7 @@
-"""Whose token it is and what they may do, as the API server says: TokenReview and SubjectAccessReview.
+"""Authentication and authorization by the API server: TokenReview and SubjectAccessReview.
 
-An API server that does not answer allows nothing. Answers are kept for seconds only, so that a token that was taken
-back is refused soon, and a token itself is never kept: its digest is."""
+While the API server does not answer, nothing is allowed. Answers are cached for seconds only, so that a revoked token
+is refused soon. Tokens themselves are never stored, only their digests."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from rankscope.common.http_server import Response
 from rankscope.operator.kube.api_client import TOKEN_REVIEWS, Api, ApiError, Document, UnreachableError
 
 log = logging.getLogger(__name__)
@@ -24,22 +25,22 @@ YES_SECONDS = 10.0
 NO_SECONDS = 2.0
 REMEMBERED = 4096
 TOKEN_CHARACTERS = 12 * 1024
-# More at a time would make the API server ours to overload; who waits longer than this is sent away.
+# More at a time could overload the API server; callers that wait longer than this are refused.
 AT_ONCE = 16
 TURN_SECONDS = 2.0
-# What a bearer token may be made of (RFC 6750).
+# Characters of a bearer token (RFC 6750).
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 
 Kept = TypeVar("Kept")
 
 
 class NoAnswerError(Exception):
-    """The API server could not be asked: nobody is let in, and trying again may help."""
+    """The API server could not be asked: access is denied, and trying again may help."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """As the API server knows them."""
+    """As the API server knows it."""
 
     name: str
     uid: str = ""
@@ -83,7 +84,7 @@ class PathAccess:
 
 class Reviews:
     """May be called from any thread; blocks for as long as the API server takes. An empty audience is the API server's
-    own: of what Prometheus has, for one."""
+    own, which Prometheus' token has."""
 
     def __init__(self, api: Api, audience: str, monotonic_seconds: Callable[[], float] = time.monotonic) -> None:
         self._api = api
@@ -93,7 +94,7 @@ class Reviews:
         self._turns = threading.BoundedSemaphore(AT_ONCE)
 
     def caller(self, token: str) -> Caller | None:
-        """None: it is no token for our audience, for whatever reason."""
+        """None: not a valid token for our audience."""
         if len(token) > TOKEN_CHARACTERS or _TOKEN.fullmatch(token) is None:
             return None
         key = hashlib.sha256(token.encode()).digest()
@@ -108,7 +109,7 @@ class Reviews:
         return caller
 
     def knows(self, token: str) -> bool:
-        """Whether it was answered for a moment ago: to look again costs the API server nothing."""
+        """Whether its review is cached, so that the API server need not be asked."""
         return self._callers.get(hashlib.sha256(token.encode(errors="replace")).digest()) is not None
 
     def allows(self, caller: Caller, access: Access | PathAccess) -> bool:
@@ -122,7 +123,7 @@ class Reviews:
         if caller.extra:
             spec["extra"] = {name: list(values) for name, values in caller.extra.items()}
         status = self._ask(ACCESS_REVIEWS, "SubjectAccessReview", spec)
-        # `denied` beside `allowed` is an authorizer's veto: only a plain yes is one.
+        # `denied` beside `allowed` is an authorizer's veto.
         allowed = status.get("allowed") is True and status.get("denied") is not True
         self._allowed.keep(key, allowed, YES_SECONDS if allowed else NO_SECONDS)
         return allowed
@@ -136,7 +137,7 @@ class Reviews:
         except UnreachableError as error:
             raise NoAnswerError("the API server does not answer") from error
         except ApiError as error:
-            # Its text goes to our log alone, and holds no token: the API server does not repeat what it was sent.
+            # Its text goes only to our log, and contains no token: the API server does not repeat the request.
             log.warning("%s: %s; is the role rankscope-api bound to the operator?", kind, error)
             raise NoAnswerError("the operator may not ask the API server about it") from error
         finally:
@@ -147,7 +148,7 @@ class Reviews:
 
 def _caller(status: Mapping[str, Any], audience: str) -> Caller | None:
     audiences = status.get("audiences") if audience else [""]
-    # A server that knows nothing of audiences leaves them out: then the token is for the API server, and not for us.
+    # A server without support for audiences leaves them out: then the token is for the API server, not for us.
     if status.get("authenticated") is not True or not isinstance(audiences, list) or audience not in audiences:
         return None
     user = status.get("user")
@@ -190,52 +191,45 @@ class _Remembered(Generic[Kept]):
                 self._answers.popitem(last=False)
 
 
-# Who may read the operator's /metrics: whoever has a token of the cluster that may `get` that path.
-
-ACCESS = PathAccess("/metrics")
+METRICS = PathAccess("/metrics")
 CALLERS_REMEMBERED = 256
-# While the API server thinks, probes of the kubelet need room on the same port.
+# While the API server is asked, probes of the kubelet need room on the same port.
 METRICS_REVIEWS_AT_ONCE = 24
 
 
-@dataclass(frozen=True)
-class Refusal:
-    status: int
-    text: str
-
-
 class MetricsGuard:
-    """May be asked from any thread. Every caller that is refused is logged once."""
+    """Decides who may read the operator's /metrics: tokens of the cluster that may `get` that path. Thread-safe. A
+    caller that is refused is logged once."""
 
     def __init__(self, reviews: Reviews) -> None:
         self._reviews = reviews
         self._turns = threading.BoundedSemaphore(METRICS_REVIEWS_AT_ONCE)
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
-    def refusal(self, authorization: str, address: str) -> Refusal | None:
-        """None: they may."""
+    def refusal(self, authorization: str, address: str) -> Response | None:
+        """None: the caller may."""
         if not self._turns.acquire(blocking=False):
-            return Refusal(503, "too many ask at once")
+            return Response(503, b"too many requests at once\n")
         try:
             return self._refusal(authorization, address)
         finally:
             self._turns.release()
 
-    def _refusal(self, authorization: str, address: str) -> Refusal | None:
+    def _refusal(self, authorization: str, address: str) -> Response | None:
         scheme, _, token = authorization.partition(" ")
         try:
             caller = self._reviews.caller(token.strip()) if scheme.lower() == "bearer" else None
             if caller is None:
-                self._tell(address, "nobody that the cluster knows")
-                return Refusal(401, "a bearer token is needed")
-            if not self._reviews.allows(caller, ACCESS):
-                self._tell(address, caller.name)
-                return Refusal(403, "this token may not get /metrics")
+                self._log(address, "nobody that the cluster knows")
+                return Response(401, b"a bearer token is needed\n", headers={"WWW-Authenticate": "Bearer"})
+            if not self._reviews.allows(caller, METRICS):
+                self._log(address, caller.name)
+                return Response(403, b"this token may not get /metrics\n")
         except NoAnswerError:
-            return Refusal(503, "the API server does not answer")
+            return Response(503, b"the API server does not answer\n")
         return None
 
-    def _tell(self, address: str, name: str) -> None:
-        if (address, name) not in self._told and len(self._told) < CALLERS_REMEMBERED:
-            self._told.add((address, name))
+    def _log(self, address: str, name: str) -> None:
+        if (address, name) not in self._logged and len(self._logged) < CALLERS_REMEMBERED:
+            self._logged.add((address, name))
             log.warning("refused /metrics to %s: %r may not get it", address, name[:200])

@@ -1,4 +1,4 @@
-"""Traces on their way from the nodes' daemons to people, and what the daemons have to tell about them."""
+"""Passes traces and their details from the daemons to users."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import grpc
 
 from rankscope.common.text import one_line
 from rankscope.operator.access.guard import RefusedError
-from rankscope.operator.captures.capture_object import CaptureObject
 from rankscope.operator.captures.daemon_calls import DaemonAwayError, DaemonCalls, DaemonRefusedError
+from rankscope.operator.kube.objects import CaptureObject
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 DOWNLOAD_SECONDS = 3600.0
 CALLS_AT_ONCE = 16
 TEXT_CHARACTERS = 300
-TOLD_SECONDS = 30.0
-TOLD_MOST = 64
-TOLD_BYTES = 4 << 20
+CACHED_SECONDS = 30.0
+CACHED_MOST = 64
+CACHED_BYTES = 4 << 20
 Code = grpc.StatusCode
 _PASSED_ON = (Code.NOT_FOUND, Code.OUT_OF_RANGE, Code.FAILED_PRECONDITION, Code.INVALID_ARGUMENT)
 
@@ -35,27 +35,27 @@ class Traces:
         self._calls = calls
         self._addresses = addresses
         self._lock = threading.Lock()
-        self._told: OrderedDict[str, tuple[float, Mapping[str, pb.Capture]]] = OrderedDict()  # by uid
+        self._cached: OrderedDict[str, tuple[float, Mapping[str, pb.Capture]]] = OrderedDict()  # by uid
         self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="rankscope-traces")
 
     def stop(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def told(self, thing: CaptureObject) -> Mapping[str, pb.Capture]:
-        """What the daemons tell of it beyond its status, by node; those that are away are left out. Of one that is over
-        it is remembered for a while: who only looks must not be able to keep the daemons busy."""
+    def details(self, thing: CaptureObject) -> Mapping[str, pb.Capture]:
+        """What the daemons know beyond the status, by node; daemons that are away are left out. Details of a finished
+        capture are cached: requests of users must not keep the daemons busy."""
         now = time.monotonic()
         with self._lock:
-            known = self._told.get(thing.uid)
-            if known is not None and now - known[0] < TOLD_SECONDS:
+            known = self._cached.get(thing.uid)
+            if known is not None and now - known[0] < CACHED_SECONDS:
                 return known[1]
-        told = {node: capture for node, capture in self._each(thing, self._calls.get) if capture is not None}
-        if thing.is_finished and sum(capture.ByteSize() for capture in told.values()) <= TOLD_BYTES:
+        found = {node: capture for node, capture in self._each(thing, self._calls.get) if capture is not None}
+        if thing.is_finished and sum(capture.ByteSize() for capture in found.values()) <= CACHED_BYTES:
             with self._lock:
-                self._told[thing.uid] = (now, told)
-                while len(self._told) > TOLD_MOST:
-                    self._told.popitem(last=False)
-        return told
+                self._cached[thing.uid] = (now, found)
+                while len(self._cached) > CACHED_MOST:
+                    self._cached.popitem(last=False)
+        return found
 
     def remove(self, thing: CaptureObject) -> None:
         self._each(thing, self._calls.delete)

@@ -14,11 +14,11 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rankscope.common.http_server import REQUEST_SECONDS, BoundedHandler, BoundedHttpServer, is_loopback
+from rankscope.common.http_server import JSON, HttpServer, Limits, Request, Response, Route, is_loopback
 from rankscope.common.tls import FollowedTls
 from rankscope.operator.alerts.alert import MalformedError, read_notification
 from rankscope.operator.alerts.decision import AlertDecisions, Outcome, Result
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 PATH = "/api/v1/alerts"
 BODY_BYTES = 1 << 20
-CONCURRENT_REQUESTS = 16
+LIMITS = Limits(connections=16)
 
 
 class AlertReceiver:
-    """Serves from when it is made until `close`; port 0 chooses a free one. Raises OSError if it cannot listen, and
-    ValueError where others could read the token on its way."""
+    """Listens from construction on, and serves from `start` to `stop`; port 0 chooses a free one. Raises OSError if it
+    cannot listen, and ValueError where others could read the token on its way."""
 
     def __init__(
         self,
@@ -41,18 +41,47 @@ class AlertReceiver:
         desk: AlertDecisions,
         token: bytes,
         tls: FollowedTls | None = None,
-        request_seconds: float = REQUEST_SECONDS,
+        limits: Limits = LIMITS,
     ) -> None:
         if not token:
             raise ValueError("an alert receiver needs a token")
         check_address(host, tls is not None)
-        self._server = _Server(host, port, desk, token, tls, request_seconds)
-        shown_host = f"[{host}]" if ":" in host else host
-        self.url = f"{'http' if tls is None else 'https'}://{shown_host}:{self._server.port}{PATH}"
+        self._desk = desk
+        self._token = token
+        routes = {
+            ("GET", PATH): Route(self._recent, check=self._check_token),
+            ("POST", PATH): Route(self._receive, BODY_BYTES, self._check_token),
+        }
+        self._server = HttpServer(host, port, routes, tls, limits)
+        self.url = f"{self._server.url}{PATH}"
+
+    def start(self) -> None:
         self._server.serve("rankscope-alerts")
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._server.close()
+
+    def _check_token(self, request: Request) -> Response | None:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        # Of bytes and in constant time: how long it takes must not tell how much of a guess was right.
+        is_right = hmac.compare_digest(token.strip().encode("utf-8", "replace"), self._token)
+        if scheme.lower() == "bearer" and is_right:
+            return None
+        error = {"error": "the token is missing or wrong; see http_config.authorization"}
+        return _json(401, error, {"WWW-Authenticate": "Bearer"})
+
+    def _recent(self, request: Request) -> Response:
+        return _json(200, _told(self._desk.recent))
+
+    def _receive(self, request: Request) -> Response:
+        try:
+            alerts = read_notification(request.body)
+        except MalformedError as error:
+            log.warning("a notification was not understood: %s", error)
+            return _json(400, {"error": str(error)})
+        outcomes = self._desk.handle(alerts)
+        failed = any(outcome.result is Result.FAILED for outcome in outcomes)
+        return _json(503 if failed else 200, _told(outcomes))
 
 
 def check_address(host: str, has_tls: bool) -> None:
@@ -64,66 +93,8 @@ def check_address(host: str, has_tls: bool) -> None:
         )
 
 
-class _RefusedRequestError(Exception):
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-class _Handler(BoundedHandler):
-    server: _Server
-
-    def post(self) -> None:
-        self._tell(self._receive)
-
-    def get(self) -> None:
-        self._tell(lambda: (200, _told(self.server.desk.recent)))
-
-    def _tell(self, make: Any) -> None:
-        try:
-            self._check_caller()
-            status, document = make()
-        except _RefusedRequestError as error:
-            status, document = error.status, {"error": str(error)}
-        except Exception:
-            log.exception("an alert was lost")
-            status, document = 500, {"error": "unexpected; see the log"}
-        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-        self.answer(status, json.dumps(document).encode() + b"\n", "application/json", **headers)
-
-    def _check_caller(self) -> None:
-        if self.path.partition("?")[0] != PATH:
-            raise _RefusedRequestError(404, f"only {PATH} is here")
-        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
-        # Of bytes and in constant time: how long it takes must not tell how much of a guess was right.
-        is_right = hmac.compare_digest(token.strip().encode("utf-8", "replace"), self.server.token)
-        if scheme.lower() != "bearer" or not is_right:
-            raise _RefusedRequestError(401, "the token is missing or wrong; see http_config.authorization")
-
-    def _receive(self) -> tuple[int, dict[str, Any]]:
-        try:
-            alerts = read_notification(self._read_body())
-        except MalformedError as error:
-            log.warning("a notification was not understood: %s", error)
-            raise _RefusedRequestError(400, str(error)) from error
-        outcomes = self.server.desk.handle(alerts)
-        failed = any(outcome.result is Result.FAILED for outcome in outcomes)
-        return (503 if failed else 200), _told(outcomes)
-
-    def _read_body(self) -> bytes:
-        text = self.headers.get("Content-Length", "")
-        if not (text.isascii() and text.isdigit() and len(text) < 20):
-            raise _RefusedRequestError(411, "Content-Length is needed")
-        length = int(text)
-        if length > BODY_BYTES:
-            raise _RefusedRequestError(413, f"a notification of {length} bytes; at most {BODY_BYTES} are read")
-        try:
-            body = self.read_body(length)
-        except TimeoutError:
-            raise _RefusedRequestError(408, "the body came too slowly") from None
-        if len(body) < length:
-            raise _RefusedRequestError(400, f"the body ended after {len(body)} of {length} bytes")
-        return body
+def _json(status: int, document: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    return Response(status, json.dumps(document).encode() + b"\n", JSON, headers or {})
 
 
 def _told(outcomes: Iterable[Outcome]) -> dict[str, Any]:
@@ -140,15 +111,6 @@ def _told(outcomes: Iterable[Outcome]) -> dict[str, Any]:
             for outcome in outcomes
         ]
     }
-
-
-class _Server(BoundedHttpServer):
-    def __init__(
-        self, host: str, port: int, desk: AlertDecisions, token: bytes, tls: FollowedTls | None, request_seconds: float
-    ) -> None:
-        self.desk = desk
-        self.token = token
-        super().__init__(host, port, _Handler, tls, CONCURRENT_REQUESTS, request_seconds)
 
 
 # The secret that Alertmanager shows: a file that only its owner may read.

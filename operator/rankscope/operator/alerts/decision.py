@@ -155,7 +155,6 @@ class AlertDecisions:
         self._totals = dict.fromkeys(Result, 0)
         self._recent: deque[Outcome] = deque(maxlen=OUTCOMES_KEPT)
 
-    @property
     def totals(self) -> dict[Result, int]:
         return dict(self._totals)
 

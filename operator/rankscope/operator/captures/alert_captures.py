@@ -1,4 +1,4 @@
-"""Alerts that ask for a capture get a Capture object: carried out like any other, and there for people to see."""
+"""Captures requested by alerts: each becomes a Capture object, which is handled like any other."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rankscope.operator.kube.leader_election import ShardLeases
 from rankscope.operator.runs.controller import RunsController
 
 STEPS = 3
-# Whoever asks by an alert has no policy to say how long a run rests; a policy's capture counts as well.
+# Alerts have no policy with a cooldown; captures of policies count too.
 REST_SECONDS = 600.0
 KEPT_SECONDS = 7 * 86400
 
 
 class AlertCaptures:
-    """`start` and `is_elsewhere` are for the desk, and may be called from any thread."""
+    """`start` and `is_elsewhere` may be called from any thread."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class AlertCaptures:
         return self._runs.object_of(namespace, name) is not None and not self._leases.holds(f"{namespace}/{name}")
 
     def start(self, wanted: Wanted) -> str:
-        """The Capture's name. The same firing has the same one, also for an operator that has forgotten it."""
+        """The Capture's name. The same firing has the same name, also after a restart."""
         run_job, _, number = wanted.job.partition("#")
         namespace, _, run_name = run_job.partition("/")
         run = self._runs.object_of(namespace, run_name)
@@ -62,7 +62,7 @@ class AlertCaptures:
             is_recent = now - capture.created_unix_seconds < REST_SECONDS
             asked_for = set(map(str, wanted.accused)) - set(capture.spec.ranks.split(","))
             if is_recent and rules.is_automatic(capture) and not asked_for and capture.job == wanted.job:
-                raise RefusedError(f"capture {capture.name} of these ranks was made lately")
+                raise RefusedError(f"capture {capture.name} of these ranks was made recently")
         spec: Document = {
             "run": run_name,
             "ranks": ",".join(map(str, wanted.ranks)),

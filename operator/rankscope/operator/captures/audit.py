@@ -1,4 +1,4 @@
-"""The operator's audit records: what became of each Capture, whoever asked for it and however."""
+"""The operator's audit records: who requested each Capture, how, and with what result."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from msgspec import structs
 
 from rankscope.common.audit import LOGGER, AuditRecord, Via, audit_line
 from rankscope.operator.captures.automatic import BY_ALERT, BY_POLICY, POLICY, TRIGGER
-from rankscope.operator.captures.capture_object import CaptureObject
+from rankscope.operator.kube.objects import CaptureObject
 from rankscope.operator.kube.resources import CaptureSpec, CaptureStatus
 
 audit_log = logging.getLogger(LOGGER)
 
-# How Rankscope itself was asked for the object; set by it alone.
+# How the capture was requested from Rankscope; set by Rankscope only.
 VIA = "rankscope.dev/via"
 BY_API = "api"
-# The same of the same caller is told again after this: a record for every attempt would fill a disk.
+# The same record of the same caller is written again after this: one for every attempt would fill a disk.
 REPEAT_SECONDS = 60.0
 REMEMBERED = 4096
 
 
 class CaptureAudit:
-    """May be called from any thread. `names_are_stamped`: the webhooks see to it that annotations tell the truth."""
+    """May be called from any thread. `names_are_stamped`: the webhooks guarantee that annotations are true."""
 
     def __init__(
         self,
@@ -39,20 +39,20 @@ class CaptureAudit:
         self._unix_seconds = unix_seconds
         self._monotonic_seconds = monotonic_seconds
         self._lock = threading.Lock()
-        self._told: OrderedDict[Hashable, float] = OrderedDict()
-        self._vouched: OrderedDict[str, None] = OrderedDict()  # uids of objects that we made for a caller we know
+        self._written: OrderedDict[Hashable, float] = OrderedDict()
+        self._vouched: OrderedDict[str, None] = OrderedDict()  # uids of objects of authenticated callers
 
-    def say(self, record: AuditRecord) -> None:
+    def write(self, record: AuditRecord) -> None:
         audit_log.info("%s", audit_line(record, self._unix_seconds()))
 
     def refused(self, record: AuditRecord) -> None:
-        self.say_now_and_then(replace(record, event="refused"))
+        self.write_once_a_minute(replace(record, event="refused"))
 
-    def say_now_and_then(self, record: AuditRecord) -> None:
+    def write_once_a_minute(self, record: AuditRecord) -> None:
         """The same of the same caller at most once a minute."""
         what = (record.namespace, record.capture, record.ranks, record.result, record.message)
         if self._is_news((record.event, record.user, record.address, *what), self._monotonic_seconds(), REPEAT_SECONDS):
-            self.say(record)
+            self.write(record)
 
     def vouch_for(self, uid: str) -> None:
         with self._lock:
@@ -61,7 +61,8 @@ class CaptureAudit:
                 self._vouched.popitem(last=False)
 
     def begun(self, thing: CaptureObject, status: CaptureStatus) -> None:
-        """Called before it is written, as `ended` is: who crashes in between tells twice, and never not at all."""
+        """Called before the object is written, as `ended` is: after a crash in between the record is written twice, but
+        never missing."""
         self._once(thing, self._record(thing, status))
 
     def ended(self, thing: CaptureObject, status: CaptureStatus, result: str = "") -> None:
@@ -74,17 +75,17 @@ class CaptureAudit:
 
     def _once(self, thing: CaptureObject, record: AuditRecord) -> None:
         if self._is_news((thing.uid, record.event), 0.0, float("inf")):
-            self.say(record)
+            self.write(record)
 
     def _is_news(self, key: Hashable, now: float, seconds: float) -> bool:
         with self._lock:
-            said = self._told.get(key)
+            said = self._written.get(key)
             if said is not None and now - said < seconds:
                 return False
-            self._told[key] = now
-            self._told.move_to_end(key)
-            while len(self._told) > REMEMBERED:
-                self._told.popitem(last=False)
+            self._written[key] = now
+            self._written.move_to_end(key)
+            while len(self._written) > REMEMBERED:
+                self._written.popitem(last=False)
             return True
 
     def _record(self, thing: CaptureObject, status: CaptureStatus) -> AuditRecord:
@@ -119,7 +120,7 @@ def via_of(thing: CaptureObject) -> Via:
 
 
 def asked_for(record: AuditRecord, spec: CaptureSpec) -> AuditRecord:
-    """The record with what was asked."""
+    """The record with the request."""
     return replace(
         record,
         run=spec.run,

@@ -1,9 +1,8 @@
-"""When a verdict becomes a capture by itself, and of which ranks. Pure: what limits it is in Capture objects, so that
-a restarted operator and another replica find the same limits.
+"""Automatic captures: when a verdict causes one, of which ranks, and its creation.
 
-The objects are kept for a day and for the cooldown at least, whatever time to live was asked for: they are the memory.
-A capture's name is made of the run and of the automatic capture before it, so that two operators that decide at once,
-or one that has not yet seen what the other did, ask for one and the same object."""
+The limits are computed from the existing Capture objects, so that a restarted operator and another replica find the
+same. The objects are kept for a day and for the cooldown at least, whatever their time to live. A capture's name is
+made of the run and of the automatic capture before it: two operators that decide at the same time create one object."""
 
 from __future__ import annotations
 
@@ -16,37 +15,42 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rankscope.analysis.verdicts.verdict import Kind
-from rankscope.operator.captures.capture_object import PATH, CaptureObject, read_capture_object
 from rankscope.operator.correlation.correlator import JobState, suspects
 from rankscope.operator.kube import resources
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Document, UnreachableError
 from rankscope.operator.kube.events import Events, Target
 from rankscope.operator.kube.leader_election import ShardLeases
+from rankscope.operator.kube.objects import (
+    MANAGED,
+    CaptureObject,
+    PolicyObject,
+    RunObject,
+    collection,
+    read_capture_object,
+)
 from rankscope.operator.kube.resources import API_VERSION, AutomaticCaptures
 from rankscope.operator.kube.watch_cache import Watched
-from rankscope.operator.policies.policy import PolicyObject
-from rankscope.operator.runs.controller import RunObject, RunsController
+from rankscope.operator.runs.controller import RunsController
 
 TRIGGER = "rankscope.dev/trigger"
 POLICY = "rankscope.dev/policy"
 FINDING = "rankscope.dev/finding"
 BY_POLICY, BY_ALERT = "policy", "alert"
 DAY_SECONDS = 86400.0
-# A finding that has been gone for so long and comes again is another one. Shorter than that, or an operator that has
-# just begun and does not see it yet, is not "gone".
+# A finding that returns after this long is a new one.
 RECOVERED_SECONDS = 60.0
-# What a capture is about fits on a few ranks; a list of hundreds is a job-wide trouble, of which these are samples.
-ACCUSED_MOST = 7
+# A few ranks are enough for a capture; with hundreds of culprits these are samples.
+CULPRITS_LIMIT = 7
 SAMPLES = 2
-# For ranks whose steps nobody sees.
+# For ranks without step times.
 SECONDS = 2.0
-# There are no steps to record, and the stacks are in the verdict.
+# There are no steps to record, and the verdict has the stacks.
 NEVER = frozenset({Kind.HANG, Kind.HEALTHY, Kind.INSUFFICIENT_DATA})
 
 
 @dataclass(frozen=True)
 class Past:
-    """An automatic capture, as far as the next one depends on it."""
+    """What the next automatic capture has to know of an earlier one."""
 
     created_unix_seconds: float
     finding: str
@@ -78,7 +82,7 @@ def wants_capture(spec: AutomaticCaptures, state: JobState) -> bool:
 
 
 def captures_lately(captures: Iterable[CaptureObject], policy: PolicyObject, now_unix_seconds: float) -> int:
-    """That the policy caused in the last 24 hours."""
+    """Of the policy, in the last 24 hours."""
     return sum(now_unix_seconds - capture.created_unix_seconds < DAY_SECONDS for capture in _of(captures, policy))
 
 
@@ -92,8 +96,8 @@ def objection(
     recovered_unix_seconds: float | None,
     now_unix_seconds: float,
 ) -> str | None:
-    """Why there is no capture now. `made` is what this operator remembers of its own, which somebody may have deleted;
-    `recovered_unix_seconds` is when the run was last seen healthy for a while."""
+    """Why there is no capture now. `made` is the last one that this operator created, which may have been deleted;
+    `recovered_unix_seconds` is when the run was last healthy for a while."""
     of_run = list(captures_of_run)
     for capture in of_run:
         if not capture.is_finished and not capture.deleting:
@@ -105,7 +109,7 @@ def objection(
     if last is not None:
         rest = last.created_unix_seconds + spec.cooldown_seconds - now_unix_seconds
         if rest > 0:
-            return f"the run was captured lately; again in {rest:.0f} s"
+            return f"the run was captured recently; again in {rest:.0f} s"
         recovered = recovered_unix_seconds is not None and recovered_unix_seconds > last.created_unix_seconds
         if last.finding == finding and not recovered:
             return "this finding has had its capture"
@@ -117,10 +121,10 @@ def objection(
 
 
 def chosen_ranks(state: JobState) -> tuple[int, ...]:
-    """Those accused and a healthy one beside them, or a few typical ones; none where no rank reports."""
+    """The culprits and one healthy peer, or a few typical ranks; none where no rank reports."""
     suspected = suspects(state)
     reporting = state.identities
-    accused = [rank for rank in suspected.culprits if rank in reporting][:ACCUSED_MOST]
+    accused = [rank for rank in suspected.culprits if rank in reporting][:CULPRITS_LIMIT]
     peers = [rank for rank in suspected.peers if rank not in accused]
     return tuple(sorted([*accused, *peers[: 1 if accused else SAMPLES]]))
 
@@ -154,7 +158,7 @@ def capture_document(name: str, run: RunObject, spec: Document, annotations: dic
         "metadata": {
             "name": name,
             "namespace": run.namespace,
-            "labels": {"app.kubernetes.io/managed-by": "rankscope"},
+            "labels": MANAGED,
             "annotations": annotations,
             "ownerReferences": [owner],
         },
@@ -170,19 +174,17 @@ def _of(captures: Iterable[CaptureObject], policy: PolicyObject) -> Iterable[Cap
     )
 
 
-# Captures made by themselves when a policy wants them. What may be made is decided in automatic_captures.
-
 log = logging.getLogger(__name__)
 
 WORKERS = 4
-# What was made and then deleted before the watch told of it is forgotten after this.
+# A capture that was deleted before the watch reported it is forgotten after this.
 UNSEEN_SECONDS = 60.0
 REMEMBERED_RUNS = 10_000
 
 
 class AutomaticCaptureMaker:
-    """`reconcile` is called about once a second, in one thread; objects are made in others, one at a time
-    of a policy."""
+    """`reconcile` is called about once a second, in one thread; objects are created in others, one at a time
+    for each policy."""
 
     def __init__(
         self,
@@ -206,7 +208,7 @@ class AutomaticCaptureMaker:
         self._unseen: dict[str, CaptureObject] = {}  # made, and not yet in the watch
         self._past: dict[str, Past] = {}  # by the run's uid; its object may have been deleted
         self._busy: set[str] = set()  # uids of policies
-        self._told: dict[str, str] = {}  # job to why nothing is made, so that the log says it once
+        self._logged: dict[str, str] = {}  # job to why no capture was created, so that it is logged once
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="rankscope-automatic")
 
     def stop(self) -> None:
@@ -218,19 +220,19 @@ class AutomaticCaptureMaker:
             return None
         now, states = self._clock(), self._states()
         self._note_recoveries(states, now)
-        self._told = {job: told for job, told in self._told.items() if job in states}
+        self._logged = {job: text for job, text in self._logged.items() if job in states}
         jobs: dict[str, list[JobState]] = {}
         for job in sorted(states):
             jobs.setdefault(job.partition("#")[0], []).append(states[job])
         for name, policy in policies.items():
-            wish = policy.spec.automatic_captures if policy.spec is not None else None
-            if isinstance(wish, resources.AutomaticCaptures) and name in jobs and self._leases.holds(name):
+            spec = policy.spec.automatic_captures if policy.spec is not None else None
+            if isinstance(spec, resources.AutomaticCaptures) and name in jobs and self._leases.holds(name):
                 for state in jobs[name]:
-                    self._consider(name, policy, wish, state, now)
+                    self._consider(name, policy, spec, state, now)
         return self.known()
 
     def known(self) -> list[CaptureObject]:
-        """Those that the watch tells of and those just made."""
+        """Those in the watch and those just created."""
         seen, now = self._watched.objects, self._clock()
         with self._lock:
             self._unseen = {
@@ -251,32 +253,32 @@ class AutomaticCaptureMaker:
         self,
         name: str,
         policy: PolicyObject,
-        wish: resources.AutomaticCaptures,
+        spec: resources.AutomaticCaptures,
         state: JobState,
         now: float,
     ) -> None:
         namespace, _, run_name = name.partition("/")
         run = self._runs.object_of(namespace, run_name)
-        if not wants_capture(wish, state) or run is None or run.deleting:
-            self._told.pop(state.job, None)
+        if not wants_capture(spec, state) or run is None or run.deleting:
+            self._logged.pop(state.job, None)
             return
         with self._lock:
             if policy.uid in self._busy:
-                return  # what comes of it counts for the next
+                return  # its result counts for the next
             past = self._past.get(run.uid)
-        captures = self.known()  # after that: what another run's has become since this round began counts too
+        captures = self.known()  # after that: captures of other runs since this round began count too
         of_run = [c for c in captures if c.namespace == namespace and c.spec is not None and c.spec.run == run_name]
         finding, ranks = finding_of(state), chosen_ranks(state)
-        reason = objection(wish, policy, finding, of_run, captures, past, self._recovered.get(state.job), now)
+        reason = objection(spec, policy, finding, of_run, captures, past, self._recovered.get(state.job), now)
         if reason is None and not ranks:
             reason = "no rank of the run reports"
         if reason is not None:
-            news = f"{finding}: {reason.partition(';')[0]}"  # how many seconds are left is none
-            if self._told.get(state.job) != news:
-                self._told[state.job] = news
+            text = f"{finding}: {reason.partition(';')[0]}"  # without the seconds that are left
+            if self._logged.get(state.job) != text:
+                self._logged[state.job] = text
                 log.info("%s: %s: no capture by policy %s: %s", name, finding, policy.name, reason)
             return
-        body = capture_body(capture_name(run, of_run), run, policy, wish, state, ranks)
+        body = capture_body(capture_name(run, of_run), run, policy, spec, state, ranks)
         with self._lock:
             self._busy.add(policy.uid)
         self._pool.submit(self._make, run, policy, body, Past(now, finding))
@@ -286,26 +288,26 @@ class AutomaticCaptureMaker:
         try:
             self.create(run, body, past)
         except ConflictError:
-            log.info("%s: capture %s was made already", name, capture)
+            log.info("%s: capture %s exists already", name, capture)
         except UnreachableError as error:
             log.debug("%s: capture %s waits: %s", name, capture, error)
         except ApiError as error:
-            # Asked again at once it would be refused again: by a role or a quota that somebody has to mend.
+            # It would be refused again at once: by a role or a quota that somebody has to correct.
             self._remember(run, past)
-            log.warning("%s: capture %s cannot be made: %s", name, capture, error)
+            log.warning("%s: capture %s cannot be created: %s", name, capture, error)
         except Exception:
             log.exception("%s: capture %s", name, capture)
         else:
             text = f"policy {policy.name}: capture {capture} of ranks {body['spec']['ranks']} for {past.finding}"
             target = Target(resources.API_VERSION, "TrainingRun", run.namespace, run.name, run.uid)
-            self._events.say(target, "Normal", "CaptureStarted", text, capture)
+            self._events.emit(target, "Normal", "CaptureStarted", text, capture)
         finally:
             with self._lock:
                 self._busy.discard(policy.uid)
 
     def create(self, run: RunObject, body: Document, past: Past) -> None:
-        """From any thread. It counts against the limits from now on."""
-        made = read_capture_object(self._api.create(f"{PATH}/namespaces/{run.namespace}/captures", body))
+        """From any thread. The capture counts against the limits from now on."""
+        made = read_capture_object(self._api.create(collection("captures", run.namespace), body))
         assert made is not None
         with self._lock:
             self._unseen[made.uid] = made

@@ -1,7 +1,7 @@
-"""Capture objects carried out: planned once, asked of the daemons, followed to their end, whoever restarts in between.
+"""Controller of Capture objects: planned once, requested from the daemons, followed to their end, also over restarts.
 
-What was decided is written to the object before any daemon is asked, under the version that was read, and the capture's
-id is the object's own: a second operator, or the same one after a restart, asks for the very same capture."""
+The plan is written to the object before any daemon is asked, with the version that was read as a condition, and the
+capture's id is made of the object's uid: a second operator, or one after a restart, requests the same capture."""
 
 from __future__ import annotations
 
@@ -13,31 +13,35 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import msgspec
 from msgspec import structs
 
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, Suspected, choose_ranks
 from rankscope.operator.captures.audit import CaptureAudit
-from rankscope.operator.captures.capture_object import FINALIZER, PATH, CaptureObject, read_capture_object
-from rankscope.operator.captures.daemon_calls import DaemonAsking, DaemonCalls
-from rankscope.operator.captures.status import concluded, failed_ranks, findings_of, is_ended, summarised, told_ranks
+from rankscope.operator.captures.daemon_calls import CaptureRequests, DaemonCalls
+from rankscope.operator.captures.status import concluded, failed_ranks, findings_of, is_ended, summarised, updated_ranks
 from rankscope.operator.correlation.correlator import JobState, suspects
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Document, MissingError, UnreachableError
 from rankscope.operator.kube.leader_election import ShardLeases
+from rankscope.operator.kube.object_writer import ObjectWriter
+from rankscope.operator.kube.objects import (
+    FINALIZER,
+    CaptureObject,
+    collection,
+    read_capture_object,
+    timestamp,
+    unix_seconds,
+)
 from rankscope.operator.kube.resources import CapturedRank, CapturePhase, CaptureSpec, CaptureStatus
 from rankscope.operator.kube.watch_cache import Watched
-from rankscope.operator.runs.status import moment, unix_seconds
 from rankscope.v1 import capture_service_pb2 as pb
 
-# From a Capture's words to ranks on nodes. Pure.
-
-# libkineto looks for work every five seconds and the nodes' clocks and our calls take their time as well.
+# libkineto polls every five seconds; clock differences of the nodes and our calls add to that.
 START_AHEAD_SECONDS = 12.0
 
 
 class PlanError(Exception):
-    """Why nothing can be captured: a CamelCase reason and a sentence with the next step."""
+    """Nothing can be captured: a CamelCase reason and a sentence with the next step."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -54,7 +58,7 @@ def plan(spec: CaptureSpec, run: str, state: JobState | None, daemon_job: str | 
     if state is None or daemon_job is None:
         number = spec.job_number
         which = f"job #{number} of run {run}" if isinstance(number, int) and number > 1 else f"run {run}"
-        raise PlanError("NoRanks", f"no rank of {which} reports; `kubectl get trainingrun {run}` tells what is seen")
+        raise PlanError("NoRanks", f"no rank of {which} reports; `kubectl get trainingrun {run}` shows its state")
     identities = state.identities
     found = suspects(state)
     try:
@@ -93,7 +97,7 @@ log = logging.getLogger(__name__)
 WORKERS = 16
 RUNNING_LIMIT = 32
 RANKS_LIMIT = 64
-# Between a capture's start and its last word: recording, writing, cutting, uploading.
+# From a capture's start to its end: recording, writing, cutting, uploading.
 LONGEST_SECONDS = 1800.0
 
 
@@ -103,6 +107,7 @@ class CapturesController:
     def __init__(
         self,
         api: Api,
+        writer: ObjectWriter,
         leases: ShardLeases,
         calls: DaemonCalls,
         states: Callable[[], Mapping[str, JobState]],
@@ -113,6 +118,7 @@ class CapturesController:
         policy_of: Callable[[str], Policy] = lambda job: DEFAULT_POLICY,
     ) -> None:
         self._api = api
+        self._writer = writer
         self._leases = leases
         self._policy_of = policy_of
         self._states = states
@@ -123,9 +129,9 @@ class CapturesController:
         self._objects: dict[str, CaptureObject] = {}  # by uid
         self._busy: set[str] = set()
         self._beginning: set[tuple[str, str]] = set()  # namespace, run
-        self._asking = DaemonAsking(calls, addresses, clock)
+        self._requests = CaptureRequests(calls, addresses, clock)
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="rankscope-captures")
-        self.watched = Watched(api, f"{PATH}/captures", read_capture_object, self)
+        self.watched = Watched(api, collection(CaptureObject.plural), read_capture_object, self)
 
     def changed(self, uid: str, thing: CaptureObject) -> None:
         with self._lock:
@@ -134,7 +140,7 @@ class CapturesController:
     def deleted(self, uid: str) -> None:
         with self._lock:
             thing = self._objects.pop(uid, None)
-        self._asking.forget(uid)
+        self._requests.forget(uid)
         if thing is not None and not thing.is_finished and self._holds(thing):
             self._audit.ended(thing, thing.status, "Deleted")
 
@@ -147,7 +153,7 @@ class CapturesController:
 
     def stop(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._asking.stop()
+        self._requests.stop()
 
     def reconcile(self) -> None:
         with self._lock:
@@ -177,7 +183,7 @@ class CapturesController:
         try:
             self._attend(thing)
         except (ConflictError, MissingError):
-            pass  # changed or gone meanwhile: the watch brings what is now
+            pass  # changed or deleted meanwhile: the watch reports it
         except UnreachableError as error:
             log.debug("capture %s/%s waits: %s", thing.namespace, thing.name, error)
         except ApiError as error:
@@ -197,8 +203,6 @@ class CapturesController:
             self._follow(thing)
         else:
             self._begin(thing)
-
-    # --- beginning ---------------------------------------------------------------------------------------------------
 
     def _begin(self, thing: CaptureObject) -> None:
         if thing.spec is None:
@@ -232,7 +236,7 @@ class CapturesController:
         return plan(thing.spec, thing.spec.run, self._states().get(thing.job), self._daemon_job(thing.job), RANKS_LIMIT)
 
     def _may_change(self, thing: CaptureObject, error: PlanError) -> bool:
-        """Ranks may still come; and who is slow is not known yet where we have only just begun to listen."""
+        """Ranks may still appear, and after a restart the straggler is not known yet."""
         if error.reason not in ("NoRanks", "NoStraggler"):
             return False
         assert thing.spec is not None
@@ -249,7 +253,7 @@ class CapturesController:
             job=planned.job[:256],
             capture_id=f"k-{thing.uid}",
             start_unix_ms=round((now + START_AHEAD_SECONDS) * 1000),
-            started_at=moment(now),
+            started_at=timestamp(now),
             ranks=list(planned.ranks),
             delivered=f"0/{len(planned.ranks)}",
         )
@@ -260,7 +264,7 @@ class CapturesController:
 
     @contextmanager
     def _turn(self, thing: CaptureObject) -> Iterator[str | None]:
-        """None, or why it has to wait: one capture of a run at a time, and so many of the fleet."""
+        """None, or why it has to wait: one capture of a run at a time, and a limit for the fleet."""
         assert thing.spec is not None
         place = (thing.namespace, thing.spec.run)
         with self._lock:
@@ -285,15 +289,13 @@ class CapturesController:
             return f"waits: {RUNNING_LIMIT} captures are under way"
         return None
 
-    # --- following ---------------------------------------------------------------------------------------------------
-
     def _follow(self, thing: CaptureObject) -> None:
         status = thing.status
         assert isinstance(status.start_unix_ms, int)
         open_ranks = {rank.rank: rank for rank in status.ranks if not is_ended(rank)}
-        answers = self._asking.progress(thing, by_node(open_ranks))
-        told = {node: answer for node, answer in answers.items() if isinstance(answer, pb.Capture)}
-        ranks = told_ranks(status.ranks, told)
+        answers = self._requests.progress(thing, by_node(open_ranks))
+        reported = {node: answer for node, answer in answers.items() if isinstance(answer, pb.Capture)}
+        ranks = updated_ranks(status.ranks, reported)
         for node, answer in answers.items():
             if isinstance(answer, str):
                 ranks = failed_ranks(ranks, node, answer)
@@ -302,17 +304,19 @@ class CapturesController:
                 ranks = failed_ranks(ranks, node, f"nothing came of it in {LONGEST_SECONDS / 60:.0f} minutes")
         after = summarised(structs.replace(status, ranks=ranks))
         if after.phase != "Running":
-            after = structs.replace(after, findings=self._findings(thing, told))
+            after = structs.replace(after, findings=self._findings(thing, reported))
             after = concluded(after, "", "", thing.generation, self._clock())
             self._audit.ended(thing, after)
         if after != status:
             self._write(thing, after)
 
-    def _findings(self, thing: CaptureObject, told: Mapping[str, pb.Capture]) -> list[str]:
-        """Of all nodes together: those that were done before the others are asked once more."""
-        done = {rank.rank: rank for rank in thing.status.ranks if rank.state == "analysed" and rank.node not in told}
-        again = self._asking.progress(thing, by_node(done))
-        every = {**told, **{node: said for node, said in again.items() if isinstance(said, pb.Capture)}}
+    def _findings(self, thing: CaptureObject, reported: Mapping[str, pb.Capture]) -> list[str]:
+        """Of all nodes together: those that finished earlier are asked once more."""
+        done = {
+            rank.rank: rank for rank in thing.status.ranks if rank.state == "analysed" and rank.node not in reported
+        }
+        again = self._requests.progress(thing, by_node(done))
+        every = {**reported, **{node: report for node, report in again.items() if isinstance(report, pb.Capture)}}
         return findings_of(every, self._policy_of(thing.job))
 
     def _refuse(self, thing: CaptureObject, reason: str, message: str, phase: CapturePhase = "Failed") -> None:
@@ -321,31 +325,24 @@ class CapturesController:
         self._audit.ended(thing, status)
         self._write(thing, status)
 
-    # --- ending ------------------------------------------------------------------------------------------------------
-
     def _clear(self, thing: CaptureObject) -> None:
-        """Cancel what runs, remove the traces if that was asked, and let the object go."""
+        """Cancels the capture, deletes its traces if requested, and removes the finalizer."""
         capture_id = thing.status.capture_id
         if isinstance(capture_id, str):
             nodes = sorted({rank.node for rank in thing.status.ranks if isinstance(rank.node, str)})
-            if not self._asking.clear(thing, capture_id, nodes):
-                return  # asked again at the next pulse
+            if not self._requests.clear(thing, capture_id, nodes):
+                return  # tried again at the next pulse
             if not thing.is_finished:
                 self._audit.ended(thing, thing.status, "Deleted")
         finalizers = [name for name in thing.finalizers if name != FINALIZER]
         self._api.merge(thing.path, {"metadata": {"finalizers": finalizers, "resourceVersion": thing.version}})
 
-    # --- writing -----------------------------------------------------------------------------------------------------
-
     def _write(self, thing: CaptureObject, status: CaptureStatus) -> CaptureObject:
         status = structs.replace(status, observed_generation=thing.generation)
-        content = msgspec.to_builtins(status)
-        missing = {name: None for name in msgspec.to_builtins(thing.status) if name not in content}
-        body = {"metadata": {"resourceVersion": thing.version}, "status": {**content, **missing}}
-        return self._taken(self._api.merge(f"{thing.path}/status", body))
+        return self._taken(self._writer.write_status(thing, status))
 
     def _taken(self, document: Document) -> CaptureObject:
-        """What we have just written is what holds, before the watch says so."""
+        """The written object is current, before the watch reports it."""
         thing = read_capture_object(document)
         assert thing is not None
         with self._lock:

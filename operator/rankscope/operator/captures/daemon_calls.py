@@ -1,4 +1,4 @@
-"""What is asked of a node's daemon about a capture. Blocking; each call has a deadline of its own."""
+"""Calls to the daemons about captures. Blocking; each call has its own deadline."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from rankscope.common.text import one_line
-from rankscope.operator.captures.capture_object import CaptureObject
-from rankscope.operator.certificates.daemon_credentials import DaemonTls, credentials, naming
+from rankscope.common.tls import Read
+from rankscope.operator.certificates.roles import DAEMON_NAME_OPTION, daemon_credentials
+from rankscope.operator.kube.objects import CaptureObject
 from rankscope.operator.kube.resources import CaptureSpec
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
@@ -30,15 +31,15 @@ _REFUSALS = frozenset(
 
 
 class DaemonRefusedError(Exception):
-    """The daemon said no, and why."""
+    """The daemon refused, with a reason."""
 
 
 class DaemonAwayError(Exception):
-    """The daemon did not answer: to be asked again."""
+    """The daemon did not answer: to be tried again."""
 
 
 class DaemonCalls:
-    def __init__(self, tls: DaemonTls | None = None) -> None:
+    def __init__(self, tls: Read | None = None) -> None:
         self._tls = tls
 
     def start(
@@ -51,7 +52,7 @@ class DaemonCalls:
         start_unix_millis: int,
         why: str,
     ) -> pb.Capture:
-        """The same id again is the same capture: a restarted operator may ask twice."""
+        """The same id again is the same capture: a restarted operator may request it twice."""
         request = pb.StartCaptureRequest(
             id=capture_id,
             job=job,
@@ -78,9 +79,9 @@ class DaemonCalls:
                 first: pb.StartCaptureResponse = next(iter(call))
                 call.cancel()
             except grpc.RpcError as error:
-                raise _told(error) from error
+                raise _error(error) from error
             except StopIteration:
-                raise DaemonAwayError("the daemon told nothing about the capture") from None
+                raise DaemonAwayError("the daemon reported nothing about the capture") from None
         return first.capture
 
     def get(self, address: str, capture_id: str) -> pb.Capture | None:
@@ -93,7 +94,7 @@ class DaemonCalls:
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     return None
-                raise _told(error) from error
+                raise _error(error) from error
         return answer.capture
 
     def cancel(self, address: str, capture_id: str) -> None:
@@ -103,7 +104,7 @@ class DaemonCalls:
                 CaptureServiceStub(channel).CancelCapture(request, timeout=CALL_SECONDS)
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.NOT_FOUND:
-                    raise _told(error) from error
+                    raise _error(error) from error
 
     def delete(self, address: str, capture_id: str) -> None:
         with self.channel(address) as channel:
@@ -112,30 +113,28 @@ class DaemonCalls:
                 CaptureServiceStub(channel).DeleteCapture(request, timeout=CALL_SECONDS)
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.NOT_FOUND:
-                    raise _told(error) from error
+                    raise _error(error) from error
 
     def channel(self, address: str) -> grpc.Channel:
         if self._tls is None:
             return grpc.insecure_channel(address)
         try:
-            shown = credentials(self._tls)
+            shown = daemon_credentials(self._tls)
         except OSError as error:
             raise DaemonAwayError(f"the daemon cannot be asked: {error}") from error
-        return grpc.secure_channel(address, shown, [naming()])
+        return grpc.secure_channel(address, shown, [DAEMON_NAME_OPTION])
 
 
-def _told(error: grpc.RpcError) -> Exception:
+def _error(error: grpc.RpcError) -> Exception:
     text = one_line(error.details() or error.code().name, 500)
     return DaemonRefusedError(text) if error.code() in _REFUSALS else DaemonAwayError(text)
 
 
-# All daemons of a capture asked at once: one that is away must not make the others miss their common start.
-
 log = logging.getLogger(__name__)
 
-# How long a daemon may be away before its ranks are given up, and how long a deletion waits for it.
+# How long a daemon may be away before its ranks fail, and how long a deletion waits for it.
 AWAY_SECONDS = 120.0
-# A start that is nearer than this is not asked for any more: the daemon would refuse it.
+# A start that is nearer than this is no longer requested: the daemon would refuse it.
 LAST_CALL_SECONDS = 4.0
 CALLS_AT_ONCE = 64
 
@@ -144,8 +143,9 @@ FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, CANCELLED
 UNBEGUN = "cancelled before the daemon was asked"
 
 
-class DaemonAsking:
-    """Thread-safe. Remembers only since when a daemon is away."""
+class CaptureRequests:
+    """The calls of one capture to all of its daemons, at the same time: one that is away must not make the others miss
+    their common start. Thread-safe. Remembers only since when a daemon is away."""
 
     def __init__(
         self, calls: DaemonCalls, addresses: Callable[[], Mapping[str, str]], clock: Callable[[], float] = time.time
@@ -158,12 +158,12 @@ class DaemonAsking:
         self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="rankscope-asking")
 
     def progress(self, thing: CaptureObject, nodes: Mapping[str, Sequence[int]]) -> Mapping[str, pb.Capture | str]:
-        """What each node's daemon tells, or why it delivers nothing. A node that is missing is asked again later."""
-        told = zip(nodes, self._pool.map(lambda item: self._progress_of(thing, *item), nodes.items()), strict=True)
-        return {node: answer for node, answer in told if answer is not None}
+        """The report of each node's daemon, or why it delivers nothing. Missing nodes are tried again later."""
+        answers = zip(nodes, self._pool.map(lambda item: self._progress_of(thing, *item), nodes.items()), strict=True)
+        return {node: answer for node, answer in answers if answer is not None}
 
     def clear(self, thing: CaptureObject, capture_id: str, nodes: Sequence[str]) -> bool:
-        """Cancel what runs and remove the traces if that was asked. False: some daemon has to be asked again."""
+        """Cancels the capture and deletes its traces if requested. False: a daemon has to be asked again."""
         return all(list(self._pool.map(lambda node: self._is_cleared(thing, node, capture_id), nodes)))
 
     def forget(self, uid: str) -> None:
@@ -196,7 +196,7 @@ class DaemonAsking:
         if thing.is_cancelled:
             return pb.Capture(ranks=[pb.RankCapture(rank=rank, state=CANCELLED, error=UNBEGUN) for rank in ranks])
         if self._clock() > status.start_unix_ms / 1000 - LAST_CALL_SECONDS:
-            raise DaemonRefusedError("the daemon does not know of it: it was away when the capture had to be asked for")
+            raise DaemonRefusedError("the daemon does not have it: it was away when the capture had to be requested")
         why = f"Capture {thing.namespace}/{thing.name}"
         if thing.requested_by:
             why += f" by {thing.requested_by}"

@@ -1,4 +1,4 @@
-"""What the daemons tell about a capture, as its object's status. Pure."""
+"""The status of a Capture, from the reports of the daemons. No I/O."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from statistics import fmean, median
 from msgspec import UNSET, structs
 
 from rankscope.analysis.verdicts.thresholds import Policy
-from rankscope.operator.kube.resources import CapturedRank, CapturePhase, CaptureStatus, Condition
-from rankscope.operator.runs.status import merged_conditions, moment
+from rankscope.operator.kube.objects import condition, merged_conditions, timestamp
+from rankscope.operator.kube.resources import CapturedRank, CapturePhase, CaptureStatus
 from rankscope.v1 import capture_service_pb2 as pb
-
-# What the traces of several nodes show together, from their summaries: each daemon joins only its own. Pure.
 
 LONGEST_SECONDS = 1e6
 
@@ -25,7 +23,7 @@ def self_seconds(ranks: Iterable[pb.RankCapture]) -> Mapping[int, float]:
         waits = list(rank.summary.each_exposed_communication_seconds)
         if rank.state == pb.CAPTURE_STATE_ANALYSED and steps and len(steps) == len(waits):
             each = [step - wait for step, wait in zip(steps, waits, strict=True)]
-            # Nor NaN, nor what cannot be added up: a daemon says what it likes.
+            # No NaN or huge value: a daemon's report is hostile input.
             if all(abs(seconds) < LONGEST_SECONDS for seconds in each) and (own := fmean(each)) > 0:
                 found[rank.rank] = own
     return found
@@ -54,7 +52,7 @@ def _text(seconds: float) -> str:
 
 TEXT_CHARACTERS = 1000
 FINDINGS_SHOWN = 32
-# What JSON readers keep exactly; whatever a daemon says, the API server has to take it.
+# The largest that JSON readers keep exactly: the API server has to accept every status.
 LARGEST_INTEGER = (1 << 53) - 1
 ENDED = frozenset({"analysed", "failed", "cancelled"})
 
@@ -70,13 +68,13 @@ def is_ended(rank: CapturedRank) -> bool:
     return rank.state in ENDED
 
 
-def told_ranks(before: Iterable[CapturedRank], told: Mapping[str, pb.Capture]) -> list[CapturedRank]:
-    """`told` is by node. A rank that has ended stays as it was: a daemon that forgets does not undo it."""
-    known = {(node, rank.rank): rank for node, capture in told.items() for rank in capture.ranks}
+def updated_ranks(before: Iterable[CapturedRank], reported: Mapping[str, pb.Capture]) -> list[CapturedRank]:
+    """`reported` is by node. A rank that has ended stays as it was: a daemon that forgets does not undo it."""
+    known = {(node, rank.rank): rank for node, capture in reported.items() for rank in capture.ranks}
     ranks = []
     for rank in before:
         heard = known.get((rank.node, rank.rank)) if isinstance(rank.node, str) else None
-        ranks.append(rank if heard is None or is_ended(rank) else _told(rank, heard))
+        ranks.append(rank if heard is None or is_ended(rank) else _updated(rank, heard))
     return ranks
 
 
@@ -116,28 +114,27 @@ def concluded(
     """With its last condition; reason and message by default from what the ranks delivered."""
     errors = dict.fromkeys(str(rank.error) for rank in status.ranks if isinstance(rank.error, str))
     message = message or "; ".join(errors)[:TEXT_CHARACTERS]
-    done = Condition(
-        type="Complete",
-        status="True" if status.phase == "Succeeded" else "False",
-        reason=reason or {"Succeeded": "Delivered", "Cancelled": "Cancelled"}.get(str(status.phase), "RanksFailed"),
-        message=message or f"{status.delivered} ranks delivered",
-        last_transition_time="",
+    done = condition(
+        "Complete",
+        "True" if status.phase == "Succeeded" else "False",
+        reason or {"Succeeded": "Delivered", "Cancelled": "Cancelled"}.get(str(status.phase), "RanksFailed"),
+        message or f"{status.delivered} ranks delivered",
     )
     conditions = merged_conditions(status.conditions, [done], generation, now_unix_seconds)
-    return structs.replace(status, message=message, finished_at=moment(now_unix_seconds), conditions=conditions)
+    return structs.replace(status, message=message, finished_at=timestamp(now_unix_seconds), conditions=conditions)
 
 
-def findings_of(told: Mapping[str, pb.Capture], policy: Policy) -> list[str]:
-    """What the traces say together first, then rank by rank; in the daemons' words."""
-    ranks = [rank for capture in told.values() for rank in capture.ranks]
-    joint = [capture.join.reason for capture in told.values() if capture.HasField("join") and capture.join.reason]
-    if len(told) > 1:
+def findings_of(reported: Mapping[str, pb.Capture], policy: Policy) -> list[str]:
+    """Findings of all traces together first, then of each rank."""
+    ranks = [rank for capture in reported.values() for rank in capture.ranks]
+    joint = [capture.join.reason for capture in reported.values() if capture.HasField("join") and capture.join.reason]
+    if len(reported) > 1:
         joint = [text for text in [joint_finding(ranks, policy)] if text is not None]
     single = [f"rank {rank.rank}: {finding}" for rank in ranks for finding in rank.summary.findings[:2]]
     return [text[:TEXT_CHARACTERS] for text in [*joint, *single][:FINDINGS_SHOWN]]
 
 
-def _told(rank: CapturedRank, heard: pb.RankCapture) -> CapturedRank:
+def _updated(rank: CapturedRank, heard: pb.RankCapture) -> CapturedRank:
     return structs.replace(
         rank,
         state=state_name(heard.state),

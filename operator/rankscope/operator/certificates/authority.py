@@ -1,4 +1,7 @@
-"""X.509 as far as we need it: an authority of our own, what it signs, and how to tell that from anything else."""
+"""X.509: an authority of our own, the certificates that it signs, and when each of them is replaced. No I/O.
+
+A new authority is distributed beside the old one before a certificate that it signed is shown, so that at no moment one
+side shows a certificate that the other does not trust."""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import ipaddress
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import Enum
 
@@ -16,16 +19,110 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-# Clocks of those who check may be behind ours.
+from rankscope.common.tls import TlsMaterial
+
+AUTHORITIES_KEPT = 4
+# Clocks of machines that check a certificate may be behind ours.
 BACKDATED = timedelta(minutes=5)
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n?", re.DOTALL)
 
 
 class Use(Enum):
-    """Which side of a connection a certificate is good for: one that was stolen is no use on the other."""
+    """Which side of a connection a certificate is good for: a stolen one is useless on the other side."""
 
     SERVER = ExtendedKeyUsageOID.SERVER_AUTH
     CLIENT = ExtendedKeyUsageOID.CLIENT_AUTH
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """A certificate is renewed when a third of its lifetime is left."""
+
+    authority_seconds: float = 365 * 86400.0
+    serving_seconds: float = 60 * 86400.0
+
+
+@dataclass(frozen=True)
+class Role:
+    """A certificate in a Secret: its names, and the side of a connection that it is good for."""
+
+    secret: str
+    names: Sequence[str]
+    use: Use
+    is_operators: bool = False  # shown by the operator itself
+
+    @property
+    def common_name(self) -> str:
+        return self.names[0][:64]
+
+
+@dataclass(frozen=True)
+class Authority:
+    """All PEM. `bundle` has the trusted authorities, the newest first: the one that `key` belongs to."""
+
+    bundle: bytes
+    key: bytes = field(repr=False)
+
+    @property
+    def newest(self) -> bytes:
+        return authorities(self.bundle)[0]
+
+
+def renewed_authority(kept: Authority | None, name: str, now: datetime, lifetimes: Lifetimes) -> Authority:
+    """The authority from now on: `kept` itself if nothing is due."""
+    if kept is None or not _is_usable(kept, now):
+        return Authority(*new_authority(name, now, lifetimes.authority_seconds))
+    valid = [old for old in authorities(kept.bundle) if expires(old) > now]
+    if is_due(kept.newest, now, lifetimes.authority_seconds):
+        newest, key = new_authority(name, now, lifetimes.authority_seconds)
+        return Authority(b"".join([newest, *valid][:AUTHORITIES_KEPT]), key)
+    bundle = b"".join(valid)
+    return kept if bundle == kept.bundle else replace(kept, bundle=bundle)
+
+
+def renewed_certificate(
+    kept: TlsMaterial | None,
+    role: Role,
+    authority: Authority,
+    newest_is_trusted: bool,
+    now: datetime,
+    lifetimes: Lifetimes,
+) -> TlsMaterial:
+    """The role's certificate from now on: `kept` itself if nothing is due. `newest_is_trusted`: the newest authority
+    was distributed long enough ago. A certificate that cannot be used is replaced at once: nobody trusts it."""
+    if kept is not None and _is_certificate_of(kept, role, authority, now):
+        is_newest = is_signed_by(kept.certificate, authority.newest)
+        due = is_due(kept.certificate, now, lifetimes.serving_seconds)
+        if not newest_is_trusted or (is_newest and not due):
+            return replace(kept, authorities=authority.bundle)
+    fresh = signed(
+        authority.newest, authority.key, role.common_name, role.names, role.use, now, lifetimes.serving_seconds
+    )
+    return TlsMaterial(*fresh, authority.bundle)
+
+
+def _is_usable(kept: Authority, now: datetime) -> bool:
+    """Somebody may have edited the Secret, or the operator was away for years."""
+    try:
+        held = [x509.load_pem_x509_certificate(each) for each in authorities(kept.bundle)]
+        if not is_pair(kept.newest, kept.key) or held[0].not_valid_after_utc <= now:
+            return False
+        limits = [each.extensions.get_extension_for_class(x509.BasicConstraints).value for each in held]
+        return all(each.ca for each in limits) and is_signed_by(kept.newest, kept.newest)
+    except (ValueError, TypeError, IndexError, x509.ExtensionNotFound):
+        return False
+
+
+def _is_certificate_of(kept: TlsMaterial, role: Role, authority: Authority, now: datetime) -> bool:
+    """Exactly what we would sign: a further name, or the other side, was added by somebody else."""
+    try:
+        if not is_pair(kept.certificate, kept.key) or expires(kept.certificate) <= now:
+            return False
+        if names_of(kept.certificate) != set(role.names) or not is_for(kept.certificate, role.use):
+            return False
+        return any(is_signed_by(kept.certificate, each) for each in authorities(authority.bundle))
+    except (ValueError, TypeError, x509.ExtensionNotFound):
+        return False
 
 
 def authorities(bundle: bytes) -> list[bytes]:
@@ -37,12 +134,12 @@ def expires(certificate: bytes) -> datetime:
 
 
 def is_due(certificate: bytes, now: datetime, lifetime_seconds: float) -> bool:
-    """Whether less than a third of its life is left."""
+    """Whether less than a third of its lifetime is left."""
     return expires(certificate) - now < timedelta(seconds=lifetime_seconds / 3)
 
 
 def is_pair(certificate: bytes, key: bytes) -> bool:
-    """Raises ValueError or TypeError for what is no certificate, or no key of ours."""
+    """Raises ValueError or TypeError for something else than a certificate and a key of ours."""
     public: bool = _private(key).public_key() == x509.load_pem_x509_certificate(certificate).public_key()
     return public
 
@@ -71,7 +168,7 @@ def is_for(certificate: bytes, use: Use) -> bool:
 def new_authority(common_name: str, now: datetime, seconds: float) -> tuple[bytes, bytes]:
     """Certificate and key."""
     key = ec.generate_private_key(ec.SECP256R1())
-    # A name of its own: two authorities of one name are told apart by luck.
+    # A name of its own: verifiers may confuse two authorities of the same name.
     name = _name(f"{common_name} {secrets.token_hex(4)}")
     usage = _usage(digital_signature=False, key_cert_sign=True)
     builder = (
@@ -91,7 +188,7 @@ def signed(
     now: datetime,
     seconds: float,
 ) -> tuple[bytes, bytes]:
-    """Certificate and key, good for no longer than the authority is."""
+    """Certificate and key, valid for no longer than the authority is."""
     issuer = x509.load_pem_x509_certificate(authority)
     key = ec.generate_private_key(ec.SECP256R1())
     lasting = min(seconds, (issuer.not_valid_after_utc - now).total_seconds())
@@ -163,80 +260,3 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-
-
-# The webhooks' certificates: an authority of our own, what it signs, and when each is replaced.
-#
-# A new authority is told to the API server long before anything signed by it is served, and the old one stays told: at
-# no moment is there a certificate that somebody does not trust.
-
-AUTHORITIES_KEPT = 4
-_NAME = "rankscope webhooks"
-
-
-@dataclass(frozen=True)
-class Lifetimes:
-    """Renewed when a third is left."""
-
-    authority_seconds: float = 365 * 86400.0
-    serving_seconds: float = 60 * 86400.0
-
-
-@dataclass(frozen=True)
-class Certificates:
-    """All PEM. `bundle` has the authorities that are to be trusted, the newest first: the one `authority_key` is of."""
-
-    bundle: bytes
-    authority_key: bytes
-    serving: bytes
-    serving_key: bytes
-
-    @property
-    def newest_authority(self) -> bytes:
-        return authorities(self.bundle)[0]
-
-
-def renewed(
-    kept: Certificates | None,
-    names: Sequence[str],
-    newest_is_trusted: bool,
-    now: datetime,
-    lifetimes: Lifetimes,
-) -> Certificates:
-    """What to keep from now on: `kept` itself if nothing is due. One step at a time: call it again later.
-
-    `newest_is_trusted`: the API server has known the newest authority for long enough to go by it."""
-    if kept is None or not _is_usable(kept, now):
-        authority, authority_key = new_authority(_NAME, now, lifetimes.authority_seconds)
-        serving, serving_key = signed(
-            authority, authority_key, _NAME, names, Use.SERVER, now, lifetimes.serving_seconds
-        )
-        return Certificates(authority, authority_key, serving, serving_key)
-    if is_due(kept.newest_authority, now, lifetimes.authority_seconds):
-        authority, authority_key = new_authority(_NAME, now, lifetimes.authority_seconds)
-        valid = [old for old in authorities(kept.bundle) if expires(old) > now]
-        return replace(kept, bundle=b"".join([authority, *valid][:AUTHORITIES_KEPT]), authority_key=authority_key)
-    settled = is_signed_by(kept.serving, kept.newest_authority) and names_of(kept.serving) == set(names)
-    if newest_is_trusted and (not settled or is_due(kept.serving, now, lifetimes.serving_seconds)):
-        key = kept.authority_key
-        fresh = signed(kept.newest_authority, key, _NAME, names, Use.SERVER, now, lifetimes.serving_seconds)
-        return replace(kept, serving=fresh[0], serving_key=fresh[1])
-    valid = [old for old in authorities(kept.bundle) if expires(old) > now]
-    if len(valid) < len(authorities(kept.bundle)):
-        return replace(kept, bundle=b"".join(valid))
-    return kept
-
-
-def _is_usable(kept: Certificates, now: datetime) -> bool:
-    """Somebody may have edited the Secret, or nobody have looked after it for a year."""
-    try:
-        pairs = ((kept.newest_authority, kept.authority_key), (kept.serving, kept.serving_key))
-        if not all(is_pair(certificate, key) for certificate, key in pairs):
-            return False
-        if min(expires(certificate) for certificate, _ in pairs) <= now:
-            return False
-        for authority in authorities(kept.bundle):
-            expires(authority)
-        return any(is_signed_by(kept.serving, authority) for authority in authorities(kept.bundle))
-    except (ValueError, TypeError, IndexError, x509.ExtensionNotFound):
-        return False

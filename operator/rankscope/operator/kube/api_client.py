@@ -1,7 +1,7 @@
-"""The API server, as few calls as are needed: JSON in, JSON out, and errors that tell an outage from a refusal.
+"""Client of the API server: JSON in, JSON out, and errors that distinguish an outage from a refusal.
 
-The kubernetes client gives configuration, tokens and connections; its typed objects are left out, for building a
-thousand pods as Python objects takes seconds where their JSON takes milliseconds."""
+The kubernetes client gives configuration, tokens and connections; its typed objects are not used: building a
+thousand pods as Python objects takes seconds, decoding their JSON milliseconds."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ TOKEN_REVIEWS = "/apis/authentication.k8s.io/v1/tokenreviews"
 
 
 class ClusterError(Exception):
-    """Nothing says which cluster, or what says it cannot be read."""
+    """No cluster is configured, or the configuration cannot be read."""
 
 
 class ApiError(Exception):
-    """The API server said no."""
+    """The API server refused."""
 
     def __init__(self, status: int, reason: str, text: str) -> None:
         super().__init__(f"the API server answered {status} ({reason}): {text}")
@@ -45,19 +45,19 @@ class ApiError(Exception):
 
 
 class ConflictError(ApiError):
-    """Somebody else wrote first, or it exists already."""
+    """Another client wrote first, or the object exists already."""
 
 
 class GoneError(ApiError):
-    """The history asked for is no longer kept: list again."""
+    """The requested history is no longer kept: list again."""
 
 
 class MissingError(ApiError):
-    """There is no such thing."""
+    """There is no such object."""
 
 
 class UnreachableError(Exception):
-    """Nobody answered, or not in time: to be tried again."""
+    """No answer, or not in time: to be tried again."""
 
 
 _ERRORS: Mapping[int, type[ApiError]] = {404: MissingError, 409: ConflictError, 410: GoneError}
@@ -77,7 +77,7 @@ class Api:
         except (config.ConfigException, yaml.YAMLError, TypeError, AttributeError, KeyError) as error:
             reason = " ".join(f"cannot reach a cluster: {error}".split())
             raise ClusterError(f"{reason}; name a --kubeconfig, or run in a pod") from error
-        # Ours decide when to try again: a hidden retry would hold a lease's renewal beyond its time.
+        # Callers decide when to try again: a hidden retry would delay the renewal of a lease beyond its duration.
         settings.retries = False
         settings.connection_pool_maxsize = 32
         self._settings = settings
@@ -85,7 +85,7 @@ class Api:
         self._host = settings.host
 
     def token(self) -> str | None:
-        """Our own; None where a certificate says who we are."""
+        """Our own; None where we authenticate with a certificate."""
         for auth in self._settings.auth_settings().values():
             scheme, _, token = str(auth["value"]).partition(" ")
             if scheme.lower() == "bearer" and token:
@@ -134,7 +134,7 @@ class Api:
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise UnreachableError(f"the watch of {path} broke off: {error}") from error
         except (msgspec.DecodeError, KeyError, AttributeError, ValueError) as error:
-            raise UnreachableError(f"the watch of {path} sent what is no event: {error}") from error
+            raise UnreachableError(f"the watch of {path} sent something that is not an event: {error}") from error
         finally:
             answer.close()
 
@@ -149,7 +149,7 @@ class Api:
         finally:
             answer.release_conn()
         if not isinstance(document, dict):
-            raise UnreachableError(f"{method} {path}: the answer is no object")
+            raise UnreachableError(f"{method} {path}: the answer is not an object")
         return document
 
     def _send(
@@ -162,7 +162,7 @@ class Api:
         timeout: urllib3.Timeout,
     ) -> Any:
         headers: dict[str, str] = {"Accept": JSON, "Content-Type": content_type}
-        for auth in self._settings.auth_settings().values():  # reads a token anew that was rotated
+        for auth in self._settings.auth_settings().values():  # reads a rotated token again
             headers[auth["key"]] = auth["value"]
         url = f"{self._host}{quote(path)}"
         if query:
@@ -187,10 +187,10 @@ class Api:
             raise UnreachableError(f"{method} {path}: {error}") from error
         finally:
             answer.release_conn()
-        # A server that is starting or overloaded, or a proxy before it, says so: that is an outage, not a refusal.
+        # From a server that is starting or overloaded, or a proxy: an outage, not a refusal.
         if answer.status in (429, 502, 503, 504):
             if b"ResourceVersionTooLarge" in text:
-                # Its store was restored from before what we have seen, and waiting for that would take for ever.
+                # Its store was restored from an older state, and would never reach the version that we wait for.
                 raise GoneError(410, "ResourceVersionTooLarge", "the API server is behind what was read from it")
             raise UnreachableError(f"{method} {path}: {answer.status}")
         raise _refusal(answer.status, text)

@@ -21,7 +21,7 @@ from rankscope.operator.kube.resources import (
 
 Schema = dict[str, Any]
 
-# What a structural schema may hold; the rest of JSON Schema is refused by the API server or means nothing to it.
+# The keys of a structural schema; the API server refuses or ignores the rest of JSON Schema.
 _KEPT = frozenset(
     {
         "type",
@@ -173,7 +173,7 @@ def _structural(schema: Mapping[str, Any], components: Mapping[str, Any]) -> Sch
     result: Schema = {key: value for key, value in schema.items() if key in _KEPT}
     if "enum" in result and "type" not in result:
         result["type"] = "string"
-    # OpenAPI 3.0, which CRDs speak, has the exclusive bounds as flags.
+    # OpenAPI 3.0, which CRDs use, has the exclusive bounds as flags.
     for bound, name, flag in (
         ("exclusiveMinimum", "minimum", "exclusiveMinimum"),
         ("exclusiveMaximum", "maximum", "exclusiveMaximum"),

@@ -1,4 +1,4 @@
-"""Kubernetes Events, for `kubectl describe`: said once when something changes, never per window."""
+"""Kubernetes Events, for `kubectl describe`: one for each change, never one for each window."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MESSAGE_CHARACTERS = 1000
 
 @dataclass(frozen=True)
 class Target:
-    """What an event is about."""
+    """The object of an event."""
 
     api_version: str
     kind: str
@@ -31,8 +31,8 @@ class Events:
         self._api = api
         self._outbox = outbox
 
-    def say(self, target: Target, kind: Literal["Normal", "Warning"], reason: str, message: str, change: str) -> None:
-        """`change` names what happened: the same change of the same thing is said once, also by another replica."""
+    def emit(self, target: Target, kind: Literal["Normal", "Warning"], reason: str, message: str, change: str) -> None:
+        """`change` identifies what happened: the same change of an object makes one event, also of another replica."""
         digest = hashlib.sha256(f"{target.uid} {reason} {change}".encode()).hexdigest()[:16]
         name = f"{target.name[:200]}.{digest}"
         now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -62,4 +62,4 @@ class Events:
         try:
             self._api.create(path, body)
         except ConflictError:
-            return  # said already, before a restart or by the replica before us
+            return  # made already, before a restart or by another replica

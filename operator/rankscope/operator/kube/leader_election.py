@@ -1,8 +1,8 @@
-"""Who does what among replicas: every shard of the fleet has a Lease, and whoever holds it acts for the runs in it.
+"""Leader election: every shard of the fleet has a Lease, and the replica that holds it acts for the runs in it.
 
 One shard is plain leader election. A lease counts as abandoned when it was not seen to change for its whole duration by
 this replica's own monotonic clock, so replicas need not agree on the time. A replica that cannot renew stops acting
-before anybody else may begin."""
+before another one may begin."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 
 DURATION_SECONDS = 9.0
 RENEW_SECONDS = 2.0
-# Well before others may take over: calls under way when a replica goes quiet need time to end.
+# Well before others may take over: calls under way when a replica loses its lease need time to end.
 ACT_SECONDS = 6.0
-# After a shard came to us its daemons have to be heard for several windows: until then what we do not know is no news.
+# After a replica takes a shard, its daemons need several windows to report: until then a missing finding means nothing.
 SETTLING_SECONDS = 45.0
 
 
@@ -43,7 +43,7 @@ def shard_of(key: str, shards: int) -> int:
 
 
 class ShardLeases:
-    """Holds shards from `start` to `stop`. `holds(key)` is asked before every action for a run."""
+    """Holds shards from `start` to `stop`. `holds(key)` is checked before every action for a run."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ShardLeases:
         self._renewed: dict[int, float] = {}  # shard to the moment before its last renewal was sent
         self._kept: dict[int, float] = {}  # shard to the moment since when it is ours without a break
         self._seen: dict[str, _Seen] = {}
-        self._told: frozenset[int] = frozenset()
+        self._reported: frozenset[int] = frozenset()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -79,6 +79,10 @@ class ShardLeases:
         deadline = self._monotonic() - ACT_SECONDS
         return frozenset(shard for shard, renewed in list(self._renewed.items()) if renewed > deadline)
 
+    def leads(self) -> bool:
+        """Whether this replica does what is done once for the whole fleet."""
+        return 0 in self.held
+
     def shard_of(self, key: str) -> int:
         return shard_of(key, self.shards)
 
@@ -86,7 +90,7 @@ class ShardLeases:
         return self.shard_of(key) in self.held
 
     def keeps(self, key: str) -> bool:
-        """Whether to go on listening: also while nobody can renew a lease, until somebody else is seen to hold it."""
+        """Whether to keep receiving windows: also while no lease can be renewed, until another replica holds it."""
         return self.shard_of(key) in self._kept
 
     def is_settling(self, key: str) -> bool:
@@ -98,30 +102,30 @@ class ShardLeases:
         self._thread.start()
 
     def stop(self) -> None:
-        """Give everything back, so that others need not wait."""
+        """Releases everything, so that others need not wait."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(DURATION_SECONDS)
         for shard in list(self._renewed):
             self._release(shard)
-        # Nor count as one more among whom shards are shared.
+        # Nor is it counted any longer when shards are shared.
         self._hand_over(self._own_name)
-        self._tell()
+        self._report()
 
     def round(self) -> None:
-        """Renew what is held, take what is free, give back what is more than our share."""
+        """Renews held shards, takes free ones, releases more than our share."""
         leases = self._read()
         self._announce(leases)
         share = math.ceil(self.shards / max(1, self._replicas(leases)))
         for shard in sorted(self._renewed):
             seen = leases.get(self._name(shard))
             if seen is not None and seen.holder not in ("", self.identity):
-                del self._renewed[shard]  # we were away for too long, and somebody else acts for it
+                del self._renewed[shard]  # we were away for too long, and another replica acts for it
             elif len(self._renewed) > share:
                 self._release(shard)
             else:
                 self._renew(shard, seen)
-        # In another order on each replica, or all of them fight for the same one.
+        # In a different order on each replica, or all of them compete for the same shard.
         free = [shard for shard in range(self.shards) if shard not in self._renewed]
         random.shuffle(free)
         for shard in free:
@@ -132,7 +136,7 @@ class ShardLeases:
                 self._renew(shard, seen)
         now = self._monotonic()
         self._kept = {shard: self._kept.get(shard, now) for shard in self._renewed}
-        self._tell()
+        self._report()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -141,7 +145,7 @@ class ShardLeases:
                 self.round()
             except (UnreachableError, ApiError) as error:
                 log.warning("leases cannot be renewed: %s", error)
-                self._tell()
+                self._report()
             except Exception:
                 log.exception("a round of leases failed")
             spent = self._monotonic() - began
@@ -165,7 +169,7 @@ class ShardLeases:
         return self._monotonic() - seen.changed_at > DURATION_SECONDS
 
     def _replicas(self, leases: Mapping[str, _Seen]) -> int:
-        """How many live, ourselves included: each renews a lease of its own."""
+        """The live replicas, this one included: each renews a lease of its own."""
         prefix = f"{self._prefix}-replica-"
         members = [seen for name, seen in leases.items() if name.startswith(prefix)]
         others = {seen.holder for seen in members if seen.holder and not self._is_abandoned(seen)}
@@ -175,7 +179,7 @@ class ShardLeases:
         name = self._own_name
         self._write(name, leases.get(name), self.identity)
         for other, seen in leases.items():
-            # Replicas come and go under new names; what they leave behind is cleared away by whoever is alive.
+            # Replicas come and go under new names; the live ones delete the leases of the others.
             is_member = other.startswith(f"{self._prefix}-replica-") and other != name
             if is_member and self._monotonic() - seen.changed_at > 20 * DURATION_SECONDS:
                 self._delete(other)
@@ -191,7 +195,7 @@ class ShardLeases:
         # First we stop acting, then others may begin.
         self._renewed.pop(shard, None)
         self._kept.pop(shard, None)
-        self._tell()
+        self._report()
         self._hand_over(self._name(shard))
 
     def _hand_over(self, name: str) -> None:
@@ -200,10 +204,10 @@ class ShardLeases:
             if seen is not None and seen.holder == self.identity:
                 self._write(name, seen, "")
         except UnreachableError as error:
-            log.info("lease %s could not be handed over, it runs out by itself: %s", name, error)
+            log.info("lease %s could not be released, it expires: %s", name, error)
 
     def _write(self, name: str, seen: _Seen | None, holder: str) -> bool:
-        """False if somebody else was quicker."""
+        """False if another replica was first."""
         now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         before = {} if seen is None else (seen.document.get("spec") or {})
         taken = before.get("holderIdentity") != holder
@@ -228,7 +232,7 @@ class ShardLeases:
         except (ConflictError, MissingError):
             return False
         except ApiError as error:
-            if error.status >= 500:  # its store is away, and with it everybody's leases
+            if error.status >= 500:  # its store is away, and all leases with it
                 raise UnreachableError(str(error)) from error
             log.warning("lease %s cannot be written: %s", name, error)
             return False
@@ -239,7 +243,7 @@ class ShardLeases:
         try:
             self._api.delete(f"{self._path}/{name}")
         except ApiError as error:
-            log.debug("lease %s cannot be cleared away: %s", name, error)
+            log.debug("lease %s cannot be deleted: %s", name, error)
 
     @property
     def _own_name(self) -> str:
@@ -248,11 +252,11 @@ class ShardLeases:
     def _name(self, shard: int) -> str:
         return f"{self._prefix}-shard-{shard}"
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         held = self.held
-        if held == self._told:
+        if held == self._reported:
             return
         log.info("shards held: %s of %d", ", ".join(map(str, sorted(held))) or "none", self.shards)
-        self._told = held
+        self._reported = held
         if self._on_change is not None:
             self._on_change(held)

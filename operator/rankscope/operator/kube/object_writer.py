@@ -1,7 +1,7 @@
-"""What the operator wants written, sent at a bounded pace and only when it says something new.
+"""Writes to the API server: queued, at a bounded pace, and only when the content is new.
 
-The newest wish for an object replaces the one before. While the API server is away wishes wait, so that verdicts and
-metrics go on and what is written afterwards is the present, not the backlog."""
+The newest write of an object replaces the one before. While the API server is away writes wait, so that verdicts and
+metrics go on, and afterwards the present state is written, not the backlog."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rankscope.common.token_bucket import TokenBucket
-from rankscope.operator.kube.api_client import ApiError, ConflictError, MissingError, UnreachableError
+from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Document, MissingError, UnreachableError
+from rankscope.operator.kube.leader_election import ShardLeases
+from rankscope.operator.kube.objects import KubeObject, status_patch
 
 log = logging.getLogger(__name__)
 
@@ -23,23 +27,23 @@ BURST_WRITES = 100
 WAITING_LIMIT = 50_000
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 15.0
-# What the API server refuses is asked for again, later and later: one that has just started refuses everything until it
-# has read its roles, and somebody may have mended a role meanwhile.
+# A refused write is tried again, later and later: an API server that has just started refuses everything until it has
+# read its roles, and somebody may have corrected a role meanwhile.
 FIRST_REFUSED_SECONDS = 1.0
 LONGEST_REFUSED_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Write:
-    """`send` writes; `content` says what, so that the same thing is not written twice."""
+    """`send` writes `content`, which is compared so that the same thing is not written twice."""
 
     key: str
     content: object = field(repr=False)
-    send: Callable[[], None] = field(repr=False)
+    send: Callable[[], object] = field(repr=False)
 
 
 class Outbox:
-    """`put` never blocks. Runs from `start` to `stop`; `stop` gives what waits a moment to go out."""
+    """`put` never blocks. Runs from `start` to `stop`; `stop` gives waiting writes a moment."""
 
     def __init__(self, writes_per_second: float = WRITES_PER_SECOND) -> None:
         self.written_total = 0
@@ -68,14 +72,14 @@ class Outbox:
             self._changed.notify()
 
     def forget(self, key: str) -> None:
-        """Of an object that is gone, or that somebody else has written: what we wrote no longer stands."""
+        """Of an object that is gone, or that somebody else has written."""
         with self._changed:
             self._waiting.pop(key, None)
             self._written.pop(key, None)
             self._refused.pop(key, None)
 
     def forget_all(self) -> None:
-        """When somebody else has been in charge meanwhile."""
+        """When another replica was in charge meanwhile."""
         with self._changed:
             self._written.clear()
 
@@ -126,7 +130,7 @@ class Outbox:
             log.debug("%s waits: %s", write.key, error)
             return False
         except (MissingError, ConflictError) as error:
-            # Deleted, or written by somebody else: whoever wanted it sees that in a watch and decides anew.
+            # Deleted, or written by somebody else: the controller sees that in a watch and decides again.
             log.debug("%s is void: %s", write.key, error)
             self._done(write, stands=False)
         except ApiError as error:
@@ -159,3 +163,42 @@ class Outbox:
                 self._written.move_to_end(write.key)
                 if len(self._written) > WAITING_LIMIT:
                     self._written.popitem(last=False)
+
+
+class ObjectWriter:
+    """Writes our own kinds. Queued writes are dropped once another replica acts for `place`, a run or policy."""
+
+    def __init__(self, api: Api, outbox: Outbox, leases: ShardLeases) -> None:
+        self._api = api
+        self._outbox = outbox
+        self._leases = leases
+
+    def queue(self, key: str, place: str, content: object, send: Callable[[], object]) -> None:
+        def send_if_held() -> None:
+            # It may have waited through an outage, and another replica acts for the object by now.
+            if not self._leases.holds(place):
+                raise ConflictError(409, "NotHeld", f"another replica may act for {place}")
+            send()
+
+        self._outbox.put(Write(key, content, send_if_held))
+
+    def queue_status(self, thing: KubeObject, status: msgspec.Struct) -> None:
+        body = status_patch(thing, status)
+        self.queue(_status_key(thing), thing.place, body, lambda: self._api.merge(f"{thing.path}/status", body))
+
+    def write_status(self, thing: KubeObject, status: msgspec.Struct) -> Document:
+        """At once, and only if the object is still as it was read. Raises ConflictError."""
+        body = {"metadata": {"resourceVersion": thing.version}, **status_patch(thing, status)}
+        return self._api.merge(f"{thing.path}/status", body)
+
+    def forget(self, thing: KubeObject) -> None:
+        """Of an object that is gone."""
+        for key in (_status_key(thing), f"create {thing.plural} {thing.place}"):
+            self._outbox.forget(key)
+
+    def forget_key(self, key: str) -> None:
+        self._outbox.forget(key)
+
+
+def _status_key(thing: KubeObject) -> str:
+    return f"status {thing.plural} {thing.place}"

@@ -1,4 +1,4 @@
-"""Who we are to the API server: objects that we make in other people's names are told from those that people make."""
+"""The operator's own service account: its name, and its ownership of objects that the operator creates."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import msgspec
 
 from rankscope.operator.kube.api_client import TOKEN_REVIEWS, Api, ApiError, Document, UnreachableError
 
+TOKEN_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 ACCOUNT = "system:serviceaccount:"
 AGAIN_SECONDS = 10.0
 
 
 class OwnName:
-    """None while it is not known, and where nothing tells it (a client certificate)."""
+    """Our name for the API server; None while it is not known, and with a client certificate in place of a token."""
 
     def __init__(self, api: Api, monotonic_seconds: Callable[[], float] = time.monotonic) -> None:
         self._api = api
@@ -52,34 +53,31 @@ class OwnName:
 
 
 def account_in(token: str) -> str | None:
-    """The service account that a token of our own says it is of. Nobody need check it: it is ours."""
-    parts = token.split(".")
-    if len(parts) != 3:
-        return None
-    try:
-        claims = msgspec.json.decode(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
-    except (binascii.Error, ValueError, msgspec.DecodeError):
-        return None
-    subject = claims.get("sub") if isinstance(claims, dict) else None
+    """The service account in a token of our own. It need not be verified: it is ours."""
+    subject = _claims(token).get("sub")
     return subject if isinstance(subject, str) and subject.startswith(ACCOUNT) else None
 
 
-# Whose the things are that we make besides our own kinds: our service account's. When it goes (the chart is
-# uninstalled), the cluster's garbage collector takes them along.
-
-TOKEN_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
-
-
 def owners(token_file: Path = TOKEN_FILE) -> list[Document]:
-    """For `metadata.ownerReferences`. Our own token tells who we are, so that nobody has to be asked. Empty outside of
-    a pod, or where it cannot be told."""
+    """`metadata.ownerReferences` of objects that we create besides our own kinds: our service account, so that the
+    cluster's garbage collection removes them with it, when the chart is uninstalled. Empty outside of a pod."""
     try:
-        payload = token_file.read_text().split(".")[1]
-        claims: Any = msgspec.json.decode(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
-        account = claims["kubernetes.io"]["serviceaccount"]
+        account = _claims(token_file.read_text())["kubernetes.io"]["serviceaccount"]
         name, uid = account["name"], account["uid"]
-    except (OSError, ValueError, IndexError, KeyError, TypeError, binascii.Error, msgspec.DecodeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return []
     if not (isinstance(name, str) and isinstance(uid, str)):
         return []
     return [{"apiVersion": "v1", "kind": "ServiceAccount", "name": name, "uid": uid}]
+
+
+def _claims(token: str) -> dict[str, Any]:
+    """Of a JSON Web Token, unverified; empty where it is not one."""
+    parts = token.split(".")
+    if len(parts) != 3:
+        return {}
+    try:
+        claims = msgspec.json.decode(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+    except (binascii.Error, ValueError, msgspec.DecodeError):
+        return {}
+    return claims if isinstance(claims, dict) else {}

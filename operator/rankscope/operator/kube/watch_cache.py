@@ -1,7 +1,7 @@
-"""Keeping a copy of some objects of the API server, through outages and lost history.
+"""A copy of objects of the API server, kept through outages and lost history.
 
-Every listing replaces the copy as a whole, so that what was deleted while nobody looked is told as deleted: watching
-frameworks that only pass events on never tell it, and a pod gone during an outage would be watched for ever."""
+Every listing replaces the whole copy, so that an object that was deleted during an outage is reported as deleted. Watch
+frameworks that only pass events on never report it, and the pod would be followed forever."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Read = TypeVar("Read", contravariant=True)
 
 
 class Follower(Protocol[Read]):
-    """Told in the watch's own thread, one thing at a time: be quick."""
+    """Called in the watch's own thread, for one object at a time: must be quick."""
 
     def changed(self, uid: str, thing: Read, /) -> None: ...
 
@@ -34,7 +34,7 @@ class Follower(Protocol[Read]):
 
 
 class Watched(Generic[Kept]):
-    """A copy of what `path` lists, as `read` makes it (None: not wanted). `start` follows until `stop`."""
+    """The objects that `path` lists, converted by `read` (None: not wanted). Runs from `start` to `stop`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Watched(Generic[Kept]):
         self._thread.start()
 
     def stop(self) -> None:
-        # Its thread may sit in a read for minutes: it is not waited for, and touches nothing once it is told.
+        # Its thread may block in a read for minutes: it is not joined, and changes nothing from now on.
         self._stopping.set()
 
     def _run(self) -> None:
@@ -90,24 +90,24 @@ class Watched(Generic[Kept]):
                 pause = FIRST_PAUSE_SECONDS
                 continue
             except GoneError:
-                log.info("the API server no longer has the history of %s: listing anew", self.path)
+                log.info("the API server no longer has the history of %s: listing again", self.path)
                 version = ""
             except UnreachableError as error:
-                self._tell_outage(error)
+                self._log_outage(error)
             except ApiError as error:
                 log.warning("cannot watch %s: %s", self.path, error)
                 version = ""
             except Exception:
-                log.exception("the watch of %s failed; listing anew", self.path)
+                log.exception("the watch of %s failed; listing again", self.path)
                 version = ""
             self.connected = False
-            # Spread, or all replicas come back in the same moment.
+            # Randomized, or all replicas come back in the same moment.
             self._stopping.wait(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    def _tell_outage(self, error: UnreachableError) -> None:
+    def _log_outage(self, error: UnreachableError) -> None:
         level = logging.WARNING if self.connected else logging.DEBUG
-        log.log(level, "lost sight of %s, keeping what is known: %s", self.path, error)
+        log.log(level, "%s cannot be watched, the copy stays: %s", self.path, error)
 
     def _list(self) -> str:
         seen: set[str] = set()
@@ -138,7 +138,7 @@ class Watched(Generic[Kept]):
         uid = _uid(document)
         try:
             thing = self._read(document)
-        except Exception:  # else all would be listed anew, for ever
+        except Exception:  # or everything would be listed again, forever
             log.exception("an object of %s could not be read", self.path)
             thing = None
         if thing is None or self._stopping.is_set():
@@ -151,18 +151,18 @@ class Watched(Generic[Kept]):
             if self._known.get(uid) == thing:
                 return uid
             self._known[uid] = thing
-        self._tell(lambda: self._follower.changed(uid, thing))
+        self._notify(lambda: self._follower.changed(uid, thing))
         return uid
 
     def _drop(self, uid: str) -> None:
         with self._lock:
             was_known = self._known.pop(uid, None) is not None
         if was_known and not self._stopping.is_set():
-            self._tell(lambda: self._follower.deleted(uid))
+            self._notify(lambda: self._follower.deleted(uid))
 
-    def _tell(self, say: Callable[[], None]) -> None:
+    def _notify(self, call: Callable[[], None]) -> None:
         try:
-            say()
+            call()
         except Exception:  # one odd object must not end the watch of all others
             log.exception("an object of %s could not be taken in", self.path)
 

@@ -1,69 +1,20 @@
-"""ProfilingPolicy objects as the API server has them."""
+"""Which policy is in force for a run, and the thresholds that follow from it. No I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from rankscope.analysis.verdicts.thresholds import Policy
-from rankscope.operator.kube.api_client import Document
-from rankscope.operator.kube.resources import API_VERSION, ProfilingPolicySpec, ProfilingPolicyStatus, Thresholds
+from rankscope.operator.kube.objects import PolicyObject
+from rankscope.operator.kube.resources import Thresholds
 from rankscope.operator.runs.inventory import Run
-from rankscope.operator.runs.pods import MFU_TARGET, read_wishes
-
-PATH = f"/apis/{API_VERSION}"
-
-
-@dataclass(frozen=True)
-class PolicyObject:
-    namespace: str
-    name: str
-    uid: str
-    generation: int
-    created: str  # RFC 3339: sorts by time
-    spec: ProfilingPolicySpec | None  # None: it cannot be read, `mistake` says why
-    mistake: str
-    status: ProfilingPolicyStatus
-
-    @property
-    def path(self) -> str:
-        return f"{PATH}/namespaces/{self.namespace}/profilingpolicies/{self.name}"
-
-
-def read_policy_object(document: Document) -> PolicyObject | None:
-    """None for one that is being deleted: it holds no more."""
-    metadata = document["metadata"]
-    if metadata.get("deletionTimestamp"):
-        return None
-    spec, mistake = None, ""
-    try:
-        spec = msgspec.convert(document.get("spec") or {}, ProfilingPolicySpec)
-    except msgspec.ValidationError as error:
-        mistake = str(error)  # made before the schema was there, or by another version's
-    try:
-        status = msgspec.convert(document.get("status") or {}, ProfilingPolicyStatus)
-    except msgspec.ValidationError:
-        status = ProfilingPolicyStatus()  # written by an older version: written anew
-    return PolicyObject(
-        namespace=metadata["namespace"],
-        name=metadata["name"],
-        uid=metadata["uid"],
-        generation=int(metadata.get("generation") or 0),
-        created=str(metadata.get("creationTimestamp") or ""),
-        spec=spec,
-        mistake=mistake,
-        status=status,
-    )
-
-
-# Which policy holds for a run, and what it makes of the thresholds. Pure.
+from rankscope.operator.runs.pods import MFU_TARGET, read_annotations
 
 
 @dataclass(frozen=True)
 class Match:
-    """The policy that holds, and others of the same priority that would hold as well: a mistake worth telling."""
+    """The policy in force, and others of the same priority that select the run too: a mistake to report."""
 
     policy: PolicyObject
     rivals: tuple[PolicyObject, ...] = ()
@@ -79,7 +30,7 @@ def match(policies: Iterable[PolicyObject], run: Run) -> Match | None:
 
 
 def selects(policy: PolicyObject, run: Run) -> bool:
-    """One pod with all the labels is enough: launchers and helpers of a run often have fewer than its workers."""
+    """One pod with all labels is enough: launchers and helpers of a run often have fewer than its workers."""
     if policy.spec is None or policy.namespace != run.key.namespace:
         return False
     wanted = policy.spec.selector.match_labels
@@ -90,17 +41,17 @@ def selects(policy: PolicyObject, run: Run) -> bool:
 
 
 def mfu_target_of(run: Run) -> float | None:
-    """What people wrote on the run's pods; where they disagree, the first pod by name has it."""
+    """From the annotations of the run's pods; where they disagree, of the first pod by name."""
     annotated = [pod for pod in run.pods.values() if MFU_TARGET in pod.annotations]
     for pod in sorted(annotated, key=lambda pod: pod.name):
-        target = read_wishes(pod.annotations).mfu_target
+        target = read_annotations(pod.annotations).mfu_target
         if target is not None:
             return target
     return None
 
 
 def thresholds(base: Policy, policy: PolicyObject | None, mfu_target: float | None) -> Policy:
-    """What a run is judged by: `mfu_target`, which people gave to this very run, stands above its policy's."""
+    """The thresholds of a run. `mfu_target`, which was given for this run, overrides its policy's."""
     changes: dict[str, float] = {}
     asked = policy.spec.thresholds if policy is not None and policy.spec is not None else None
     if isinstance(asked, Thresholds):
@@ -123,6 +74,27 @@ def _changes(base: Policy, asked: Thresholds) -> dict[str, float]:
     if isinstance(asked.mfu_target, float):
         changes["mfu_target_ratio"] = asked.mfu_target
     return changes
+
+
+class RunThresholds:
+    """What each run is judged by. Set by the policies' controller; may be asked from any thread."""
+
+    def __init__(self, base: Policy) -> None:
+        self.base = base
+        self._of_runs: Mapping[str, Policy] = {}
+
+    def set(self, of_runs: Mapping[str, Policy]) -> None:
+        """Equal thresholds become one and the same object: jobs are compared in groups of it."""
+        known = {policy: policy for policy in self._of_runs.values()}
+        self._of_runs = {
+            run: known.setdefault(policy, policy) for run, policy in of_runs.items() if policy is not self.base
+        }
+
+    def policy_of(self, job: str) -> Policy:
+        return self._of_runs.get(job.partition("#")[0], self.base)
+
+    def mfu_target_of(self, job: str) -> float | None:
+        return self.policy_of(job).mfu_target_ratio
 
 
 def by_namespace(policies: Iterable[PolicyObject]) -> Mapping[str, list[PolicyObject]]:

@@ -1,5 +1,5 @@
-"""Rates of policies brought to the daemons that have ranks of the runs, on lease: when something has changed, when half
-the lease is over, and again to a daemon that was away."""
+"""Sends the policies' sampling rates to the daemons that have ranks of the runs, with a lease: after a change, when
+half of the lease has passed, and again to a daemon that was away."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rankscope.v1.policy_service_pb2_grpc import PolicyServiceStub
 
 log = logging.getLogger(__name__)
 
-# Long enough to restart an operator in, short enough that a fleet without one soon runs by its own settings.
+# Long enough for a restart of the operator, short enough that daemons without one soon return to their own settings.
 LEASE_SECONDS = 300.0
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 15.0
 WORKERS = 8
-# Of one call: a daemon reads messages of 64 KiB at most.
+# In one call: a daemon reads at most 64 KiB.
 RUNS_AT_ONCE = 100
 
-Wanted = Mapping[str, Mapping[str, RunPolicy]]  # node to run to what holds there
+Wanted = Mapping[str, Mapping[str, RunPolicy]]  # by node and run
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class _Sent:
 
 class PolicyPusher:
     """`follow` is called every few seconds, in one thread; the calls are made in others, one at a time to a daemon.
-    `told` gets a run and what a daemon did not take as it was asked for."""
+    `report` gets a run and a note of what a daemon did not accept."""
 
     def __init__(
         self,
         channel: Callable[[str], grpc.Channel],
-        told: Callable[[str, str], None],
+        report: Callable[[str, str], None],
         monotonic_seconds: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channel = channel
-        self._told = told
+        self._report = report
         self._monotonic_seconds = monotonic_seconds
         self._lock = threading.Lock()
         self._sent: dict[str, dict[str, _Sent]] = {}  # node, run
@@ -58,7 +58,7 @@ class PolicyPusher:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def forget_all_but(self, connected: frozenset[str]) -> None:
-        """Of daemons that are not heard now: one that was away may have forgotten everything. To be called often."""
+        """A daemon that was away may have forgotten everything. To be called often."""
         with self._lock:
             for node in self._sent.keys() - connected:
                 del self._sent[node]
@@ -72,7 +72,7 @@ class PolicyPusher:
         connected: frozenset[str],
         holds: Callable[[str], bool],
     ) -> None:
-        """`connected` are the nodes whose daemon is heard. Runs that it does not hold are another replica's to tell."""
+        """`connected` are the nodes with a connected daemon. Runs that are not held belong to another replica."""
         now = self._monotonic_seconds()
         with self._lock:
             for node in (wanted.keys() | self._sent.keys()) & connected & addresses.keys():
@@ -98,10 +98,10 @@ class PolicyPusher:
         try:
             with self._channel(address) as channel:
                 answer: ApplyPoliciesResponse = PolicyServiceStub(channel).ApplyPolicies(request, timeout=CALL_SECONDS)
-        except Exception as error:  # noqa: BLE001 - whatever one daemon answers, the others are told
+        except Exception as error:  # noqa: BLE001 - one daemon must not keep the others from getting theirs
             text = (error.details() or error.code().name) if isinstance(error, grpc.RpcError) else str(error)
             log.info(
-                "policies cannot be brought to %s, trying again in %.0f s: %s", node, RETRY_SECONDS, one_line(text, 200)
+                "policies cannot be sent to %s, trying again in %.0f s: %s", node, RETRY_SECONDS, one_line(text, 200)
             )
             with self._lock:
                 self._busy.discard(node)
@@ -118,4 +118,4 @@ class PolicyPusher:
         for note in answer.notes[:32]:
             run = next((policy.run for policy in policies if note.startswith(f"{policy.run[:128]}: ")), "")
             if run:
-                self._told(run, f"{node}: {note[:500]}")
+                self._report(run, f"{node}: {note[:500]}")

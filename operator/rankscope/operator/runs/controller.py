@@ -1,4 +1,4 @@
-"""TrainingRun objects: one for each run that is ours, with what the correlation says in its status."""
+"""Controller of TrainingRun objects: one for each run of our shards, with the verdict in its status."""
 
 from __future__ import annotations
 
@@ -6,69 +6,28 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from rankscope.analysis.verdicts.verdict import Kind, Severity
 from rankscope.operator.correlation.correlator import JobState
-from rankscope.operator.kube.api_client import Api, ConflictError, Document
+from rankscope.operator.kube.api_client import Api, Document
 from rankscope.operator.kube.events import Events, Target
 from rankscope.operator.kube.leader_election import ShardLeases
-from rankscope.operator.kube.object_writer import Outbox, Write
+from rankscope.operator.kube.object_writer import ObjectWriter
+from rankscope.operator.kube.objects import MANAGED, RunObject, collection, read_run_object, unix_seconds
 from rankscope.operator.kube.resources import API_VERSION, RunVerdict, TrainingRunStatus
 from rankscope.operator.kube.watch_cache import Watched
 from rankscope.operator.runs.inventory import Inventory, Run
-from rankscope.operator.runs.pods import read_wishes
+from rankscope.operator.runs.pods import read_annotations
 from rankscope.operator.runs.run_grouping import RunKey
-from rankscope.operator.runs.status import ended_status, gist, run_status, run_verdict, unix_seconds
+from rankscope.operator.runs.status import ended_status, gist, run_status, run_verdict
 
 log = logging.getLogger(__name__)
 
-PATH = f"/apis/{API_VERSION}"
-MANAGED = {"app.kubernetes.io/managed-by": "rankscope"}
-# Numbers change with every window; what changes the meaning is written at once, the rest this often.
+# Numbers change with every window. A change of meaning is written at once, the rest this often.
 REFRESH_SECONDS = 20.0
 KEEP_ENDED_SECONDS = 86400.0
-
-
-@dataclass(frozen=True)
-class RunObject:
-    """A TrainingRun as the API server has it."""
-
-    namespace: str
-    name: str
-    uid: str
-    generation: int
-    deleting: bool
-    is_ours: bool
-    workload_uid: str
-    mfu_target: float | None
-    status: TrainingRunStatus
-
-    @property
-    def path(self) -> str:
-        return f"{PATH}/namespaces/{self.namespace}/trainingruns/{self.name}"
-
-
-def read_run_object(document: Document) -> RunObject | None:
-    metadata = document["metadata"]
-    try:
-        status = msgspec.convert(document.get("status") or {}, TrainingRunStatus)
-    except msgspec.ValidationError:
-        status = TrainingRunStatus()  # written by an older version: written anew
-    return RunObject(
-        namespace=metadata["namespace"],
-        name=metadata["name"],
-        uid=metadata["uid"],
-        generation=int(metadata.get("generation") or 0),
-        deleting=bool(metadata.get("deletionTimestamp")),
-        is_ours=(metadata.get("labels") or {}).get("app.kubernetes.io/managed-by") == "rankscope",
-        workload_uid=str(((document.get("spec") or {}).get("workload") or {}).get("uid") or ""),
-        mfu_target=(document.get("spec") or {}).get("mfuTarget"),
-        status=status,
-    )
 
 
 class RunsController:
@@ -77,7 +36,7 @@ class RunsController:
     def __init__(
         self,
         api: Api,
-        outbox: Outbox,
+        writer: ObjectWriter,
         events: Events,
         inventory: Inventory,
         leases: ShardLeases,
@@ -86,7 +45,7 @@ class RunsController:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
-        self._outbox = outbox
+        self._writer = writer
         self._events = events
         self._inventory = inventory
         self._leases = leases
@@ -96,10 +55,8 @@ class RunsController:
         self._objects: dict[tuple[str, str], RunObject] = {}
         self._lock = threading.Lock()
         self._refreshed_at: dict[tuple[str, str], float] = {}
-        self._told: set[tuple[str, str]] = set()  # pod uid, mistake
-        self.watched = Watched(api, f"{PATH}/trainingruns", read_run_object, self)
-
-    # --- told by the watch -------------------------------------------------------------------------------------------
+        self._reported: set[tuple[str, str]] = set()  # pod uid, mistake
+        self.watched = Watched(api, collection(RunObject.plural), read_run_object, self)
 
     def changed(self, uid: str, thing: RunObject) -> None:
         with self._lock:
@@ -110,15 +67,12 @@ class RunsController:
             for place, known in list(self._objects.items()):
                 if known.uid == uid:
                     del self._objects[place]
-                    self._outbox.forget(f"make {place[0]}/{place[1]}")
-                    self._outbox.forget(f"status {place[0]}/{place[1]}")
+                    self._writer.forget(known)
                     self._refreshed_at.pop(place, None)
 
     def object_of(self, namespace: str, name: str) -> RunObject | None:
         with self._lock:
             return self._objects.get((namespace, name))
-
-    # --- told by time ------------------------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
         if not self.watched.listed.is_set():
@@ -130,23 +84,23 @@ class RunsController:
                 continue
             found = self.object_of(*place)
             if found is None:
-                self._make(run.key)
+                self._create(run.key)
             elif not found.deleting and found.is_ours and found.workload_uid != run.key.uid:
-                self._delete(found)  # of a workload of the same name that is gone; made anew when it is away
+                self._delete(found)  # of a deleted workload of the same name; created again afterwards
             elif not found.deleting:
                 self._update(found, run, states.get("/".join(place)), captured.get(place, UNSET))
-            self._tell_mistakes(run)
-        if self._told:
+            self._report_mistakes(run)
+        if self._reported:
             pods = {uid for run in runs.values() for uid in run.pods}
-            self._told = {told for told in self._told if told[0] in pods}
+            self._reported = {reported for reported in self._reported if reported[0] in pods}
         with self._lock:
             left = [thing for place, thing in self._objects.items() if place not in runs and thing.is_ours]
         for thing in left:
-            if self._leases.holds(f"{thing.namespace}/{thing.name}") and not thing.deleting:
+            if self._leases.holds(thing.place) and not thing.deleting:
                 self._end(thing)
 
     def _runs_by_place(self) -> Mapping[tuple[str, str], Run]:
-        """A workload made anew has its predecessor's name: the newest is meant, the other's pods are leaving."""
+        """A new workload may have the name of an old one: the newest counts, the other's pods are terminating."""
         newest: dict[tuple[str, str], Run] = {}
         for key, run in self._inventory.runs().items():
             place = (key.namespace, key.object_name)
@@ -155,7 +109,7 @@ class RunsController:
                 newest[place] = run
         return newest
 
-    def _make(self, key: RunKey) -> None:
+    def _create(self, key: RunKey) -> None:
         workload: Document = {"kind": key.kind, "name": key.name}
         metadata: Document = {"name": key.object_name, "namespace": key.namespace, "labels": MANAGED}
         owner = key.owner
@@ -166,17 +120,15 @@ class RunsController:
                 {"apiVersion": owner.api_version, "kind": owner.kind, "name": owner.name, "uid": owner.uid}
             ]
         body = {"apiVersion": API_VERSION, "kind": "TrainingRun", "metadata": metadata, "spec": {"workload": workload}}
-        path = f"{PATH}/namespaces/{key.namespace}/trainingruns"
-        name = f"make {key.namespace}/{key.object_name}"
-        place = f"{key.namespace}/{key.object_name}"
-        self._put(name, place, key, lambda: self._api.create(path, body))
+        path, place = collection(RunObject.plural, key.namespace), f"{key.namespace}/{key.object_name}"
+        self._writer.queue(f"create trainingruns {place}", place, key, lambda: self._api.create(path, body))
 
     def _update(self, thing: RunObject, run: Run, state: JobState | None, captured: str | UnsetType) -> None:
         now = self._clock()
         place = (thing.namespace, thing.name)
         standing = thing.status.verdict
         if isinstance(standing, RunVerdict) and self._leases.is_settling("/".join(place)):
-            # Just restarted: what we have not heard yet does not undo what was found before.
+            # Just restarted: windows that are still missing do not clear an earlier finding.
             found = UNSET if state is None else run_verdict(state)
             if gist(found) != gist(standing) and getattr(found, "severity", "") != Severity.ALARM.value:
                 return
@@ -188,75 +140,53 @@ class RunsController:
         if not meant and now - self._refreshed_at.get(place, 0.0) < REFRESH_SECONDS:
             return
         self._refreshed_at[place] = now
-        self._write(thing, status)
+        self._writer.queue_status(thing, status)
         if meant and isinstance(status.verdict, RunVerdict):
-            self._tell_verdict(thing, run, status.verdict, thing.status.verdict)
+            self._report_verdict(thing, run, status.verdict, thing.status.verdict)
 
     def _end(self, thing: RunObject) -> None:
-        """Of a run without pods: it stays for a while, for people to read."""
+        """Of a run without pods: it is kept for a while."""
         status = ended_status(thing.status, thing.generation, self._clock())
         ended = next(condition for condition in status.conditions if condition.type == "Ended")
         if self._clock() - unix_seconds(ended.last_transition_time) > KEEP_ENDED_SECONDS:
             self._delete(thing)
         elif status != thing.status:
-            self._write(thing, status)
+            self._writer.queue_status(thing, status)
 
     def _delete(self, thing: RunObject) -> None:
         body = {"preconditions": {"uid": thing.uid}}
-        place = f"{thing.namespace}/{thing.name}"
-        self._put(f"delete {thing.uid}", place, thing.uid, lambda: self._api.delete(thing.path, body))
+        self._writer.queue(f"delete {thing.uid}", thing.place, thing.uid, lambda: self._api.delete(thing.path, body))
 
-    def _write(self, thing: RunObject, status: TrainingRunStatus) -> None:
-        # A merge patch keeps what it does not name: what is no longer known has to be named as null.
-        content = msgspec.to_builtins(status)
-        missing = {name: None for name in msgspec.to_builtins(thing.status) if name not in content}
-        body = {"status": {**content, **missing}}
-        place = f"{thing.namespace}/{thing.name}"
-        self._put(f"status {place}", place, body, lambda: self._api.merge(f"{thing.path}/status", body))
-
-    def _put(self, name: str, place: str, content: object, act: Callable[[], Document]) -> None:
-        def send() -> None:
-            # It may have waited through an outage, and somebody else acts for the run by now.
-            if not self._leases.holds(place):
-                raise ConflictError(409, "NotHeld", f"another replica may act for {place}")
-            void(act())
-
-        self._outbox.put(Write(name, content, send))
-
-    def _tell_verdict(self, thing: RunObject, run: Run, verdict: RunVerdict, before: object) -> None:
+    def _report_verdict(self, thing: RunObject, run: Run, verdict: RunVerdict, before: object) -> None:
         was_alarm = isinstance(before, RunVerdict) and before.severity is Severity.ALARM
         if verdict.severity is not Severity.ALARM:
             if was_alarm and verdict.kind is Kind.HEALTHY:
                 target = Target(API_VERSION, "TrainingRun", thing.namespace, thing.name, thing.uid)
-                self._events.say(target, "Normal", "Recovered", "nothing is raised any more", verdict.since)
+                self._events.emit(target, "Normal", "Recovered", "nothing is raised any more", verdict.since)
             return
         reason = "".join(part.capitalize() for part in verdict.kind.split("_"))
         target = Target(API_VERSION, "TrainingRun", thing.namespace, thing.name, thing.uid)
         text = verdict.reason
         if isinstance(verdict.source, str):
             text += f" ({verdict.source})"
-        self._events.say(target, "Warning", reason, text, verdict.since)
+        self._events.emit(target, "Warning", reason, text, verdict.since)
         pods = {pod.name: pod for pod in run.pods.values()}
         for name in dict.fromkeys(culprit.pod for culprit in verdict.culprits if isinstance(culprit.pod, str)):
             pod = pods.get(name)
             if pod is not None:
                 accused = Target("v1", "Pod", pod.namespace, pod.name, pod.uid)
-                self._events.say(accused, "Warning", reason, f"{thing.name}: {text}", verdict.since)
+                self._events.emit(accused, "Warning", reason, f"{thing.name}: {text}", verdict.since)
 
-    def _tell_mistakes(self, run: Run) -> None:
+    def _report_mistakes(self, run: Run) -> None:
         for pod in run.pods.values():
-            for mistake in read_wishes(pod.annotations).mistakes:
-                if (pod.uid, mistake) not in self._told:
-                    self._told.add((pod.uid, mistake))
+            for mistake in read_annotations(pod.annotations).mistakes:
+                if (pod.uid, mistake) not in self._reported:
+                    self._reported.add((pod.uid, mistake))
                     target = Target("v1", "Pod", pod.namespace, pod.name, pod.uid)
-                    self._events.say(target, "Warning", "BadAnnotation", mistake, mistake)
-
-
-def void(_: object) -> None:
-    """For the outbox, which wants no answer."""
+                    self._events.emit(target, "Warning", "BadAnnotation", mistake, mistake)
 
 
 def _meaning(status: TrainingRunStatus) -> object:
-    """What a person would call a change."""
+    """What a user would call a change."""
     conditions = tuple((condition.type, condition.status) for condition in status.conditions)
     return (status.phase, status.ranks, gist(status.verdict), conditions, status.last_capture)

@@ -16,8 +16,9 @@ import grpc
 import grpc.aio
 
 from rankscope.common.text import one_line
+from rankscope.common.tls import Read
 from rankscope.common.token_bucket import TokenBucket
-from rankscope.operator.certificates.daemon_credentials import DaemonTls, credentials, naming
+from rankscope.operator.certificates.roles import DAEMON_NAME_OPTION, daemon_credentials
 from rankscope.operator.correlation.daemon_windows import DaemonMessage
 from rankscope.operator.runs.pods import read_pod
 from rankscope.v1 import rank_service_pb2
@@ -68,7 +69,7 @@ class DaemonStreams:
     """`follow` says which daemons there are. `accept` is called in one thread, with all that was heard in a moment: a
     fleet speaks at the same time, and many messages are read sooner together than one by one."""
 
-    def __init__(self, accept: Accept, tls: DaemonTls | None = None) -> None:
+    def __init__(self, accept: Accept, tls: Read | None = None) -> None:
         self._accept = accept
         self._tls = tls
         self._loop = asyncio.new_event_loop()
@@ -191,7 +192,9 @@ class DaemonStreams:
             ("grpc.use_local_subchannel_pool", 1),
         ]
         if self._tls is not None:
-            return grpc.aio.secure_channel(address, credentials(self._tls), options=[*options, naming()])
+            return grpc.aio.secure_channel(
+                address, daemon_credentials(self._tls), options=[*options, DAEMON_NAME_OPTION]
+            )
         return grpc.aio.insecure_channel(address, options=options)
 
     def _take(self, message: DaemonMessage, size_bytes: int) -> None:

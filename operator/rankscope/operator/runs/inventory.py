@@ -1,7 +1,7 @@
-"""Which runs there are and which pods make them, kept up from the watch of pods. Thread-safe, and no I/O.
+"""The runs and their pods, from the watch of pods. Thread-safe, no I/O.
 
-A pod that a maker of training jobs has labelled makes a run at once. A pod of a Job or of any other owner makes one
-only when ranks were seen in it: else every web server and nightly backup of the cluster would be a training run."""
+A pod with the labels of a training framework makes a run at once. A pod of a Job or of another owner makes one only
+when ranks were seen in it: otherwise every web server and nightly backup of the cluster would be a training run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from rankscope.operator.runs.pods import Pod, read_wishes
+from rankscope.operator.runs.pods import Pod, read_annotations
 from rankscope.operator.runs.run_grouping import RunKey, is_labelled, run_of
 
 
@@ -18,7 +18,7 @@ class Run:
     """A run at one moment."""
 
     key: RunKey
-    pods: Mapping[str, Pod]  # by uid; those that are over included
+    pods: Mapping[str, Pod]  # by uid, with those that have ended
 
     @property
     def live_pods(self) -> tuple[Pod, ...]:
@@ -41,7 +41,7 @@ class _Group:
 
 
 class Inventory:
-    """Told of pods by a watch, and of ranks by the daemons."""
+    """Follows the watch of pods, and learns of ranks from the daemons."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,7 +49,7 @@ class Inventory:
         self._keys: dict[str, RunKey] = {}  # pod uid to run
 
     def changed(self, uid: str, pod: Pod) -> None:
-        key = run_of(pod) if read_wishes(pod.annotations).watch else None
+        key = run_of(pod) if read_annotations(pod.annotations).watch else None
         with self._lock:
             before = self._keys.get(uid)
             if before is not None and before != key:
@@ -84,7 +84,7 @@ class Inventory:
             return {key: Run(key, dict(group.pods)) for key, group in groups if group.is_wanted}
 
     def pods_by_node(self, keeps: Callable[[RunKey], bool]) -> Mapping[str, frozenset[str]]:
-        """Uids of the pods of those runs, and of what may yet turn out to be one."""
+        """Uids of the pods of those runs, and of groups that may become one."""
         found: dict[str, set[str]] = {}
         with self._lock:
             for key, group in self._groups.items():

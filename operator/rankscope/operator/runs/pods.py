@@ -1,4 +1,5 @@
-"""A pod as far as it matters here, read out of the API server's JSON. Whoever may create pods writes that JSON."""
+"""The part of a pod that the operator needs, from the API server's JSON. Everybody who may create pods writes that
+JSON: it is hostile input."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 LABELS_KEPT = 64
 TEXT_CHARACTERS = 253
 
-# Pods repeat each other's words; parsed one by one, each would keep its own copy. Bounded, unlike sys.intern.
+# Pods have the same texts; without this each would keep its own copy. Bounded, unlike sys.intern.
 _shared = lru_cache(maxsize=1 << 16)(str)
 
 
@@ -44,7 +45,7 @@ class Pod:
 
 
 def read_pod(document: Mapping[str, Any]) -> Pod | None:
-    """None for what is no pod of ours to know: the API server vouches for the shape, not for every field."""
+    """None without uid, name or namespace: the API server guarantees the shape, not every field."""
     metadata, spec, status = (_mapping(document.get(part)) for part in ("metadata", "spec", "status"))
     uid, name, namespace = (_text(metadata.get(part)) for part in ("uid", "name", "namespace"))
     if not uid or not name or not namespace:
@@ -94,12 +95,10 @@ def _text(value: object) -> str:
 
 def _texts(value: object, characters: int = TEXT_CHARACTERS) -> dict[str, str]:
     pairs = [(k, v) for k, v in _mapping(value).items() if isinstance(k, str) and isinstance(v, str)]
-    # Those that group pods into runs must survive a pod with hundreds of labels.
+    # Labels that group pods into runs must be kept for a pod with hundreds of labels.
     pairs.sort(key=lambda pair: "/" not in pair[0])
     return {_shared(k): _shared(v[:characters]) for k, v in pairs[:LABELS_KEPT]}
 
-
-# What people write on their pods for us. A value that cannot be read is told on the pod and otherwise ignored.
 
 PREFIX = "rankscope.dev/"
 MFU_TARGET = f"{PREFIX}mfu-target"
@@ -108,13 +107,15 @@ KNOWN = (MFU_TARGET, WATCH)
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PodAnnotations:
+    """Settings of users in annotations. A value that cannot be read becomes an Event of the pod and is ignored."""
+
     mfu_target: float | None = None
     watch: bool = True
     mistakes: tuple[str, ...] = ()  # in words, with what it may be
 
 
-def read_wishes(annotations: Mapping[str, str]) -> Wishes:
+def read_annotations(annotations: Mapping[str, str]) -> PodAnnotations:
     mistakes: list[str] = []
     target: float | None = None
     if MFU_TARGET in annotations:
@@ -124,9 +125,9 @@ def read_wishes(annotations: Mapping[str, str]) -> Wishes:
         except ValueError:
             target = math.nan
         if not 0 < target <= 1:
-            mistakes.append(f"{MFU_TARGET}: {text[:40]!r} is no ratio; write a number over 0 and up to 1, as in 0.4")
+            mistakes.append(f"{MFU_TARGET}: {text[:40]!r} is not a ratio; write a number over 0 and up to 1, as in 0.4")
             target = None
     watch = annotations.get(WATCH, "true")
     if watch not in ("true", "false"):
         mistakes.append(f"{WATCH}: {watch[:40]!r} is neither true nor false")
-    return Wishes(target, watch != "false", tuple(mistakes))
+    return PodAnnotations(target, watch != "false", tuple(mistakes))

@@ -1,4 +1,4 @@
-"""Which run a pod belongs to, by the labels that the makers of training jobs put on their pods. Pure."""
+"""Which run a pod belongs to, by the labels of the training frameworks. No I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KUBEFLOW = "training.kubeflow.org/"
 _JOBSET = "jobset.sigs.k8s.io/"
 _JOBSET_VERSION = "jobset.x-k8s.io/v1alpha2"
 _TRAINER_STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
-# Pods of a TrainJob that fetch data and models before anybody trains.
+# Pods of a TrainJob that fetch data and models before the training.
 _PREPARING = frozenset({"dataset-initializer", "model-initializer"})
 _JOB_NAMES = ("batch.kubernetes.io/job-name", "job-name")
 
@@ -26,7 +26,7 @@ HASH_CHARACTERS = 8
 
 @dataclass(frozen=True, slots=True)
 class RunKey:
-    """A run is the workload that made the pods. `uid` tells a workload from the one of the same name before it."""
+    """A run is the workload that made the pods. `uid` distinguishes it from an earlier one of the same name."""
 
     namespace: str
     kind: str
@@ -45,16 +45,16 @@ class RunKey:
 
     @property
     def owner(self) -> Owner | None:
-        """What the run's objects are deleted with. The cluster deletes at once what names an owner of another uid."""
+        """The owner that the run's objects are deleted with. With a wrong uid the cluster deletes them at once."""
         if not self.api_version or not self.uid:
             return None
-        if self.kind == "TrainJob":  # the uid we know is that of its JobSet, which goes with it
+        if self.kind == "TrainJob":  # the known uid is that of its JobSet, which is deleted with it
             return Owner(_JOBSET_VERSION, "JobSet", self.name, self.uid)
         return Owner(self.api_version, "Job" if self.kind == "VolcanoJob" else self.kind, self.name, self.uid)
 
 
 def run_of(pod: Pod) -> RunKey | None:
-    """None for pods of no training job, and for those of one that do not train."""
+    """None for pods that do not train."""
     for convention in _CONVENTIONS:
         key = convention(pod)
         if key is not None:
@@ -63,7 +63,7 @@ def run_of(pod: Pod) -> RunKey | None:
 
 
 def is_labelled(pod: Pod) -> bool:
-    """Whether it is there to train by its labels alone. Jobs, Ray clusters and mere owners do other things as well."""
+    """Whether its labels alone show that it trains. Jobs, Ray clusters and other owners have other uses too."""
     return any(convention(pod) is not None for convention in (_ours, _kubeflow, _jobset, _volcano))
 
 
@@ -86,7 +86,7 @@ def _jobset(pod: Pod) -> RunKey | None:
     name = pod.labels.get(f"{_JOBSET}jobset-name")
     if not name:
         return None
-    # The owner is the Job of one replica; what a person knows is the JobSet, or the TrainJob of the same name above it.
+    # The owner is the Job of one replica; users know the JobSet, or the TrainJob of the same name above it.
     kind, group = ("TrainJob", "trainer.kubeflow.org/v1alpha1") if _TRAINER_STEP in pod.labels else ("JobSet", "")
     return RunKey(pod.namespace, kind, name, group or _JOBSET_VERSION, pod.labels.get(f"{_JOBSET}jobset-uid", ""))
 
@@ -114,7 +114,7 @@ def _owned(pod: Pod) -> RunKey | None:
 def _named(pod: Pod, name: str, kind: str, api_version: str) -> RunKey:
     owner: Owner | None = pod.owner
     if owner is not None and owner.name == name:
-        # The controller knows best what it is (an MPIJob has the same labels as a PyTorchJob).
+        # The owner has the exact kind (an MPIJob has the same labels as a PyTorchJob).
         kind = "VolcanoJob" if owner.api_version.startswith("batch.volcano.sh/") else owner.kind
         return RunKey(pod.namespace, kind, name, owner.api_version, owner.uid)
     return RunKey(pod.namespace, kind, name, api_version)

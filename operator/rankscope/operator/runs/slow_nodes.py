@@ -1,7 +1,7 @@
-"""The Node condition `RankscopeSlowNode`, for schedulers and whoever replaces nodes. Off unless asked for.
+"""The Node condition `RankscopeSlowNode`, for schedulers and for tools that replace nodes. Off by default.
 
 A node is slow when every rank of a run on it is a culprit while other nodes of the run are not. The condition names the
-run, and whoever acts for that run takes it back: also after a restart, and when the run is gone."""
+run, and the replica that acts for that run resets it: also after a restart, and when the run is gone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from rankscope.analysis.verdicts.verdict import Kind
 from rankscope.operator.correlation.correlator import JobState
-from rankscope.operator.kube.api_client import Api, ConflictError, Document
+from rankscope.operator.kube.api_client import Api, Document
 from rankscope.operator.kube.leader_election import ShardLeases
-from rankscope.operator.kube.object_writer import Outbox, Write
+from rankscope.operator.kube.object_writer import ObjectWriter
+from rankscope.operator.kube.objects import timestamp
 from rankscope.operator.kube.watch_cache import Watched
-from rankscope.operator.runs.status import moment
 
 CONDITION = "RankscopeSlowNode"
 MESSAGE_CHARACTERS = 1000
@@ -54,13 +54,13 @@ class SlowNodes:
     def __init__(
         self,
         api: Api,
-        outbox: Outbox,
+        writer: ObjectWriter,
         leases: ShardLeases,
         states: Callable[[], Mapping[str, JobState]],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
-        self._outbox = outbox
+        self._writer = writer
         self._leases = leases
         self._states = states
         self._clock = clock
@@ -71,8 +71,8 @@ class SlowNodes:
     def changed(self, uid: str, node: NodeObject) -> None:
         with self._lock:
             self._nodes[uid] = node
-        # Whoever changed it, what we wrote before may no longer stand.
-        self._outbox.forget(f"node {node.name}")
+        # It was changed: the condition that we wrote may be gone.
+        self._writer.forget_key(f"node {node.name}")
 
     def deleted(self, uid: str) -> None:
         with self._lock:
@@ -87,15 +87,15 @@ class SlowNodes:
         for node in nodes:
             run, state = wanted.get(node.name, ("", None))
             if state is not None and not node.slow_run and self._leases.holds(run):
-                self._say(node, run, "True", "SlowForRun", state.verdict.reason)
-            elif state is None and node.slow_run and self._may_take_back(node.slow_run):
-                self._say(node, node.slow_run, "False", "NotSlow", "it no longer holds the run up")
+                self._set(node, run, "True", "SlowForRun", state.verdict.reason)
+            elif state is None and node.slow_run and self._may_reset(node.slow_run):
+                self._set(node, node.slow_run, "False", "NotSlow", "it no longer slows the run down")
 
-    def _may_take_back(self, run: str) -> bool:
+    def _may_reset(self, run: str) -> bool:
         return self._leases.holds(run) and not self._leases.is_settling(run)
 
-    def _say(self, node: NodeObject, run: str, status: str, reason: str, text: str) -> None:
-        now = moment(self._clock())
+    def _set(self, node: NodeObject, run: str, status: str, reason: str, text: str) -> None:
+        now = timestamp(self._clock())
         condition = {
             "type": CONDITION,
             "status": status,
@@ -105,9 +105,10 @@ class SlowNodes:
             "lastTransitionTime": now,
         }
 
-        def send() -> None:
-            if not self._leases.holds(run):
-                raise ConflictError(409, "NotHeld", f"another replica may act for {run}")
-            self._api.merge_lists(f"/api/v1/nodes/{node.name}/status", {"status": {"conditions": [condition]}})
-
-        self._outbox.put(Write(f"node {node.name}", (status, run), send))
+        body = {"status": {"conditions": [condition]}}
+        self._writer.queue(
+            f"node {node.name}",
+            run,
+            (status, run),
+            lambda: self._api.merge_lists(f"/api/v1/nodes/{node.name}/status", body),
+        )

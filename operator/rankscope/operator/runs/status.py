@@ -1,17 +1,14 @@
-"""What is known of a run, as its TrainingRun's status. Pure: the same knowledge makes the same status."""
+"""The status of a TrainingRun. No I/O: the same input makes the same status."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from datetime import datetime, timezone
 
 from msgspec import UNSET, UnsetType, structs
 
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.operator.correlation.correlator import JobState
+from rankscope.operator.kube.objects import TEXT_CHARACTERS, condition, merged_conditions, timestamp
 from rankscope.operator.kube.resources import (
     Condition,
-    ConditionStatus,
     Culprit,
     RankCount,
     RunPhase,
@@ -22,31 +19,22 @@ from rankscope.operator.runs.inventory import Run
 from rankscope.v1.identity_pb2 import RankIdentity
 
 CULPRITS_SHOWN = 64
-TEXT_CHARACTERS = 1024
-
-
-def moment(unix_seconds: float) -> str:
-    return datetime.fromtimestamp(unix_seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def unix_seconds(text: str) -> float:
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
 
 
 def run_status(
     run: Run, state: JobState | None, before: TrainingRunStatus, generation: int, now_unix_seconds: float
 ) -> TrainingRunStatus:
-    """`before` is the status that stands: conditions keep the time of their last change."""
+    """`before` is the current status: conditions keep the time of their last change."""
     status = TrainingRunStatus(observed_generation=generation, phase=_phase(run, state))
-    conditions = [_condition_seen(run, state)]
-    if any(condition.type == "Ended" for condition in before.conditions):
-        conditions.append(_condition("Ended", "False", "PodsAgain", "the run has pods again"))
+    conditions = [_seen(run, state)]
+    if any(known.type == "Ended" for known in before.conditions):
+        conditions.append(condition("Ended", "False", "PodsAgain", "the run has pods again"))
     if state is not None:
         status.job = state.job[:256]
         status.ranks = RankCount(
             expected=state.world_size, seen=state.ranks_seen, summary=f"{state.ranks_seen}/{state.world_size}"
         )
-        # Rounded to what a person reads: a status that changes with every window would be written with every window.
+        # Rounded: a status that changes with every window would be written with every window.
         status.step_seconds = _rounded(state.step_seconds)
         status.mfu_ratio = _rounded(state.mfu_ratio)
         status.exposed_communication_ratio = _rounded(state.exposed_communication_ratio)
@@ -54,21 +42,21 @@ def run_status(
         status.mfu = _percent(state.mfu_ratio)
         status.exposed = _percent(state.exposed_communication_ratio)
         status.verdict = run_verdict(state, before.verdict)
-        conditions.append(_condition_healthy(state.verdict))
+        conditions.append(_healthy(state.verdict))
     status.last_capture = before.last_capture
     status.conditions = merged_conditions(before.conditions, conditions, generation, now_unix_seconds)
     return status
 
 
 def ended_status(before: TrainingRunStatus, generation: int, now_unix_seconds: float) -> TrainingRunStatus:
-    """Of a run whose pods are gone: what was last known, and that it is over."""
-    over = _condition("Ended", "True", "NoPods", "the run has no pods any more")
+    """Of a run without pods: the last known status, with the condition Ended."""
+    over = condition("Ended", "True", "NoPods", "the run has no pods any more")
     conditions = merged_conditions(before.conditions, [over], generation, now_unix_seconds)
     return structs.replace(before, observed_generation=generation, phase="Ended", conditions=conditions)
 
 
 def run_verdict(state: JobState, before: RunVerdict | UnsetType = UNSET) -> RunVerdict:
-    """`before` is the one that stands: the same verdict again stands since then, whoever has restarted meanwhile."""
+    """`before` is the current one: the same verdict again keeps its start, also after a restart."""
     made = _run_verdict(state)
     if isinstance(before, RunVerdict) and gist(before) == gist(made):
         made.since = min(before.since, made.since)
@@ -76,7 +64,7 @@ def run_verdict(state: JobState, before: RunVerdict | UnsetType = UNSET) -> RunV
 
 
 def gist(verdict: RunVerdict | UnsetType) -> object:
-    """What a person would call another verdict."""
+    """What makes it another verdict for a user."""
     if not isinstance(verdict, RunVerdict):
         return None
     return (verdict.kind, verdict.severity, tuple(culprit.rank for culprit in verdict.culprits), verdict.stage)
@@ -91,7 +79,7 @@ def _run_verdict(state: JobState) -> RunVerdict:
         severity=verdict.severity,
         confidence=verdict.confidence,
         reason=verdict.reason[:TEXT_CHARACTERS],
-        since=moment(state.since_unix_seconds),
+        since=timestamp(state.since_unix_seconds),
         culprits=[_culprit(rank, identities.get(rank)) for rank in verdict.culprits[:CULPRITS_SHOWN]],
         culprit_count=len(verdict.culprits),
         stage=UNSET if verdict.stage is None else verdict.stage,
@@ -105,54 +93,28 @@ def _run_verdict(state: JobState) -> RunVerdict:
     )
 
 
-def merged_conditions(
-    before: Sequence[Condition], after: Sequence[Condition], generation: int, now_unix_seconds: float
-) -> list[Condition]:
-    """`after`, each with the time when its status last changed; conditions of others stay."""
-    known = {condition.type: condition for condition in before}
-    for condition in after:
-        old = known.get(condition.type)
-        same = old is not None and old.status == condition.status
-        condition.last_transition_time = (
-            old.last_transition_time if old is not None and same else moment(now_unix_seconds)
-        )
-        condition.observed_generation = generation
-        known[condition.type] = condition
-    return list(known.values())
-
-
 def _phase(run: Run, state: JobState | None) -> RunPhase:
     if run.is_over:
         return "Ended"
     return "Pending" if state is None else "Running"
 
 
-def _condition_seen(run: Run, state: JobState | None) -> Condition:
+def _seen(run: Run, state: JobState | None) -> Condition:
     if state is None:
         pods = len(run.live_pods)
-        return _condition("RanksSeen", "False", "NoRanks", f"no rank was seen yet in the {pods} pods of the run")
+        return condition("RanksSeen", "False", "NoRanks", f"no rank was seen yet in the {pods} pods of the run")
     message = f"{state.ranks_seen} of {state.world_size} ranks report"
     if state.ranks_seen >= state.world_size:
-        return _condition("RanksSeen", "True", "AllRanks", message)
-    return _condition("RanksSeen", "False", "RanksMissing", message)
+        return condition("RanksSeen", "True", "AllRanks", message)
+    return condition("RanksSeen", "False", "RanksMissing", message)
 
 
-def _condition_healthy(verdict: Verdict) -> Condition:
+def _healthy(verdict: Verdict) -> Condition:
     if verdict.kind is Kind.INSUFFICIENT_DATA:
-        return _condition("Healthy", "Unknown", "InsufficientData", verdict.reason)
+        return condition("Healthy", "Unknown", "InsufficientData", verdict.reason)
     bad = verdict.kind.is_finding and verdict.severity is Severity.ALARM
     reason = "".join(part.capitalize() for part in verdict.kind.value.split("_")) if bad else "Healthy"
-    return _condition("Healthy", "False" if bad else "True", reason, verdict.reason if bad else "nothing is raised")
-
-
-def _condition(type_: str, status: ConditionStatus, reason: str, message: str) -> Condition:
-    return Condition(
-        type=type_,
-        status=status,
-        reason=reason,
-        message=message[:TEXT_CHARACTERS],
-        last_transition_time="",
-    )
+    return condition("Healthy", "False" if bad else "True", reason, verdict.reason if bad else "nothing is raised")
 
 
 def _culprit(rank: int, identity: RankIdentity | None) -> Culprit:

@@ -1,12 +1,14 @@
-"""What the webhooks answer: pods that asked for it get the injection, Captures get the name of who asked, and objects
-of ours that make no sense are refused in words. The API server's schema has the rest."""
+"""Admission reviews: labelled pods get the injection, Captures get the name of their requester, and objects of our
+kinds that make no sense are refused with a reason. The API server's schema checks the rest.
+
+Everybody who reaches the port may send anything: a review that cannot be read is refused."""
 
 from __future__ import annotations
 
 import base64
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,21 +19,28 @@ from rankscope.common.text import one_line
 from rankscope.operator.captures.audit import VIA, CaptureAudit, asked_for
 from rankscope.operator.captures.automatic import TRIGGER
 from rankscope.operator.kube.resources import GROUP, CaptureSpec
-from rankscope.operator.webhooks.pod_injection import INJECT, WISHES, Wish, inject, wish_of
+from rankscope.operator.webhooks.pod_injection import INJECT, MODES, Mode, inject, mode_of
 from rankscope.operator.webhooks.validation import capture_mistakes, policy_advice, policy_mistakes, run_mistakes
 
-# AdmissionReview v1, read and answered. Whoever reaches the port may send anything: what cannot be read is refused.
+log = logging.getLogger(__name__)
 
 Document = dict[str, Any]
 
+INJECT_PATH = "/inject"  # by the pod's label; INJECT_PATH/MODE by its namespace's
+STAMP_PATH = "/stamp"
+VALIDATE_PATH = "/validate"
+# Annotations with the origin of a Capture.
+REQUESTED_BY = "rankscope.dev/requested-by"
+ORIGIN = (REQUESTED_BY, VIA, TRIGGER)
+
 API_VERSION = "admission.k8s.io/v1"
-# The API server cuts longer ones, and all of them together at 4096.
+# The API server truncates longer warnings, and all of them together at 4096.
 WARNING_CHARACTERS = 256
 WARNINGS_KEPT = 12
 
 
 class ReviewError(Exception):
-    """It is no AdmissionReview."""
+    """Not an AdmissionReview."""
 
 
 class UserInfo(msgspec.Struct):
@@ -66,7 +75,7 @@ class _Review(msgspec.Struct, rename="camel"):
 
 @dataclass(frozen=True)
 class Answer:
-    """`refusal` empty lets it pass, with the patch and the warnings."""
+    """An empty `refusal` lets the object pass, with the patch and the warnings."""
 
     refusal: str = ""
     patch: Sequence[Document] = ()
@@ -80,9 +89,9 @@ def read_review(body: bytes) -> Request:
     try:
         review = _DECODER.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ReviewError(f"no AdmissionReview: {error}") from error
+        raise ReviewError(f"not an AdmissionReview: {error}") from error
     if (review.api_version, review.kind) != (API_VERSION, "AdmissionReview"):
-        raise ReviewError(f"this webhook speaks AdmissionReview of {API_VERSION} only")
+        raise ReviewError(f"this webhook reads AdmissionReview of {API_VERSION} only")
     return review.request
 
 
@@ -98,26 +107,23 @@ def write_answer(request: Request, answer: Answer) -> bytes:
     return msgspec.json.encode({"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": response})
 
 
-# Captures at the webhooks: whose name they carry, and a record of who asked.
-#
-# What a Capture says of its origin is true: people's own words are replaced by the API server's. The operator alone may
-# speak for others, for whom it has seen a token.
-
-REQUESTED_BY = "rankscope.dev/requested-by"
-ORIGIN = (REQUESTED_BY, VIA, TRIGGER)
+def _line(text: str) -> str:
+    return " ".join(text.split())[:WARNING_CHARACTERS]
 
 
 class CaptureAdmission:
-    """`own_name` is ours to the API server; while it is not known, nobody speaks for others."""
+    """Sees to it that the origin in a Capture is true: it is replaced by the name that the API server knows. Only the
+    operator may create Captures for others, after it has seen their token. `own_name` is the operator's own; while it
+    is not known, nobody may."""
 
     def __init__(self, own_name: Callable[[], str | None], audit: CaptureAudit | None) -> None:
         self._own_name = own_name
         self._audit = audit
 
     def stamp(self, request: Request) -> Answer:
-        """Who asked, as the API server knows them: not what the asker wrote, and not changed afterwards."""
+        """Sets the requester as the API server knows it; it cannot be changed afterwards."""
         assert request.object is not None
-        # Here too, and not only in `validate`: the schema's own refusal, in a schema's words, comes between the two.
+        # Here too, and not only in `validate`: the schema's own refusal, which is harder to read, comes between them.
         mistakes = capture_mistakes(request.object, _old(request))
         if mistakes:
             return self._refused(request, mistakes)
@@ -139,7 +145,7 @@ class CaptureAdmission:
         if mistakes:
             return self._refused(request, mistakes)
         if self._audit is not None and self._is_news(request):
-            self._audit.say(_record(request))
+            self._audit.write(_record(request))
         return Answer()
 
     def _truth(self, request: Request) -> dict[str, str]:
@@ -149,7 +155,7 @@ class CaptureAdmission:
         written = _origin(request.object)
         if own is not None and asker == own:
             return {REQUESTED_BY: asker, **written}
-        # While we do not know who we are, this may be ourselves: what we made by a policy has to stay so.
+        # While our own name is not known, this may be us: a Capture that we made for a policy has to stay one.
         claims = {} if own is not None else {name: value for name, value in written.items() if name != REQUESTED_BY}
         return {REQUESTED_BY: asker, **claims}
 
@@ -160,7 +166,7 @@ class CaptureAdmission:
         return Answer(refusal=refusal)
 
     def _is_news(self, request: Request) -> bool:
-        """What we make ourselves is recorded where it is decided."""
+        """Captures of our own are recorded where they are decided."""
         is_ours = request.user_info.username == self._own_name()
         return request.operation == "CREATE" and not request.dry_run and not is_ours
 
@@ -210,7 +216,7 @@ VALIDATE_PATH = "/validate"
 
 
 class Admission:
-    """Knows nothing of HTTP, TLS or the API server."""
+    """Answers reviews, independent of HTTP and TLS."""
 
     def __init__(
         self,
@@ -225,15 +231,15 @@ class Admission:
             INJECT_PATH: self._inject_by_label,
             STAMP_PATH: self._stamp,
             VALIDATE_PATH: lambda request: validate(request, self._captures),
-            **{f"{INJECT_PATH}/{wish}": self._injector(wish) for wish in WISHES},
+            **{f"{INJECT_PATH}/{mode}": self._injector(mode) for mode in MODES},
         }
 
+    @property
+    def paths(self) -> Iterable[str]:
+        return self._routes
+
     def answer(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """HTTP status and body. The API server appends a query to the path."""
-        path = path.partition("?")[0]
-        route = self._routes.get(path)
-        if route is None:
-            return 404, b"rankscope: no such webhook\n"
+        """HTTP status and body; `path` is one of `paths`."""
         webhook = path.split("/")[1]
         try:
             request = read_review(body)
@@ -241,9 +247,9 @@ class Admission:
             self.counts[webhook, "unreadable"] += 1
             return 400, f"{error}\n".encode(errors="replace")
         try:
-            answer = route(request)
+            answer = self._routes[path](request)
         except Exception:
-            # The API server then does what the webhook's failurePolicy says: a pod passes as it is.
+            # The API server then follows the webhook's failurePolicy: a pod passes as it is.
             log.exception("the review of %s by %s failed", request.resource.resource, path)
             self.counts[webhook, "failed"] += 1
             return 500, b"rankscope: the review failed; the operator's log has the reason\n"
@@ -251,8 +257,8 @@ class Admission:
         self.counts[webhook, result] += 1
         return 200, write_answer(request, answer)
 
-    def _injector(self, wish: Wish) -> Callable[[Request], Answer]:
-        return lambda request: self._inject(request, wish)
+    def _injector(self, mode: Mode) -> Callable[[Request], Answer]:
+        return lambda request: self._inject(request, mode)
 
     def _stamp(self, request: Request) -> Answer:
         place = (request.resource.group, request.resource.resource, request.sub_resource)
@@ -263,18 +269,18 @@ class Admission:
         text = str(labels.get(INJECT, ""))
         if text in ("", "false"):
             return Answer()
-        wish = wish_of(text)
-        if wish is None:
+        mode = mode_of(text)
+        if mode is None:
             return Answer(
-                warnings=[f"{INJECT}: {text[:63]!r} is none of {', '.join(WISHES)}, false: nothing is injected"]
+                warnings=[f"{INJECT}: {text[:63]!r} is none of {', '.join(MODES)}, false: nothing is injected"]
             )
-        return self._inject(request, wish)
+        return self._inject(request, mode)
 
-    def _inject(self, request: Request, wish: Wish) -> Answer:
+    def _inject(self, request: Request, mode: Mode) -> Answer:
         is_pod = (request.resource.group, request.resource.resource, request.sub_resource) == ("", "pods", "")
         if request.operation != "CREATE" or not is_pod or request.object is None:
             return Answer()
-        injection = inject(request.object, wish, self._probe_image)
+        injection = inject(request.object, mode, self._probe_image)
         return Answer(patch=injection.patch, warnings=[f"rankscope: {note}" for note in injection.notes])
 
 

@@ -1,6 +1,6 @@
-"""The webhook configurations: who is asked about what, and whom the API server trusts there.
+"""The webhook configurations: which objects are reviewed by which webhook, and the authorities to trust there.
 
-One that somebody else made (a chart) keeps its rules: only the authorities in it are ours to write."""
+A configuration that somebody else made (a chart) keeps its rules: we write only the authorities in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Document, MissingError
 from rankscope.operator.kube.resources import GROUP, VERSION
 from rankscope.operator.webhooks.admission import INJECT_PATH, STAMP_PATH, VALIDATE_PATH
-from rankscope.operator.webhooks.pod_injection import INJECT, WISHES
+from rankscope.operator.webhooks.pod_injection import INJECT, MODES
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +24,14 @@ _PATHS = {
     "MutatingWebhookConfiguration": f"{_ROOT}/mutatingwebhookconfigurations",
     "ValidatingWebhookConfiguration": f"{_ROOT}/validatingwebhookconfigurations",
 }
-# A pod's creation waits for this long at most when nobody answers.
+# A pod's creation waits for this long at most when we do not answer.
 INJECT_SECONDS = 3
 OURS_SECONDS = 10
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the API server finds us: a Service, or a URL without a path for an operator outside the cluster."""
+    """Where the API server reaches us: a Service, or a URL without a path for an operator outside the cluster."""
 
     namespace: str = ""
     service: str = ""
@@ -63,16 +63,16 @@ def _configuration(kind: str, name: str, webhooks: list[Document]) -> Document:
 
 
 def _injecting(address: Address) -> list[Document]:
-    """The pod's own label decides; without one, the namespace's. A review does not tell a namespace's labels, so there
-    is a webhook for each of their values."""
+    """The pod's own label decides; without one, the namespace's. A review does not have the namespace's labels, so
+    there is a webhook for each of their values."""
     labelled = {"matchExpressions": [_expression("Exists"), _expression("NotIn", "false")]}
     made = [_pods(address, "pods", INJECT_PATH, {"objectSelector": labelled})]
-    for wish in WISHES:
+    for mode in MODES:
         selectors = {
-            "namespaceSelector": {"matchExpressions": [_expression("In", wish)]},
+            "namespaceSelector": {"matchExpressions": [_expression("In", mode)]},
             "objectSelector": {"matchExpressions": [_expression("DoesNotExist")]},
         }
-        made.append(_pods(address, f"namespaces-{wish}", f"{INJECT_PATH}/{wish}", selectors))
+        made.append(_pods(address, f"namespaces-{mode}", f"{INJECT_PATH}/{mode}", selectors))
     return made
 
 
@@ -88,8 +88,8 @@ def _pods(address: Address, name: str, path: str, selectors: Mapping[str, Any]) 
 
 
 def _stamping(address: Address) -> list[Document]:
-    """Nobody may ask for a capture unnamed, so without us none is made. Changes pass: else nobody could take the
-    finalizer off a Capture when we are gone for good."""
+    """A capture without a requester is not allowed, so without us none is created. Changes pass: otherwise nobody could
+    remove the finalizer of a Capture after we were uninstalled."""
     made = []
     for operation, policy in (("CREATE", "Fail"), ("UPDATE", "Ignore")):
         webhook = _webhook(address, f"{operation.lower()}.captures.{GROUP}", STAMP_PATH, _rule(operation, "captures"))
@@ -100,7 +100,7 @@ def _stamping(address: Address) -> list[Document]:
 def _validating(address: Address) -> Document:
     rule = _rule("CREATE", "captures", "trainingruns", "profilingpolicies")
     rule["operations"] = ["CREATE", "UPDATE"]
-    # What passes while we are away is read with the same care as ever.
+    # Objects that pass while we are away are checked again when they are read.
     return {**_webhook(address, f"validate.{GROUP}", VALIDATE_PATH, rule), "failurePolicy": "Ignore"}
 
 
@@ -125,15 +125,15 @@ def _expression(operator: str, *values: str) -> Document:
     return {**expression, "values": list(values)} if values else expression
 
 
-class Configuring:
-    """`publish` is called by the leader alone, again and again."""
+class Configurations:
+    """`publish` is called by the leader only, in every round."""
 
     def __init__(self, api: Api, address: Address, name: str = NAME) -> None:
         self._api = api
         self._wanted = configurations(address, name)
 
     def publish(self, bundle: bytes) -> bool:
-        """True if both configurations have these authorities, and had them before this call."""
+        """True if both configurations had these authorities before this call."""
         stood = [self._publish(wanted, base64.b64encode(bundle).decode()) for wanted in self._wanted]
         return all(stood)
 
@@ -147,7 +147,7 @@ class Configuring:
         is_ours = MADE_BY.items() <= (present["metadata"].get("labels") or {}).items()
         before = present.get("webhooks") or []
         after = _trusting(wanted["webhooks"] if is_ours else before, bundle)
-        if all(_says(old, new) for old, new in zip(before, after, strict=False)) and len(before) == len(after):
+        if all(_includes(old, new) for old, new in zip(before, after, strict=False)) and len(before) == len(after):
             return True
         self._write(lambda: self._api.replace(f"{root}/{name}", {**present, "webhooks": after}))
         return False
@@ -156,13 +156,13 @@ class Configuring:
         try:
             send()
         except ConflictError:
-            log.debug("a webhook configuration was written by somebody else; the next round looks again")
+            log.debug("a webhook configuration was written by another replica; the next round looks again")
         except ApiError as error:
             log.warning("the webhook configurations cannot be written, see docs/injection.md: %s", error)
 
 
 def _trusting(webhooks: list[Document], bundle: str) -> list[Document]:
-    """What of it is ours by its name. Somebody may have put webhooks of their own beside ours."""
+    """With the authorities in our own webhooks. Somebody may have added others."""
     return [
         {**webhook, "clientConfig": {**webhook["clientConfig"], "caBundle": bundle}}
         if str(webhook["name"]).endswith(f".{GROUP}")
@@ -171,14 +171,14 @@ def _trusting(webhooks: list[Document], bundle: str) -> list[Document]:
     ]
 
 
-def _says(present: object, wanted: object) -> bool:
-    """Whether all that is wanted stands there; the API server adds defaults of its own."""
+def _includes(present: object, wanted: object) -> bool:
+    """Whether everything wanted is present; the API server adds defaults."""
     if isinstance(wanted, Mapping):
-        return isinstance(present, Mapping) and all(_says(present.get(key), value) for key, value in wanted.items())
+        return isinstance(present, Mapping) and all(_includes(present.get(key), value) for key, value in wanted.items())
     if isinstance(wanted, list):
         return (
             isinstance(present, list)
             and len(present) == len(wanted)
-            and all(_says(old, new) for old, new in zip(present, wanted, strict=True))
+            and all(_includes(old, new) for old, new in zip(present, wanted, strict=True))
         )
     return present == wanted

@@ -1,7 +1,7 @@
-"""What the injection webhook adds to a pod: pure, from the pod as it was sent to a JSON patch.
+"""What the injection webhook adds to a pod: from the pod as it was sent to a JSON patch. No I/O.
 
-Everything in the pod is its author's. Nothing that they set is taken away or changed in meaning, and a pod that has it
-all already gets an empty patch: other webhooks may change a pod after us, and then we are asked again."""
+Nothing that the pod's author set is removed or changed in meaning. A pod that has everything already gets an empty
+patch: other webhooks may change a pod after us, and then the API server calls us again."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# The init container that brings the probe: it has to fit into any pod, under the rules that hold for that pod.
-
 Document = dict[str, Any]
 
 VOLUME = "rankscope-probe"  # the init container's name too
 FOLDER = "/rankscope-probe"
 NOBODY = 65534
 _AMOUNTS = {"cpu": "100m", "memory": "64Mi"}
-# What the pod's author chose for their own container passes the policies of their namespace: so it does for ours.
+# The author's own container passes the policies of its namespace: with the same settings, so does ours.
 _COPIED = ("runAsUser", "runAsGroup", "runAsNonRoot", "seLinuxOptions", "seccompProfile", "appArmorProfile")
 
 
 def init_container(spec: Mapping[str, Any], container: Mapping[str, Any], image: str) -> Document:
+    """Brings the probe. It has to fit into any pod, under the rules of that pod."""
     made: Document = {
         "name": VOLUME,
         "image": image,
@@ -30,8 +29,8 @@ def init_container(spec: Mapping[str, Any], container: Mapping[str, Any], image:
         "securityContext": _security(_mapping(spec.get("securityContext")), _mapping(container.get("securityContext"))),
     }
     if any(_asks(resources) for resources in _resources(spec)):
-        # As much as it may use, or a Guaranteed pod would be one no longer and lose its own CPUs. The largest init
-        # container counts, not the sum: the pod asks for no more than before.
+        # Requests equal to limits, or a Guaranteed pod would no longer be one and lose its own CPUs. The largest init
+        # container counts, not the sum: the pod requests no more than before.
         made["resources"] = {"requests": dict(_AMOUNTS), "limits": dict(_AMOUNTS)}
     return made
 
@@ -46,7 +45,7 @@ def _security(pod: Mapping[str, Any], container: Mapping[str, Any]) -> Document:
     non_root = made.get("runAsNonRoot", pod.get("runAsNonRoot"))
     user = made.get("runAsUser", pod.get("runAsUser"))
     if non_root and user is None:
-        made["runAsUser"] = NOBODY  # whatever our image says: a kubelet refuses one whose user it cannot tell
+        made["runAsUser"] = NOBODY  # a kubelet refuses an image that does not name its user by number
     return made
 
 
@@ -65,14 +64,14 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-Wish = Literal["true", "kineto", "probe"]
+Mode = Literal["true", "kineto", "probe"]
 
 INJECT = "rankscope.dev/inject"  # a label, for the API server selects by labels only
 CONTAINERS = "rankscope.dev/inject-containers"
 IMAGE_PYTHONPATH = "rankscope.dev/image-pythonpath"
 INJECTED = "rankscope.dev/injected"
 NOT_INJECTED = "rankscope.dev/not-injected"
-WISHES: tuple[Wish, ...] = ("true", "kineto", "probe")
+MODES: tuple[Mode, ...] = ("true", "kineto", "probe")
 
 KINETO = {"KINETO_USE_DAEMON": "1", "TEARDOWN_CUPTI": "1"}
 PYTHONPATH = "PYTHONPATH"
@@ -84,13 +83,13 @@ NOTES_KEPT = 8
 @dataclass(frozen=True)
 class Injection:
     patch: tuple[Document, ...] = ()
-    notes: tuple[str, ...] = ()  # what was asked for and is not done, in words
+    notes: tuple[str, ...] = ()  # what was requested and is not done, and why
 
 
 @dataclass
 class _Work:
     pod: Mapping[str, Any]
-    wish: Wish
+    mode: Mode
     probe_image: str | None
     patch: list[Document] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -109,7 +108,7 @@ class _Work:
         self.patch.append({"op": "add", "path": path, "value": value})
 
     def append(self, place: str, present: object, values: Sequence[Document]) -> None:
-        """To a list that may not be there yet: a patch cannot append to what does not exist."""
+        """To a list that may be missing: a patch cannot append to a missing list."""
         if not values:
             return
         if _items(present):
@@ -119,12 +118,12 @@ class _Work:
             self.add(place, list(values))
 
 
-def wish_of(text: str) -> Wish | None:
-    return next((wish for wish in WISHES if wish == text), None)
+def mode_of(text: str) -> Mode | None:
+    return next((mode for mode in MODES if mode == text), None)
 
 
-def inject(pod: Mapping[str, Any], wish: Wish, probe_image: str | None) -> Injection:
-    work = _Work(pod, wish, probe_image)
+def inject(pod: Mapping[str, Any], mode: Mode, probe_image: str | None) -> Injection:
+    work = _Work(pod, mode, probe_image)
     why_not = _unfit(work)
     if why_not:
         return Injection(notes=(why_not,))
@@ -133,7 +132,7 @@ def inject(pod: Mapping[str, Any], wish: Wish, probe_image: str | None) -> Injec
     for index, container in chosen:
         if _add_kineto(work, index, container):
             work.kineto.append(str(container["name"]))
-        if wish != "kineto" and _add_probe(work, index, container):
+        if mode != "kineto" and _add_probe(work, index, container):
             work.probe.append(str(container["name"]))
             probed.append(container)
     if probed:
@@ -153,7 +152,7 @@ def _unfit(work: _Work) -> str:
 
 
 def _chosen(work: _Work) -> list[tuple[int, Mapping[str, Any]]]:
-    """By annotation, else all. Init containers prepare, they do not train."""
+    """The annotated containers, or all. Init containers do not train."""
     known = [
         (index, container)
         for index, container in enumerate(_items(work.spec.get("containers")))
@@ -170,7 +169,7 @@ def _chosen(work: _Work) -> list[tuple[int, Mapping[str, Any]]]:
 
 
 def _add_kineto(work: _Work, index: int, container: Mapping[str, Any]) -> bool:
-    """True if the container has both then, whoever set them."""
+    """True if the container has both variables then."""
     env = container.get("env")
     values = {name: _variable(env, name) for name in KINETO}
     wanted = [{"name": name, "value": KINETO[name]} for name, (place, _) in values.items() if place is None]
@@ -187,7 +186,7 @@ def _add_probe(work: _Work, index: int, container: Mapping[str, Any]) -> bool:
     mounts = container.get("volumeMounts")
     mounted = _mount(mounts)
     if mounted == "other" or _volume(work) == "other":
-        _note(work, f"{name}: no probe: the pod has something else at {FOLDER}, or a volume {VOLUME} of its own")
+        _note(work, f"{name}: no probe: the pod has something else at {FOLDER}, or its own volume {VOLUME}")
         return False
     if not _prepend(work, index, container):
         return False
@@ -206,7 +205,7 @@ def _prepend(work: _Work, index: int, container: Mapping[str, Any]) -> bool:
         if isinstance(value, str) and FOLDER in value.split(":"):
             return True
         if entry.get("valueFrom") is not None:
-            # Kept under another name, from where the kubelet puts it behind ours: it may be in a ConfigMap or a Secret.
+            # Kept under another name, which the kubelet expands behind ours: it may be in a ConfigMap or a Secret.
             work.add(f"{root}/{place}", {"name": GIVEN_PYTHONPATH, "valueFrom": entry["valueFrom"]})
             new = f"{FOLDER}:$({GIVEN_PYTHONPATH})"
             work.patch.append(
@@ -216,18 +215,18 @@ def _prepend(work: _Work, index: int, container: Mapping[str, Any]) -> bool:
         new = f"{FOLDER}:{value}" if value else FOLDER
         work.patch.append({"op": "replace", "path": f"{root}/{place}", "value": {"name": PYTHONPATH, "value": new}})
         return True
-    said = work.annotations.get(IMAGE_PYTHONPATH)
-    if work.wish == "true" and not isinstance(said, str):
-        # A variable of the pod hides the image's, which nobody can see from here: the training would not find its code.
+    given = work.annotations.get(IMAGE_PYTHONPATH)
+    if work.mode == "true" and not isinstance(given, str):
+        # A variable of the pod hides the image's, which is not visible here: the training would not find its code.
         _note(
             work,
-            f"{container['name']}: no probe, for its image may set {PYTHONPATH}: say what in the annotation "
+            f"{container['name']}: no probe, because its image may set {PYTHONPATH}: give it in the annotation "
             f"{IMAGE_PYTHONPATH}, or set the variable",
         )
         return False
-    parts = [FOLDER, *([said] if isinstance(said, str) and said else [])]
+    parts = [FOLDER, *([given] if isinstance(given, str) and given else [])]
     if _may_come_from_elsewhere(container):
-        parts.append(f"$({PYTHONPATH})")  # what envFrom brings, which a variable of our own would hide
+        parts.append(f"$({PYTHONPATH})")  # from envFrom, which our variable would hide
     # The variables of level 1 come first, and make the list where there was none.
     has_list = bool(_items(env)) or any(_variable(env, name)[0] is None for name in KINETO)
     variable = {"name": PYTHONPATH, "value": ":".join(parts)}
@@ -247,12 +246,12 @@ def _add_source(work: _Work, container: Mapping[str, Any]) -> None:
 
 
 def _annotate(work: _Work) -> None:
-    told = []
+    injected = []
     if work.kineto:
-        told.append(f"kineto={','.join(work.kineto)}")
+        injected.append(f"kineto={','.join(work.kineto)}")
     if work.probe:
-        told.append(f"probe={','.join(work.probe)}")
-    wanted = {INJECTED: " ".join(told), NOT_INJECTED: "; ".join(work.notes[:NOTES_KEPT])}
+        injected.append(f"probe={','.join(work.probe)}")
+    wanted = {INJECTED: " ".join(injected), NOT_INJECTED: "; ".join(work.notes[:NOTES_KEPT])}
     given = {name: text for name, text in wanted.items() if text and work.annotations.get(name) != text}
     if not given or not isinstance(work.pod.get("metadata"), Mapping):
         return
@@ -264,7 +263,7 @@ def _annotate(work: _Work) -> None:
 
 
 def _variable(env: object, name: str) -> tuple[int | None, Mapping[str, Any]]:
-    """The last of that name: the one that counts."""
+    """The last of that name, which is the one in effect."""
     for index, entry in reversed(list(enumerate(_items(env)))):
         if isinstance(entry, Mapping) and entry.get("name") == name:
             return index, entry

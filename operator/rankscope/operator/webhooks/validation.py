@@ -1,4 +1,4 @@
-"""What is wrong with an object of ours that its schema cannot say."""
+"""Mistakes in objects of our kinds that a schema cannot describe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rankscope.operator.kube.resources import AutomaticCaptures, ProfilingPolicy
 
 _LABEL_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _LABEL_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-# Bounded, unlike what may come: this is asked before the schema is, and digits without end would take as long.
+# Bounded: this runs before the schema is checked, and endless digits would take forever.
 _RANGE = re.compile(r"\b([0-9]{1,7})-([0-9]{1,7})\b")
 
 
@@ -45,16 +45,16 @@ def policy_mistakes(document: Mapping[str, Any]) -> list[str]:
     try:
         spec = msgspec.convert(_spec(document), ProfilingPolicySpec)
     except msgspec.ValidationError:
-        return []  # the schema's to refuse, and a newer one's to allow
+        return []  # refused by the schema, or allowed by a newer one
     found = []
     for key, value in spec.selector.match_labels.items():
         if not _is_label_key(key) or (value and not _LABEL_NAME.fullmatch(value)):
-            found.append(f"spec.selector.matchLabels: {key[:63]!r}: {value[:63]!r} is no label: no pod can have it")
+            found.append(f"spec.selector.matchLabels: {key[:63]!r}: {value[:63]!r} is not a label: no pod can have it")
     automatic = spec.automatic_captures
     if isinstance(automatic, AutomaticCaptures):
-        senseless = [kind for kind in automatic.on if not kind.is_finding]
-        if senseless:
-            found.append(f"spec.automaticCaptures.on: {', '.join(senseless)} is no reason for a capture")
+        useless = [kind for kind in automatic.on if not kind.is_finding]
+        if useless:
+            found.append(f"spec.automaticCaptures.on: {', '.join(useless)} is no reason for a capture")
         if len(set(automatic.on)) != len(automatic.on):
             found.append("spec.automaticCaptures.on names a verdict twice")
     if isinstance(spec.thresholds, Thresholds) and spec.thresholds.mfu_target == 0:
@@ -63,14 +63,14 @@ def policy_mistakes(document: Mapping[str, Any]) -> list[str]:
 
 
 def policy_advice(document: Mapping[str, Any]) -> list[str]:
-    """What is allowed and may not be meant."""
+    """Warnings about what is allowed but probably not intended."""
     try:
         spec = msgspec.convert(_spec(document), ProfilingPolicySpec)
     except msgspec.ValidationError:
         return []
     parts = (spec.sampling, spec.thresholds, spec.automatic_captures, spec.duty_cycle)
     if all(part is msgspec.UNSET for part in parts):
-        return ["the policy says nothing: it only hides policies of lower priority"]
+        return ["the policy sets nothing: it only hides policies of lower priority"]
     return []
 
 

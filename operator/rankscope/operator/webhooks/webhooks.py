@@ -1,25 +1,30 @@
-"""The webhooks as one thing: server, certificates and configurations, kept in step."""
+"""The admission webhooks: their server, certificates and configurations."""
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rankscope.common.http_server import JSON, TEXT, HttpServer, Limits, Request, Response, Route
+from rankscope.common.tls import FollowedTls
 from rankscope.operator.captures.audit import CaptureAudit
-from rankscope.operator.certificates.authority import Lifetimes, expires
-from rankscope.operator.certificates.webhook_secret import FileKeeper, Keeper, SecretKeeper, Served
-from rankscope.operator.kube.api_client import Api, ApiError, UnreachableError
+from rankscope.operator.certificates.authority import Lifetimes, Role, Use
+from rankscope.operator.certificates.rotation import (
+    CertificateFiles,
+    CertificateRotation,
+    CertificateSource,
+    RotationSettings,
+)
+from rankscope.operator.kube.api_client import Api
 from rankscope.operator.kube.ownership import OwnName
 from rankscope.operator.webhooks.admission import Admission
-from rankscope.operator.webhooks.configuration import NAME, Address, Configuring
-from rankscope.operator.webhooks.https_server import WebhookServer
+from rankscope.operator.webhooks.configuration import NAME, Address, Configurations
 
-log = logging.getLogger(__name__)
+BODY_BYTES = 3 << 20
+# Longer than the API server keeps a connection idle: it has to be the first to close it, or a request may be lost.
+LIMITS = Limits(connections=256, request_seconds=10.0, idle_seconds=150.0)
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,13 @@ class WebhookSettings:
     secret: str = "rankscope-webhook"
     configuration: str = NAME
     probe_image: str | None = None
-    certificate: Path | None = None  # None: the Secret, renewed by ourselves
+    certificate: Path | None = None  # None: in the Secret, renewed by us
     key: Path | None = None
     authority: Path | None = None
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
     round_seconds: float = 10.0
-    # From the moment a new authority is in the configurations until something signed by it is served: every API server
-    # must have heard of it.
+    # From the moment a new authority is in the configurations until a certificate that it signed is served: every API
+    # server must have read it.
     settle_seconds: float = 60.0
 
     @property
@@ -47,89 +52,56 @@ class WebhookSettings:
             return (urlsplit(self.url).hostname or "",)
         return (f"{self.service}.{self.namespace}.svc", f"{self.service}.{self.namespace}.svc.cluster.local")
 
+    @property
+    def rotation(self) -> RotationSettings:
+        """Authority and certificate are in one Secret: nobody else signs or shows anything with them."""
+        return RotationSettings(
+            namespace=self.namespace,
+            authority_name="rankscope webhooks",
+            authority_secret=self.secret,
+            roles=(Role(self.secret, self.names, Use.SERVER, is_operators=True),),
+            lifetimes=self.lifetimes,
+            settle_seconds=self.settle_seconds,
+            round_seconds=self.round_seconds,
+        )
+
 
 class Webhooks:
-    """Every replica serves; whoever `leads` renews and publishes. Runs from `start` to `stop`."""
+    """Every replica serves; the one that `leads` renews and publishes. Runs from `start` to `stop`."""
 
     def __init__(
         self, api: Api, settings: WebhookSettings, leads: Callable[[], bool], audit: CaptureAudit | None = None
     ) -> None:
-        self._settings = settings
-        self._leads = leads
         self.admission = Admission(settings.probe_image, OwnName(api), audit)
-        self.server = WebhookServer(settings.listen_host, settings.listen_port, self.admission.answer)
         address = Address(settings.namespace, settings.service, url=settings.url)
-        self._configuring = Configuring(api, address, settings.configuration)
-        self._keeper: Keeper
+        publish = Configurations(api, address, settings.configuration).publish
+        self.certificates: CertificateSource
         if settings.certificate is not None and settings.key is not None:
-            self._keeper = FileKeeper(settings.certificate, settings.key, settings.authority)
+            files = settings.certificate, settings.key, settings.authority
+            self.certificates = CertificateFiles(settings.secret, *files, leads, publish, settings.round_seconds)
         else:
-            self._keeper = SecretKeeper(api, settings.namespace, settings.secret, settings.names, settings.lifetimes)
-        self._served: Served | None = None
-        self._trusted_since: tuple[bytes, float] | None = None  # the newest authority, seen in the configurations
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rankscope-certificates", daemon=True)
+            self.certificates = CertificateRotation(api, settings.rotation, leads, publish)
+        routes = {("POST", path): Route(self._review, BODY_BYTES) for path in self.admission.paths}
+        tls = FollowedTls(self.certificates.server(settings.secret))
+        self.server = HttpServer(settings.listen_host, settings.listen_port, routes, tls, LIMITS)
 
     @property
     def is_serving(self) -> bool:
-        return self._served is not None
+        return self.certificates.are_held
 
     @property
     def expires_unix(self) -> float | None:
         """Of the certificate that is served."""
-        served = self._served
-        return None if served is None else expires(served.certificate).timestamp()
+        return self.certificates.expires_unix
 
     def start(self) -> None:
-        self.server.start()
-        self._thread.start()
+        self.server.serve("rankscope-webhooks")
+        self.certificates.start()
 
     def stop(self) -> None:
-        self._stopping.set()
-        self._thread.join(5.0)
-        self.server.stop()
+        self.certificates.stop()
+        self.server.close()
 
-    def round(self) -> None:
-        leads = self._leads()
-        if leads:
-            self._keeper.renew(self._newest_is_trusted())
-        served = self._keeper.read()
-        if served is None:
-            return
-        if served != self._served:
-            self.server.use(served.certificate, served.key)
-            self._served = served
-        if not leads:
-            self._trusted_since = None
-        elif served.bundle:
-            self._publish(served)
-
-    def _publish(self, served: Served) -> None:
-        stood = self._configuring.publish(served.bundle)
-        if not stood:
-            self._trusted_since = None
-        elif self._trusted_since is None or self._trusted_since[0] != served.newest_authority:
-            self._trusted_since = (served.newest_authority, time.monotonic())
-
-    def _newest_is_trusted(self) -> bool:
-        if self._trusted_since is None or self._served is None:
-            return False
-        authority, since = self._trusted_since
-        settled = time.monotonic() - since >= self._settings.settle_seconds
-        return settled and authority == self._served.newest_authority
-
-    def _run(self) -> None:
-        while True:
-            pause = self._settings.round_seconds
-            try:
-                self.round()
-            except UnreachableError as error:
-                log.debug("the webhooks' certificates wait for the API server: %s", error)
-            except (ApiError, ValueError, OSError) as error:
-                log.warning("the webhooks' certificates cannot be kept: %s", error)
-            except Exception:
-                log.exception("a round of the webhooks' certificates failed")
-            if not self.is_serving:
-                pause = min(pause, 1.0)  # the leader is about to make them
-            if self._stopping.wait(pause):
-                return
+    def _review(self, request: Request) -> Response:
+        status, body = self.admission.answer(request.path, request.body)
+        return Response(status, body, JSON if status == 200 else TEXT)

@@ -201,7 +201,7 @@ def test_what_came_of_alerts_is_counted_and_kept_for_a_while() -> None:
     play = Played()
     play(entry(rank="1"))
     play(*(entry("Odd\n\x1b[2J", rank="99", start=number % 60) for number in range(500)))
-    assert {result.value: count for result, count in play.desk.totals.items()} == {
+    assert {result.value: count for result, count in play.desk.totals().items()} == {
         "started": 1,
         "duplicate": 0,
         "limited": 0,

@@ -19,7 +19,7 @@ import pytest
 from rankscope.operator.alerts import alertmanager_webhook
 from rankscope.operator.alerts.alertmanager_webhook import (
     BODY_BYTES,
-    CONCURRENT_REQUESTS,
+    LIMITS,
     PATH,
     AlertReceiver,
     TokenError,
@@ -52,7 +52,9 @@ class Endpoint:
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
-            return answer.status, json.loads(answer.read())
+            content = answer.read()
+            is_json = answer.headers["Content-Type"] == "application/json"
+            return answer.status, json.loads(content) if is_json else {"error": content.decode()}
         finally:
             connection.close()
 
@@ -67,8 +69,9 @@ class Endpoint:
 def endpoint() -> Iterator[Endpoint]:
     play = Played()
     receiver = AlertReceiver("127.0.0.1", 0, play.desk, TOKEN)
+    receiver.start()
     yield Endpoint(receiver, play)
-    receiver.close()
+    receiver.stop()
 
 
 def test_a_firing_alert_starts_a_capture_and_get_tells_what_came_of_it(endpoint: Endpoint) -> None:
@@ -136,7 +139,7 @@ def test_a_body_too_large_or_of_unknown_length_is_not_read(endpoint: Endpoint) -
     head = f"POST {PATH} HTTP/1.1\r\nAuthorization: Bearer {TOKEN.decode()}\r\n".encode()
     assert b" 413 " in endpoint.raw(head + f"Content-Length: {BODY_BYTES + 1}\r\n\r\n".encode())
     assert b" 411 " in endpoint.raw(head + b"Transfer-Encoding: chunked\r\n\r\n")
-    assert b" 411 " in endpoint.raw(head + b"Content-Length: -5\r\n\r\n")
+    assert b" 400 " in endpoint.raw(head + b"Content-Length: -5\r\n\r\n")
 
 
 def test_elsewhere_there_is_nothing(endpoint: Endpoint) -> None:
@@ -168,7 +171,7 @@ def test_the_same_alert_from_several_alertmanagers_at_once_makes_one_capture(end
 
 
 def test_callers_that_say_nothing_keep_nobody_out(endpoint: Endpoint) -> None:
-    silent = [socket.create_connection(endpoint.address) for _ in range(3 * CONCURRENT_REQUESTS)]
+    silent = [socket.create_connection(endpoint.address) for _ in range(3 * LIMITS.connections)]
     assert endpoint.ask(notification(entry(rank="1")))[0] == 200
     for connection in silent:
         connection.close()

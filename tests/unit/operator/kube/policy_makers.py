@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from rankscope.operator.captures.capture_object import CaptureObject, read_capture_object
-from rankscope.operator.policies.policy import PolicyObject, read_policy_object
-from rankscope.operator.runs.controller import RunObject, read_run_object
+from rankscope.operator.kube.objects import (
+    CaptureObject,
+    PolicyObject,
+    RunObject,
+    read_capture_object,
+    read_policy_object,
+    read_run_object,
+    timestamp,
+)
 from rankscope.operator.runs.inventory import Run
 from rankscope.operator.runs.pods import Pod
 from rankscope.operator.runs.run_grouping import RunKey
-from rankscope.operator.runs.status import moment
 
 NOW = 1_800_000_000.0
 AUTOMATIC = {"on": ["slow_rank", "slow_communication"], "cooldownSeconds": 600, "perDay": 3, "concurrent": 2}
@@ -18,7 +23,7 @@ AUTOMATIC = {"on": ["slow_rank", "slow_communication"], "cooldownSeconds": 600, 
 
 def policy(name: str = "p", namespace: str = "team", created: float = NOW - 9000, **spec: Any) -> PolicyObject:
     metadata = {"name": name, "namespace": namespace, "uid": f"uid-{namespace}-{name}", "generation": 4}
-    made = read_policy_object({"metadata": {**metadata, "creationTimestamp": moment(created)}, "spec": spec})
+    made = read_policy_object({"metadata": {**metadata, "creationTimestamp": timestamp(created)}, "spec": spec})
     assert made is not None
     return made
 
@@ -50,7 +55,7 @@ def capture(
         "name": name,
         "namespace": "team",
         "uid": f"uid-{name}",
-        "creationTimestamp": moment(NOW - age_seconds),
+        "creationTimestamp": timestamp(NOW - age_seconds),
         "annotations": {f"rankscope.dev/{key}": value for key, value in annotations.items()},
     }
     spec = {"run": run, "ranks": ranks, "steps": 3}

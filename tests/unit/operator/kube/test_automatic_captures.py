@@ -13,11 +13,9 @@ from rankscope.operator.alerts.decision import FailedError
 from rankscope.operator.captures import automatic
 from rankscope.operator.captures.alert_captures import AlertCaptures
 from rankscope.operator.captures.automatic import AutomaticCaptureMaker, chosen_ranks
-from rankscope.operator.captures.capture_object import CaptureObject, read_capture_object
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.operator.kube.api_client import ApiError, ConflictError, UnreachableError
-from rankscope.operator.policies.policy import PolicyObject
-from rankscope.operator.runs.status import moment
+from rankscope.operator.kube.objects import CaptureObject, PolicyObject, read_capture_object, timestamp
 from tests.unit.operator.kube.policy_makers import AUTOMATIC, NOW, capture, policy, run_object
 from tests.unit.operator.test_exporting import HEALTHY, SLOW, state
 
@@ -49,7 +47,7 @@ class Cluster:
         name = body["metadata"]["name"]
         if name in self.stored:
             raise ConflictError(409, "AlreadyExists", name)
-        metadata = {**body["metadata"], "uid": f"uid-{name}", "creationTimestamp": moment(self.now)}
+        metadata = {**body["metadata"], "uid": f"uid-{name}", "creationTimestamp": timestamp(self.now)}
         self.stored[name] = {**body, "metadata": metadata}
         return self.stored[name]
 
@@ -61,7 +59,7 @@ class Cluster:
     def holds(self, key: str) -> bool:
         return self.held
 
-    def say(self, target: object, kind: str, reason: str, message: str, change: str) -> None:
+    def emit(self, target: object, kind: str, reason: str, message: str, change: str) -> None:
         self.events.append(message)
 
     def see(self, phase: str = "Succeeded") -> None:
@@ -317,7 +315,7 @@ def test_ranks_that_were_captured_lately_are_not_again_but_others_are(cluster: C
     desk = by_alert(cluster)
     desk.start(wanted())
     cluster.see()
-    with pytest.raises(RefusedError, match="was made lately"):
+    with pytest.raises(RefusedError, match="was made recently"):
         desk.start(wanted("another firing"))
     desk.start(wanted("another firing", (3, 2)))
     cluster.see("Running")

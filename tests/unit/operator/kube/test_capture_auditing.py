@@ -11,10 +11,10 @@ import pytest
 
 from rankscope.common.audit import AuditRecord
 from rankscope.operator.captures.audit import CaptureAudit
-from rankscope.operator.captures.capture_object import CaptureObject, read_capture_object
 from rankscope.operator.captures.controller import CapturesController
-from rankscope.operator.captures.daemon_calls import DaemonAsking, DaemonCalls
+from rankscope.operator.captures.daemon_calls import CaptureRequests, DaemonCalls
 from rankscope.operator.kube.leader_election import ShardLeases
+from rankscope.operator.kube.objects import CaptureObject, read_capture_object
 from rankscope.operator.kube.resources import CaptureStatus
 from rankscope.v1 import capture_service_pb2 as pb
 
@@ -145,7 +145,7 @@ def test_a_cancelled_capture_is_cancelled_where_it_runs_and_not_begun_where_it_d
         (None, "", ["start"]),
     ):
         calls = FakeCalls(known)
-        asking = DaemonAsking(cast(DaemonCalls, calls), lambda: {"a": "10.0.0.1:1"}, clock=lambda: -100.0)
+        asking = CaptureRequests(cast(DaemonCalls, calls), lambda: {"a": "10.0.0.1:1"}, clock=lambda: -100.0)
         thing = capture(**({"cancel": cancel} if cancel else {}))
         answer = asking.progress(thing, {"a": [2]})["a"]
         asking.stop()
@@ -158,7 +158,7 @@ def test_a_cancelled_capture_is_cancelled_where_it_runs_and_not_begun_where_it_d
 def test_a_capture_that_is_deleted_while_it_waits_has_a_last_record(audited: Records) -> None:
     leases = cast(ShardLeases, SimpleNamespace(holds=lambda job: job == "lab/llama"))
     nothing = cast(Any, None)
-    controller = CapturesController(nothing, leases, nothing, dict, dict, lambda job: None)
+    controller = CapturesController(nothing, nothing, leases, nothing, dict, dict, lambda job: None)
     waiting = replace(capture("waiting"), status=CaptureStatus(phase="Pending", message="waits for capture x"))
     elsewhere = replace(waiting, uid="elsewhere", namespace="other")
     for thing in (waiting, elsewhere, capture("over")):

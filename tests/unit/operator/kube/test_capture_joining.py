@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
-from rankscope.operator.captures.status import findings_of, joint_finding, phase_of, told_ranks
+from rankscope.operator.captures.status import findings_of, joint_finding, phase_of, updated_ranks
 from rankscope.operator.kube.resources import CapturedRank
 from rankscope.v1 import capture_service_pb2 as pb
 
@@ -52,7 +52,7 @@ def test_nodes_have_one_finding_together_and_a_single_node_its_own() -> None:
 
 def test_whatever_a_daemon_says_makes_a_status_that_the_api_server_takes() -> None:
     heard = pb.RankCapture(rank=0, state=99, bytes=(1 << 64) - 1, error="x" * 9000, backend="y" * 9000)  # type: ignore[arg-type]
-    (rank,) = told_ranks([CapturedRank(rank=0, node="a", state="accepted")], {"a": pb.Capture(ranks=[heard])})
+    (rank,) = updated_ranks([CapturedRank(rank=0, node="a", state="accepted")], {"a": pb.Capture(ranks=[heard])})
     assert rank.state == "unspecified"
     assert rank.bytes == (1 << 53) - 1
     assert len(str(rank.error)) == 1000 and len(str(rank.backend)) <= 1024

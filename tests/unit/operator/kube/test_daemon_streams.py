@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
+from rankscope.common.tls import Read, files
 from rankscope.daemon.loop import Daemon
 from rankscope.operator.captures.daemon_calls import DaemonAwayError, DaemonCalls, DaemonRefusedError
-from rankscope.operator.certificates.daemon_credentials import Tls
 from rankscope.operator.correlation.daemon_windows import DaemonMessage
 from rankscope.operator.runs import daemon_streams
 from rankscope.operator.runs.daemon_streams import DaemonStreams
@@ -186,8 +186,8 @@ def daemon(tmp_path: Path, authority: Authority) -> Iterator[Daemon]:
     made.stop()
 
 
-def tls(pair: Pair, authority: Authority) -> Tls:
-    return Tls(pair.certificate, pair.key, authority.certificate)
+def tls(pair: Pair, authority: Authority) -> Read:
+    return files(pair.certificate, pair.key, authority.certificate)
 
 
 def test_a_real_daemon_is_heard_over_tls_and_certificates_may_change_under_the_operator(

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from rankscope.common.tls import TlsMaterial
 from rankscope.operator.certificates.authority import (
     Lifetimes,
     Use,
@@ -20,8 +21,8 @@ from rankscope.operator.certificates.authority import (
     names_of,
     signed,
 )
-from rankscope.operator.certificates.fleet import roles
-from rankscope.operator.certificates.fleet_secrets import OURS, FleetCertificates, FleetCertificateSettings
+from rankscope.operator.certificates.roles import API_SECRET, OPERATOR_SECRET, fleet_roles
+from rankscope.operator.certificates.rotation import OURS, CertificateRotation, fleet_rotation
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, MissingError
 
 BEGIN = datetime(2026, 6, 1, tzinfo=timezone.utc)
@@ -82,10 +83,17 @@ class Fleet:
         self.secrets = secrets or Secrets()
         self.now = BEGIN
         self.seconds = 0.0
-        settings = FleetCertificateSettings("ns", api_names, LIFETIMES, settle_seconds=SETTLE_SECONDS)
-        self.kept = FleetCertificates(
-            cast(Api, self.secrets), settings, lambda: leads, lambda: self.now, lambda: self.seconds
-        )
+        settings = replace(fleet_rotation("ns", api_names), lifetimes=LIFETIMES, settle_seconds=SETTLE_SECONDS)
+        clocks = {"clock": lambda: self.now, "monotonic": lambda: self.seconds}
+        self.kept = CertificateRotation(cast(Api, self.secrets), settings, lambda: leads, **clocks)  # type: ignore[arg-type]
+
+    @property
+    def operator(self) -> TlsMaterial | None:
+        return self.kept.client(OPERATOR_SECRET)()
+
+    @property
+    def serving(self) -> TlsMaterial | None:
+        return self.kept.server(API_SECRET)()
 
     def round(self, days: float = 0.0, seconds: float = 0.0) -> None:
         self.now += timedelta(days=days, seconds=seconds)
@@ -126,10 +134,10 @@ def test_all_is_made_in_one_round_each_for_its_side_and_then_left_alone() -> Non
     uses = {"rankscope-daemon-tls": Use.SERVER, "rankscope-api-tls": Use.SERVER}
     assert all(is_for(secrets.part(name, "tls.crt"), uses.get(name, Use.CLIENT)) for name in LEAVES)
     assert "ca.key" not in {key for name in LEAVES for key in secrets.kept[name]["data"]}
-    held = fleet.kept.operator
+    held = fleet.operator
     assert held is not None
     assert held.certificate == secrets.part("rankscope-operator-tls", "tls.crt")
-    assert fleet.kept.serving is not None
+    assert fleet.serving is not None
     before = fleet.snapshot()
     for _ in range(5):
         fleet.round(days=1)
@@ -139,7 +147,7 @@ def test_all_is_made_in_one_round_each_for_its_side_and_then_left_alone() -> Non
 def test_the_apis_certificate_cannot_be_made_an_operators() -> None:
     for name in ("rankscope-operator", "Rankscope-Daemon"):
         with pytest.raises(ValueError, match=f"--api-name {name}"):
-            roles("ns", ("good.example.com", name))
+            fleet_roles("ns", ("good.example.com", name))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +155,7 @@ def test_the_apis_certificate_cannot_be_made_an_operators() -> None:
 )
 def test_what_is_no_name_is_refused_before_anything_is_made(name: str) -> None:
     with pytest.raises(ValueError, match="neither a host name nor an address"):
-        roles("ns", (name,))
+        fleet_roles("ns", (name,))
 
 
 def test_a_name_in_another_spelling_is_the_same_name() -> None:
@@ -168,8 +176,8 @@ def test_for_two_years_everybody_trusts_everybody_and_nothing_comes_to_its_end()
         fleet.check()
         changes += before != fleet.snapshot()
         assert len(fleet.bundle) <= 3
-        assert fleet.kept.operator is not None
-        assert fleet.kept.operator.certificate == fleet.secrets.part("rankscope-operator-tls", "tls.crt")
+        assert fleet.operator is not None
+        assert fleet.operator.certificate == fleet.secrets.part("rankscope-operator-tls", "tls.crt")
     assert 30 <= changes <= 60  # every 20 days and some for the authorities
 
 
@@ -274,7 +282,7 @@ def test_secrets_of_others_are_left_alone_and_told_of_once(caplog: pytest.LogCap
             fleet.round(seconds=10)
     assert fleet.secrets.part("rankscope-api-tls", "tls.crt") == b"theirs"
     assert len([record for record in caplog.records if "rankscope-api-tls" in record.message]) == 1
-    assert fleet.kept.serving is not None  # what we had
+    assert fleet.serving is not None  # what we had
 
 
 def test_empty_secrets_of_the_installation_are_filled_without_a_complaint(caplog: pytest.LogCaptureFixture) -> None:
@@ -309,7 +317,7 @@ def test_a_secret_that_is_not_there_and_that_we_may_not_make_is_told_of_once_and
     assert fleet.secrets.part("rankscope-api-tls", "tls.crt") != b"spoilt"
     told = [record.message for record in caplog.records if "rankscope-metrics-tls" in record.message]
     assert len(told) == 1
-    assert "make it, empty and with the label" in told[0]
+    assert "create it empty with label" in told[0]
 
 
 def test_of_two_that_believe_to_lead_one_signs_and_both_show_the_same() -> None:
@@ -327,8 +335,8 @@ def test_of_two_that_believe_to_lead_one_signs_and_both_show_the_same() -> None:
     second.round()
     first.round()
     first.check()
-    assert first.kept.operator is not None
-    assert first.kept.operator == second.kept.operator
+    assert first.operator is not None
+    assert first.operator == second.operator
 
 
 def test_a_follower_writes_nothing_and_shows_what_the_leader_made() -> None:
@@ -336,10 +344,10 @@ def test_a_follower_writes_nothing_and_shows_what_the_leader_made() -> None:
     follower, leader = Fleet(secrets, leads=False), Fleet(secrets)
     follower.round()
     assert not secrets.kept
-    assert follower.kept.operator is None
+    assert follower.operator is None
     leader.round()
     follower.round()
-    assert follower.kept.operator == leader.kept.operator
+    assert follower.operator == leader.operator
     assert follower.kept.are_held
 
 
@@ -356,6 +364,6 @@ def test_after_the_authority_was_deleted_nothing_of_the_old_one_is_trusted() -> 
 def test_keys_are_not_in_what_is_printed_of_them() -> None:
     fleet = Fleet()
     fleet.round()
-    assert "PRIVATE" not in repr(fleet.kept.operator) + repr(fleet.kept.serving)
-    assert fleet.kept.serving is not None
-    assert "PRIVATE" in repr(replace(fleet.kept.serving, bundle=fleet.kept.serving.key))  # the check sees something
+    assert "PRIVATE" not in repr(fleet.operator) + repr(fleet.serving)
+    assert fleet.serving is not None
+    assert "PRIVATE" in repr(replace(fleet.serving, authorities=fleet.serving.key))  # the check sees something

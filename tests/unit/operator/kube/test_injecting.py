@@ -20,7 +20,7 @@ from rankscope.operator.webhooks.pod_injection import (
     NOT_INJECTED,
     VOLUME,
     Injection,
-    Wish,
+    Mode,
     inject,
 )
 
@@ -58,7 +58,7 @@ def pod(*containers: dict[str, Any], annotations: dict[str, str] | None = None, 
     return {"metadata": metadata, "spec": {"containers": list(containers) or [{"name": "pytorch"}], **spec}}
 
 
-def injected(document: dict[str, Any], wish: Wish = "probe", image: str | None = IMAGE) -> dict[str, Any]:
+def injected(document: dict[str, Any], wish: Mode = "probe", image: str | None = IMAGE) -> dict[str, Any]:
     return patched(document, inject(document, wish, image).patch)
 
 
@@ -281,7 +281,7 @@ def pods(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=150, deadline=None)
 @given(pods(), st.sampled_from(["true", "kineto", "probe"]))
 def test_any_pod_can_be_patched_keeps_all_it_had_and_needs_nothing_the_second_time(
-    document: dict[str, Any], wish: Wish
+    document: dict[str, Any], wish: Mode
 ) -> None:
     once = injected(document, wish)
     assert inject(once, wish, IMAGE).patch == ()

@@ -22,7 +22,7 @@ def scrape_everything() -> str:
             admission=SimpleNamespace(counts={("inject", "allowed"): 3}), expires_unix=1_800_000_000.0
         ),
         certificates=SimpleNamespace(expires_unix=1_800_000_000.0),
-        people=SimpleNamespace(calls=Counter({("StartCapture", "OK"): 4})),
+        user_api=SimpleNamespace(calls=Counter({("StartCapture", "OK"): 4})),
     )
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Exporter(lambda: (), LostSeconds(), lambda job: None, operator=shown))

@@ -24,9 +24,9 @@ class Cluster:
     def holds(self, key: str) -> bool:
         return True
 
-    def put(self, write: object) -> None: ...
+    def queue(self, key: str, place: str, content: object, send: object) -> None: ...
 
-    def say(self, target: Any, kind: str, reason: str, message: str, change: str) -> None:
+    def emit(self, target: Any, kind: str, reason: str, message: str, change: str) -> None:
         self.told.append(target.uid)
 
 
@@ -47,4 +47,4 @@ def test_a_mistake_is_told_once_a_pod_and_those_of_pods_that_are_gone_are_not_re
         runs.reconcile()
         runs.reconcile()
     assert cluster.told == [f"uid-w-{number}" for number in range(50)]
-    assert len(runs._told) == 1
+    assert len(runs._reported) == 1

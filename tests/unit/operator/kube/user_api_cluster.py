@@ -11,16 +11,14 @@ import grpc
 import pytest
 
 from rankscope.operator.access import token_review
-from rankscope.operator.access.api_server import PeopleServer, PeopleSettings
-from rankscope.operator.access.capture_service import PeopleCaptures
+from rankscope.operator.access.api_server import UserApiServer, UserApiSettings
+from rankscope.operator.access.capture_service import UserCaptures
 from rankscope.operator.access.guard import Guard
 from rankscope.operator.access.token_review import Reviews
 from rankscope.operator.access.trace_relay import Traces
 from rankscope.operator.captures.audit import CaptureAudit
-from rankscope.operator.captures.capture_object import CaptureObject, read_capture_object
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError
-from rankscope.operator.kube.resources import TrainingRunStatus
-from rankscope.operator.runs.controller import RunObject
+from rankscope.operator.kube.objects import CaptureObject, RunObject, read_capture_object, read_run_object
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
@@ -36,7 +34,7 @@ class FakeTraces:
     content: bytes = b"trace"
     removed: list[str] = field(default_factory=list)
 
-    def told(self, thing: CaptureObject) -> Mapping[str, pb.Capture]:
+    def details(self, thing: CaptureObject) -> Mapping[str, pb.Capture]:
         return self.said
 
     def remove(self, thing: CaptureObject) -> None:
@@ -63,9 +61,9 @@ class Cluster:
         self._numbers = itertools.count(1)
         audit = CaptureAudit()
         self.reviews = Reviews(cast(Api, self), "rankscope")
-        self.captures = PeopleCaptures(cast(Api, self), self, self._run_of, cast(Traces, self.traces), audit)
+        self.captures = UserCaptures(cast(Api, self), self, self._run_of, cast(Traces, self.traces), audit)
         self.guard = Guard(self.reviews, audit)
-        self.server = PeopleServer(PeopleSettings("127.0.0.1", 0), self.captures.handler(self.guard), None)
+        self.server = UserApiServer(UserApiSettings("127.0.0.1", 0), self.captures.handler(self.guard), None)
         self.server.start()
 
     def stub(self, token: str | None = None, *more: tuple[str, str]) -> CaptureServiceStub:
@@ -133,7 +131,8 @@ class Cluster:
     def _run_of(self, namespace: str, name: str) -> RunObject | None:
         if (namespace, name) not in self.runs:
             return None
-        return RunObject(namespace, name, "run-uid", 1, False, True, "w", None, TrainingRunStatus())
+        metadata = {"namespace": namespace, "name": name, "uid": "run-uid"}
+        return read_run_object({"metadata": metadata})
 
 
 class _Showing(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]  # untyped

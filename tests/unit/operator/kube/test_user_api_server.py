@@ -15,18 +15,18 @@ from typing import Any
 import grpc
 import pytest
 
-from rankscope.common.tls import Read, TlsMaterial, files
+from rankscope.common.tls import FollowedTls, Read, TlsMaterial, files
 from rankscope.operator.access import api_server as people_serving
-from rankscope.operator.access.api_server import PeopleServer, PeopleSettings
+from rankscope.operator.access.api_server import UserApiServer, UserApiSettings
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 from tests.certificates import Authority
-from tests.unit.operator.kube.people_cluster import Cluster, begun, refusal
+from tests.unit.operator.kube.user_api_cluster import Cluster, begun, refusal
 
 NAME = "rankscope-api.rankscope.svc"
 METHOD = "/rankscope.v1.CaptureService/GetCapture"
 GET = pb.GetCaptureRequest(id="lab/mine")
-Start = Callable[[Read], PeopleServer]
+Start = Callable[[Read], UserApiServer]
 
 
 @pytest.fixture
@@ -43,10 +43,12 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture
 def start(cluster: Cluster) -> Iterator[Start]:
-    started: list[PeopleServer] = []
+    started: list[UserApiServer] = []
 
-    def serve(read: Read) -> PeopleServer:
-        server = PeopleServer(PeopleSettings("127.0.0.1", 0), cluster.captures.handler(cluster.guard), read)
+    def serve(read: Read) -> UserApiServer:
+        server = UserApiServer(
+            UserApiSettings("127.0.0.1", 0), cluster.captures.handler(cluster.guard), FollowedTls(read)
+        )
         started.append(server)
         server.start()
         return server
@@ -57,7 +59,7 @@ def start(cluster: Cluster) -> Iterator[Start]:
 
 
 @contextlib.contextmanager
-def channel(server: PeopleServer, authority: Authority) -> Iterator[grpc.Channel]:
+def channel(server: UserApiServer, authority: Authority) -> Iterator[grpc.Channel]:
     credentials = grpc.ssl_channel_credentials(authority.certificate.read_bytes())
     options = [("grpc.ssl_target_name_override", NAME), ("grpc.use_local_subchannel_pool", 1)]
     with grpc.secure_channel(f"127.0.0.1:{server.port}", credentials, options) as made:
@@ -68,13 +70,13 @@ def shown(token: str) -> list[tuple[str, str]]:
     return [("authorization", f"Bearer {token}")]
 
 
-def found(server: PeopleServer, authority: Authority, token: str) -> str:
+def found(server: UserApiServer, authority: Authority, token: str) -> str:
     with channel(server, authority) as opened:
         answer = CaptureServiceStub(opened).GetCapture(GET, metadata=shown(token), timeout=30)
         return str(answer.capture.id)
 
 
-def certificate_of(server: PeopleServer) -> bytes:
+def certificate_of(server: UserApiServer) -> bytes:
     return ssl.get_server_certificate(("127.0.0.1", server.port), timeout=30).encode()
 
 
@@ -120,16 +122,16 @@ def test_a_certificate_that_is_still_being_made_is_waited_for(
 
 def test_files_that_are_no_pair_are_told_at_the_start(authority: Authority, start: Start) -> None:
     one, other = authority.issue("one", NAME), authority.issue("other", NAME)
-    with pytest.raises(ValueError, match="no pair"):
+    with pytest.raises(ValueError, match="not a usable pair"):
         start(files(one.certificate, other.key))
     with pytest.raises(ValueError, match="No such file"):
         start(files(one.certificate, one.key.with_name("none")))
 
 
 def test_an_address_that_is_taken_is_told(cluster: Cluster) -> None:
-    settings = PeopleSettings("127.0.0.1", cluster.server.port)
+    settings = UserApiSettings("127.0.0.1", cluster.server.port)
     with pytest.raises(ValueError, match="is taken"):
-        PeopleServer(settings, cluster.captures.handler(cluster.guard), None).start()
+        UserApiServer(settings, cluster.captures.handler(cluster.guard), None).start()
 
 
 def test_no_token_is_taken_in_plain_text_and_nobody_trusts_an_ended_certificate(

@@ -17,7 +17,7 @@ import pytest
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
-from rankscope.operator.certificates.webhook_secret import KEPT_BY_US
+from rankscope.operator.certificates.rotation import OURS
 from rankscope.operator.webhooks.configuration import Address, configurations
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
@@ -170,7 +170,7 @@ def place(server: ApiServer, operator_user: User, tmp_path_factory: pytest.TempP
     for kind, document in zip(KINDS, configurations(Address(url=url)), strict=True):
         del document["metadata"]["labels"]  # as the chart has them: the operator may not make any
         server.admin.create(f"{ROOT}/{kind}", document)
-    server.admin.create(SECRETS, {"metadata": {"name": "rankscope-webhook", "labels": KEPT_BY_US}})
+    server.admin.create(SECRETS, {"metadata": {"name": "rankscope-webhook", "labels": OURS}})
     try:
         with granted(server, "api"):
             run.start()

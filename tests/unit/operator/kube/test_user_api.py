@@ -11,7 +11,7 @@ import pytest
 from rankscope.common.token_bucket import KeyedTokenBuckets
 from rankscope.operator.kube.api_client import ApiError
 from rankscope.v1 import capture_service_pb2 as pb
-from tests.unit.operator.kube.people_cluster import RUN, START, Cluster, begun, every_call, refusal
+from tests.unit.operator.kube.user_api_cluster import RUN, START, Cluster, begun, every_call, refusal
 
 Code = grpc.StatusCode
 

@@ -13,11 +13,11 @@ import pytest
 from rankscope.common.token_bucket import KeyedTokenBuckets
 from rankscope.operator.access import capture_service as people_captures
 from rankscope.operator.access import guard as people_guarding
-from rankscope.operator.access.api_server import PeopleServer, PeopleSettings
+from rankscope.operator.access.api_server import UserApiServer, UserApiSettings
 from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.kube.api_client import UnreachableError
 from rankscope.v1 import capture_service_pb2 as pb
-from tests.unit.operator.kube.people_cluster import RUN, START, Cluster, begun, every_call, refusal
+from tests.unit.operator.kube.user_api_cluster import RUN, START, Cluster, begun, every_call, refusal
 
 Code = grpc.StatusCode
 
@@ -246,4 +246,4 @@ def test_without_tls_only_loopback_is_listened_on(cluster: Cluster) -> None:
     handler = cluster.captures.handler(people_guarding.Guard(cluster.reviews, CaptureAudit()))
     for host in ("0.0.0.0", "::", "10.0.0.7", "operator.example"):
         with pytest.raises(ValueError, match="--api-certificate"):
-            PeopleServer(PeopleSettings(host, 0), handler, None)
+            UserApiServer(UserApiSettings(host, 0), handler, None)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.common.http_server import HEAD_BYTES, BoundedHandler, BoundedHttpServer, is_loopback
+from rankscope.common.http_server import HEAD_BYTES, HttpServer, Limits, Request, Response, Route, is_loopback
 from rankscope.common.tls import FollowedTls, TlsMaterial, files
 from tests.certificates import Authority, Pair
 
@@ -22,37 +22,36 @@ AT_ONCE = 8
 LIMIT_SECONDS = 60.0
 
 
-class Handler(BoundedHandler):
-    def get(self) -> None:
-        self.answer(200, b"x" * 1000)
-
-    def post(self) -> None:
-        self.answer(200, self.read_body(int(self.headers["Content-Length"])))
+BODY_BYTES = 3 << 20
 
 
-Start = Callable[..., BoundedHttpServer]
+def echo(request: Request) -> Response:
+    return Response(200, request.body)
+
+
+ROUTES = {("GET", "/"): Route(lambda request: Response(200, b"x" * 1000)), ("POST", "/"): Route(echo, BODY_BYTES)}
+Start = Callable[..., HttpServer]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    made: list[BoundedHttpServer] = []
+    made: list[HttpServer] = []
 
-    def start(tls: FollowedTls | None = None, request_seconds: float = 20.0) -> BoundedHttpServer:
-        server = BoundedHttpServer("127.0.0.1", 0, Handler, tls, AT_ONCE, request_seconds)
-        server.serve("test")
-        made.append(server)
-        return server
+    def start(tls: FollowedTls | None = None, **limits: float) -> HttpServer:
+        made.append(HttpServer("127.0.0.1", 0, ROUTES, tls, Limits(**{"connections": AT_ONCE, **limits})))  # type: ignore[arg-type]
+        made[-1].serve("test")
+        return made[-1]
 
     yield start
     for server in made:
         server.close()
 
 
-def connect(server: BoundedHttpServer) -> socket.socket:
+def connect(server: HttpServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), LIMIT_SECONDS)
 
 
-def ask(server: BoundedHttpServer, method: str = "GET", body: bytes | None = None) -> bytes:
+def ask(server: HttpServer, method: str = "GET", body: bytes | None = None) -> bytes:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=LIMIT_SECONDS)
     connection.request(method, "/", body)
     return connection.getresponse().read()
@@ -101,13 +100,11 @@ def test_a_body_that_trickles_is_cut_off_and_what_is_done_about_a_read_one_is_no
         slow.sendall(b"POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\nab")
         assert b"200" not in ended(slow)
 
-    class Thoughtful(BoundedHandler):
-        def post(self) -> None:
-            body = self.read_body(2)
-            time.sleep(2.0)
-            self.answer(200, body)
+    def think(request: Request) -> Response:
+        time.sleep(2.0)
+        return Response(200, request.body)
 
-    thoughtful = BoundedHttpServer("127.0.0.1", 0, Thoughtful, request_seconds=1.0)
+    thoughtful = HttpServer("127.0.0.1", 0, {("POST", "/"): Route(think, 10)}, limits=Limits(request_seconds=1.0))
     thoughtful.serve("test")
     assert ask(thoughtful, "POST", b"ab") == b"ab"
     thoughtful.close()
@@ -149,7 +146,7 @@ def tls_context(authority: Authority, shown: Pair | None = None) -> ssl.SSLConte
     return context
 
 
-def certificate_of(server: BoundedHttpServer, context: ssl.SSLContext) -> bytes | None:
+def certificate_of(server: HttpServer, context: ssl.SSLContext) -> bytes | None:
     with connect(server) as plain, context.wrap_socket(plain, server_hostname="server") as wrapped:
         wrapped.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert b"200 OK" in wrapped.recv(4096)
@@ -217,6 +214,127 @@ def test_until_there_is_a_certificate_nobody_is_served(start: Start, tmp_path: P
     pair = authority.issue("server", "server")
     held.append(TlsMaterial(pair.certificate.read_bytes(), pair.key.read_bytes()))
     assert certificate_of(server, tls_context(authority))
+
+
+@pytest.fixture
+def keeping(start: Start, tmp_path: Path) -> tuple[HttpServer, ssl.SSLContext]:
+    """A server with TLS that keeps connections open, as webhooks need."""
+    authority = Authority(tmp_path)
+    own = authority.issue("server", "server", ("127.0.0.1", "server"))
+    context = tls_context(authority)
+    context.check_hostname = False
+    return start(FollowedTls(files(own.certificate, own.key)), idle_seconds=60.0, buffered_bytes=8 << 20), context
+
+
+def post(held: http.client.HTTPConnection, body: bytes = b"{}") -> tuple[int, bytes]:
+    held.request("POST", "/", body)
+    answer = held.getresponse()
+    return answer.status, answer.read()
+
+
+def secure(keeping: tuple[HttpServer, ssl.SSLContext]) -> http.client.HTTPSConnection:
+    return http.client.HTTPSConnection("127.0.0.1", keeping[0].port, timeout=LIMIT_SECONDS, context=keeping[1])
+
+
+def raw(keeping: tuple[HttpServer, ssl.SSLContext]) -> ssl.SSLSocket:
+    return keeping[1].wrap_socket(connect(keeping[0]))
+
+
+def test_a_kept_connection_carries_many_requests_of_any_allowed_size(
+    keeping: tuple[HttpServer, ssl.SSLContext],
+) -> None:
+    held = secure(keeping)
+    for size in (0, 2, BODY_BYTES, 5):
+        assert post(held, b"x" * size) == (200, b"x" * size)
+        assert held.sock is not None
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /other HTTP/1.1\r\n\r\n", 404),
+        (b"PUT / HTTP/1.1\r\n\r\n", 501),
+        (b"POST / HTTP/1.1\r\n\r\n", 411),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n", 411),
+        (b"POST / HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n", 413),
+        (b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nContent-Length : 2\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nA: b\r\n Content-Length: 2\r\nContent-Length: 3\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n", 431),
+        (b"\x00\xff\r\n\r\n", 400),
+    ],
+)
+def test_a_request_that_is_refused_ends_a_kept_connection(
+    keeping: tuple[HttpServer, ssl.SSLContext], request_bytes: bytes, status: int
+) -> None:
+    with raw(keeping) as held:
+        held.sendall(request_bytes)
+        assert ended(held).startswith(b"HTTP/1.1 %d " % status)
+    assert post(secure(keeping))[0] == 200
+
+
+def test_silent_slow_and_greedy_clients_keep_no_kept_connection_waiting(
+    keeping: tuple[HttpServer, ssl.SSLContext],
+) -> None:
+    # Some send nothing of TLS, some stop within a head, some promise a body that never comes, some stay idle.
+    silent = [connect(keeping[0]) for _ in range(20)]
+    slow: list[ssl.SSLSocket] = []
+    for opening in 6 * (
+        b"POST / HTTP/1.1\r\nContent-Length: 1000\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: 1000\r\n\r\nx",
+        b"POST / HTTP/1.1\r\nContent-Length: 1\r\n\r\nx",
+    ):
+        slow.append(raw(keeping))
+        with contextlib.suppress(OSError):  # had to make room
+            slow[-1].sendall(opening)
+    kept = secure(keeping)
+    for _ in range(3):
+        assert post(kept)[0] == 200
+    for held in (*silent, *slow):
+        held.close()
+
+
+def test_bodies_that_are_too_much_together_are_refused(start: Start) -> None:
+    server = start(buffered_bytes=100_000)
+    assert len(ask(server, "POST", b"x" * 90_000)) == 90_000
+    with connect(server) as greedy:
+        greedy.sendall(b"POST / HTTP/1.1\r\nContent-Length: 200000\r\n\r\n" + b"x" * 120_000)
+        assert greedy.recv(4096).startswith(b"HTTP/1.1 503 ")
+    assert len(ask(server, "POST", b"x" * 90_000)) == 90_000
+
+
+def test_closing_lets_a_request_under_way_have_its_answer() -> None:
+    entered, may_go = threading.Event(), threading.Event()
+
+    def handle(request: Request) -> Response:
+        entered.set()
+        may_go.wait(LIMIT_SECONDS)
+        return Response(200, b"done")
+
+    server = HttpServer("127.0.0.1", 0, {("GET", "/"): Route(handle)})
+    server.serve("test")
+    answers: list[bytes] = []
+    asking = threading.Thread(target=lambda: answers.append(ask(server)))
+    asking.start()
+    entered.wait(LIMIT_SECONDS)
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    time.sleep(0.3)
+    may_go.set()
+    asking.join(LIMIT_SECONDS)
+    closing.join(LIMIT_SECONDS)
+    assert answers == [b"done"]
+
+
+def test_a_handler_that_fails_is_answered_with_500() -> None:
+    def fail(request: Request) -> Response:
+        raise OSError("a secret")
+
+    server = HttpServer("127.0.0.1", 0, {("GET", "/"): Route(fail)})
+    server.serve("test")
+    assert b"secret" not in ask(server)
+    server.close()
 
 
 def test_threads_end_with_their_callers(start: Start) -> None:

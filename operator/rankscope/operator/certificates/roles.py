@@ -1,0 +1,58 @@
+"""Names of the certificates: how daemons, operator, scrapers and webhooks know each other."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+
+import grpc
+
+from rankscope.common.tls import Read
+from rankscope.operator.certificates.authority import Role, Use
+
+DAEMON, OPERATOR, METRICS = "rankscope-daemon", "rankscope-operator", "rankscope-metrics"
+# Daemons and operator know each other by these names: no certificate for anything else may have one.
+ROLES = frozenset({DAEMON, OPERATOR, METRICS})
+AUTHORITY_SECRET = "rankscope-authority"
+OPERATOR_SECRET = "rankscope-operator-tls"
+API_SECRET = "rankscope-api-tls"
+_LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+_HOST = re.compile(rf"(?:\*\.)?{_LABEL}(?:\.{_LABEL})*")
+# Pods have no names in DNS: every daemon's certificate has the role's name in place of an address.
+DAEMON_NAME_OPTION = ("grpc.ssl_target_name_override", DAEMON)
+
+
+def fleet_roles(namespace: str, api_names: Sequence[str] = ()) -> tuple[Role, ...]:
+    """Raises ValueError for an API name that is not a name, or that would make its certificate an operator's or a
+    daemon's."""
+    service = f"rankscope-operator.{namespace}.svc"
+    names = (service, f"{service}.cluster.local", *map(_api_name, api_names))
+    return (
+        Role("rankscope-daemon-tls", (DAEMON,), Use.SERVER),
+        Role(OPERATOR_SECRET, (OPERATOR,), Use.CLIENT, is_operators=True),
+        Role("rankscope-metrics-tls", (METRICS,), Use.CLIENT),
+        Role(API_SECRET, names, Use.SERVER, is_operators=True),
+    )
+
+
+def _api_name(text: str) -> str:
+    """In the spelling that the certificate will have: otherwise it would seem to be another name."""
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        name = text.lower()
+    if name in ROLES:
+        raise ValueError(f"--api-name {text}: daemons know the operator by such a name; use a full host name")
+    if len(name) > 253 or _HOST.fullmatch(name) is None:
+        raise ValueError(f"--api-name {text!r} is neither a host name nor an address")
+    return name
+
+
+def daemon_credentials(read: Read) -> grpc.ChannelCredentials:
+    """What the operator shows to daemons, read for every connection: certificates are rotated. Raises OSError where
+    there is no certificate."""
+    material = read()
+    if material is None:
+        raise OSError("the operator's certificate does not exist yet; the leader makes it (--fleet-certificates)")
+    return grpc.ssl_channel_credentials(material.authorities, material.key, material.certificate)
