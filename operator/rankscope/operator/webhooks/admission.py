@@ -107,10 +107,6 @@ def write_answer(request: Request, answer: Answer) -> bytes:
     return msgspec.json.encode({"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": response})
 
 
-def _line(text: str) -> str:
-    return " ".join(text.split())[:WARNING_CHARACTERS]
-
-
 class CaptureAdmission:
     """Sees to it that the origin in a Capture is true: it is replaced by the name that the API server knows. Only the
     operator may create Captures for others, after it has seen their token. `own_name` is the operator's own; while it
