@@ -83,7 +83,7 @@ def test_an_alert_does_what_its_promtool_test_says(alert: str, tmp_path: Path) -
 
 
 def test_the_rules_find_what_the_detector_finds(tmp_path: Path) -> None:
-    """The same cases as tests/unit/analysis/test_verdict_cases.py."""
+    """The same cases as tests.unit.analysis.verdicts.test_verdict_cases.py."""
     order = copy_rules(tmp_path, set(ALERTS.values()))
     document = {
         "rule_files": ["recording.yaml", "alerts.yaml"],

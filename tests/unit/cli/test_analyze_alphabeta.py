@@ -12,7 +12,7 @@ from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.cli.main import main
 from tests.shared_data import H200
 from tests.unit.analysis.collective_timings import observe, sizes
-from tests.unit.analysis.test_alphabeta_reading import NCCL_TESTS
+from tests.unit.analysis.collectives.test_timings import NCCL_TESTS
 
 
 def write_csv(path: Path, groups: dict[str, float], *, count: int = 60, slow_from: int | None = None) -> Path:

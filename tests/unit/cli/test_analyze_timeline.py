@@ -13,7 +13,7 @@ import pytest
 
 from rankscope.cli.main import main
 from tests.shared_data import ROOT, shared
-from tests.unit.analysis.timelines.simulating import Fault, Shape, simulate
+from tests.unit.analysis.timelines.simulation import Fault, Shape, simulate
 
 SHAPE = Shape(stages=2, replicas=4, micro_batches=4)
 CULPRIT = (1, 2, 0)

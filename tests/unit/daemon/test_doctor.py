@@ -13,7 +13,7 @@ from rankscope.daemon.doctor.doctor import CHECKS, WaitMeasured, examine, has_ri
 from rankscope.daemon.samples import RankProcess
 from rankscope.probe import ring_layout
 from tests.unit.daemon import window_makers as make
-from tests.unit.daemon.ring_writing import Writer
+from tests.unit.daemon.ring_writer import Writer
 
 
 def test_this_machine_is_examined_without_a_breakdown(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rankscope.daemon.windows.window import BLIND, PROBLEMS_KEPT, RankSamples, a
 from rankscope.probe import ring_layout
 from rankscope.v1.window_pb2 import RankWindow
 from tests.unit.daemon import window_makers as make
-from tests.unit.daemon.ring_writing import Writer, sample_of
+from tests.unit.daemon.ring_writer import Writer, sample_of
 
 NAN = float("nan")
 GOOD = (7, 4, 2, ring_layout.GROUP_EXPOSED)

@@ -22,7 +22,7 @@ from rankscope.daemon.samples import ProbeFacts, Problem, RankProcess, StepSampl
 from rankscope.daemon.steps import step_columns
 from rankscope.daemon.steps.collector import StepsCollector
 from rankscope.probe import ring_layout
-from tests.unit.daemon.ring_writing import ME, Writer, problem_of, sample_of, window
+from tests.unit.daemon.ring_writer import ME, Writer, problem_of, sample_of, window
 
 
 @pytest.fixture

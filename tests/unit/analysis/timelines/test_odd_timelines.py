@@ -8,7 +8,7 @@ import pytest
 from rankscope.analysis.timelines.report import TimelineReport, analyze
 from rankscope.analysis.timelines.timeline import JobSizes, TimelineError, read_columns
 from rankscope.analysis.verdicts.verdict import Kind
-from tests.unit.analysis.timelines.simulating import Fault, Shape, simulate
+from tests.unit.analysis.timelines.simulation import Fault, Shape, simulate
 
 Columns = dict[str, np.ndarray]
 SHAPE = Shape(stages=3, replicas=4, micro_batches=4)

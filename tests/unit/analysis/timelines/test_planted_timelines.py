@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rankscope.analysis.timelines.report import TimelineReport, analyze
 from rankscope.analysis.timelines.timeline import read_columns
 from rankscope.analysis.verdicts.verdict import Kind
-from tests.unit.analysis.timelines.simulating import Fault, Place, Shape, simulate
+from tests.unit.analysis.timelines.simulation import Fault, Place, Shape, simulate
 
 STEPS = 22
 BOUNDED = settings(

@@ -11,7 +11,7 @@ import numpy as np
 from rankscope.analysis.traces.communication.collectives import find_collectives
 from rankscope.analysis.traces.joins.join import Join, join_traces
 from rankscope.analysis.traces.trace import Category, ProcessGroup, Trace
-from tests.unit.analysis.traces.building import Event, make_trace
+from tests.unit.analysis.traces.trace_builder import Event, make_trace
 
 UNIX_NS = 1_700_000_000_000_000_000
 COMPUTE_STREAM, COMMUNICATION_STREAM = 7, 20

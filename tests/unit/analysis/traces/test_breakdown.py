@@ -14,7 +14,7 @@ from rankscope.analysis.traces.idle_time import split_idle
 from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.steps import CUT_AT_A_STEP
 from rankscope.analysis.traces.trace import Category
-from tests.unit.analysis.traces.building import Event, make_trace
+from tests.unit.analysis.traces.trace_builder import Event, make_trace
 
 MARK, OPERATOR, CALL, KERNEL = Category.USER_ANNOTATION, Category.CPU_OP, Category.RUNTIME, Category.KERNEL
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"

@@ -7,7 +7,7 @@ from rankscope.analysis.traces.communication.collectives import Collectives, fin
 from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.trace import Category, ProcessGroup
 from tests.shared_data import H200, shared
-from tests.unit.analysis.traces.building import Event, make_trace
+from tests.unit.analysis.traces.trace_builder import Event, make_trace
 
 OP, RUN, KERNEL, NOTE = Category.CPU_OP, Category.RUNTIME, Category.KERNEL, Category.USER_ANNOTATION
 MEGA = 1 << 20

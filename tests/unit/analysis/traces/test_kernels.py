@@ -6,7 +6,7 @@ import pytest
 
 from rankscope.analysis.traces.kernels import Kind, classify, tensor_core
 from rankscope.analysis.traces.trace import Category
-from tests.unit.analysis.traces.building import make_trace
+from tests.unit.analysis.traces.trace_builder import make_trace
 
 COMMUNICATION = (
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",

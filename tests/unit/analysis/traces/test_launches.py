@@ -5,7 +5,7 @@ from __future__ import annotations
 from rankscope.analysis.traces.breakdown import measure_launches
 from rankscope.analysis.traces.kernels import summarize_compute, top_kernels
 from rankscope.analysis.traces.trace import Category
-from tests.unit.analysis.traces.building import Event, make_trace
+from tests.unit.analysis.traces.trace_builder import Event, make_trace
 
 CALL, KERNEL = Category.RUNTIME, Category.KERNEL
 

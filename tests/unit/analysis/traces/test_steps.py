@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rankscope.analysis.traces.steps import NO_STEP, find_steps, step_of_rows
 from rankscope.analysis.traces.trace import Category
-from tests.unit.analysis.traces.building import Event, make_trace
+from tests.unit.analysis.traces.trace_builder import Event, make_trace
 
 MARK, OPERATOR, CALL, KERNEL = Category.USER_ANNOTATION, Category.CPU_OP, Category.RUNTIME, Category.KERNEL
 BACKWARD = "autograd::engine::evaluate_function: MulBackward0"

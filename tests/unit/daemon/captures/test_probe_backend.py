@@ -21,7 +21,7 @@ from rankscope.daemon.captures.probe.commands import take_apart
 from rankscope.daemon.procfs import read_stat
 from rankscope.probe import capture_commands, ring_layout
 from rankscope.probe.capture_commands import Answer, Command
-from tests.unit.daemon.ring_writing import ME, Writer
+from tests.unit.daemon.ring_writer import ME, Writer
 
 RANK = replace(ME, start_ticks=read_stat("/proc/self").start_ticks)
 ALL_SEALS = ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW | ring_layout.F_SEAL_WRITE | ring_layout.F_SEAL_SEAL

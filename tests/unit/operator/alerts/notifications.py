@@ -9,7 +9,7 @@ from typing import Any
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.operator.alerts.alert import Alert, read_notification
 from rankscope.operator.correlation.correlator import JobState
-from tests.unit.operator.test_exporting import SLOW, state
+from tests.unit.operator.correlation.test_metrics import SLOW, state
 
 HEALTHY = Verdict(Kind.HEALTHY, "all is well")
 SLOW_NETWORK = Verdict(Kind.SLOW_COMMUNICATION, "all wait", Severity.ALARM, impact_ratio=0.3)

@@ -1,0 +1,174 @@
+"""What the steps collector makes of an honest ring."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rankscope.daemon.steps.collector import StepsCollector
+from rankscope.probe import ring_layout
+from tests.unit.daemon.ring_writer import ME, MS, Writer, problem_of, sample_of, window
+
+
+@pytest.fixture
+def writer() -> Iterator[Writer]:
+    writer = Writer()
+    yield writer
+    writer.ring.abandon()
+
+
+@pytest.fixture
+def collector() -> StepsCollector:
+    return StepsCollector()
+
+
+def test_a_process_without_a_ring_is_absent(collector: StepsCollector) -> None:
+    assert collector.collect([ME], window()) == {}
+
+
+def test_each_step_is_handed_over_once(writer: Writer, collector: StepsCollector) -> None:
+    writer.step(0)  # the first has no known beginning
+    for milliseconds in (10, 20, 30):
+        writer.step(milliseconds, blocking=0.004, input_=0.002)
+    sample = sample_of(collector)
+    assert sample.step_seconds == pytest.approx([0.01, 0.02, 0.03])
+    assert sample.wait_seconds == pytest.approx([0.004] * 3)
+    assert sample.communication_seconds == pytest.approx([0.004] * 3)
+    assert sample.input_seconds == pytest.approx([0.002] * 3)
+    assert np.isnan(sample.forward_seconds).all()
+    assert (sample.steps_total, sample.steps_lost) == (4, 0)
+    assert sample.last_step_unix_nanos is not None
+    assert abs(sample.last_step_unix_nanos - (time.time_ns() - time.monotonic_ns() + writer.end_ns)) < 50 * MS
+
+    again = sample_of(collector)
+    assert len(again.step_seconds) == 0
+    assert again.last_step_unix_nanos is not None
+    writer.step(40)
+    assert sample_of(collector).step_seconds == pytest.approx([0.04])
+
+
+def test_steps_that_share_a_record_share_its_time(writer: Writer, collector: StepsCollector) -> None:
+    writer.step(10, blocking=0.005, steps=100)
+    sample = sample_of(collector)
+    assert sample.step_seconds == pytest.approx([0.0001] * 100)
+    assert sample.wait_seconds.sum() == pytest.approx(0.005)
+    assert sample.steps_total == 100
+
+
+def test_ddp_figures_stand_beside_the_step_before_and_the_newest_step_waits_for_its_own(
+    writer: Writer, collector: StepsCollector
+) -> None:
+    for number in range(1, 5):
+        writer.step(100, flags=ring_layout.FLAG_DDP, blocking=0.01, ddp=(0.01 * number, 0.02, 0.05, 0.03))
+    sample = sample_of(collector)
+    assert sample.forward_seconds == pytest.approx([0.02, 0.03, 0.04])
+    assert sample.wait_seconds == pytest.approx([0.01 + 0.02] * 3)
+    assert sample.communication_seconds == pytest.approx([0.01 + 0.05] * 3)
+    assert sample.steps_total == 4
+    writer.step(100, flags=ring_layout.FLAG_DDP)
+    later = sample_of(collector)
+    assert len(later.step_seconds) == 1
+    assert np.isnan(later.wait_seconds).all()  # not sampled: unknown, not zero
+    assert later.steps_lost == 0
+
+
+def test_on_a_device_only_sampled_steps_tell_the_wait_and_blocking_calls_do_not(
+    writer: Writer, collector: StepsCollector
+) -> None:
+    writer.step(50, flags=ring_layout.FLAG_DEVICE, blocking=0.001)
+    writer.step(50, flags=ring_layout.FLAG_DEVICE, device=(0.004, 0.12, 0.03))
+    sample = sample_of(collector)
+    assert sample.step_seconds == pytest.approx([0.05, 0.05])
+    assert sample.wait_seconds == pytest.approx([np.nan, 0.03], nan_ok=True)
+    assert sample.host_seconds == pytest.approx([np.nan, 0.004], nan_ok=True)
+    assert sample.run_ahead_seconds == pytest.approx([np.nan, 0.12], nan_ok=True)
+
+
+def test_what_passes_by_the_probe_is_not_measured_and_not_zero(writer: Writer, collector: StepsCollector) -> None:
+    writer.step(50, flags=ring_layout.FLAG_DEVICE | ring_layout.FLAG_BLIND, device=(0.004, 0.0, 0.0))
+    assert np.isnan(sample_of(collector).wait_seconds).all()
+
+
+def test_time_in_collectives_is_told_per_group_and_per_sampled_step_since_the_last_look(
+    writer: Writer, collector: StepsCollector
+) -> None:
+    writer.step()
+    writer.ring.write_groups([(7, 4, 2, ring_layout.GROUP_OVERLAPPED, 10, 0.2, 0.5)])
+    assert sample_of(collector).groups == ()  # the past, which no window covers
+    writer.step()
+    writer.ring.write_groups([(7, 4, 2, ring_layout.GROUP_OVERLAPPED, 12, 0.26, 0.6), (9, 2, 2, 1, 1, 1.0, 1.0)])
+    (span,) = sample_of(collector).groups  # the other one claims a position outside of its group
+    assert (span.number, span.size, span.position, span.kind, span.samples) == (
+        7,
+        4,
+        2,
+        ring_layout.GROUP_OVERLAPPED,
+        2,
+    )
+    assert (span.seconds, span.step_seconds) == pytest.approx((0.03, 0.05))
+
+
+def test_history_from_before_the_first_window_is_left_out(writer: Writer, collector: StepsCollector) -> None:
+    writer.end_ns -= 3600 * 1000 * MS
+    writer.step()
+    writer.end_ns += 3600 * 1000 * MS
+    writer.step()
+    sample = sample_of(collector)
+    assert len(sample.step_seconds) == 1
+    assert sample.steps_lost == 0
+
+
+def test_overwritten_steps_are_counted_as_lost(writer: Writer, collector: StepsCollector) -> None:
+    writer.step(0.001)
+    sample_of(collector)
+    for _ in range(ring_layout.CAPACITY + 50):
+        writer.step(0.001)
+    sample = sample_of(collector)
+    # The slot that the writer would write next is not believed either.
+    assert len(sample.step_seconds) + sample.steps_lost == ring_layout.CAPACITY + 50
+    assert 50 <= sample.steps_lost <= 51
+
+
+def test_a_probe_that_has_given_up_is_no_hanging_rank(writer: Writer, collector: StepsCollector) -> None:
+    writer.step()
+    writer.ring.mark_disabled()
+    assert problem_of(collector).kind == "disabled"
+
+
+def test_facts_and_counters_arrive(writer: Writer, collector: StepsCollector) -> None:
+    writer.ring.write_facts(
+        {"rank": 3, "pipeline": 1, "model_flops_per_step": 1e15, "device_name": "H200\n" + "x" * 500}
+    )
+    writer.ring.write_live((1, 2, 3, -1), (7, 6))
+    sample = sample_of(collector)
+    assert sample.facts.rank == 3
+    assert sample.facts.model_flops_per_step == 1e15
+    assert sample.facts.device_name == "H200 " + "x" * 122 + "…"
+    assert (sample.allocated_bytes, sample.peak_allocated_bytes, sample.device_total_bytes) == (1, 3, None)
+    assert (sample.collectives_enqueued, sample.collectives_completed) == (7, 6)
+
+
+def test_nothing_stays_open_and_ranks_that_left_are_forgotten(writer: Writer, collector: StepsCollector) -> None:
+    writer.step()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(20):
+        sample_of(collector)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    collector.collect([], window())
+    assert len(sample_of(collector).step_seconds) == 1  # as at first sight
+
+
+def test_exec_gives_the_same_process_a_new_ring_that_is_read_from_its_beginning(collector: StepsCollector) -> None:
+    first = Writer()
+    for _ in range(50):
+        first.step()
+    sample_of(collector)
+    first.ring.abandon()
+    second = Writer()
+    second.step()
+    assert len(sample_of(collector).step_seconds) == 1
+    second.ring.abandon()

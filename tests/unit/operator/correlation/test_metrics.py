@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict
+from rankscope.common.metric_table import LABEL_CHARACTERS
+from rankscope.operator import metrics
+from rankscope.operator.alerts.decision import Result
+from rankscope.operator.correlation.correlator import JobState, LostSeconds
+from rankscope.operator.metrics import Exporter
+from rankscope.v1.identity_pb2 import RankIdentity
+from rankscope.v1.window_pb2 import RankWindow
+from tests.unit.operator.correlation.test_correlator import Fleet, tick
+
+HEALTHY = Verdict(Kind.HEALTHY, "all is well")
+SLOW = Verdict(
+    Kind.SLOW_RANK,
+    "rank 1 is slow",
+    Severity.ALARM,
+    Confidence.HIGH,
+    (1,),
+    impact_ratio=0.3,
+    lost_gpu_seconds=12.0,
+    cause=Cause("forward"),
+)
+
+
+def state(verdict: Verdict = HEALTHY, job: str = "j", ranks: int = 4) -> JobState:
+    windows = [RankWindow(identity=RankIdentity(rank=rank, node="a", namespace="team")) for rank in range(ranks)]
+    return JobState(job, ranks, verdict, 0, 0, ranks, 0.1, 0.4, 0.2, tuple(windows))
+
+
+def scrape(
+    *states: JobState, lost: LostSeconds | None = None, mfu_target_ratio: float | None = None, alerts: bool = False
+) -> str:
+    registry = CollectorRegistry(auto_describe=False)
+    totals = (lambda: dict.fromkeys(Result, 1)) if alerts else None
+    registry.register(Exporter(lambda: states, lost or LostSeconds(), lambda job: mfu_target_ratio, totals))
+    return generate_latest(registry).decode()
+
+
+def scrape_everything() -> str:
+    """Every family there is."""
+    return scrape(state(replace(SLOW, stage=1)), mfu_target_ratio=0.4, alerts=True)
+
+
+def samples(text: str, name: str) -> dict[str, float]:
+    """By the labels other than job and namespace, which are held against what every job here has."""
+    found = {}
+    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+        if sample.name == name:
+            labels: Mapping[str, str] = sample.labels
+            found[" ".join(f"{key}={labels[key]}" for key in sorted(labels) if key not in ("job", "namespace"))] = (
+                sample.value
+            )
+    return found
+
+
+def test_a_finding_names_the_rank_where_it_runs_the_phase_and_what_it_costs() -> None:
+    lost = LostSeconds()
+    states = (state(SLOW),)
+    lost(states)
+    text = scrape(*states, lost=lost, mfu_target_ratio=0.5)
+    assert samples(text, "rankscope_job_verdict") == {"confidence=high severity=alarm verdict=slow_rank": 1}
+    assert samples(text, "rankscope_job_culprit") == {"bound= node=a phase=forward pod= rank=1 verdict=slow_rank": 1}
+    assert 'rankscope_job_impact_ratio{job="j",namespace="team"} 0.3' in text
+    assert 'rankscope_job_lost_gpu_seconds_total{job="j",namespace="team"} 12.0' in text
+    assert samples(text, "rankscope_job_ranks") == {"state=expected": 4, "state=reporting": 4}
+    assert samples(text, "rankscope_job_mfu_target_ratio") == {"": 0.5}
+    assert samples(text, "rankscope_job_exposed_communication_ratio") == {"": 0.2}
+
+
+def test_a_healthy_job_has_a_pace_but_no_culprit_and_no_impact() -> None:
+    text = scrape(state())
+    assert samples(text, "rankscope_job_step_seconds") == {"": 0.1}
+    for absent in ("culprit{", "impact_ratio{", "culprit_stage{", "mfu_target_ratio{"):
+        assert f"rankscope_job_{absent}" not in text
+
+
+def test_a_finding_that_nobody_is_warned_of_accuses_nobody() -> None:
+    text = scrape(state(replace(SLOW, severity=Severity.NONE)))
+    assert "rankscope_job_culprit{" not in text
+    assert "rankscope_job_impact_ratio{" not in text
+
+
+def test_a_job_that_hangs_has_no_pace() -> None:
+    text = scrape(state(replace(SLOW, kind=Kind.HANG)))
+    assert samples(text, "rankscope_job_culprit") == {"bound= node=a phase=forward pod= rank=1 verdict=hang": 1}
+    assert "rankscope_job_step_seconds{" not in text
+    assert "rankscope_job_mfu_ratio{" not in text
+
+
+def test_a_culprit_that_no_longer_reports_is_named_all_the_same() -> None:
+    text = scrape(state(replace(SLOW, culprits=(7,))))
+    assert samples(text, "rankscope_job_culprit") == {"bound= node= phase=forward pod= rank=7 verdict=slow_rank": 1}
+
+
+def test_culprits_and_jobs_are_bounded_and_those_with_findings_come_first() -> None:
+    many = replace(SLOW, culprits=tuple(range(100)))
+    assert len(samples(scrape(state(many, ranks=100)), "rankscope_job_culprit")) == metrics.CULPRITS_SHOWN
+    healthy = [state(job=f"job-{number}") for number in range(metrics.JOBS_SHOWN + 10)]
+    text = scrape(*healthy, state(SLOW, job="slow"))
+    assert samples(text, "rankscope_jobs") == {"": metrics.JOBS_SHOWN + 11}
+    assert samples(text, "rankscope_jobs_cut") == {"": 11}
+    assert 'rankscope_job_culprit{bound="",job="slow"' in text
+
+
+def test_names_are_bounded_and_printable_and_two_that_look_alike_are_one_series() -> None:
+    text = scrape(state(job="x\n\x1b[31m" + "y" * 500), state(job="x\n\x1b[31m" + "y" * 501))
+    jobs = {s.labels["job"] for f in text_string_to_metric_families(text) for s in f.samples if "job" in s.labels}
+    assert len(jobs) == 1
+    job = jobs.pop()
+    assert len(job) == LABEL_CHARACTERS
+    assert job.isprintable()
+    assert samples(text, "rankscope_jobs_cut") == {"": 1}
+
+
+def test_what_was_lost_is_kept_when_the_finding_goes_and_when_the_job_restarts() -> None:
+    fleet, lost = Fleet(), LostSeconds()
+    fleet.correlator.listen(lost)
+    totals = []
+    for number in range(30):
+        slow_rank = 1 if number % 12 > 4 else None
+        fleet.play(tick(number, slow_rank, incarnation=1 if number < 20 else 2))
+        totals.append(lost.of("j"))
+    assert totals == sorted(totals)
+    # Six windows or so of 2 s with four ranks, half of whose time is lost, each time.
+    assert totals[-1] > totals[12] > 10
+
+
+def test_a_job_that_ended_is_forgotten() -> None:
+    lost = LostSeconds()
+    lost((state(SLOW),))
+    lost(())
+    assert lost.of("j") == 0

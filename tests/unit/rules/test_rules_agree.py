@@ -1,0 +1,182 @@
+"""Alerts, their tests, runbooks, links and metrics say the same."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rankscope.analysis.verdicts.thresholds import AlertThresholds, Policy, table
+from rankscope.analysis.verdicts.verdict import Kind
+from rankscope.cli.main import SUBCOMMANDS
+from rankscope.daemon.config import Config
+from tests.unit.daemon import test_metrics as exporting
+from tools.generate_rules import fresh_files
+
+ROOT = Path(__file__).resolve().parents[3]
+RULES = ROOT / "rules"
+SEVERITIES = {"critical", "warning", "info"}
+RUNBOOKS = "https://rankscope.dev/runbooks/"
+DASHBOARDS = "https://grafana.example/d/"
+SECTIONS = ("What it means", "Confirm", "Likely causes, in order", "What to do", "Silence")
+# What every promtool test of an alert has to go through, as its names tell it.
+BEHAVIOURS = ("healthy twin", "resolves", "missed scrape", "restart")
+
+
+def groups(name: str) -> list[dict[str, Any]]:
+    loaded: list[dict[str, Any]] = yaml.safe_load((RULES / name).read_text())["groups"]
+    return loaded
+
+
+ALERTS = [rule for group in groups("alerts.yaml") for rule in group["rules"]]
+RECORDED = [rule for group in groups("recording.yaml") for rule in group["rules"]]
+NAMES = sorted({rule["alert"] for rule in ALERTS})
+
+
+def stems(folder: str, suffix: str) -> list[str]:
+    return sorted(path.name.removesuffix(suffix) for path in (RULES / folder).iterdir())
+
+
+def queries(rule: dict[str, Any]) -> str:
+    """Everything that is PromQL in a rule, also in its texts."""
+    texts = "\n".join(rule.get("annotations", {}).values())
+    return "\n".join([rule["expr"], *re.findall(r'printf "([^}]*?(?:\{[^}]*\}[^}]*?)*)" \$', texts)])
+
+
+def test_every_alert_has_a_test_and_a_runbook_and_there_are_no_others() -> None:
+    assert stems("tests", ".yaml") == NAMES
+    assert stems("runbooks", ".md") == NAMES
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: f"{rule['alert']}-{rule['labels']['evidence']}")
+def test_an_alert_keeps_the_conventions(rule: dict[str, Any]) -> None:
+    assert re.fullmatch(r"Rankscope([A-Z][a-z]+)+", rule["alert"])
+    labels, annotations = rule["labels"], rule["annotations"]
+    assert labels["severity"] in SEVERITIES
+    assert labels.keys() <= {"severity", "evidence", "capture"}
+    assert labels.get("capture", "true") == "true"
+    assert annotations["runbook_url"] == f"{RUNBOOKS}{rule['alert']}.md"
+    assert annotations["dashboard_url"].startswith(DASHBOARDS)
+    assert annotations["summary"] and re.search("GPU-hour|los[et]", annotations["description"]), "what does it cost?"
+    # A failed scrape ends every series of its target: an instant of a scraped metric would fire or resolve on it.
+    scraped = re.findall(r"(?<![:\w])rankscope_\w+(?:\{[^}]*\})?(?!\w)(?!\{)(\[)?", rule["expr"])
+    assert all(scraped), f"{rule['alert']} reads an instant of a scraped metric"
+
+
+def test_numbers_to_compare_with_come_from_the_table_of_thresholds() -> None:
+    thresholds = {rule["record"] for rule in RECORDED if rule["record"].startswith("rankscope:threshold:")}
+    used = set(re.findall(r"rankscope:threshold:\w+", "\n".join(rule["expr"] for rule in ALERTS + RECORDED)))
+    assert used == thresholds
+    named = set(re.findall(r"`(rankscope:threshold:\w+)`", (ROOT / "docs" / "alerts.md").read_text()))
+    assert named <= thresholds
+    assert {path.name for path, text in fresh_files().items() if path.read_text() != text} == set(), "make rules"
+
+
+def test_a_threshold_that_a_rule_reads_has_one_default() -> None:
+    assert not {one.name for one in table(Policy)} & {one.name for one in table(AlertThresholds)}
+
+
+def test_verdicts_that_rules_name_exist_and_every_finding_has_an_alert() -> None:
+    text = "\n".join(rule["expr"] for rule in ALERTS)
+    matchers = re.findall(r'verdict(?:=~|=|!=)"([a-z_|]+)"', text)
+    named = {name for matcher in matchers for name in matcher.split("|")}
+    assert named <= {kind.value for kind in Kind}
+    # Low MFU is judged by its target: of jobs without a verdict too.
+    assert {kind.value for kind in Kind if kind.is_finding} - named == {Kind.LOW_MFU.value}
+
+
+def test_recorded_series_are_named_by_level_metric_and_operation_and_all_that_is_read_is_recorded() -> None:
+    recorded = {rule["record"] for rule in RECORDED}
+    assert all(re.fullmatch(r"\w+:rankscope_\w+:\w+|rankscope:threshold:\w+", name) for name in recorded)
+    read = set(re.findall(r"\w+:\w+:\w+", "\n".join(queries(rule) for rule in ALERTS + RECORDED)))
+    assert read <= recorded
+
+
+def test_every_metric_that_is_read_is_exported_or_agreed_on() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    sources = "\n".join(
+        path.read_text() for root in ("daemon", "operator") for path in (ROOT / root).glob("rankscope/**/*export*.py")
+    )
+    read = set()
+    for rule in ALERTS + RECORDED:
+        read |= set(re.findall(r"(?<![:\w])rankscope_\w+(?!\w*:)", queries(rule)))
+    unknown = {
+        name
+        for name in read
+        if f"`{name}`" not in page and name.removeprefix("rankscope_").removesuffix("_total") not in sources
+    }
+    assert not unknown
+
+
+def test_what_the_rules_read_of_ranks_and_gpus_is_exported_at_default_settings() -> None:
+    status = replace(exporting.STATUS, metrics_detail=Config().metrics_detail)
+    # Time in collectives by group is exported of ranks that do not know their self time.
+    ranks = (exporting.full_rank(0), exporting.full_rank(1, without=("wait",)))
+    exported = {name for name, _ in exporting.series(exporting.scrape(*ranks, status=status))}
+    read = set(
+        re.findall(r"(?<![:\w])rankscope_(?:rank|gpu)_\w+", "\n".join(rule["expr"] for rule in ALERTS + RECORDED))
+    )
+    assert len(read) > 15
+    assert read <= exported
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_runbook_has_its_sections_and_two_commands_that_exist(name: str) -> None:
+    text = (RULES / "runbooks" / f"{name}.md").read_text()
+    assert text.startswith(f"# {name}\n")
+    assert tuple(re.findall(r"^## (.*)$", text, re.MULTILINE)) == SECTIONS
+    confirm = re.search(r"## Confirm\n\n```sh\n(.*?)\n```", text, re.DOTALL)
+    assert confirm is not None and len(confirm[1].splitlines()) == 2
+    commands = {command.split()[1] for command in re.findall(r"rankscope [a-z]+(?= |$|`)", text)}
+    assert commands <= {subcommand.name for subcommand in SUBCOMMANDS}
+    assert f"alertname={name} " in text
+    others = set(re.findall(r"\bRankscope[A-Z]\w+", text)) - set(NAMES)
+    assert not others
+    recorded = {rule["record"] for rule in RECORDED}
+    assert (
+        set(re.findall(r"\b\w+:rankscope_\w+:\w+|rankscope:threshold:\w+", text)) - {"job:rankscope_mfu_ratio:"}
+        <= recorded
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_alert_is_tested_through_all_that_may_happen(name: str) -> None:
+    document = yaml.safe_load((RULES / "tests" / f"{name}.yaml").read_text())
+    told = " ".join(test["name"] for test in document["tests"])
+    for behaviour in BEHAVIOURS:
+        assert behaviour in told or (name, behaviour) == ("RankscopeDaemonDown", "missed scrape"), behaviour
+    expected = [check for test in document["tests"] for check in test.get("alert_rule_test", ())]
+    rules = {(rule["labels"]["severity"], rule["labels"]["evidence"]) for rule in ALERTS if rule["alert"] == name}
+    seen = {
+        (alert["exp_labels"]["severity"], alert["exp_labels"]["evidence"])
+        for check in expected
+        for alert in check["exp_alerts"]
+    }
+    assert seen == rules, "every rule of an alert has an example with its texts"
+
+
+def test_every_recording_group_and_alert_group_is_evaluated_in_the_tests_in_order() -> None:
+    order = [group["name"] for group in groups("recording.yaml") + groups("alerts.yaml")]
+    for name in NAMES:
+        assert yaml.safe_load((RULES / "tests" / f"{name}.yaml").read_text())["group_eval_order"] == order
+
+
+def test_every_alert_is_in_the_table_of_the_documents_with_its_severities() -> None:
+    text = (ROOT / "docs" / "alerts.md").read_text()
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| `Rankscope")]
+    table = {cells[1].strip(" `"): cells[2] for cells in rows}
+    assert sorted(table) == NAMES
+    for name in NAMES:
+        told = set(re.findall("critical|warning|info", table[name]))
+        assert told == {rule["labels"]["severity"] for rule in ALERTS if rule["alert"] == name}, name
+
+
+def test_alertmanager_knows_only_alerts_that_exist() -> None:
+    text = (RULES / "alertmanager.example.yaml").read_text()
+    for prefix, alternatives in re.findall(r'alertname=~"(Rankscope)\(([^)]*)\)(?!\.)"', text):
+        assert {prefix + name for name in alternatives.split("|")} <= set(NAMES)
+    assert set(re.findall(r'alertname="(\w+)"', text)) <= set(NAMES)
