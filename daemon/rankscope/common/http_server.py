@@ -262,6 +262,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: HttpServer
     timeout = SILENCE_SECONDS
+    # Head and body are sent separately: with Nagle's algorithm the body would wait 40 ms for the caller's ACK.
+    disable_nagle_algorithm = True
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.0"
     error_message_format = "%(code)d %(message)s\n"

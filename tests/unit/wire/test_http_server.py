@@ -249,6 +249,16 @@ def test_a_kept_connection_carries_many_requests_of_any_allowed_size(
         assert held.sock is not None
 
 
+def test_a_kept_connection_does_not_wait_for_acknowledgements(keeping: tuple[HttpServer, ssl.SSLContext]) -> None:
+    held = secure(keeping)
+    took = []
+    for _ in range(40):
+        begin = time.monotonic()
+        assert post(held, b"x" * 5000)[0] == 200
+        took.append(time.monotonic() - begin)
+    assert sorted(took)[10] < 0.035, sorted(took)  # a delayed ACK takes 40 ms
+
+
 @pytest.mark.parametrize(
     ("request_bytes", "status"),
     [
