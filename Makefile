@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup prometheus demo test frameworks captures kube ship lint proto docs dashboards chart bench fuzz dist images lock audit clean
+.PHONY: help setup prometheus demo check test frameworks captures kube ship lint proto docs rules dashboards chart bench fuzz dist images lock audit clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,7 +20,15 @@ prometheus:  ## Prometheus, Alertmanager and their tools in .prometheus, for tes
 demo: setup  ## a real 4-rank job with a slow rank, and Rankscope finding it
 	@$(BIN)/rankscope demo
 
-test: setup prometheus lint  ## lint, then all tests
+# Rewritten test modules are cached where the environment asks Python to write no bytecode: ten seconds per process.
+check test: export PYTHONDONTWRITEBYTECODE =
+
+check: lint  ## format, lint, types and unit tests, in about two minutes: before every commit
+	@tools/setup_grafana_schema.sh
+	@echo "==> unit tests"
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal tests/unit
+
+test: setup prometheus  ## everything: lint and all test suites, in about twenty minutes
 	@tools/setup_grafana_schema.sh
 	@$(BIN)/python -m tools.run_tests
 
@@ -52,6 +60,8 @@ lint: setup  ## ruff, mypy --strict, the layer contract, fresh generated files
 	@$(BIN)/python tools/generate_protos.py --check
 	@echo "==> generated page of metrics"
 	@$(BIN)/python -m tools.generate_metrics_page --check
+	@echo "==> thresholds in the rules and docs"
+	@$(BIN)/python -m tools.generate_rules --check
 	@echo "==> generated dashboards"
 	@$(BIN)/python -m deploy.grafana.dashboards --check
 	@echo "==> generated files of the chart"
@@ -66,6 +76,9 @@ docs: setup  ## regenerate docs/metrics.md from the exporters and the table of d
 
 dashboards: setup  ## regenerate deploy/grafana/json
 	@$(BIN)/python -m deploy.grafana.dashboards
+
+rules: setup  ## write the thresholds into rules/ and docs/ from analysis/rankscope/analysis/verdicts/thresholds.py
+	@$(BIN)/python -m tools.generate_rules
 
 chart: setup  ## regenerate the chart's README and what it takes from elsewhere (kinds, webhooks, rules, dashboards)
 	@$(BIN)/python -m tools.generate_chart_files

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from benchmarks.fleets import SLOW_FACTOR, rank_window
+from benchmarks.fleets import SLOW_FACTOR, rank_window, response
 from rankscope.operator.runs.pods import Owner, Pod
-from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 from rankscope.v1.window_pb2 import SOURCE_GPU, SOURCE_PROBE, SOURCE_PROCESS, SOURCE_STACKS, RankWindow
 
 WINDOW_SECONDS = 2.0
-STEPS = 20
 NAMESPACE = "team"
 # Of the nodes, a quarter each: one job over all of them, and jobs of so many nodes.
 NODES_PER_JOB = (16, 4, 1)
@@ -83,11 +81,10 @@ class Speaker:
 
     def __init__(self, layout: FleetLayout, node: int) -> None:
         job = layout.jobs_by_node[node]
-        message = WatchRanksResponse(node=node_name(node))
+        windows = []
         for local in range(layout.ranks_per_node):
             rank = (node - job.nodes.start) * layout.ranks_per_node + local
-            window = message.windows.add()
-            window.CopyFrom(rank_window(rank, job.world_size))
+            window = rank_window(rank, job.world_size)
             identity = window.identity
             identity.job, identity.node = f"10.0.0.1:{29500 + job.nodes.start}/run", node_name(node)
             identity.pod, identity.pid = pod_uid(node), 4000 + local
@@ -96,9 +93,12 @@ class Speaker:
             window.sources.update(_SOURCES)
             window.start_unix_nanos, window.end_unix_nanos, window.last_step_unix_nanos = _TIMES
             _pace(window, job, rank)
+            windows.append(window)
         # What is between the times, and which time comes next.
         marks = [_varint(mark) for mark in _TIMES]
-        pieces = re.split(b"(" + b"|".join(map(re.escape, marks)) + b")", message.SerializeToString())
+        pieces = re.split(
+            b"(" + b"|".join(map(re.escape, marks)) + b")", response(node_name(node), windows).SerializeToString()
+        )
         self._between = pieces[::2]
         self._which = [marks.index(piece) for piece in pieces[1::2]]
 
@@ -112,7 +112,7 @@ class Speaker:
 
 _SOURCES = {
     "steps": SOURCE_PROBE,
-    "causes": SOURCE_PROBE,
+    "self_seconds": SOURCE_PROBE,
     "process": SOURCE_PROCESS,
     "stacks": SOURCE_STACKS,
     "gpu": SOURCE_GPU,
@@ -140,11 +140,9 @@ def _pace(window: RankWindow, job: FleetJob, rank: int) -> None:
     is_slow = job.is_slow and rank == job.slow_rank
     own = 0.090 * (SLOW_FACTOR if is_slow else 1.0) + 1e-5 * (rank % 7)
     step = (0.090 * (SLOW_FACTOR if job.is_slow else 1.0)) + 0.010
-    window.step.mean_seconds = step
-    window.self.mean_seconds, window.self.p10_seconds, window.self.p90_seconds = own, 0.98 * own, 1.02 * own
-    window.wait.p10_seconds = 0.010
-    window.causes.self, window.causes.wait = own * STEPS, (step - own) * STEPS
-    window.causes.forward = 0.6 + (own - 0.090) * STEPS
+    window.step_seconds.mean, window.wait_seconds.mean, window.wait_seconds.p10 = step, step - own, 0.010
+    window.self_seconds.mean, window.self_seconds.p10, window.self_seconds.p90 = own, 0.98 * own, 1.02 * own
+    window.forward_seconds = 0.03 + own - 0.090
 
 
 def node_name(node: int) -> str:

@@ -16,7 +16,7 @@ from benchmarks.fleet_layout import NAMESPACE, FleetLayout
 from rankscope.analysis.verdicts.verdict import Kind, Severity
 from rankscope.operator import runtime
 from rankscope.operator.correlation.correlator import Correlator, JobState, LostSeconds
-from rankscope.operator.correlation.wire_shapes import Message
+from rankscope.operator.correlation.daemon_windows import DaemonMessage
 from rankscope.operator.runs.daemon_streams import DaemonStreams
 from rankscope.operator.runs.inventory import Inventory
 from rankscope.operator.runs.rank_binding import Binding
@@ -41,7 +41,7 @@ class Core:
         self.correlator.listen(LostSeconds())
         self.correlator.listen(self._time)
 
-    def _accept(self, messages: Sequence[Message]) -> None:
+    def _accept(self, messages: Sequence[DaemonMessage]) -> None:
         heard = self.binding.bind(messages)
         self.windows_total += len(heard.windows)
         if heard.windows or heard.departed:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
 import numpy as np
 
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns, RankEvidence
-from rankscope.operator.correlation.columns import job_window
+from rankscope.daemon.samples import Span
+from rankscope.daemon.windows.columns import window_columns
+from rankscope.operator.correlation.columns import Evidence
+from rankscope.operator.correlation.daemon_windows import DaemonMessage, HeldWindow, RankSeen
 from rankscope.v1.identity_pb2 import RankIdentity
-from rankscope.v1.window_pb2 import CauseSeconds, FrameShare, ProcessUsage, RankWindow, StackSummary, StepStatistics
+from rankscope.v1.rank_service_pb2 import WatchRanksResponse
+from rankscope.v1.window_pb2 import FrameShare, ProcessUsage, RankWindow, StackSummary, StepStatistics
 
 WINDOW_SECONDS = 2.0
 RANKS_PER_NODE = 8
@@ -47,7 +51,9 @@ class Fleet:
         random = np.random.default_rng(seed)
         # Read out of messages by the correlation's own code, at the price that has. The same ones every time, for
         # memory's sake.
-        evidence = job_window(_messages(self.ranks_per_job), self.ranks_per_job).evidence if self.slow_jobs else dict
+        held = [*hold(*_messages(self.ranks_per_job)).values()] if self.slow_jobs else []
+        ranks = np.arange(self.ranks_per_job)
+        evidence = (lambda: Evidence(held, ranks)) if held else dict
         made = [self._tick(random, number, evidence) for number in range(DISTINCT_TICKS)]
         yield from cycle(made)
 
@@ -127,10 +133,8 @@ def rank_window(rank: int, world_size: int, slow: bool = False) -> RankWindow:
     frames.append(
         FrameShare(function="slow_line", file="train.py", line=7, share=0.4 if slow else 0.01, phase="forward")
     )
-    statistics = StepStatistics(
-        mean_seconds=own, p10_seconds=0.98 * own, p50_seconds=own, p90_seconds=1.02 * own, max_seconds=1.1 * own
-    )
-    window = RankWindow(
+    statistics = StepStatistics(mean=own, p10=0.98 * own, p50=own, p90=1.02 * own, max=1.1 * own)
+    return RankWindow(
         identity=RankIdentity(
             job="10.0.0.1:29500/run",
             rank=rank,
@@ -146,21 +150,38 @@ def rank_window(rank: int, world_size: int, slow: bool = False) -> RankWindow:
         steps=STEPS,
         steps_total=9 * STEPS,
         last_step_unix_nanos=_START_NANOS + round(WINDOW_SECONDS * 0.99e9),
-        step=statistics,
-        wait=statistics,
-        causes=CauseSeconds(
-            self=own * STEPS,
-            wait=TRANSFER_SECONDS * STEPS,
-            communication=0.5,
-            input=0.04,
-            forward=0.6,
-            backward=1.0,
-            optimizer=0.2,
-            checkpoint=0.0,
-            other=0.1,
+        step_seconds=statistics,
+        self_seconds=statistics,
+        wait_seconds=StepStatistics(mean=TRANSFER_SECONDS, p10=TRANSFER_SECONDS),
+        communication_seconds=0.025,
+        input_seconds=0.002,
+        forward_seconds=0.03,
+        backward_seconds=0.05,
+        optimizer_seconds=0.01,
+        checkpoint_seconds=0.0,
+        other_seconds=0.005,
+        process=ProcessUsage(
+            cpu_seconds=2.0,
+            run_delay_seconds=0.01,
+            throttled_seconds=0.0,
+            resident_bytes=1 << 30,
+            starved_seconds=0.01,
         ),
-        process=ProcessUsage(cpu_seconds=2.0, run_delay_seconds=0.01, throttled_seconds=0.0, resident_bytes=1 << 30),
         stacks=StackSummary(samples=40, phase_shares={"forward": 0.4, "backward": 0.6}, frames=frames),
     )
-    window.self.CopyFrom(statistics)
-    return window
+
+
+def response(node: str, windows: Sequence[RankWindow]) -> WatchRanksResponse:
+    """As a daemon sends it."""
+    span = Span(windows[0].start_unix_nanos, windows[0].end_unix_nanos)
+    return WatchRanksResponse(node=node, windows=windows, columns=window_columns(windows, span))
+
+
+def hold(*windows: RankWindow) -> dict[int, HeldWindow]:
+    """As an operator keeps them, by rank."""
+    message = DaemonMessage("", response("", windows).SerializeToString())
+    times = message.start_unix_nanos, message.end_unix_nanos
+    return {
+        window.identity.rank: HeldWindow(RankSeen(window.identity), window_bytes, *times, figures)
+        for window, window_bytes, figures in zip(windows, message.windows, message.figures(len(windows)), strict=True)
+    }

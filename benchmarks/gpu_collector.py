@@ -13,8 +13,7 @@ from pathlib import Path
 from benchmarks.reporting import Row, between
 from benchmarks.running import ROOT, BenchmarkError
 from benchmarks.statistics import spread_of
-from tests.nvml_stub.building import build_stub
-from tests.nvml_stub.scripting import Script
+from tools.nvml_stub import Script, build_stub
 
 GPUS = 8
 SETTLING_SECONDS = 5.0

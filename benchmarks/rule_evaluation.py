@@ -24,9 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.reporting import Row, between
 from benchmarks.running import ROOT, BenchmarkError, cpu_seconds, memory_bytes, wait_until
 from benchmarks.statistics import spread_of
-from tests.prometheus_tools import binary
-from tests.unit.daemon import gpu_makers
-from tests.unit.daemon import test_exporting as exporting
+from tools import daemon_samples
+from tools.prometheus_binaries import binary
 
 RANKS = 10_000
 RANKS_PER_JOB = 500
@@ -78,12 +77,12 @@ def measure(ranks: int = RANKS, settling_seconds: float = SETTLING_SECONDS, read
 
 def template() -> tuple[list[str], list[str]]:
     """Lines of one rank, and of its GPU, as the daemon exports them at default settings."""
-    bare = replace(exporting.STATUS, metrics_detail="standard", gpu=gpu_makers.status())
-    status = replace(bare, gpu=gpu_makers.status(gpu_makers.full_gpu()))
-    text = exporting.scrape(exporting.full_rank(), status=status)
+    bare = replace(daemon_samples.STATUS, metrics_detail="standard", gpu=daemon_samples.gpu_status())
+    status = replace(bare, gpu=daemon_samples.gpu_status(daemon_samples.full_gpu()))
+    text = daemon_samples.scrape(daemon_samples.full_rank(), status=status)
     lines = [line for line in text.splitlines() if line and line[0] != "#"]
     ranks = [line for line in lines if 'rank="0"' in line]
-    return ranks, [line for line in lines if gpu_makers.uuid(0) in line and line not in ranks]
+    return ranks, [line for line in lines if daemon_samples.gpu_uuid(0) in line and line not in ranks]
 
 
 def fleet(rank_lines: Sequence[str], gpu_lines: Sequence[str], ranks: int) -> list[bytes]:
@@ -107,7 +106,7 @@ def rank_line(line: str, number: int) -> str:
     if family == "rankscope_rank_info":
         stage = rank * STAGES // RANKS_PER_JOB
         for label, text in (
-            ("gpu", gpu_makers.uuid(number)),
+            ("gpu", daemon_samples.gpu_uuid(number)),
             ("node", f"node-{number // 8}"),
             ("pod", f"job-{job}-{rank // 8}"),
             ("pipeline", str(stage)),
@@ -130,7 +129,9 @@ def is_shown(line: str, number: int) -> bool:
 
 def gpu_line(line: str, number: int) -> str:
     name, value = line.rsplit(" ", 1)
-    name = name.replace(gpu_makers.uuid(0), gpu_makers.uuid(number)).replace("node-a", f"node-{number // 8}")
+    name = name.replace(daemon_samples.gpu_uuid(0), daemon_samples.gpu_uuid(number)).replace(
+        "node-a", f"node-{number // 8}"
+    )
     if "energy" in name or ('reason="hw_thermal"' in name and number % 500 == 3):
         value = _NOW.decode()
     return f"{name} {value}"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from benchmarks.fleets import Fleet, rank_window
+from benchmarks.fleets import RANKS_PER_NODE, Fleet, rank_window, response
 from benchmarks.reporting import Row, between
 from benchmarks.statistics import spread_of
-from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.operator.correlation.columns import Tick, job_windows
-from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen
-from rankscope.operator.correlation.reading_windows import read_windows
+from rankscope.operator.correlation.daemon_windows import DaemonMessage, HeldWindow, RankSeen
 
 FLEETS = tuple(Fleet(jobs, 100_000 // jobs, slow_ratio) for jobs in (1, 100, 12_500) for slow_ratio in (0.0, 0.01))
 # More than any rule remembers, but for the baseline of communication, which is learned for minutes.
@@ -29,7 +28,7 @@ def measure() -> list[Row]:
 
 
 def _judge(fleet: Fleet) -> Row:
-    judge = FleetJudge()
+    judge = FleetDetector()
     seconds = []
     give_up_at = time.process_time() + PATIENCE_SECONDS
     for windows in fleet.ticks():
@@ -59,14 +58,19 @@ def _check(fleet: Fleet, verdicts: Mapping[str, Verdict]) -> None:
 
 
 def _make_columns() -> Row:
-    serialized = [rank_window(rank, COLUMN_RANKS).SerializeToString() for rank in range(COLUMN_RANKS)]
-    members = [RankSeen(rank_window(rank, COLUMN_RANKS).identity) for rank in range(COLUMN_RANKS)]
+    windows = [rank_window(rank, COLUMN_RANKS) for rank in range(COLUMN_RANKS)]
+    nodes = [windows[first : first + RANKS_PER_NODE] for first in range(0, COLUMN_RANKS, RANKS_PER_NODE)]
+    messages = [response("", node).SerializeToString() for node in nodes]
+    members = iter([RankSeen(window.identity) for window in windows] * COLUMN_ROUNDS)
     microseconds = []
     for _ in range(COLUMN_ROUNDS):
         started = time.process_time()
-        read = read_windows(serialized)
-        parts = zip(members, serialized, read.starts_unix_nanos, read.ends_unix_nanos, read.measured, strict=True)
-        held = {rank: HeldWindow(*part) for rank, part in enumerate(parts)}
+        held: dict[int, HeldWindow] = {}
+        for sent in messages:
+            message = DaemonMessage("", sent)
+            times = message.start_unix_nanos, message.end_unix_nanos
+            for window, figures in zip(message.windows, message.figures(RANKS_PER_NODE), strict=True):
+                held[len(held)] = HeldWindow(next(members), window, *times, figures)
         job_windows({"": Tick(held, COLUMN_RANKS)})
         microseconds.append(1e6 * (time.process_time() - started) / COLUMN_RANKS)
     spread = spread_of(microseconds)

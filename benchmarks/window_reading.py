@@ -7,7 +7,7 @@ import time
 
 from benchmarks.reporting import Row, between
 from benchmarks.statistics import spread_of
-from rankscope.analysis.models.mfu import peak_flops_per_second
+from rankscope.analysis.models.device_peaks import peak_flops_per_second
 from rankscope.daemon.samples import RankProcess, Span, StepSample
 from rankscope.daemon.steps.collector import StepsCollector
 from rankscope.daemon.windows.window import RankSamples, assemble

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import filecmp
 import os
 import shutil
 import subprocess
@@ -12,31 +11,26 @@ import tempfile
 from pathlib import Path
 
 PROTO_ROOT = Path(__file__).resolve().parent.parent / "proto"
-PACKAGE = Path("rankscope/v1")
+GENERATED = "**/*_pb2*.py*"
 
 
 def generate(output_root: Path) -> None:
-    sources = sorted(str(path.relative_to(PROTO_ROOT)) for path in (PROTO_ROOT / PACKAGE).glob("*.proto"))
+    sources = sorted(PROTO_ROOT.glob("rankscope/*/*.proto"))
     plugins = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={PROTO_ROOT}"]
     kinds = ("python", "grpc_python", "mypy", "mypy_grpc")
     command += [f"--{kind}_out={output_root}" for kind in kinds]
-    subprocess.run([*command, *sources], check=True, env=plugins, stderr=subprocess.DEVNULL)
-    for path in (output_root / PACKAGE).glob("*_pb2_grpc.py*"):
+    subprocess.run([*command, *map(str, sources)], check=True, env=plugins, stderr=subprocess.DEVNULL)
+    for source in sources:
         # A file of messages alone has no service; its empty stub module is noise.
-        if f"{path.name.partition('_pb2')[0]}.proto" not in _files_with_services():
-            path.unlink()
+        if "\nservice " not in source.read_text():
+            folder = output_root / source.parent.relative_to(PROTO_ROOT)
+            for path in folder.glob(f"{source.stem}_pb2_grpc.py*"):
+                path.unlink()
 
 
-def _files_with_services() -> set[str]:
-    return {p.name for p in (PROTO_ROOT / PACKAGE).glob("*.proto") if "\nservice " in p.read_text()}
-
-
-def stale_files(fresh_root: Path) -> list[str]:
-    fresh = {path.name for path in (fresh_root / PACKAGE).glob("*_pb2*")}
-    committed = {path.name for path in (PROTO_ROOT / PACKAGE).glob("*_pb2*.py*")}
-    _same, different, missing = filecmp.cmpfiles(fresh_root / PACKAGE, PROTO_ROOT / PACKAGE, fresh, shallow=False)
-    return sorted({*different, *missing, *(committed - fresh)})
+def _generated(root: Path) -> dict[Path, bytes]:
+    return {path.relative_to(root): path.read_bytes() for path in root.glob(GENERATED) if path.suffix != ".pyc"}
 
 
 def main() -> int:
@@ -45,15 +39,18 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
+        fresh, committed = _generated(Path(scratch)), _generated(PROTO_ROOT)
         if arguments.check:
-            stale = stale_files(Path(scratch))
+            stale = sorted(
+                str(path) for path in fresh.keys() | committed.keys() if fresh.get(path) != committed.get(path)
+            )
             if stale:
                 print(f"error: generated code is not fresh: {', '.join(stale)}. Next step: make proto", file=sys.stderr)
             return 1 if stale else 0
-        for old in (PROTO_ROOT / PACKAGE).glob("*_pb2*.py*"):
-            old.unlink()
-        for path in (Path(scratch) / PACKAGE).glob("*_pb2*"):
-            shutil.copy(path, PROTO_ROOT / PACKAGE / path.name)
+        for path in committed:
+            (PROTO_ROOT / path).unlink()
+        for path in fresh:
+            shutil.copy(Path(scratch) / path, PROTO_ROOT / path)
     return 0
 
 

@@ -47,8 +47,9 @@ class ProbeSwitch:
         self._rates = [DDP_OWN_SAMPLE_RATE] * len(self._models)
         for place, model in enumerate(self._models):
             self._follow_rate(place, model)
+        self._sessions = [one for one in gc.get_objects() if _is_probes(getattr(type(one), "look_at_device", None))]
         self._is_on = True
-        if not all(self._kept):
+        if not all(self._kept) or not self._sessions:
             raise RuntimeError("the probe is not in this process")
 
     def _follow_rate(self, place: int, model: Any) -> None:
@@ -73,6 +74,9 @@ class ProbeSwitch:
             setattr(owner, name, wrapper if is_on else _original(owner, wrapper))
         for set_rate, rate in zip(self._models, self._rates, strict=True):
             set_rate(rate if is_on else DDP_OWN_SAMPLE_RATE)
+        for session in self._sessions:
+            # Or it takes the time without it for one long step, and has DDP time itself too often for a second.
+            session._refreshed = (0, 0)
 
     @property
     def names(self) -> list[str]:

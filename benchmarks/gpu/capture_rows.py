@@ -13,7 +13,7 @@ from benchmarks.gpu.jobs import TrainingJob
 from benchmarks.gpu.reporting import Report
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.running import RunningDaemon
-from rankscope.analysis.models.mfu import peak_flops_per_second
+from rankscope.analysis.models.device_peaks import peak_flops_per_second
 
 MFU_TOLERANCE = 0.03
 AFTER_AT_MOST = 1.02

@@ -257,8 +257,7 @@ PARTS: dict[str, tuple[Callable[[Rig], None], float]] = {
 
 def use_stub() -> None:
     """Begins anew with the stub in the place of the driver's library."""
-    from tests.nvml_stub.building import build_stub
-    from tests.nvml_stub.scripting import Script
+    from tools.nvml_stub import Script, build_stub
 
     if STUB in os.environ:
         return

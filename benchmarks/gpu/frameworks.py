@@ -58,6 +58,7 @@ def loop(setup: Any, model: nn.Module, foreach: bool | None = None) -> None:
     for batch in setup.batches():
         optimizer.zero_grad()
         loss_of(model(batch)).backward()
+        setup.fault.before_optimizer()
         optimizer.step()
         setup.course.step_ended()
 

@@ -39,6 +39,7 @@ class Stopwatch:
         self._file = path.open("w")
         self._pending: deque[tuple[int, Any]] = deque()
         self._flushed = time.monotonic()
+        self.told = 0  # steps
         if on_cuda:
             torch.cuda.synchronize()
         self._device_ns = time.time_ns()
@@ -52,6 +53,7 @@ class Stopwatch:
             millis = before.elapsed_time(after) if self._on_cuda else (after - before) / 1e6
             self._device_ns += round(millis * 1e6)
             self._file.write(f"{host_ns} {self._device_ns} {millis:.4f}\n")
+            self.told += 1
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self._file.flush()
             self._flushed = time.monotonic()

@@ -101,9 +101,10 @@ class LabJob:
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
-    def progress(self, rank: int) -> int:
-        """The step that a rank is in, counted from 1."""
-        written = (self.folder / "course").read_bytes()[8 * rank : 8 * rank + 8]
+    def device_progress(self, rank: int) -> int:
+        """The step that a rank's device is in, counted from 1; its host may be many steps ahead."""
+        start = 8 * (len(self.processes) + 1 + rank)
+        written = (self.folder / "course").read_bytes()[start : start + 8]
         return int.from_bytes(written, sys.byteorder, signed=True)
 
     def steps(self) -> list[Steps]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.analysis.models.mfu import peak_flops_per_second
+from rankscope.analysis.models.device_peaks import peak_flops_per_second
 from rankscope.daemon.samples import RankProcess, Span, StepSample
 from rankscope.daemon.steps.collector import StepsCollector
 

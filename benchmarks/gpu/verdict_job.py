@@ -3,9 +3,11 @@
     python3 verdict_job.py --framework fsdp2 --fault gpu --folder FOLDER [--rank 2] [--milliseconds 60]
 
 The loop never synchronises by itself: on a GPU the host runs ahead of the device as far as the framework lets it. The
-faults are a sleeping function in the forward (`host`), a kernel that spins in the forward (`gpu`) and a dataset that
-sleeps (`input`), on one rank and from `--start-after` seconds after the first step on. FOLDER/steps-RANK grows by a
-line a step (`job.Stopwatch`), FOLDER/fault.json says when the fault began, FOLDER/summary-RANK.json how it ended."""
+faults are a sleeping function in the forward (`host`), a kernel that spins in the forward (`gpu`) or between backward
+and optimizer, where nothing overlaps with it (`tail`), and a dataset that sleeps (`input`), on one rank and from
+`--start-after` seconds after the first step on. `--alternate-after` seconds later, steps with the fault and without it
+take turns. FOLDER/steps-RANK grows by a line a step (`job.Stopwatch`), FOLDER/fault.json says when the fault began,
+FOLDER/blocks.json which steps took turns, FOLDER/summary-RANK.json how it ended."""
 
 from __future__ import annotations
 
@@ -23,12 +25,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from alternation import Alternation
+from alternation import Alternation, is_on
 from frameworks import FRAMEWORKS, default_compiler
 from job import Stopwatch
 from torch.utils.data import DataLoader, Dataset
 
-FAULTS = ("none", "host", "gpu", "input")
+FAULTS = ("none", "host", "gpu", "tail", "input")
+ON_DEVICE = ("gpu", "tail")
+ALTERNATION_SECONDS = 1.5
 HOLDING = -1
 HOLD_SECONDS = 0.05
 PATIENCE_SECONDS = 20.0
@@ -48,33 +52,57 @@ class Fault:
         self._starts_at = torch.full((1,), float("inf"), dtype=torch.float64).share_memory_()
         self._batch = asked.batch
         self._began = False
-        self._cycles_per_second = 0.0 if asked.cpu or self.kind != "gpu" else _cycles_per_second()
+        self._alternate_after = asked.alternate_after or float("inf")
+        self._first_steps: list[int] = []  # of the blocks that take turns
+        self._is_paused = False
+        self._cycles_per_second = 0.0 if asked.cpu or self.kind not in ON_DEVICE else _cycles_per_second()
 
     def schedule(self, unix_seconds: float) -> None:
         self._starts_at[0] = unix_seconds
 
-    def in_forward(self) -> None:
-        if self.kind not in ("host", "gpu") or not self._is_on():
+    def begin_step(self, step: int) -> None:
+        """Decides whether the fault is on in this step, once both take turns."""
+        passed = time.time() - self._starts_at.item() - self._alternate_after
+        if self.kind == "none" or passed < 0:
             return
-        if not self._began:
+        block = int(passed / ALTERNATION_SECONDS)
+        self._first_steps += [step] * (block + 1 - len(self._first_steps))
+        self._is_paused = not is_on(block)
+
+    def tell_blocks(self) -> None:
+        if self._first_steps:
+            began = self._starts_at.item() + self._alternate_after
+            _write(self._folder / "blocks.json", {"unix_seconds": began, "first_steps": self._first_steps})
+
+    def in_forward(self) -> None:
+        if self.kind == "host" and self._is_on():
             self._begin()
-        if self.kind == "host":
             slow_host(self._seconds)
-        elif self._cycles_per_second:
+        elif self.kind == "gpu" and self._is_on():
+            self._occupy_device()
+
+    def before_optimizer(self) -> None:
+        if self.kind == "tail" and self._is_on():
+            self._occupy_device()
+
+    def _occupy_device(self) -> None:
+        self._begin()
+        if self._cycles_per_second:
             torch.cuda._sleep(int(self._seconds * self._cycles_per_second))
         else:
             busy_device(self._seconds)
 
     def in_dataset(self) -> None:
         if self.kind == "input" and self._is_on():
-            if not self._began:
-                self._begin()
+            self._begin()
             slow_read(self._seconds / self._batch)
 
     def _is_on(self) -> bool:
-        return time.time() >= self._starts_at.item()
+        return not self._is_paused and time.time() >= self._starts_at.item()
 
     def _begin(self) -> None:
+        if self._began:
+            return
         self._began = True
         if self._ratio:
             lines = self._steps.read_text().rpartition("\n")[0].splitlines()
@@ -127,8 +155,8 @@ class Course:
     """The steps of one rank, up to a last one that all ranks agree on. A rank that left alone would leave kernels that
     wait for it behind, which CUDA's multi-process service may not survive.
 
-    The ranks share an array: the step that each may be in, and what rank 0 asks for (0: go on, HOLDING: begin no other
-    step, otherwise the last step)."""
+    The ranks share an array: the step that each may be in, what rank 0 asks for (0: go on, HOLDING: begin no other
+    step, otherwise the last step), and the step that each one's device may be in."""
 
     def __init__(self, asked: argparse.Namespace, rank: int, world: int, fault: Fault) -> None:
         self._asked, self._rank, self._world, self._fault = asked, rank, world, fault
@@ -141,8 +169,8 @@ class Course:
             self._alternation = Alternation(asked.folder, rank, asked.pairs, asked.block_seconds, asked.start_after)
         path = asked.folder / "course"
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-            file.truncate(8 * (world + 1))
-            self._shared = memoryview(mmap.mmap(file.fileno(), 8 * (world + 1))).cast("q")
+            file.truncate(8 * (2 * world + 1))
+            self._shared = memoryview(mmap.mmap(file.fileno(), 8 * (2 * world + 1))).cast("q")
         signal.signal(signal.SIGTERM, self._end)
 
     def _end(self, *_: object) -> None:
@@ -155,6 +183,7 @@ class Course:
             self._first_step()
         else:
             self._watch.tell()
+            self._shared[self._world + 1 + self._rank] = self._watch.told + 2  # the first step is not told
         self._shared[self._rank] = self._steps + 1
         if os.getppid() != self._parent:
             os._exit(4)
@@ -169,6 +198,7 @@ class Course:
             time.sleep(HOLD_SECONDS / 10)
         if 0 < self._shared[self._world] <= self._steps:
             self._leave()
+        self._fault.begin_step(self._steps + 1)
 
     def _first_step(self) -> None:
         now = time.time()
@@ -187,6 +217,7 @@ class Course:
             torch.cuda.synchronize()
         self._watch.tell()
         self._watch.close()
+        self._fault.tell_blocks()
         _write(self._asked.folder / f"summary-{self._rank}.json", {"steps": self._steps, "unix_seconds": time.time()})
         os._exit(0)
 
@@ -231,6 +262,7 @@ def main() -> None:
     parser.add_argument("--milliseconds", type=float, default=60.0)
     parser.add_argument("--slow-ratio", type=float, help="of the step so far, instead of --milliseconds")
     parser.add_argument("--start-after", type=float, default=11.0, help="seconds from the first step to the fault")
+    parser.add_argument("--alternate-after", type=float, help="seconds from the fault to turns with it and without")
     parser.add_argument("--seconds", type=float, default=30.0, help="from the first step to the last")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)

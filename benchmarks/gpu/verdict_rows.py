@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.alternation import is_on
 from benchmarks.gpu.jobs import Steps
+from benchmarks.statistics import Ratio, median_of_ratios
 from rankscope.v1 import job_service_pb2
 
 ALARM_SECONDS = 15.0
@@ -18,13 +20,16 @@ STEP_ERROR_RATIO = 0.03
 IMPACT_ERROR_RATIO = 0.10
 # With the first steps of a job, and of its fault, come compilation, allocation and queues that fill.
 SETTLING_SECONDS = 3.0
+# The first part of a block of steps with a small fault, or without it, in which queues from before it are worked off.
+DROPPED_RATIO = 0.4
 # A fault that costs more must be found; one that costs less must not be raised; between the two, either is right.
 FOUND_FROM_RATIO, HIDDEN_UP_TO_RATIO = 0.05, 0.02
 SAYS_NOTHING = ("healthy", "insufficient_data")
 # What a cause must say about each fault, somewhere in its text.
-CAUSES = {"host": r"slow_host", "gpu": r"(?i)device|gpu|kernel", "input": r"(?i)input|slow_read"}
+_DEVICE = r"(?i)device|gpu|kernel"
+CAUSES = {"host": r"slow_host", "gpu": _DEVICE, "tail": _DEVICE, "input": r"(?i)input|slow_read"}
 # What it must not name when the host is not to blame; where the device is the CPU, `busy_device` is to blame.
-NOT_CAUSES = {"gpu": r"^(?!.*busy_device).*(verdict_job\.py|frameworks\.py)"}
+NOT_CAUSES = dict.fromkeys(("gpu", "tail"), r"^(?!.*busy_device).*(verdict_job\.py|frameworks\.py)")
 # Each stage is one rank: slow stage and slow rank are the same.
 PIPELINES = ("pp",)
 
@@ -72,7 +77,7 @@ class Said:
 @dataclass(frozen=True)
 class Cell:
     framework: str
-    fault: str  # none, host, gpu, input; with a number, so many per cent of a step: gpu10
+    fault: str  # none, host, gpu, tail, input; with a number, so many per cent of a step: gpu10
     repeat: int = 1
     rank: int = 2
 
@@ -107,8 +112,9 @@ class Facts:
     steps: Sequence[Steps]  # of every rank
     fault_unix_seconds: float | None
     fault_milliseconds: float | None = None
-    budget_ratios: Sequence[float] = ()
-    stack_rates_hertz: Sequence[float] = ()
+    costs: Sequence[dict[str, float]] = ()  # of the daemon, one scrape after the other
+    turns_unix_seconds: float | None = None  # when steps with the fault and without it began to take turns
+    first_steps: Sequence[int] = ()  # of the blocks that took turns
 
 
 @dataclass
@@ -131,9 +137,12 @@ class Row:
     step_error_ratio: float | None = None
     impact_ratio: float | None = None  # as reported
     true_impact_ratio: float | None = None
+    true_impact_low: float | None = None  # where it is known from blocks that took turns
+    true_impact_high: float | None = None
     stack_hertz: float | None = None
     stack_rate_hertz: float | None = None
     budget_ratio: float | None = None
+    costs: list[dict[str, float]] = field(default_factory=list)
     failure: str = ""
 
     @property
@@ -165,6 +174,9 @@ class Row:
         impact = ""
         if self.true_impact_ratio is not None:
             impact = f"{_shown(self.impact_ratio, 0, 100)} %, true {_shown(self.true_impact_ratio, 0, 100)} %"
+            if self.true_impact_low is not None:
+                low, high = _shown(self.true_impact_low, 1, 100), _shown(self.true_impact_high, 1, 100)
+                impact += f" ({low} to {high})"
         stacks = f"{_shown(self.stack_hertz, 1)} Hz, {_shown(self.budget_ratio, 0, 100)} % of the budget"
         alarm = "" if self.alarm_seconds is None else f"{self.alarm_seconds:.1f} s"
         met = f"NO: {', '.join(self.misses)}" if self.misses else "yes"
@@ -178,12 +190,16 @@ class Row:
 def judge(cell: Cell, said: Sequence[Said], facts: Facts) -> Row:
     """`said` are the evaluations of this job alone, in order."""
     row = Row(cell.framework, cell.fault, cell.repeat, changes=list(_changes(said)))
+    turns_at = facts.turns_unix_seconds
+    judged = [one for one in said if turns_at is None or one.unix_seconds <= turns_at]
     _compare_impact(row, facts)
-    _compare_verdicts(row, cell, said, facts)
-    _compare_steps(row, said, facts)
+    _compare_verdicts(row, cell, judged, facts)
+    _compare_steps(row, judged, facts)
     row.stack_hertz = _stack_hertz(said, _first(facts) + SETTLING_SECONDS)
-    row.stack_rate_hertz = min(facts.stack_rates_hertz, default=None)
-    row.budget_ratio = statistics.median(facts.budget_ratios) if facts.budget_ratios else None
+    row.costs = list(facts.costs)
+    row.stack_rate_hertz = min((one["stack_rate_hertz"] for one in facts.costs), default=None)
+    budgets = [one["budget_ratio"] for one in facts.costs if "budget_ratio" in one]
+    row.budget_ratio = statistics.median(budgets) if budgets else None
     return row
 
 
@@ -229,9 +245,29 @@ def _compare_impact(row: Row, facts: Facts) -> None:
     row.fault_milliseconds = facts.fault_milliseconds
     if since is None:
         return
-    row.faulty_milliseconds = _mean(facts, since + SETTLING_SECONDS, float("inf"))
+    until = float("inf") if facts.turns_unix_seconds is None else facts.turns_unix_seconds
+    row.faulty_milliseconds = _mean(facts, since + SETTLING_SECONDS, until)
     if row.healthy_milliseconds and row.faulty_milliseconds:
         row.true_impact_ratio = max(0.0, 1 - row.healthy_milliseconds / row.faulty_milliseconds)
+    turns = _slowdown_in_turns(facts)
+    if turns is not None:
+        row.true_impact_ratio = max(0.0, 1 - 1 / turns.ratio)
+        row.true_impact_low, row.true_impact_high = 1 - 1 / turns.low, 1 - 1 / turns.high
+
+
+def _slowdown_in_turns(facts: Facts) -> Ratio | None:
+    """Steps with the fault against those without it next to them: a job wanders by more than a small fault costs."""
+    made: dict[bool, list[float]] = {True: [], False: []}
+    starts = facts.first_steps
+    for block in range(len(starts) - 1 - (len(starts) - 1) % 2):
+        # Line 0 of a record is step 2.
+        start, end = starts[block] - 2, starts[block + 1] - 2
+        kept = slice(start + round(DROPPED_RATIO * (end - start)), end)
+        means = [float(np.mean(steps.millis[kept])) for steps in facts.steps if len(steps.millis[kept])]
+        if not means:
+            return None
+        made[is_on(block)].append(statistics.median(means))
+    return median_of_ratios(made[True], made[False]) if made[True] else None
 
 
 def _compare_steps(row: Row, said: Sequence[Said], facts: Facts) -> None:

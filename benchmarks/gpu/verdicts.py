@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,13 @@ from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
 FRAMEWORKS = ("ddp", "fsdp2", "hand", "hf")
 FAULTS = ("none", "host", "gpu", "input")
 DEFAULT_CELLS = ",".join(f"{framework}:{fault}" for framework, fault in itertools.product(FRAMEWORKS, FAULTS))
-BUDGET_METRIC, RATE_METRIC = "rankscope_daemon_budget_ratio", "rankscope_daemon_stack_rate_hertz"
+SCRAPED = {
+    "budget_ratio": "rankscope_daemon_budget_ratio",
+    "stack_rate_hertz": "rankscope_daemon_stack_rate_hertz",
+    "stack_recorded_ratio": "rankscope_daemon_stack_recorded_ratio",
+    "own_cpu_seconds": 'rankscope_daemon_cpu_seconds_total{part="self"}',
+    "sampling_cpu_seconds": 'rankscope_daemon_cpu_seconds_total{part="sampling"}',
+}
 SCRAPE_SECONDS = 2.0
 END_SECONDS = 12.0  # how long ranks may take to end after their time
 START_ESTIMATE_SECONDS = 15.0
@@ -55,7 +61,7 @@ class Recording:
 
     watching: RunningDaemon
     said: list[Said] = field(default_factory=list)
-    scrapes: list[tuple[float, float | None, float | None]] = field(default_factory=list)
+    scrapes: list[dict[str, float]] = field(default_factory=list)
     problem: str = ""
 
     def watch(self, channel: grpc.Channel) -> None:
@@ -71,20 +77,14 @@ class Recording:
         while not stopping.wait(SCRAPE_SECONDS):
             with contextlib.suppress(OSError, ValueError):
                 found = self.watching.metrics()
-                budget, rate = _of_family(found, BUDGET_METRIC), _of_family(found, RATE_METRIC)
-                self.scrapes.append((time.time(), budget, rate))
+                kept = {name: found[series] for name, series in SCRAPED.items() if series in found}
+                self.scrapes.append({"unix_seconds": time.time(), **kept})
 
     def about(self, job: LabJob) -> list[Said]:
         return [one for one in self.said if job.is_named(one.status.job)]
 
-    def costs_between(self, start: float, end: float) -> tuple[list[float], list[float]]:
-        kept = [one for one in self.scrapes if start <= one[0] <= end]
-        return [one[1] for one in kept if one[1] is not None], [one[2] for one in kept if one[2] is not None]
-
-
-def _of_family(series: Mapping[str, float], name: str) -> float | None:
-    """The largest, whatever labels it has."""
-    return max((value for key, value in series.items() if key.partition("{")[0] == name), default=None)
+    def costs_between(self, start: float, end: float) -> list[dict[str, float]]:
+        return [one for one in self.scrapes if start <= one["unix_seconds"] <= end]
 
 
 @contextlib.contextmanager
@@ -166,6 +166,7 @@ class Matrix:
             "--width": asked.width,
             "--workers": asked.workers,
             **({"--slow-ratio": cell.slow_ratio} if cell.slow_ratio is not None else {}),
+            **({"--alternate-after": asked.alternate_after} if asked.alternate_after else {}),
         }
         return lab_job(
             "verdict_job.py",
@@ -195,8 +196,16 @@ class Matrix:
                 raise BenchmarkError("the fault never began")
             last = min(one.device_end[-1] for one in steps)
             said = [one for one in said if one.unix_seconds <= last]
-            budget, rates = heard.costs_between(steps[0].device_end[0] + 5, last)
-            facts = Facts(steps, fault.get("unix_seconds"), fault.get("milliseconds"), budget, rates)
+            costs = heard.costs_between(steps[0].device_end[0] + 5, last)
+            turns = job.fact("blocks.json") or {}
+            facts = Facts(
+                steps,
+                fault.get("unix_seconds"),
+                fault.get("milliseconds"),
+                costs,
+                turns.get("unix_seconds"),
+                turns.get("first_steps", ()),
+            )
             return judge(cell, said, facts)
         except Exception as error:  # noqa: BLE001  a cell that cannot be judged does not spoil its neighbour
             traceback.print_exc(limit=-3, file=sys.stdout)
@@ -248,6 +257,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=2, help="the slow one")
     parser.add_argument("--milliseconds", type=float, default=60.0, help="of the faults")
     parser.add_argument("--start-after", type=float, default=11.0, help="seconds from the first step to the fault")
+    parser.add_argument("--alternate-after", type=float, help="seconds from the fault to turns with it and without")
     parser.add_argument("--seconds", type=float, default=30.0, help="from the first step to the last")
     parser.add_argument("--width", type=int, help="of the model (default: 512, 64 with --cpu)")
     parser.add_argument("--workers", type=int, default=0, help="of the data loaders")

@@ -7,6 +7,7 @@ from typing import Any
 from deploy.grafana.laying_out import DAEMONS, Line, dashboard, to_rank, variable
 from deploy.grafana.panels import BAD, GOOD, NOTICE, WARN, Panel, Query, column, linked, stat, table, timeseries
 from deploy.grafana.queries import RATE
+from rankscope.analysis.verdicts.thresholds import ALERT_THRESHOLDS
 
 DAEMON = 'rankscope_build_info{node=~"$node",instance=~"$instance"}'
 GPU = 'node=~"$node",gpu=~"$gpu"'
@@ -176,7 +177,7 @@ def _after_captures() -> Panel:
         "data before the first capture.",
         [Query(f"max by (job) ({of_nodes('rankscope_capture_step_ratio')})", "{{job}}")],
         "percentunit",
-        thresholds=((None, GOOD), (1.05, WARN)),
+        thresholds=((None, GOOD), (ALERT_THRESHOLDS.capture_slowdown_ratio, WARN)),
     )
 
 

@@ -4,15 +4,29 @@ claims to be somebody else's rank must not make a panel fail (many-to-many match
 from __future__ import annotations
 
 from deploy.grafana.panels import BAD, GOOD, NOTICE, WARN, Threshold
+from rankscope.analysis.verdicts.thresholds import ALERT_THRESHOLDS, DEFAULT_POLICY
 
 RATE = "[$__rate_interval]"
 JOB = 'job="$job"'
 ONE_RANK = 'job="$job",rank="$rank"'
 
-# As in analysis: 10 % above the cohort is a straggler if it lasts.
-AGAINST_COHORT: tuple[Threshold, ...] = ((None, GOOD), (1.05, NOTICE), (1.1, WARN), (1.5, BAD))
-IMPACT: tuple[Threshold, ...] = ((None, GOOD), (0.02, WARN), (0.1, BAD))
-EXPOSED: tuple[Threshold, ...] = ((None, GOOD), (0.2, NOTICE), (0.3, WARN), (0.5, BAD))
+AGAINST_COHORT: tuple[Threshold, ...] = (
+    (None, GOOD),
+    (DEFAULT_POLICY.device_rank_ratio, NOTICE),
+    (DEFAULT_POLICY.rank_ratio, WARN),
+    (DEFAULT_POLICY.starved_rank_ratio, BAD),
+)
+IMPACT: tuple[Threshold, ...] = (
+    (None, GOOD),
+    (DEFAULT_POLICY.impact_ratio, WARN),
+    (ALERT_THRESHOLDS.paging_impact_ratio, BAD),
+)
+EXPOSED: tuple[Threshold, ...] = (
+    (None, GOOD),
+    (0.2, NOTICE),
+    (ALERT_THRESHOLDS.exposed_communication_ratio, WARN),
+    (0.5, BAD),
+)
 SEVERITIES = {"none": GOOD, "warning": WARN, "alarm": BAD}
 # The parts that make up a step and do not overlap.
 PARTS = "input|forward|backward|optimizer|checkpoint|other|wait"

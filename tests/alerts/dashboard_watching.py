@@ -15,8 +15,7 @@ from rankscope.cli.demo_job.faults import SLOW_RANK, Fault
 from rankscope.cli.demo_job.launcher import DemoJob
 from tests.alerts.prometheus_running import Prometheus, running_prometheus
 from tests.integration.daemon_process import MAIN, Serving, serving
-from tests.nvml_stub.building import build_stub
-from tests.nvml_stub.scripting import Script
+from tools.nvml_stub import Script, build_stub
 
 RING_KEEPER = Path(__file__).parents[1] / "integration" / "jobs" / "ring_keeper.py"
 RANKS, SLOW = 3, 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.prometheus_tools import binary
+from tests.free_ports import free_port
+from tools.prometheus_binaries import binary
 
 PATIENCE_SECONDS = 90.0
 _PORT_ATTEMPTS = 3
@@ -120,13 +120,6 @@ def running_prometheus(
         except subprocess.TimeoutExpired:
             prometheus.process.kill()
             prometheus.process.wait()
-
-
-def free_port() -> int:
-    """Free a moment ago: who binds it must be ready to find it taken."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _start(folder: Path, configuration: Path) -> Prometheus:

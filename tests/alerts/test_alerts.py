@@ -23,7 +23,7 @@ from rankscope.cli.demo_job.launcher import DemoJob
 from tests.alerts.admitting import ProcView
 from tests.alerts.hearing import Heard, Hearing, hearing
 from tests.integration.daemon_process import MAIN, Serving, serving, wait_until
-from tests.prometheus_tools import ROOT, binary
+from tools.prometheus_binaries import ROOT, binary
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

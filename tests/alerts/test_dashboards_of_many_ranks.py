@@ -12,7 +12,7 @@ import pytest
 from deploy.grafana.dashboards import FOLDER
 from tests.alerts.prometheus_running import Prometheus, running_prometheus
 from tests.alerts.test_dashboards import filled, panels
-from tests.prometheus_tools import binary
+from tools.prometheus_binaries import binary
 
 RANKS, STAGES = 512, 4
 SLOW = {7: 2.0, 300: 1.3}  # how much longer than the others of their stage

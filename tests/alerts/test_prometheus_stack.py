@@ -10,11 +10,13 @@ import subprocess
 import urllib.error
 import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, serving, wait_until
-from tests.prometheus_tools import binary
+from tests.listening_sockets import listening
+from tools.prometheus_binaries import binary
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +24,12 @@ def _programs() -> None:
     binary("alertmanager")  # gets all of them if need be
 
 
-def children(up: Serving) -> dict[int, str]:
-    """Name by pid."""
-    listed = Path(f"/proc/{up.process.pid}/task/{up.process.pid}/children").read_text().split()
-    return {int(pid): Path(f"/proc/{pid}/comm").read_text().strip() for pid in listed}
+def started(up: Serving) -> dict[int, str]:
+    """What it runs by pid: the name under which it announced the port that the process listens on. The name of its
+    file is the package's (Debian's Alertmanager is `prometheus-alertmanager`)."""
+    names = {urlsplit(address(up, name)).port: name for name in ("prometheus", "alertmanager")}
+    children = Path(f"/proc/{up.process.pid}/task/{up.process.pid}/children").read_text().split()
+    return {int(pid): names[port] for pid in children for _, port in listening(int(pid)) if port in names}
 
 
 def is_gone(pid: int) -> bool:
@@ -43,15 +47,15 @@ def address(up: Serving, name: str) -> str:
 
 def test_both_programs_die_with_it_even_if_it_is_killed_and_the_token_is_needed(tmp_path: Path) -> None:
     with serving(tmp_path, "up", "--prometheus") as up:
-        started = {pid: name for pid, name in children(up).items() if name in ("prometheus", "alertmanager")}
-        assert sorted(started.values()) == ["alertmanager", "prometheus"]
+        programs = started(up)
+        assert sorted(programs.values()) == ["alertmanager", "prometheus"]
         for name, path in (("prometheus", "/-/ready"), ("alertmanager", "/-/ready")):
             with urllib.request.urlopen(address(up, name) + path, timeout=PATIENCE_SECONDS) as answer:
                 assert answer.status == 200
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(address(up, "alerts"), data=b"{}", timeout=PATIENCE_SECONDS)
         os.kill(up.process.pid, signal.SIGKILL)
-        wait_until(lambda: all(map(is_gone, started)), lambda: f"{started} live on")
+        wait_until(lambda: all(map(is_gone, programs)), lambda: f"{programs} live on")
 
 
 def test_it_ends_in_order_and_leaves_no_folder_behind(tmp_path: Path) -> None:
@@ -59,7 +63,8 @@ def test_it_ends_in_order_and_leaves_no_folder_behind(tmp_path: Path) -> None:
     temporary.mkdir()
     with serving(tmp_path, "up", "--prometheus", environment={"TMPDIR": str(temporary)}) as up:
         assert [path for path in temporary.iterdir() if path.name.startswith("rankscope-prometheus-")]
-        programs = list(children(up))
+        programs = started(up)
+        assert len(programs) == 2
         up.process.send_signal(signal.SIGTERM)
         assert up.process.wait(PATIENCE_SECONDS) == 0
         assert "Traceback" not in up.log

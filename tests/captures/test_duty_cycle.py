@@ -70,7 +70,7 @@ class Watched:
 
 
 def is_captured(window: window_pb2.RankWindow) -> bool:
-    return window.sources.get("causes") == window_pb2.SOURCE_CAPTURE
+    return window.sources.get("communication_seconds") == window_pb2.SOURCE_CAPTURE
 
 
 def is_ours(job: str) -> bool:
@@ -82,9 +82,9 @@ def said_of(run: str, up: Serving) -> str:
     return "\n".join(line for line in up.output.splitlines() if run in line)
 
 
-def own_seconds(windows: list[window_pb2.RankWindow]) -> float:
+def self_seconds(windows: list[window_pb2.RankWindow]) -> float:
     """A step's own work, typically."""
-    return statistics.median(window.causes.self / window.steps for window in windows)
+    return statistics.median(window.self_seconds.mean for window in windows)
 
 
 def test_the_slow_rank_of_a_job_without_probe_is_found_by_captures_alone_and_its_twin_is_left_in_peace(
@@ -111,14 +111,18 @@ def test_the_slow_rank_of_a_job_without_probe_is_found_by_captures_alone_and_its
             assert sorted(by_rank) == list(range(RANKS)), told()
             for rank, windows in by_rank.items():
                 for window in windows:
-                    assert window.steps == STEPS and window.HasField("self") and window.HasField("wait"), told()
-                    assert window.causes.communication > 0, told()
-                    assert window.causes.self + window.causes.wait == pytest.approx(window.step.mean_seconds * STEPS)
+                    assert (
+                        window.steps == STEPS and window.HasField("self_seconds") and window.HasField("wait_seconds")
+                    ), told()
+                    assert window.communication_seconds > 0, told()
+                    assert window.self_seconds.mean + window.wait_seconds.mean == pytest.approx(
+                        window.step_seconds.mean
+                    )
                 # A capture is in one window: the next one knows of no step.
                 numbers = {window.sequence for window in windows}
                 later = [w for w in watched.of(run)[rank] if w.sequence - 1 in numbers]
                 assert not any(window.HasField("steps") for window in later), told()
-        own = {rank: own_seconds(windows) for rank, windows in watched.captured(SLOW).items()}
+        own = {rank: self_seconds(windows) for rank, windows in watched.captured(SLOW).items()}
         assert max(own, key=lambda rank: own[rank]) == 2, (own, told())
         assert own[2] > 0.06, (own, told())  # it sleeps so long in every step
         assert "slow" not in said_of(TWIN, up), told()

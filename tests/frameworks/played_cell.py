@@ -43,7 +43,7 @@ class Heard:
 
     @property
     def has_steps(self) -> bool:
-        return sum(bool(window.steps) and window.HasField("step") for window in self.windows) == RANKS
+        return sum(bool(window.steps) and window.HasField("step_seconds") for window in self.windows) == RANKS
 
     @property
     def is_judged(self) -> bool:
@@ -93,9 +93,9 @@ class Stretch:
 
     def step_seconds(self, rank: int) -> float | None:
         """Mean over all steps that the windows of this stretch report."""
-        windows = [w for w in self._windows(rank) if w.HasField("step") and w.steps]
+        windows = [w for w in self._windows(rank) if w.HasField("step_seconds") and w.steps]
         steps = sum(window.steps for window in windows)
-        return sum(window.step.mean_seconds * window.steps for window in windows) / steps if steps else None
+        return sum(window.step_seconds.mean * window.steps for window in windows) / steps if steps else None
 
     def _windows(self, rank: int) -> list[window_pb2.RankWindow]:
         return [window for tick in self.ticks for window in tick.windows if window.identity.rank == rank]
@@ -104,10 +104,10 @@ class Stretch:
         windows = self._windows(rank)
 
         def middle(name: str) -> float | None:
-            values = [getattr(window, name).mean_seconds for window in windows if window.HasField(name)]
+            values = [getattr(window, name).mean for window in windows if window.HasField(name)]
             return median(values) if values else None
 
-        return RankFigures(rank, self.step_seconds(rank), middle("self"), middle("wait"))
+        return RankFigures(rank, self.step_seconds(rank), middle("self_seconds"), middle("wait_seconds"))
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def test_where_waiting_cannot_be_measured_that_is_said_and_nothing_wrong(framewo
         check_step_time(stretch, played)
     # The probe needs a few windows to know that collectives pass it by.
     for window in played.heard[-1].windows:
-        assert not window.HasField("wait") and not window.HasField("self"), str(played)
+        assert not window.HasField("wait_seconds") and not window.HasField("self_seconds"), str(played)
         assert any("waiting is not measured" in problem for problem in window.problems), str(played)
     for verdict in findings(played):
         # By stacks alone, then.

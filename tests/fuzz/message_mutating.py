@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError, Message
 
 from tests.fuzz.mutating import NUMBER_TEXTS, TEXTS, WHOLE_NUMBERS, Mutator
 
-_FLOATS = (
+FLOATS = (
     0.0,
     -0.0,
     1.0,
@@ -109,7 +109,7 @@ class MessageMutator:
         if kind in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
             if isinstance(old, float) and old and self._random.random() < 0.5:
                 return old * self._random.choice((-1.0, 0.5, 1.5, 10.0, 1e6))
-            return self._random.choice(_FLOATS)
+            return self._random.choice(FLOATS)
         if kind == FieldDescriptor.CPPTYPE_STRING:
             if field.type == FieldDescriptor.TYPE_BYTES:
                 return self._plain.token()

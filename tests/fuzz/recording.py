@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fleets import response
 from rankscope.daemon.samples import GpuSample, ProcessSample, StepSample
 from rankscope.daemon.stacks.pyspy import dump_command, find_py_spy, record_command
 from rankscope.daemon.stacks.pyspy_output import parse_recording
@@ -28,7 +29,6 @@ from rankscope.daemon.steps import ring_reader
 from rankscope.daemon.steps.collector import StepsCollector
 from rankscope.daemon.windows.window import RankSamples, assemble
 from rankscope.probe import ring_layout
-from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 from rankscope.v1.window_pb2 import Stall
 from tests.fuzz import target_ring, target_windows
 from tests.fuzz.packing import pack_files
@@ -178,7 +178,7 @@ def windows() -> bytes:
     """What a daemon sends of the job whose bytes are in `seeds`: two ranks, every source."""
     collector, span = StepsCollector(), target_ring._span()
     shared = target_ring._Shared()
-    message = WatchRanksResponse(node=target_windows.NODE)
+    windows = []
     try:
         shared.write(target_ring.SEEDS[0])
         steps = next(iter(collector.collect([target_ring._RANK], span).values()))
@@ -193,7 +193,8 @@ def windows() -> bytes:
         stall = Stall(seconds_since_step=9.5, phase="forward", stack=["f (a.py:1)"], collectives_enqueued=5)
         samples = RankSamples(steps, process, stacks, gpu=GpuSample(gpus=1, uuid="GPU-1", sm_clock_hertz=1.2e9))
         made = assemble(rank, target_windows.NODE, span, 1, samples, lambda _: 989e12, stall if number else None)
-        message.windows.append(made)
+        windows.append(made)
+    message = response(target_windows.NODE, windows)
     message.departed.append(message.windows[0].identity)
     message.departed[0].rank = 1
     return message.SerializeToString()

@@ -7,7 +7,7 @@ import json
 from rankscope.analysis.verdicts.verdict import Kind, Verdict
 from rankscope.operator.alerts.alert import ALERTS_MOST, MalformedError, Wanted, read_notification
 from rankscope.operator.alerts.alertmanager_webhook import _told
-from rankscope.operator.alerts.decision import AlertDesk, Result
+from rankscope.operator.alerts.decision import AlertDecisions, Result
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.v1.capture_service_pb2 import StartCaptureRequest
 from rankscope.v1.identity_pb2 import RankIdentity
@@ -57,7 +57,7 @@ def run(data: bytes) -> None:
         StartCaptureRequest(job=wanted.job, ranks=ranks, reason=wanted.reason).SerializeToString()
         return "c1"
 
-    desk = AlertDesk(lambda: (_state(),), start, monotonic_seconds=lambda: 100.0, unix_seconds=lambda: 1.79e9)
+    desk = AlertDecisions(lambda: (_state(),), start, monotonic_seconds=lambda: 100.0, unix_seconds=lambda: 1.79e9)
     for _ in range(2):
         with silence():
             outcomes = desk.handle(alerts)

@@ -6,9 +6,9 @@ import math
 from dataclasses import fields
 
 from rankscope.daemon.export.gpu_metrics import gpu_metrics
-from rankscope.daemon.gpu.collector import GpuStatus, SourceStatus
+from rankscope.daemon.gpu.collector import GpuStatus
 from rankscope.daemon.gpu.dcgm import GPUS_READ, parse_readings
-from rankscope.daemon.gpu.readings import SourceState
+from rankscope.daemon.gpu.readings import GpuSnapshot, SourceState
 from tests.fuzz.checking import check_metrics, check_text
 from tests.fuzz.targets import recorded
 
@@ -35,7 +35,7 @@ TOKENS = [
         b" 1700000000000\n",
     ),
 ]
-_SOURCE = SourceStatus("dcgm", SourceState.OK, 1, 0.5)
+_SOURCE = GpuSnapshot("dcgm", SourceState.OK, polls_total=1, poll_seconds_total=0.5)
 
 
 def run(data: bytes) -> None:

@@ -48,12 +48,12 @@ def run(data: bytes) -> None:
         (data[:107], True, _PID),
         (b"\0client\0", True, 0),
     ):
-        _check_answer(data, address, is_whole, pid, Place(_Socket(), _NAMESPACE, None, bound_at=0.0, filled_at=0.0))
+        _check_answer(data, address, is_whole, pid, Place(_Socket(), _NAMESPACE, None, bound_at=0.0))
     folder = _folder()
     # A pathname, as the kernel hands it out: up to the first NUL.
     chosen = os.fsdecode(data[:107].split(b"\0")[0])
     for name in (f"{folder}/{CLIENT}", chosen, f"{folder}/{chosen}"[:107], f"{folder}/../{folder.name}/{CLIENT}"):
-        place = Place(_Socket(), None, str(folder), bound_at=0.0, filled_at=0.0)
+        place = Place(_Socket(), None, str(folder), bound_at=0.0)
         _check_answer(data, name, True, _PID, place)
 
 

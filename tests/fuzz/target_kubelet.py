@@ -1,8 +1,11 @@
-"""The kubelet's answer on its pod-resources socket, which is read field by field."""
+"""The kubelet's answer on its pod-resources socket."""
 
 from __future__ import annotations
 
-from rankscope.daemon.gpu.pod_resources import NAME_CHARACTERS, MalformedAnswerError, parse_pods
+from google.protobuf.message import DecodeError
+
+from rankscope.daemon.gpu.pod_resources import NAME_CHARACTERS, MalformedAnswerError, pods_by_device
+from rankscope.kubelet.pod_resources_pb2 import ListPodResourcesResponse
 from tests.fuzz.checking import check_text
 from tests.fuzz.targets import recorded
 
@@ -22,8 +25,8 @@ TOKENS = [
 
 def run(data: bytes) -> None:
     try:
-        pods = parse_pods(data)
-    except MalformedAnswerError as error:
+        pods = pods_by_device(ListPodResourcesResponse.FromString(data))
+    except (DecodeError, MalformedAnswerError) as error:
         assert len(str(error)) < 200
         return
     assert len(pods) <= len(data)

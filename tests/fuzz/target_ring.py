@@ -14,7 +14,7 @@ from random import Random
 
 import numpy as np
 
-from rankscope.analysis.models.mfu import peak_flops_per_second
+from rankscope.analysis.models.device_peaks import peak_flops_per_second
 from rankscope.daemon.captures.probe import commands
 from rankscope.daemon.export.rank_metrics import rank_metrics
 from rankscope.daemon.samples import Problem, RankProcess, Span, StepSample

@@ -103,7 +103,7 @@ class CapturedJob:
         options: Options = Options(),  # noqa: B008 - frozen
         when_running: Callable[[], None] = lambda: None,
     ) -> list[Recording | CaptureError]:
-        """Of all ranks at once, each in a thread, as the conductor does it."""
+        """Of all ranks at once, each in a thread, as the runner does it."""
         self._captures += 1
         workspace = self.folder / f"capture{self._captures}"
         workspace.mkdir()

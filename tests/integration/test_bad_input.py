@@ -23,7 +23,7 @@ from tests.integration.daemon_process import PATIENCE_SECONDS, Serving, serving
 KEEPER = Path(__file__).parent / "jobs" / "ring_keeper.py"
 # What a label, a log line and a terminal could stumble over.
 EVIL_ADDRESS = 'e"v\\i}\n# HELP l\x1b[2J'
-EVIL_JOB = 'e"v\\i}?# HELP l?[2J:1/bad-input'
+EVIL_JOB = 'e"v\\i} # HELP l�[2J:1/bad-input'
 
 
 @pytest.fixture(scope="module")

@@ -186,7 +186,7 @@ def test_a_client_that_seems_to_be_an_answer_behind_is_left_without_one_once() -
     with peer() as trainer, endpoint_for(trainer) as endpoint:
         assert trainer.polls() == [""]
         endpoint.offer(trainer.pid, offer("A=1\n", trainer))
-        endpoint.hush(trainer.pid)
+        endpoint.skip_next_poll(trainer.pid)
         assert trainer.is_ignored()
         assert not endpoint.is_hushed(trainer.pid)
         assert trainer.polls() == ["A=1\n"]

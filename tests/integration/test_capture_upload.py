@@ -24,6 +24,7 @@ from rankscope.daemon.captures.records import Delivered
 from rankscope.daemon.captures.store import Store
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
+from tests.free_ports import free_port
 from tests.unit.analysis.traces.step_files import StepFile
 
 ID = "c-20261115-120000-abcdef"
@@ -86,9 +87,7 @@ class _PassingOn(BaseHTTPRequestHandler):
 @contextmanager
 def _s3(tmp_path: Path) -> Iterator[int]:
     """A moto server, which answers as S3 does; its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with (tmp_path / "moto.log").open("wb") as log:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         server = subprocess.Popen(command, stdout=log, stderr=log)

@@ -151,16 +151,16 @@ def test_a_real_job_is_seen_sampled_and_seen_ending(running: Running, training_j
         def windows(message: WatchRanksResponse) -> list[RankWindow]:
             return [window for window in message.windows if training_job in window.identity.job]
 
-        def ranks_with_causes(message: WatchRanksResponse) -> set[int]:
-            return {window.identity.rank for window in windows(message) if window.causes.HasField("wait")}
+        def ranks_with_waiting(message: WatchRanksResponse) -> set[int]:
+            return {window.identity.rank for window in windows(message) if window.HasField("wait_seconds")}
 
-        both = windows(first_message(stream, lambda message: ranks_with_causes(message) == {0, 1}))
+        both = windows(first_message(stream, lambda message: ranks_with_waiting(message) == {0, 1}))
         for window in both:
             assert window.end_unix_nanos % WINDOW_NANOS == 0
             assert window.process.HasField("resident_bytes")
-            assert window.self.mean_seconds < window.step.mean_seconds
+            assert window.self_seconds.mean < window.step_seconds.mean
             # The training script sleeps 20 ms in each forward.
-            assert window.causes.forward > 0.02 * window.steps
+            assert window.forward_seconds > 0.02
         job = both[0].identity.job
         with_stacks = first_message(stream, lambda m: any(window.HasField("stacks") for window in windows(m)))
         window = next(window for window in windows(with_stacks) if window.HasField("stacks"))

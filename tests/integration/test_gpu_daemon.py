@@ -17,8 +17,7 @@ import pytest
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from rankscope.v1.window_pb2 import SOURCE_GPU, RankWindow
-from tests.nvml_stub.building import build_stub
-from tests.nvml_stub.scripting import Script
+from tools.nvml_stub import Script, build_stub
 
 from .daemon_process import PATIENCE_SECONDS, Serving, serving, wait_until
 

@@ -6,12 +6,14 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.prometheus_tools import binary
+from tests.rule_series import ALERTS, promtool_test
+from tools.prometheus_binaries import binary
 
 RULES = Path(__file__).resolve().parents[2] / "rules"
 PATIENCE_SECONDS = 280.0
@@ -59,16 +61,37 @@ def test_alertmanager_routes_pages_captures_and_the_rest() -> None:
     assert receivers("alertname=RankscopeMemoryFragmented", "severity=info", "job=a") == "quiet"
 
 
+def copy_rules(folder: Path, alerts: Collection[str]) -> list[str]:
+    """The recording rules and the rules of these alerts. No alert reads another one, and a test costs a third."""
+    kept = yaml.safe_load((RULES / "alerts.yaml").read_text())
+    for group in kept["groups"]:
+        group["rules"] = [rule for rule in group["rules"] if rule["alert"] in alerts]
+    assert any(group["rules"] for group in kept["groups"])
+    (folder / "alerts.yaml").write_text(json.dumps(kept))  # JSON is YAML
+    shutil.copy(RULES / "recording.yaml", folder)
+    recording = yaml.safe_load((RULES / "recording.yaml").read_text())
+    return [group["name"] for group in recording["groups"] + kept["groups"]]
+
+
 @pytest.mark.parametrize("alert", sorted(path.stem for path in (RULES / "tests").glob("*.yaml")))
 def test_an_alert_does_what_its_promtool_test_says(alert: str, tmp_path: Path) -> None:
-    # No alert reads another one. With only its own rules beside the recorded ones a test costs a third.
-    alerts = yaml.safe_load((RULES / "alerts.yaml").read_text())
-    for group in alerts["groups"]:
-        group["rules"] = [rule for rule in group["rules"] if rule["alert"] == alert]
-    assert any(group["rules"] for group in alerts["groups"])
+    copy_rules(tmp_path, {alert})
     (tmp_path / "tests").mkdir()
-    (tmp_path / "alerts.yaml").write_text(json.dumps(alerts))  # JSON is YAML
-    shutil.copy(RULES / "recording.yaml", tmp_path)
     copied = shutil.copy(RULES / "tests" / f"{alert}.yaml", tmp_path / "tests")
     tested = run("promtool", "test", "rules", str(copied))
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+def test_the_rules_find_what_the_detector_finds(tmp_path: Path) -> None:
+    """The same cases as tests/unit/analysis/test_verdict_cases.py."""
+    order = copy_rules(tmp_path, set(ALERTS.values()))
+    document = {
+        "rule_files": ["recording.yaml", "alerts.yaml"],
+        "evaluation_interval": "15s",
+        "group_eval_order": order,
+        "tests": [promtool_test()],
+    }
+    path = tmp_path / "cases.yaml"
+    path.write_text(json.dumps(document))
+    tested = run("promtool", "test", "rules", str(path))
     assert tested.returncode == 0, tested.stdout + tested.stderr

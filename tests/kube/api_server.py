@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import ssl
 import subprocess
 import time
@@ -20,6 +19,8 @@ from typing import Any
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
+
+from tests.free_ports import free_port
 
 VERSION = "1.20.2"
 READY_SECONDS = 120.0
@@ -37,12 +38,6 @@ def assets() -> Path:
     architecture = subprocess.run(["dpkg", "--print-architecture"], capture_output=True, text=True, check=True)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "rankscope" / f"kube-{VERSION}-{architecture.stdout.strip()}"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class ApiError(Exception):

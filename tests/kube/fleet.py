@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.kube.api_server import ApiServer, free_port
+from tests.free_ports import free_port
+from tests.kube.api_server import ApiServer
 from tests.namespaces import missing_for_nodes
 
 DAEMON_LABELS = {"app.kubernetes.io/name": "rankscope", "app.kubernetes.io/component": "daemon"}

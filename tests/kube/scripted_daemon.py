@@ -11,11 +11,12 @@ from typing import Any
 
 import grpc
 
+from benchmarks.fleets import response
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1 import capture_service_pb2_grpc, rank_service_pb2_grpc
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest, WatchRanksResponse
-from rankscope.v1.window_pb2 import CauseSeconds, RankWindow, StepStatistics
+from rankscope.v1.window_pb2 import RankWindow, StepStatistics
 from tests.kube.api_server import ApiServer
 from tests.kube.fleet import DAEMON_LABELS, OPERATOR_NAMESPACE, delete_pod, make_pod
 
@@ -42,7 +43,7 @@ class Spoken:
     rank: int
     world_size: int
     job: str = "10.0.0.1:29500/none"
-    own_seconds: float = BUSY_SECONDS
+    self_seconds: float = BUSY_SECONDS
     incarnation: int = _STARTED
 
     def identity(self, node: str) -> RankIdentity:
@@ -57,22 +58,16 @@ class Spoken:
         )
 
     def window(self, node: str, end_unix_nanos: int) -> RankWindow:
-        step = StepStatistics(
-            mean_seconds=STEP_SECONDS,
-            p10_seconds=STEP_SECONDS,
-            p50_seconds=STEP_SECONDS,
-            p90_seconds=STEP_SECONDS,
-            max_seconds=STEP_SECONDS,
-        )
-        causes = CauseSeconds(self=self.own_seconds * STEPS, wait=(STEP_SECONDS - self.own_seconds) * STEPS)
+        step, own = STEP_SECONDS, self.self_seconds
         return RankWindow(
             identity=self.identity(node),
             sequence=end_unix_nanos // NANOS,
             start_unix_nanos=end_unix_nanos - NANOS,
             end_unix_nanos=end_unix_nanos,
             steps=STEPS,
-            step=step,
-            causes=causes,
+            step_seconds=StepStatistics(mean=step, p10=step, p50=step, p90=step, max=step),
+            self_seconds=StepStatistics(mean=own),
+            wait_seconds=StepStatistics(mean=step - own),
         )
 
 
@@ -139,7 +134,8 @@ class ScriptedDaemon:
 
     def message(self, end_unix_nanos: int) -> WatchRanksResponse:
         name = self.says_node or self.node
-        return WatchRanksResponse(node=name, windows=[rank.window(name, end_unix_nanos) for rank in list(self.ranks)])
+        windows = [rank.window(name, end_unix_nanos) for rank in list(self.ranks)]
+        return response(name, windows) if windows else WatchRanksResponse(node=name)
 
     def begin(self, request: pb.StartCaptureRequest) -> None:
         with self._lock:
@@ -182,7 +178,7 @@ class ScriptedDaemon:
     def _captured(self, number: int, state: pb.CaptureState.ValueType, start_unix_millis: int) -> pb.RankCapture:
         rank = pb.RankCapture(rank=number, node=self.node, backend="kineto", state=state)
         if state == pb.CAPTURE_STATE_ANALYSED:
-            own = next((spoken.own_seconds for spoken in self.ranks if spoken.rank == number), BUSY_SECONDS)
+            own = next((spoken.self_seconds for spoken in self.ranks if spoken.rank == number), BUSY_SECONDS)
             rank.artifact, rank.bytes, rank.steps = f"/captures/rank{number}.json.gz", TRACE_BYTES, 3
             rank.start_unix_millis = start_unix_millis + number
             rank.summary.each_step_seconds.extend([STEP_SECONDS] * 3)

@@ -64,7 +64,7 @@ class ScriptedRun:
             for rank in daemon.ranks:
                 if rank.pod in self.pods:
                     busy = not slow_ranks or rank.rank in slow_ranks
-                    rank.own_seconds = BUSY_SECONDS if busy else WAITING_SECONDS
+                    rank.self_seconds = BUSY_SECONDS if busy else WAITING_SECONDS
 
     @property
     def object_name(self) -> str:

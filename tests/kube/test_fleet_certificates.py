@@ -25,8 +25,9 @@ from rankscope.operator.kube.api_client import Api
 from rankscope.operator.runs.daemon_streams import DaemonStreams
 from rankscope.v1.rank_service_pb2 import ListRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
+from tests.free_ports import free_port
 from tests.kube.accounts import OPERATOR, VIEWER, granted
-from tests.kube.api_server import ApiError, ApiServer, User, free_port
+from tests.kube.api_server import ApiError, ApiServer, User
 from tests.kube.fleet import DAEMON_LABELS, MAIN, OPERATOR_NAMESPACE, delete_pod, make_pod
 from tests.kube.kubelet import MountedSecret
 from tests.kube.operator_process import OperatorProcess
@@ -133,7 +134,7 @@ def test_certificates_and_authority_are_rotated_under_a_stream_that_goes_on(
         assert daemon.answer(shown()) is grpc.StatusCode.OK
 
     try:
-        with caplog.at_level(logging.INFO, "rankscope.operator.runs.daemon_streams"):
+        with caplog.at_level(logging.INFO, DaemonStreams.__module__):
             streams.follow({"n": f"127.0.0.1:{daemon.port}"})
             goes_on()
             old = shown()

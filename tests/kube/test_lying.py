@@ -48,11 +48,11 @@ def test_a_daemon_that_lies_is_contained_and_its_neighbour_is_judged_as_before(
         lies = {
             # Of pods on another node, under its name; and of pods that do not exist.
             "other_node": [
-                Spoken(each.pods[0], rank, 4, each.job, own_seconds=0.001) for each in (run, other) for rank in (0, 1)
+                Spoken(each.pods[0], rank, 4, each.job, self_seconds=0.001) for each in (run, other) for rank in (0, 1)
             ],
             "unknown_pod": [Spoken("11111111-2222-3333-4444-555555555555", 0, 4)],
             # Of ranks that its neighbour has, as another process each time; and of ranks that cannot be.
-            "rank_taken": [Spoken(pod, rank, 4, own_seconds=0.001, incarnation=99) for rank in (0, 1)],
+            "rank_taken": [Spoken(pod, rank, 4, self_seconds=0.001, incarnation=99) for rank in (0, 1)],
             "rank": [Spoken(pod, 7, 4), Spoken(pod, -1, 4)],
             # Of more jobs than a run can have.
             "jobs": [Spoken(pod, 0, 1, f"10.0.0.1:{port}/lie") for port in range(100, 140)],

@@ -22,8 +22,9 @@ from rankscope.operator.webhooks.configuration import Address, configurations
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 from tests.certificates import Authority
+from tests.free_ports import free_port
 from tests.kube.accounts import granted
-from tests.kube.api_server import ApiError, ApiServer, User, free_port
+from tests.kube.api_server import ApiError, ApiServer, User
 from tests.kube.fleet import MAIN, OPERATOR_NAMESPACE
 from tests.kube.operator_process import OperatorProcess
 from tests.kube.scripted_daemon import ScriptedDaemon, trace_of

@@ -25,8 +25,9 @@ from rankscope.operator.webhooks.admission import INJECT_PATH, REQUESTED_BY
 from rankscope.operator.webhooks.configuration import Address, configurations
 from rankscope.operator.webhooks.pod_injection import FOLDER, INJECTED, VOLUME
 from rankscope.operator.webhooks.webhooks import BODY_BYTES, Webhooks, WebhookSettings
+from tests.free_ports import free_port
 from tests.kube.accounts import RESEARCHER
-from tests.kube.api_server import ApiError, ApiServer, User, free_port
+from tests.kube.api_server import ApiError, ApiServer, User
 from tests.kube.fleet import OPERATOR_NAMESPACE
 from tests.kube.operator_process import OperatorProcess
 

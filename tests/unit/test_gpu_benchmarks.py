@@ -19,7 +19,7 @@ from benchmarks.gpu.overhead import block_medians
 from benchmarks.gpu.reporting import Report
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.unpacking import misfit
-from benchmarks.gpu.verdict_rows import Cell, Facts, Row, Said, judge
+from benchmarks.gpu.verdict_rows import Cell, Facts, Row, Said, _slowdown_in_turns, judge
 from benchmarks.gpu.verdicts import chosen
 from rankscope.v1 import job_service_pb2, window_pb2
 
@@ -267,6 +267,23 @@ def test_a_small_fault_must_be_found_only_where_it_costs_something(faulty_ms: fl
     assert (cell.kind, cell.slow_ratio) == ("gpu", 0.1)
     assert (judge(cell, loud, facts(20.0, faulty_ms)).misses == []) is must_find
     assert (judge(cell, quiet, facts(20.0, faulty_ms)).misses == []) is not must_find
+
+
+def test_what_a_small_fault_costs_is_told_by_steps_that_took_turns() -> None:
+    """The job gets slower by itself, by more than the fault costs, and every block begins with slow steps."""
+    starts = [2 + 40 * block for block in range(21)]
+    millis = np.linspace(20.0, 30.0, 40 * 20)
+    for block in range(20):
+        if is_on(block):
+            millis[40 * block : 40 * (block + 1)] *= 1.10
+        millis[40 * block : 40 * block + 15] = 90.0
+    ends = FAULT + 5 + np.cumsum(millis) / 1e3
+    steps = Steps(ends, ends, millis)
+    taking_turns = Facts([steps] * 4, FAULT, turns_unix_seconds=FAULT + 5, first_steps=starts)
+    slowdown = _slowdown_in_turns(taking_turns)
+    assert slowdown is not None
+    assert slowdown.low <= slowdown.ratio <= slowdown.high
+    assert slowdown.ratio == pytest.approx(1.10, abs=0.01)
 
 
 def test_every_cell_has_its_turn_before_the_second_round() -> None:

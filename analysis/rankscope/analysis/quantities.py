@@ -1,4 +1,4 @@
-"""Numbers with their units, as people read them. The only place where a number becomes text for a plot or a table."""
+"""Numbers with units as text. The only place that formats numbers for plots and tables."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 NOT_MEASURED = "–"
-
-# Per unit of the data: what it is shown in, by rising size of the largest number shown.
+# Per unit of the data: display units by increasing size.
 _LADDERS: dict[str, tuple[tuple[float, str], ...]] = {
     "us": ((1e-3, "ns"), (1.0, "µs"), (1e3, "ms"), (1e6, "s"), (6e7, "min"), (3.6e9, "h")),
     "s": ((1e-9, "ns"), (1e-6, "µs"), (1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h")),
@@ -19,13 +18,13 @@ _LADDERS: dict[str, tuple[tuple[float, str], ...]] = {
     "ratio": ((0.01, "%"),),
     "x": ((1.0, "×"),),
 }
-# Minutes and hours only once the smaller unit would be hard to read.
-_RELUCTANT = {"min": 10.0, "h": 3.0}
+# Minutes and hours only when the smaller unit would be hard to read.
+_SWITCH_AT = {"min": 10.0, "h": 3.0}
 
 
 @dataclass(frozen=True)
 class Display:
-    """How numbers of one plot or column are shown: divided by `factor`, with `symbol` behind them."""
+    """How the numbers of one plot or column are shown: divided by `factor`, followed by `symbol`."""
 
     factor: float
     symbol: str
@@ -37,26 +36,26 @@ class Display:
 
 
 def display(unit: str, values: Iterable[float | None]) -> Display:
-    """The one scale that suits all the values: what their largest reads best in."""
+    """One unit for all values: the one that suits the largest."""
     ladder = _LADDERS.get(unit)
     if ladder is None:
         return Display(1.0, unit)
     largest = max((abs(value) for value in values if value is not None and math.isfinite(value)), default=0.0)
-    # Of nothing but zeros, the unit itself: "0 µs", not "0 ns".
+    # If all are zero, the unit itself: "0 µs", not "0 ns".
     chosen = next((step for step in ladder if step[0] == 1.0), ladder[0]) if largest == 0 else ladder[0]
     for factor, symbol in ladder:
-        if largest >= factor * _RELUCTANT.get(symbol, 1.0):
+        if largest >= factor * _SWITCH_AT.get(symbol, 1.0):
             chosen = (factor, symbol)
     return Display(*chosen)
 
 
 def quantity(value: float | None, unit: str) -> str:
-    """`1.24 ms`, `87.5 %`, `25.0 MiB`, `–` where nothing was measured."""
+    """`1.24 ms`, `87.5 %`, `25.0 MiB`; `–` if not measured."""
     return display(unit, (value,)).text(value)
 
 
 def number(value: float) -> str:
-    """Three significant digits, no exponent between a thousandth and a million million: `0.0123`, `1.24`, `12,345`"""
+    """Three significant digits, no exponent between 10⁻³ and 10¹²: `0.0123`, `1.24`, `12,345`"""
     if not math.isfinite(value):
         return NOT_MEASURED
     size = abs(value)
@@ -74,7 +73,7 @@ def count(value: int, one: str, many: str = "") -> str:
 
 
 def shorten(text: str, most: int) -> str:
-    """The middle goes where a name is long: kernels differ at both ends."""
+    """Removes the middle of a long name: kernel names differ at both ends."""
     if len(text) <= most:
         return text
     head = (most - 1) * 3 // 5

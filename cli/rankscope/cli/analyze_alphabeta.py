@@ -35,16 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Here, because `rankscope analyze trace` asks this module for its arguments, too.
+    # Imported here because `rankscope analyze trace` reads this module's arguments, too.
     from rankscope.analysis.collectives.kinds import kind_of_note
     from rankscope.cli.alpha_beta.files import FileError, read_collectives
     from rankscope.cli.alpha_beta.report import make_report, to_json
 
     for option, value in (("--ranks", arguments.ranks), ("--at-ranks", arguments.at_ranks)):
         if value is not None and not 1 <= value < 1 << 31:
-            return _fail(option, f"{value} is no number of ranks; give 1 or more")
+            return _fail(option, f"{value} is not a valid number of ranks; give 1 or more")
     if arguments.op and kind_of_note(arguments.op) is None:
-        return _fail("--op", f"{arguments.op!r} is no collective; say all_reduce, all_gather, reduce_scatter, …")
+        return _fail("--op", f"{arguments.op!r} is not a collective; use all_reduce, all_gather, reduce_scatter, …")
     try:
         read = read_collectives(arguments.files, op=arguments.op, ranks=arguments.ranks)
     except FileError as error:

@@ -1,4 +1,4 @@
-"""`rankscope analyze timeline`: what would the step be without its slow rank, stage or operation?"""
+"""`rankscope analyze timeline`: the step time without its slow rank, stage or operation."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ if TYPE_CHECKING:
     from rankscope.analysis.timelines.report import TimelineReport
 
 HELP = "replay a pipeline-parallel job: what would it be without its slow rank, stage or operation?"
-PICTURES = (".png", ".svg")
 UNITS = ("s", "ms", "us", "ns")
 
 _EPILOG = """\
 examples:
   rankscope analyze timeline trace.parquet --meta meta.yaml
   rankscope analyze timeline trace.csv --json | jq .verdict
-  rankscope analyze timeline trace.parquet --heatmap ranks.png --html report.html
+  rankscope analyze timeline trace.parquet --heatmap ranks.svg --html report.html
 
 A row of FILE is one operation of one rank in one step: dp_rank, stage, step, optype, start_ts, duration (seconds), and
 if there are, rank, seq_id, mc or gmc (model chunk). --meta is YAML with pp_size, dp_size, tp_size; without it, the
@@ -37,19 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--unit", choices=UNITS, default="s", help="of start_ts and duration (default: s)")
     parser.add_argument("--min-steps", type=int, metavar="N", help="steps needed for a verdict (default: 20)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--heatmap", type=Path, metavar="FILE", help="write stage × dp rank to FILE.png or FILE.svg")
+    parser.add_argument("--heatmap", type=Path, metavar="FILE", help="write stage × dp rank to FILE.svg")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Here, because `rankscope analyze trace` asks this module for its arguments, too.
+    # Imported here because `rankscope analyze trace` reads this module's arguments, too.
     from rankscope.analysis.timelines.report import NOT_DECLARED, analyze
     from rankscope.analysis.timelines.timeline import TimelineError
     from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
     from rankscope.cli.timeline_report.files import FileError, read_sizes, read_timeline
 
-    if arguments.heatmap and arguments.heatmap.suffix.lower() not in PICTURES:
-        return _fail(arguments.heatmap, "a heat map is a .png or .svg file; give it one of these endings")
+    if arguments.heatmap and arguments.heatmap.suffix.lower() != ".svg":
+        return _fail(arguments.heatmap, "a heat map is an SVG picture; give it the ending .svg")
     policy = DEFAULT_POLICY
     if arguments.min_steps is not None:
         if arguments.min_steps < 1:
@@ -77,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print(report, as_json=arguments.json)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read it has seen enough; Python would complain once more when it closes the pipe.
+        # The reader closed the pipe; without this, Python reports an error when it closes its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -85,11 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _draw(report: TimelineReport, arguments: argparse.Namespace) -> None:
     if arguments.heatmap is None and arguments.html is None:
         return
-    from rankscope.cli.timeline_report.page import draw_png, draw_svg, make_page
+    from rankscope.cli.timeline_report.page import draw_svg, make_page
 
     if arguments.heatmap is not None:
-        svg = arguments.heatmap.suffix.lower() == ".svg"
-        arguments.heatmap.write_bytes(draw_svg(report).encode() if svg else draw_png(report))
+        arguments.heatmap.write_text(draw_svg(report), encoding="utf-8")
     if arguments.html is not None:
         arguments.html.write_text(make_page(report, arguments.file.name), encoding="utf-8")
 
@@ -108,7 +106,7 @@ def _print(report: TimelineReport, *, as_json: bool) -> None:
 
 
 def _progress(text: str) -> None:
-    """One line that the next one replaces; nothing where nobody watches."""
+    """One line that the next one replaces; nothing if stderr is not a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 

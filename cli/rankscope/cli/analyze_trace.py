@@ -1,4 +1,4 @@
-"""`rankscope analyze trace`: torch-profiler traces broken down, joined across ranks, and what to do about them."""
+"""`rankscope analyze trace`: breaks down torch-profiler traces, joins them across ranks, and gives advice."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Millions of records are made and none refers to itself: looking for cycles would only cost time.
+    # Millions of records are created without reference cycles: garbage collection would only cost time.
     gc.disable()
     try:
         return _run(arguments)
@@ -95,7 +95,7 @@ def _run(arguments: argparse.Namespace) -> int:
             print_report(outcome.report)
         sys.stdout.flush()
     except BrokenPipeError:
-        # `| head` has seen enough; what is left in the buffer must not be tried again at exit.
+        # The reader of the pipe (`| head`) is gone; the rest of the buffer must not be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -107,7 +107,7 @@ def _write(arguments: argparse.Namespace, outcome: Outcome, paths: Mapping[int, 
         arguments.html.write_text(make_page(outcome.report), encoding="utf-8")
         print(f"wrote {arguments.html}", file=sys.stderr)
     if arguments.merged is not None:
-        from rankscope.cli.trace_report.merged_trace import write_merged
+        from rankscope.cli.trace_report.report import write_merged
 
         write_merged(arguments.merged, paths, outcome.shifts)
         print(f"wrote {arguments.merged}: open it at ui.perfetto.dev", file=sys.stderr)
@@ -125,7 +125,7 @@ def _progress() -> _Progress | None:
 
 
 class _Progress:
-    """One line that is overwritten, and gone at the end."""
+    """One line that is overwritten and removed at the end."""
 
     def __call__(self, done: int, total: int) -> None:
         if total > 1:

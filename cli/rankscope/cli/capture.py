@@ -1,4 +1,4 @@
-"""`rankscope capture`: a deep recording of chosen ranks, at the same moment, without a change to their code."""
+"""`rankscope capture`: a deep recording of chosen ranks, at the same time, without a change to their code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
 NAME = "capture"
 HELP = "record chosen ranks in depth, all at the same moment"
-# How long a cancelled capture is watched, to tell what became of its ranks.
+# How long a cancelled capture is followed, to report the state of its ranks.
 CANCEL_SECONDS = 10.0
 _STEPS_MOST = 1_000_000
 _EPILOG = """\
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # A shell starts background programs with SIGINT ignored; a capture that Ctrl-C cannot end is a trap.
+    # A shell starts background programs with SIGINT ignored; Ctrl-C must still end a capture.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         request = _request(arguments)
@@ -194,7 +194,7 @@ def _request(arguments: argparse.Namespace) -> pb.StartCaptureRequest:
             allow_slowdown=arguments.allow_slowdown,
         ),
     )
-    # How much is too much is for the daemon to say; here only what the contract cannot hold.
+    # The daemon enforces its limits; this checks only what the message type cannot hold.
     request.options.wait_steps = _count("--wait", arguments.wait, 0)
     request.options.repeat = _count("--repeat", arguments.repeat, 1)
     if arguments.warmup is not None:

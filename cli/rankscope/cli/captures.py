@@ -1,4 +1,4 @@
-"""`rankscope captures`: the captures a daemon or an operator knows: list, show, download, cancel, remove."""
+"""`rankscope captures`: the captures that a daemon or an operator knows: list, show, download, cancel, remove."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rankscope compare`: whether run B is slower than run A, by how much, and how sure that is."""
+"""`rankscope compare`: whether run B is slower than run A, by how much, and with what confidence."""
 
 from __future__ import annotations
 

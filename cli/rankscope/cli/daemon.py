@@ -33,7 +33,7 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     """A flag for every setting of the daemon."""
     for setting in SETTINGS:
         if setting.kind is bool:
-            # With a value, too: what is on by default must be possible to switch off here.
+            # With a value, too: a setting that is on by default must be possible to switch off.
             shown = f"{setting.help} (default: {str(setting.default()).lower()})"
             parser.add_argument(setting.flag, nargs="?", const="true", metavar="true|false", help=shown)
         else:
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(resolved.describe())
         return 0
     warn_of_unknown_variables()
-    # Here, not above: --help and a wrong setting need none of the daemon's packages.
+    # Imported here: --help and a wrong setting need none of the daemon's packages.
     from rankscope.cli.foreground import run_until_signalled
     from rankscope.daemon.loop import Daemon
 

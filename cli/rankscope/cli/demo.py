@@ -1,4 +1,4 @@
-"""`rankscope demo`: a real training job, a real fault, and what Rankscope says about it. The daemon is told nothing."""
+"""`rankscope demo`: a real training job, a real fault, and Rankscope's verdict. The daemon gets no hints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rankscope.daemon.server.sockets import ListenError
 NAME = "demo"
 HELP = "run a real job with a fault and find it"
 FAULT_SECONDS = 30.0
-# Stacks alone need two stretches of samples that agree.
+# Stacks alone need two intervals of samples that agree.
 FAULT_SECONDS_WITHOUT_PROBE = 60.0
 HEALTHY_SECONDS = 30.0
 START_TIMEOUT_SECONDS = 180.0
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _play(job: DemoJob, seconds: float | None, console: Console) -> Outcome:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rankscope-demo-"))
-        # Private addresses: a daemon that is already running on this machine is not disturbed.
+        # Private addresses: a daemon that already runs on this machine is not disturbed.
         places = {
             "socket": str(Path(folder) / "daemon.sock"),
             "metrics_listen": "127.0.0.1:0",
@@ -91,7 +91,7 @@ def _play(job: DemoJob, seconds: float | None, console: Console) -> Outcome:
         }
         config = resolve(places, {}).config
         console.print(f"[bold]rankscope demo[/]: {job.ranks} ranks of PyTorch over gloo, fault: {job.fault.spec}")
-        # The demo draws and launches in the same process; the daemon's budget is charged for the daemon's thread.
+        # The demo draws and launches in the same process; the budget covers only the daemon's thread.
         standalone = stack.enter_context(Standalone(config, own_cpu_seconds=time.thread_time))
         status = stack.enter_context(console.status("starting the ranks (importing torch takes a while) …"))
         watch = Watch(standalone.correlator, job, lambda line: status.update(line))

@@ -1,4 +1,4 @@
-"""What the demo shows of its outcome: to people, and as one JSON object."""
+"""The outcome of the demo, as text and as a JSON object."""
 
 from __future__ import annotations
 
@@ -28,10 +28,16 @@ _EXPECTED = {
     faults.STAGE_IMBALANCE: Kind.SLOW_STAGE,
     faults.HANG: Kind.HANG,
 }
+POLL_SECONDS = 0.1
+# Enough healthy windows for a baseline from which a slow network can be detected.
+SETTLING_TICKS = 7
+SETTLING_TIMEOUT_SECONDS = 90.0
+# After the alarm: more stacks confirm the source line.
+CAUSE_TICKS = 2
 
 
 def expects(fault: Fault, verdict: Verdict, ranks: int) -> bool:
-    """Is this the truth about that fault?"""
+    """Whether this verdict is right about the fault."""
     if verdict.kind is not _EXPECTED[fault.kind]:
         return False
     if fault.kind == faults.STAGE_IMBALANCE:
@@ -61,7 +67,7 @@ class Outcome:
 
 
 def print_verdict(console: Console, outcome: Outcome) -> None:
-    """The moment it stands."""
+    """Print the verdict as soon as it is raised."""
     verdict = outcome.verdict
     console.print(f"\n[bold red]✗ {headline(verdict)}[/]")
     console.print(Padding(verdict.reason, (0, 0, 0, 2)))
@@ -128,27 +134,19 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def _rank(window: Any) -> dict[str, Any]:
-    steps = window.steps if window.HasField("steps") else 0
-    per_step = {field.name: seconds / steps for field, seconds in window.causes.ListFields()} if steps else {}
     return {
         "rank": window.identity.rank,
         "pid": window.identity.pid,
-        # The mean, as for self and wait: then step = self + wait, and a median of few uneven steps cannot differ
+        # The mean, as for self and wait: then step = self + wait, and a median of a few uneven steps cannot differ
         # between ranks that took the same steps.
-        "step_seconds": window.step.mean_seconds if window.HasField("step") else None,
-        "self_seconds": per_step.get("self"),
-        "wait_seconds": per_step.get("wait"),
+        **{
+            name: getattr(window, name).mean if window.HasField(name) else None
+            for name in ("step_seconds", "self_seconds", "wait_seconds")
+        },
     }
 
 
 # Follows the verdicts on the demo's job, from before its fault to the end.
-
-POLL_SECONDS = 0.1
-# Enough healthy windows for the job to have a past that a slow network can be told from.
-SETTLING_TICKS = 7
-SETTLING_TIMEOUT_SECONDS = 90.0
-# After the alarm: more stacks make the source line certain.
-CAUSE_TICKS = 2
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ class Alarm:
 
 
 class Watch:
-    """Not thread-safe but for the listener, which the correlator calls from its own thread."""
+    """Not thread-safe except for the listener, which the correlator calls from its own thread."""
 
     def __init__(self, correlator: Correlator, job: DemoJob, show: Callable[[str], None]) -> None:
         self._job = job
@@ -190,7 +188,7 @@ class Watch:
         self._fault_at = self._job.start_fault()
 
     def until_settled(self) -> None:
-        """Until the healthy job has been judged for a while; at level 0 there may be nothing but abstentions."""
+        """Wait until the healthy job has been judged for a while; at level 0 all verdicts may abstain."""
         enough = SETTLING_TICKS
         self._wait(SETTLING_TIMEOUT_SECONDS, lambda: self._judged_ticks >= enough or self._ticks >= 3 * enough)
 
@@ -198,11 +196,11 @@ class Watch:
         self._wait(seconds, lambda: False)
 
     def until_alarm(self, timeout: float) -> bool:
-        """Until the alarm that the fault should raise; True if it came."""
+        """Wait for the alarm that the fault should raise; True if it came."""
         return self._wait(timeout, lambda: self._found() is not None)
 
     def until_cause_settles(self, seconds: float | None) -> None:
-        """A little longer for the source line; as long as the caller asked for, if he did."""
+        """Wait a little longer for the source line, or as long as the caller requested."""
         if seconds is not None and self._fault_at is not None:
             self.for_seconds(max(0.0, self._fault_at + seconds - time.monotonic()))
             return
@@ -243,7 +241,7 @@ class Watch:
             state, alarms = self._state, list(self._alarms)
         verdict = state.verdict if state else Verdict(Kind.INSUFFICIENT_DATA, "no window was seen")
         if found is not None and not expects(self._job.fault, verdict, self._job.ranks):
-            verdict = found.verdict  # the job went on after the verdict stood
+            verdict = found.verdict  # the job continued after the verdict
         false_alarms = [alarm.verdict for alarm in alarms if not self._is_right(alarm)]
         return Outcome(
             fault=self._job.fault,

@@ -1,4 +1,4 @@
-"""`rankscope doctor`: what will not work on this machine, why, and the next step."""
+"""`rankscope doctor`: what does not work on this machine, why, and the next step."""
 
 from __future__ import annotations
 

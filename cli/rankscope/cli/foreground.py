@@ -19,11 +19,11 @@ from rankscope.daemon.loop import Addresses
 from rankscope.daemon.problem_log import OneLine
 from rankscope.daemon.server.sockets import ListenError
 
-# Where audit records go: to the log on stderr, whatever its level, and to a file of their own where one is named.
+# Audit records go to the log on stderr, at any level, and to a file if configured.
 
 
 class AuditFileError(Exception):
-    """Records would be lost there."""
+    """The audit file cannot be written: records would be lost."""
 
 
 def add_audit_argument(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def add_audit_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def open_audit_log(path: Path | None) -> None:
-    """Call once, after the log is set up. Raises AuditFileError for a file that cannot be written."""
+    """Call once, after logging is configured. Raises AuditFileError for a file that cannot be written."""
     logger = logging.getLogger(LOGGER)
     logger.setLevel(logging.INFO)
     if path is None:
@@ -47,7 +47,7 @@ def open_audit_log(path: Path | None) -> None:
 
 
 class _AuditFile(WatchedFileHandler):
-    """Opened anew when somebody has moved it away, as logrotate does. One line is one write, flushed at once."""
+    """Reopens the file after it was moved, as logrotate does. One line is one write, flushed at once."""
 
     def __init__(self, path: Path) -> None:
         self._is_told = False
@@ -64,11 +64,11 @@ class _AuditFile(WatchedFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # the folder is gone: whoever is at work here must not fail for it
+        except OSError:  # the directory is gone: the service must not fail
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name the standard library gave it
-        """A disk that is full: said once, and stderr has the records too."""
+        """The disk is full: reported once; stderr has the records too."""
         if not self._is_told:
             self._is_told = True
             print(
@@ -86,7 +86,7 @@ class Service(Protocol):
 
 
 def run_until_signalled(name: str, service: Service, log_level: str, audit_log: Path | None = None) -> int:
-    """The exit code: 1 if an address is taken or audit records cannot be kept, which is explained on stderr."""
+    """The exit code: 1 if an address is in use or audit records cannot be kept, with the reason on stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine())
     logging.basicConfig(level=log_level.upper(), handlers=[handler])

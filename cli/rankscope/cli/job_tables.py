@@ -1,4 +1,4 @@
-"""Jobs and ranks as rich tables, from the messages that the services send."""
+"""Jobs, ranks and verdicts as tables and sentences, from the services' messages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.v1 import window_pb2
 
 STARVED_SHOWN = 0.05
+_LATE = {False: "its host is late", True: "its input is late"}
+MARKS = {Severity.NONE: "·", Severity.WARNING: "!", Severity.ALARM: "✗"}
 
 
 def rank_table(windows: Sequence[window_pb2.RankWindow], culprits: Sequence[int], *, stacks: bool) -> Table:
-    """`stacks` adds where each rank was seen: right for a wide, live table."""
+    """`stacks` adds the location of each rank, for a wide live table."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     places = ("phase", "hottest own line") if stacks else ()
     devices = ("GPU", "tensor") if any(window.HasField("gpu") for window in windows) else ()
@@ -32,14 +34,12 @@ def rank_table(windows: Sequence[window_pb2.RankWindow], culprits: Sequence[int]
 
 
 def _cells(window: window_pb2.RankWindow, ahead: bool) -> list[str]:
-    steps = window.steps if window.HasField("steps") else 0
-    causes = window.causes
     return [
         str(window.identity.pid),
-        milliseconds(window.step.p50_seconds) if window.HasField("step") else "–",
-        milliseconds(causes.self / steps) if steps and causes.HasField("self") else "–",
-        milliseconds(causes.wait / steps) if steps and causes.HasField("wait") else "–",
-        milliseconds(causes.input / steps) if steps and causes.HasField("input") else "–",
+        milliseconds(window.step_seconds.p50) if window.HasField("step_seconds") else "–",
+        milliseconds(window.self_seconds.mean) if window.HasField("self_seconds") else "–",
+        milliseconds(window.wait_seconds.mean) if window.HasField("wait_seconds") else "–",
+        milliseconds(window.input_seconds) if window.HasField("input_seconds") else "–",
         *([_ahead(window)] if ahead else []),
         f"{window.mfu_ratio:.0%}" if window.HasField("mfu_ratio") else "–",
         _cpu(window),
@@ -64,7 +64,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def _ahead(window: window_pb2.RankWindow) -> str:
-    """How far the host is ahead of the device: nothing to speak of means that the device waits for its host."""
+    """How far the host is ahead of the device: near zero means that the device waits for its host."""
     return milliseconds(window.run_ahead_seconds) if window.HasField("run_ahead_seconds") else "–"
 
 
@@ -96,27 +96,16 @@ def _hottest(window: window_pb2.RankWindow) -> str:
     return f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.function}"
 
 
-# Verdicts as people read them in a terminal.
-
-_LATE = {False: "its host is late", True: "its input is late"}
-MARKS = {Severity.NONE: "·", Severity.WARNING: "!", Severity.ALARM: "✗"}
+# Verdicts as sentences.
 
 
 def headline(verdict: Verdict) -> str:
     """`rank 2 is slow because of model.py:88 (normalize_features, forward)`"""
     who = verdict.group or (ranks(verdict.culprits) if verdict.culprits else "")
     plural = "are" if len(verdict.culprits) > 1 and not verdict.group else "is"
-    what = {
-        Kind.HEALTHY: "healthy",
-        Kind.INSUFFICIENT_DATA: f"not enough to judge yet: {verdict.reason}",
-        Kind.SLOW_RANK: f"{who} {plural} slow",
-        Kind.SLOW_STAGE: f"pipeline stage {verdict.stage} is slow ({who})",
-        Kind.DATA_IMBALANCE: "the data is uneven; no rank is to blame",
-        Kind.SLOW_COMMUNICATION: "communication is slow; no rank is to blame",
-        Kind.INPUT_BOUND: "every rank waits for its input",
-        Kind.LOW_MFU: "MFU is below its target",
-        Kind.HANG: f"the job hangs: {who} never entered the collective" if who else "the job hangs",
-    }[verdict.kind]
+    what = verdict.kind.headline.format(who=who, are=plural, stage=verdict.stage, reason=verdict.reason)
+    if verdict.kind is Kind.HANG and who:
+        what += f": {who} never entered the collective"
     if verdict.kind in (Kind.SLOW_RANK, Kind.HANG) and verdict.culprits:
         what += because(verdict)
     if verdict.kind.is_finding and verdict.confidence is Confidence.LOW:
@@ -148,7 +137,7 @@ def source_line(frame: FrameSeen) -> str:
 
 
 def loss(verdict: Verdict) -> str:
-    """`costs 41 % of the job, 0.02 GPU-hours so far`; empty where nothing is lost."""
+    """`costs 41 % of the job, 0.02 GPU-hours so far`; empty if nothing is lost."""
     if verdict.impact_ratio is None or not verdict.kind.is_finding:
         return ""
     lost = f", {verdict.lost_gpu_seconds / 3600:.3f} GPU-hours so far" if verdict.lost_gpu_seconds else ""

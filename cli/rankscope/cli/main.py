@@ -1,4 +1,4 @@
-"""`rankscope`: picks the subcommand and imports that one only: help is quick, and a missing extra is explained."""
+"""`rankscope`: selects the subcommand and imports only that one: help is quick, and a missing extra is explained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class Subcommand:
-    """`help` repeats the module's HELP, so that the list of commands needs no import of them."""
+    """`help` repeats the module's HELP, so that the list of commands needs no imports."""
 
     name: str
     help: str
@@ -41,7 +41,7 @@ _BY_NAME = {subcommand.name: subcommand for subcommand in SUBCOMMANDS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    # Before numpy and grpc load: a BLAS thread per core and gRPC's own log lines are of no use here.
+    # Before numpy and grpc load: BLAS threads and gRPC's log lines are not needed.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     words = sys.argv[1:] if arguments is None else list(arguments)
@@ -85,7 +85,7 @@ def _sentence(text: str) -> str:
 
 
 class _PrintVersion(argparse.Action):
-    """Asks for the version only when it is wanted: finding it takes longer than most commands need to start."""
+    """Looks the version up only when requested: that takes longer than most commands need to start."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show the version and exit")

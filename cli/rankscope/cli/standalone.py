@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -18,11 +18,13 @@ from rankscope.daemon.server.grpc_server import Service
 from rankscope.daemon.server.sockets import ListenError
 from rankscope.operator.alerts.alert import RefusedError, Wanted
 from rankscope.operator.alerts.alertmanager_webhook import AlertReceiver
-from rankscope.operator.alerts.decision import AlertDesk, FailedError
+from rankscope.operator.alerts.decision import AlertDecisions, FailedError
 from rankscope.operator.correlation.correlator import Correlator, LostSeconds, suspects
-from rankscope.operator.correlation.daemon_stream import RankStream
+from rankscope.operator.correlation.daemon_windows import DaemonMessage
 from rankscope.operator.correlation.job_service import JobServicer
 from rankscope.operator.metrics import Exporter
+from rankscope.operator.runs.daemon_streams import DaemonStreams
+from rankscope.operator.runs.rank_binding import Binding
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
@@ -84,7 +86,7 @@ class Standalone:
         lost = LostSeconds()
         self.correlator.listen(lost)
         self._alerts = alerts
-        self._alert_desk = AlertDesk(lambda: self.correlator.states, self._capture)
+        self._alert_desk = AlertDecisions(lambda: self.correlator.states, self._capture)
         self._receiver: AlertReceiver | None = None
         exporter = Exporter(
             lambda: self.correlator.states,
@@ -93,7 +95,9 @@ class Standalone:
             alert_totals=None if alerts is None else self._alert_desk.totals,
         )
         self._daemon = Daemon(config, services=services, metrics=[exporter], own_cpu_seconds=own_cpu_seconds)
-        self._stream: RankStream | None = None
+        self._node = config.node
+        self._binding = Binding()
+        self._streams: DaemonStreams | None = None
 
     @property
     def addresses(self) -> Addresses:
@@ -111,8 +115,13 @@ class Standalone:
             self._daemon.captures.suspect(self._suspects)
         self.correlator.start()
         # Through the socket like any other operator, so that what a laptop shows is what a cluster does.
-        self._stream = RankStream(self.addresses.grpc_targets[0], self.correlator.accept)
-        self._stream.start()
+        self._streams = DaemonStreams(self._accept)
+        self._streams.start()
+        self._streams.follow({self._node: self.addresses.grpc_targets[0]})
+
+    def _accept(self, messages: Sequence[DaemonMessage]) -> None:
+        heard = self._binding.bind(messages)
+        self.correlator.take(heard.windows, heard.departed)
 
     def _listen_for_alerts(self, alerts: AlertSettings) -> None:
         try:
@@ -130,8 +139,8 @@ class Standalone:
         if self._receiver is not None:
             self._receiver.stop()
             self._receiver = None
-        if self._stream is not None:
-            self._stream.stop()
+        if self._streams is not None:
+            self._streams.stop()
         self.correlator.stop()
         self._daemon.stop()
 

@@ -1,4 +1,4 @@
-"""`rankscope top`: jobs and ranks of a running daemon as a live table, the verdict on top."""
+"""`rankscope top`: jobs and ranks of a running daemon as a live table, with the verdict on top."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from rich.live import Live
 from rich.text import Text
 
 from rankscope.cli.job_tables import MARKS, headline, loss, milliseconds, rank_table
+from rankscope.common.text import one_line
 from rankscope.daemon.config import default_socket
 from rankscope.operator.correlation.job_service import verdict_of
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
 
 NAME = "top"
 HELP = "show jobs and ranks as a live table"
-# Where a rank was seen needs room; a narrower terminal gets the numbers alone.
+# Locations of ranks need a wide terminal; a narrower one gets the numbers alone.
 WIDE_COLUMNS = 110
 
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # A shell starts background programs with SIGINT ignored; a table that Ctrl-C cannot end is a trap.
+    # A shell starts background programs with SIGINT ignored; Ctrl-C must still end the table.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     endpoint = arguments.endpoint or f"unix:{default_socket()}"
     console = Console()
@@ -59,7 +60,7 @@ def _explain(endpoint: str, error: grpc.RpcError) -> str:
         return f"nobody answers at {endpoint}; start `rankscope up` there, or name another --endpoint"
     if name == "UNIMPLEMENTED":
         return f"{endpoint} is a daemon without correlation; start `rankscope up` in place of `rankscope daemon`"
-    return f"{endpoint}: {name}: {error.details()}"
+    return f"{endpoint}: {name}: {one_line(error.details() or '', 500)}"
 
 
 def _screen(jobs: Iterable[job_service_pb2.JobStatus], most_ranks: int, width: int) -> RenderableType:
@@ -80,7 +81,7 @@ def _screen(jobs: Iterable[job_service_pb2.JobStatus], most_ranks: int, width: i
         lost = loss(verdict)
         parts.append(Text(f"{job.job}  {'  '.join(facts)}", style="bold"))
         parts.append(Text(f"{MARKS[verdict.severity]} {headline(verdict)}{'; ' + lost if lost else ''}", style=style))
-        # The culprits first, where a large job is cut.
+        # Culprits first if a large job is cut.
         ordered = sorted(job.ranks, key=lambda w: (w.identity.rank not in verdict.culprits, w.identity.rank))
         shown = sorted(ordered[:most_ranks], key=lambda w: w.identity.rank)
         parts.append(rank_table(shown, verdict.culprits, stacks=width >= WIDE_COLUMNS))

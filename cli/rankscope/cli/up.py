@@ -27,9 +27,12 @@ from rankscope.daemon.server.sockets import ListenError
 from rankscope.operator.alerts.alertmanager_webhook import TokenError, make_token, read_token
 from rankscope.operator.correlation.correlator import JobState
 
-# `rankscope up` with alerts: the receiver that makes captures of them, and Prometheus and Alertmanager if asked.
-
 _ANY_PORT = "127.0.0.1:0"
+NAME = "up"
+HELP = "watch this machine and judge its jobs"
+
+
+# Alerts: the receiver that starts captures, and Prometheus and Alertmanager if requested.
 
 
 def add_alert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +90,7 @@ class StackedAddresses(Addresses):
 
 
 class Alerting:
-    """What the arguments ask for, checked; raises ConfigError, StackError or TokenError before anything has started."""
+    """The checked arguments; raises ConfigError, StackError or TokenError before anything starts."""
 
     def __init__(self, arguments: argparse.Namespace, config: Config) -> None:
         self._own_folder: Path | None = None
@@ -157,7 +160,7 @@ class Alerting:
 
 
 class UpService:
-    """The standalone stack and what alerts need beside it, as one thing in the foreground."""
+    """The standalone stack with its alert receiver, as one foreground service."""
 
     def __init__(self, standalone: Standalone, alerting: Alerting) -> None:
         self._standalone = standalone
@@ -220,10 +223,6 @@ def _factor(text: str) -> float:
     if not (math.isfinite(factor) and 1 <= factor <= 1000):
         raise argparse.ArgumentTypeError("1 to 1000")
     return factor
-
-
-NAME = "up"
-HELP = "watch this machine and judge its jobs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeGuard, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from rankscope.common.text import printable
+
 LABEL_CHARACTERS: Final = 128
 ANY: Final = ()  # values of a label that is not a closed set
 FULL_ONLY: Final = ()  # `standard` of a metric that only metrics_detail = full has
@@ -89,8 +91,5 @@ class Section(Generic[Subject]):
 
 
 def label(text: str) -> str:
-    """One printable line of limited length: names of jobs, nodes, pods and GPUs come from other programs."""
-    if len(text) <= LABEL_CHARACTERS and text.isprintable():
-        return text
-    clean = "".join(character if character.isprintable() else " " for character in text[: LABEL_CHARACTERS + 1])
-    return clean if len(clean) <= LABEL_CHARACTERS else clean[: LABEL_CHARACTERS - 1] + "…"
+    """A label value: names of jobs, nodes, pods and GPUs come from other programs."""
+    return printable(text, LABEL_CHARACTERS)

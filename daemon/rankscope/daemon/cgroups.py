@@ -1,76 +1,29 @@
-"""How long a process' control groups were out of CPU quota, in cgroup v1 and v2."""
+"""Control groups, version 1 and 2: how long a process was out of CPU quota, and how much memory the daemon has left."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from rankscope.daemon import procfs
 
-# Where other containers' control groups are, for a daemon in a cgroup namespace of its own, as Kubernetes gives it
-# with cgroup version 2: the kernel tells paths from the daemon's own group on, as in `/../../pod7/app`.
-
-# Where the container's runtime mounts what its namespace shows; the host's whole tree is mounted elsewhere.
+# Where a container runtime mounts what the container's cgroup namespace shows; the host's tree is mounted elsewhere.
 OWN_ROOT: Final = Path("/sys/fs/cgroup")
 FOLDERS_LIMIT: Final = 100_000
-
-
-class OwnGroup:
-    """Our own group in the host's tree, looked for once: it is the folder with the number of our namespace's root."""
-
-    def __init__(self, root: Path, own_root: Path = OWN_ROOT) -> None:
-        self._root = root
-        self._own_root = own_root
-        self._found: dict[Path, tuple[str, ...] | None] = {}
-
-    def folder(self, hierarchy: Path, path: PurePosixPath) -> Path | None:
-        """Of a path that begins with `/..`; None if it cannot be told."""
-        parts = path.parts[1:] if path.is_absolute() else path.parts
-        up = next((index for index, part in enumerate(parts) if part != ".."), len(parts))
-        rest = parts[up:]
-        own = self._own_parts(hierarchy)
-        if own is None or up > len(own) or ".." in rest:
-            return None
-        folder = hierarchy.joinpath(*own[: len(own) - up], *rest)
-        return folder if folder.is_dir() else None
-
-    def _own_parts(self, hierarchy: Path) -> tuple[str, ...] | None:
-        if hierarchy not in self._found:
-            self._found[hierarchy] = self._search(hierarchy)
-        return self._found[hierarchy]
-
-    def _search(self, hierarchy: Path) -> tuple[str, ...] | None:
-        try:
-            own = (self._own_root / hierarchy.relative_to(self._root)).stat()
-            if (own.st_dev, own.st_ino) == _identity(hierarchy):
-                return ()
-        except OSError:
-            return None
-        looked_at = 0
-        for parent, names, _ in os.walk(hierarchy):
-            looked_at += len(names)
-            if looked_at > FOLDERS_LIMIT:
-                return None
-            for name in names:
-                folder = Path(parent, name)
-                try:
-                    if _identity(folder) == (own.st_dev, own.st_ino):
-                        return folder.relative_to(hierarchy).parts
-                except OSError:
-                    continue  # gone in between
-        return None
-
-
-def _identity(folder: Path) -> tuple[int, int]:
-    status = folder.stat()
-    return status.st_dev, status.st_ino
-
-
 LEVELS_LIMIT: Final = 8
-_V1_FOLDERS: Final = ("cpu", "cpu,cpuacct", "cpuacct,cpu")
+_V1_CPU_FOLDERS: Final = ("cpu", "cpu,cpuacct", "cpuacct,cpu")
+_V1_UNLIMITED_BYTES: Final = 1 << 60
+
+
+def _memberships(text: bytes) -> Iterator[tuple[list[str], str]]:
+    """Controllers and path of each line of /proc/<pid>/cgroup. Version 2 has one line, without controllers."""
+    for line in text.decode("utf-8", "replace").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        yield [name for name in controllers.split(",") if name], path
 
 
 @dataclass(frozen=True)
@@ -125,11 +78,9 @@ class CpuThrottling:
     def _group_of(self, membership: bytes) -> tuple[Path, PurePosixPath] | None:
         """Where the hierarchy with the CPU controller is mounted, and the process' path in it."""
         unified = None
-        for line in membership.decode("utf-8", "replace").splitlines():
-            _, _, rest = line.partition(":")
-            controllers, _, path = rest.partition(":")
-            if "cpu" in controllers.split(","):
-                for folder in _V1_FOLDERS:
+        for controllers, path in _memberships(membership):
+            if "cpu" in controllers:
+                for folder in _V1_CPU_FOLDERS:
                     if (self._root / folder).is_dir():
                         return self._root / folder, PurePosixPath(path)
             elif not controllers:
@@ -149,6 +100,59 @@ class CpuThrottling:
         return None
 
 
+class OwnGroup:
+    """The daemon's own group in the host's tree, for a daemon in a cgroup namespace of its own, as Kubernetes gives it
+    with version 2: the kernel shows other groups relative to it, as in `/../../pod7/app`. Found once, by the inode of
+    the namespace's root."""
+
+    def __init__(self, root: Path, own_root: Path = OWN_ROOT) -> None:
+        self._root = root
+        self._own_root = own_root
+        self._found: dict[Path, tuple[str, ...] | None] = {}
+
+    def folder(self, hierarchy: Path, path: PurePosixPath) -> Path | None:
+        """Of a path that begins with `/..`; None if it is not found."""
+        parts = path.parts[1:] if path.is_absolute() else path.parts
+        up = next((index for index, part in enumerate(parts) if part != ".."), len(parts))
+        rest = parts[up:]
+        own = self._own_parts(hierarchy)
+        if own is None or up > len(own) or ".." in rest:
+            return None
+        folder = hierarchy.joinpath(*own[: len(own) - up], *rest)
+        return folder if folder.is_dir() else None
+
+    def _own_parts(self, hierarchy: Path) -> tuple[str, ...] | None:
+        if hierarchy not in self._found:
+            self._found[hierarchy] = self._search(hierarchy)
+        return self._found[hierarchy]
+
+    def _search(self, hierarchy: Path) -> tuple[str, ...] | None:
+        try:
+            own = (self._own_root / hierarchy.relative_to(self._root)).stat()
+            if (own.st_dev, own.st_ino) == _identity(hierarchy):
+                return ()
+        except OSError:
+            return None
+        looked_at = 0
+        for parent, names, _ in os.walk(hierarchy):
+            looked_at += len(names)
+            if looked_at > FOLDERS_LIMIT:
+                return None
+            for name in names:
+                folder = Path(parent, name)
+                try:
+                    if _identity(folder) == (own.st_dev, own.st_ino):
+                        return folder.relative_to(hierarchy).parts
+                except OSError:
+                    continue  # gone in between
+        return None
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
+
+
 def _read_throttled_seconds(path: str) -> float | None:
     try:
         text = procfs.read_bounded(path)
@@ -165,51 +169,35 @@ def _read_throttled_seconds(path: str) -> float | None:
     return None
 
 
-# How much memory this process' control groups leave it: beyond that the kernel kills, and on Kubernetes it kills the
-# whole container, with the daemon in it.
-
-# What version 1 says when there is no limit.
-_UNLIMITED: Final = 1 << 60
-
-
-def memory_left_bytes(cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path | None = None) -> int | None:
-    """None where nothing limits it, or nothing tells."""
-    found = [_left(*files) for files in _groups(cgroup_root, membership or Path("/proc/self/cgroup"))]
-    known = [left for left in found if left is not None]
-    return min(known) if known else None
-
-
-def _groups(root: Path, membership: Path) -> list[tuple[Path, Path, Path]]:
-    """Files with the limit, the use and its parts of every group that this process is in, and of those above."""
+def memory_left_bytes(cgroup_root: Path = OWN_ROOT, membership: Path = Path("/proc/self/cgroup")) -> int | None:
+    """What the groups of this process leave it; None without a limit. Beyond it the kernel kills, and on Kubernetes it
+    kills the whole container, with the daemon in it."""
     try:
-        lines = membership.read_text().splitlines()
+        lines = list(_memberships(membership.read_bytes()))
     except OSError:
-        return []
-    groups = []
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":
-            base, names = root, ("memory.max", "memory.current", "memory.stat")
-        elif "memory" in controllers.split(","):
-            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+        return None
+    found = []
+    for controllers, path in lines:
+        if not controllers:
+            base, limit, used = cgroup_root, "memory.max", "memory.current"
+        elif "memory" in controllers:
+            base, limit, used = cgroup_root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         parts = [part for part in path.split("/") if part not in ("", "..")]
-        for depth in range(len(parts), -1, -1):
-            folder = base.joinpath(*parts[:depth])
-            groups.append((folder / names[0], folder / names[1], folder / names[2]))
-    return groups
+        folders = (base.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
+        found += [_left_bytes(folder / limit, folder / used, folder / "memory.stat") for folder in folders]
+    return min((left for left in found if left is not None), default=None)
 
 
-def _left(limit_file: Path, use_file: Path, parts_file: Path) -> int | None:
+def _left_bytes(limit_file: Path, used_file: Path, parts_file: Path) -> int | None:
     try:
         limit = limit_file.read_text().strip()
-        if not limit.isdigit() or int(limit) >= _UNLIMITED:
+        if not limit.isdigit() or int(limit) >= _V1_UNLIMITED_BYTES:
             return None
-        used = int(use_file.read_text())
+        used = int(used_file.read_text())
         parts = dict(line.split(maxsplit=1) for line in parts_file.read_text().splitlines())
-        # The kernel gives up old pages of files before it kills.
+        # The kernel drops old pages of files before it kills.
         reclaimable = int(parts.get("total_inactive_file", parts.get("inactive_file", "0")))
     except (OSError, ValueError):
         return None

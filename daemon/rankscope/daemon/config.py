@@ -9,15 +9,15 @@ import math
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from rankscope.common.http_server import is_loopback
 
 ENVIRONMENT_PREFIX = "RANKSCOPE_DAEMON_"
 DEFAULT_FILE = Path("/etc/rankscope/rankscope.toml")
 NONE = "none"
-DEFAULT_KUBELET_SOCKET = "/var/lib/kubelet/pod-resources/kubelet.sock"
 METRICS_DETAILS = ("standard", "full")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -26,63 +26,6 @@ Value = str | float | int | bool
 
 class ConfigError(Exception):
     """A setting is wrong: names where it came from, what it says and what it may be."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """What the daemon runs with. Every field is described in SETTINGS."""
-
-    node: str
-    window_seconds: float = 2.0
-    stack_rate_hertz: float = 10.0
-    budget_ratio: float = 0.01
-    metrics_listen: str = "127.0.0.1:9464"
-    socket: str = NONE
-    grpc_listen: str = NONE
-    tls_certificate: str = NONE
-    tls_key: str = NONE
-    tls_client_authority: str = NONE
-    metrics_tls: bool = False
-    watch_readers: int = 16
-    max_ranks: int = 1024
-    captures: bool = True
-    capture_dir: str = NONE
-    capture_quota_bytes: int = 10 << 30
-    capture_quota_seconds: float = 7 * 86400.0
-    capture_upload_url: str = NONE
-    audit_log: str = NONE
-    duty_cycle_steps: int = 0
-    duty_cycle_seconds: float = 600.0
-    duty_cycle_budget_ratio: float = 0.005
-    kineto_socket_dir: str = NONE
-    gpu: bool = True
-    gpu_interval_seconds: float = 1.0
-    dcgm_url: str = NONE
-    kubelet_socket: str = DEFAULT_KUBELET_SOCKET
-    metrics_detail: str = "standard"
-    py_spy: str = ""
-    proc_root: str = "/proc"
-    cgroup_root: str = "/sys/fs/cgroup"
-    log_level: str = "info"
-
-
-@dataclass(frozen=True)
-class Setting:
-    name: str
-    kind: type
-    default: Callable[[], Value]
-    help: str
-    low: float | None = None
-    high: float | None = None
-    choices: tuple[str, ...] = ()
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return ENVIRONMENT_PREFIX + self.name.upper()
 
 
 def default_socket() -> str:
@@ -101,40 +44,82 @@ def default_capture_dir() -> str:
     return f"{state}/rankscope/captures"
 
 
-SETTINGS: tuple[Setting, ...] = (
-    Setting("node", str, socket.gethostname, "name of this node in windows and metrics"),
-    Setting("window_seconds", float, lambda: 2.0, "length of a window; borders are shared by all nodes", 0.5, 60),
-    Setting("stack_rate_hertz", float, lambda: 10.0, "stack samples per second and rank; 0 turns them off", 0, 100),
-    Setting("budget_ratio", float, lambda: 0.01, "share of one core the daemon may use per rank", 0.0001, 1),
-    Setting("metrics_listen", str, lambda: "127.0.0.1:9464", "HOST:PORT of /metrics and /healthz; none turns it off"),
-    Setting("socket", str, default_socket, "path of the gRPC Unix socket; none turns it off"),
-    Setting("grpc_listen", str, lambda: NONE, "HOST:PORT for gRPC over TCP as well; without TLS loopback only"),
-    Setting("tls_certificate", str, lambda: NONE, "the daemon's certificate, for gRPC over TCP; with the next two"),
-    Setting("tls_key", str, lambda: NONE, "its key"),
-    Setting("tls_client_authority", str, lambda: NONE, "who signed the operator's certificate"),
-    Setting("metrics_tls", bool, lambda: False, "/metrics by the same certificate, for scrapers that show one"),
-    Setting("watch_readers", int, lambda: 16, "how many clients may watch windows at once", 1, 256),
-    Setting("max_ranks", int, lambda: 1024, "how many ranks of this node are watched and exported", 1, 65536),
-    Setting("captures", bool, lambda: True, "offer deep captures of the ranks of this node"),
-    Setting("capture_dir", str, default_capture_dir, "where captured traces are kept"),
-    Setting("capture_quota_bytes", int, lambda: 10 << 30, "how much captures may take on disk", 1 << 20, 1 << 50),
-    Setting("capture_quota_seconds", float, lambda: 7 * 86400.0, "how long captures are kept", 60, 1e9),
-    Setting("capture_upload_url", str, lambda: NONE, "where to copy captures to, as in s3://bucket/folder; or none"),
-    Setting("audit_log", str, lambda: NONE, "file for a line of JSON for every capture asked for and ended; or none"),
-    Setting("duty_cycle_steps", int, lambda: 0, "steps to record now and then where no probe runs; 0: never", 0, 100),
-    Setting("duty_cycle_seconds", float, lambda: 600.0, "how often the duty cycle records", 10, 86400),
-    Setting("duty_cycle_budget_ratio", float, lambda: 0.005, "share of a job's time it may cost", 0.0001, 1),
-    Setting("kineto_socket_dir", str, lambda: NONE, "serve libkineto by a socket file in this directory as well"),
-    Setting("gpu", bool, lambda: True, "read the counters of the node's GPUs"),
-    Setting("gpu_interval_seconds", float, lambda: 1.0, "how often the GPUs are read", 0.1, 60),
-    Setting("dcgm_url", str, lambda: NONE, "/metrics of a dcgm-exporter on this node, for GPUs without GPM; or none"),
-    Setting("kubelet_socket", str, lambda: DEFAULT_KUBELET_SOCKET, "kubelet's pod-resources socket; or none"),
-    Setting("metrics_detail", str, lambda: "standard", "which series /metrics has", choices=METRICS_DETAILS),
-    Setting("py_spy", str, lambda: "", "path of the py-spy program (default: beside this interpreter, then PATH)"),
-    Setting("proc_root", str, lambda: "/proc", "where the host's /proc is mounted"),
-    Setting("cgroup_root", str, lambda: "/sys/fs/cgroup", "where the host's cgroups are mounted"),
-    Setting("log_level", str, lambda: "info", "least severe log line to print", choices=LOG_LEVELS),
-)
+def _setting(
+    default: Value | Callable[[], Value],
+    help: str,  # noqa: A002 - as argparse calls it
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A field of Config. A callable default depends on the machine."""
+    made: Callable[[], Value] = default if callable(default) else lambda: default
+    metadata = {"default": made, "help": help, "low": low, "high": high, "choices": choices}
+    return field(default_factory=made, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the daemon runs with. Each field is a setting: flags, variables, checks and documentation derive from it."""
+
+    node: str = _setting(socket.gethostname, "name of this node in windows and metrics")
+    window_seconds: float = _setting(2.0, "length of a window; borders are shared by all nodes", 0.5, 60)
+    stack_rate_hertz: float = _setting(10.0, "stack samples per second and rank; 0 turns them off", 0, 100)
+    budget_ratio: float = _setting(0.01, "share of one core the daemon may use per rank", 0.0001, 1)
+    metrics_listen: str = _setting("127.0.0.1:9464", "HOST:PORT of /metrics and /healthz; none turns it off")
+    socket: str = _setting(default_socket, "path of the gRPC Unix socket; none turns it off")
+    grpc_listen: str = _setting(NONE, "HOST:PORT for gRPC over TCP as well; without TLS loopback only")
+    tls_certificate: str = _setting(NONE, "the daemon's certificate, for gRPC over TCP; with the next two")
+    tls_key: str = _setting(NONE, "its key")
+    tls_client_authority: str = _setting(NONE, "who signed the operator's certificate")
+    metrics_tls: bool = _setting(False, "/metrics by the same certificate, for scrapers that show one")
+    watch_readers: int = _setting(16, "how many clients may watch windows at once", 1, 256)
+    max_ranks: int = _setting(1024, "how many ranks of this node are watched and exported", 1, 65536)
+    captures: bool = _setting(True, "offer deep captures of the ranks of this node")
+    capture_dir: str = _setting(default_capture_dir, "where captured traces are kept")
+    capture_quota_bytes: int = _setting(10 << 30, "how much captures may take on disk", 1 << 20, 1 << 50)
+    capture_quota_seconds: float = _setting(7 * 86400.0, "how long captures are kept", 60, 1e9)
+    capture_upload_url: str = _setting(NONE, "where to copy captures to, as in s3://bucket/folder; or none")
+    audit_log: str = _setting(NONE, "file for a line of JSON for every capture asked for and ended; or none")
+    duty_cycle_steps: int = _setting(0, "steps to record now and then where no probe runs; 0: never", 0, 100)
+    duty_cycle_seconds: float = _setting(600.0, "how often the duty cycle records", 10, 86400)
+    duty_cycle_budget_ratio: float = _setting(0.005, "share of a job's time it may cost", 0.0001, 1)
+    kineto_socket_dir: str = _setting(NONE, "serve libkineto by a socket file in this directory as well")
+    gpu: bool = _setting(True, "read the counters of the node's GPUs")
+    gpu_interval_seconds: float = _setting(1.0, "how often the GPUs are read", 0.1, 60)
+    dcgm_url: str = _setting(NONE, "/metrics of a dcgm-exporter on this node, for GPUs without GPM; or none")
+    kubelet_socket: str = _setting(
+        "/var/lib/kubelet/pod-resources/kubelet.sock", "kubelet's pod-resources socket; or none"
+    )
+    metrics_detail: str = _setting("standard", "which series /metrics has", choices=METRICS_DETAILS)
+    py_spy: str = _setting("", "path of the py-spy program (default: beside this interpreter, then PATH)")
+    proc_root: str = _setting("/proc", "where the host's /proc is mounted")
+    cgroup_root: str = _setting("/sys/fs/cgroup", "where the host's cgroups are mounted")
+    log_level: str = _setting("info", "least severe log line to print", choices=LOG_LEVELS)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of Config as flag and environment variable."""
+
+    name: str
+    kind: type
+    default: Callable[[], Value]
+    help: str
+    low: float | None
+    high: float | None
+    choices: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+
+_KINDS = {"str": str, "float": float, "int": int, "bool": bool}
+SETTINGS = tuple(Setting(f.name, _KINDS[str(f.type)], **f.metadata) for f in fields(Config))
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 

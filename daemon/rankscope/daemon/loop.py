@@ -1,4 +1,4 @@
-"""The daemon itself: closes a window at every border, publishes and exports it, and keeps within its budget."""
+"""The daemon: closes windows one after the other, publishes and exports them, and keeps within its CPU budget."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from statistics import median
 
 from prometheus_client.registry import Collector
 
-from rankscope.analysis.models.mfu import peak_flops_per_second
+from rankscope.analysis.models.device_peaks import peak_flops_per_second
 from rankscope.daemon.captures.orders import CaptureError
-from rankscope.daemon.captures.service import CaptureDesk
+from rankscope.daemon.captures.service import NodeCaptures
 from rankscope.daemon.config import NONE, Config, parse_address
 from rankscope.daemon.export.metrics import Exporter
 from rankscope.daemon.export.status import (
@@ -32,7 +32,7 @@ from rankscope.daemon.server.grpc_server import GrpcServer, Service, no_capture_
 from rankscope.daemon.server.http_server import MetricsServer
 from rankscope.daemon.server.policies import PolicyBoard, policy_service
 from rankscope.daemon.server.sockets import SocketLock
-from rankscope.daemon.stacks.sampling_budget import Budget, plan_at
+from rankscope.daemon.stacks.sampling_budget import Budget
 from rankscope.daemon.windows.broadcast import Publisher, Tick
 from rankscope.daemon.windows.schedule import Clock, RealClock, Ticker
 from rankscope.daemon.windows.stalls import PaceWatch, StallWatch
@@ -49,7 +49,7 @@ GRPC_GRACE_SECONDS = 0.3
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the daemon listens; what is off is None or missing."""
+    """Where the daemon listens; what is turned off is None or missing."""
 
     metrics_url: str | None
     grpc_targets: tuple[str, ...]  # for grpc.insecure_channel, the Unix socket first
@@ -67,11 +67,10 @@ class _Incarnation:
 
 
 class Daemon:
-    """`start` listens and begins to watch in a thread of its own; `stop` ends both within two seconds.
+    """`start` listens and starts the thread that watches; `stop` ends both within two seconds.
 
-    To embed it: pass `services` to offer more on the same gRPC server and `metrics` for the same page, `subscribe` to
-    get every tick in-process, and `own_cpu_seconds=time.thread_time` when the process does other work that the budget
-    should not be charged for."""
+    To embed it: pass `services` for the same gRPC server and `metrics` for the same page, `subscribe` to every tick,
+    and pass `own_cpu_seconds=time.thread_time` if the process also does work that is not charged to the budget."""
 
     def __init__(
         self,
@@ -96,13 +95,13 @@ class Daemon:
         self.policies = PolicyBoard(config.stack_rate_hertz, self._clock.monotonic_seconds)
         self._services = (rank_service(config.node, self.publisher), policy_service(self.policies), *services)
         self._more_metrics = tuple(metrics)
-        self.captures: CaptureDesk | None = None  # once started, if they can be had
+        self.captures: NodeCaptures | None = None  # once started, if captures are on and possible
         self._problems = ProblemLog(log, self._clock.monotonic_seconds)
         self._incarnations: dict[RankKey, _Incarnation] = {}
         self._status = DaemonStatus(
             package_version(),
             config.node,
-            stack_rate_hertz=_rate_while_recorded(self._budget.rate_hertz),
+            stack_rate_hertz=self._budget.recording_hertz,
             metrics_detail=config.metrics_detail,
         )
         self._reports: tuple[RankReport, ...] = ()
@@ -121,14 +120,14 @@ class Daemon:
         )
 
     def subscribe(self, callback: Callable[[Tick], None]) -> Callable[[], None]:
-        """Get every tick as it closes, in the daemon's thread: be quick. Returns the function that ends it."""
+        """Call `callback` with every tick in the daemon's thread; it must not block. The result unsubscribes."""
         return self.publisher.subscribe(callback)
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self._status, self._reports)
 
     def start(self) -> None:
-        """Raises ListenError, and holds nothing then, if an address is taken."""
+        """Raises ListenError, and then holds nothing, if an address is in use."""
         try:
             self._listen()
         except BaseException:
@@ -151,7 +150,7 @@ class Daemon:
         self._close()
 
     def tick(self, span: Span) -> Tick:
-        """Close one window: sample, assemble, publish. Called by the daemon's own thread once started."""
+        """Close one window: sample, assemble, publish. Once started, only the daemon's own thread calls it."""
         sampled = self._sampler.sample(span)
         departed = self._note_arrivals_and_departures(sampled)
         windows: dict[RankKey, RankWindow] = {}
@@ -205,7 +204,7 @@ class Daemon:
         for step in steps:
             try:
                 step()
-            except Exception:  # whatever fails to close, the rest must: above all the sockets
+            except Exception:  # if one fails to close, the rest must still be closed, above all the sockets
                 log.exception("could not close everything")
 
     def _run(self) -> None:
@@ -237,7 +236,7 @@ class Daemon:
         try:
             stall = self._stalls.observe(rank, samples, span)
             window = assemble(rank, node, span, incarnation.sequence, samples, peak_flops_per_second, stall)
-        except Exception as error:  # noqa: BLE001 - one rank's odd figures must not cost the others their window
+        except Exception as error:  # noqa: BLE001 - one rank's odd numbers must not cost the others their window
             problem = Problem("daemon", "assembly", f"{rank}: {describe(error)}")
             samples = RankSamples(problems=(problem, *samples.problems))
             window = assemble(rank, node, span, incarnation.sequence, samples, peak_flops_per_second)
@@ -247,7 +246,7 @@ class Daemon:
         return window
 
     def _keep_within_budget(self, ranks: Sequence[RankProcess], windows: Iterable[RankWindow]) -> None:
-        before = self._budget.rate_hertz
+        before, plan_before = self._budget.rate_hertz, self._budget.plan
         threads = [window.process.threads for window in windows if window.process.HasField("threads")]
         rate_hertz = self._budget.observe(
             self._clock.monotonic_seconds(),
@@ -258,7 +257,8 @@ class Daemon:
         )
         if rate_hertz != before:
             used = 100 * (self._budget.used_ratio or 0.0)
-            log.info("%.0f%% of the CPU budget used: %s instead of %s", used, _recorded(rate_hertz), _recorded(before))
+            plans = [plan or "no stacks" for plan in (self._budget.plan, plan_before)]
+            log.info("%.0f%% of the CPU budget used: %s instead of %s", used, *plans)
             self._collectors.stacks.set_rate(rate_hertz)
         self._collectors.stacks.set_rates_of(self.policies.stack_rates(ranks, rate_hertz))
 
@@ -271,7 +271,7 @@ class Daemon:
             sampling_cpu_seconds=self._collectors.stacks.child_cpu_seconds,
             resident_bytes=resident_bytes(),
             budget_used_ratio=self._budget.used_ratio,
-            stack_rate_hertz=_rate_while_recorded(self._budget.rate_hertz),
+            stack_rate_hertz=self._budget.recording_hertz,
             stack_recorded_ratio=self._collectors.stacks.recorded_ratio,
             ranks=len(sampled.ranks) + sampled.ranks_cut,
             ranks_cut=sampled.ranks_cut,
@@ -300,28 +300,14 @@ class Daemon:
                     self._problems.warn(key, f"job {_quoted(rank)}: {problem.source}: {problem.text}")
 
 
-def _open_captures(config: Config, policies: PolicyBoard) -> CaptureDesk | None:
-    """None where captures are off or cannot be kept: everything else goes on without them."""
+def _open_captures(config: Config, policies: PolicyBoard) -> NodeCaptures | None:
+    """None if captures are turned off or cannot be stored: the rest works without them."""
     try:
         is_on = config.captures and config.capture_dir != NONE
-        return CaptureDesk(config, policies.duty_wish) if is_on else None
+        return NodeCaptures(config, policies.duty_wish) if is_on else None
     except CaptureError as error:
         log.warning("no captures: %s", error)
         return None
-
-
-def _rate_while_recorded(average_hertz: float) -> float:
-    plan = plan_at(average_hertz)
-    return 0.0 if plan is None else plan.rate_hz
-
-
-def _recorded(average_hertz: float) -> str:
-    plan = plan_at(average_hertz)
-    if plan is None:
-        return "no stacks"
-    return f"stacks at {plan.rate_hz} Hz" + (
-        f" for {plan.seconds} of {plan.period_seconds:g} s" if plan.has_pause else ""
-    )
 
 
 def _quoted(rank: RankProcess) -> str:

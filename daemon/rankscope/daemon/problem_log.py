@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 
-from rankscope.daemon.windows.window import PROBLEM_CHARACTERS, bounded
+from rankscope.common.text import one_line, printable
 
+LINE_CHARACTERS = 600
 REPEAT_SECONDS = 60.0
 KEYS_KEPT = 4096
 
 
 def describe(error: BaseException) -> str:
     """An exception in one bounded line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return one_line(f"{type(error).__name__}: {error}", 300)
 
 
 class ProblemLog:
@@ -33,7 +34,7 @@ class ProblemLog:
                 return
         self._logged[key] = self._logged[text] = now
         # The text may quote a training process; a line of the log stays one line.
-        self._log.warning("%s", bounded(text, 2 * PROBLEM_CHARACTERS))
+        self._log.warning("%s", printable(text, LINE_CHARACTERS))
 
 
 class OneLine(logging.Formatter):

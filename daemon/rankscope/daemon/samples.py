@@ -89,14 +89,15 @@ class GroupSpan:
     step_seconds: float
 
 
-@dataclass(frozen=True)
-class StepSample:
-    """The steps of one rank that ended since the last call, oldest first."""
+def self_seconds(step_seconds: Column, wait_seconds: Column) -> Column:
+    """A rank's own work: what of a step is not waiting."""
+    return np.maximum(step_seconds - wait_seconds, 0.0)
 
-    steps_total: int
-    steps_lost: int  # overwritten before they were read, since the last call
-    last_step_unix_nanos: int | None
-    # One value per step; NaN where that step was not measured (DDP figures are sampled).
+
+@dataclass(frozen=True)
+class StepColumns:
+    """One value per step, oldest first; NaN where that step was not measured (DDP figures are sampled)."""
+
     step_seconds: Column
     wait_seconds: Column  # communication that nothing hides
     communication_seconds: Column
@@ -107,6 +108,19 @@ class StepSample:
     checkpoint_seconds: Column
     host_seconds: Column  # where steps are timed on a device: the host's time, and how far it was ahead
     run_ahead_seconds: Column
+
+    @property
+    def self_seconds(self) -> Column:
+        return self_seconds(self.step_seconds, self.wait_seconds)
+
+
+@dataclass(frozen=True)
+class StepSample(StepColumns):
+    """The steps of one rank that ended since the last call."""
+
+    steps_total: int
+    steps_lost: int  # overwritten before they were read, since the last call
+    last_step_unix_nanos: int | None
     facts: ProbeFacts
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None

@@ -57,9 +57,9 @@ class TorchFinder:
             disable(error)
 
     def _torch_is_there(self, torch: Any) -> None:
-        from . import torch_hooks as hooking
+        from . import torch_hooks
 
-        self._waiting.update(hooking.install(torch))
+        self._waiting.update(torch_hooks.install(torch))
 
     def start(self) -> None:
         sys.meta_path.insert(0, self)

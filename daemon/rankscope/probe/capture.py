@@ -1,5 +1,11 @@
 """Captures on request: starts and stops torch.profiler at step boundaries, on the training thread, for a daemon that
-asks through the ring. A failure ends captures in this process, never the training and never the probe."""
+asks through the ring. A failure ends captures in this process, never the training and never the probe.
+
+    IDLE ──command──▶ ARMED ──▶ SCHEDULED ──▶ WARMING_UP ──▶ RECORDING ──last window──▶ IDLE, the trace is handed over
+                                    ▲                             │
+                                    └───────── more windows ──────┘
+
+Each state but OFF goes to IDLE when the capture is dropped or given up, and to OFF on a failure."""
 
 from __future__ import annotations
 
@@ -8,7 +14,9 @@ import contextlib
 import sys
 import threading
 import time
-from typing import Any, Callable, List, Optional
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Callable, ClassVar, Optional, Tuple, Union
 
 from . import ring_layout
 from .capture_commands import Answer, Command, Handover, read_command, refusal
@@ -23,6 +31,114 @@ MEMORY_FACTOR = 8
 MEMORY_AT_LEAST_BYTES = 256 << 20
 
 
+class State(Enum):
+    IDLE = "no capture"
+    ARMED = "a command is accepted; the step to record from is not known yet"
+    SCHEDULED = "the step to record from is known"
+    WARMING_UP = "the profiler is prepared, and records from a known step"
+    RECORDING = "the profiler records"
+    OFF = "a capture failed, or this process is a fork: commands are ignored"
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of a capture that are over. All of them stay in memory until the last one is over."""
+
+    profiles: Tuple[Profile, ...] = ()
+    steps: int = 0
+    start_ns: int = 0  # spent starting profilers, that of the present window included
+    stop_ns: int = 0
+    deadline_ns: int = 0  # monotonic; from the first window on
+    resident_limit_bytes: Optional[int] = None
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What all states of one capture share. Everything happens on the thread that took the command."""
+
+    command: Command
+    answer: Answer
+    ring: Ring
+    thread_id: int
+    was_held: bool = False  # by a profiler of the user's own
+    windows: Windows = field(default_factory=Windows)
+
+
+@dataclass(frozen=True)
+class Idle:
+    state: ClassVar[State] = State.IDLE
+
+
+@dataclass(frozen=True)
+class Off:
+    state: ClassVar[State] = State.OFF
+
+
+@dataclass(frozen=True)
+class Armed:
+    state: ClassVar[State] = State.ARMED
+    capture: Capture
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    state: ClassVar[State] = State.SCHEDULED
+    capture: Capture
+    due_step: int
+
+
+@dataclass(frozen=True)
+class WarmingUp:
+    state: ClassVar[State] = State.WARMING_UP
+    capture: Capture
+    due_step: int
+    profile: Profile
+
+
+@dataclass(frozen=True)
+class Recording:
+    state: ClassVar[State] = State.RECORDING
+    capture: Capture
+    profile: Profile
+    first_step: int
+    stop_at_ns: int  # monotonic
+
+
+Pending = Union[Armed, Scheduled, WarmingUp]
+Present = Union[Idle, Off, Pending, Recording]
+IDLE = Idle()
+
+
+def profile_of(now: Present) -> Optional[Profile]:
+    """A profiler that has to be stopped before anything else may use one."""
+    return now.profile if isinstance(now, (WarmingUp, Recording)) else None
+
+
+def capture_of(now: Present) -> Optional[Capture]:
+    return None if isinstance(now, (Idle, Off)) else now.capture
+
+
+def schedule(now: Armed, step: int, unix_ns: int) -> Union[Armed, Scheduled]:
+    """SCHEDULED once the first step to record is known."""
+    command = now.capture.command
+    if command.start_step:
+        # A warm-up comes before the step that was agreed on.
+        if step + command.warmup_steps < command.start_step:
+            return now
+        start = max(step, command.start_step)
+    else:
+        if unix_ns < command.start_unix_ns:
+            return now
+        start = step + command.warmup_steps
+    return Scheduled(now.capture, start + command.wait_steps)
+
+
+def is_late(capture: Capture) -> bool:
+    if capture.windows.profiles:
+        return time.monotonic_ns() > capture.windows.deadline_ns
+    return time.time_ns() > capture.command.give_up_unix_ns
+
+
 class _AtThreadEnd:
     """Kept in a threading.local: collected by a thread that ends, while that can still stop its profiler."""
 
@@ -34,33 +150,27 @@ class _AtThreadEnd:
 
 
 class Captures:
-    """Made once in a process. `mark` is the command that was looked at last; `active` asks to be called at every
-    boundary."""
+    """Made once in a process. `mark` identifies the last command that was looked at."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._users = UserProfilers(sys.modules["torch.autograd.profiler"])
-        self._users.give_way = self._give_way
-        self._after_step = AfterStep(self._users._module.record_function)
+        self._users = UserProfilers(sys.modules["torch.autograd.profiler"], self._give_way)
+        self._after_step = AfterStep(sys.modules["torch.autograd.profiler"].record_function)
         self.mark = bytes(4)
-        self.active = False
-        self._off = False
-        self._ring: Optional[Ring] = None
-        self._command: Optional[Command] = None
-        self._answer: Optional[Answer] = None
-        self._profile: Optional[Profile] = None
-        self._thread_id = 0
-        self._due_step: Optional[int] = None  # when recording begins, once that is known
-        self._first_step: Optional[int] = None  # the first that is recorded, once it is
-        self._stop_at_ns = 0
-        self._recorded: List[Profile] = []  # windows that are over, of several
-        self._more_by_ns = 0
-        self._steps = self._start_ns = self._stop_ns = 0  # of all windows so far
-        self._resident_limit_bytes: Optional[int] = None
+        # A profiler is in the state before it is touched: whatever fails then, `_fail` finds and stops it.
+        self._now: Present = IDLE
         self._of_thread = threading.local()
-        self._held = False
         self._handover = Handover()
         self._at_exit = False
+
+    @property
+    def state(self) -> State:
+        return self._now.state
+
+    @property
+    def active(self) -> bool:
+        """Whether `at_boundary` has to be called at every boundary, not only for a new command."""
+        return self._now is not IDLE and self._now.state is not State.OFF
 
     def at_boundary(self, ring: Ring, step: int, is_inside_step: bool) -> None:
         """`step` steps have ended. `is_inside_step`: torch is still inside the optimizer's step."""
@@ -68,13 +178,15 @@ class Captures:
             mark = ring.command_mark()
             if mark != self.mark and not self._handover.is_busy:
                 self.mark = mark
-                self._ring = ring
                 self._take(ring, mark)
-            if self._command is None or threading.get_ident() != self._thread_id:
-                return
-            self._at_the_end_of_the_step(step, is_inside_step)
+            if self._is_on_its_thread():
+                self._at_the_end_of_the_step(step, is_inside_step)
         except Exception as error:
             self._fail(error)
+
+    def _is_on_its_thread(self) -> bool:
+        capture = capture_of(self._now)
+        return capture is not None and threading.get_ident() == capture.thread_id
 
     def _at_the_end_of_the_step(self, step: int, is_inside_step: bool) -> None:
         after_step = self._after_step
@@ -84,7 +196,7 @@ class Captures:
             after_step.then(lambda: self._guard(lambda: self._act(step)))
             return
         self._act(step)
-        if is_inside_step and self._command is not None:
+        if is_inside_step and self.active:
             after_step.then(lambda: None)  # finds out whether there is an end to wait for
 
     def _guard(self, action: Callable[[], None]) -> None:
@@ -94,31 +206,26 @@ class Captures:
             self._fail(error)
 
     def _take(self, ring: Ring, mark: bytes) -> None:
+        """From IDLE to ARMED, or back on a drop."""
         command = read_command(ring, mark)
-        if command is None or self._off:
+        if command is None or self._now.state is State.OFF:
             return
-        here = threading.get_ident()
+        current = capture_of(self._now)
         if command.verb == ring_layout.VERB_DROP:
-            is_this = self._command is not None and command.start_step == self._command.number
-            if is_this and here == self._thread_id:
+            if current is not None and command.start_step == current.command.number and self._is_on_its_thread():
                 self._end("cancelled")
             return
-        if command.verb != ring_layout.VERB_CAPTURE or self._command is not None:
-            return  # the first one wins; whoever asks sees that the answer is not about his
+        if command.verb != ring_layout.VERB_CAPTURE or current is not None:
+            return  # the first one wins; the answer's number tells the other daemon that it is not about its command
         answer = Answer(ring, command.number)
+        here = threading.get_ident()
         wrong = refusal(command, time.time_ns())
         if wrong is None and here != training_thread_id():
             wrong = "steps end on a thread of autograd's own, where nothing else could be seen"
         if wrong is not None:
             answer.tell(ring_layout.PHASE_FAILED, "the probe refused: " + wrong)
             return
-        self._command, self._answer = command, answer
-        self._thread_id = here
-        self._due_step = self._first_step = None
-        self._recorded = []
-        self._steps = self._start_ns = self._stop_ns = 0
-        self._held = False
-        self.active = True
+        self._now = Armed(Capture(command, answer, ring, here))
         self._after_step.install()
         self._of_thread.end = _AtThreadEnd(self._thread_ends)
         if not self._at_exit:
@@ -128,124 +235,130 @@ class Captures:
 
     def _act(self, step: int) -> None:
         """At a boundary: what is due."""
-        command = self._command
-        if command is None or self._is_capturing_a_graph():
+        now = self._now
+        if isinstance(now, (Idle, Off)) or self._is_capturing_a_graph():
             return
-        if self._first_step is None:
-            self._approach(command, step)
+        if isinstance(now, Recording):
+            self._record(now, step)
         else:
-            self._go_on(command, step)
+            self._approach(now, step)
 
-    def _approach(self, command: Command, step: int) -> None:
-        assert self._answer is not None
-        now_ns = time.time_ns()
-        late = time.monotonic_ns() > self._more_by_ns if self._recorded else now_ns > command.give_up_unix_ns
-        if late:
+    def _approach(self, now: Pending, step: int) -> None:
+        """Towards RECORDING, through as many states as are due at this step."""
+        capture = now.capture
+        if is_late(capture):
             held = "a profiler of the user's own is active; stop it, or ask again with more patience"
-            self._give_up(command, held if self._held else "the step to begin with was not reached in time; ask again")
+            late = "the step to begin with was not reached in time; ask again"
+            self._give_up(capture, held if capture.was_held else late)
             return
-        if self._profile is None and self._users.active():
-            if self._recorded:
-                self._give_up(command, "a profiler of the user's own began, and went first")
-            elif not self._held:
-                self._held = True
-                self._answer.tell(ring_layout.PHASE_HELD)
+        if not isinstance(now, WarmingUp) and self._users.active():
+            self._hold(now)
             return
-        if self._due_step is None:
-            begun = step >= command.start_step if command.start_step else now_ns >= command.start_unix_ns
-            # A warm-up comes before the step that was agreed on, where that is known.
-            early = command.start_step and step + command.warmup_steps >= command.start_step
-            if not begun and not early:
-                return
-            start = max(step, command.start_step) if command.start_step else step + command.warmup_steps
-            self._due_step = start + command.wait_steps
-        if self._profile is None and step + command.warmup_steps >= self._due_step:
-            left_bytes = memory_left_bytes()
-            if left_bytes is not None and left_bytes < MEMORY_AT_LEAST_BYTES:
-                why = "only {} MB of memory are left, too little for a trace".format(left_bytes >> 20)
-                self._give_up(command, why)
-                return
+        if isinstance(now, Armed):
+            now = self._now = schedule(now, step, time.time_ns())
+        if isinstance(now, Scheduled) and step + capture.command.warmup_steps >= now.due_step:
+            self._warm_up(now, step)
+        reached = self._now
+        if isinstance(reached, WarmingUp) and step >= reached.due_step:
+            self._start(reached, step)
+
+    def _hold(self, now: Union[Armed, Scheduled]) -> None:
+        """Wait for a profiler of the user's own."""
+        capture = now.capture
+        if capture.windows.profiles:
+            self._give_up(capture, "a profiler of the user's own began, and went first")
+        elif not capture.was_held:
+            self._now = replace(now, capture=replace(capture, was_held=True))
+            capture.answer.tell(ring_layout.PHASE_HELD)
+
+    def _warm_up(self, now: Scheduled, step: int) -> None:
+        capture = now.capture
+        left_bytes = memory_left_bytes()
+        if left_bytes is not None and left_bytes < MEMORY_AT_LEAST_BYTES:
+            why = "only {} MB of memory are left, too little for a trace".format(left_bytes >> 20)
+            self._give_up(capture, why)
+            return
+        if not capture.windows.profiles:
             allowed = None if left_bytes is None else resident_bytes() + left_bytes // MEMORY_FACTOR
-            if not self._recorded:  # all windows are in memory until the last is over
-                self._resident_limit_bytes = allowed
-            self._profile = Profile(self._torch, self._users, command.options)
-            if step < self._due_step:
-                self._profile.prepare()
-        if self._profile is not None and step >= self._due_step:
-            self._start(command, self._profile, step)
+            capture = replace(capture, windows=replace(capture.windows, resident_limit_bytes=allowed))
+        profile = Profile(self._torch, self._users, capture.command.options)
+        self._now = WarmingUp(capture, now.due_step, profile)
+        if step < now.due_step:
+            profile.prepare()
 
-    def _start(self, command: Command, profile: Profile, step: int) -> None:
-        assert self._answer is not None
-        self._start_ns += timed_ns(profile.start)
-        self._first_step = step + 1
-        self._stop_at_ns = time.monotonic_ns() + command.length_ns
-        unix_ns = time.time_ns()
-        profile.annotate(step + 1)
-        if self._recorded:
-            self._answer.tell(ring_layout.PHASE_RUNNING, start_ns=self._start_ns, steps=self._steps)
-            return
-        self._more_by_ns = time.monotonic_ns() + ring_layout.WINDOWS_SECONDS * 10**9
-        self._answer.tell(
-            ring_layout.PHASE_RUNNING, first_step=step + 1, start_unix_ns=unix_ns, start_ns=self._start_ns, steps=0
-        )
+    def _start(self, now: WarmingUp, step: int) -> None:
+        capture, windows = now.capture, now.capture.windows
+        is_first = not windows.profiles
+        windows = replace(windows, start_ns=windows.start_ns + timed_ns(now.profile.start))
+        started_ns, unix_ns = time.monotonic_ns(), time.time_ns()
+        if is_first:
+            windows = replace(windows, deadline_ns=started_ns + ring_layout.WINDOWS_SECONDS * 10**9)
+        capture = replace(capture, windows=windows)
+        self._now = Recording(capture, now.profile, step + 1, started_ns + capture.command.length_ns)
+        now.profile.annotate(step + 1)
+        first = {"first_step": step + 1, "start_unix_ns": unix_ns} if is_first else {}
+        capture.answer.tell(ring_layout.PHASE_RUNNING, "", start_ns=windows.start_ns, steps=windows.steps, **first)
 
-    def _go_on(self, command: Command, step: int) -> None:
-        assert self._first_step is not None and self._profile is not None
-        steps = step - self._first_step + 1
-        wants_more = steps < (command.steps or steps + 1) and time.monotonic_ns() < self._stop_at_ns
-        fits = self._resident_limit_bytes is None or resident_bytes() < self._resident_limit_bytes
+    def _record(self, now: Recording, step: int) -> None:
+        capture, command, windows = now.capture, now.capture.command, now.capture.windows
+        steps = step - now.first_step + 1
+        wants_more = steps < (command.steps or steps + 1) and time.monotonic_ns() < now.stop_at_ns
+        fits = windows.resident_limit_bytes is None or resident_bytes() < windows.resident_limit_bytes
         if wants_more and fits:
-            self._profile.annotate(step + 1)
+            now.profile.annotate(step + 1)
             return
-        self._stop_ns += timed_ns(self._profile.stop)
-        self._recorded.append(self._profile)
-        self._steps += steps
-        self._profile = self._first_step = None
+        stop_ns = windows.stop_ns + timed_ns(now.profile.stop)
+        profiles = (*windows.profiles, now.profile)
+        capture = replace(
+            capture, windows=replace(windows, profiles=profiles, steps=windows.steps + steps, stop_ns=stop_ns)
+        )
         if not fits:
-            self._hand_over(command, "stopped early: memory would have become short")
-        elif len(self._recorded) == command.windows:
-            self._hand_over(command)
+            self._hand_over(capture, "stopped early: memory would have become short")
+        elif len(profiles) == command.windows:
+            self._hand_over(capture)
         else:
-            self._due_step = step + command.wait_steps + command.warmup_steps
-            self._approach(command, step)  # it may begin here and now
+            again = self._now = Scheduled(capture, step + command.wait_steps + command.warmup_steps)
+            self._approach(again, step)  # the next window may begin here and now
 
-    def _give_up(self, command: Command, why: str) -> None:
+    def _give_up(self, capture: Capture, why: str) -> None:
         """Windows that were recorded by now are worth having."""
-        if self._recorded:
-            self._hand_over(command, "stopped early: " + why)
+        if capture.windows.profiles:
+            self._hand_over(capture, "stopped early: " + why)
         else:
             self._end(why)
 
-    def _hand_over(self, command: Command, text: str = "") -> None:
-        assert self._answer is not None and self._ring is not None
-        answer, recorded = self._answer, self._recorded
-        self._forget()
-        answer.tell(ring_layout.PHASE_WRITING, text, steps=self._steps, start_ns=self._start_ns, stop_ns=self._stop_ns)
+    def _hand_over(self, capture: Capture, text: str = "") -> None:
+        answer, windows = capture.answer, capture.windows
+        self._leave_for(IDLE)
+        answer.tell(
+            ring_layout.PHASE_WRITING, text, steps=windows.steps, start_ns=windows.start_ns, stop_ns=windows.stop_ns
+        )
 
         def write() -> int:
-            return recorded[0].write() if command.windows == 1 else write_windows(recorded)
+            return windows.profiles[0].write() if capture.command.windows == 1 else write_windows(windows.profiles)
 
-        self._handover.start(self._ring, write, answer, text, lambda error: self._fail(error, answer))
+        self._handover.start(capture.ring, write, answer, text, lambda error: self._fail(error, answer))
 
-    def _forget(self) -> None:
-        self._command = self._answer = self._profile = None
-        self._recorded = []
-        self._first_step = None
-        self.active = False
+    def _leave_for(self, rest: Union[Idle, Off]) -> None:
+        self._now = rest
         self._after_step.remove()
 
     def _end(self, why: str) -> None:
         """Leave things as they were before the capture."""
-        profile, answer = self._profile, self._answer
-        self._forget()
+        profile, capture = profile_of(self._now), capture_of(self._now)
+        self._leave_for(IDLE)
         if profile is not None:
             profile.abandon()
-        if answer is not None:
-            answer.tell(ring_layout.PHASE_FAILED, why)
+        if capture is not None:
+            capture.answer.tell(ring_layout.PHASE_FAILED, why)
+
+    def _end_profiler(self, why: str) -> None:
+        """End the capture if there is a profiler to stop, and this thread may."""
+        if profile_of(self._now) is not None and self._is_on_its_thread():
+            self._guard(lambda: self._end(why))
 
     def _give_way(self) -> None:
-        if self._profile is not None and threading.get_ident() == self._thread_id:
-            self._guard(lambda: self._end("the user's own profiler began, and went first"))
+        self._end_profiler("the user's own profiler began, and went first")
 
     def _is_capturing_a_graph(self) -> bool:
         # Profilers synchronise the device, which would ruin the user's graph.
@@ -255,9 +368,10 @@ class Captures:
     def _fail(self, error: BaseException, answer: Optional[Answer] = None) -> None:
         if raised_by_a_signal_handler(error):
             raise error
-        self._off = True
-        profile, answer = self._profile, answer or self._answer
-        self._forget()
+        profile, capture = profile_of(self._now), capture_of(self._now)
+        if answer is None and capture is not None:
+            answer = capture.answer
+        self._leave_for(Off())
         text = "{}: {}".format(type(error).__name__, error)
         complain("captures disabled: {}; training is not affected".format(text))
         if profile is not None:
@@ -269,26 +383,23 @@ class Captures:
 
     def before_fork(self) -> None:
         """A child would go on recording, for ever: its copy of the profiler cannot be stopped safely."""
-        if self._profile is not None and threading.get_ident() == self._thread_id:
-            self._guard(
-                lambda: self._end("the process forked during the capture (a data loader's workers?); ask again")
-            )
+        self._end_profiler("the process forked during the capture (a data loader's workers?); ask again")
 
     def after_fork_in_child(self) -> None:
-        if self._profile is not None and self._profile.with_stack:
+        profile = profile_of(self._now)
+        if profile is not None and profile.with_stack:
             sys.setprofile(None)
-        self._off = True
-        self._ring = None
-        self._command = self._answer = self._profile = None
+        self._now = Off()
         self._handover.close()
 
     def _thread_ends(self) -> None:
-        if (self._profile is not None or self._recorded) and threading.get_ident() == self._thread_id:
+        capture = capture_of(self._now)
+        has_windows = capture is not None and bool(capture.windows.profiles)
+        if (has_windows or profile_of(self._now) is not None) and self._is_on_its_thread():
             self._guard(lambda: self._end("the training thread ended during the capture"))
 
     def _leave(self) -> None:
         """At the interpreter's end."""
-        if self._profile is not None and threading.get_ident() == self._thread_id:
-            self._guard(lambda: self._end("the process ended during the capture"))
-        # Who waits for the trace gets a moment to fetch it. While it is being written, nothing else runs anyway.
+        self._end_profiler("the process ended during the capture")
+        # A daemon that waits for the trace gets a moment to fetch it. While it is written, nothing else runs anyway.
         self._handover.wait(KEEP_AT_EXIT_SECONDS)

@@ -1,5 +1,7 @@
-"""What the daemon asks for through the ring, checked, and what it is told back. Whoever may write into this process'
-memory could ask, so a command can do no more than a capture within bounds."""
+"""Commands of the daemon, read from the ring and checked; answers to it; and the handover of a finished trace.
+
+Any process that may write into this one's memory could send a command, so a command can do no more than a capture
+within bounds."""
 
 from __future__ import annotations
 
@@ -17,6 +19,11 @@ from .ring import Ring
 STEPS_LIMIT = 1000
 LENGTH_LIMIT_NS = 120_000_000_000
 PATIENCE_LIMIT_NS = 3600_000_000_000
+# How long a trace is kept for the daemon, which copies it as soon as it is there. It takes memory of the container.
+KEEP_SECONDS = 60.0
+# A command for another capture means that the trace is not wanted any more, but perhaps not by all daemons.
+KEEP_AT_LEAST_SECONDS = 2.0
+POLL_SECONDS = 0.05
 
 
 class Command(NamedTuple):
@@ -82,17 +89,8 @@ class Answer:
         self._ring.write_answer(body + encoded)
 
 
-# Hands a finished trace to the daemon: written on a thread of its own, kept until it has been fetched.
-
-# How long a trace is kept for the daemon, which copies it as soon as it is there. It is memory of the container's.
-KEEP_SECONDS = 60.0
-# A command for another capture means that the trace is not wanted any more, but perhaps not by everybody.
-KEEP_AT_LEAST_SECONDS = 2.0
-POLL_SECONDS = 0.05
-
-
 class Handover:
-    """One trace at a time."""
+    """Writes a finished trace on a thread of its own and keeps it until the daemon has fetched it. One at a time."""
 
     def __init__(self) -> None:
         self._busy = threading.Lock()
@@ -139,7 +137,7 @@ class Handover:
             self._busy.release()
 
     def close(self) -> None:
-        """The number may have been closed and used again by the user: closed only if it is still ours."""
+        """Closes the descriptor only if it is still ours: the user may have closed the number and used it again."""
         fd, self._fd = self._fd, -1
         with contextlib.suppress(OSError):
             if fd >= 0 and os.fstat(fd).st_ino == self._inode:

@@ -1,4 +1,5 @@
-"""torch.profiler as the probe uses it: one recording, begun and ended by the training thread, written to memory."""
+"""torch.profiler as the probe uses it: the user's profilers go first, recordings begin and end outside of the
+optimizer's annotation, traces are written to memory, and only while enough of it is left."""
 
 from __future__ import annotations
 
@@ -9,43 +10,47 @@ import shutil
 import tempfile
 import threading
 import time
-from typing import Any, Callable, Dict, Optional, Sequence
+from enum import Enum
+from typing import Any, Callable, Dict, Iterator, Optional, Sequence
 
 from . import ring_layout
 from .torch_timers import hide_from_dynamo
 
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
 
 class UserProfilers:
-    """Knows of the user's own profilers, and lets them go first: two at a time do not work, the second one raises.
+    """Notices the user's own profilers, and lets them go first: two at a time do not work, the second one raises.
 
-    torch.autograd.profiler's functions are wrapped for that, where all profilers of torch come along."""
+    The functions of torch.autograd.profiler that all profilers of torch call are wrapped for that."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, give_way: Callable[[], None]) -> None:
+        """`give_way` ends our own recording."""
         self._module = module
+        self._give_way = give_way
         self._prepared = False
-        self.ours = threading.local()  # set while it is us who call
-        self.give_way: Optional[Callable[[], None]] = None  # ends our own recording
+        self._ours = threading.local()  # `calling` is set while the probe calls
         for name in ("_prepare_profiler", "_enable_profiler", "_disable_profiler"):
             if hasattr(module, name):
                 setattr(module, name, self._noticing(getattr(module, name), name != "_disable_profiler"))
 
     def _noticing(self, original: Callable[..., Any], begins: bool) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not getattr(self.ours, "calling", False):
+            if not getattr(self._ours, "calling", False):
                 self._prepared = begins
-                if begins and self.give_way is not None:
-                    self.give_way()
+                if begins:
+                    self._give_way()
             return original(*args, **kwargs)
 
         return hide_from_dynamo(wrapper)
 
     @contextlib.contextmanager
-    def as_ours(self) -> Any:
-        self.ours.calling = True
+    def as_ours(self) -> Iterator[None]:
+        self._ours.calling = True
         try:
             yield
         finally:
-            self.ours.calling = False
+            self._ours.calling = False
 
     def active(self) -> bool:
         return (
@@ -102,6 +107,12 @@ class AfterStep:
         self._action = action
 
 
+class ProfilerState(Enum):
+    STOPPED = 0
+    PREPARED = 1
+    STARTED = 2
+
+
 class Profile:
     """One recording. All but `write` on one thread."""
 
@@ -114,19 +125,19 @@ class Profile:
         self.with_stack = bool(options.get("with_stack"))
         self._profile = torch.profiler._KinetoProfile(activities=activities, **options)
         self._annotation: Any = None
-        self._state = ""
+        self._state = ProfilerState.STOPPED
 
     def prepare(self) -> None:
         """The warm-up: what is slow about starting is done, nothing is recorded yet."""
         with self._users.as_ours():
-            self._state = "prepared"
+            self._state = ProfilerState.PREPARED
             self._profile.prepare_trace()
 
     def start(self) -> None:
-        if not self._state:
+        if self._state is ProfilerState.STOPPED:
             self.prepare()
         with self._users.as_ours():
-            self._state = "started"
+            self._state = ProfilerState.STARTED
             self._profile.start_trace()
 
     def annotate(self, step: int) -> None:
@@ -143,21 +154,21 @@ class Profile:
     def stop(self) -> None:
         self.end_annotation()
         with self._users.as_ours():
-            if self._state == "prepared":
+            if self._state is ProfilerState.PREPARED:
                 # Only what has been started can be stopped.
                 self._profile.start_trace()
-            if self._state:
+            if self._state is not ProfilerState.STOPPED:
                 self._profile.stop_trace()
-        self._state = ""
+        self._state = ProfilerState.STOPPED
 
     def abandon(self) -> None:
         """Stop by all means: a process that ends with a profiler enabled dies of SIGSEGV (seen, torch 2.13)."""
-        if not self._state:
+        if self._state is ProfilerState.STOPPED:
             return
         try:
             self.stop()
         except Exception:
-            self._state = ""
+            self._state = ProfilerState.STOPPED
             if self._torch.autograd._profiler_enabled():
                 with self._users.as_ours():
                     self._torch.autograd._disable_profiler()
@@ -203,11 +214,8 @@ def timed_ns(action: Callable[[], Any]) -> int:
     return time.monotonic_ns() - start_ns
 
 
-# Several windows of one capture in one piece of memory, as the daemon fetches it.
-
-
 def write_windows(profiles: Sequence[Profile]) -> int:
-    """A descriptor of all their traces, one after the other, and of the sizes that tell them apart. Once only."""
+    """A descriptor of several windows of one capture: the traces one after the other, then their sizes. Once only."""
     packed = os.memfd_create(ring_layout.TRACE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         sizes = [_append(profile, packed) for profile in profiles]
@@ -234,18 +242,13 @@ def _append(profile: Profile, packed: int) -> int:
         os.close(trace)
 
 
-# How much memory there is left, for the container or the machine, whichever has less.
-
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-
 def resident_bytes() -> int:
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * _PAGE_BYTES
 
 
 def memory_left_bytes() -> Optional[int]:
-    """None where nothing can be said."""
+    """Of the container or of the machine, whichever has less. None where neither can be read."""
     known = [left for left in (_left_in_cgroup("/sys/fs/cgroup"), _left_in_machine()) if left is not None]
     return min(known) if known else None
 

@@ -1,4 +1,5 @@
-"""Times what the training thread spends inside a few torch functions, without changing what they take or give back."""
+"""Times what the training thread spends inside a few torch functions, without changing what they take or give back;
+and counts the FLOPs of one step on request (RANKSCOPE_COUNT_FLOPS=1)."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ from .failure import complain
 # Places in Tally.ledger. The first four are nanoseconds spent since the process began; then when the optimizer step
 # that is running began (0: none is), steps so far, and when the last one ended.
 INPUT, BLOCKING, OPTIMIZER, CHECKPOINT, OPTIMIZER_STARTED, STEPS, LAST_END = range(7)
+# Boundaries at which counting FLOPs may begin. The steps before build optimizer state, DDP's buckets, caches.
+FIRST_BOUNDARY = 3
+LAST_BOUNDARY = 100
 
 
 class Tally:
@@ -27,7 +31,7 @@ class Tally:
 
 
 def hide_from_dynamo(function: Callable[..., Any], with_callees: bool = True) -> Callable[..., Any]:
-    """torch.compile would otherwise trace into us, guard on our counters and compile anew at every step (seen)."""
+    """torch.compile would otherwise trace into us, guard on our counters and recompile at every step (seen)."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # dynamo's own mark
     # That holds where it traces a call. After a graph break it would compile what is called, frame by frame (seen).
     frames: Any = sys.modules.get("torch._C._dynamo.eval_frame")
@@ -70,15 +74,9 @@ def time_checkpoints(torch: Any, tally: Tally) -> None:
     torch.save = torch.serialization.save = timed(torch.save, tally, CHECKPOINT)
 
 
-# Counts the FLOPs of one step on request (RANKSCOPE_COUNT_FLOPS=1), with torch's own FlopCounterMode.
-
-FIRST_BOUNDARY = 3  # the steps before it build optimizer state, DDP's buckets, caches
-LAST_BOUNDARY = 100
-
-
 class FlopCount:
-    """Enters the mode at one boundary and leaves it at the next. The counted step is slow and is not reported as
-    one."""
+    """Enters torch's FlopCounterMode at one boundary and leaves it at the next. The counted step is slow and is not
+    reported as one."""
 
     def __init__(self) -> None:
         self.done = False
@@ -86,7 +84,7 @@ class FlopCount:
         self._top: Optional[Any] = None
 
     def at_boundary(self, boundary: int) -> Optional[float]:
-        """The count, once, when it stands."""
+        """The count, once, when it is known."""
         from torch.utils import _python_dispatch, flop_counter
 
         modes = _python_dispatch._get_current_dispatch_mode_stack()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity, Verdict
 from rankscope.common.metric_table import ANY, Counter, Gauge, Section, label
 from rankscope.operator.alerts.decision import Result
 from rankscope.operator.correlation.correlator import JobState, LostSeconds
@@ -37,13 +37,12 @@ class _Jobs:
     cut: int
 
 
-JOB_COUNTS: Section[_Jobs] = Section(
-    (),
-    (
-        Gauge("rankscope_jobs", "Jobs that are judged.", lambda jobs: jobs.judged),
-        Gauge("rankscope_jobs_cut", "Jobs that are judged but have no series here.", lambda jobs: jobs.cut),
-    ),
-)
+# fmt: off
+JOB_COUNTS: Section[_Jobs] = Section((), (
+    Gauge("rankscope_jobs", "Jobs that are judged.", lambda jobs: jobs.judged),
+    Gauge("rankscope_jobs_cut", "Jobs that are judged but have no series here.", lambda jobs: jobs.cut),
+))
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -53,99 +52,63 @@ class _Job:
     lost_gpu_seconds: float
 
     @property
+    def verdict(self) -> Verdict:
+        return self.state.verdict
+
+    @property
     def hangs(self) -> bool:
         """Its pace is not shown then: what was last known would read as if the job went on."""
-        return self.state.verdict.kind is Kind.HANG
+        return self.verdict.kind is Kind.HANG
 
     @property
     def has_finding(self) -> bool:
-        return self.state.verdict.kind.is_finding and self.state.verdict.severity is not Severity.NONE
+        return self.verdict.kind.is_finding and self.verdict.severity is not Severity.NONE
 
 
-JOBS: Section[_Job] = Section(
-    ("job", "namespace"),
-    (
-        Gauge(
-            "rankscope_job_info",
-            "Size of a job, value 1.",
-            lambda job: {str(job.state.world_size): 1},
-            {"world_size": ANY},
-        ),
-        Gauge(
-            "rankscope_job_verdict",
-            "The verdict that stands, value 1.",
-            lambda job: {
-                (job.state.verdict.kind.value, job.state.verdict.severity.value, job.state.verdict.confidence.value): 1
-            },
-            {
-                "verdict": tuple(kind.value for kind in Kind),
-                "severity": tuple(severity.value for severity in Severity),
-                "confidence": tuple(confidence.value for confidence in Confidence),
-            },
-        ),
-        Gauge(
-            "rankscope_job_ranks",
-            "Ranks of a job: how many there should be, and how many the last tick heard of.",
-            lambda job: {"expected": job.state.world_size, "reporting": job.state.ranks_seen},
-            {"state": ("expected", "reporting")},
-        ),
-        Gauge(
-            "rankscope_job_step_seconds",
-            "Step time, median of the ranks. Absent while the job hangs.",
-            lambda job: None if job.hangs else job.state.step_seconds,
-        ),
-        Gauge(
-            "rankscope_job_mfu_ratio",
-            "Model FLOPs utilisation, median of the ranks. Absent while the job hangs.",
-            lambda job: None if job.hangs else job.state.mfu_ratio,
-        ),
-        Gauge(
-            "rankscope_job_exposed_communication_ratio",
-            "Share of the step spent waiting on others, mean of the ranks. Absent while the job hangs.",
-            lambda job: None if job.hangs else job.state.exposed_communication_ratio,
-        ),
-        Gauge(
-            "rankscope_job_mfu_target_ratio",
-            "MFU below which low_mfu is raised, where it was given.",
-            lambda job: job.mfu_target_ratio,
-        ),
-        Counter(
-            "rankscope_job_lost_gpu_seconds_total",
-            "GPU time that findings cost since the job was first seen: their impact times ranks and time. Restarts of "
-            "the job do not reset it.",
-            lambda job: job.lost_gpu_seconds,
-        ),
-        Gauge(
-            "rankscope_job_impact_ratio",
-            "Share of the job's time that would come back without the finding, while one stands.",
-            lambda job: job.state.verdict.impact_ratio if job.has_finding else None,
-        ),
-        Gauge(
-            "rankscope_job_culprit_stage",
-            "Number of the pipeline stage that the verdict names.",
-            lambda job: job.state.verdict.stage if job.has_finding else None,
-        ),
-        Gauge(
-            "rankscope_job_culprit",
-            f"A rank that the verdict names, value 1, while it warns or alarms; at most {CULPRITS_SHOWN} of a job. "
-            "`bound`: `host` or `device`, where steps are timed on a GPU.",
-            lambda job: _culprits(job.state) if job.has_finding else None,
-            dict.fromkeys(("rank", "node", "pod", "phase", "bound", "verdict"), ANY),
-        ),
-    ),
-)
+# fmt: off
+JOBS: Section[_Job] = Section(("job", "namespace"), (
+    Gauge("rankscope_job_info", "Size of a job, value 1.", lambda job: {str(job.state.world_size): 1},
+        {"world_size": ANY}),
+    Gauge("rankscope_job_verdict", "The verdict that stands, value 1.",
+        lambda job: {(job.verdict.kind.value, job.verdict.severity.value, job.verdict.confidence.value): 1},
+        {
+            "verdict": tuple(kind.value for kind in Kind),
+            "severity": tuple(severity.value for severity in Severity),
+            "confidence": tuple(confidence.value for confidence in Confidence),
+        }),
+    Gauge("rankscope_job_ranks", "Ranks of a job: how many there should be, and how many the last tick heard of.",
+        lambda job: {"expected": job.state.world_size, "reporting": job.state.ranks_seen},
+        {"state": ("expected", "reporting")}),
+    Gauge("rankscope_job_step_seconds", "Step time, median of the ranks. Absent while the job hangs.",
+        lambda job: None if job.hangs else job.state.step_seconds),
+    Gauge("rankscope_job_mfu_ratio", "Model FLOPs utilisation, median of the ranks. Absent while the job hangs.",
+        lambda job: None if job.hangs else job.state.mfu_ratio),
+    Gauge("rankscope_job_exposed_communication_ratio",
+        "Share of the step spent waiting on others, mean of the ranks. Absent while the job hangs.",
+        lambda job: None if job.hangs else job.state.exposed_communication_ratio),
+    Gauge("rankscope_job_mfu_target_ratio", "MFU below which low_mfu is raised, where it was given.",
+        lambda job: job.mfu_target_ratio),
+    Counter("rankscope_job_lost_gpu_seconds_total",
+        "GPU time that findings cost since the job was first seen: their impact times ranks and time. Restarts of the "
+        "job do not reset it.", lambda job: job.lost_gpu_seconds),
+    Gauge("rankscope_job_impact_ratio",
+        "Share of the job's time that would come back without the finding, while one stands.",
+        lambda job: job.verdict.impact_ratio if job.has_finding else None),
+    Gauge("rankscope_job_culprit_stage", "Number of the pipeline stage that the verdict names.",
+        lambda job: job.verdict.stage if job.has_finding else None),
+    Gauge("rankscope_job_culprit",
+        f"A rank that the verdict names, value 1, while it warns or alarms; at most {CULPRITS_SHOWN} of a job. "
+        "`bound`: `host` or `device`, where steps are timed on a GPU.",
+        lambda job: _culprits(job.state) if job.has_finding else None,
+        dict.fromkeys(("rank", "node", "pod", "phase", "bound", "verdict"), ANY)),
+))
 
-ALERTS: Section[Mapping[Result, int]] = Section(
-    (),
-    (
-        Counter(
-            "rankscope_alert_captures_total",
-            "Alerts received that ask for a capture, by what came of them.",
-            lambda totals: {result.value: total for result, total in totals.items()},
-            {"result": tuple(result.value for result in Result)},
-        ),
-    ),
-)
+ALERTS: Section[Mapping[Result, int]] = Section((), (
+    Counter("rankscope_alert_captures_total", "Alerts received that ask for a capture, by what came of them.",
+        lambda totals: {result.value: total for result, total in totals.items()},
+        {"result": tuple(result.value for result in Result)}),
+))
+# fmt: on
 
 
 class OperatorView(Protocol):
@@ -161,76 +124,42 @@ class OperatorView(Protocol):
     user_api: UserApi | None
 
 
-OPERATOR: Section[OperatorView] = Section(
-    (),
-    (
-        Gauge(
-            "rankscope_operator_shards_held", "Shards of runs that this replica acts for.", lambda o: len(o.leases.held)
-        ),
-        Gauge("rankscope_operator_daemons", "Daemons that there are.", lambda o: len(o.daemons.addresses)),
-        Gauge(
-            "rankscope_operator_daemons_connected",
-            "Daemons whose windows are heard.",
-            lambda o: len(o.streams.connected),
-        ),
-        Gauge("rankscope_operator_writes_waiting", "Writes that wait for the API server.", lambda o: o.outbox.waiting),
-        Counter("rankscope_operator_messages_total", "Messages of daemons.", lambda o: o.streams.messages_total),
-        Counter(
-            "rankscope_operator_writes_total", "Objects written to the API server.", lambda o: o.outbox.written_total
-        ),
-        Counter(
-            "rankscope_operator_writes_failed_total",
-            "Writes that the API server did not take.",
-            lambda o: o.outbox.failed_total,
-        ),
-        Counter(
-            "rankscope_operator_windows_refused_total",
-            "Windows of daemons that were not believed: of another node's pod, of none, or too many.",
-            lambda o: dict(sorted(o.binding.refusals.counts.items())),
-            {"reason": REFUSAL_REASONS},
-        ),
-    ),
-)
+# fmt: off
+OPERATOR: Section[OperatorView] = Section((), (
+    Gauge("rankscope_operator_shards_held", "Shards of runs that this replica acts for.", lambda o: len(o.leases.held)),
+    Gauge("rankscope_operator_daemons", "Daemons that there are.", lambda o: len(o.daemons.addresses)),
+    Gauge("rankscope_operator_daemons_connected", "Daemons whose windows are heard.",
+        lambda o: len(o.streams.connected)),
+    Gauge("rankscope_operator_writes_waiting", "Writes that wait for the API server.", lambda o: o.outbox.waiting),
+    Counter("rankscope_operator_messages_total", "Messages of daemons.", lambda o: o.streams.messages_total),
+    Counter("rankscope_operator_writes_total", "Objects written to the API server.", lambda o: o.outbox.written_total),
+    Counter("rankscope_operator_writes_failed_total", "Writes that the API server did not take.",
+        lambda o: o.outbox.failed_total),
+    Counter("rankscope_operator_windows_refused_total",
+        "Windows of daemons that were not believed: of another node's pod, of none, or too many.",
+        lambda o: dict(sorted(o.binding.refusals.counts.items())), {"reason": REFUSAL_REASONS}),
+))
 
-WEBHOOKS: Section[Webhooks] = Section(
-    (),
-    (
-        Counter(
-            "rankscope_operator_reviews_total",
-            "Reviews that the API server asked for, by webhook (inject, stamp, validate) and result.",
-            lambda webhooks: webhooks.admission.counts.copy(),
-            {"webhook": ANY, "result": ANY},
-        ),
-        Gauge(
-            "rankscope_operator_certificate_expiry_timestamp_seconds",
-            "When the certificate that the webhooks are served with ends.",
-            lambda webhooks: webhooks.expires_unix,
-        ),
-    ),
-)
+WEBHOOKS: Section[Webhooks] = Section((), (
+    Counter("rankscope_operator_reviews_total",
+        "Reviews that the API server asked for, by webhook (inject, stamp, validate) and result.",
+        lambda webhooks: webhooks.admission.counts.copy(), {"webhook": ANY, "result": ANY}),
+    Gauge("rankscope_operator_certificate_expiry_timestamp_seconds",
+        "When the certificate that the webhooks are served with ends.", lambda webhooks: webhooks.expires_unix),
+))
 
-CERTIFICATES: Section[CertificateRotation] = Section(
-    (),
-    (
-        Gauge(
-            "rankscope_operator_fleet_certificate_expiry_timestamp_seconds",
-            "When the first of the certificates that this replica shows to daemons and callers ends.",
-            lambda certificates: certificates.expires_unix,
-        ),
-    ),
-)
+CERTIFICATES: Section[CertificateRotation] = Section((), (
+    Gauge("rankscope_operator_fleet_certificate_expiry_timestamp_seconds",
+        "When the first of the certificates that this replica shows to daemons and callers ends.",
+        lambda certificates: certificates.expires_unix),
+))
 
-API: Section[UserApi] = Section(
-    (),
-    (
-        Counter(
-            "rankscope_operator_api_calls_total",
-            "Calls of the API for people, by method and gRPC's code; the log tells of refused callers once.",
-            lambda api: api.calls.copy(),
-            {"method": ANY, "code": ANY},
-        ),
-    ),
-)
+API: Section[UserApi] = Section((), (
+    Counter("rankscope_operator_api_calls_total",
+        "Calls of the API for people, by method and gRPC's code; the log tells of refused callers once.",
+        lambda api: api.calls.copy(), {"method": ANY, "code": ANY}),
+))
+# fmt: on
 
 TABLE = (JOB_COUNTS, JOBS, ALERTS, OPERATOR, WEBHOOKS, CERTIFICATES, API)
 

@@ -14,7 +14,7 @@ from rankscope.common.tls import FollowedTls, Read, files
 from rankscope.operator.access.api_server import UserApi
 from rankscope.operator.access.token_review import MetricsGuard, Reviews
 from rankscope.operator.alerts.alertmanager_webhook import AlertReceiver, read_token
-from rankscope.operator.alerts.decision import AlertDesk
+from rankscope.operator.alerts.decision import AlertDecisions
 from rankscope.operator.captures.alert_captures import AlertCaptures
 from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.captures.automatic import AutomaticCaptureMaker
@@ -23,7 +23,7 @@ from rankscope.operator.captures.daemon_calls import DaemonCalls
 from rankscope.operator.certificates.roles import API_SECRET, OPERATOR_SECRET
 from rankscope.operator.certificates.rotation import CertificateRotation
 from rankscope.operator.correlation.correlator import Correlator, JobState, LostSeconds
-from rankscope.operator.correlation.wire_shapes import Message
+from rankscope.operator.correlation.daemon_windows import DaemonMessage
 from rankscope.operator.http_endpoints import OperatorServer
 from rankscope.operator.kube.api_client import Api
 from rankscope.operator.kube.events import Events
@@ -119,6 +119,7 @@ class Operator:
             self.addresses,
             self.binding.daemon_job,
             audit=self.audit,
+            policy_of=thresholds.policy_of,
         )
         self.runs = RunsController(
             self.api,
@@ -151,10 +152,10 @@ class Operator:
 
         # Servers.
         self.alerts: AlertReceiver | None = None
-        self.alert_desk: AlertDesk | None = None
+        self.alert_desk: AlertDecisions | None = None
         if settings.alert_token_file is not None:
             by_alert = AlertCaptures(self.runs, self.automatic, self.leases)
-            self.alert_desk = AlertDesk(self.states, by_alert.start, is_elsewhere=by_alert.is_elsewhere)
+            self.alert_desk = AlertDecisions(self.states, by_alert.start, is_elsewhere=by_alert.is_elsewhere)
             token = read_token(settings.alert_token_file)
             self.alerts = AlertReceiver(settings.alert_host, settings.alert_port, self.alert_desk, token, callers_tls)
         self.webhooks: Webhooks | None = None
@@ -253,7 +254,7 @@ class Operator:
             self.slow_nodes.reconcile()
         self.policies.reconcile()
 
-    def _accept(self, messages: Sequence[Message]) -> None:
+    def _accept(self, messages: Sequence[DaemonMessage]) -> None:
         """In the streams' thread. Windows of runs in shards that others hold are dropped."""
         heard = self.binding.bind(messages, self._is_held)
         if heard.windows or heard.departed:

@@ -26,7 +26,7 @@ from rankscope.v1 import identity_pb2 as rankscope_dot_v1_dot_identity__pb2
 from rankscope.v1 import window_pb2 as rankscope_dot_v1_dot_window__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1frankscope/v1/rank_service.proto\x12\x0crankscope.v1\x1a\x1brankscope/v1/identity.proto\x1a\x19rankscope/v1/window.proto\"\x1f\n\x10ListRanksRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\xb6\x01\n\x11ListRanksResponse\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x33\n\x05ranks\x18\x02 \x03(\x0b\x32$.rankscope.v1.ListRanksResponse.Rank\x1a^\n\x04Rank\x12,\n\x08identity\x18\x01 \x01(\x0b\x32\x1a.rankscope.v1.RankIdentity\x12(\n\x06latest\x18\x02 \x01(\x0b\x32\x18.rankscope.v1.RankWindow\".\n\x11WatchRanksRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04pods\x18\x02 \x03(\t\"\x8c\x01\n\x12WatchRanksResponse\x12\x0c\n\x04node\x18\x01 \x01(\t\x12)\n\x07windows\x18\x02 \x03(\x0b\x32\x18.rankscope.v1.RankWindow\x12,\n\x08\x64\x65parted\x18\x03 \x03(\x0b\x32\x1a.rankscope.v1.RankIdentity\x12\x0f\n\x07\x64ropped\x18\x04 \x01(\x04\x32\xae\x01\n\x0bRankService\x12L\n\tListRanks\x12\x1e.rankscope.v1.ListRanksRequest\x1a\x1f.rankscope.v1.ListRanksResponse\x12Q\n\nWatchRanks\x12\x1f.rankscope.v1.WatchRanksRequest\x1a .rankscope.v1.WatchRanksResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1frankscope/v1/rank_service.proto\x12\x0crankscope.v1\x1a\x1brankscope/v1/identity.proto\x1a\x19rankscope/v1/window.proto\"\x1f\n\x10ListRanksRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\xb6\x01\n\x11ListRanksResponse\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x33\n\x05ranks\x18\x02 \x03(\x0b\x32$.rankscope.v1.ListRanksResponse.Rank\x1a^\n\x04Rank\x12,\n\x08identity\x18\x01 \x01(\x0b\x32\x1a.rankscope.v1.RankIdentity\x12(\n\x06latest\x18\x02 \x01(\x0b\x32\x18.rankscope.v1.RankWindow\".\n\x11WatchRanksRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04pods\x18\x02 \x03(\t\"\xba\x01\n\x12WatchRanksResponse\x12\x0c\n\x04node\x18\x01 \x01(\t\x12)\n\x07windows\x18\x02 \x03(\x0b\x32\x18.rankscope.v1.RankWindow\x12,\n\x08\x64\x65parted\x18\x03 \x03(\x0b\x32\x1a.rankscope.v1.RankIdentity\x12\x0f\n\x07\x64ropped\x18\x04 \x01(\x04\x12,\n\x07\x63olumns\x18\x05 \x01(\x0b\x32\x1b.rankscope.v1.WindowColumns\"\x8b\x01\n\rWindowColumns\x12\x18\n\x10start_unix_nanos\x18\x01 \x01(\x03\x12\x16\n\x0e\x65nd_unix_nanos\x18\x02 \x01(\x03\x12)\n\x05ranks\x18\x03 \x03(\x0b\x32\x1a.rankscope.v1.RankIdentity\x12\r\n\x05names\x18\x04 \x01(\t\x12\x0e\n\x06values\x18\x05 \x01(\x0c\"`\n\x0c\x45ncodedRanks\x12\x0f\n\x07windows\x18\x02 \x03(\x0c\x12\x10\n\x08\x64\x65parted\x18\x03 \x03(\x0c\x12-\n\x07\x63olumns\x18\x05 \x01(\x0b\x32\x1c.rankscope.v1.EncodedColumns\"p\n\x0e\x45ncodedColumns\x12\x18\n\x10start_unix_nanos\x18\x01 \x01(\x03\x12\x16\n\x0e\x65nd_unix_nanos\x18\x02 \x01(\x03\x12\r\n\x05ranks\x18\x03 \x03(\x0c\x12\r\n\x05names\x18\x04 \x01(\t\x12\x0e\n\x06values\x18\x05 \x01(\x0c\x32\xae\x01\n\x0bRankService\x12L\n\tListRanks\x12\x1e.rankscope.v1.ListRanksRequest\x1a\x1f.rankscope.v1.ListRanksResponse\x12Q\n\nWatchRanks\x12\x1f.rankscope.v1.WatchRanksRequest\x1a .rankscope.v1.WatchRanksResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,7 +42,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHRANKSREQUEST']._serialized_start=323
   _globals['_WATCHRANKSREQUEST']._serialized_end=369
   _globals['_WATCHRANKSRESPONSE']._serialized_start=372
-  _globals['_WATCHRANKSRESPONSE']._serialized_end=512
-  _globals['_RANKSERVICE']._serialized_start=515
-  _globals['_RANKSERVICE']._serialized_end=689
+  _globals['_WATCHRANKSRESPONSE']._serialized_end=558
+  _globals['_WINDOWCOLUMNS']._serialized_start=561
+  _globals['_WINDOWCOLUMNS']._serialized_end=700
+  _globals['_ENCODEDRANKS']._serialized_start=702
+  _globals['_ENCODEDRANKS']._serialized_end=798
+  _globals['_ENCODEDCOLUMNS']._serialized_start=800
+  _globals['_ENCODEDCOLUMNS']._serialized_end=912
+  _globals['_RANKSERVICE']._serialized_start=915
+  _globals['_RANKSERVICE']._serialized_end=1089
 # @@protoc_insertion_point(module_scope)

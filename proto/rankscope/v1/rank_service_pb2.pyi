@@ -119,6 +119,7 @@ class WatchRanksResponse(_message.Message):
     WINDOWS_FIELD_NUMBER: _builtins.int
     DEPARTED_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     dropped: _builtins.int
     """messages this reader was too slow for, since the stream began"""
@@ -130,6 +131,8 @@ class WatchRanksResponse(_message.Message):
     def departed(self) -> _containers.RepeatedCompositeFieldContainer[_identity_pb2.RankIdentity]:
         """ranks that ended since the last message"""
 
+    @_builtins.property
+    def columns(self) -> Global___WindowColumns: ...
     def __init__(
         self,
         *,
@@ -137,11 +140,117 @@ class WatchRanksResponse(_message.Message):
         windows: _abc.Iterable[_window_pb2.RankWindow] | None = ...,
         departed: _abc.Iterable[_identity_pb2.RankIdentity] | None = ...,
         dropped: _builtins.int = ...,
+        columns: Global___WindowColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["departed", b"departed", "dropped", b"dropped", "node", b"node", "windows", b"windows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "departed", b"departed", "dropped", b"dropped", "node", b"node", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchRanksResponse: _TypeAlias = WatchRanksResponse  # noqa: Y015
+
+@_typing.final
+class WindowColumns(_message.Message):
+    """The figures of `windows` as a table, for readers of a whole fleet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_UNIX_NANOS_FIELD_NUMBER: _builtins.int
+    END_UNIX_NANOS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    start_unix_nanos: _builtins.int
+    """of every window"""
+    end_unix_nanos: _builtins.int
+    names: _builtins.str
+    """Column names, separated by spaces (analysis/verdicts/window_columns.py). A reader ignores columns it does not know; a
+    column that is missing was not measured.
+    """
+    values: _builtins.bytes
+    """float64, little-endian, row after row; NaN: not measured"""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[_identity_pb2.RankIdentity]:
+        """a row for each window, in the order of `windows`"""
+
+    def __init__(
+        self,
+        *,
+        start_unix_nanos: _builtins.int = ...,
+        end_unix_nanos: _builtins.int = ...,
+        ranks: _abc.Iterable[_identity_pb2.RankIdentity] | None = ...,
+        names: _builtins.str = ...,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_unix_nanos", b"end_unix_nanos", "names", b"names", "ranks", b"ranks", "start_unix_nanos", b"start_unix_nanos", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WindowColumns: _TypeAlias = WindowColumns  # noqa: Y015
+
+@_typing.final
+class EncodedRanks(_message.Message):
+    """WatchRanksResponse and WindowColumns as the operator reads them: the same fields, but parts that few jobs need stay
+    bytes.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOWS_FIELD_NUMBER: _builtins.int
+    DEPARTED_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def windows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_builtins.property
+    def departed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_builtins.property
+    def columns(self) -> Global___EncodedColumns: ...
+    def __init__(
+        self,
+        *,
+        windows: _abc.Iterable[_builtins.bytes] | None = ...,
+        departed: _abc.Iterable[_builtins.bytes] | None = ...,
+        columns: Global___EncodedColumns | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "departed", b"departed", "windows", b"windows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EncodedRanks: _TypeAlias = EncodedRanks  # noqa: Y015
+
+@_typing.final
+class EncodedColumns(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_UNIX_NANOS_FIELD_NUMBER: _builtins.int
+    END_UNIX_NANOS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    start_unix_nanos: _builtins.int
+    end_unix_nanos: _builtins.int
+    names: _builtins.str
+    values: _builtins.bytes
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        start_unix_nanos: _builtins.int = ...,
+        end_unix_nanos: _builtins.int = ...,
+        ranks: _abc.Iterable[_builtins.bytes] | None = ...,
+        names: _builtins.str = ...,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_unix_nanos", b"end_unix_nanos", "names", b"names", "ranks", b"ranks", "start_unix_nanos", b"start_unix_nanos", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EncodedColumns: _TypeAlias = EncodedColumns  # noqa: Y015

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Verdict
 from rankscope.analysis.verdicts.windows import FrameSeen, JobWindow, RankEvidence, StackProfile, columns_of
@@ -99,7 +99,7 @@ def watch(
     evidence: Mapping[int, RankEvidence] | None = None,
 ) -> list[Verdict]:
     """The verdict after each window of a job that goes through phases of (how it behaves, for how many windows)."""
-    random, fleet = np.random.default_rng(seed), FleetJudge(policy)
+    random, fleet = np.random.default_rng(seed), FleetDetector(policy)
     verdicts: list[Verdict] = []
     for job, windows in phases:
         for _ in range(windows):

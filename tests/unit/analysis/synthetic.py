@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Verdict
 from rankscope.analysis.verdicts.windows import JobWindow, RankEvidence, columns_of
@@ -94,7 +94,7 @@ class SyntheticJob:
 def watch(*phases: tuple[SyntheticJob, int], seed: int = 0, policy: Policy = DEFAULT_POLICY) -> list[Verdict]:
     """The verdict after each window of a job that goes through phases of (how it behaves, for how many windows)."""
     random = np.random.default_rng(seed)
-    fleet = FleetJudge(policy)
+    fleet = FleetDetector(policy)
     verdicts = []
     for job, windows in phases:
         for _ in range(windows):

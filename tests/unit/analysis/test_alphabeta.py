@@ -67,9 +67,9 @@ def test_gives_the_bandwidth_of_the_golden_row_when_it_is_on_the_line() -> None:
         ([1024, 2048] * 25, 8, "2 distinct sizes, 3 are needed"),
         ([1000, 1100, 1200] * 20, 8, "sizes span a factor of 1.2"),
         ([1024, 1 << 20, 1 << 24], 8, "3 timed with a known size, 5 are needed"),
-        ([1024, 1 << 20, 1 << 24] * 5, 1, "a group of one rank moves nothing"),
-        ([1024, 1 << 20, 1 << 24] * 5, -1, "the number of ranks is not known"),
-        ([-1] * 20, 8, "no size is known"),
+        ([1024, 1 << 20, 1 << 24] * 5, 1, "a group of one rank transfers nothing"),
+        ([1024, 1 << 20, 1 << 24] * 5, -1, "the number of ranks is unknown"),
+        ([-1] * 20, 8, "all sizes are unknown"),
     ],
 )
 def test_abstains_with_the_reason(byte_counts: list[int], ranks: int, words: str) -> None:
@@ -95,7 +95,7 @@ def test_makes_no_bandwidth_out_of_the_noise_of_small_messages() -> None:
     for seed in range(20):
         rng = np.random.default_rng(seed)
         found = fit(observe((2 ** rng.uniform(3, 9, 60)).astype(np.int64), alpha_us=20, beta_gbps=1e6, rng=rng))
-        assert "latency only" in found.reason and found.beta_bytes_per_second is None
+        assert "only latency" in found.reason and found.beta_bytes_per_second is None
 
 
 def test_tells_a_ring_from_a_tree_by_how_time_grows_with_ranks() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import FrameSeen, JobWindow, RankEvidence, StackProfile, columns_of
 from tests.unit.analysis.synthetic import SyntheticJob
@@ -48,7 +48,7 @@ def watch(
     between: Callable[[SyntheticJob, int, Mapping[int, RankEvidence]], JobWindow] = plain,
 ) -> Iterator[Verdict]:
     """The verdict after each capture, and then after each of so many windows more."""
-    random, fleet = np.random.default_rng(seed), FleetJudge()
+    random, fleet = np.random.default_rng(seed), FleetDetector()
     number = 0
     seen = evidence if evidence is not None else stacks()
     for job in captures:
@@ -141,7 +141,7 @@ def test_captures_speak_for_ranks_whose_probe_does_not_see_what_they_wait_for(
 
 
 def test_without_captures_a_blind_job_says_on_how_many_ranks_waiting_is_measured() -> None:
-    fleet = FleetJudge()
+    fleet = FleetDetector()
     for number in range(5):
         verdict = fleet.evaluate({"job": blind(HEALTHY, number, {})})["job"]
     assert verdict.kind is Kind.INSUFFICIENT_DATA

@@ -104,7 +104,7 @@ def test_few_steps_are_said_to_be_too_few() -> None:
     result = compare([np.full(3, 1.0)], [np.full(50, 2.0)])
     assert result.median.difference_ratio == 1.0
     assert (result.median.p_value, result.median.ci_low, result.significant) == (None, None, False)
-    assert result.reason == "A has 3 steps after warm-up; 8 are needed to tell a difference from noise"
+    assert result.reason == "A has 3 steps after warm-up; 8 are needed to distinguish a difference from noise"
 
 
 def test_slow_steps_that_the_median_hides_show_in_the_mean() -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.findings import imbalance_impact
 from rankscope.analysis.verdicts.job_summary import JobSummary
 from rankscope.analysis.verdicts.rules import Damper
@@ -101,7 +101,7 @@ def test_one_fault_that_ends_is_forgotten_within_seconds() -> None:
 
 class TestDoubt:
     def play(self, *phases: tuple[str, int]) -> list[Verdict]:
-        fleet, random = FleetJudge(), np.random.default_rng(0)
+        fleet, random = FleetDetector(), np.random.default_rng(0)
         verdicts: list[Verdict] = []
         for what, windows in phases:
             for _ in range(windows):
@@ -145,7 +145,7 @@ class TestDoubt:
 
 
 def test_after_a_hang_the_ranks_are_compared_before_they_are_called_healthy() -> None:
-    fleet, random = FleetJudge(), np.random.default_rng(0)
+    fleet, random = FleetDetector(), np.random.default_rng(0)
     for number in range(5):
         fleet.evaluate({"job": HEALTHY.window(random, number)})
     window = HEALTHY.window(random, 6)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.analysis.verdicts.communication import (
+from rankscope.analysis.verdicts.exposed_communication import (
     DDP,
     EXPOSED,
     OVERLAPPED,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from rankscope.analysis.models.mfu import Recompute, palm_flops_per_token, utilisation
+from rankscope.analysis.models.mfu import Recompute, palm_token_flops, utilisation
 from rankscope.analysis.models.model_config import FAMILIES, ConfigError, read_config
 from rankscope.analysis.models.model_shape import Counting, count_flops
 
@@ -90,7 +90,7 @@ def test_a_config_has_exactly_the_parameters_of_the_published_model(
 
 
 def test_a_dense_config_counts_as_the_palm_formula_does() -> None:
-    assert count_flops(read_config(LLAMA_3_8B), 8192).model == palm_flops_per_token(8_030_261_248, 32, 4096, 8192)
+    assert count_flops(read_config(LLAMA_3_8B), 8192).model == palm_token_flops(8_030_261_248, 32, 4096, 8192).model
 
 
 def test_llama_3_70b_reaches_its_published_mfu_to_the_last_digit_when_its_parameters_are_counted() -> None:
@@ -102,7 +102,7 @@ def test_llama_3_70b_reaches_its_published_mfu_to_the_last_digit_when_its_parame
 
 
 def test_experts_that_a_token_does_not_visit_cost_nothing() -> None:
-    assert count_flops(read_config(MIXTRAL), 4096).model == palm_flops_per_token(12_879_925_248, 32, 4096, 4096)
+    assert count_flops(read_config(MIXTRAL), 4096).model == palm_token_flops(12_879_925_248, 32, 4096, 4096).model
 
 
 def test_multiplications_leave_out_the_lookup_and_count_the_head() -> None:
@@ -154,7 +154,7 @@ def test_what_a_config_holds_beyond_the_count_is_said() -> None:
         ({"hidden_size": 10**400}, "hidden_size"),
         ({"num_hidden_layers": 10**9}, "more layers than"),
         ({"num_attention_heads": 33}, "give head_dim"),
-        ({"num_key_value_heads": 5}, "does not divide"),
+        ({"num_key_value_heads": 5}, "is not divisible"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"vocab_size": 10**9, "hidden_size": 10**9, "head_dim": 128}, "more than any model"),
     ],

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from tests.unit.analysis.synthetic import SyntheticJob
@@ -21,7 +21,7 @@ HEALTHY = SLOW.but(slow_ranks={})
 class Fleet:
     def __init__(self, **policies: Policy) -> None:
         self.policies = policies
-        self._judge = FleetJudge(policy_of=lambda job: self.policies.get(job))
+        self._judge = FleetDetector(policy_of=lambda job: self.policies.get(job))
         self._random = np.random.default_rng(0)
         self._tick = 0
 

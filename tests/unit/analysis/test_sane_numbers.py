@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.analysis.verdicts.verdict import Kind, Verdict
 from rankscope.analysis.verdicts.windows import (
@@ -93,7 +93,7 @@ def test_odd_columns_make_no_warning_and_no_odd_number(windows: list[RankColumns
     is_sent = all(_can_be_sent(getattr(columns, name)) for columns in windows for name in MEASURED)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fleet = FleetJudge(Policy(mfu_target_ratio=target))
+        fleet = FleetDetector(Policy(mfu_target_ratio=target))
         for number, columns in enumerate(windows):
             verdict = fleet.evaluate({"job": window_of(columns, number)})["job"]
             check(verdict, len(columns))
@@ -110,7 +110,7 @@ def _can_be_sent(values: np.ndarray) -> bool:
 def test_a_column_of_nothing_but_one_number(value: float, on_device: bool) -> None:
     job = DeviceJob() if on_device else SyntheticJob()
     for name in MEASURED:
-        fleet, random = FleetJudge(Policy(mfu_target_ratio=0.4)), np.random.default_rng(0)
+        fleet, random = FleetDetector(Policy(mfu_target_ratio=0.4)), np.random.default_rng(0)
         for number in range(8):
             window = job.window(random, number, evidence_of(4))
             columns = replace(window.columns, **{name: np.full(4, value)}) if number > 3 else window.columns
@@ -122,7 +122,7 @@ def test_peers_without_work_of_their_own(victims: float) -> None:
     """Victims that only wait: every ratio to them is infinite."""
     rows = [{"rank": rank, "steps": 20, "step_seconds": 0.06, "wait_seconds": 0.06 - own, "self_seconds": own}
             for rank, own in enumerate((victims, victims, 0.055, victims))]  # fmt: skip
-    fleet = FleetJudge()
+    fleet = FleetDetector()
     for number in range(6):
         verdict = fleet.evaluate({"job": window_of(columns_of(rows), number)})["job"]
         check(verdict, 4)
@@ -143,13 +143,13 @@ def test_waits_longer_than_the_step_are_not_uneven_data() -> None:
         }
         for rank in range(4)
     ]
-    fleet = FleetJudge()
+    fleet = FleetDetector()
     verdicts = [fleet.evaluate({"job": window_of(columns_of(rows), number)})["job"] for number in range(8)]
     assert not any(verdict.kind.is_finding for verdict in verdicts)
 
 
 def test_a_job_without_ranks() -> None:
-    fleet = FleetJudge()
+    fleet = FleetDetector()
     for number in range(4):
         verdict = fleet.evaluate({"job": window_of(columns_of([]), number)})["job"]
         assert not verdict.kind.is_finding

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.gpu_throttling import compare_errors, merge_gpus, name_throttle
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
 from rankscope.analysis.verdicts.verdict import Kind, Verdict
@@ -115,7 +115,7 @@ def test_without_a_gpu_there_are_no_errors_to_name() -> None:
 
 
 def verdict_of(job: SyntheticJob, gpus: Mapping[int, GpuEvidence]) -> Verdict:
-    judge = FleetJudge(DEFAULT_POLICY)
+    judge = FleetDetector(DEFAULT_POLICY)
     random = np.random.default_rng(7)
     evidence = {rank: RankEvidence(gpu=gpus.get(rank)) for rank in range(job.world_size)}
     verdict = Verdict(Kind.HEALTHY, "")

@@ -94,7 +94,7 @@ def test_abstains_with_the_reason_where_one_rank_does_not_know_its_group(capsys:
     alone = H200 / "gloo_2ranks_rank0.json.gz"
     found = answer(capsys, alone)
     assert found["verdict"] == "insufficient_data"
-    assert found["fits"][0]["reason"] == "the number of ranks is not known"
+    assert found["fits"][0]["reason"] == "the number of ranks is unknown"
     assert found["fits"][0]["alpha_us"] is None and found["predicted"] == []
     assert answer(capsys, alone, "--ranks", 2)["verdict"] == "healthy"
 
@@ -122,12 +122,12 @@ def test_draws_a_page_even_where_nothing_was_fitted(tmp_path: Path, capsys: pyte
         (None, (), "no such file"),
         (b"", (), "is empty"),
         (b"\xff\xfe\x00", (), "is no text"),
-        (b"op,bytes,us\nall_reduce,x,1\n", (), "line 2: bytes 'x' is no number"),
+        (b"op,bytes,us\nall_reduce,x,1\n", (), "line 2: bytes 'x' is not a number"),
         (b'{"traceEvents": [', (), ""),
         (b"\x1f\x8b broken", (), ""),
         (b'{"traceEvents": []}', (), ""),
-        (b"op,bytes,us\nall_reduce,1,1\n", ("--op", "nonsense"), "--op: 'nonsense' is no collective"),
-        (b"op,bytes,us\nall_reduce,1,1\n", ("--ranks", "0"), "--ranks: 0 is no number of ranks"),
+        (b"op,bytes,us\nall_reduce,1,1\n", ("--op", "nonsense"), "--op: 'nonsense' is not a collective"),
+        (b"op,bytes,us\nall_reduce,1,1\n", ("--ranks", "0"), "--ranks: 0 is not a valid number of ranks"),
         (b"op,bytes,us\nall_reduce,1,1\n", ("--svg", "/nowhere/at/all.svg"), "choose a place that can be written"),
     ],
 )

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +103,8 @@ def test_the_terminal_marks_the_culprit(capsys: pytest.CaptureFixture[str], trac
 
 
 def test_pictures_and_page_are_written(capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path) -> None:
-    png, svg, page = (tmp_path / name for name in ("map.png", "map.svg", "report.html"))
-    answer(capsys, trace, "--heatmap", png, "--html", page)
-    answer(capsys, trace, "--heatmap", svg)
-    width, height = struct.unpack(">II", png.read_bytes()[16:24])
-    assert width == 2 * height  # four data-parallel ranks by two stages
+    svg, page = tmp_path / "map.svg", tmp_path / "report.html"
+    answer(capsys, trace, "--heatmap", svg, "--html", page)
     assert svg.read_text().startswith("<svg") and "stage 1" in svg.read_text()
     text = page.read_text()
     assert "slow_rank: Rank 6" in text and text.count("<svg") == 3
@@ -139,8 +135,8 @@ def test_files_that_cannot_be_read_get_one_line(
     ragged = tmp_path / "ragged.csv"
     ragged.write_bytes(b"dp_rank,stage\n1\n2,3,4\n\xff\xfe\x00")
     assert "neither parquet nor CSV" in complaint(capsys, ragged)
-    assert "a heat map is a .png or .svg" in complaint(capsys, trace, "--heatmap", "map.bmp")
-    assert "can be written" in complaint(capsys, trace, "--heatmap", tmp_path / "no" / "map.png")
+    assert "give it the ending .svg" in complaint(capsys, trace, "--heatmap", "map.png")
+    assert "can be written" in complaint(capsys, trace, "--heatmap", tmp_path / "no" / "map.svg")
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_a_build_can_fail_on_a_slowdown(a: Path, slower: Path) -> None:
         (b"1\n1e400\n", "line 2: '1e400'"),
         (b"1\n2 s\n", "line 2: '2 s'"),
         (b"hello there\n", "line 1: 'hello there'"),
-        (b"1e300\n", "no step times"),
+        (b"1e300\n", "invalid step times"),
         (bytes(range(256)), "binary"),
         (b"1\n\xff\xfe\n", "not text"),
         (b"PAR1\0\0", "binary"),

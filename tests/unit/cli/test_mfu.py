@@ -45,7 +45,7 @@ def test_a_step_says_the_same_as_its_tokens_per_second(config: Path, capsys: pyt
     by_speed = answer(f"{common} --tokens-per-second 262144", capsys)
     assert by_step == by_speed
     assert by_step["parameters"] == 8_030_261_248
-    assert by_step["notes"] == ["H100 was taken for H100 SXM"]
+    assert by_step["notes"] == ["H100 is assumed to be H100 SXM"]
     flops = by_step["model_flops_per_token"]
     assert isinstance(flops, float)
     declared = answer(f"--flops-per-token {flops!r} --gpus 64 --gpu H100 --tokens-per-second 262144", capsys)

@@ -1,4 +1,4 @@
-"""GPUs and a source of them for tests: the figures are an H200's under a bf16 transformer (facts of a real machine)."""
+"""GPUs and a source of them for tests."""
 
 from __future__ import annotations
 
@@ -6,57 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rankscope.daemon.export.gpu_metrics import ALL_REASONS
-from rankscope.daemon.gpu.collector import GpuStatus, SourceStatus
 from rankscope.daemon.gpu.readings import GpuProcess, GpuReading, GpuSnapshot, SourceState
 from tests.unit.daemon import window_makers as make
-
-
-def uuid(index: int) -> str:
-    return f"GPU-{index:08d}-0000-0000-0000-000000000000"
+from tools.daemon_samples import gpu_uuid
 
 
 def gpu(index: int = 0, *pids: int, **fields: Any) -> GpuReading:
     processes = tuple(GpuProcess(pid, 8 << 30) for pid in pids)
-    return replace(GpuReading(uuid(index), index, "NVIDIA H200", processes=processes), **fields)
-
-
-def full_gpu(index: int = 0) -> GpuReading:
-    """One of which everything is known."""
-    return gpu(
-        index,
-        utilization_ratio=1.0,
-        memory_used_bytes=60 << 30,
-        memory_total_bytes=140 << 30,
-        power_watts=695.0,
-        power_limit_watts=700.0,
-        energy_joules=1.5e6,
-        temperature_celsius=64.0,
-        sm_clock_hertz=1755e6,
-        sm_clock_max_hertz=1980e6,
-        memory_clock_hertz=3201e6,
-        memory_clock_max_hertz=3201e6,
-        throttled_seconds={reason: float(number) for number, reason in enumerate(ALL_REASONS)},
-        pcie_transmit_bytes_per_second=1e9,
-        pcie_receive_bytes_per_second=2e9,
-        nvlink_transmit_bytes_per_second=3e9,
-        nvlink_receive_bytes_per_second=4e9,
-        ecc_errors={(c, k): 1 for c in ("volatile", "aggregate") for k in ("corrected", "uncorrected")},
-        remapped_rows={"correctable": 2, "uncorrectable": 0},
-        remapping_pending=False,
-        remapping_failed=False,
-        retired_pages={"single_bit": 0, "double_bit": 0},
-        xid_errors={79: 1},
-        sm_active_ratio=0.907,
-        sm_occupancy_ratio=0.297,
-        tensor_active_ratio={"any": 0.574, "hmma": 0.574, "imma": 0.0, "dfma": 0.0},
-        pipe_active_ratio={"fp64": 0.0, "fp32": 0.05, "fp16": 0.01},
-        dram_active_ratio=0.283,
-    )
-
-
-def status(*gpus: GpuReading, fresh: bool = True, shared: frozenset[str] = frozenset()) -> GpuStatus:
-    return GpuStatus((SourceStatus("nvml", SourceState.OK, 12, 0.25),), gpus, fresh, shared)
+    return replace(GpuReading(gpu_uuid(index), index, "NVIDIA H200", processes=processes), **fields)
 
 
 def snapshot(*gpus: GpuReading, seconds: float = 0.0, **fields: Any) -> GpuSnapshot:

@@ -16,7 +16,7 @@ def wait_for_lines(caplog: pytest.LogCaptureFixture, number: int) -> None:
 
 
 def test_connections_that_show_nothing_are_told_of_once_with_their_number(caplog: pytest.LogCaptureFixture) -> None:
-    arrivals = Arrivals(patience_seconds=0.3, log_seconds=60.0)
+    arrivals = Arrivals(patience_seconds=1.0, log_seconds=60.0)
     with caplog.at_level(logging.WARNING):
         for number in range(5):
             arrivals.came()
@@ -35,7 +35,7 @@ def test_connections_that_show_nothing_are_told_of_once_with_their_number(caplog
 
 
 def test_what_was_not_told_is_told_when_it_may_be(caplog: pytest.LogCaptureFixture) -> None:
-    arrivals = Arrivals(patience_seconds=0.1, log_seconds=0.5)
+    arrivals = Arrivals(patience_seconds=0.5, log_seconds=1.0)
     with caplog.at_level(logging.WARNING):
         arrivals.came()
         wait_for_lines(caplog, 1)
@@ -46,11 +46,11 @@ def test_what_was_not_told_is_told_when_it_may_be(caplog: pytest.LogCaptureFixtu
 
 
 def test_operators_alone_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
-    arrivals = Arrivals(patience_seconds=0.1)
+    arrivals = Arrivals(patience_seconds=0.5)
     with caplog.at_level(logging.WARNING):
         arrivals.came()
         arrivals.shown("ipv4:10.0.0.1:1")
         arrivals.came()
         arrivals.shown("ipv4:10.0.0.1:1")  # another connection, by chance from the same port
-        time.sleep(0.3)
+        time.sleep(1.0)
     assert not caplog.records

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -23,40 +25,39 @@ def test_a_window_without_samples_holds_nothing_but_who_and_when() -> None:
 def test_figures_sampled_on_some_steps_stand_for_all_steps_of_the_window() -> None:
     sample = make.steps(0.5, 0.5, 0.5, 0.5, wait=[0.1, NAN, 0.3, NAN], optimizer=[0.05, 0.05, 0.05, 0.05])
     window = window_of(RankSamples(sample))
-    assert window.causes.wait == pytest.approx(0.8)
-    assert window.causes.self == pytest.approx(1.2)
-    assert window.causes.optimizer == pytest.approx(0.2)
-    assert window.self.p50_seconds == pytest.approx(0.3)
-    assert window.wait.max_seconds == pytest.approx(0.3)
-    assert window.step.p50_seconds == pytest.approx(0.5)
+    assert (window.wait_seconds.mean, window.self_seconds.mean) == pytest.approx((0.2, 0.3))
+    assert window.optimizer_seconds == pytest.approx(0.05)
+    assert window.self_seconds.p50 == pytest.approx(0.3)
+    assert window.wait_seconds.max == pytest.approx(0.3)
+    assert window.step_seconds.p50 == pytest.approx(0.5)
 
 
-def test_a_cause_that_was_never_measured_is_absent_and_not_zero() -> None:
+def test_a_phase_that_was_never_measured_is_absent_and_not_zero() -> None:
     window = window_of(RankSamples(make.steps(0.5, 0.5, input=[0.0, 0.0])))
-    assert {field.name for field, _ in window.causes.ListFields()} == {"input"}
-    assert window.causes.input == 0
-    assert not window.HasField("self")
-    assert "self" not in window.sources
-    assert window.sources["step"] == SOURCE_PROBE
+    measured = {field.name for field, _ in window.ListFields() if field.name.endswith("_seconds")}
+    assert measured == {"step_seconds", "input_seconds"}
+    assert window.input_seconds == 0
+    assert "self_seconds" not in window.sources
+    assert window.sources["step_seconds"] == SOURCE_PROBE
 
 
 def test_other_is_what_remains_of_self_and_needs_every_part() -> None:
     parts = {"forward": [0.2], "backward": [0.3], "optimizer": [0.1], "checkpoint": [0.0]}
     complete = window_of(RankSamples(make.steps(1.0, wait=[0.1], input=[0.05], **parts)))
-    assert complete.causes.other == pytest.approx(0.25)
+    assert complete.other_seconds == pytest.approx(0.25)
     without_input = window_of(RankSamples(make.steps(1.0, wait=[0.1], **parts)))
-    assert not without_input.causes.HasField("other")
+    assert not without_input.HasField("other_seconds")
     overlapping = window_of(RankSamples(make.steps(1.0, wait=[0.9], input=[0.05], **parts)))
-    assert overlapping.causes.other == 0
+    assert overlapping.other_seconds == 0
 
 
-def test_a_window_in_which_no_step_ended_has_zero_steps_and_no_causes() -> None:
+def test_a_window_in_which_no_step_ended_has_zero_steps_and_no_step_time() -> None:
     window = window_of(RankSamples(make.steps(steps_total=9)))
     assert window.HasField("steps")
     assert window.steps == 0
     assert window.steps_total == 9
-    assert not window.HasField("causes")
-    assert not window.HasField("step")
+    assert not any(name.endswith("_seconds") for name in window.sources)
+    assert not window.HasField("step_seconds")
 
 
 def test_mfu_uses_the_declared_peak_and_else_the_device() -> None:
@@ -75,19 +76,25 @@ def test_an_impossible_mfu_is_a_problem_that_names_what_to_correct() -> None:
     assert "declared FLOPs" in problem
 
 
-def test_figures_that_cannot_be_durations_are_not_measurements() -> None:
-    hostile = make.steps(0.5, 0.5, 0.5, -1.0, np.inf, wait=[NAN, -3.0, np.inf, 1e300, 0.1], allocated_bytes=2**70)
-    window = window_of(RankSamples(hostile))
-    assert window.step.max_seconds == 0.5
-    assert not window.causes.HasField("self")
-    assert not window.HasField("memory")
+def test_memory_that_no_device_has_is_not_a_measurement() -> None:
+    assert not window_of(RankSamples(make.steps(0.5, allocated_bytes=2**70))).HasField("memory")
+
+
+def test_quota_and_run_queue_are_not_counted_twice() -> None:
+    def starved(**seconds: float) -> RankWindow:
+        names = ("run_delay_seconds", "throttled_seconds", "stopped_seconds")
+        return window_of(RankSamples(process=replace(make.process(), **{n: seconds.get(n) for n in names})))
+
+    both = starved(run_delay_seconds=0.8, throttled_seconds=1.0, stopped_seconds=0.5)
+    assert both.process.starved_seconds == pytest.approx(1.5)
+    assert not starved(stopped_seconds=0.5).process.HasField("starved_seconds")
 
 
 def test_quantiles_are_those_of_numpy() -> None:
     seconds = np.random.default_rng(1).random(37)
-    step = window_of(RankSamples(make.steps(*seconds))).step
+    step = window_of(RankSamples(make.steps(*seconds))).step_seconds
     expected = np.quantile(seconds, (0.1, 0.5, 0.9))
-    assert (step.p10_seconds, step.p50_seconds, step.p90_seconds) == pytest.approx(tuple(expected))
+    assert (step.p10, step.p50, step.p90) == pytest.approx(tuple(expected))
 
 
 def test_coordinates_and_memory_come_from_the_probe() -> None:

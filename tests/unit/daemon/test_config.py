@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.config import SETTINGS, Config, ConfigError, parse_address, resolve, unknown_variables
+from rankscope.daemon.config import Config, ConfigError, parse_address, resolve, unknown_variables
 
 
-def test_every_setting_is_a_field_with_the_same_default() -> None:
-    assert [setting.name for setting in SETTINGS] == [field.name for field in fields(Config)]
+def test_defaults_are_stated_once() -> None:
+    assert resolve({}, {}, Path("/dev/null")).config == Config()
 
 
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:

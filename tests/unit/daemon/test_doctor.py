@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,17 @@ def test_this_machine_is_examined_without_a_breakdown(tmp_path: Path) -> None:
         f.check for f in findings
     }
     assert "doctor" not in {finding.check for finding in findings}
+
+
+def test_a_machine_without_the_daemons_packages_is_examined_and_told() -> None:
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(('grpc', 'numpy', 'prometheus_client', 'google')))\n"
+        "from rankscope.daemon.config import Config\n"
+        "from rankscope.daemon.doctor import doctor\n"
+        "print(*(f'{found.check} {found.level.value}' for found in doctor.examine(Config(gpu=False))), sep='\\n')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert {"packages problem", "py-spy ok", "memfd ok"} <= set(done.stdout.splitlines())
 
 
 def test_py_spy_really_reads_the_stack_of_a_child() -> None:

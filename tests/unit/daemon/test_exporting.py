@@ -4,74 +4,15 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope.daemon.captures.duty_cycle import REASONS
-from rankscope.daemon.captures.service import CaptureStatus
-from rankscope.daemon.collector import CollectorStatus
-from rankscope.daemon.export.metrics import Exporter
-from rankscope.daemon.export.rank_metrics import GROUP_KINDS
-from rankscope.daemon.export.status import DaemonStatus, Snapshot
-from rankscope.daemon.samples import GroupSpan, ProbeFacts, Problem, RankProcess
-from rankscope.daemon.windows.totals import RankReport, RankTotals, add_window
-from rankscope.daemon.windows.window import RankSamples, assemble
-from rankscope.v1.window_pb2 import Stall
-from tests.unit.daemon import gpu_makers
+from rankscope.daemon.samples import Problem
+from rankscope.daemon.windows.totals import RankReport
+from rankscope.daemon.windows.window import RankSamples
 from tests.unit.daemon import window_makers as make
+from tools.daemon_samples import STATUS, full_gpu, full_rank, gpu_status, report, scrape
 
 GOLDEN = Path(__file__).parent / "golden" / "metrics.txt"
-STATUS = DaemonStatus(
-    version="0.1.0",
-    node="node-a",
-    collectors={"steps": CollectorStatus(0.25, True), "stacks": CollectorStatus(0.5, False)},
-    own_cpu_seconds=1.5,
-    sampling_cpu_seconds=0.75,
-    resident_bytes=60_000_000,
-    budget_used_ratio=0.4,
-    stack_rate_hertz=10.0,
-    stack_recorded_ratio=0.95,
-    ranks=2,
-    windows_total=6,
-    watch_readers=1,
-    captures=CaptureStatus(
-        {"delivered": 8, "failed": 1, "cancelled": 0},
-        {"job-a": 1.01},
-        clients=8,
-        malformed_total=2,
-        unanswered={"late": 4, "hushed": 0, "unsent": 0},
-        unvouched_total=1,
-        duty_results={"done": 3, "failed": 0, "skipped": 1},
-        duty_skips={**dict.fromkeys(REASONS, 0), "young": 1},
-    ),
-    gpu=gpu_makers.status(gpu_makers.full_gpu()),
-)
-
-
-def report(rank: RankProcess, samples: RankSamples, stall: Stall | None = None, windows: int = 2) -> RankReport:
-    window = assemble(rank, "node-a", make.span(), 1, samples, lambda _: None, stall)
-    totals = RankTotals()
-    for _ in range(windows):
-        totals = add_window(totals, window)
-    return RankReport(window, totals, samples.problems)
-
-
-def full_rank(number: int = 0, without: tuple[str, ...] = ()) -> RankReport:
-    """A rank of which every source measured everything, more than any real one: a step is timed on a device or not."""
-    facts = ProbeFacts(pipeline=1, tensor=0, data=1, model_flops_per_step=5e14, peak_flops_per_second=1e15)
-    names = ("wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint")
-    columns = {name: [0.125, 0.125] for name in (*names, "host", "run_ahead") if name not in without}
-    sample = make.steps(1.0, 1.0, steps_total=40, facts=facts, allocated_bytes=1_000, **columns)
-    groups = tuple(GroupSpan(0xABC, 4, number, kind, 2, 0.25, 1.0) for kind in sorted(GROUP_KINDS))
-    sample = replace(sample, groups=groups)
-    sample = replace(sample, reserved_bytes=2_000, peak_allocated_bytes=1_500, device_total_bytes=4_000)
-    return report(make.rank(number), RankSamples(sample, make.process(), make.stacks()), Stall(seconds_since_step=9))
-
-
-def scrape(*ranks: RankReport, status: DaemonStatus = STATUS) -> str:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Exporter(lambda: Snapshot(status, ranks)))
-    return generate_latest(registry).decode()
 
 
 def series(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -99,8 +40,8 @@ def test_a_rank_and_its_gpu_cost_at_most_sixty_series_by_default() -> None:
     """With three problems and an XID error; the rest of the budget is for more of these."""
     problems = tuple(Problem(f"source{index}", "kind", "text") for index in range(50))
     everything = full_rank(without=("optimizer",))  # which only the host's clock can tell
-    bare = replace(STATUS, metrics_detail="standard", gpu=gpu_makers.status())
-    status = replace(bare, gpu=gpu_makers.status(gpu_makers.full_gpu()))
+    bare = replace(STATUS, metrics_detail="standard", gpu=gpu_status())
+    status = replace(bare, gpu=gpu_status(full_gpu()))
     measured = series(scrape(RankReport(everything.window, everything.totals, problems), status=status))
     assert 50 < len(measured) - len(series(scrape(status=bare))) <= 60
 

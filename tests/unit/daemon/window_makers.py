@@ -167,4 +167,5 @@ def collectors(
 
 
 def config(**settings: object) -> Config:
-    return Config(**{"node": "node-a", "metrics_listen": "none", **settings})
+    nowhere = dict.fromkeys(("metrics_listen", "socket", "capture_dir"), "none")
+    return Config(**{"node": "node-a", **nowhere, **settings})

@@ -53,7 +53,7 @@ def test_every_value_has_its_place_in_the_schema_and_nothing_else_has() -> None:
         ("daemon.image.digest", "latest"),
         ("daemon.captures.quotaBytes", "10Gi"),
         ("tls.mode", "none"),
-        ("prometheusRule.thresholds", {"input_ratio": "high"}),
+        ("prometheusRule.thresholds", {"input_bound_ratio": "high"}),
         ("nothing", {}),
     ],
 )

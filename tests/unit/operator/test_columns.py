@@ -3,8 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.operator.correlation.columns import evidence_of, job_window, stall_of, starved_seconds
+from rankscope.operator.correlation.columns import evidence_of, stall_of
 from rankscope.v1 import identity_pb2, window_pb2
+from rankscope.v1.window_pb2 import StepStatistics
+from tests.daemon_messages import job_window
 
 SECOND = 1_000_000_000
 
@@ -18,22 +20,24 @@ def a_window(rank: int = 0, node: str = "a", **fields: object) -> window_pb2.Ran
     )
 
 
-def test_causes_become_seconds_per_step_and_what_is_absent_becomes_nan() -> None:
+def test_means_of_a_step_arrive_as_they_are_and_what_is_absent_becomes_nan() -> None:
     window = a_window(
         steps=20,
-        step=window_pb2.StepStatistics(mean_seconds=0.1),
-        causes=window_pb2.CauseSeconds(self=1.2, wait=0.8),
+        step_seconds=StepStatistics(mean=0.1),
+        self_seconds=StepStatistics(mean=0.06, p10=0.05, p90=0.075),
+        wait_seconds=StepStatistics(mean=0.04, p10=0.01),
+        forward_seconds=0.02,
+        process=window_pb2.ProcessUsage(starved_seconds=0.5),
     )
     columns = job_window([window], 2).columns
-    assert columns.self_seconds[0] == pytest.approx(0.06)
-    assert columns.wait_seconds[0] == pytest.approx(0.04)
+    assert (columns.self_seconds[0], columns.wait_seconds[0], columns.transfer_seconds[0]) == (0.06, 0.04, 0.01)
+    assert (columns.forward_seconds[0], columns.self_spread_ratio[0]) == (0.02, pytest.approx(1.5))
+    assert columns.starved_seconds[0] == pytest.approx(0.025)  # of the window, by its steps
     assert np.isnan(columns.input_seconds[0]) and np.isnan(columns.mfu_ratio[0])
 
 
 def test_a_measured_zero_is_not_an_absent_value() -> None:
-    window = a_window(
-        steps=20, step=window_pb2.StepStatistics(mean_seconds=0.1), causes=window_pb2.CauseSeconds(self=2.0, input=0.0)
-    )
+    window = a_window(steps=20, step_seconds=StepStatistics(mean=0.1), input_seconds=0.0)
     assert job_window([window], 2).columns.input_seconds[0] == 0.0
 
 
@@ -47,12 +51,6 @@ def test_rows_are_in_rank_order_and_nodes_are_named() -> None:
     window = job_window([a_window(rank=1, node="b"), a_window(rank=0, node="a")], 2)
     assert window.columns.rank.tolist() == [0, 1]
     assert [window.place_names[place] for place in window.columns.place.tolist()] == ["a", "b"]
-
-
-def test_quota_and_run_queue_are_not_counted_twice() -> None:
-    usage = window_pb2.ProcessUsage(run_delay_seconds=0.8, throttled_seconds=1.0, stopped_seconds=0.5)
-    assert starved_seconds(usage) == pytest.approx(1.5)
-    assert np.isnan(starved_seconds(window_pb2.ProcessUsage()))
 
 
 def test_a_stall_without_counters_says_that_they_are_unknown() -> None:
@@ -70,7 +68,7 @@ def test_clocks_of_two_nodes_are_compared_by_the_steps_they_share() -> None:
             steps=20,
             steps_total=total,
             last_step_unix_nanos=int(end * SECOND),
-            step=window_pb2.StepStatistics(mean_seconds=0.1),
+            step_seconds=StepStatistics(mean=0.1),
         )
 
     agree = job_window([on("a", 0, 500, 100.0), on("b", 1, 499, 99.9)], 2)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.operator.correlation.columns import job_window
 from rankscope.v1 import window_pb2
+from rankscope.v1.window_pb2 import StepStatistics
+from tests.daemon_messages import job_window
 from tests.unit.operator.test_columns import a_window
 
 
@@ -14,9 +15,10 @@ def captured(rank: int) -> window_pb2.RankWindow:
     window = a_window(
         rank,
         steps=2,
-        step=window_pb2.StepStatistics(mean_seconds=0.1),
-        causes=window_pb2.CauseSeconds(self=0.12, wait=0.08, communication=0.1),
-        process=window_pb2.ProcessUsage(run_delay_seconds=0.4),
+        step_seconds=StepStatistics(mean=0.1),
+        self_seconds=StepStatistics(mean=0.06),
+        wait_seconds=StepStatistics(mean=0.04, p10=0.03),
+        process=window_pb2.ProcessUsage(starved_seconds=0.4),
     )
     window.sources["steps"] = window_pb2.SOURCE_CAPTURE
     return window
@@ -33,8 +35,9 @@ def test_captured_steps_are_not_compared_with_those_of_a_probe() -> None:
     probed = a_window(
         1,
         steps=20,
-        step=window_pb2.StepStatistics(mean_seconds=0.09),
-        causes=window_pb2.CauseSeconds(self=1.0, wait=0.8),
+        step_seconds=StepStatistics(mean=0.09),
+        self_seconds=StepStatistics(mean=0.05),
+        wait_seconds=StepStatistics(mean=0.04),
     )
     window = job_window([captured(0), probed], 2)
     assert not window.is_captured
@@ -49,7 +52,7 @@ def test_ranks_of_another_node_may_tell_of_their_capture_later() -> None:
 
 def blind(rank: int) -> window_pb2.RankWindow:
     """A probe that counts steps and cannot tell what they wait for."""
-    return a_window(rank, steps=20, step=window_pb2.StepStatistics(mean_seconds=0.09), host_seconds=0.09)
+    return a_window(rank, steps=20, step_seconds=StepStatistics(mean=0.09), host_seconds=0.09)
 
 
 def test_a_probe_that_cannot_tell_what_steps_wait_for_leaves_the_job_to_captures() -> None:
@@ -64,6 +67,5 @@ def test_a_probe_that_cannot_tell_what_steps_wait_for_leaves_the_job_to_captures
 def test_a_captured_step_on_a_device_keeps_what_it_waited_at_least() -> None:
     recorded = captured(0)
     recorded.host_seconds = 0.1
-    recorded.wait.CopyFrom(window_pb2.StepStatistics(p10_seconds=0.03))
     columns = job_window([recorded], 1).columns
     assert (columns.transfer_seconds[0], columns.wait_seconds[0]) == pytest.approx((0.03, 0.04))

@@ -3,19 +3,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.operator.correlation.columns import job_window
 from rankscope.v1.identity_pb2 import RankIdentity
-from rankscope.v1.window_pb2 import CauseSeconds, RankWindow, StepStatistics
+from rankscope.v1.window_pb2 import RankWindow, StepStatistics
+from tests.daemon_messages import job_window
 
 
-def window(mean_seconds: float = 0.1, wait_seconds: float = 0.5) -> RankWindow:
+def window(mean_seconds: float = 0.1, wait_seconds: float = 0.05) -> RankWindow:
     return RankWindow(
         identity=RankIdentity(job="j", rank=0, world_size=1, node="n"),
         start_unix_nanos=0,
         end_unix_nanos=5_000_000_000,
         steps=10,
-        step=StepStatistics(mean_seconds=mean_seconds),
-        causes=CauseSeconds(wait=wait_seconds, self=0.5),
+        step_seconds=StepStatistics(mean=mean_seconds),
+        self_seconds=StepStatistics(mean=0.05),
+        wait_seconds=StepStatistics(mean=wait_seconds),
     )
 
 

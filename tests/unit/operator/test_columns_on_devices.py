@@ -7,31 +7,35 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from rankscope.analysis.verdicts.communication import EXPOSED, OVERLAPPED
-from rankscope.operator.correlation.columns import Tick, job_window, job_windows
+from rankscope.analysis.verdicts.exposed_communication import EXPOSED, OVERLAPPED
+from rankscope.operator.correlation.columns import Tick, job_windows
 from rankscope.operator.correlation.correlator import Correlator, JobState
-from rankscope.operator.correlation.held_windows import hold
 from rankscope.operator.correlation.job_service import job_status
-from rankscope.v1 import rank_service_pb2, window_pb2
+from rankscope.v1 import window_pb2
+from rankscope.v1.window_pb2 import GroupSpan, StepStatistics
+from tests.daemon_messages import hold, job_window
 from tests.unit.operator.test_columns import SECOND, a_window
 
 STEP = 0.1
 
 
-def on_device(
-    rank: int, *groups: tuple[int, int, float], step: float = STEP, causes: window_pb2.CauseSeconds | None = None
-) -> window_pb2.RankWindow:
+def group(rank: int, number: int, kind: int, seconds: float, samples: int = 3) -> GroupSpan:
+    return GroupSpan(
+        number=number, size=4, position=rank, kind=kind, samples=samples, seconds=seconds, step_seconds=STEP
+    )
+
+
+def on_device(rank: int, *groups: tuple[int, int, float], **measured: StepStatistics) -> window_pb2.RankWindow:
     """`groups`: number, kind and seconds per step."""
-    rows = [(number, 4, rank, kind, 3, seconds, step) for number, kind, seconds in groups]
     return a_window(
         rank,
         steps=20,
-        step=window_pb2.StepStatistics(mean_seconds=step, p50_seconds=step),
+        step_seconds=StepStatistics(mean=STEP, p50=STEP),
         host_seconds=0.02,
         run_ahead_seconds=0.3,
-        groups=[float(number) for row in rows for number in row],
-        wait_source="collective spans" if rows else "",
-        causes=causes,
+        groups=[group(rank, *told) for told in groups],
+        wait_source="collective spans" if groups else "",
+        **measured,
     )
 
 
@@ -39,10 +43,10 @@ def on_cpu(rank: int) -> window_pb2.RankWindow:
     return a_window(
         rank,
         steps=20,
-        step=window_pb2.StepStatistics(mean_seconds=STEP),
-        wait=window_pb2.StepStatistics(p10_seconds=0.01),
-        causes=window_pb2.CauseSeconds(self=1.2, wait=0.8),
-        groups=[7.0, 4.0, float(rank), float(EXPOSED), 20.0, 0.001, STEP],
+        step_seconds=StepStatistics(mean=STEP),
+        self_seconds=StepStatistics(mean=0.06),
+        wait_seconds=StepStatistics(mean=0.04, p10=0.01),
+        groups=[group(rank, 7, EXPOSED, 0.001, samples=20)],
     )
 
 
@@ -52,8 +56,8 @@ def columns_of(*windows: window_pb2.RankWindow) -> tuple[Sequence[float], Sequen
 
 
 def test_own_time_and_waiting_come_from_the_groups_and_not_from_what_a_rank_took_for_waiting() -> None:
-    by_itself = window_pb2.CauseSeconds(self=0.1, wait=1.9)
-    windows = [on_device(rank, (7, EXPOSED, 0.01 if rank == 2 else 0.07), causes=by_itself) for rank in range(4)]
+    by_itself = {"self_seconds": StepStatistics(mean=0.005), "wait_seconds": StepStatistics(mean=0.095)}
+    windows = [on_device(rank, (7, EXPOSED, 0.01 if rank == 2 else 0.07), **by_itself) for rank in range(4)]
     own, wait, transfer = columns_of(*windows)
     assert own == pytest.approx([0.03, 0.03, 0.09, 0.03])
     assert wait == pytest.approx([0.07, 0.07, 0.01, 0.07])
@@ -103,9 +107,8 @@ def test_the_status_of_a_job_tells_own_time_and_waiting_of_ranks_that_could_not_
             window.start_unix_nanos += 2 * number * SECOND
             window.end_unix_nanos += 2 * number * SECOND
         now = 100.1 + 2 * number
-        correlator.accept(rank_service_pb2.WatchRanksResponse(node="a", windows=windows))
+        correlator.take(map(hold, windows))
         correlator.tick()
     status = job_status(states[-1])
-    told = {window.identity.rank: window.causes for window in status.ranks}
-    assert [told[rank].self / 20 for rank in range(4)] == pytest.approx([0.03, 0.03, 0.09, 0.03])
-    assert [told[rank].wait / 20 for rank in range(4)] == pytest.approx([0.07, 0.07, 0.01, 0.07])
+    assert [window.self_seconds.mean for window in status.ranks] == pytest.approx([0.03, 0.03, 0.09, 0.03])
+    assert [window.wait_seconds.mean for window in status.ranks] == pytest.approx([0.07, 0.07, 0.01, 0.07])

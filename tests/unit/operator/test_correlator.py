@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from rankscope.analysis.verdicts.detector import JobJudge
+from rankscope.analysis.verdicts.detector import JobDetector
 from rankscope.analysis.verdicts.verdict import DEVICE, Cause, Kind, Severity
 from rankscope.analysis.verdicts.windows import JobWindow
 from rankscope.operator.correlation.correlator import Correlator, JobState, LostSeconds
 from rankscope.operator.correlation.job_service import job_status, verdict_of
 from rankscope.v1 import identity_pb2, rank_service_pb2, window_pb2
+from tests.daemon_messages import hold
 
 SECOND = 1_000_000_000
 
@@ -27,8 +28,9 @@ def tick(number: int, slow_rank: int | None = None, incarnation: int = 1) -> ran
                 start_unix_nanos=(1000 + 2 * number) * SECOND,
                 end_unix_nanos=(1002 + 2 * number) * SECOND,
                 steps=20,
-                step=window_pb2.StepStatistics(mean_seconds=step, p50_seconds=step),
-                causes=window_pb2.CauseSeconds(self=own * 20, wait=(step - own) * 20),
+                step_seconds=window_pb2.StepStatistics(mean=step, p50=step),
+                self_seconds=window_pb2.StepStatistics(mean=own),
+                wait_seconds=window_pb2.StepStatistics(mean=step - own),
             )
         )
     return rank_service_pb2.WatchRanksResponse(node="a", windows=windows)
@@ -44,7 +46,7 @@ class Fleet:
     def play(self, *messages: rank_service_pb2.WatchRanksResponse) -> JobState:
         for message in messages:
             self.now = message.windows[0].end_unix_nanos / 1e9 + 0.1
-            self.correlator.accept(message)
+            self.correlator.take(map(hold, message.windows), message.departed)
             self.correlator.tick()
         return self.seen[-1]
 
@@ -80,9 +82,7 @@ def test_a_failing_listener_does_not_stop_the_verdicts() -> None:
 def test_an_ended_job_leaves_the_table() -> None:
     fleet = Fleet()
     fleet.play(tick(0))
-    fleet.correlator.accept(
-        rank_service_pb2.WatchRanksResponse(node="a", departed=[w.identity for w in tick(0).windows])
-    )
+    fleet.correlator.take([], [w.identity for w in tick(0).windows])
     fleet.correlator.tick()
     assert fleet.correlator.states == ()
 
@@ -100,7 +100,7 @@ def test_nothing_is_kept_of_jobs_that_came_and_went() -> None:
         fleet.play(message)
         if number % 3 == 0:
             gone = [window.identity for window in message.windows]
-            fleet.correlator.accept(rank_service_pb2.WatchRanksResponse(departed=gone))
+            fleet.correlator.take([], gone)
     kept = (fleet.correlator._states, fleet.correlator._fleet._judges, fleet.correlator._table.jobs, lost._totals)
     assert max(map(len, kept)) < 25  # those of the last minute
     fleet.now += 61.0
@@ -118,15 +118,15 @@ def test_a_verdict_survives_the_wire() -> None:
 
 def test_a_job_that_cannot_be_judged_keeps_no_other_from_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its windows hold that nobody thought of."""
-    judge, asked = JobJudge.absorb, []
+    judge, asked = JobDetector.absorb, []
 
-    def absorb(self: JobJudge, window: JobWindow) -> JobWindow | None:
+    def absorb(self: JobDetector, window: JobWindow) -> JobWindow | None:
         asked.append(window.world_size)
         if window.world_size == 5:
             raise ZeroDivisionError("an absurd job")
         return judge(self, window)
 
-    monkeypatch.setattr(JobJudge, "absorb", absorb)
+    monkeypatch.setattr(JobDetector, "absorb", absorb)
     fleet = Fleet()
     for number in range(8):
         message = tick(number, slow_rank=1)

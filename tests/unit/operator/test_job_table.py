@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from rankscope.operator.correlation.held_windows import hold
 from rankscope.operator.correlation.job_table import JobTable
 from rankscope.v1 import identity_pb2, window_pb2
+from tests.daemon_messages import hold
 
 SECOND = 1_000_000_000
 

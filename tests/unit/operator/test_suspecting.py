@@ -17,7 +17,7 @@ def state(
         if stages:
             window.identity.coordinates.CopyFrom(ParallelCoordinates(pipeline=stages[rank]))
         if seconds is not None:
-            window.self.CopyFrom(StepStatistics(mean_seconds=seconds))
+            window.self_seconds.CopyFrom(StepStatistics(mean=seconds))
         windows.append(window)
     return JobState("job", len(windows), verdict, 0, 0, len(windows), None, None, None, tuple(windows))
 

@@ -260,19 +260,19 @@ def test_waiting_and_warming_up_come_before_recording(loop: Loop) -> None:
 
 
 def test_recording_by_time_ends_at_the_first_boundary_after_it(loop: Loop) -> None:
-    loop.ask(steps=0, length_nanos=SECOND // 10)
+    loop.ask(steps=0, length_nanos=SECOND)  # more than three steps take on a busy machine
     loop.steps(3)
     assert loop.phase == ring_layout.PHASE_RUNNING
-    time.sleep(0.1)
+    time.sleep(1.0)
     loop.steps(1)
     assert loop.wait_for(ring_layout.PHASE_WRITTEN).steps == 3
 
 
 def test_a_start_in_the_future_is_waited_for(loop: Loop) -> None:
-    loop.ask(start_unix_nanos=time.time_ns() + SECOND // 5)
+    loop.ask(start_unix_nanos=time.time_ns() + SECOND)
     loop.steps(3)
     assert loop.profiled == []
-    time.sleep(0.2)
+    time.sleep(1.0)
     loop.steps(1)
     assert loop.phase == ring_layout.PHASE_RUNNING
 
@@ -329,7 +329,7 @@ def test_a_capture_that_is_dropped_leaves_nothing_running(loop: Loop) -> None:
         {"start_step": -5},
         {"warmup_steps": 100_000},
         {"windows": 21},
-        {"give_up_unix_nanos": time.time_ns() - SECOND},
+        {"give_up_unix_nanos": 1},
         {"give_up_unix_nanos": 1 << 62},
     ],
     ids=str,

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from rankscope.analysis.verdicts.thresholds import AlertThresholds, Policy, table
+from rankscope.analysis.verdicts.verdict import Kind
 from rankscope.cli.main import SUBCOMMANDS
 from rankscope.daemon.config import Config
 from tests.unit.daemon import test_exporting as exporting
+from tools.generate_rules import fresh_files
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "rules"
@@ -64,13 +67,26 @@ def test_an_alert_keeps_the_conventions(rule: dict[str, Any]) -> None:
     assert all(scraped), f"{rule['alert']} reads an instant of a scraped metric"
 
 
-def test_numbers_to_compare_with_are_in_one_place() -> None:
+def test_numbers_to_compare_with_come_from_the_table_of_thresholds() -> None:
     thresholds = {rule["record"] for rule in RECORDED if rule["record"].startswith("rankscope:threshold:")}
-    assert all(re.fullmatch(r"vector\([0-9.]+\)", rule["expr"]) for rule in RECORDED if rule["record"] in thresholds)
     used = set(re.findall(r"rankscope:threshold:\w+", "\n".join(rule["expr"] for rule in ALERTS + RECORDED)))
     assert used == thresholds
-    described = set(re.findall(r"`(rankscope:threshold:\w+)`", (ROOT / "docs" / "alerts.md").read_text()))
-    assert described == thresholds
+    named = set(re.findall(r"`(rankscope:threshold:\w+)`", (ROOT / "docs" / "alerts.md").read_text()))
+    assert named <= thresholds
+    assert {path.name for path, text in fresh_files().items() if path.read_text() != text} == set(), "make rules"
+
+
+def test_a_threshold_that_a_rule_reads_has_one_default() -> None:
+    assert not {one.name for one in table(Policy)} & {one.name for one in table(AlertThresholds)}
+
+
+def test_verdicts_that_rules_name_exist_and_every_finding_has_an_alert() -> None:
+    text = "\n".join(rule["expr"] for rule in ALERTS)
+    matchers = re.findall(r'verdict(?:=~|=|!=)"([a-z_|]+)"', text)
+    named = {name for matcher in matchers for name in matcher.split("|")}
+    assert named <= {kind.value for kind in Kind}
+    # Low MFU is judged by its target: of jobs without a verdict too.
+    assert {kind.value for kind in Kind if kind.is_finding} - named == {Kind.LOW_MFU.value}
 
 
 def test_recorded_series_are_named_by_level_metric_and_operation_and_all_that_is_read_is_recorded() -> None:
@@ -97,7 +113,7 @@ def test_every_metric_that_is_read_is_exported_or_agreed_on() -> None:
 
 
 def test_what_the_rules_read_of_ranks_and_gpus_is_exported_at_default_settings() -> None:
-    status = replace(exporting.STATUS, metrics_detail=Config.metrics_detail)
+    status = replace(exporting.STATUS, metrics_detail=Config().metrics_detail)
     # Time in collectives by group is exported of ranks that do not know their self time.
     ranks = (exporting.full_rank(0), exporting.full_rank(1, without=("wait",)))
     exported = {name for name, _ in exporting.series(exporting.scrape(*ranks, status=status))}

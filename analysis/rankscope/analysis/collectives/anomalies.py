@@ -1,5 +1,5 @@
-"""Which collectives are slower than they should be, for longer than chance: against the same group's faster times, and
-against other groups that do the same."""
+"""Finds collectives that are persistently slower than expected, compared with the same group's faster times and with
+other groups that do the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, Floats, grouped
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Severity
 
-# A window holds enough collectives that a few outliers do not make its median.
+# Enough collectives per window that a few outliers do not determine its median.
 _WINDOW_OBSERVATIONS = 5
 _MOST_WINDOWS = 40
 
@@ -25,27 +25,26 @@ class Anomaly:
     group: str
     kind: int
     ranks: int
-    against: str  # own: its own faster times; peers: other groups of as many ranks
+    against: str  # own: its own faster times; peers: other groups of the same size
     severity: Severity
-    ratio: float  # of the slow windows, actual over expected
+    ratio: float  # actual over expected, in the slow windows
     windows: int
     slow_windows: int
-    since_seconds: float | None  # time of the first slow window, where times are known
-    ongoing: bool  # the last window is slow still, or has not come halfway back
-    lost_seconds: float  # beyond what was expected, in the slow windows
-    lost_ratio: float  # of all the time in these collectives
+    since_seconds: float | None  # time of the first slow window, if times are known
+    ongoing: bool  # the last window is slow, or has not recovered halfway
+    lost_seconds: float  # beyond the expected time, in the slow windows
+    lost_ratio: float  # share of all time in these collectives
     reason: str
 
 
 def anomalies(
     observed: Observations, fits: Sequence[Fit] | None = None, policy: Policy = DEFAULT_POLICY
 ) -> tuple[Anomaly, ...]:
-    """`slow_communication` by detection.md: the residual stays above `policy.communication_ratio` in k of n windows.
-    A benchmark that walks through sizes has no windows in time, so that its groups are held against their peers only.
-    Largest loss first."""
+    """Slow communication: the residual stays above `policy.communication_ratio` in k of n windows. A benchmark that
+    iterates over sizes has no windows in time, so its groups are compared only with their peers. Largest loss first."""
     fits = fit_collectives(observed) if fits is None else fits
     found = [*(_own(observed, fits, policy) if observed.in_order else ()), *_peers(observed, fits, policy)]
-    # A group that became slow is slow against its peers as well: once is enough.
+    # A group that became slow is also slower than its peers: reported once.
     own = {(anomaly.group, anomaly.kind) for anomaly in found if anomaly.against == "own"}
     found = [one for one in found if one.against == "own" or (one.group, one.kind) not in own]
     return tuple(sorted(found, key=lambda one: (one.severity is not Severity.ALARM, -one.lost_seconds)))
@@ -64,7 +63,7 @@ def _own(observed: Observations, fits: Sequence[Fit], policy: Policy) -> Iterabl
         if len(windows) < policy.windows_kept:
             continue
         levels = np.array([np.median((mine.seconds / expected)[window]) for window in windows])
-        # Most of what was seen may be the slow time; the faster half of the windows is what it can do.
+        # Most of the recording may be slow; the faster half of the windows shows what is possible.
         normal = float(np.median(np.sort(levels)[: (len(levels) + 1) // 2]))
         anomaly = _judge(mine, expected * normal, windows, fit, "own", policy)
         if anomaly is not None:
@@ -129,13 +128,12 @@ def _judge(
         ongoing=bool(levels[-1] > back),
         lost_seconds=lost,
         lost_ratio=lost_ratio,
-        reason=f"{fit.label} takes {ratio:.1f}× as long as {than} would have it, in {int(slow.sum())} of "
-        f"{len(windows)} windows",
+        reason=f"{fit.label} takes {ratio:.1f}× as long as {than}, in {int(slow.sum())} of {len(windows)} windows",
     )
 
 
 def _persistence(slow: Bools, policy: Policy) -> Severity:
-    """k of n neighbouring windows; fewer windows than n are judged by what there are."""
+    """k of n neighbouring windows; if there are fewer than n, all of them."""
     width = min(policy.windows_kept, len(slow))
     most = int(np.convolve(slow, np.ones(width, dtype=int), mode="valid").max()) if width else 0
     if most >= policy.windows_for_alarm:
@@ -144,14 +142,14 @@ def _persistence(slow: Bools, policy: Policy) -> Severity:
 
 
 def _windows(mine: Observations, fewest: int) -> list[slice]:
-    """Neighbours in time, about as many in each."""
+    """Consecutive in time, with about equal counts."""
     count = max(min(len(mine) // fewest, _MOST_WINDOWS), 1)
     bounds = np.linspace(0, len(mine), count + 1).round().astype(int).tolist()
     return [slice(low, high) for low, high in pairwise(bounds)]
 
 
 def _usable(observed: Observations, fit: Fit) -> Observations:
-    """A fit's own observations in the order of time."""
+    """A fit's own observations, ordered in time."""
     group = observed.groups.index(fit.group)
     chosen = (observed.group == group) & (observed.kind == fit.kind) & (observed.bytes > 0)
     chosen &= (observed.seconds > 0) & np.isfinite(observed.seconds)
@@ -168,7 +166,7 @@ def _typical_of_size(mine: Observations) -> Floats:
 
 
 def _common_expectation(parts: list[Observations]) -> list[Floats]:
-    """What the cohort as a whole leads to expect, per observation of each member."""
+    """The expected time of each observation, from the whole cohort."""
     pooled = Observations(
         group=np.zeros(sum(map(len, parts)), dtype=np.int64),
         kind=np.concatenate([part.kind for part in parts]),
@@ -187,5 +185,5 @@ def _common_expectation(parts: list[Observations]) -> list[Floats]:
 
 
 def _family(group: str) -> str:
-    """Groups that differ by their numbers only are of a kind: dp_0 and dp_1, not dp_0 and tp_0."""
+    """Groups that differ only in numbers are comparable: dp_0 and dp_1, but not dp_0 and tp_0."""
     return re.sub(r"\d+", "#", group)

@@ -1,8 +1,8 @@
 """Bytes, algorithm bandwidth and bus bandwidth of collectives, by the conventions of nccl-tests.
 
-A collective's size is that of the whole array: what all ranks hold together after an all-gather, what one rank brings
-to a reduce-scatter. Bus bandwidth multiplies by what a link has to carry for each byte of it, so that it can be held
-against the hardware whatever the number of ranks."""
+A collective's size is that of the whole array: the result of an all-gather, the input of one rank of a
+reduce-scatter. Bus bandwidth multiplies it by what a link carries per byte, so that it can be compared with the
+hardware for any number of ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PREFIXES = ("torch.", "c10::", "at::", "nccl", "std::")
 
 
 def element_bytes(element_type: str) -> int | None:
-    """Bytes of one element by any of the names torch, NCCL and C++ give its type; None for one nobody knows."""
+    """Bytes of one element by the names that torch, NCCL and C++ use for its type; None if unknown."""
     word = " ".join(element_type.strip().lower().split())
     for prefix in _PREFIXES:
         word = word.removeprefix(prefix).replace(f"<{prefix}", "<")
@@ -46,12 +46,12 @@ def element_bytes(element_type: str) -> int | None:
 
 
 def size_bytes(kind: Ints, in_bytes: Ints, out_bytes: Ints, group_size: Ints) -> Ints:
-    """The size of each collective as nccl-tests counts it, from what one rank put in and got out; -1 where unknown.
-    Of an uneven all-to-all the larger side counts."""
+    """The size of each collective as nccl-tests counts it, from one rank's input and output; -1 if unknown. For an
+    uneven all-to-all, the larger side."""
     ranks = np.where(group_size > 0, group_size, -1)
     gathered = np.where(out_bytes >= 0, out_bytes, np.where((in_bytes >= 0) & (ranks > 0), in_bytes * ranks, -1))
     scattered = np.where(in_bytes >= 0, in_bytes, np.where((out_bytes >= 0) & (ranks > 0), out_bytes * ranks, -1))
-    # Only the root has the whole array at hand; every other rank knows its own part of it.
+    # Only the root has the whole array; the other ranks know their part.
     of_root_out = np.where((in_bytes >= 0) & (ranks > 0), in_bytes * ranks, out_bytes)
     of_root_in = np.where((out_bytes >= 0) & (ranks > 0), out_bytes * ranks, in_bytes)
     whole = np.maximum(in_bytes, out_bytes)
@@ -68,7 +68,7 @@ def size_bytes(kind: Ints, in_bytes: Ints, out_bytes: Ints, group_size: Ints) ->
 
 
 def bus_factor(kind: Ints, group_size: Ints) -> Floats:
-    """Bus bandwidth over algorithm bandwidth; NaN where the group's size is unknown, or the kind has no such factor."""
+    """Bus bandwidth over algorithm bandwidth; NaN if the group's size is unknown or the kind has no such factor."""
     ranks = np.where(group_size > 0, group_size, np.nan)
     share = (ranks - 1) / ranks
     one = np.ones_like(share)
@@ -93,11 +93,11 @@ def bus_factor(kind: Ints, group_size: Ints) -> Floats:
 
 
 def algorithm_gbps(size: Ints, duration_ns: Ints) -> Floats:
-    """GB/s (10⁹ bytes) of the array; NaN where size or duration is unknown."""
+    """GB/s (10⁹ bytes) of the array; NaN if size or duration is unknown."""
     known = (size >= 0) & (duration_ns > 0)
     return np.where(known, size / np.where(known, duration_ns, 1), np.nan)
 
 
 def bus_gbps(kind: Ints, size: Ints, duration_ns: Ints, group_size: Ints) -> Floats:
-    """GB/s over the busiest link. A group of one moves nothing over any link: 0."""
+    """GB/s over the busiest link; 0 for a group of one rank, which transfers nothing."""
     return algorithm_gbps(size, duration_ns) * bus_factor(kind, group_size)

@@ -1,15 +1,21 @@
-"""What a kernel, an annotation or the profiler's own note calls a collective, as one kind."""
+"""Kinds of collectives, recognised by the names of kernels, annotations, operators and the profiler's metadata."""
 
 from __future__ import annotations
 
 import re
 from enum import IntEnum
 
+# Operations that transfer no data.
+_NO_TRANSFER = ("wait", "init", "synchronize", "groupstart", "groupend", "startcoalescing", "endcoalescing")
+_ANNOTATION = re.compile(r"^(nccl|rccl|gloo|mpi|ucc|xccl|ccl|hccl):(.+)", re.ASCII)
+_PEER = re.compile(r":(?:send|recv) \d+(?:->|<-)(\d+)", re.ASCII)
+_HOST_OPERATOR = re.compile(r"^(?:c10d|_c10d_functional)::", re.ASCII)
+
 
 class CollectiveKind(IntEnum):
-    """`label` is how it is written everywhere outside."""
+    """`label` is the name used in all output."""
 
-    OTHER = 0  # communication of a kind that cannot be told (NCCL's generic kernel without a note)
+    OTHER = 0  # unknown kind (NCCL's generic kernel without metadata)
     ALL_REDUCE = 1
     ALL_GATHER = 2
     REDUCE_SCATTER = 3
@@ -21,7 +27,7 @@ class CollectiveKind(IntEnum):
     SEND = 9
     RECV = 10
     BARRIER = 11
-    SEND_RECV = 12  # a kernel of point-to-point transfers whose calls are not known
+    SEND_RECV = 12  # a kernel of point-to-point transfers with unknown calls
     COALESCED = 13  # one kernel for calls of several kinds
 
     @property
@@ -29,9 +35,9 @@ class CollectiveKind(IntEnum):
         return self.name.lower()
 
 
-# After removing everything but letters. Longer words stand before the words they contain.
+# Compared after removing everything but letters. Longer words precede the words they contain.
 _WORDS: tuple[tuple[str, CollectiveKind], ...] = (
-    ("barrier", CollectiveKind.BARRIER),  # NCCL's is built from an all-reduce, and may be called so
+    ("barrier", CollectiveKind.BARRIER),  # NCCL builds it from an all-reduce and may name it so
     ("allreduce", CollectiveKind.ALL_REDUCE),
     ("reducescatter", CollectiveKind.REDUCE_SCATTER),
     ("allgather", CollectiveKind.ALL_GATHER),
@@ -46,20 +52,15 @@ _WORDS: tuple[tuple[str, CollectiveKind], ...] = (
     ("recv", CollectiveKind.RECV),
     ("receive", CollectiveKind.RECV),
 )
-# What a host notes that moves no data.
-_SILENT = ("wait", "init", "synchronize", "groupstart", "groupend", "startcoalescing", "endcoalescing")
-_ANNOTATION = re.compile(r"^(nccl|rccl|gloo|mpi|ucc|xccl|ccl|hccl):(.+)", re.ASCII)
-_PEER = re.compile(r":(?:send|recv) \d+(?:->|<-)(\d+)", re.ASCII)
-_HOST_OPERATOR = re.compile(r"^(?:c10d|_c10d_functional)::", re.ASCII)
 
 
 def kind_of_kernel(name: str) -> CollectiveKind:
-    """`ncclDevKernel_AllReduce_Sum_bf16_RING_LL(…)` and `ncclKernel_AllReduce_RING_LL_Sum_float(…)` alike."""
+    """For example `ncclDevKernel_AllReduce_Sum_bf16_RING_LL(…)` and `ncclKernel_AllReduce_RING_LL_Sum_float(…)`."""
     return _kind(name.split("(")[0].split("<")[0]) or CollectiveKind.OTHER
 
 
 def annotated_backend(name: str) -> str:
-    """`nccl` of `nccl:all_reduce`; empty where the name is no annotation of a collective."""
+    """`nccl` for `nccl:all_reduce`; empty if the name is not an annotation of a collective."""
     match = _ANNOTATION.match(name)
     return match[1] if match and kind_of_note(match[2]) is not None else ""
 
@@ -70,21 +71,22 @@ def kind_of_annotation(name: str) -> CollectiveKind | None:
 
 
 def annotated_peer(name: str) -> int | None:
-    """1 of `nccl:send 0->1` and of `nccl:recv 0<-1`."""
+    """1 for `nccl:send 0->1` and for `nccl:recv 0<-1`."""
     match = _PEER.search(name)
     return int(match[1]) if match else None
 
 
 def kind_of_host_operator(name: str) -> CollectiveKind | None:
-    """`c10d::allreduce_` and the functional ones of compiled programs."""
+    """For example `c10d::allreduce_`, and the functional operators of compiled programs."""
     match = _HOST_OPERATOR.match(name)
     return kind_of_note(name[match.end() :]) if match else None
 
 
 def kind_of_note(note: str) -> CollectiveKind | None:
-    """`_allgather_base`, `ALLREDUCE`, `reduce_scatter_tensor_coalesced`, `send 0->1`; None for what is no transfer."""
+    """For example `_allgather_base`, `ALLREDUCE`, `reduce_scatter_tensor_coalesced`, `send 0->1`; None if it is not
+    a transfer."""
     letters = _letters(note)
-    if not letters or letters.startswith(_SILENT):
+    if not letters or letters.startswith(_NO_TRANSFER):
         return None
     return _kind(note)
 

@@ -1,4 +1,4 @@
-"""Timed collectives from text: CSV, JSON, JSON lines, and the tables that nccl-tests print."""
+"""Reads timed collectives from text: CSV, JSON, JSON lines, and the tables of nccl-tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankscope.analysis.collectives.alpha_beta import Observations
 from rankscope.analysis.collectives.bandwidth import bus_factor
 from rankscope.analysis.collectives.kinds import CollectiveKind, kind_of_note
 
-# What a column may be called; the first that is there counts.
+# Accepted column names; the first that is present is used.
 _OP = ("op", "operation", "collective", "kind", "coll", "name")
 _BYTES = ("bytes", "size_bytes", "size", "message_bytes", "nbytes")
 _RANKS = ("ranks", "nranks", "group_size", "world_size", "n", "size_of_group")
@@ -34,11 +34,11 @@ _NCCL_TEST = re.compile(r"\b(\w+)_perf\b")
 
 
 class UnreadableError(ValueError):
-    """In words for the user: what is wrong, where, and what would do."""
+    """The message for the user: the problem, its place and the remedy."""
 
 
 def read_text(text: str, *, name: str = "", op: str | None = None, ranks: int | None = None) -> Observations:
-    """Raises UnreadableError. `op` and `ranks` stand in where the text does not tell."""
+    """Raises UnreadableError. `op` and `ranks` are used if the text does not contain them."""
     body = text.lstrip("\ufeff \t\r\n")
     if not body:
         raise UnreadableError("is empty; give CSV with op,bytes,us,ranks, JSON, or the output of nccl-tests")
@@ -57,7 +57,7 @@ def _json_records(body: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
         try:
             content = [msgspec.json.decode(line) for line in lines]
         except (msgspec.DecodeError, RecursionError):
-            raise UnreadableError(f"is no valid JSON: {error}; give a list of objects") from None
+            raise UnreadableError(f"is not valid JSON: {error}; give a list of objects") from None
     if isinstance(content, dict):
         inner = [content[key] for key in ("collectives", "observations", "results") if key in content]
         content = inner[0] if inner else content
@@ -67,10 +67,10 @@ def _json_records(body: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
         else:
             content = [content]
     if not isinstance(content, list):
-        raise UnreadableError("holds no list of collectives; give objects with op, bytes, us and ranks")
+        raise UnreadableError("contains no list of collectives; give objects with op, bytes, us and ranks")
     for number, record in enumerate(content, 1):
         if not isinstance(record, dict):
-            raise UnreadableError(f"entry {number} is no object; give objects with op, bytes, us and ranks")
+            raise UnreadableError(f"entry {number} is not an object; give objects with op, bytes, us and ranks")
         yield f"entry {number}", record
 
 
@@ -80,7 +80,7 @@ def _csv_records(body: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
     try:
         rows = list(csv.reader(io.StringIO(body), delimiter=separator))
     except csv.Error as error:
-        raise UnreadableError(f"is no CSV: {error}") from None
+        raise UnreadableError(f"is not valid CSV: {error}") from None
     header = [cell.strip() for cell in rows[0]]
     for number, row in enumerate(rows[1:], 2):
         if any(cell.strip() for cell in row) and not row[0].lstrip().startswith("#"):
@@ -95,23 +95,23 @@ def _observations(records: Iterable[tuple[str, Mapping[str, Any]]], op: str | No
         kind = _kind(_first(fields, _OP) or op, place)
         size = _number(_first(fields, _BYTES), "bytes", place)
         if not 0 <= size < _LARGEST_BYTES:
-            raise UnreadableError(f"{place}: bytes {size:g} is no size")
+            raise UnreadableError(f"{place}: bytes {size:g} is not a valid size")
         unit = next((unit for unit in _SECONDS if fields.get(unit) not in (None, "")), None)
         if unit is None:
             raise UnreadableError(f"{place}: no duration; give a column seconds, ms or us")
         seconds = _number(fields[unit], unit, place) * _SECONDS[unit]
         if seconds <= 0:
-            raise UnreadableError(f"{place}: {unit} is {fields[unit]}, and a collective takes time")
+            raise UnreadableError(f"{place}: {unit} is {fields[unit]} but must be positive")
         count = _first(fields, _RANKS)
         members = _number(count, "ranks", place) if count is not None else float(ranks or -1)
         if members != -1 and not 1 <= members < 1 << 31:
-            raise UnreadableError(f"{place}: ranks {members:g} is no number of ranks")
+            raise UnreadableError(f"{place}: ranks {members:g} is not a valid number of ranks")
         when = _first(fields, _WHEN)
         moment = _number(when, "time", place) if when is not None else math.nan
         group = groups.setdefault(str(_first(fields, _GROUP) or ""), len(groups))
         rows.append((group, kind, int(members), int(size), seconds, moment))
     if not rows:
-        raise UnreadableError("holds no collective; give rows of op, bytes, us and ranks")
+        raise UnreadableError("contains no collectives; give rows of op, bytes, us and ranks")
     group_column, kind_column, rank_column, size_column, second_column, time_column = zip(*rows, strict=True)
     return Observations(
         group=np.array(group_column, dtype=np.int64),
@@ -133,7 +133,7 @@ def _kind(value: Any, place: str) -> int:
         raise UnreadableError(f"{place}: no operation; give a column op, or --op all_reduce")
     kind = kind_of_note(str(value))
     if kind is None:
-        raise UnreadableError(f"{place}: {str(value)[:40]!r} is no collective; say all_reduce, all_gather, …")
+        raise UnreadableError(f"{place}: {str(value)[:40]!r} is not a collective; use all_reduce, all_gather, …")
     return int(kind)
 
 
@@ -143,9 +143,9 @@ def _number(value: Any, what: str, place: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise UnreadableError(f"{place}: {what} {str(value)[:40]!r} is no number") from None
+        raise UnreadableError(f"{place}: {what} {str(value)[:40]!r} is not a number") from None
     if not math.isfinite(number) or isinstance(value, bool):
-        raise UnreadableError(f"{place}: {what} {str(value)[:40]!r} is no number")
+        raise UnreadableError(f"{place}: {what} {str(value)[:40]!r} is not a number")
     return number
 
 
@@ -154,7 +154,7 @@ def _is_nccl_tests(body: str) -> bool:
 
 
 def _read_nccl_tests(body: str, name: str, op: str | None, ranks: int | None) -> Observations:
-    """The table of `all_reduce_perf` and its siblings: out-of-place and in-place times are two observations."""
+    """The table of `all_reduce_perf` and similar: out-of-place and in-place times are two observations."""
     lines = body.splitlines()
     header = next((line.lstrip("# ").split() for line in lines if re.match(r"#\s+size\s+count\s+type", line)), None)
     if header is None or "time" not in header:
@@ -180,9 +180,9 @@ def _read_nccl_tests(body: str, name: str, op: str | None, ranks: int | None) ->
                 if len(rates) == 2 and rates[0] > 1:
                     factors.append(rates[1] / rates[0])
     if not rows:
-        raise UnreadableError("holds no measurement; nccl-tests print a row per size")
+        raise UnreadableError("contains no measurements; nccl-tests print one row per size")
     if members < 0:
-        raise UnreadableError("does not say how many ranks ran; give --ranks N")
+        raise UnreadableError("does not contain the number of ranks; give --ranks N")
     kind = _nccl_kind(lines, name, op, factors, members)
     count = len(rows)
     return Observations(
@@ -198,16 +198,16 @@ def _read_nccl_tests(body: str, name: str, op: str | None, ranks: int | None) ->
 
 
 def _nccl_kind(lines: list[str], name: str, op: str | None, factors: list[float], members: int) -> int:
-    """The operation stands in the output of new versions, in the command or in the file's name; an all-reduce also
-    gives itself away by its bus bandwidth."""
-    said = [op] if op else []
-    said += [match[1] for line in lines if line.startswith("#") and (match := _NCCL_TEST.search(line))]
-    said.append(name)
-    for text in said:
+    """The operation is in the output of new versions, in the command line or in the file name; an all-reduce is also
+    recognisable by its bus bandwidth."""
+    names = [op] if op else []
+    names += [match[1] for line in lines if line.startswith("#") and (match := _NCCL_TEST.search(line))]
+    names.append(name)
+    for text in names:
         kind = kind_of_note(text)
         if kind is not None:
             return int(kind)
     reduced = float(bus_factor(np.array([CollectiveKind.ALL_REDUCE]), np.array([members]))[0])
     if factors and members > 2 and abs(float(np.median(factors)) - reduced) < 0.02:
         return int(CollectiveKind.ALL_REDUCE)
-    raise UnreadableError("does not say which collective ran; give --op all_reduce (or another)")
+    raise UnreadableError("does not name the collective; give --op all_reduce (or another)")

@@ -1,1 +1,1 @@
-"""What a model needs: FLOPs, memory, MFU and the peaks of devices."""
+"""Models of training: FLOPs, memory, MFU and device peaks."""

@@ -1,4 +1,4 @@
-"""Dense peaks of devices by number format, and which device a name means."""
+"""Peak FLOP/s of devices by number format, and the lookup of a device by name."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ _ALIASES = {
     "nvfp4": "fp4",
     "mxfp4": "fp4",
 }
-
-# TFLOP/s (TOP/s for int8) of one device as the framework sees it, without sparsity, as the vendors' data sheets give
-# them; where a sheet gives only the sparse number, half of it. fp64 is the matrix unit's where there is one, fp32 is
-# true fp32. None: the sheet has no such number.
-_COLUMNS: dict[str, tuple[float | None, ...]] = {
+# TFLOP/s (TOP/s for int8) of one device as the framework sees it, without sparsity, from the vendors' data sheets; half
+# the sparse number if a sheet gives only that. fp64 is the matrix unit's if there is one, fp32 is true fp32. None: not
+# in the sheet.
+_PEAKS: dict[str, tuple[float | None, ...]] = {
     #            fp64    fp32    tf32    fp16    bf16    fp8     int8    fp4
     "V100 SXM": (7.8, 15.7, None, 125.0, None, None, None, None),
     "V100 PCIe": (7.0, 14.0, None, 112.0, None, None, None, None),
@@ -59,15 +58,15 @@ _COLUMNS: dict[str, tuple[float | None, ...]] = {
     "MI350X": (72.1, 144.2, None, 2306.9, 2306.9, 4613.7, 4613.7, 9227.5),
     "MI355X": (78.6, 157.3, None, 2516.6, 2516.6, 5033.2, 5033.2, 10066.3),
 }
-_NOTES = {"MI250X": "one of the two dies of an MI250X, which is what a rank drives; the card is twice that"}
-# Names that leave the form open, and what is meant by them when nothing else is said.
-_FORMS = {"V100": "SXM", "H100": "SXM", "H200": "SXM"}
-_CHIPS = sorted({name.split()[0] for name in _COLUMNS}, key=len, reverse=True)
+_NOTES = {"MI250X": "one of the two dies of an MI250X, which a rank uses; the card has twice that"}
+# Names without a form factor, and the form factor assumed for them.
+_DEFAULT_FORM = {"V100": "SXM", "H100": "SXM", "H200": "SXM"}
+_CHIPS = sorted({name.split()[0] for name in _PEAKS}, key=len, reverse=True)
 _WORD = re.compile(rf"(?:\d+X)?({'|'.join(_CHIPS)})(SXM\d?|PCIE|NVL)?")
 
 
 class PeakError(ValueError):
-    """No peak for this device or number format; the text lists what is known."""
+    """No peak for this device or number format; the message lists the known ones."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Peak:
     device: str
     dtype: str
     tflops: float
-    note: str  # what was assumed, empty where nothing was
+    note: str  # the assumption made; empty if none
 
     @property
     def flops_per_second(self) -> float:
@@ -83,23 +82,23 @@ class Peak:
 
 
 def known_devices() -> tuple[str, ...]:
-    return tuple(_COLUMNS)
+    return tuple(_PEAKS)
 
 
 def peaks_of(device: str) -> dict[str, float | None]:
     """TFLOP/s by number format of a device of `known_devices()`."""
-    return dict(zip(DTYPES, _COLUMNS[device], strict=True))
+    return dict(zip(DTYPES, _PEAKS[device], strict=True))
 
 
 def find_peak(device_name: str, dtype: str | None = None) -> Peak:
-    """By what the driver calls a device ("NVIDIA A100-SXM4-80GB") or people do ("h100"). Without a dtype: bf16, or fp16
-    where the device has no bf16."""
+    """By the driver's name ("NVIDIA A100-SXM4-80GB") or a short one ("h100"). Without a dtype: bf16, or fp16 if the
+    device has no bf16."""
     device, note = _find_device(device_name)
     peaks = peaks_of(device)
     if dtype is None:
         chosen = "bf16" if peaks["bf16"] is not None else "fp16"
         if chosen == "fp16":
-            note = "; ".join(filter(None, (note, f"{device} has no bf16: its fp16 peak is taken")))
+            note = "; ".join(filter(None, (note, f"{device} has no bf16; its fp16 peak is used")))
     else:
         chosen = _find_dtype(dtype)
     tflops = peaks[chosen]
@@ -110,7 +109,7 @@ def find_peak(device_name: str, dtype: str | None = None) -> Peak:
 
 
 def peak_flops_per_second(device_name: str, dtype: str | None = None) -> float | None:
-    """As `find_peak`, for names from a driver: None for a device that is not in the table."""
+    """Like `find_peak`, for names from a driver: None for an unknown device."""
     try:
         return find_peak(device_name, dtype).flops_per_second
     except PeakError:
@@ -121,7 +120,7 @@ def _find_dtype(text: str) -> str:
     plain = text.lower().removeprefix("torch.").replace("_", "").replace("-", "")
     dtype = _ALIASES.get(plain, plain)
     if dtype not in DTYPES:
-        raise PeakError(f"{text[:40]!r} is no number format known here; known: {', '.join(DTYPES)}")
+        raise PeakError(f"{text[:40]!r} is not a known number format; known: {', '.join(DTYPES)}")
     return dtype
 
 
@@ -132,16 +131,16 @@ def _find_device(text: str) -> tuple[str, str]:
     matches = [match for match in map(_WORD.fullmatch, words) if match]
     chips = {match[1] for match in matches}
     if len(chips) != 1:
-        why = "names several devices" if chips else "is no device known here"
+        why = "names several devices" if chips else "is not a known device"
         raise PeakError(f"{text[:60]!r} {why}; known: {', '.join(known_devices())}")
     chip = chips.pop()
-    usual = _FORMS.get(chip)
+    usual = _DEFAULT_FORM.get(chip)
     if usual is None:
         return chip, _NOTES.get(chip, "")
-    said = [re.sub(r"\d", "", word) for word in words] + [re.sub(r"\d", "", match[2] or "") for match in matches]
+    forms = [re.sub(r"\d", "", word) for word in words] + [re.sub(r"\d", "", match[2] or "") for match in matches]
     for form in ("PCIe", "NVL", "SXM"):
-        if form.upper() in said and f"{chip} {form}" in _COLUMNS:
+        if form.upper() in forms and f"{chip} {form}" in _PEAKS:
             return f"{chip} {form}", ""
-    # Drivers do not say SXM of these: only the SXM form of an H100 has HBM3, and an H200 without NVL is SXM.
+    # Drivers omit SXM for these: only the SXM form of an H100 has HBM3, and an H200 without NVL is SXM.
     sure = "HBM3" in words or (chip == "H200" and "NVIDIA" in words)
-    return f"{chip} {usual}", "" if sure else f"{chip} was taken for {chip} {usual}"
+    return f"{chip} {usual}", "" if sure else f"{chip} is assumed to be {chip} {usual}"

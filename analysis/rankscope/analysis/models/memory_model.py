@@ -1,4 +1,5 @@
-"""What a training rank must hold, from the shape of the model and how it is spread: weights and their optimizer."""
+"""Predicts the memory of a training rank from the model's shape and the parallelism: weights, gradients, optimizer
+state and activations."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ MASTER_BYTES = 4
 
 @dataclass(frozen=True)
 class Spread:
-    """How the work is split. `zero` 1 shards optimizer state over the data-parallel ranks, 2 gradients too, 3 (FSDP)
-    weights too."""
+    """The parallelism. `zero` 1 shards optimizer state over the data-parallel ranks, 2 also gradients, 3 (FSDP) also
+    weights."""
 
     data: int = 1
     tensor: int = 1
@@ -42,16 +43,16 @@ class Training:
 
     @property
     def optimizer_bytes(self) -> float:
-        """Per parameter, with the fp32 copy that training in 16 bits keeps."""
+        """Per parameter, including the fp32 copy of training in 16 bits."""
         return OPTIMIZER_BYTES[self.optimizer] + (MASTER_BYTES if self.weight_bytes < MASTER_BYTES else 0)
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one rank of a pipeline stage. `transient_bytes` come and go within the backward pass of one layer."""
+    """Bytes of one rank of a pipeline stage. `transient_bytes` exist only within the backward pass of one layer."""
 
     stage: int
-    parameters: int  # held before sharding over data-parallel ranks
+    parameters: int  # before sharding over data-parallel ranks
     parameter_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
@@ -70,7 +71,7 @@ class StageMemory:
 
 
 def predict_memory(shape: ModelShape, spread: Spread, training: Training) -> tuple[StageMemory, ...]:
-    """Of each pipeline stage, in order; the fullest decides whether a job fits."""
+    """Per pipeline stage, in order. The largest decides whether a job fits."""
     stages = _split(len(shape.layers), spread.pipeline)
     first = 0
     results = []
@@ -80,7 +81,7 @@ def predict_memory(shape: ModelShape, spread: Spread, training: Training) -> tup
         is_first, is_last = stage == 0, stage == spread.pipeline - 1
         held = sum(layer.parameters for layer in layers)
         held += shape.embedding + shape.positions if is_first else 0
-        # A tied output projection on another stage than the embedding is a second copy there.
+        # A tied output projection on another stage than the embedding is a second copy.
         held += shape.final_norm + (0 if shape.tied and is_first else shape.embedding) if is_last else 0
         share = held / spread.tensor
         in_flight = spread.pipeline - stage
@@ -104,7 +105,7 @@ def predict_memory(shape: ModelShape, spread: Spread, training: Training) -> tup
 
 
 def layer_activations(shape: ModelShape, layer: Layer, spread: Spread, training: Training) -> float:
-    """Bytes that the forward pass of one micro-batch leaves for the backward pass in one layer, after Korthikanti et
+    """Bytes that the forward pass of one micro-batch stores for the backward pass in one layer, after Korthikanti et
     al. (Reducing Activation Recomputation in Large Transformer Models), for any head count and feed-forward width."""
     if training.recompute is Recompute.FULL:
         inputs = _tokens(training) * shape.width * training.weight_bytes
@@ -115,7 +116,7 @@ def layer_activations(shape: ModelShape, layer: Layer, spread: Spread, training:
 def _stored(shape: ModelShape, layer: Layer, spread: Spread, training: Training, *, scores: bool) -> float:
     tokens, item, width = _tokens(training), training.weight_bytes, shape.width
     attention, feed = layer.attention, layer.feed_forward
-    # Inputs of both norms, of the query projection and of the feed-forward layer; masks of dropout hold a byte.
+    # Inputs of both norms, of the query projection and of the feed-forward layer; a dropout mask takes one byte.
     whole = item * 4 * width + (2 * width if shape.dropout else 0)
     split = item * (attention.heads + attention.kv_heads) * (attention.key_size + attention.value_size)
     inner = feed.width + feed.experts_used * feed.expert_width
@@ -148,7 +149,7 @@ def _edges(
     tokens = _tokens(training)
     total = tokens * shape.width * in_flight if is_first and shape.dropout else 0.0
     if is_last:
-        # In fp32, and their log-softmax: what PyTorch's cross entropy keeps. A fused loss keeps less.
+        # Logits in fp32 and their log-softmax, as PyTorch's cross entropy keeps them. A fused loss keeps less.
         logits = 8 * shape.vocabulary / spread.tensor
         total += tokens * (2 * training.weight_bytes * shape.width + logits)
     return total
@@ -159,5 +160,5 @@ def _tokens(training: Training) -> float:
 
 
 def _split(layers: int, stages: int) -> list[int]:
-    """As even as can be, earlier stages taking what is left over."""
+    """As even as possible; earlier stages take the remainder."""
     return [layers // stages + (1 if stage < layers % stages else 0) for stage in range(stages)]

@@ -1,4 +1,5 @@
-"""Model FLOPs against peak: how much of the devices a training run uses (MFU), and with recomputation (HFU)."""
+"""Model FLOPs utilisation (MFU), with recomputation (HFU), and an estimate of achieved FLOP/s from tensor-pipe
+activity."""
 
 from __future__ import annotations
 
@@ -9,31 +10,24 @@ from enum import Enum
 
 from rankscope.analysis.models.device_peaks import peak_flops_per_second
 
-__all__ = [
-    "Recompute",
-    "TokenFlops",
-    "Utilisation",
-    "declared_token_flops",
-    "palm_flops_per_token",
-    "palm_token_flops",
-    "peak_flops_per_second",
-    "utilisation",
-]
-
-# A backward pass multiplies twice where the forward pass multiplied once.
+# A backward pass does two multiplications for each one of the forward pass.
 FORWARDS_PER_STEP = 3
+ANY, HALF, INTEGER, DOUBLE = "any", "hmma", "imma", "dfma"
+# The number format of the dense peak that a pipe reaches at full activity; None: bf16, or fp16 if there is no bf16. The
+# integer pipe is missing: it does no floating-point operations.
+_FORMATS: Mapping[str, str | None] = {HALF: None, DOUBLE: "fp64"}
 
 
 class Recompute(Enum):
     NONE = "none"
     SELECTIVE = "selective"  # the attention core: scores, softmax, weighted sum
-    FULL = "full"  # every layer once more
+    FULL = "full"  # all layers
 
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Of one token, forward and backward. `head` is the output projection where it is told apart, which checkpointing
-    of layers does not repeat; `attention` is None where the FLOPs were declared as one number."""
+    """FLOPs of one token, forward and backward. `head` is the output projection if it is counted separately;
+    checkpointing of layers does not repeat it. `attention` is None if the FLOPs were declared as one number."""
 
     weights: float
     attention: float | None
@@ -44,7 +38,7 @@ class TokenFlops:
         return self.weights + (self.attention or 0.0) + self.head
 
     def hardware(self, recompute: Recompute) -> float | None:
-        """With what is computed twice; None where that part is not known."""
+        """Including recomputation; None if that part is unknown."""
         if recompute is Recompute.NONE:
             return self.model
         if recompute is Recompute.FULL:
@@ -64,15 +58,11 @@ class Utilisation:
         return self.mfu_ratio <= 1 and (self.hfu_ratio or 0) <= 1
 
 
-def palm_flops_per_token(parameters: float, layers: float, width: float, sequence: float) -> float:
-    """Forward and backward of one token: 6N + 12·L·H·Q·T, where heads × head size is the width."""
-    return 6 * parameters + 12 * layers * width * sequence
-
-
 def palm_token_flops(
     parameters: float, layers: float, width: float, sequence: float, *, causal: bool = False
 ) -> TokenFlops:
-    """The same in its parts. `causal` counts only the half of the attention that a causal mask leaves."""
+    """Forward and backward of one token: 6N + 12·L·H·Q·T, with heads × head size = width. `causal` counts only the
+    half of the attention that a causal mask leaves."""
     return TokenFlops(6 * parameters, 12 * layers * width * sequence * (0.5 if causal else 1.0))
 
 
@@ -93,17 +83,8 @@ def utilisation(
     )
 
 
-# Achieved FLOP/s of a GPU that nobody instrumented, from how busy its tensor pipes were. An estimate, never MFU: it
-# counts whatever the pipes did, recomputation included, and takes each pipe's work for the number format of its peak.
-
-ANY, HALF, INTEGER, DOUBLE = "any", "hmma", "imma", "dfma"
-# Number format whose dense peak a pipe at work all the time would reach; None: bf16, or fp16 where there is no bf16.
-# The integer pipe is not here: it does no floating-point operations.
-_FORMATS: Mapping[str, str | None] = {HALF: None, DOUBLE: "fp64"}
-
-
 def pipe_peaks(device_name: str) -> dict[str, float | None]:
-    """FLOP/s of each pipe that computes in floating point, by what the driver calls the device."""
+    """FLOP/s of each floating-point pipe, by the driver's device name."""
     return {pipe: peak_flops_per_second(device_name, kind) for pipe, kind in _FORMATS.items()}
 
 
@@ -113,10 +94,13 @@ def estimated_flops_per_second(
     sm_clock_hertz: float | None,
     sm_clock_max_hertz: float | None,
 ) -> float | None:
-    """Over the pipes: utilisation × peak at the maximum clock × clock ÷ maximum clock. None unless the clocks, some
-    utilisation and the peak of every pipe at work are known and sensible.
+    """Achieved FLOP/s of a GPU without instrumentation: sum over the pipes of activity × peak at the maximum clock ×
+    clock ÷ maximum clock. None unless the clocks, an activity and the peaks of all active pipes are known and
+    plausible.
 
-    Without the clock the figure is up to half again too high: under a power cap the pipes are as busy, only slower."""
+    An estimate, not MFU: it counts all work of the pipes, including recomputation, and assumes the number format of
+    each pipe's peak. Without the clock it would be up to 50 % too high: under a power cap the pipes are as active,
+    but slower."""
     clock = _clock_ratio(sm_clock_hertz, sm_clock_max_hertz)
     busy = _floating_point(tensor_active_ratio)
     if clock is None or busy is None:
@@ -135,14 +119,14 @@ def estimated_flops_per_second(
 def estimated_hfu_ratio(
     tensor_active_ratio: Mapping[str, float], sm_clock_hertz: float | None, sm_clock_max_hertz: float | None
 ) -> float | None:
-    """Hardware FLOPs utilisation: the same, each pipe as a share of its own peak."""
+    """Hardware FLOPs utilisation: the same, with each pipe as a share of its own peak."""
     clock = _clock_ratio(sm_clock_hertz, sm_clock_max_hertz)
     busy = _floating_point(tensor_active_ratio)
     return None if clock is None or busy is None else min(1.0, sum(busy.values())) * clock
 
 
 def _floating_point(tensor_active_ratio: Mapping[str, float]) -> dict[str, float] | None:
-    """By pipe. What is not told apart counts as half precision: that is what training does."""
+    """By pipe. Activity that is not split by pipe counts as half precision, which training uses."""
     if not all(0 <= ratio <= 1 for ratio in tensor_active_ratio.values()):
         return None
     half = tensor_active_ratio.get(HALF)
@@ -159,5 +143,5 @@ def _clock_ratio(sm_clock_hertz: float | None, sm_clock_max_hertz: float | None)
         return None
     if not (0 <= sm_clock_hertz < math.inf and 0 < sm_clock_max_hertz < math.inf):
         return None
-    # Boost may pass what the driver calls the maximum; a share of the peak does not.
+    # Boost may exceed the driver's maximum; a share of the peak may not exceed 1.
     return min(sm_clock_hertz / sm_clock_max_hertz, 1.0)

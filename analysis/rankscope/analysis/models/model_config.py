@@ -1,4 +1,5 @@
-"""From a Hugging Face style config (a dict of config.json) to the shape of the model, family by family."""
+"""Reads a Hugging Face config (the dict of config.json) into a ModelShape. Fields are validated; families differ in
+defaults."""
 
 from __future__ import annotations
 
@@ -7,15 +8,13 @@ from dataclasses import dataclass
 
 from rankscope.analysis.models.model_shape import Attention, FeedForward, Layer, ModelShape
 
-# Fields of a Hugging Face model config, read with suspicion.
-
-# Far beyond any model: what is larger is a mistake, and would only cost time and overflow.
-MOST = 10**9
-MOST_LAYERS = 100_000
+# Far beyond any model. Larger values are mistakes and would only cost time and overflow.
+MAX_VALUE = 10**9
+MAX_LAYERS = 100_000
 
 
 class ConfigError(ValueError):
-    """The config cannot be counted; the text says which field, why, and what would do."""
+    """The config cannot be used; the message names the field, the reason and the remedy."""
 
 
 class Fields:
@@ -26,13 +25,13 @@ class Fields:
         return self._values.get(name) is not None
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """A whole number of at least one under the first of these names that is there."""
+        """A positive integer under the first of these names that is present."""
         for name in names:
             value = self._values.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-                raise ConfigError(f"{name} is {str(value)[:40]!r}, not a whole number from 1 to {MOST:,}")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_VALUE:
+                raise ConfigError(f"{name} is {str(value)[:40]!r}, not an integer from 1 to {MAX_VALUE:,}")
             return value
         if default is None:
             raise ConfigError(f"{names[0]} is missing")
@@ -42,7 +41,7 @@ class Fields:
         return self.count(name) if self.has(name) else None
 
     def whole(self, name: str, default: int) -> int:
-        """As `count`, and zero is allowed."""
+        """Like `count`, but zero is allowed."""
         return 0 if self._values.get(name) == 0 else self.count(name, default=default)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -66,7 +65,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{name} is not a list of words")
+            raise ConfigError(f"{name} is not a list of strings")
         return tuple(value)
 
     def wholes(self, name: str) -> tuple[int, ...]:
@@ -74,32 +73,32 @@ class Fields:
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
-            raise ConfigError(f"{name} is not a list of whole numbers")
+            raise ConfigError(f"{name} is not a list of integers")
         return tuple(value)
 
     def layers(self, *names: str) -> int:
         layers = self.count(*names)
-        if layers > MOST_LAYERS:
-            raise ConfigError(f"{names[0]} is {layers:,}, more layers than are counted here ({MOST_LAYERS:,})")
+        if layers > MAX_LAYERS:
+            raise ConfigError(f"{names[0]} is {layers:,}, more layers than supported ({MAX_LAYERS:,})")
         return layers
 
 
 @dataclass(frozen=True)
 class _Family:
-    """Where the decoders of the Llama kind differ."""
+    """How Llama-like decoders differ."""
 
     tied: bool = False
-    query_bias: bool = False  # what q, k, v have where the config says nothing
-    bias_field: str = "attention_bias"  # empty: it says nothing
-    output_bias: bool = True  # the output projection goes with q, k, v
-    head_norms: str = ""  # of queries and keys: per "head" size, or over the whole "projection"
+    query_bias: bool = False  # bias of q, k, v if the config has no such field
+    bias_field: str = "attention_bias"  # empty: the config has no such field
+    output_bias: bool = True  # the output projection has a bias if q, k, v have
+    head_norms: str = ""  # norms of queries and keys: per "head" size, or over the whole "projection"
     norms: int = 2
-    experts: str = ""  # the field that says how many
+    experts: str = ""  # the field with their number
     shared_expert: bool = False
-    windows: str = ""  # which layers look back only sliding_window tokens
+    windows: str = ""  # which layers attend only to the last sliding_window tokens
 
 
-_LLAMA_KIND = {
+_LLAMA_LIKE = {
     "llama": _Family(),
     "mistral": _Family(windows="all"),
     "mixtral": _Family(windows="all", experts="num_local_experts"),
@@ -123,7 +122,7 @@ _LLAMA_KIND = {
 
 
 def read_config(config: Mapping[str, object]) -> ModelShape:
-    """The shape of the (language) model; ConfigError where the family is not known or a field does not make sense."""
+    """The shape of the (language) model. Raises ConfigError if the family is unknown or a field is invalid."""
     text_config = config.get("text_config")
     notes: tuple[str, ...] = ()
     if isinstance(text_config, Mapping) and config.get("model_type") not in FAMILIES:
@@ -132,16 +131,16 @@ def read_config(config: Mapping[str, object]) -> ModelShape:
     if family == "gemma3":
         family = "gemma3_text"
     if not isinstance(family, str) or family not in FAMILIES:
-        said = "has no model_type" if family is None else f"has model_type {str(family)[:40]!r}"
-        raise ConfigError(f"it {said}; known: {', '.join(FAMILIES)}")
-    shape = _BUILDERS.get(family, _llama_kind)(family, Fields(config))
+        problem = "has no model_type" if family is None else f"has model_type {str(family)[:40]!r}"
+        raise ConfigError(f"it {problem}; known: {', '.join(FAMILIES)}")
+    shape = _BUILDERS.get(family, _llama_like)(family, Fields(config))
     if shape.parameters > 10**16:
         raise ConfigError(f"{shape.parameters:.1e} parameters are more than any model has; check its sizes")
     return ModelShape(**{**vars(shape), "notes": shape.notes + notes})
 
 
-def _llama_kind(name: str, fields: Fields) -> ModelShape:
-    family = _LLAMA_KIND[name]
+def _llama_like(name: str, fields: Fields) -> ModelShape:
+    family = _LLAMA_LIKE[name]
     width = fields.count("hidden_size")
     heads = fields.count("num_attention_heads")
     kv_heads = fields.count("num_key_value_heads", default=16 if name == "gemma" else heads)
@@ -156,7 +155,7 @@ def _llama_kind(name: str, fields: Fields) -> ModelShape:
     windows = _windows(fields, count, family.windows)
     attentions = {w: Attention(heads, kv_heads, head, head, weights, extras, w) for w in set(windows)}
     sparse = _expert_layers(fields, count, family)
-    # A model of nothing but experts need not say how wide a dense layer would be, and a dense one needs no experts.
+    # A model with experts in all layers may omit the width of a dense layer, and a dense model needs no experts.
     dense = None if all(sparse) else _gated(width, fields.count("intermediate_size"), fields.flag("mlp_bias", False))
     routed = _routed(fields, width, family) if any(sparse) else None
     layers = tuple(
@@ -194,7 +193,7 @@ def _routed(fields: Fields, width: int, family: _Family) -> FeedForward:
     weights, shared = width * experts, 0
     if family.shared_expert:
         shared = fields.count("shared_expert_intermediate_size")
-        weights += 3 * width * shared + width  # and the gate that weighs it
+        weights += 3 * width * shared + width  # and its gate
     used = _experts_used(fields, experts)
     return FeedForward(shared, True, weights, 0, experts, used, inner, 3 * width * inner)
 
@@ -236,7 +235,7 @@ def _deepseek(name: str, fields: Fields) -> ModelShape:
         )
     notes = []
     if fields.has("num_nextn_predict_layers") and fields.whole("num_nextn_predict_layers", 0):
-        notes.append("the layers that predict further tokens (num_nextn_predict_layers) are not counted")
+        notes.append("layers for multi-token prediction (num_nextn_predict_layers) are not counted")
     return ModelShape(
         family=name,
         width=width,
@@ -299,13 +298,13 @@ def _head_size(fields: Fields, width: int, heads: int) -> int:
     if fields.has("head_dim"):
         return fields.count("head_dim")
     if width % heads:
-        raise ConfigError(f"hidden_size {width} does not divide by num_attention_heads {heads}; give head_dim")
+        raise ConfigError(f"hidden_size {width} is not divisible by num_attention_heads {heads}; give head_dim")
     return width // heads
 
 
 def _check_groups(heads: int, kv_heads: int) -> None:
     if heads % kv_heads:
-        raise ConfigError(f"num_attention_heads {heads} does not divide by num_key_value_heads {kv_heads}")
+        raise ConfigError(f"num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}")
 
 
 def _windows(fields: Fields, count: int, which: str) -> list[int | None]:
@@ -333,4 +332,6 @@ _BUILDERS: dict[str, Callable[[str, Fields], ModelShape]] = {
     "gpt2": _gpt,
     "gpt_neox": _gpt,
 }
-FAMILIES = (*_LLAMA_KIND, *_BUILDERS)
+
+
+FAMILIES = (*_LLAMA_LIKE, *_BUILDERS)

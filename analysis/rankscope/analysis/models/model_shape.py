@@ -1,4 +1,4 @@
-"""What a decoder's layers are made of, as counts: enough for parameters, FLOPs and memory."""
+"""The shape of a decoder as counts, sufficient for its parameters, memory and FLOPs per token."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rankscope.analysis.models.mfu import TokenFlops
 class Attention:
     heads: int
     kv_heads: int
-    key_size: int  # of one head, position part included
+    key_size: int  # per head, including the positional part
     value_size: int
-    weights: int  # parameters that are multiplied with
+    weights: int  # parameters of matrix products
     extras: int  # biases, norms, sinks
-    window: int | None  # tokens looked back at; None: all
+    window: int | None  # number of tokens attended to; None: all
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    """`weights` and `width` are of what every token passes (a dense layer, shared experts, the router); routed experts
-    are counted apart."""
+    """`weights` and `width` count what all tokens pass through (a dense layer, shared experts, the router); routed
+    experts are counted separately."""
 
     width: int
     gated: bool
@@ -31,7 +31,7 @@ class FeedForward:
     experts: int = 0
     experts_used: int = 0
     expert_width: int = 0
-    expert_weights: int = 0  # of one expert
+    expert_weights: int = 0  # per expert
     expert_extras: int = 0
 
 
@@ -53,7 +53,7 @@ class Layer:
 
     @property
     def idle_parameters(self) -> int:
-        """Of the experts that a token does not visit."""
+        """Parameters of experts that a token is not routed to."""
         feed = self.feed_forward
         return (feed.experts - feed.experts_used) * (feed.expert_weights + feed.expert_extras)
 
@@ -73,7 +73,7 @@ class ModelShape:
     positions: int  # parameters of learned positions
     final_norm: int
     dropout: bool
-    notes: tuple[str, ...] = ()  # what the config holds beyond what is counted
+    notes: tuple[str, ...] = ()  # parts of the config that are not counted
 
     @property
     def embedding(self) -> int:
@@ -86,17 +86,14 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """That one token passes: all but the experts it is not routed to."""
+        """Parameters used by one token: all except experts that it is not routed to."""
         return self.parameters - sum(layer.idle_parameters for layer in self.layers)
 
 
-# FLOPs of one token, forward and backward, through a model of known shape.
-
-
 class Counting(Enum):
-    """`PALM`: 6N + 12·L·H·Q·T with N all active parameters, embeddings included, and every layer looking at the whole
-    sequence: what published MFU numbers use. `MATMUL`: the multiplications that are really done; an embedding is
-    looked up, norms and biases are free, a sliding window looks no further."""
+    """`PALM`: 6N + 12·L·H·Q·T with N all active parameters including embeddings, and all layers attending to the
+    whole sequence, as in published MFU numbers. `MATMUL`: the multiplications actually done; embeddings are lookups,
+    norms and biases are free, a sliding window limits attention."""
 
     PALM = "palm"
     MATMUL = "matmul"
@@ -118,14 +115,14 @@ def count_flops(
 
 
 def _attention(attention: Attention, keys: float) -> float:
-    """Scores and the weighted sum. Key and value heads that are shared save memory, not multiplications."""
+    """Scores and the weighted sum. Shared key and value heads save memory, not multiplications."""
     return 6.0 * attention.heads * (attention.key_size + attention.value_size) * keys
 
 
 def _keys_seen(attention: Attention, sequence: int, causal: bool) -> float:
-    """By a token, on average over the sequence."""
+    """The mean number of keys per token over the sequence."""
     window = min(attention.window or sequence, sequence)
     if not causal:
         return float(window)
-    # The first `window` tokens see half of it on average, the others all of it.
+    # The first `window` tokens attend to half of it on average, the others to all of it.
     return window - window * window / (2 * sequence)

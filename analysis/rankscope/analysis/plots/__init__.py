@@ -1,1 +1,1 @@
-"""Plots as SVG text and self-contained pages."""
+"""Plots as SVG text and self-contained HTML pages."""

@@ -1,4 +1,5 @@
-"""Plots as SVG text: bars, stacked bars, lines, scatter, histogram. A value that is None or not finite is left out."""
+"""Charts as SVG text: bars, stacked bars, lines, scatter, histogram. Values that are None or not finite are not
+drawn."""
 
 from __future__ import annotations
 
@@ -29,7 +30,6 @@ from rankscope.analysis.plots.svg import (
 from rankscope.analysis.quantities import quantity, shorten
 
 Values = Sequence[float | None]
-
 _ROW_PIXELS = 22.0
 _BARS_PIXELS = 720.0
 _PLOT_PIXELS = 300.0
@@ -39,7 +39,7 @@ _MOST_BINS = 40
 
 @dataclass(frozen=True)
 class Series:
-    """One colour of a plot. The colour is taken in turn from a set that colour-blind readers can tell apart."""
+    """Values of one colour. By default colours are taken in turn from a palette for colour-blind readers."""
 
     name: str
     values: Values
@@ -48,7 +48,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Cloud:
-    """Points of one colour; `notes` are shown when the pointer rests on a point."""
+    """Points of one colour; `notes` are their tooltips."""
 
     name: str
     x: Values
@@ -66,16 +66,16 @@ def bars(
     marked: Sequence[int] = (),
     row_title: str = "",
 ) -> str:
-    """A lying bar per label, from the top; `marked` rows stand out (they are what the reader should look at)."""
+    """One horizontal bar per label, from the top. `marked` rows are highlighted."""
     plain = Series(axis.title, values, svg.BLUE)
-    return _lying(labels, (plain,), axis, title, row_title, frozenset(marked), legend=False)
+    return _horizontal_bars(labels, (plain,), axis, title, row_title, frozenset(marked), legend=False)
 
 
 def stacked_bars(
     labels: Sequence[str], series: Sequence[Series], *, axis: Axis, title: str = "", row_title: str = ""
 ) -> str:
-    """A lying bar per label, made of each series' value in turn. Values below zero are left out."""
-    return _lying(labels, series, axis, title, row_title, frozenset(), legend=True)
+    """One horizontal bar per label, stacked from each series' value. Values below zero are not drawn."""
+    return _horizontal_bars(labels, series, axis, title, row_title, frozenset(), legend=True)
 
 
 def lines(
@@ -87,9 +87,9 @@ def lines(
     title: str = "",
     from_zero: bool = True,
 ) -> str:
-    """A line per series over common positions; a missing value breaks the line."""
+    """One line per series over common positions. A missing value breaks the line."""
     clouds = [Cloud(one.name, positions, one.values, one.colour) for one in series]
-    return _plane(clouds, (), across, up, title, joined=True, from_zero=from_zero, diagonal=False)
+    return _plot(clouds, (), across, up, title, joined=True, from_zero=from_zero, diagonal=False)
 
 
 def scatter(
@@ -101,15 +101,15 @@ def scatter(
     curves: Sequence[Cloud] = (),
     diagonal: bool = False,
 ) -> str:
-    """Points, with fitted `curves` over them; `diagonal` draws y = x (predicted against actual)."""
-    return _plane(clouds, curves, across, up, title, joined=False, from_zero=False, diagonal=diagonal)
+    """Points, with fitted `curves` on top; `diagonal` draws y = x (predicted against actual)."""
+    return _plot(clouds, curves, across, up, title, joined=False, from_zero=False, diagonal=diagonal)
 
 
 def histogram(
     values: Values, *, axis: Axis, title: str = "", bins: int | None = None, marks: Mapping[str, float] | None = None
 ) -> str:
-    """How often which value; bins end at round numbers. `marks` are named positions, such as a median."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
+    """Bins end at round numbers. `marks` are named positions, such as a median."""
+    known = _known(values)
     wanted = min(bins or max(8, round(2 * len(known) ** (1 / 3))), _MOST_BINS)
     inside = frame(_PLOT_PIXELS, left=64, title=title)
     across = scale(axis, known, inside.left, inside.right, most=8)
@@ -129,7 +129,7 @@ def histogram(
     return drawing(inside.width, inside.height, title or axis.title, "".join(parts))
 
 
-def _lying(
+def _horizontal_bars(
     labels: Sequence[str],
     series: Sequence[Series],
     axis: Axis,
@@ -174,11 +174,11 @@ def _lying(
             at = at + value if legend else 0.0
     parts.append(base_line(inside, across.place(0.0)))
     if row_title:
-        parts.append(label(16, (inside.top + inside.bottom) / 2, row_title, anchor="middle", muted=True, turned=True))
+        parts.append(label(16, (inside.top + inside.bottom) / 2, row_title, anchor="middle", muted=True, rotated=True))
     return drawing(inside.width, inside.height, title or axis.title, "".join(parts))
 
 
-def _plane(
+def _plot(
     clouds: Sequence[Cloud],
     curves: Sequence[Cloud],
     x: Axis,

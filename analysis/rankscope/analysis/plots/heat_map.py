@@ -1,4 +1,5 @@
-"""A heat map as SVG: a value per row and column (ranks by steps, stages by dp ranks), missing ones hatched."""
+"""A heat map as SVG: one value per row and column (ranks by steps, stages by data-parallel ranks). Missing values
+are hatched."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from rankscope.analysis.stats.robust import Floats
 _CELL_PIXELS = 34.0
 _LEAST_PIXELS = 2.0
 _HEIGHT_PIXELS = 720.0
-# Numbers are written into cells only where there is room and the eye can still take them in.
+# Numbers are written into cells only if there is room and not too many of them.
 _WRITTEN_CELLS = 400
 _COLOUR_BAR_PIXELS = 84.0
 
@@ -34,7 +35,7 @@ def heat_map(
     low: float | None = None,
     high: float | None = None,
 ) -> str:
-    """Dark is low, bright is high, evenly so to the eye. `low` and `high` fix the scale; else the data does."""
+    """Dark is low, bright is high, perceptually uniform. `low` and `high` fix the scale; otherwise the data does."""
     grid = np.atleast_2d(np.asarray(values, dtype=np.float64))
     rows, columns = grid.shape
     share, bottom, top = shares(grid, low, high)
@@ -47,7 +48,7 @@ def heat_map(
     width = max(left + inner_width + _COLOUR_BAR_PIXELS + 20, 32 + text_pixels(title) * 1.35, 320.0)
     shown = display(unit, [bottom, top])
     written = rows * columns <= _WRITTEN_CELLS and wide >= 34 and tall >= 15
-    # Its own name in each picture: one that stands in a folded part of a page cannot be borrowed by the others.
+    # A unique name per drawing: a pattern inside a collapsed part of a page cannot be used by other drawings.
     hatch = f"missing-{zlib.crc32(grid.tobytes() + title.encode('utf-8', 'replace')):08x}"
     parts = [heading(title)]
     fills = svg.scale_hex(np.nan_to_num(share).ravel())
@@ -57,7 +58,7 @@ def heat_map(
         x, y = left + column * wide, head + row * tall
         known = math.isfinite(value)
         note = f"{row_labels[row]}, {column_labels[column]}: {quantity(value, unit) if known else 'not measured'}"
-        # A hairline between cells, but none where cells are hairlines themselves.
+        # A thin gap between cells, unless the cells themselves are thin.
         gap = 1.0 if min(wide, tall) > 6 else 0.0
         box = {"x": x, "y": y, "width": max(wide - gap, 0.5), "height": max(tall - gap, 0.5)}
         parts.append(element("rect", hover(note), **box, fill=fill if known else f"url(#{hatch})"))
@@ -70,7 +71,7 @@ def heat_map(
     if column_title:
         parts.append(label(left + inner_width / 2, head + inner_height + 34, column_title, anchor="middle", muted=True))
     if row_title:
-        parts.append(label(16, head + inner_height / 2, row_title, anchor="middle", muted=True, turned=True))
+        parts.append(label(16, head + inner_height / 2, row_title, anchor="middle", muted=True, rotated=True))
     bar_height = max(inner_height, 60.0)
     parts.append(_colour_bar(left + inner_width + 18, head, bar_height, Axis(value_title, unit), bottom, top))
     height = head + bar_height + 46
@@ -78,14 +79,14 @@ def heat_map(
 
 
 def shares(grid: Floats, low: float | None = None, high: float | None = None) -> tuple[Floats, float, float]:
-    """Where each value lies between the ends of the colour scale, and those ends. Missing values stay NaN."""
+    """The position of each value between the ends of the colour scale, and those ends. Missing values stay NaN."""
     with np.errstate(invalid="ignore"):
         finite = np.where(np.isfinite(grid), grid, np.nan)
     known = finite[~np.isnan(finite)]
     bottom = low if low is not None else float(known.min()) if len(known) else 0.0
     top = high if high is not None else float(known.max()) if len(known) else 1.0
     if not top > bottom:
-        # All alike: one calm colour, not the alarm end of the scale.
+        # All values equal: the low end of the scale, which does not look like an alarm.
         return np.where(np.isnan(finite), np.nan, 0.0), bottom, bottom + (abs(bottom) * 0.1 or 1.0)
     return np.clip((finite - bottom) / (top - bottom), 0.0, 1.0), bottom, top
 

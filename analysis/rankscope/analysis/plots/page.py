@@ -1,89 +1,11 @@
-"""One HTML page that needs nothing but itself: style and plots inside, no script, no font, no network."""
+"""A self-contained HTML page: style and plots inline, no script, no font, no network."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankscope.analysis.plots.svg import clean
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells are plain text and escaped here. Columns that hold numbers are set to the right."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numeric: Sequence[bool] = ()
-    marked: Sequence[int] = ()  # rows that stand out
-
-
-@dataclass(frozen=True)
-class Section:
-    """A heading, paragraphs of plain text, tables, and plots (SVG text made by this package)."""
-
-    title: str
-    paragraphs: Sequence[str] = ()
-    tables: Sequence[Table] = ()
-    plots: Sequence[str] = ()
-    open: bool = True  # a long appendix starts folded
-
-
-def page(title: str, sections: Sequence[Section], *, lead: str = "", foot: str = "") -> str:
-    """`lead` is the sentence that matters, set large below the title."""
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        # Names come from files of others: should one slip through, it still can neither run nor fetch anything.
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        'img-src data:">',
-        '<meta name="color-scheme" content="light dark">',
-        f"<title>{clean(title)}</title><style>{_STYLE}</style></head><body><main>",
-        f"<h1>{clean(title)}</h1>",
-    ]
-    if lead:
-        parts.append(f'<p class="lead">{clean(lead)}</p>')
-    parts += [_section(section) for section in sections]
-    if foot:
-        parts.append(f"<footer>{clean(foot)}</footer>")
-    parts.append("</main></body></html>\n")
-    return "\n".join(parts)
-
-
-def png_image(content: bytes, title: str) -> str:
-    """A picture for `Section.plots`, carried inside the page."""
-    return f'<img alt="{clean(title)}" src="data:image/png;base64,{base64.b64encode(content).decode("ascii")}">'
-
-
-def _section(section: Section) -> str:
-    # An SVG inside HTML needs no namespace, and a page without any address in it is easy to trust.
-    plots = [
-        f"<figure>{plot.replace(_NAMESPACE, '', 1) if plot.startswith('<svg') else plot}</figure>"
-        for plot in section.plots
-    ]
-    body = "\n".join(
-        [f"<p>{clean(text)}</p>" for text in section.paragraphs] + [_table(table) for table in section.tables] + plots
-    )
-    if section.open:
-        return f"<section><h2>{clean(section.title)}</h2>\n{body}</section>"
-    return f"<section><details><summary>{clean(section.title)}</summary>\n{body}</details></section>"
-
-
-def _table(table: Table) -> str:
-    numeric = [*table.numeric, *[False] * (len(table.columns) - len(table.numeric))]
-    kinds = [' class="n"' if right else "" for right in numeric]
-    head = "".join(f"<th{kind}>{clean(text)}</th>" for kind, text in zip(kinds, table.columns, strict=True))
-    marked = frozenset(table.marked)
-    rows = "\n".join(
-        ('<tr class="marked">' if index in marked else "<tr>")
-        + "".join(f"<td{kind}>{clean(text)}</td>" for kind, text in zip(kinds, row, strict=True))
-        + "</tr>"
-        for index, row in enumerate(table.rows)
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
-
 
 _NAMESPACE = ' xmlns="http://www.w3.org/2000/svg"'
 _STYLE = """
@@ -113,3 +35,74 @@ svg .paper { fill: var(--paper); } svg .ink { fill: var(--ink); } svg .muted { f
 svg .grid { stroke: var(--grid); } svg .base { stroke: var(--muted); }
 footer { margin-top: 40px; color: var(--muted); font-size: 13px; }
 """
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells are plain text and escaped here. Numeric columns are right-aligned."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numeric: Sequence[bool] = ()
+    marked: Sequence[int] = ()  # highlighted rows
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, paragraphs of plain text, tables, and plots (SVG text made by this package)."""
+
+    title: str
+    paragraphs: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    plots: Sequence[str] = ()
+    open: bool = True  # False: collapsed, for a long appendix
+
+
+def page(title: str, sections: Sequence[Section], *, lead: str = "", foot: str = "") -> str:
+    """`lead` is the main sentence, in large type below the title."""
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        # Names come from untrusted files. If one is not escaped, it still can neither run nor fetch anything.
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+        'img-src data:">',
+        '<meta name="color-scheme" content="light dark">',
+        f"<title>{clean(title)}</title><style>{_STYLE}</style></head><body><main>",
+        f"<h1>{clean(title)}</h1>",
+    ]
+    if lead:
+        parts.append(f'<p class="lead">{clean(lead)}</p>')
+    parts += [_section(section) for section in sections]
+    if foot:
+        parts.append(f"<footer>{clean(foot)}</footer>")
+    parts.append("</main></body></html>\n")
+    return "\n".join(parts)
+
+
+def _section(section: Section) -> str:
+    # An SVG inside HTML needs no namespace, and a page without any URL is easy to trust.
+    plots = [
+        f"<figure>{plot.replace(_NAMESPACE, '', 1) if plot.startswith('<svg') else plot}</figure>"
+        for plot in section.plots
+    ]
+    body = "\n".join(
+        [f"<p>{clean(text)}</p>" for text in section.paragraphs] + [_table(table) for table in section.tables] + plots
+    )
+    if section.open:
+        return f"<section><h2>{clean(section.title)}</h2>\n{body}</section>"
+    return f"<section><details><summary>{clean(section.title)}</summary>\n{body}</details></section>"
+
+
+def _table(table: Table) -> str:
+    numeric = [*table.numeric, *[False] * (len(table.columns) - len(table.numeric))]
+    kinds = [' class="n"' if right else "" for right in numeric]
+    head = "".join(f"<th{kind}>{clean(text)}</th>" for kind, text in zip(kinds, table.columns, strict=True))
+    marked = frozenset(table.marked)
+    rows = "\n".join(
+        ('<tr class="marked">' if index in marked else "<tr>")
+        + "".join(f"<td{kind}>{clean(text)}</td>" for kind, text in zip(kinds, row, strict=True))
+        + "</tr>"
+        for index, row in enumerate(table.rows)
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'

@@ -1,10 +1,10 @@
-"""SVG as text. Every name that comes in is hostile until it went through `clean`."""
+"""SVG as text: elements, colours, axes, frames and legends. All text from outside is untrusted and must pass through
+`clean`."""
 
 from __future__ import annotations
 
 import html
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,21 +13,18 @@ import numpy.typing as npt
 
 from rankscope.analysis.quantities import Display, display, number, quantity, shorten
 from rankscope.analysis.stats.robust import Floats
-
-# Colours that survive colour blindness, print, and both a light and a dark page.
+from rankscope.common.text import printable
 
 Bytes3 = npt.NDArray[np.uint8]
-
-# Okabe and Ito's set, the yellow left out: it vanishes on white.
+# The palette of Okabe and Ito without yellow, which is invisible on white.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, GREY = (
     "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#b8609a", "#9a9a9a",
 )  # fmt: skip
 CATEGORIES: tuple[str, ...] = (BLUE, ORANGE, GREEN, SKY, PURPLE, VERMILION, GREY)
 MISSING = "#8f8f8f"
 INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#d8dee4", "#ffffff"
-
-# The scale in Oklab (lightness, green–red, blue–yellow), from end to end by way of green: lightness rises evenly, so
-# the order survives any colour blindness and a grey print, and nothing on the way is grey: that stands for "missing".
+# The scale in Oklab (lightness, green–red, blue–yellow), from end to end via green. Lightness rises evenly, so the
+# order survives colour blindness and greyscale print. No colour on the way is grey, which means "missing".
 _DARK = np.array((0.26, 0.01, -0.11))
 _BRIGHT = np.array((0.94, -0.02, 0.16))
 _BEND = np.array((0.0, -0.11, 0.0))
@@ -41,6 +38,14 @@ _TO_LINEAR_RGB = np.array(
         (-0.0041960863, -0.7034186147, 1.7076147010),
     )
 )
+FONT_PIXELS = 12
+# Average width in common sans-serif fonts at that size; enough to reserve space.
+CHARACTER_PIXELS = 6.6
+WIDTH = 860.0
+_TITLE_PIXELS = 30.0
+_LEGEND_PIXELS = 22.0
+_AXIS_PIXELS = 44.0
+_NAME_CHARACTERS = 40
 
 
 def category(index: int) -> str:
@@ -61,19 +66,9 @@ def scale_hex(share: Sequence[float] | Floats) -> list[str]:
     return [f"#{red:02x}{green:02x}{blue:02x}" for red, green, blue in flat]
 
 
-def rgb(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
-
-
 def ink_on(share: float) -> str:
-    """What can be read on the scale's colour at `share`."""
+    """A text colour that is readable on the scale's colour at `share`."""
     return INK if share > 0.55 else "#ffffff"
-
-
-FONT_PIXELS = 12
-# Of the common sans-serif faces at that size; enough to leave room by.
-CHARACTER_PIXELS = 6.6
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
 def clean(text: str) -> str:
@@ -81,13 +76,8 @@ def clean(text: str) -> str:
     return html.escape(printable(text))
 
 
-def printable(text: str) -> str:
-    """What XML forbids, what a terminal would obey and what turns text around is shown as �."""
-    return _UNPRINTABLE.sub("\ufffd", text)
-
-
 def element(tag: str, content: str = "", **attributes: str | float | None) -> str:
-    """`content` is markup. `class_` gives class, `stroke_width` gives stroke-width; None leaves an attribute out."""
+    """`content` is markup. `class_` becomes class, `stroke_width` becomes stroke-width; None omits an attribute."""
     parts = [
         f' {name.rstrip("_").replace("_", "-")}="{clean(_plain(value))}"'
         for name, value in attributes.items()
@@ -104,7 +94,7 @@ def label(
     anchor: str = "start",
     muted: bool = False,
     bold: bool = False,
-    turned: bool = False,
+    rotated: bool = False,
     fill: str | None = None,
     tooltip: str = "",
     pixels: float | None = None,
@@ -116,12 +106,12 @@ def label(
         x=x,
         y=y,
         text_anchor=None if anchor == "start" else anchor,
-        # Attributes are what a bare SVG shows; a page's style sheet goes over them by class.
+        # Attributes apply in a standalone SVG; a page's style sheet overrides them by class.
         class_=None if fill else ("muted" if muted else "ink"),
         fill=fill or (MUTED if muted else INK),
         font_weight="600" if bold else None,
         font_size=pixels,
-        transform=f"rotate(-90 {_plain(x)} {_plain(y)})" if turned else None,
+        transform=f"rotate(-90 {_plain(x)} {_plain(y)})" if rotated else None,
     )
 
 
@@ -130,7 +120,7 @@ def hover(text: str) -> str:
 
 
 def drawing(width: float, height: float, title: str, content: str) -> str:
-    """One picture that stands alone or inside a page."""
+    """A drawing, standalone or for a page."""
     background = element("rect", width=width, height=height, fill=PAPER, class_="paper")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_plain(width)} {_plain(height)}" '
@@ -151,9 +141,6 @@ def _plain(value: str | float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-# Axes: where a value lies on the picture, and where its ticks stand.
-
-
 @dataclass(frozen=True)
 class Axis:
     """What an axis shows. `unit` is that of the data: us, s, B, B/s, ratio, … (see quantities)."""
@@ -165,7 +152,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Scale:
-    """A drawn axis: values from `low` to `high` onto pixels from `first` to `last`."""
+    """A drawn axis: maps values from `low` to `high` to pixels from `first` to `last`."""
 
     low: float
     high: float
@@ -173,7 +160,7 @@ class Scale:
     last: float
     log: bool
     unit: str
-    shown: Display  # of a linear axis; ticks of a log axis carry a unit each
+    shown: Display  # of a linear axis; ticks of a log axis have a unit each
     ticks: tuple[float, ...]
     title: str
 
@@ -198,7 +185,7 @@ class Scale:
 def scale(
     axis: Axis, values: Iterable[float | None], first: float, last: float, *, from_zero: bool = False, most: int = 6
 ) -> Scale:
-    """A scale that holds every finite value (on a log axis every positive one), with its ends on round numbers."""
+    """A scale that contains all finite values (on a log axis all positive ones) and ends at round numbers."""
     known = [float(value) for value in values if value is not None and math.isfinite(value) and abs(value) < 1e300]
     if axis.log:
         return _log_scale(axis, [value for value in known if value > 0], first, last, most)
@@ -206,7 +193,7 @@ def scale(
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     shown = display(axis.unit, (low, high))
-    # So small a spread that steps between its ends are lost in rounding is drawn as one value.
+    # A spread so small that steps between its ends are lost in rounding is drawn as one value.
     if not high - low > abs(high) * 1e-9:
         spread = abs(high) * 0.1 or shown.factor
         low, high = (low - spread if not from_zero else min(low, 0.0)), high + spread
@@ -217,7 +204,7 @@ def scale(
 
 
 def round_step(spread: float, most: int) -> float:
-    """The smallest of 1, 2, 5 × 10ⁿ that needs no more than `most` steps over the spread."""
+    """The smallest of 1, 2, 5 × 10ⁿ that needs at most `most` steps for the spread."""
     raw = spread / most
     power = 10.0 ** math.floor(math.log10(raw))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
@@ -238,7 +225,7 @@ def _log_scale(axis: Axis, known: list[float], first: float, last: float, most: 
 
 
 def _binary_scale(axis: Axis, low: float, high: float, first: float, last: float, most: int) -> Scale:
-    """Message sizes are powers of two; ticks at 1, 4, 16, … of the unit say so."""
+    """Message sizes are powers of two, so ticks are at 1, 4, 16, … of the unit."""
     start, end = math.floor(math.log2(low) + 1e-9), math.ceil(math.log2(high) - 1e-9)
     end = min(max(end, start + 1), 1000)
     stride = max(1, math.ceil((end - start) / most))
@@ -246,18 +233,9 @@ def _binary_scale(axis: Axis, low: float, high: float, first: float, last: float
     return Scale(2.0**start, 2.0**end, first, last, True, axis.unit, Display(1.0, "B"), ticks, axis.title)
 
 
-# The plain parts of a plot: margins, title, grid, ticks, axis titles, legend.
-
-WIDTH = 860.0
-_TITLE_PIXELS = 30.0
-_LEGEND_PIXELS = 22.0
-_AXIS_PIXELS = 44.0
-_NAME_CHARACTERS = 40
-
-
 @dataclass(frozen=True)
 class Frame:
-    """The rectangle that data is drawn in, and the picture around it."""
+    """The rectangle that data is drawn in, and the size of the drawing around it."""
 
     left: float
     right: float
@@ -268,7 +246,7 @@ class Frame:
 
 
 def frame(inner_height: float, *, left: float, title: str, names: Sequence[str] = (), width: float = WIDTH) -> Frame:
-    """`names` are those of the legend: as many lines are left free as it takes."""
+    """`names` are those of the legend; space is reserved for as many lines as it needs."""
     lines = max((line for line, _ in _legend_places(names)), default=-1) + 1
     top = 12.0 + (_TITLE_PIXELS if title else 0.0) + lines * _LEGEND_PIXELS
     bottom = top + inner_height
@@ -276,7 +254,7 @@ def frame(inner_height: float, *, left: float, title: str, names: Sequence[str] 
 
 
 def heading(title: str, names: Sequence[str] = (), colours: Sequence[str] = ()) -> str:
-    """The title at the left, and below it what each colour stands for."""
+    """The title, and below it the legend of colours."""
     parts = [label(16, 26, title, bold=True, pixels=14)] if title else []
     first = 12.0 + (_TITLE_PIXELS if title else 0.0) + 8.0
     for name, colour, (line, x) in zip(names, colours, _legend_places(names), strict=True):
@@ -317,7 +295,7 @@ def y_axis(inside: Frame, scale: Scale) -> str:
         parts.append(_rule(inside.left, y, inside.right, y))
         parts.append(label(inside.left - 7, y + 4, scale.tick_text(tick), anchor="end", muted=True))
     middle = (inside.top + inside.bottom) / 2
-    parts.append(label(18, middle, scale.caption, anchor="middle", muted=True, turned=True))
+    parts.append(label(18, middle, scale.caption, anchor="middle", muted=True, rotated=True))
     return "".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Medians and deviations by group, over columns: a fleet of ranks is screened in a handful of numpy calls."""
+"""Medians and deviations by group, over columns: a fleet of ranks is screened in a few numpy calls."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
-
-# Makes the median absolute deviation of normal noise equal to its standard deviation.
+# Scales the median absolute deviation of normal noise to its standard deviation.
 MAD_TO_SIGMA = 1.4826
-# Of so many np.median takes longer to begin than sorting takes, and a fleet asks thousands of times a second.
+# Up to this many values, sorting is faster than the overhead of np.median, which matters at thousands of calls per
+# second.
 FEW_VALUES = 1000
 
 
 def number_groups(*keys: Ints) -> tuple[Ints, int]:
-    """A number from 0 for each distinct combination of keys, per row, and how many there are."""
+    """Per row, a number from 0 for its distinct combination of keys; and the number of combinations."""
     if len(keys[0]) == 0:
         return np.zeros(0, dtype=np.int64), 0
     order = np.lexsort(keys[::-1])
@@ -31,8 +31,18 @@ def number_groups(*keys: Ints) -> tuple[Ints, int]:
     return numbers, int(numbers[order[-1]]) + 1
 
 
+def occurrence(groups: Ints) -> Ints:
+    """0 for the first row of each group, 1 for the second, …"""
+    order = np.argsort(groups, kind="stable")
+    ordered = groups[order]
+    first = np.searchsorted(ordered, ordered)
+    occurrence = np.empty(len(groups), dtype=np.int64)
+    occurrence[order] = np.arange(len(groups)) - first
+    return occurrence
+
+
 def grouped_median(values: Floats, group: Ints, group_count: int) -> Floats:
-    """Median of the values of each group; NaN values do not count, a group without values gets NaN."""
+    """The median of each group's values. NaN values are ignored; NaN for a group without values."""
     order = np.lexsort((values, group))  # NaN sorts last within its group
     starts = np.searchsorted(group[order], np.arange(group_count))
     counts = np.bincount(group[~np.isnan(values)], minlength=group_count)
@@ -44,7 +54,7 @@ def grouped_median(values: Floats, group: Ints, group_count: int) -> Floats:
 
 
 def grouped_max(values: Floats, group: Ints, group_count: int) -> Floats:
-    """Largest value of each group, NaN where it has none."""
+    """The largest value of each group; NaN if it has none."""
     result = np.full(group_count, -np.inf)
     known = ~np.isnan(values)
     np.maximum.at(result, group[known], values[known])
@@ -56,7 +66,7 @@ def grouped_min(values: Floats, group: Ints, group_count: int) -> Floats:
 
 
 def median_or_nan(values: Floats) -> float:
-    """Of the values that are known."""
+    """The median of the values that are not NaN."""
     known = values[~np.isnan(values)]
     if len(known) > FEW_VALUES:
         return float(np.median(known))

@@ -1,5 +1,5 @@
-"""Is run B slower than run A? Effect, interval and significance from step times, which are neither independent nor
-normal."""
+"""Compares the step times of two runs: effect, confidence interval and significance, for times that are neither
+independent nor normal."""
 
 from __future__ import annotations
 
@@ -11,18 +11,194 @@ import numpy as np
 
 from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Floats
 
-# How far the median or mean of a run of step times can be trusted, though neighbouring steps are alike.
-
-# Blocks of a run are taken for independent when they are this many correlation times long.
+# Blocks of a run count as independent if they are this many correlation times long.
 BLOCK_CORRELATION_TIMES = 6
 FEWEST_BLOCKS, MOST_BLOCKS = 4, 16
-# Of a run shorter than this many correlation times the blocks are alike too, and the error is raised to match.
-# The numbers are from simulation (AR(1) from 0 to 0.95, spikes, 20 to 1000 steps): at most 7 false alarms at 5 %.
+# In a run of fewer correlation times the blocks are correlated too, and the error is increased. The numbers are from
+# simulation (AR(1) from 0 to 0.95, spikes, 20 to 1000 steps): at most 7 % false alarms at a level of 5 %.
 RUN_CORRELATION_TIMES = 12
-# Enough to see how long steps stay alike; more would cost only time.
-MOST_STEPS_LOOKED_AT = 1 << 17
-
+# Enough to measure the correlation; more would only take longer.
+MAX_STEPS_EXAMINED = 1 << 17
 Statistic = Callable[[Floats], Floats]  # over the last axis
+# Two per block. So few show only large differences, but raise no false alarms.
+STEPS_NEEDED = 8
+# Values outside are not step times, and their ratios could overflow.
+SHORTEST_SECONDS, LONGEST_SECONDS = 1e-9, 1e9
+_LARGEST_LOG = 700.0
+
+
+class CompareError(ValueError):
+    """The step times cannot be compared; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class Shift:
+    """B relative to A: 0.03 is three per cent slower. Interval and p are None if the data is insufficient."""
+
+    difference_ratio: float
+    ci_low: float | None
+    ci_high: float | None
+    p_value: float | None
+
+    def significant(self, confidence: float) -> bool:
+        return self.p_value is not None and self.p_value < 1 - confidence
+
+
+@dataclass(frozen=True)
+class Side:
+    runs: int
+    steps: int  # after warm-up
+    warmup_steps: int  # dropped, over all runs
+    median_seconds: float  # of several runs: the geometric mean of their medians, so that a long run does not dominate
+    mean_seconds: float
+    p90_seconds: float
+    correlation_steps: float  # this many steps carry as much information as one independent step
+
+
+@dataclass(frozen=True)
+class Comparison:
+    a: Side
+    b: Side
+    median: Shift
+    mean: Shift
+    cliffs_delta: float  # probability that a step of B is slower than one of A, minus the probability that it is faster
+    confidence: float
+    method: str  # blocks, runs, or none
+    reason: str  # why significance is unknown; empty if it is known
+
+    @property
+    def significant(self) -> bool:
+        return self.median.significant(self.confidence)
+
+
+def compare(
+    a: Sequence[Floats], b: Sequence[Floats], *, confidence: float = 0.95, warmup: int | None = None
+) -> Comparison:
+    """Each side is one or more runs of step times in seconds. With several runs on a side, the runs are compared,
+    because processes differ even where their steps do not. The first `warmup` steps of each run are dropped; None:
+    detected."""
+    kept_a, dropped_a = _drop_warmup(a, warmup, "A")
+    kept_b, dropped_b = _drop_warmup(b, warmup, "B")
+    # One correlation time for both sides: of two noisy estimates, the larger is safer.
+    correlations = [max((correlation_steps(run) for run in runs), default=1.0) for runs in (kept_a, kept_b)]
+    shifts = [_shift(kept_a, kept_b, max(correlations), statistic, confidence) for statistic in (median, mean)]
+    several = len(kept_a) > 1 or len(kept_b) > 1
+    reason = "" if several else _too_few(kept_a[0], kept_b[0])
+    return Comparison(
+        a=_side(kept_a, dropped_a, correlations[0]),
+        b=_side(kept_b, dropped_b, correlations[1]),
+        median=shifts[0],
+        mean=shifts[1],
+        cliffs_delta=_cliffs_delta(np.concatenate(kept_a), np.concatenate(kept_b)),
+        confidence=confidence,
+        method="none" if reason else "runs" if several else "blocks",
+        reason=reason,
+    )
+
+
+def _drop_warmup(runs: Sequence[Floats], warmup: int | None, name: str) -> tuple[list[Floats], int]:
+    kept, dropped = [], 0
+    for run in runs:
+        if len(run) == 0:
+            raise CompareError(f"a run of {name} has no steps")
+        if not ((run >= SHORTEST_SECONDS) & (run <= LONGEST_SECONDS)).all():
+            raise CompareError(
+                f"a run of {name} has invalid step times: shorter than a nanosecond or longer than 30 years"
+            )
+        first = warmup_steps(run) if warmup is None else warmup
+        if first >= len(run):
+            raise CompareError(f"a run of {name} has {len(run)} steps, and {first} of them would be dropped as warm-up")
+        kept.append(np.asarray(run[first:], dtype=np.float64))
+        dropped += first
+    if not kept:
+        raise CompareError(f"{name} has no runs")
+    return kept, dropped
+
+
+def _too_few(a: Floats, b: Floats) -> str:
+    for name, run in (("A", a), ("B", b)):
+        if len(run) < STEPS_NEEDED:
+            steps = "1 step" if len(run) == 1 else f"{len(run)} steps"
+            return f"{name} has {steps} after warm-up; {STEPS_NEEDED} are needed to distinguish a difference from noise"
+    return ""
+
+
+def _shift(
+    a: Sequence[Floats], b: Sequence[Floats], correlation: float, statistic: Statistic, confidence: float
+) -> Shift:
+    logs_a, logs_b = _logs(a, statistic), _logs(b, statistic)
+    difference = float(logs_b.mean() - logs_a.mean())
+    if len(a) == len(b) == 1:
+        if _too_few(a[0], b[0]):
+            return Shift(math.expm1(difference), None, None, None)
+        one, other = (estimate(run, correlation, statistic) for run in (a[0], b[0]))
+        return _interval(difference, one, other, _welch(one, other), confidence)
+    one, other = _estimate_runs(a, logs_a, correlation, statistic), _estimate_runs(b, logs_b, correlation, statistic)
+    if len(a) == 1:
+        return _interval(difference, _single_run(one, other, logs_b), other, other.freedom, confidence)
+    if len(b) == 1:
+        return _interval(difference, one, _single_run(other, one, logs_a), one.freedom, confidence)
+    return _interval(difference, one, other, _welch(one, other), confidence)
+
+
+def _logs(runs: Sequence[Floats], statistic: Statistic) -> Floats:
+    return np.array([math.log(float(statistic(run))) for run in runs])
+
+
+def _estimate_runs(runs: Sequence[Floats], logs: Floats, correlation: float, statistic: Statistic) -> Estimate:
+    """From the variation between runs, but at least the uncertainty within them."""
+    within = [estimate(run, correlation, statistic).variance for run in runs if len(run) >= STEPS_NEEDED]
+    floor = sum(within) / len(runs) ** 2 if len(within) == len(runs) else 0.0
+    between = float(np.var(logs, ddof=1)) / len(runs) if len(runs) > 1 else 0.0
+    return Estimate(max(between, floor), len(runs) - 1, len(runs))
+
+
+def _single_run(single: Estimate, several: Estimate, logs: Floats) -> Estimate:
+    """A single run is assumed to vary between processes as the other side's runs do."""
+    variance = max(float(np.var(logs, ddof=1)), several.variance * len(logs), single.variance)
+    return Estimate(variance, several.freedom, 1)
+
+
+def _welch(a: Estimate, b: Estimate) -> float:
+    """Degrees of freedom of a difference of sides with different variances."""
+    largest = max(a.variance, b.variance)
+    if largest == 0:
+        return a.freedom + b.freedom
+    shares = a.variance / largest, b.variance / largest
+    return sum(shares) ** 2 / (shares[0] ** 2 / a.freedom + shares[1] ** 2 / b.freedom)
+
+
+def _interval(difference: float, a: Estimate, b: Estimate, freedom: float, confidence: float) -> Shift:
+    ratio = math.expm1(difference)
+    error = math.sqrt(a.variance + b.variance)
+    if error == 0:
+        # Constant times: only that the blocks did not fall this way by chance.
+        p = 1.0 if difference == 0 else min(1.0, 2 / math.comb(a.blocks + b.blocks, a.blocks))
+        return Shift(ratio, ratio, ratio, p)
+    reach = quantile(confidence, freedom) * error
+    low, high = math.expm1(difference - reach), math.expm1(min(difference + reach, _LARGEST_LOG))
+    return Shift(ratio, low, high, two_sided_p(difference / error, freedom))
+
+
+def _side(runs: Sequence[Floats], dropped: int, correlation: float) -> Side:
+    steps = np.concatenate(runs)
+    return Side(
+        runs=len(runs),
+        steps=len(steps),
+        warmup_steps=dropped,
+        median_seconds=math.exp(float(_logs(runs, median).mean())) if len(runs) > 1 else float(np.median(steps)),
+        mean_seconds=math.exp(float(_logs(runs, mean).mean())) if len(runs) > 1 else float(steps.mean()),
+        p90_seconds=float(np.quantile(steps, 0.9)),
+        correlation_steps=correlation,
+    )
+
+
+def _cliffs_delta(a: Floats, b: Floats) -> float:
+    # Both sorted, although one would do: ten million lookups in order are many times faster.
+    ordered, b = np.sort(a), np.sort(b)
+    slower = np.searchsorted(ordered, b, "left").sum(dtype=np.float64)
+    faster = (len(a) - np.searchsorted(ordered, b, "right")).sum(dtype=np.float64)
+    return float((slower - faster) / len(a) / len(b))
 
 
 def median(values: Floats) -> Floats:
@@ -35,7 +211,7 @@ def mean(values: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Estimate:
-    """How sure the logarithm of a statistic is; differences of logarithms are ratios."""
+    """The uncertainty of the logarithm of a statistic; differences of logarithms are ratios."""
 
     variance: float
     freedom: float
@@ -43,7 +219,7 @@ class Estimate:
 
 
 def estimate(seconds: Floats, correlation_steps: float, statistic: Statistic) -> Estimate:
-    """By consecutive blocks: how the statistic varies from block to block says how well the whole run pins it down."""
+    """From consecutive blocks: the variation between blocks shows how well the whole run determines the statistic."""
     count = len(seconds)
     longest = math.ceil(BLOCK_CORRELATION_TIMES * correlation_steps)
     blocks = min(MOST_BLOCKS, max(FEWEST_BLOCKS, count // longest))
@@ -52,18 +228,18 @@ def estimate(seconds: Floats, correlation_steps: float, statistic: Statistic) ->
     variance = float(np.var(of_blocks, ddof=1)) / blocks
     variance *= max(1.0, RUN_CORRELATION_TIMES * correlation_steps / count) ** 2
     middle = float(statistic(seconds))
-    # Where times fall into two groups the median of all may stand in the gap, and what blocks say is not of it.
+    # If times form two groups, the median of all may lie in the gap between them, unlike those of the blocks.
     variance += (math.log(middle) - float(of_blocks.mean())) ** 2
-    # The median of rounded times may be half a grain off.
+    # The median of rounded times may be off by half the resolution.
     variance += (resolution(seconds) / middle / 2) ** 2
     return Estimate(variance, blocks - 1, blocks)
 
 
 def correlation_steps(seconds: Floats) -> float:
-    """Over how many steps one step is worth as much as one independent step (integrated autocorrelation time), from
-    ranks, so that a few slow steps do not hide that the others go up and down together."""
-    begin = max(0, (len(seconds) - MOST_STEPS_LOOKED_AT) // 2)
-    seconds = seconds[begin : begin + MOST_STEPS_LOOKED_AT]
+    """The number of steps that carry as much information as one independent step (integrated autocorrelation time).
+    From ranks, so that a few slow steps do not mask the correlation of the others."""
+    begin = max(0, (len(seconds) - MAX_STEPS_EXAMINED) // 2)
+    seconds = seconds[begin : begin + MAX_STEPS_EXAMINED]
     count = len(seconds)
     # Equal values get the same rank.
     ranks = np.unique(seconds, return_inverse=True)[1].reshape(-1).astype(np.float64)
@@ -72,27 +248,27 @@ def correlation_steps(seconds: Floats) -> float:
     if power == 0 or count < 4:
         return 1.0
     spectrum = np.fft.rfft(ranks, 2 * count)
-    alike = np.fft.irfft(spectrum * spectrum.conj())[:count] / power
-    # Both are too small by about 1/n in a short run.
-    neighbour = min(float(alike[1]) + (1 + 3 * float(alike[1])) / count, 0.99)
+    correlations = np.fft.irfft(spectrum * spectrum.conj())[:count] / power
+    # Both are biased by about -1/n in a short run.
+    neighbour = min(float(correlations[1]) + (1 + 3 * float(correlations[1])) / count, 0.99)
     geometric = (1 + neighbour) / (1 - neighbour)
-    sums = 1 + 2 * np.cumsum(alike[1 : count // 2] + 1 / count)
+    sums = 1 + 2 * np.cumsum(correlations[1 : count // 2] + 1 / count)
     enough = np.flatnonzero(np.arange(1, len(sums) + 1) >= 5 * sums)
     summed = float(sums[enough[0]] if len(enough) else sums[-1]) if len(sums) else 1.0
     return max(1.0, geometric, summed)
 
 
 def resolution(seconds: Floats) -> float:
-    """The grain of a coarse clock: 0 where times are not seen to be rounded."""
-    values = np.unique(seconds[:MOST_STEPS_LOOKED_AT])
-    if len(values) < 2 or len(values) > len(seconds[:MOST_STEPS_LOOKED_AT]) / 4:
+    """The resolution of a coarse clock; 0 if times do not appear rounded."""
+    values = np.unique(seconds[:MAX_STEPS_EXAMINED])
+    if len(values) < 2 or len(values) > len(seconds[:MAX_STEPS_EXAMINED]) / 4:
         return 0.0
     return float(np.diff(values).min())
 
 
 def warmup_steps(seconds: Floats) -> int:
-    """How many first steps are unlike the rest (compilation, caches, first allocations): an unbroken row of slow ones,
-    at most a quarter of the run."""
+    """The number of first steps that differ from the rest (compilation, caches, first allocations): consecutive slow
+    steps, at most a quarter of the run."""
     most = len(seconds) // 4
     settled = seconds[most:]
     if most == 0:
@@ -103,16 +279,13 @@ def warmup_steps(seconds: Floats) -> int:
     return most if slow.all() else int(np.argmin(slow))
 
 
-# Student's t distribution, as far as a test and an interval need it.
-
-
 def two_sided_p(t: float, freedom: float) -> float:
-    """The chance of a value at least as far from zero."""
+    """The probability of a value of Student's t at least as far from zero."""
     return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t)) if math.isfinite(t) else 0.0
 
 
 def quantile(confidence: float, freedom: float) -> float:
-    """The t that encloses this share of the distribution on both sides of zero."""
+    """The t that encloses this share of Student's distribution on both sides of zero."""
     low, high = 0.0, 1.0
     while two_sided_p(high, freedom) > 1 - confidence and high < 1e12:
         high *= 2
@@ -136,7 +309,7 @@ def _incomplete_beta(a: float, b: float, x: float) -> float:
 
 
 def _fraction(a: float, b: float, x: float) -> float:
-    """The continued fraction of the incomplete beta function, from the front (Lentz)."""
+    """The continued fraction of the incomplete beta function, evaluated from the front (Lentz)."""
     upper, lower = 1.0, 1 / (1 - (a + b) * x / (a + 1))
     value = lower
     for m in range(1, 1000):
@@ -150,184 +323,3 @@ def _fraction(a: float, b: float, x: float) -> float:
         if abs(lower * upper - 1) < 1e-15:
             break
     return value
-
-
-# Two to a block. So few only tell large differences, but do not raise false alarms.
-STEPS_NEEDED = 8
-# What lies outside is no step time, and its ratios could overflow.
-SHORTEST_SECONDS, LONGEST_SECONDS = 1e-9, 1e9
-_LARGEST_LOG = 700.0
-
-
-class CompareError(ValueError):
-    """The step times cannot be compared; the text says why."""
-
-
-@dataclass(frozen=True)
-class Shift:
-    """B against A: 0.03 is three percent slower. Interval and p are None where the data cannot tell."""
-
-    difference_ratio: float
-    ci_low: float | None
-    ci_high: float | None
-    p_value: float | None
-
-    def significant(self, confidence: float) -> bool:
-        return self.p_value is not None and self.p_value < 1 - confidence
-
-
-@dataclass(frozen=True)
-class Side:
-    runs: int
-    steps: int  # compared, after warm-up
-    warmup_steps: int  # dropped, over all runs
-    median_seconds: float  # of several runs: the geometric mean of their medians, so that no long run outvotes others
-    mean_seconds: float
-    p90_seconds: float
-    correlation_steps: float  # so many steps tell as much as one independent step
-
-
-@dataclass(frozen=True)
-class Comparison:
-    a: Side
-    b: Side
-    median: Shift
-    mean: Shift
-    cliffs_delta: float  # chance that a step of B is slower than one of A, less the chance that it is faster
-    confidence: float
-    method: str  # blocks, runs, or none
-    reason: str  # why nothing can be said about significance; empty where it can
-
-    @property
-    def significant(self) -> bool:
-        return self.median.significant(self.confidence)
-
-
-def compare(
-    a: Sequence[Floats], b: Sequence[Floats], *, confidence: float = 0.95, warmup: int | None = None
-) -> Comparison:
-    """Each side is one or more runs of step times in seconds. With several runs on a side the runs are compared, for
-    processes differ where their steps do not. `warmup` first steps are dropped of each run; None: those that look like
-    it."""
-    kept_a, dropped_a = _settle(a, warmup, "A")
-    kept_b, dropped_b = _settle(b, warmup, "B")
-    # One correlation time for both sides: of two noisy estimates the larger is the safer.
-    alike = [max((correlation_steps(run) for run in runs), default=1.0) for runs in (kept_a, kept_b)]
-    shifts = [_shift(kept_a, kept_b, max(alike), statistic, confidence) for statistic in (median, mean)]
-    several = len(kept_a) > 1 or len(kept_b) > 1
-    reason = "" if several else _too_few(kept_a[0], kept_b[0])
-    return Comparison(
-        a=_side(kept_a, dropped_a, alike[0]),
-        b=_side(kept_b, dropped_b, alike[1]),
-        median=shifts[0],
-        mean=shifts[1],
-        cliffs_delta=_cliffs_delta(np.concatenate(kept_a), np.concatenate(kept_b)),
-        confidence=confidence,
-        method="none" if reason else "runs" if several else "blocks",
-        reason=reason,
-    )
-
-
-def _settle(runs: Sequence[Floats], warmup: int | None, name: str) -> tuple[list[Floats], int]:
-    kept, dropped = [], 0
-    for run in runs:
-        if len(run) == 0:
-            raise CompareError(f"a run of {name} has no steps")
-        if not ((run >= SHORTEST_SECONDS) & (run <= LONGEST_SECONDS)).all():
-            raise CompareError(
-                f"a run of {name} has steps that are no step times: shorter than a nanosecond, or endless"
-            )
-        first = warmup_steps(run) if warmup is None else warmup
-        if first >= len(run):
-            raise CompareError(f"a run of {name} has {len(run)} steps, and {first} of them would be dropped as warm-up")
-        kept.append(np.asarray(run[first:], dtype=np.float64))
-        dropped += first
-    if not kept:
-        raise CompareError(f"{name} has no runs")
-    return kept, dropped
-
-
-def _too_few(a: Floats, b: Floats) -> str:
-    for name, run in (("A", a), ("B", b)):
-        if len(run) < STEPS_NEEDED:
-            steps = "1 step" if len(run) == 1 else f"{len(run)} steps"
-            return f"{name} has {steps} after warm-up; {STEPS_NEEDED} are needed to tell a difference from noise"
-    return ""
-
-
-def _shift(
-    a: Sequence[Floats], b: Sequence[Floats], correlation: float, statistic: Statistic, confidence: float
-) -> Shift:
-    logs_a, logs_b = _logs(a, statistic), _logs(b, statistic)
-    difference = float(logs_b.mean() - logs_a.mean())
-    if len(a) == len(b) == 1:
-        if _too_few(a[0], b[0]):
-            return Shift(math.expm1(difference), None, None, None)
-        one, other = (estimate(run, correlation, statistic) for run in (a[0], b[0]))
-        return _interval(difference, one, other, _welch(one, other), confidence)
-    one, other = _of_runs(a, logs_a, correlation, statistic), _of_runs(b, logs_b, correlation, statistic)
-    if len(a) == 1:
-        return _interval(difference, _borrowed(one, other, logs_b), other, other.freedom, confidence)
-    if len(b) == 1:
-        return _interval(difference, one, _borrowed(other, one, logs_a), one.freedom, confidence)
-    return _interval(difference, one, other, _welch(one, other), confidence)
-
-
-def _logs(runs: Sequence[Floats], statistic: Statistic) -> Floats:
-    return np.array([math.log(float(statistic(run))) for run in runs])
-
-
-def _of_runs(runs: Sequence[Floats], logs: Floats, correlation: float, statistic: Statistic) -> Estimate:
-    """By how runs differ, but never surer than their own steps are."""
-    within = [estimate(run, correlation, statistic).variance for run in runs if len(run) >= STEPS_NEEDED]
-    floor = sum(within) / len(runs) ** 2 if len(within) == len(runs) else 0.0
-    between = float(np.var(logs, ddof=1)) / len(runs) if len(runs) > 1 else 0.0
-    return Estimate(max(between, floor), len(runs) - 1, len(runs))
-
-
-def _borrowed(single: Estimate, several: Estimate, logs: Floats) -> Estimate:
-    """A lone run is taken to vary from process to process as the other side's runs do."""
-    variance = max(float(np.var(logs, ddof=1)), several.variance * len(logs), single.variance)
-    return Estimate(variance, several.freedom, 1)
-
-
-def _welch(a: Estimate, b: Estimate) -> float:
-    """Degrees of freedom of a difference whose sides vary differently."""
-    largest = max(a.variance, b.variance)
-    if largest == 0:
-        return a.freedom + b.freedom
-    shares = a.variance / largest, b.variance / largest
-    return sum(shares) ** 2 / (shares[0] ** 2 / a.freedom + shares[1] ** 2 / b.freedom)
-
-
-def _interval(difference: float, a: Estimate, b: Estimate, freedom: float, confidence: float) -> Shift:
-    ratio = math.expm1(difference)
-    error = math.sqrt(a.variance + b.variance)
-    if error == 0:
-        # Constant times: all that can be claimed is that chance did not deal the blocks out this way.
-        p = 1.0 if difference == 0 else min(1.0, 2 / math.comb(a.blocks + b.blocks, a.blocks))
-        return Shift(ratio, ratio, ratio, p)
-    reach = quantile(confidence, freedom) * error
-    low, high = math.expm1(difference - reach), math.expm1(min(difference + reach, _LARGEST_LOG))
-    return Shift(ratio, low, high, two_sided_p(difference / error, freedom))
-
-
-def _side(runs: Sequence[Floats], dropped: int, correlation: float) -> Side:
-    steps = np.concatenate(runs)
-    return Side(
-        runs=len(runs),
-        steps=len(steps),
-        warmup_steps=dropped,
-        median_seconds=math.exp(float(_logs(runs, median).mean())) if len(runs) > 1 else float(np.median(steps)),
-        mean_seconds=math.exp(float(_logs(runs, mean).mean())) if len(runs) > 1 else float(steps.mean()),
-        p90_seconds=float(np.quantile(steps, 0.9)),
-        correlation_steps=correlation,
-    )
-
-
-def _cliffs_delta(a: Floats, b: Floats) -> float:
-    # Both sorted, though one would do: ten million lookups in order are many times quicker.
-    ordered, b = np.sort(a), np.sort(b)
-    slower = np.searchsorted(ordered, b, "left").sum(dtype=np.float64)
-    faster = (len(a) - np.searchsorted(ordered, b, "right")).sum(dtype=np.float64)
-    return float((slower - faster) / len(a) / len(b))

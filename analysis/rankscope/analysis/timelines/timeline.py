@@ -1,4 +1,5 @@
-"""A timeline as columns: one row is one operation of one rank in one step."""
+"""A timeline as columns, one row per operation of a rank in a step; the checks of an input table; and the known
+operations of a pipeline-parallel step."""
 
 from __future__ import annotations
 
@@ -15,19 +16,36 @@ from rankscope.analysis.stats.robust import number_groups as number_by_sorting
 
 REQUIRED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
 OPTIONAL = ("rank", "seq_id", "mc", "gmc", "mb_id")
-MOST_ROWS = 8_000_000
+MAX_ROWS = 8_000_000
 _LARGEST = 2**53
 # Timestamps may count from 1970.
 _LONGEST_SECONDS = 1e10
+_LARGEST_KEY = 2**62
+# Maximum size of the table of flags, as a multiple of the number of rows.
+_MAX_TABLE_FACTOR = 8
+_MIN_TABLE = 1 << 20
+FORWARD = "forward-compute"
+BACKWARD = "backward-compute"
+GC = "gc"
+LAYERNORM = "layernorm-grads-all-reduce"
+EMBEDDING = "embedding-grads-all-reduce"
+PARAMS = "params-all-gather"
+GRADS = "grads-reduce-scatter"
+SEPARATE = "separate-grads-all-reduce"
+CLIP = "optimizer-clip-main-grad"
+OPTIMIZER = "optimizer"
+COMPUTES = (FORWARD, BACKWARD)
+# After the last backward, in this order.
+TAIL = (GC, LAYERNORM, EMBEDDING, GRADS, SEPARATE, CLIP, OPTIMIZER)
 
 
 class TimelineError(ValueError):
-    """The timeline cannot be analysed; the message says why, and what to do."""
+    """The timeline cannot be analysed. The message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class JobSizes:
-    """What the job's metadata declares; None is not declared."""
+    """Sizes from the job's metadata; None if not given."""
 
     pipeline: int | None = None
     data: int | None = None
@@ -46,8 +64,8 @@ class Timeline:
     names: tuple[str, ...]
     start_seconds: Floats
     duration_seconds: Floats
-    order: Ints  # as recorded; -1 where the file has none
-    chunk: Ints  # local model chunk, -1 where it has none
+    order: Ints  # as recorded; -1 if the file has none
+    chunk: Ints  # local model chunk; -1 if the file has none
 
     def __len__(self) -> int:
         return len(self.step)
@@ -56,9 +74,9 @@ class Timeline:
 def read_columns(
     table: Mapping[str, npt.NDArray[Any]], *, names: Sequence[str] | None = None, seconds_per_unit: float = 1.0
 ) -> Timeline:
-    """Check a table's columns and make a timeline of them; raises TimelineError with the first thing that is wrong.
+    """Check the columns of a table and convert them to a timeline. Raises TimelineError with the first problem.
 
-    With `names`, the optype column holds indices into it (-1 where the file has nothing)."""
+    With `names`, the optype column contains indices into it (-1 if empty)."""
     missing = [name for name in REQUIRED if name not in table]
     if missing:
         found = ", ".join(sorted(map(str, table))[:12]) or "none"
@@ -66,17 +84,17 @@ def read_columns(
     rows = len(table["step"])
     if rows == 0:
         raise TimelineError("no rows; record at least a few steps of two ranks")
-    if rows > MOST_ROWS:
-        raise TimelineError(f"{rows:,} rows, more than {MOST_ROWS:,}; cut it to fewer steps")
+    if rows > MAX_ROWS:
+        raise TimelineError(f"{rows:,} rows, more than {MAX_ROWS:,}; cut it to fewer steps")
     stage = _integers(table, "stage")
     data_rank = _integers(table, "dp_rank")
-    _refuse(stage < 0, "stage", "is negative")
-    _refuse(data_rank < 0, "dp_rank", "is negative")
+    _reject(stage < 0, "stage", "is negative")
+    _reject(data_rank < 0, "dp_rank", "is negative")
     start = _numbers(table, "start_ts", from_first=True) * seconds_per_unit
     duration = _numbers(table, "duration") * seconds_per_unit
-    _refuse(duration < 0, "duration", "is negative")
+    _reject(duration < 0, "duration", "is negative")
     for name, seconds in (("start_ts", start), ("duration", duration)):
-        _refuse(np.abs(seconds) > _LONGEST_SECONDS, name, "is too large for seconds (see --unit)")
+        _reject(np.abs(seconds) > _LONGEST_SECONDS, name, "is too large for seconds (see --unit)")
     operation, kinds = _operations(np.asarray(table["optype"]), names)
     if "rank" in table:
         rank = _integers(table, "rank")
@@ -104,8 +122,8 @@ def _operations(column: npt.NDArray[Any], names: Sequence[str] | None) -> tuple[
         found, column = np.unique(column.astype(str), return_inverse=True)
         names = [str(name) for name in found]
     blank = [number for number, name in enumerate(names) if not name.strip()]
-    _refuse((column < 0) | np.isin(column, blank), "optype", "is empty")
-    # Spelled with blanks around it, one operation would be two.
+    _reject((column < 0) | np.isin(column, blank), "optype", "is empty")
+    # With surrounding blanks, one operation would become two.
     used = np.unique(column).tolist()
     kinds = sorted({names[number].strip() for number in used})
     renumbered = np.zeros(len(names), dtype=np.int64)
@@ -114,7 +132,7 @@ def _operations(column: npt.NDArray[Any], names: Sequence[str] | None) -> tuple[
 
 
 def _chunks(table: Mapping[str, npt.NDArray[Any]], stage: Ints, rows: int) -> Ints:
-    """The local chunk; from the global one where only that is there."""
+    """The local chunk, derived from the global one if only that is given."""
     if "mc" in table or "gmc" not in table:
         return _integers(table, "mc", rows)
     whole = _integers(table, "gmc", rows)
@@ -122,7 +140,7 @@ def _chunks(table: Mapping[str, npt.NDArray[Any]], stage: Ints, rows: int) -> In
 
 
 def _integers(table: Mapping[str, npt.NDArray[Any]], name: str, rows: int = 0) -> Ints:
-    """A column of whole numbers; an optional one (`rows` given) is -1 where it is absent or empty."""
+    """A column of integers. An optional column (`rows` given) is -1 where absent or empty."""
     if name not in table:
         return np.full(rows, -1, dtype=np.int64)
     column = np.asarray(table[name])
@@ -131,8 +149,8 @@ def _integers(table: Mapping[str, npt.NDArray[Any]], name: str, rows: int = 0) -
     values = _floats(column, name)
     if rows:
         values = np.where(np.isnan(values), -1.0, values)
-    _refuse(~np.isfinite(values) | (np.abs(values) > _LARGEST), name, "is not a number")
-    _refuse(values != np.floor(values), name, "is not a whole number")
+    _reject(~np.isfinite(values) | (np.abs(values) > _LARGEST), name, "is not a number")
+    _reject(values != np.floor(values), name, "is not a whole number")
     return values.astype(np.int64)
 
 
@@ -141,7 +159,7 @@ def _numbers(table: Mapping[str, npt.NDArray[Any]], name: str, *, from_first: bo
     if from_first and column.dtype.kind in "iu":
         column = column - column.min()  # nanoseconds since 1970 do not fit a float
     values = _floats(column, name)
-    _refuse(~np.isfinite(values), name, "is not a number")
+    _reject(~np.isfinite(values), name, "is not a number")
     return values
 
 
@@ -161,23 +179,15 @@ def _first_text(column: npt.NDArray[Any]) -> str:
     return "somewhere"
 
 
-def _refuse(wrong: npt.NDArray[np.bool_], name: str, what: str) -> None:
+def _reject(wrong: npt.NDArray[np.bool_], name: str, what: str) -> None:
     rows = np.flatnonzero(wrong)
     if len(rows):
         more = f", and in {len(rows) - 1:,} more rows" if len(rows) > 1 else ""
         raise TimelineError(f"column {name} {what} in row {rows[0] + 1}{more}; drop or repair those rows")
 
 
-# Number the combinations of several columns, in time that grows with the rows only: a timeline has few of them.
-
-_LARGEST_KEY = 2**62
-# A table of flags may be so many times larger than the rows are many.
-_ROOM = 8
-_LEAST_ROOM = 1 << 20
-
-
 def pack(*keys: Ints) -> tuple[Ints, int] | None:
-    """One number per row that sorts as the keys do, and how many there could be; None where it would not fit."""
+    """One number per row that sorts like the keys, and the number of possible values; None if it would overflow."""
     packed = np.zeros(len(keys[0]), dtype=np.int64)
     count = 1
     for key in keys:
@@ -191,9 +201,10 @@ def pack(*keys: Ints) -> tuple[Ints, int] | None:
 
 
 def number_groups(*keys: Ints) -> tuple[Ints, int]:
-    """A number from 0 for each combination that occurs, in the order of the keys, per row; and how many there are."""
+    """Per row, the number of its combination, from 0 in the order of the keys; and the number of combinations.
+    Faster than sorting, because a timeline has few combinations."""
     packed = pack(*keys) if len(keys[0]) else None
-    if packed is None or packed[1] > max(_ROOM * len(packed[0]), _LEAST_ROOM):
+    if packed is None or packed[1] > max(_MAX_TABLE_FACTOR * len(packed[0]), _MIN_TABLE):
         return number_by_sorting(*keys)
     seen = np.zeros(packed[1], dtype=bool)
     seen[packed[0]] = True
@@ -201,59 +212,42 @@ def number_groups(*keys: Ints) -> tuple[Ints, int]:
     return numbers[packed[0]], int(numbers[-1]) + 1
 
 
-# The operations of a pipeline-parallel step: what each one waits for, and what is typical of it.
-
-FORWARD = "forward-compute"
-BACKWARD = "backward-compute"
-GC = "gc"
-LAYERNORM = "layernorm-grads-all-reduce"
-EMBEDDING = "embedding-grads-all-reduce"
-PARAMS = "params-all-gather"
-GRADS = "grads-reduce-scatter"
-SEPARATE = "separate-grads-all-reduce"
-CLIP = "optimizer-clip-main-grad"
-OPTIMIZER = "optimizer"
-
-
 class Waits(Enum):
-    """With whom an operation starts together."""
+    """Which operations start together."""
 
-    NOBODY = "nobody"
+    NONE = "nobody"
     PEER = "the other end of a send"
     REPLICAS = "the same stage of all data-parallel ranks"
     ENDS = "first and last stage"
-    EVERYBODY = "everybody"
+    ALL = "everybody"
 
 
 @dataclass(frozen=True)
 class Operation:
     waits: Waits
-    # Work of the rank itself; its typical duration is a mean. That of a communication is a median: one stuck transfer
-    # must not become what is normal.
+    # Work of the rank itself. Its typical duration is a mean; that of communication is a median, so that one stuck
+    # transfer does not become the norm.
     own_work: bool
     family: str
 
 
 _KNOWN = {
-    FORWARD: Operation(Waits.NOBODY, True, FORWARD),
-    BACKWARD: Operation(Waits.NOBODY, True, BACKWARD),
-    GC: Operation(Waits.NOBODY, True, GC),
-    OPTIMIZER: Operation(Waits.NOBODY, True, OPTIMIZER),
+    FORWARD: Operation(Waits.NONE, True, FORWARD),
+    BACKWARD: Operation(Waits.NONE, True, BACKWARD),
+    GC: Operation(Waits.NONE, True, GC),
+    OPTIMIZER: Operation(Waits.NONE, True, OPTIMIZER),
     # Runs inside a tensor-parallel group, which the timeline shows as one rank.
-    LAYERNORM: Operation(Waits.NOBODY, False, LAYERNORM),
+    LAYERNORM: Operation(Waits.NONE, False, LAYERNORM),
     EMBEDDING: Operation(Waits.ENDS, False, EMBEDDING),
     PARAMS: Operation(Waits.REPLICAS, False, PARAMS),
     GRADS: Operation(Waits.REPLICAS, False, GRADS),
     SEPARATE: Operation(Waits.REPLICAS, False, SEPARATE),
-    CLIP: Operation(Waits.EVERYBODY, False, CLIP),
+    CLIP: Operation(Waits.ALL, False, CLIP),
     "forward-send": Operation(Waits.PEER, False, "forward-pp-comm"),
     "forward-recv": Operation(Waits.PEER, False, "forward-pp-comm"),
     "backward-send": Operation(Waits.PEER, False, "backward-pp-comm"),
     "backward-recv": Operation(Waits.PEER, False, "backward-pp-comm"),
 }
-COMPUTES = (FORWARD, BACKWARD)
-# After the last backward, in this order.
-TAIL = (GC, LAYERNORM, EMBEDDING, GRADS, SEPARATE, CLIP, OPTIMIZER)
 
 
 def is_known(name: str) -> bool:
@@ -261,10 +255,10 @@ def is_known(name: str) -> bool:
 
 
 def describe(name: str) -> Operation:
-    """An operation that is not known is taken for work of the rank itself."""
-    return _KNOWN.get(name) or Operation(Waits.NOBODY, True, name)
+    """Unknown operations count as the rank's own work."""
+    return _KNOWN.get(name) or Operation(Waits.NONE, True, name)
 
 
 def peer_of(name: str) -> str:
-    """`forward-send` for `forward-recv` and the other way round."""
+    """`forward-send` for `forward-recv` and vice versa."""
     return name.replace("send", "recv") if "send" in name else name.replace("recv", "send")

@@ -1,2 +1,2 @@
-"""What one torch-profiler trace says, and what the traces of many ranks say together. Columns only; nothing here opens
-a file."""
+"""Analysis of torch-profiler traces: of one rank and of many ranks together. Works on columns; nothing here opens a
+file."""

@@ -1,6 +1,6 @@
-"""Where a rank's time went: computing, communicating, copying, idle; for the whole trace and for each step. Times are
-exact to what the trace holds, nanoseconds as a rule. The whole is everything that ran on the device, whether or not it
-belongs to a step."""
+"""Where a rank's time went: computation, communication, copies, idle; for the whole trace and per step. Times are as
+exact as in the trace, usually nanoseconds. The total covers everything that ran on the device, including work
+outside of steps."""
 
 from __future__ import annotations
 
@@ -20,28 +20,138 @@ from rankscope.analysis.traces.intervals import (
     intersection,
     merge,
     union,
+    unite,
 )
 from rankscope.analysis.traces.kernels import Kind, classify, host_communication, names_like
 from rankscope.analysis.traces.steps import NO_STEP, Steps, find_steps, first_whole, launch_rows, step_of_rows
+from rankscope.analysis.traces.summary_records import LaunchSummary
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
-# When a rank was busy with what, as sets of time: on its device, or on the host where there is none.
-
-# Operators that enqueue or describe communication; what they stand for is counted as such.
+# Operators that enqueue or describe communication, which is counted separately.
 _COMMUNICATION_OPERATORS = re.compile(r"c10d::|_c10d_functional::|record_param_comms|gloo:|mpi:|ucc:")
+_LAUNCH = re.compile(r"(cuda|cu|hip)\w*Launch(?!Host)|runFunction\b")  # runFunction: MTIA
+# At the end of a recording the device is behind the host: the last steps lack kernels that had not run yet.
+WHOLE_RATIO = 0.98
+
+
+@dataclass(frozen=True)
+class Parts:
+    """compute + non_compute + idle = span; exposed + overlapped = communication. With communication on the device,
+    non_compute = exposed_communication + exposed_memory."""
+
+    span_ns: int  # first start to last end
+    compute_ns: int  # any computation
+    non_compute_ns: int  # busy, but not with computation
+    idle_ns: int
+    communication_ns: int
+    exposed_communication_ns: int  # not covered by computation
+    overlapped_communication_ns: int
+    memory_ns: int  # copies
+    exposed_memory_ns: int  # covered neither by computation nor by communication on the device
+
+    @property
+    def overlap_ratio(self) -> float | None:
+        """The share of communication that computation covers; None if there is no communication."""
+        return self.overlapped_communication_ns / self.communication_ns if self.communication_ns > 0 else None
+
+
+@dataclass(frozen=True)
+class StepParts(Parts):
+    """A step owns what it launched. Its window on the device starts where the previous step ends and ends with the
+    last work that it put on the main stream, so that there are no gaps between steps. Without a device, the window
+    is the host's."""
+
+    number: int
+    start_ns: int
+    end_ns: int
+    host_start_ns: int
+    host_end_ns: int
+    # The share of launches whose kernel is in the trace. None if there are no launches.
+    traced_launch_ratio: float | None
+    begins_in_trace: bool  # False if the recording began inside the step
+    ends_in_trace: bool  # False if the recording ended before the device finished the step
+
+    @property
+    def whole(self) -> bool:
+        return self.begins_in_trace and self.ends_in_trace
+
+    @property
+    def host_ns(self) -> int:
+        return self.host_end_ns - self.host_start_ns
+
+
+@dataclass(frozen=True)
+class Breakdown(Parts):
+    start_ns: int
+    end_ns: int
+    on_host: bool  # no device in the trace: operators are the computation
+    steps: tuple[StepParts, ...]
+
+    @property
+    def outside_steps_ns(self) -> int:
+        """The part of the span before the first step and after the last: work of incomplete steps."""
+        if not self.steps:
+            return 0
+        return max(0, self.steps[0].start_ns - self.start_ns) + max(0, self.end_ns - self.steps[-1].end_ns)
 
 
 @dataclass(frozen=True)
 class Occupation:
-    """Sorted and disjoint. `anything` holds events without a length too where they stand alone: a rank's time begins
-    with its first event and ends with its last, whatever their length."""
+    """Sets of time, sorted and disjoint. `anything` also contains isolated events without a duration: a rank's time
+    starts with its first event and ends with its last."""
 
-    on_host: bool  # a trace without device: operators are the computation
+    on_host: bool  # no device in the trace: operators are the computation
     anything: Intervals
     compute: Intervals
     communication: Intervals
     memory: Intervals  # copies
-    exposed_memory: Intervals  # neither computation nor communication on the device covers it
+    exposed_memory: Intervals  # covered neither by computation nor by communication on the device
+
+
+def break_down(trace: Trace) -> Breakdown | None:
+    """None if the trace contains no work."""
+    busy = occupy(trace)
+    if not len(busy.anything[0]):
+        return None
+    steps = find_steps(trace)
+    traced: list[float | None] = [None] * len(steps)
+    windows = steps.start_ns, steps.end_ns
+    if not busy.on_host:
+        launches = launch_rows(trace)
+        traced = traced_launch_ratios(trace, steps, launches)
+        windows = _device_windows(trace, steps, launches)
+    begin, finish = int(busy.anything[0][0]), int(busy.anything[1][-1])
+    whole, *of_steps = _parts(busy, np.append(begin, windows[0]), np.append(finish, windows[1]))
+    return Breakdown(
+        **vars(whole),
+        start_ns=begin,
+        end_ns=finish,
+        on_host=busy.on_host,
+        steps=_step_parts(steps, windows, of_steps, traced),
+    )
+
+
+def measure_launches(trace: Trace) -> LaunchSummary | None:
+    """None if no launch can be linked to a kernel."""
+    launch = launch_rows(trace)
+    work = np.flatnonzero(trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET) & (launch != ABSENT))
+    if len(work) == 0:
+        return None
+    calls = np.unique(launch[work])
+    call_ns = trace.duration_ns[calls]
+    median_ns = float(np.median(call_ns))
+    delay = trace.start_ns[work] - trace.start_ns[launch[work]]
+    short = trace.of(Category.KERNEL)[work] & (trace.duration_ns[work] < trace.duration_ns[launch[work]])
+    return LaunchSummary(
+        count=len(calls),
+        kernel_count=len(work),
+        call_median_us=int(median_ns) / 1000,
+        call_total_us=int(call_ns.sum()) / 1000,
+        delay_median_us=int(np.median(delay)) / 1000,
+        unqueued_ratio=float(np.mean(delay <= 2 * int(median_ns))),
+        queue_median=int(np.median(_queue_depths(trace, work, launch[work]))),
+        short_kernel_count=int(short.sum()),
+    )
 
 
 def occupy(trace: Trace) -> Occupation:
@@ -54,8 +164,8 @@ def device_rows(trace: Trace) -> Ints:
 
 
 def _occupy_device(trace: Trace) -> Occupation:
-    """`gloo:…` on the host is communication only where the device has no communication kernels: beside NCCL it carries
-    barriers and small objects, and is an explanation for idle time at most."""
+    """`gloo:…` on the host is communication only if the device has no communication kernels: next to NCCL it carries
+    barriers and small objects, and can at most explain idle time."""
     rows = device_rows(trace)
     start, end, kind = trace.start_ns[rows], trace.end_ns[rows], classify(trace)[rows]
 
@@ -75,13 +185,13 @@ def _occupy_device(trace: Trace) -> Occupation:
 
 
 def occupy_host(trace: Trace) -> Occupation:
-    """Operators are the computation, but for those that communicate or serve a transfer on its thread."""
+    """Operators are the computation, except those that communicate or run inside a transfer on its thread."""
     transfers = np.flatnonzero(host_communication(trace))
     communication = union(trace.start_ns[transfers], trace.end_ns[transfers])
     operators = trace.of(Category.CPU_OP) & ~names_like(trace, _COMMUNICATION_OPERATORS)[trace.name]
     rows = np.flatnonzero(operators & ~_within_transfers(trace, transfers))
     compute = union(trace.start_ns[rows], trace.end_ns[rows])
-    anything = union(np.concatenate((compute[0], communication[0])), np.concatenate((compute[1], communication[1])))
+    anything = unite(compute, communication)
     return Occupation(True, anything, compute, communication, NOTHING, NOTHING)
 
 
@@ -94,70 +204,8 @@ def _within_transfers(trace: Trace, transfers: Ints) -> Bools:
     return within
 
 
-# What launching kernels costs: the calls, how far the host runs ahead, and kernels shorter than their launch.
-
-_LAUNCH = re.compile(r"(cuda|cu|hip)\w*Launch(?!Host)|runFunction\b")  # the last is MTIA's
-
-
-@dataclass(frozen=True)
-class Launches:
-    """Of all kernels, copies and sets whose launch is in the trace."""
-
-    count: int  # of launch calls; a graph's call launches many kernels
-    kernel_count: int  # of what they launched
-    call_total_ns: int
-    call_median_ns: int
-    call_longest_ns: int
-    # From the begin of the call to the start of the kernel. Small means that the device waits for the host.
-    delay_median_ns: int
-    delay_p90_ns: int
-    delay_longest_ns: int
-    # Started within two calls' usual time of the call's begin: the queue was empty, the device waited for this launch.
-    unqueued_ratio: float
-    # Launched and not yet ended, when another is launched.
-    queue_median: int
-    queue_longest: int
-    short_kernel_count: int  # kernels that ran shorter than the call that launched them
-    short_kernel_ns: int
-    # Device events whose launch is not in the trace, and launches whose kernel is not: where the trace was cut.
-    unlaunched_count: int
-    untraced_launch_count: int
-
-
-def measure_launches(trace: Trace) -> Launches | None:
-    """None where no launch can be tied to a kernel."""
-    launch = launch_rows(trace)
-    is_work = trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET)
-    work = np.flatnonzero(is_work & (launch != ABSENT))
-    if len(work) == 0:
-        return None
-    calls = np.unique(launch[work])
-    call_ns = trace.duration_ns[calls]
-    usual_ns = int(np.median(call_ns))
-    delay = trace.start_ns[work] - trace.start_ns[launch[work]]
-    depth = _queue_depths(trace, work, launch[work])
-    short = trace.of(Category.KERNEL)[work] & (trace.duration_ns[work] < trace.duration_ns[launch[work]])
-    return Launches(
-        count=len(calls),
-        kernel_count=len(work),
-        call_total_ns=int(call_ns.sum()),
-        call_median_ns=usual_ns,
-        call_longest_ns=int(call_ns.max()),
-        delay_median_ns=int(np.median(delay)),
-        delay_p90_ns=int(np.percentile(delay, 90)),
-        delay_longest_ns=int(delay.max()),
-        unqueued_ratio=float(np.mean(delay <= 2 * usual_ns)),
-        queue_median=int(np.median(depth)),
-        queue_longest=int(depth.max()),
-        short_kernel_count=int(short.sum()),
-        short_kernel_ns=int(trace.duration_ns[work[short]].sum()),
-        unlaunched_count=int((is_work & (launch == ABSENT)).sum()),
-        untraced_launch_count=len(np.setdiff1d(_launch_calls(trace), calls)),
-    )
-
-
 def traced_launch_ratios(trace: Trace, steps: Steps, launch: Ints) -> list[float | None]:
-    """Of each step, the share of its launches whose kernel is in the trace; None where it launched nothing."""
+    """Per step, the share of launches whose kernel is in the trace; None if nothing was launched."""
     calls = np.union1d(_launch_calls(trace), launch[launch != ABSENT])
     position = steps.at(trace.start_ns[calls])
     traced = np.isin(calls, launch)
@@ -167,109 +215,20 @@ def traced_launch_ratios(trace: Trace, steps: Steps, launch: Ints) -> list[float
 
 
 def _launch_calls(trace: Trace) -> Ints:
-    """Calls that by their name launch kernels, whether or not the kernels are in the trace."""
+    """Calls that launch kernels, by their name, whether or not the kernels are in the trace."""
     return np.flatnonzero(trace.of(Category.RUNTIME, Category.DRIVER) & names_like(trace, _LAUNCH)[trace.name])
 
 
 def _queue_depths(trace: Trace, work: Ints, launch: Ints) -> Ints:
-    """How many device events were launched and not ended when each was launched, itself included."""
+    """Per launch, how many device events were launched and not finished, including itself."""
     launched = np.sort(trace.start_ns[launch])
     ended = np.sort(trace.end_ns[work])
     moments = trace.start_ns[launch]
     return np.searchsorted(launched, moments, "right") - np.searchsorted(ended, moments, "right")
 
 
-# Where a recording ends the device is behind the host: the last steps lack kernels that had not run yet.
-WHOLE_RATIO = 0.98
-
-
-@dataclass(frozen=True)
-class Parts:
-    """compute + non_compute + idle = span; exposed + overlapped = communication. With communication on the device,
-    non_compute = exposed_communication + exposed_memory."""
-
-    span_ns: int  # first start to last end
-    compute_ns: int  # any computation
-    non_compute_ns: int  # something, but no computation
-    idle_ns: int
-    communication_ns: int
-    exposed_communication_ns: int  # not covered by computation
-    overlapped_communication_ns: int
-    memory_ns: int  # copies
-    exposed_memory_ns: int  # covered neither by computation nor by communication on the device
-
-    @property
-    def overlap_ratio(self) -> float | None:
-        """Share of communication that computation covers; None where there is no communication."""
-        return self.overlapped_communication_ns / self.communication_ns if self.communication_ns > 0 else None
-
-
-@dataclass(frozen=True)
-class StepParts(Parts):
-    """A step owns what it launched: its window on the device reaches from the end of the step before to the end of the
-    last thing it put on the main stream, so that the windows of neighbours leave nothing out between them. Without a
-    device, the window is the host's."""
-
-    number: int
-    start_ns: int
-    end_ns: int
-    host_start_ns: int
-    host_end_ns: int
-    idle_in_host_window_ns: int  # nothing ran while the host was in this step, whoever's work it was
-    # Share of the step's launches whose kernel is in the trace. None where no launch is in the trace.
-    traced_launch_ratio: float | None
-    begins_in_trace: bool  # False where the recording began in the middle of it
-    ends_in_trace: bool  # False where the recording ended before the device had run all of it
-
-    @property
-    def whole(self) -> bool:
-        return self.begins_in_trace and self.ends_in_trace
-
-    @property
-    def host_ns(self) -> int:
-        return self.host_end_ns - self.host_start_ns
-
-
-@dataclass(frozen=True)
-class Breakdown(Parts):
-    start_ns: int
-    end_ns: int
-    on_host: bool  # a trace without device: operators are the computation
-    steps: tuple[StepParts, ...]
-
-    @property
-    def outside_steps_ns(self) -> int:
-        """Of the span, before the first step and after the last: work of a step that the recording cut."""
-        if not self.steps:
-            return 0
-        return max(0, self.steps[0].start_ns - self.start_ns) + max(0, self.end_ns - self.steps[-1].end_ns)
-
-
-def break_down(trace: Trace) -> Breakdown | None:
-    """None where the trace holds no work at all."""
-    busy = occupy(trace)
-    if not len(busy.anything[0]):
-        return None
-    steps = find_steps(trace)
-    traced: list[float | None] = [None] * len(steps)
-    windows = steps.start_ns, steps.end_ns
-    if not busy.on_host:
-        launches = launch_rows(trace)
-        traced = traced_launch_ratios(trace, steps, launches)
-        windows = _device_windows(trace, steps, launches)
-    begin, finish = int(busy.anything[0][0]), int(busy.anything[1][-1])
-    whole, *of_steps = _parts(busy, np.append(begin, windows[0]), np.append(finish, windows[1]))
-    return Breakdown(
-        **vars(whole),
-        start_ns=begin,
-        end_ns=finish,
-        on_host=busy.on_host,
-        steps=_step_parts(busy, steps, windows, of_steps, traced),
-    )
-
-
 def _parts(busy: Occupation, start: Ints, end: Ints) -> list[Parts]:
-    """Of each window."""
+    """One per window."""
 
     def within(spans: Intervals) -> Ints:
         return covered_until(spans, end) - covered_until(spans, start)
@@ -291,10 +250,8 @@ def _parts(busy: Occupation, start: Ints, end: Ints) -> list[Parts]:
 
 
 def _step_parts(
-    busy: Occupation, steps: Steps, windows: Intervals, of_steps: list[Parts], traced: list[float | None]
+    steps: Steps, windows: Intervals, of_steps: list[Parts], traced: list[float | None]
 ) -> tuple[StepParts, ...]:
-    host_busy = covered_until(busy.anything, steps.end_ns) - covered_until(busy.anything, steps.start_ns)
-    host_idle = steps.end_ns - steps.start_ns - host_busy
     first, ended = first_whole(steps), _ended(traced)
     return tuple(
         StepParts(
@@ -304,7 +261,6 @@ def _step_parts(
             end_ns=int(windows[1][position]),
             host_start_ns=int(steps.start_ns[position]),
             host_end_ns=int(steps.end_ns[position]),
-            idle_in_host_window_ns=int(host_idle[position]),
             traced_launch_ratio=traced[position],
             begins_in_trace=position >= first,
             ends_in_trace=ended[position],
@@ -314,8 +270,8 @@ def _step_parts(
 
 
 def _ended(traced: list[float | None]) -> list[bool]:
-    """Of each step, whether its work is in the trace. Only the last ones can lack some."""
-    # Against the best: some launches never show a kernel, in every step.
+    """Per step, whether all of its work is in the trace. Only the last steps can lack some."""
+    # Relative to the best step: some launches have no kernel in any step.
     enough = WHOLE_RATIO * max((ratio for ratio in traced if ratio is not None), default=0.0)
     count = len(traced)
     while count and (ratio := traced[count - 1]) is not None and ratio < enough:
@@ -324,8 +280,8 @@ def _ended(traced: list[float | None]) -> list[bool]:
 
 
 def _device_windows(trace: Trace, steps: Steps, launches: Ints) -> tuple[Ints, Ints]:
-    """Start and end of each step on the device. One stream runs in order, so on the busiest the steps do not mix; what
-    other streams do meanwhile (a gather that reaches into the next step) counts where it runs."""
+    """Start and end of each step on the device. A stream runs in order, so steps do not mix on the busiest stream.
+    Work of other streams (a gather that reaches into the next step) counts where it runs."""
     rows = device_rows(trace)
     row_end = trace.end_ns[rows]
     position = step_of_rows(trace, steps, launches)[rows]

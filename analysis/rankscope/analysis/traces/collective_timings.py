@@ -1,4 +1,5 @@
-"""Timed collectives from torch traces: of many ranks the transfer alone, of one what it saw, waiting included."""
+"""Timed collectives from traces, for the alpha-beta fit. From many ranks: the transfer alone. From one rank: what it
+saw, including waiting."""
 
 from __future__ import annotations
 
@@ -23,16 +24,16 @@ class Observed:
 
 
 def observe_traces(traces: Mapping[int, Trace], *, ranks: int | None = None) -> Observed:
-    """`ranks` stands in for groups whose size no trace tells."""
+    """`ranks` is used for groups of unknown size."""
     collectives = {rank: find_collectives(trace) for rank, trace in traces.items()}
     if len(traces) > 1:
-        observed = _joined(traces, collectives, ranks)
+        observed = _observe_joined(traces, collectives, ranks)
         if len(observed.observations):
             return observed
-    return _alone(traces, collectives, ranks)
+    return _observe_single(traces, collectives, ranks)
 
 
-def _joined(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives], ranks: int | None) -> Observed:
+def _observe_joined(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives], ranks: int | None) -> Observed:
     joined = join_traces(traces, collectives)
     matched, arrivals = joined.matched, joined.arrivals
     count = matched.count
@@ -47,12 +48,12 @@ def _joined(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives],
     labels = [_channel_label(channel) for channel in matched.channels]
     names, group = np.unique([labels[number] for number in matched.channel[chosen].tolist()], return_inverse=True)
     start = np.minimum.reduceat(arrivals.start_ns, heads) if count else np.zeros(0, dtype=np.int64)
-    notes = [f"{count} collectives matched over {len(traces)} ranks: times are the transfer alone, without waiting"]
+    notes = [f"{count} collectives matched over {len(traces)} ranks: times are transfers without waiting"]
     if len(chosen) < count:
-        notes.append(f"{count - len(chosen)} left out: nothing of them is transfer, as far as the clocks can tell")
-    # In a job of which nobody says the size, a collective of all the ranks at hand is of these.
-    told = max((trace.world_size or 0 for trace in traces.values()), default=0)
-    whole = ranks or (len(traces) if told <= len(traces) else -1)
+        notes.append(f"{count - len(chosen)} excluded: no transfer time at the resolution of the clocks")
+    # If no trace gives the world size, a collective over all given ranks has their number.
+    world_size = max((trace.world_size or 0 for trace in traces.values()), default=0)
+    whole = ranks or (len(traces) if world_size <= len(traces) else -1)
     observations = Observations(
         group=group.astype(np.int64),
         kind=np.where(matched.kind == CollectiveKind.SEND_RECV, CollectiveKind.SEND, matched.kind)[chosen],
@@ -65,7 +66,7 @@ def _joined(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives],
     return Observed(observations, tuple(notes))
 
 
-def _alone(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives], ranks: int | None) -> Observed:
+def _observe_single(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives], ranks: int | None) -> Observed:
     labels: dict[str, int] = {}
     parts: list[tuple[Ints, Collectives]] = []
     for rows in collectives.values():
@@ -87,7 +88,7 @@ def _alone(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives], 
         groups=tuple(labels) or ("",),
     )
     grouped = int((column("calls") > 1).sum())
-    notes = ["times are what one rank saw: they include waiting for ranks that came later"]
+    notes = ["times are from one rank and include waiting for later ranks"]
     if grouped:
         notes.append(f"{grouped} kernels served several calls each that NCCL grouped; their bytes are the sum")
     return Observed(observations, tuple(notes))
@@ -101,6 +102,6 @@ def _channel_label(channel: Channel) -> str:
 
 
 def label(group: ProcessGroup) -> str:
-    """A group's name, with what it is for where the program said so."""
+    """A group's name, preceded by its description if it has one."""
     described = group.description if group.description not in ("", "undefined", "default_pg") else ""
     return " ".join(word for word in (described, group.name) if word)

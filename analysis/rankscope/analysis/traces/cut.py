@@ -1,4 +1,5 @@
-"""Cuts a trace to a stretch of time on the host, with the work on devices that was launched in it, whenever it ran."""
+"""Cuts a trace file to a range of host time and keeps the device work launched in it; finds the whole steps that the
+traces of several ranks have in common."""
 
 from __future__ import annotations
 
@@ -13,19 +14,18 @@ import numpy as np
 from rankscope.analysis.stats.robust import Ints
 from rankscope.analysis.traces.breakdown import Breakdown
 from rankscope.analysis.traces.joins.perfetto import ON_DEVICE, RawEvent, in_utf8, microseconds, nanoseconds
-from rankscope.analysis.traces.reader.events import DECODE_ERRORS, mend
+from rankscope.analysis.traces.reader.events import DECODE_ERRORS, repair_json
 from rankscope.analysis.traces.reader.json_stream import Ending, Text, batches, inflate
 from rankscope.analysis.traces.reader.metadata import base_time_ns, describe
 from rankscope.analysis.traces.steps import Steps, first_whole
 from rankscope.analysis.traces.trace import ABSENT, Category, Repairs, Trace, TraceError
 
-# What a profiler says before its events takes a few kilobytes; a long list of process groups some hundred.
+# What a profiler writes before its events takes a few kilobytes, with a long list of process groups some hundred.
 HEAD_LIMIT_BYTES = 8 << 20
 _FIRST_HEAD_BYTES = 256 << 10
 _SECOND_NS = 1_000_000_000
-# Given anew, or not the head's to say.
+# Written again from other sources.
 _REPLACED = ("traceEvents", "distributedInfo", "")
-
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _EVENTS = msgspec.json.Decoder(list[RawEvent])
 _HEAD = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -37,7 +37,7 @@ _DEVICE_MARK = b'"gpu_user_annotation"'
 
 
 class _Ties(msgspec.Struct, gc=False):
-    """What ties an event on a device to one on the host."""
+    """The fields that link a device event to a host event."""
 
     correlation: Any = ABSENT
     external_id: Any = msgspec.field(default=ABSENT, name="External id")
@@ -48,7 +48,7 @@ _TIES = msgspec.json.Decoder(_Ties)
 
 @dataclass(frozen=True)
 class Outline:
-    """What must be kept of a trace to cut its file later."""
+    """What is needed of a trace to cut its file later."""
 
     base_ns: int
     call_start_ns: Ints
@@ -57,7 +57,7 @@ class Outline:
     mark_external_id: Ints
 
     def stretch(self, start_ns: int, end_ns: int) -> Stretch:
-        """Times as in the trace's columns: from its base."""
+        """Times are relative to the trace's base, as in its columns."""
         calls = (self.call_start_ns >= start_ns) & (self.call_start_ns < end_ns)
         marks = (self.mark_start_ns >= start_ns) & (self.mark_start_ns < end_ns)
         return Stretch(
@@ -71,13 +71,13 @@ class Outline:
 
 @dataclass(frozen=True)
 class Stretch:
-    """In unix time."""
+    """A range of host time, in Unix time."""
 
     start_ns: int
     end_ns: int
-    has_calls: bool  # in the whole trace; without any, work on a device counts by its own time
-    correlations: frozenset[int]  # of the calls in the stretch
-    external_ids: frozenset[int]  # of the annotations on the host in it
+    has_calls: bool  # whether the whole trace has any; without, device work is selected by its own time
+    correlations: frozenset[int]  # of the runtime calls in the range
+    external_ids: frozenset[int]  # of the host annotations in the range
 
 
 def outline(trace: Trace) -> Outline:
@@ -100,18 +100,18 @@ def cut(
     distributed: Mapping[str, Any],
     mark: Mapping[str, Any] | None = None,
 ) -> Iterator[bytes]:
-    """Pieces of the JSON text of what is left of a file that `read_trace` took, in blocks; all of its events without a
-    stretch. `head` replaces what the file says under the same names about itself, and `distributed` what it says of
-    its rank; nothing that follows the events is kept. Names of processes and threads are. `mark` is an event to begin
-    with, at the start of the stretch: steps that are bounded by optimizers begin there, and not with the next operator.
+    """Yield pieces of the JSON text of a file that `read_trace` accepts, cut to `stretch`; without it, with all events.
+    `head` replaces the file's own metadata of the same names, `distributed` its rank information. Metadata after the
+    events is dropped; names of processes and threads are kept. `mark` is an event written first, at the start of the
+    range: steps that are bounded by optimizers then begin there and not with the next operator.
 
-    Raises TraceError where the file does not say before its events when they were."""
+    Raises TraceError if the file does not give the base time before its events."""
     text = Text(inflate(blocks), Repairs())
     own = _open(text)
     base_ns = base_time_ns(describe(_ENCODER.encode(own), Repairs(), offset=0), Repairs())
     kept = {name: value for name, value in own.items() if name not in _REPLACED and name not in head}
-    told = {**_mapping(own.get("distributedInfo")), **distributed}
-    written: dict[str, Any] = {**kept, "baseTimeNanoseconds": base_ns, **head, "distributedInfo": told}
+    distributed_info = {**_mapping(own.get("distributedInfo")), **distributed}
+    written: dict[str, Any] = {**kept, "baseTimeNanoseconds": base_ns, **head, "distributedInfo": distributed_info}
     yield _ENCODER.encode(written)[:-1] + b',"traceEvents":[\n'
     separator = b""
     if mark is not None and stretch is not None:
@@ -131,19 +131,19 @@ def cut(
 
 
 def _open(text: Text) -> dict[str, msgspec.Raw]:
-    """Goes to the first event; what stood before it."""
+    """Advance to the first event and return the fields before it."""
     text.hold(_FIRST_HEAD_BYTES)
     while True:
         for found in _EVENTS_KEY.finditer(bytes(text.held)):
             before = bytes(text.held[: found.start()]).removeprefix(b"\xef\xbb\xbf") + b'"":0}'
             try:
-                head = _HEAD.decode(mend(before, Repairs(), offset=0))
+                head = _HEAD.decode(repair_json(before, Repairs(), offset=0))
             except DECODE_ERRORS:
-                continue  # within another value
+                continue  # inside another value
             text.drop(found.end())
             return head
         if text.ended or len(text.held) > HEAD_LIMIT_BYTES:
-            raise TraceError("no traceEvents where a profiler writes them: within the first megabytes of an object")
+            raise TraceError("traceEvents not found in the first megabytes of the file")
         text.hold(2 * len(text.held))
 
 
@@ -159,7 +159,7 @@ def _belongs(event: RawEvent, stretch: Stretch, base_ns: int) -> bool:
         return True
     category = bytes(event.get("cat", _MISSING))
     if category == _ARROW and stretch.has_calls:
-        return _whole(event.get("id", _MISSING)) in stretch.correlations
+        return _integer(event.get("id", _MISSING)) in stretch.correlations
     if category in ON_DEVICE and stretch.has_calls:
         return _is_launched(event, category, stretch)
     start = nanoseconds(bytes(event.get("ts", _MISSING)))
@@ -181,7 +181,7 @@ def _is_launched(event: RawEvent, category: bytes, stretch: Stretch) -> bool:
 
 
 def _clip(event: RawEvent, start_ns: int, begin_ns: int, end_ns: int) -> bool:
-    """Functions that run on into the stretch or out of it are shortened, so that what they called has its callers."""
+    """Shorten functions that overlap the border of the range, so that events keep their callers."""
     end = start_ns + (nanoseconds(bytes(event.get("dur", _MISSING))) or 0)
     if start_ns >= end_ns or end <= begin_ns:
         return False
@@ -191,29 +191,26 @@ def _clip(event: RawEvent, start_ns: int, begin_ns: int, end_ns: int) -> bool:
     return True
 
 
-def _whole(written: msgspec.Raw) -> int:
+def _integer(written: msgspec.Raw) -> int:
     text = bytes(written)
     return int(text) if text.isdigit() and len(text) < 20 else ABSENT
 
 
-# Which steps of a trace are whole, and where the same run of them lies in the traces of several ranks.
-
-
 @dataclass(frozen=True)
 class WholeSteps:
-    """On the host, in time from the trace's base; neighbours."""
+    """Consecutive steps on the host, relative to the trace's base."""
 
     base_ns: int
     start_ns: Ints
     end_ns: Ints
-    lasted_ns: Ints  # by the device's work where there is a device, else by the host
+    duration_ns: Ints  # on the device if there is one, otherwise on the host
 
     def __len__(self) -> int:
         return len(self.start_ns)
 
     def run(self, first: int, count: int) -> WholeSteps:
         part = slice(first, first + count)
-        return WholeSteps(self.base_ns, self.start_ns[part], self.end_ns[part], self.lasted_ns[part])
+        return WholeSteps(self.base_ns, self.start_ns[part], self.end_ns[part], self.duration_ns[part])
 
     @property
     def unix_ns(self) -> Ints:
@@ -221,25 +218,25 @@ class WholeSteps:
 
     @property
     def seconds(self) -> float | None:
-        """Of the typical one."""
-        return float(np.median(self.lasted_ns)) / 1e9 if len(self) else None
+        """The median."""
+        return float(np.median(self.duration_ns)) / 1e9 if len(self) else None
 
 
 def find_whole_steps(trace: Trace, steps: Steps, breakdown: Breakdown | None) -> WholeSteps:
-    """Whole on the host, and with all of their work on the device."""
+    """Steps that are whole on the host and have all of their device work."""
     first, last = first_whole(steps), len(steps)
-    lasted = steps.end_ns - steps.start_ns
+    durations = steps.end_ns - steps.start_ns
     if breakdown is not None and not breakdown.on_host:
-        lasted = np.array([step.span_ns for step in breakdown.steps], dtype=np.int64)
+        durations = np.array([step.span_ns for step in breakdown.steps], dtype=np.int64)
         last = first + sum(step.whole for step in breakdown.steps)
     part = slice(first, last)
-    return WholeSteps(trace.base_ns, steps.start_ns[part], steps.end_ns[part], lasted[part])
+    return WholeSteps(trace.base_ns, steps.start_ns[part], steps.end_ns[part], durations[part])
 
 
 def common_run(steps_of: Mapping[int, WholeSteps], count: int) -> dict[int, int] | None:
-    """For each rank the position of the first of `count` steps that begin at the same boundary on all ranks, as early
-    as possible; None if there is no such run. Ranks in step pass a boundary at about the same time: of the runs of
-    another rank the one that is nearest in time is the same."""
+    """For each rank, the position of the first of `count` steps that begin at the same boundary on all ranks, as
+    early as possible; None if there is no such run. Ranks pass a boundary at about the same time, so the run nearest
+    in time is the same one."""
     if not steps_of or any(len(steps) < count for steps in steps_of.values()):
         return None
     reference = max(steps_of.values(), key=lambda steps: int(steps.unix_ns[0]))
@@ -252,7 +249,7 @@ def common_run(steps_of: Mapping[int, WholeSteps], count: int) -> dict[int, int]
 
 
 def _nearest_run(steps: WholeSteps, moments: Ints) -> int | None:
-    """None where a run that was not recorded would be nearer."""
+    """None if a run that was not recorded would be nearer."""
     starts = np.lib.stride_tricks.sliding_window_view(steps.unix_ns, len(moments))
     distances = np.abs(starts - moments).mean(axis=1)
     best = int(distances.argmin())

@@ -1,4 +1,5 @@
-"""Device memory as a trace measured it: how full, how much of it unusable, and who held it when it was fullest."""
+"""Device memory from allocator events in a trace: peak, fragmentation, and which operations held the memory at the
+peak."""
 
 from __future__ import annotations
 
@@ -10,26 +11,27 @@ import numpy as np
 from rankscope.analysis.stats.robust import Bools, Ints, number_groups
 from rankscope.analysis.traces.intervals import merge, nest
 from rankscope.analysis.traces.kernels import names_like
+from rankscope.analysis.traces.steps import BACKWARD, OPTIMIZER_STEP
 from rankscope.analysis.traces.summary_records import MemorySummary
-from rankscope.analysis.traces.trace import ABSENT, Category, MemoryColumns, Trace
+from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
-# They hand memory to whoever called them: that one holds it.
+# These operators allocate for their caller, which counts as the holder.
 _FACTORY = re.compile(r"aten::(new_)?(empty|zeros|ones|full)(_like|_strided|_permuted)?$|aten::(resize_|to|_to_copy)$")
-_BACKWARD = re.compile(r"autograd::engine::evaluate_function")
-_OPTIMIZER = re.compile(r"Optimizer\.step#")
-MOST_CLIMBS = 32
+_MAX_CLIMBS = 32
+# Calls of the caching allocator when its cache is insufficient. Pinned host memory is not included.
+_ALLOCATOR = re.compile(r"(cuda|hip)(Malloc|Free)(Async|Managed)?$|cuMem(Alloc|Free|Create|Release|Map|Unmap)\b")
 
 
 @dataclass(frozen=True)
 class Holder:
-    name: str  # of the operation that allocated; empty: none was running
+    name: str  # of the operation that allocated; empty if none was running
     size_bytes: int
     blocks: int
 
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """Of one device. What was held before the trace began has no holder: mostly weights and optimizer state."""
+    """One device. Memory allocated before the trace began has no holder: mostly weights and optimizer state."""
 
     device: int
     on_device: bool
@@ -38,22 +40,22 @@ class MeasuredMemory:
     peak_time_ns: int
     peak_reserved_bytes: int | None
     fragmentation_ratio: float | None  # 1 − allocated ÷ reserved, when most was reserved
-    before_trace_bytes: int  # of the peak, and so the four below: they add up to it
+    before_trace_bytes: int  # this and the next three add up to the peak
     forward_bytes: int
     backward_bytes: int
     optimizer_bytes: int
-    holders: tuple[Holder, ...]  # of what was allocated within the trace and live at the peak, largest first
+    holders: tuple[Holder, ...]  # of memory allocated within the trace and live at the peak, largest first
 
 
 def measure_memory(trace: Trace, *, most_holders: int = 10) -> tuple[MeasuredMemory, ...]:
-    """Per device with allocator events; empty where the profiler ran without profile_memory=True."""
+    """One per device with allocator events; empty if the profiler ran without profile_memory=True."""
     memory = trace.memory
-    told = memory.allocated_bytes >= 0
+    known = memory.allocated_bytes >= 0
     places, count = number_groups(memory.on_device.astype(np.int64), memory.device)
     return tuple(
         _measure(trace, rows, most_holders)
         for place in range(count)
-        if len(rows := np.flatnonzero((places == place) & told))
+        if len(rows := np.flatnonzero((places == place) & known))
     )
 
 
@@ -64,8 +66,8 @@ def _measure(trace: Trace, rows: Ints, most_holders: int) -> MeasuredMemory:
     until = rows[: peak + 1]
     live = until[_live(memory.change_bytes[until])]
     sizes, moments = memory.change_bytes[live], memory.time_ns[live]
-    optimizer = _within(trace, trace.of(Category.USER_ANNOTATION) & names_like(trace, _OPTIMIZER)[trace.name], moments)
-    backward = _within(trace, trace.of(Category.CPU_OP) & names_like(trace, _BACKWARD)[trace.name], moments)
+    optimizer = _within(trace, Category.USER_ANNOTATION, OPTIMIZER_STEP, moments)
+    backward = _within(trace, Category.CPU_OP, BACKWARD, moments)
     backward &= ~optimizer
     largest = int(reserved.max())
     return MeasuredMemory(
@@ -75,7 +77,7 @@ def _measure(trace: Trace, rows: Ints, most_holders: int) -> MeasuredMemory:
         peak_allocated_bytes=int(allocated[peak]),
         peak_time_ns=int(memory.time_ns[rows[peak]]),
         peak_reserved_bytes=largest if largest > 0 else None,
-        fragmentation_ratio=_fragmentation(memory, rows) if largest > 0 else None,
+        fragmentation_ratio=_fragmentation(allocated, reserved) if largest > 0 else None,
         before_trace_bytes=int(allocated[peak] - sizes.sum()),
         forward_bytes=int(sizes[~optimizer & ~backward].sum()),
         backward_bytes=int(sizes[backward].sum()),
@@ -84,21 +86,21 @@ def _measure(trace: Trace, rows: Ints, most_holders: int) -> MeasuredMemory:
     )
 
 
-def _fragmentation(memory: MemoryColumns, rows: Ints) -> float:
-    reserved = memory.reserved_bytes[rows]
+def _fragmentation(allocated: Ints, reserved: Ints) -> float:
     fullest = reserved == reserved.max()
-    return float(1 - memory.allocated_bytes[rows][fullest].max() / reserved.max())
+    return float(1 - allocated[fullest].max() / reserved.max())
 
 
 def _live(change: Ints) -> Bools:
-    """Which of the allocations were not freed by the end. Events carry no address here: a block freed is taken to be
-    the latest one of its size, as a backward pass frees what the forward pass allocated."""
+    """Which allocations were not freed by the end. Events have no address, so a freed block is assumed to be the
+    latest of its size: a backward pass frees what the forward pass allocated."""
     count = len(change)
     order = np.lexsort((np.arange(count), np.abs(change)))
     sign = np.sign(change[order])
     group, _ = number_groups(np.abs(change[order]))
     depth = np.cumsum(sign)
-    # The least depth from here to the end of the group: groups are lifted apart, so that one sum serves all.
+    # The minimum depth from here to the end of the group. Groups get disjoint ranges of numbers, so that one pass
+    # serves all.
     lifted = depth + group * (2 * count + 2)
     least = np.minimum.accumulate(lifted[::-1])[::-1]
     live = np.zeros(count, dtype=bool)
@@ -106,7 +108,8 @@ def _live(change: Ints) -> Bools:
     return live
 
 
-def _within(trace: Trace, spans: Bools, moments: Ints) -> Bools:
+def _within(trace: Trace, category: Category, pattern: re.Pattern[str], moments: Ints) -> Bools:
+    spans = trace.of(category) & names_like(trace, pattern)[trace.name]
     start, end = merge(trace.start_ns[spans], trace.end_ns[spans])
     if len(start) == 0:
         return np.zeros(len(moments), dtype=bool)
@@ -125,21 +128,21 @@ def _holders(trace: Trace, sizes: Ints, moments: Ints, most: int) -> tuple[Holde
 
 
 def _allocating_names(trace: Trace, moments: Ints) -> Ints:
-    """Of the innermost operation that ran at each moment. Allocator events do not tell their thread: of several threads
-    the operation that began last is taken, for the others wait."""
+    """The name of the innermost operation at each moment. Allocator events do not name their thread: of several
+    threads, the operation that started last is taken, because the others wait."""
     found = np.full(len(moments), ABSENT, dtype=np.int64)
     rows = np.flatnonzero(trace.of(Category.CPU_OP))
     if len(rows) == 0 or len(moments) == 0:
         return found
     spans = nest(trace, rows)
-    hands_on = names_like(trace, _FACTORY)[trace.name[spans.row]]
+    is_factory = names_like(trace, _FACTORY)[trace.name[spans.row]]
     started = np.full(len(moments), np.iinfo(np.int64).min)
     _, one_of_thread = np.unique(spans.thread_of_row[spans.row], return_index=True)
     for witness in spans.row[one_of_thread]:
         around = spans.around(np.full(len(moments), witness), moments)
         began = np.where(around >= 0, spans.start_ns[around], np.iinfo(np.int64).min)
-        for _ in range(MOST_CLIMBS):
-            climbs = (around >= 0) & hands_on[around] & (spans.parent[around] >= 0)
+        for _ in range(_MAX_CLIMBS):
+            climbs = (around >= 0) & is_factory[around] & (spans.parent[around] >= 0)
             if not climbs.any():
                 break
             around[climbs] = spans.parent[around[climbs]]
@@ -149,12 +152,6 @@ def _allocating_names(trace: Trace, moments: Ints) -> Ints:
     return found
 
 
-# Device memory as one rank's trace tells it.
-
-# What the caching allocator does when its cache does not serve; pinned host memory is another matter.
-_ALLOCATOR = re.compile(r"(cuda|hip)(Malloc|Free)(Async|Managed)?$|cuMem(Alloc|Free|Create|Release|Map|Unmap)\b")
-
-
 def summarize_memory(trace: Trace) -> MemorySummary:
     calls = trace.of(Category.RUNTIME, Category.DRIVER) & names_like(trace, _ALLOCATOR)[trace.name]
     memory = trace.memory
@@ -162,8 +159,7 @@ def summarize_memory(trace: Trace) -> MemorySummary:
     allocated, reserved = memory.allocated_bytes[on_device], memory.reserved_bytes[on_device]
     fragmentation = None
     if len(reserved) and reserved.max() > 0 and allocated.max() >= 0:
-        fullest = reserved == reserved.max()
-        fragmentation = float(1 - allocated[fullest].max() / reserved.max())
+        fragmentation = _fragmentation(allocated, reserved)
     used = trace.device[trace.of(Category.KERNEL)]
     sizes = {device.index: device.memory_bytes for device in trace.devices}
     return MemorySummary(

@@ -1,4 +1,4 @@
-"""Why nothing ran: each gap is held against what the host did until it launched the kernel that ended the gap."""
+"""Why the device was idle: compares each gap with what the host did until it launched the kernel that ended the gap."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rankscope.analysis.traces.intervals import (
     intersection,
     merge,
     union,
+    unite,
 )
 from rankscope.analysis.traces.kernels import host_communication, names_like
 from rankscope.analysis.traces.steps import launch_rows
@@ -32,26 +33,25 @@ _SYNCHRONISATION = re.compile(
     r"(cuda|hip|cu)(Stream|Device|Event|Ctx|Context)Synchronize|(cuda|hip)Memcpy$|aten::(item|_local_scalar_dense)$"
     r"|synchronize(Stream|Device|Event)?$"  # MTIA
 )
-# A trace names few threads that launch; what a broken one has beyond this is held against no thread in particular.
-_THREADS = 32
+# A trace has few launching threads. Gaps of further ones in a corrupt trace are not attributed to a thread.
+_MAX_THREADS = 32
 
 
 @dataclass(frozen=True)
 class IdleParts:
-    """They add up to the idle time of the breakdown, exactly."""
+    """The sum is exactly the idle time of the breakdown."""
 
-    host_bound_ns: int  # the next kernel was not launched yet, and the host did nothing of the below
+    host_bound_ns: int  # the next kernel was not launched yet, and none of the reasons below applies
     input_ns: int  # the host waited for data
     synchronisation_ns: int  # the host waited for the device
-    communication_ns: int  # the host communicated (gloo), or waited for that
-    other_ns: int  # launched but not started, or it is not known when it was launched
+    communication_ns: int  # the host communicated (gloo) or waited for communication
+    other_ns: int  # launched but not started, or the launch time is unknown
 
 
 @dataclass(frozen=True)
 class Idleness(IdleParts):
-    # Part of host_bound: gaps that began while the host waited for the device. It could not launch ahead.
+    # Part of host_bound: gaps that began while the host waited for the device, so that it could not launch ahead.
     host_bound_after_synchronisation_ns: int
-    gap_count: int
     longest_gap_ns: int
     steps: tuple[IdleParts, ...]  # as in the breakdown
 
@@ -63,20 +63,20 @@ class _Reasons:
     synchronisation: Intervals
     communication: Intervals
     other: Intervals
-    drained: Intervals  # of host_bound
+    drained: Intervals  # part of host_bound
 
 
 @dataclass(frozen=True)
 class _Gaps:
     start_ns: Ints
     end_ns: Ints
-    launched_ns: Ints  # when the host had launched what ended the gap
-    thread: Ints  # that launched it; -1 unknown
+    launched_ns: Ints  # when the host had launched the kernel that ended the gap
+    thread: Ints  # the thread that launched it; -1 if unknown
 
 
 @dataclass(frozen=True)
 class _Host:
-    """Rows of the host by what they mean for a device that waits."""
+    """Rows of host events by what they mean for an idle device."""
 
     trace: Trace
     thread: Ints
@@ -91,7 +91,7 @@ class _Host:
 
 
 def split_idle(trace: Trace, breakdown: Breakdown) -> Idleness:
-    host = _watch_host(trace)
+    host = _host_rows(trace)
     windows = [(breakdown.start_ns, breakdown.end_ns), *((step.start_ns, step.end_ns) for step in breakdown.steps)]
     bounds = np.array(windows, dtype=np.int64)
     if breakdown.on_host:
@@ -103,20 +103,19 @@ def split_idle(trace: Trace, breakdown: Breakdown) -> Idleness:
     else:
         found = _device_gaps(trace, host)
         reasons = _explain(host, found)
-    parts, *steps = _within(reasons, bounds)
+    parts, *steps = _parts_within(reasons, bounds)
     lengths = (found.end_ns - found.start_ns)[
         (found.start_ns >= breakdown.start_ns) & (found.end_ns <= breakdown.end_ns)
     ]
     return Idleness(
         **vars(parts),
         host_bound_after_synchronisation_ns=int((reasons.drained[1] - reasons.drained[0]).sum()),
-        gap_count=len(lengths),
         longest_gap_ns=int(lengths.max(initial=0)),
         steps=tuple(steps),
     )
 
 
-def _watch_host(trace: Trace) -> _Host:
+def _host_rows(trace: Trace) -> _Host:
     thread, _ = number_groups(trace.process, trace.thread)
     marks = trace.of(Category.USER_ANNOTATION, Category.PYTHON, Category.CPU_OP)
     calls = trace.of(Category.RUNTIME, Category.DRIVER, Category.CPU_OP)
@@ -147,19 +146,16 @@ def _device_gaps(trace: Trace, host: _Host) -> _Gaps:
 
 def _explain(host: _Host, gaps: _Gaps) -> _Reasons:
     threads, counts = np.unique(gaps.thread[gaps.thread != ABSENT], return_counts=True)
-    watched = threads[np.argsort(-counts, kind="stable")[:_THREADS]]
+    watched = threads[np.argsort(-counts, kind="stable")[:_MAX_THREADS]]
     found = [_explain_thread(host, gaps, gaps.thread == thread, int(thread), watched) for thread in watched]
     found.append(_explain_thread(host, gaps, ~np.isin(gaps.thread, watched), None, watched))
-    joined = {
-        name: union(*(np.concatenate([getattr(reasons, name)[side] for reasons in found]) for side in (0, 1)))
-        for name in _Reasons.__dataclass_fields__
-    }
+    joined = {name: unite(*(getattr(reasons, name) for reasons in found)) for name in _Reasons.__dataclass_fields__}
     return _Reasons(**joined)
 
 
 def _explain_thread(host: _Host, gaps: _Gaps, which: np.ndarray, thread: int | None, watched: Ints) -> _Reasons:
-    """What the launching thread did counts first. While it is in no operator it may wait for another thread, and what
-    that one does is the reason."""
+    """The launching thread has priority. While it runs no operator, it may wait for another thread, and then that
+    thread's activity is the reason."""
     start, end, launched = gaps.start_ns[which], gaps.end_ns[which], gaps.launched_ns[which]
     unlaunched_end = np.clip(launched, start, end) if thread is not None else end
     rest = union(start, unlaunched_end)
@@ -174,8 +170,7 @@ def _explain_thread(host: _Host, gaps: _Gaps, which: np.ndarray, thread: int | N
     ):
         times = difference(host.times(anywhere), busy)
         if thread is not None:
-            own = host.times(rows, thread)
-            times = union(np.concatenate((times[0], own[0])), np.concatenate((times[1], own[1])))
+            times = unite(times, host.times(rows, thread))
         explained.append(intersection(rest, times))
         rest = difference(rest, times)
     drained = NOTHING
@@ -183,19 +178,19 @@ def _explain_thread(host: _Host, gaps: _Gaps, which: np.ndarray, thread: int | N
         empty = contains(host.times(host.synchronisation, thread), start)
         drained = intersection(rest, union(start[empty], end[empty]))
     else:
-        # Nobody knows when it was launched, so nobody knows whether the host was late.
-        other, rest = union(np.concatenate((other[0], rest[0])), np.concatenate((other[1], rest[1]))), NOTHING
+        # The launch time is unknown, so whether the host was late is unknown too.
+        other, rest = unite(other, rest), NOTHING
     return _Reasons(rest, explained[0], explained[2], explained[1], other, drained)
 
 
 def _all_host_bound(reasons: _Reasons) -> _Reasons:
-    """Between two operators the host runs Python: nothing else is there to wait for."""
+    """Between two operators the host runs Python; there is nothing else to wait for."""
     return _Reasons(
         reasons.other, reasons.input, reasons.synchronisation, reasons.communication, NOTHING, reasons.drained
     )
 
 
-def _within(reasons: _Reasons, bounds: Ints) -> list[IdleParts]:
+def _parts_within(reasons: _Reasons, bounds: Ints) -> list[IdleParts]:
     columns = [
         covered_until(spans, bounds[:, 1]) - covered_until(spans, bounds[:, 0])
         for spans in (

@@ -1,4 +1,4 @@
-"""Sets of time as sorted disjoint intervals [start, end): who was busy, together with whom, and when nobody was."""
+"""Sets of time as sorted disjoint intervals [start, end), and the nesting of spans on a thread."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from rankscope.analysis.stats.robust import Bools, Ints, number_groups
 from rankscope.analysis.traces.trace import ABSENT, Trace
 
 Intervals: TypeAlias = tuple[Ints, Ints]
-
 NOTHING: Intervals = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def union(start: Ints, end: Ints) -> Intervals:
-    """Disjoint and sorted; intervals that touch become one, empty ones vanish."""
+    """Disjoint and sorted. Touching intervals are joined, empty ones dropped."""
     merged_start, merged_end = merge(start, end)
     real = merged_end > merged_start
     return merged_start[real], merged_end[real]
 
 
+def unite(*sets: Intervals) -> Intervals:
+    """The union of several sets."""
+    return union(np.concatenate([start for start, _ in sets]), np.concatenate([end for _, end in sets]))
+
+
 def merge(start: Ints, end: Ints) -> Intervals:
-    """Like `union`, but what stands alone stays even when it is empty."""
+    """Like `union`, but keeps empty intervals that touch no other."""
     if len(start) == 0:
         return NOTHING
     order = np.argsort(start, kind="stable")
@@ -36,29 +40,29 @@ def merge(start: Ints, end: Ints) -> Intervals:
 
 
 def total(start: Ints, end: Ints) -> int:
-    """Of disjoint intervals."""
+    """Total length of disjoint intervals."""
     return int(end.sum() - start.sum())
 
 
 def intersection(left: Intervals, right: Intervals) -> Intervals:
-    """Of two disjoint sorted sets."""
+    """Both sets must be disjoint and sorted."""
     moments = _moments(left, right)
     return _runs(moments, contains(left, moments) & contains(right, moments))
 
 
 def difference(left: Intervals, right: Intervals) -> Intervals:
-    """What is in `left` and not in `right`, both disjoint and sorted."""
+    """What is in `left` but not in `right`. Both must be disjoint and sorted."""
     moments = _moments(left, right)
     return _runs(moments, contains(left, moments) & ~contains(right, moments))
 
 
 def gaps(busy: Intervals) -> Intervals:
-    """What lies between neighbours."""
+    """The gaps between neighbours."""
     return busy[1][:-1], busy[0][1:]
 
 
 def clip(spans: Intervals, begin: int, finish: int) -> Intervals:
-    """What of disjoint sorted intervals lies in [begin, finish)."""
+    """The part of disjoint sorted intervals that lies in [begin, finish)."""
     first, last = np.searchsorted(spans[1], begin, "right"), np.searchsorted(spans[0], finish, "left")
     start, end = np.maximum(spans[0][first:last], begin), np.minimum(spans[1][first:last], finish)
     real = end > start
@@ -66,7 +70,7 @@ def clip(spans: Intervals, begin: int, finish: int) -> Intervals:
 
 
 def covered_until(spans: Intervals, moments: Ints) -> Ints:
-    """How much of disjoint sorted intervals lies before each moment: the difference of two moments is what lies
+    """How much of disjoint sorted intervals lies before each moment. The difference of two moments is what lies
     between them."""
     if len(spans[0]) == 0:
         return np.zeros(len(moments), dtype=np.int64)
@@ -86,38 +90,36 @@ def contains(spans: Intervals, moments: Ints) -> Bools:
 
 
 def _moments(left: Intervals, right: Intervals) -> Ints:
-    """When either set begins or ends, in order. A stable sort merges what is sorted in parts already."""
+    """All moments at which either set begins or ends, in order. A stable sort merges parts that are already sorted."""
     return np.sort(np.concatenate((*left, *right)), kind="stable")
 
 
 def _runs(moments: Ints, inside: Bools) -> Intervals:
-    """From each moment that holds to the next one that does not; the last moment never holds."""
+    """Intervals from each moment that is inside to the next one that is not. The last moment is never inside."""
     edges = np.flatnonzero(np.diff(inside, prepend=False))
     return moments[edges[0::2]], moments[edges[1::2]]
 
 
-# Which host event encloses which moment on the same thread: spans of a thread nest, they never cross.
-
-
 @dataclass(frozen=True)
 class Spans:
-    """Some rows of a trace, ordered by thread and start. Numbers below are positions in `row`."""
+    """Rows of a trace, ordered by thread and start. Spans of a thread nest; they never cross. The numbers below are
+    positions in `row`."""
 
     row: Ints
     start_ns: Ints
     end_ns: Ints
-    key: Ints  # thread and start as one number that sorts; see key_at
-    parent: Ints  # the innermost other span around it; -1 at the top
+    key: Ints  # thread and start as one sortable number; see key_at
+    parent: Ints  # the innermost enclosing span; -1 at the top
     thread_of_row: Ints
-    moments_ns: Ints  # all starts once: keys count these, so that no time is too long for them
+    moments_ns: Ints  # all distinct starts: keys use positions in it, so that long times cannot overflow
 
     def key_at(self, rows: Ints, moment_ns: Ints) -> Ints:
-        """Sorts after the keys of all spans that began by then on that row's thread."""
+        """A key that sorts after all spans that had started on the row's thread by then."""
         place = np.searchsorted(self.moments_ns, moment_ns, side="right")
         return self.thread_of_row[rows] * (len(self.moments_ns) + 1) + place
 
     def around(self, rows: Ints, moment_ns: Ints) -> Ints:
-        """The innermost span that holds the moment on the thread of that row; -1 where there is none."""
+        """The innermost span that contains the moment on the row's thread; -1 if there is none."""
         if not len(self.row):
             return np.full(len(rows), ABSENT)
         found = np.searchsorted(self.key, self.key_at(rows, moment_ns), side="right") - 1
@@ -129,11 +131,11 @@ class Spans:
 
 
 def nest(trace: Trace, rows: Ints) -> Spans:
-    """The rows as spans of their threads. Spans that cross, which a broken trace may hold, have no right parent."""
+    """The rows as spans of their threads. Spans that cross, as in a corrupt trace, have an arbitrary parent."""
     threads, _ = number_groups(trace.process, trace.thread)
     moments = np.unique(trace.start_ns[rows])
     key = threads[rows] * (len(moments) + 1) + np.searchsorted(moments, trace.start_ns[rows], side="right")
-    # Equal starts: the longer span stands first, as the parent.
+    # At equal starts the longer span comes first, as the parent.
     order = np.lexsort((-trace.duration_ns[rows], key))
     rows, key = rows[order], key[order]
     start, end, thread = trace.start_ns[rows], trace.end_ns[rows], threads[rows]

@@ -1,9 +1,9 @@
-"""What kind of work an event on the device is, told by its name: each distinct name is looked at once."""
+"""Classifies device work by kernel name, and sums where the kernel time goes. Each distinct name is matched once."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 from functools import lru_cache
 
@@ -12,20 +12,11 @@ import numpy.typing as npt
 
 from rankscope.analysis.stats.robust import Bools, Ints
 from rankscope.analysis.traces.intervals import nest
-from rankscope.analysis.traces.summary_records import ComputeSummary
+from rankscope.analysis.traces.summary_records import ComputeSummary, KernelSummary
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
-
-class Kind(IntEnum):
-    NONE = 0  # neither work of a device nor communication on the host
-    COMPUTE = 1  # with memory sets: torch fills a tensor by a kernel or by a set, as it happens
-    COMMUNICATION = 2
-    MEMORY = 3  # copies
-
-
 Kinds = npt.NDArray[np.int8]
-
-# NCCL, and RCCL which kept its names (ncclKernel_…, ncclDevKernel_…); what writes into its peers' memory by itself;
+# NCCL and RCCL, which kept NCCL's names (ncclKernel_…, ncclDevKernel_…); kernels that write to peers' memory directly;
 # MTIA's collectives.
 _COMMUNICATION = re.compile(
     r"nccl.*Kernel|.*\b(nccl\w*Kernel|rccl|mscclpp?|nvshmem|rocshmem|deep_ep|c10d::|symm_mem)"
@@ -35,7 +26,7 @@ _COMMUNICATION = re.compile(
 )
 # ROCm before 7.2 shows copies as kernels of its runtime.
 _COPY = re.compile(r"__amd_rocclr_copy|MEMORY_COPY_")
-# Host-side work of backends that do the transfer themselves; with NCCL the host only enqueues.
+# Backends that transfer on the host; with NCCL the host only enqueues.
 _HOST_COMMUNICATION = re.compile(r"(gloo|mpi|ucc):")
 _TENSOR_CORE = re.compile(
     r"hmma|(?<![a-z])imma|wgmma|utcmma|tcgen05|mfma|wmma|s16816|s1688|s884|h884|h1688|h16816|i16832|i8816|xmma_gemm|xmma_fprop"
@@ -44,11 +35,33 @@ _TENSOR_CORE = re.compile(
     r"|(?<![a-z])bmm_\w*(E4m3|E5m2|E2m1|Bfloat16|Fp16)\w*_t\d+x\d+",
     re.IGNORECASE,
 )
+TOP = 20
+# FP32 matrix products without tensor cores. A name that indicates tensor cores takes precedence.
+_PLAIN_MATRIX = re.compile(r"sgemm|dgemm|simt_|_ffma_|gemmSN|gemmk1|scudnn|implicit_convolve_sgemm", re.IGNORECASE)
+_DENSE = re.compile(
+    r"gemm|conv|fprop|dgrad|wgrad|attn|attention|fmha|flash|cutlass|xmma|nvjet|Cijk_|matmul|winograd|_mma_|wgmma|lstm|rnn"
+    r"|triton_(tem|mm|bmm)",
+    re.IGNORECASE,
+)
+_MOVING = re.compile(
+    r"elementwise|reduce_kernel|softmax|layer_?norm|rms_?norm|batch_?norm|group_?norm|bn_(fw|bw)|copy|CatArray|index|gather"
+    r"|scatter|embedding|multi_tensor_apply|dropout|[Ff]ill|transpose|permute|nll_loss|cross_entropy|gemv|radixsort|sort"
+    r"|scan|\bcub::|where|adam|pool|memcpy|memset|triton_(poi|red|per)|GammaBeta|compute_grad|rotary|silu|gelu|swiglu",
+    re.IGNORECASE,
+)
+_FUSED = re.compile(r"triton_|fused", re.IGNORECASE)
+
+
+class Kind(IntEnum):
+    NONE = 0  # neither device work nor communication on the host
+    COMPUTE = 1  # includes memory sets: torch fills a tensor by a kernel or by a memset
+    COMMUNICATION = 2
+    MEMORY = 3  # copies
 
 
 def classify(trace: Trace) -> Kinds:
-    """Kind of each row. Annotations on the device and synchronisation are NONE, as is everything on the host but the
-    communication of gloo and its like."""
+    """The kind of each row. NONE for annotations on the device, for synchronisation and for all host events except
+    communication of gloo and similar backends."""
     kinds = np.full(len(trace), Kind.NONE, dtype=np.int8)
     kinds[trace.of(Category.MEMSET)] = Kind.COMPUTE
     kinds[trace.of(Category.MEMCPY)] = Kind.MEMORY
@@ -61,21 +74,21 @@ def classify(trace: Trace) -> Kinds:
 
 
 def host_communication(trace: Trace) -> Bools:
-    """Transfers that the host does itself: `gloo:…` and the like."""
+    """Transfers by the host itself: `gloo:…` and similar."""
     return trace.of(Category.USER_ANNOTATION) & names_like(trace, _HOST_COMMUNICATION)[trace.name]
 
 
 def tensor_core(trace: Trace) -> Bools:
-    """Kernels that by their name run on tensor or matrix cores."""
+    """Kernels that, by their name, run on tensor or matrix cores."""
     return trace.of(Category.KERNEL) & names_like(trace, _TENSOR_CORE, anywhere=True)[trace.name]
 
 
 def names_like(trace: Trace, pattern: re.Pattern[str], *, anywhere: bool = False) -> Bools:
-    """Of each name of the trace, whether it begins with the pattern (or holds it)."""
+    """Per name of the trace, whether it starts with the pattern (or contains it, with `anywhere`)."""
     return _names_like(trace.names, pattern, anywhere)
 
 
-@lru_cache(maxsize=32)  # several modules ask the same of one trace, and matching is most of what they cost
+@lru_cache(maxsize=32)  # several modules match the same trace, and matching is most of their cost
 def _names_like(names: tuple[str, ...], pattern: re.Pattern[str], anywhere: bool) -> Bools:
     matches = pattern.search if anywhere else pattern.match
     found = np.fromiter((matches(name) is not None for name in names), dtype=bool, count=len(names))
@@ -83,27 +96,8 @@ def _names_like(names: tuple[str, ...], pattern: re.Pattern[str], anywhere: bool
     return found
 
 
-# Which kernels the time went into.
-
-TOP = 20
-
-
-@dataclass(frozen=True)
-class KernelUse:
-    """One kernel by name. On a trace without device these are operators, without what they called."""
-
-    name: str
-    kind: Kind
-    tensor_core: bool
-    count: int
-    total_ns: int
-    share_ratio: float  # of the durations of everything on the device
-    mean_ns: float
-    longest_ns: int
-
-
-def top_kernels(trace: Trace, limit: int = TOP) -> tuple[KernelUse, ...]:
-    """By total time, longest first. Durations add up whether or not they overlap."""
+def top_kernels(trace: Trace, limit: int = TOP) -> tuple[KernelSummary, ...]:
+    """By total time, longest first. Durations are summed even if they overlap."""
     kind = classify(trace)
     duration = trace.duration_ns
     rows = np.flatnonzero(trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET))
@@ -124,31 +118,24 @@ def top_kernels(trace: Trace, limit: int = TOP) -> tuple[KernelUse, ...]:
     everything = max(int(totals.sum()), 1)
     best = np.argsort(-totals, kind="stable")[:limit]
     return tuple(
-        KernelUse(
+        KernelSummary(
             name=trace.names[name],
-            kind=Kind(int(kind_of_name[name])),
+            kind=Kind(int(kind_of_name[name])).name.lower(),
             tensor_core=bool(on_tensor_core[name]),
             count=int(counts[name]),
-            total_ns=int(totals[name]),
+            total_us=int(totals[name]) / 1000,
+            mean_us=float(totals[name] / counts[name]) / 1000,
+            longest_us=int(longest[name]) / 1000,
             share_ratio=float(totals[name] / everything),
-            mean_ns=float(totals[name] / counts[name]),
-            longest_ns=int(longest[name]),
         )
         for name in best
         if counts[name]
     )
 
 
-def tensor_core_ratio(trace: Trace) -> float | None:
-    """Share of the time in computation kernels that is in those of tensor cores; None without such kernels."""
-    compute = classify(trace) == Kind.COMPUTE
-    total = int(trace.duration_ns[compute].sum())
-    return float(trace.duration_ns[compute & tensor_core(trace)].sum() / total) if total else None
-
-
 def _own_durations(trace: Trace, rows: Ints) -> Ints:
-    """Of each row, its duration without that of the rows it directly encloses on its thread."""
-    # Only the order of times matters here, and ranks stay small however far apart the times of a broken trace are.
+    """Per row, its duration without the rows that it directly encloses on its thread."""
+    # Only the order of times matters here. Their ranks stay small even if the times of a corrupt trace are far apart.
     _, rank = np.unique(np.concatenate((trace.start_ns, trace.end_ns)), return_inverse=True)
     start, end = np.split(rank, 2)
     spans = nest(replace(trace, start_ns=start, duration_ns=end - start), rows)
@@ -159,26 +146,8 @@ def _own_durations(trace: Trace, rows: Ints) -> Ints:
     return own
 
 
-# How computation divides: dense work that arithmetic bounds, and kernels that only move data through memory.
-
-# FP32 products on the plain units; a name that shows tensor cores overrules it.
-_PLAIN_MATRIX = re.compile(r"sgemm|dgemm|simt_|_ffma_|gemmSN|gemmk1|scudnn|implicit_convolve_sgemm", re.IGNORECASE)
-_DENSE = re.compile(
-    r"gemm|conv|fprop|dgrad|wgrad|attn|attention|fmha|flash|cutlass|xmma|nvjet|Cijk_|matmul|winograd|_mma_|wgmma|lstm|rnn"
-    r"|triton_(tem|mm|bmm)",
-    re.IGNORECASE,
-)
-_MOVING = re.compile(
-    r"elementwise|reduce_kernel|softmax|layer_?norm|rms_?norm|batch_?norm|group_?norm|bn_(fw|bw)|copy|CatArray|index|gather"
-    r"|scatter|embedding|multi_tensor_apply|dropout|[Ff]ill|transpose|permute|nll_loss|cross_entropy|gemv|radixsort|sort"
-    r"|scan|\bcub::|where|adam|pool|memcpy|memset|triton_(poi|red|per)|GammaBeta|compute_grad|rotary|silu|gelu|swiglu",
-    re.IGNORECASE,
-)
-_FUSED = re.compile(r"triton_|fused", re.IGNORECASE)
-
-
-def mix_compute(trace: Trace) -> ComputeSummary | None:
-    """None where no kernel computed."""
+def summarize_compute(trace: Trace) -> ComputeSummary | None:
+    """None if there are no computation kernels."""
     rows = np.flatnonzero(classify(trace) == Kind.COMPUTE)
     is_set = trace.of(Category.MEMSET)[rows]
     duration = trace.duration_ns[rows].astype(np.float64)
@@ -188,7 +157,7 @@ def mix_compute(trace: Trace) -> ComputeSummary | None:
     names, name_of = np.unique(trace.name[rows], return_inverse=True)
 
     def like(pattern: re.Pattern[str]) -> Bools:
-        # Of kernels only: a trace names many more things, and these patterns are slow.
+        # Only names of kernels: a trace has many more, and these patterns are slow.
         return np.array([pattern.search(trace.names[name]) is not None for name in names.tolist()])[name_of]
 
     on_tensor_cores = tensor_core(trace)[rows]

@@ -1,4 +1,4 @@
-"""Steps of a trace, and which step each event belongs to: work on the device belongs to the step that launched it."""
+"""Steps of a trace, and the step each event belongs to: device work belongs to the step that launched it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from rankscope.analysis.traces.intervals import merge
 from rankscope.analysis.traces.kernels import names_like
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
-# An annotation that Rankscope puts where it cut a recording at the border of a step.
-CUT_AT_A_STEP = "rankscope: the steps asked for begin here"
+# An annotation that Rankscope writes where it cut a recording at a step boundary.
+CUT_AT_A_STEP = "rankscope: requested steps begin here"
 _PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,18})")
-_OPTIMIZER_STEP = re.compile(r"Optimizer\.step#")
-_BACKWARD = re.compile(r"autograd::engine::evaluate_function")
+OPTIMIZER_STEP = re.compile(r"Optimizer\.step#")
+BACKWARD = re.compile(r"autograd::engine::evaluate_function")
 NO_STEP = -1
 _LARGEST = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Windows on the host, sorted and disjoint. `number` is the profiler's own where it gave one, else from 0."""
+    """Windows on the host, sorted and disjoint. `number` is the profiler's own, otherwise counted from 0."""
 
     number: Ints
     start_ns: Ints
     end_ns: Ints
-    source: str  # ProfilerStep, Optimizer.step, or empty where the trace shows no steps
-    # Whether the trace holds the first step from its beginning. Without the profiler's own marks it begins where the
-    # recording does, somewhere in a step.
+    source: str  # ProfilerStep, Optimizer.step, or empty if the trace shows no steps
+    # Whether the first step was recorded from its beginning. Without the profiler's step annotations it begins with the
+    # recording, somewhere inside a step.
     first_is_whole: bool
 
     def __len__(self) -> int:
         return len(self.number)
 
     def at(self, moments_ns: Ints) -> Ints:
-        """Position (not number) of the step each moment lies in; NO_STEP outside of all."""
+        """The position (not number) of the step that contains each moment; NO_STEP if none does."""
         if len(self) == 0:
             return np.full(len(moments_ns), NO_STEP, dtype=np.int64)
         position = np.searchsorted(self.start_ns, moments_ns, "right") - 1
@@ -53,18 +53,18 @@ def find_steps(trace: Trace) -> Steps:
     marked = on_host & names_like(trace, _PROFILER_STEP)[trace.name]
     if marked.any():
         return _profiler_steps(trace, np.flatnonzero(marked))
-    optimizers = on_host & names_like(trace, _OPTIMIZER_STEP)[trace.name]
+    optimizers = on_host & names_like(trace, OPTIMIZER_STEP)[trace.name]
     return _optimizer_steps(trace, np.flatnonzero(optimizers)) if optimizers.any() else NO_STEPS
 
 
 def first_whole(steps: Steps) -> int:
-    """Position of the first step that the trace holds from its beginning."""
+    """The position of the first step that was recorded from its beginning."""
     return 0 if steps.first_is_whole else 1
 
 
 def launch_rows(trace: Trace) -> Ints:
-    """Of each row, the row of the host call that launched it; -1 where it is no device event or the call is not in
-    the trace. Many kernels may have one launch (a graph)."""
+    """Per row, the row of the host call that launched it; -1 for host events and if the call is not in the trace.
+    One call may launch many kernels (a graph)."""
     found = np.full(len(trace), ABSENT, dtype=np.int64)
     calls = np.flatnonzero(trace.of(Category.RUNTIME, Category.DRIVER) & (trace.correlation != ABSENT))
     work = np.flatnonzero(
@@ -81,9 +81,8 @@ def launch_rows(trace: Trace) -> Ints:
 
 
 def step_of_rows(trace: Trace, steps: Steps, launches: Ints | None = None) -> Ints:
-    """Position of each row's step: of host events by their start, of device events by the start of their launch. Work
-    whose launch is not in the trace was launched before it began and belongs to no step, unless no launch was traced
-    at all."""
+    """The position of each row's step: host events by their start, device events by the start of their launch. Work
+    launched before the trace began belongs to no step, unless the trace has no launches at all."""
     launches = launch_rows(trace) if launches is None else launches
     positions = steps.at(trace.start_ns)
     launched = launches != ABSENT
@@ -94,7 +93,7 @@ def step_of_rows(trace: Trace, steps: Steps, launches: Ints | None = None) -> In
 
 
 def _profiler_steps(trace: Trace, rows: Ints) -> Steps:
-    numbers = np.array([int(_number(trace.named(name))) for name in trace.name[rows]], dtype=np.int64)
+    numbers = np.array([_step_number(trace.named(name)) for name in trace.name[rows]], dtype=np.int64)
     start, end = trace.start_ns[rows], trace.end_ns[rows]
     # A step may be annotated on several threads: one window from the first start to the last end.
     number, position = np.unique(numbers, return_inverse=True)
@@ -107,18 +106,18 @@ def _profiler_steps(trace: Trace, rows: Ints) -> Steps:
     return Steps(number, first, last, "ProfilerStep", True)
 
 
-def _number(name: str) -> str:
+def _step_number(name: str) -> int:
     found = _PROFILER_STEP.match(name)
-    return found[1] if found else "0"
+    return int(found[1]) if found else 0
 
 
 def _optimizer_steps(trace: Trace, rows: Ints) -> Steps:
-    """A step ends where its optimizer does, and the next one begins there. The first begins with the trace, and may be
-    cut short by it."""
-    # Optimizers that call each other are one.
+    """A step ends with its optimizer, and the next one begins there. The first begins with the trace and may be
+    incomplete."""
+    # Nested optimizer calls count as one.
     start, end = merge(trace.start_ns[rows], trace.end_ns[rows])
-    backward = np.flatnonzero(trace.of(Category.CPU_OP) & names_like(trace, _BACKWARD)[trace.name])
-    last = _lasts_of_steps(start, end, trace.start_ns[backward], trace.name[rows], trace.start_ns[rows])
+    backward = np.flatnonzero(trace.of(Category.CPU_OP) & names_like(trace, BACKWARD)[trace.name])
+    last = _ends_of_steps(start, end, trace.start_ns[backward], trace.name[rows], trace.start_ns[rows])
     end = end[last]
     host = ~trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.SYNC, Category.GPU_ANNOTATION)
     begin = int(trace.start_ns[host & ~trace.of(Category.OVERHEAD, Category.OTHER)].min())
@@ -126,15 +125,15 @@ def _optimizer_steps(trace: Trace, rows: Ints) -> Steps:
     return Steps(np.arange(len(end)), starts, end, "Optimizer.step", CUT_AT_A_STEP in trace.names)
 
 
-def _lasts_of_steps(start: Ints, end: Ints, backward: Ints, names: Ints, named_at: Ints) -> Bools:
-    """Which of the optimizer calls end a step: those that a backward pass, or the first optimizer's next turn, follows.
-    Several optimizers take turns in a step (one for embeddings, one that keeps a mean), each perhaps after a backward
-    pass of its own (a generator and its critic)."""
+def _ends_of_steps(start: Ints, end: Ints, backward: Ints, names: Ints, named_at: Ints) -> Bools:
+    """Which optimizer calls end a step: those followed by a backward pass or by the first optimizer again. A step
+    may call several optimizers in turn (one for embeddings, one that keeps an average), each possibly after its own
+    backward pass (a generator and its critic)."""
     last = np.ones(len(end), dtype=bool)
     if len(end) < 2:
         return last
     if len(backward):
-        # Calls without a backward pass in between belong together.
+        # Calls with no backward pass in between belong to the same step.
         passes = np.searchsorted(np.sort(backward), end)
         last[:-1] = passes[1:] != passes[:-1]
     heads = np.flatnonzero(np.concatenate(([True], last[:-1])))

@@ -1,4 +1,4 @@
-"""Reduces one rank's trace to its numbers: a few kilobytes that report, diagnosis and JSON are made of."""
+"""Reduces one rank's trace to a RankSummary: a few kilobytes that the report, the diagnosis and the JSON output use."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from rankscope.analysis.collectives.bandwidth import algorithm_gbps, bus_gbps
 from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Floats, number_groups
 from rankscope.analysis.traces.breakdown import Breakdown, StepParts, measure_launches
-from rankscope.analysis.traces.communication.collectives import Collectives, hiding_intervals
-from rankscope.analysis.traces.communication.gradient_buckets import find_buckets, try_other_caps
+from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
+from rankscope.analysis.traces.communication.gradient_buckets import find_buckets, predict_other_caps
 from rankscope.analysis.traces.communication.parallelism_costs import find_gathers, measure_bubble
 from rankscope.analysis.traces.device_memory import summarize_memory
 from rankscope.analysis.traces.idle_time import Idleness, IdleParts, split_idle
 from rankscope.analysis.traces.intervals import Intervals, difference, total, union
-from rankscope.analysis.traces.kernels import TOP, mix_compute, top_kernels
+from rankscope.analysis.traces.kernels import TOP, summarize_compute, top_kernels
 from rankscope.analysis.traces.summary_records import (
-    BubbleSummary,
     BucketsSummary,
     BucketSummary,
     CapSummary,
@@ -24,125 +23,11 @@ from rankscope.analysis.traces.summary_records import (
     ComputeSummary,
     GatherSummary,
     IdleSplit,
-    KernelSummary,
-    LaunchSummary,
     RankSummary,
     ShardingSummary,
     StepSummary,
 )
 from rankscope.analysis.traces.trace import Category, Trace
-
-# The collectives of one rank by kind and group: how many, how large, how long, how fast, how well hidden.
-
-
-def summarize_collectives(found: Collectives, hiding: Intervals) -> tuple[CollectiveSummary, ...]:
-    """Longest in total first. `hiding` is when there was work to hide behind; what runs at the same time is exposed
-    once (gloo runs several at a time). Bandwidths are medians over calls whose size is known; a duration that includes
-    waiting for other ranks makes them look slower than the links are."""
-    numbers, count = number_groups(found.group, found.kind)
-    algorithm = algorithm_gbps(found.bytes, found.duration_ns)
-    bus = bus_gbps(found.kind, found.bytes, found.duration_ns, found.group_size)
-    summaries = []
-    for number in range(count):
-        rows = np.flatnonzero(numbers == number)
-        measured = rows[found.measured[rows]]
-        sized = rows[found.bytes[rows] >= 0]
-        group = found.groups[int(found.group[rows[0]])] if found.group[rows[0]] >= 0 else None
-        duration = found.duration_ns[measured] / 1000
-        size = int(found.group_size[rows].max())
-        summaries.append(
-            CollectiveSummary(
-                kind=CollectiveKind(int(found.kind[rows[0]])).label,
-                group=group.name if group else "",
-                group_description=group.description if group else "",
-                group_size=size if size > 0 else None,
-                count=len(rows),
-                measured_count=len(measured),
-                bytes_total=int(found.bytes[sized].sum()) if len(sized) else None,
-                bytes_median=float(np.median(found.bytes[sized])) if len(sized) else None,
-                total_us=float(duration.sum()),
-                median_us=float(np.median(duration)) if len(duration) else None,
-                longest_us=float(duration.max()) if len(duration) else None,
-                exposed_us=total(*difference(union(found.start_ns[measured], found.end_ns[measured]), hiding)) / 1000,
-                algbw_gbps=_median(algorithm[measured]),
-                busbw_gbps=_median(bus[measured]),
-            )
-        )
-    return tuple(sorted(summaries, key=lambda summary: -summary.total_us))
-
-
-def summarize_buckets(trace: Trace, collectives: Collectives) -> BucketsSummary | None:
-    """None where the trace shows no DDP."""
-    found = find_buckets(trace, collectives)
-    other = try_other_caps(trace, found)
-    if other is None:
-        return None
-    buckets = []
-    for order in np.unique(found.order).tolist():
-        rows = found.order == order
-        measured = rows & found.measured
-        size = int(found.bytes[rows].max())
-        buckets.append(
-            BucketSummary(
-                order=order,
-                bytes=size if size >= 0 else None,
-                duration_us=_median(found.duration_ns[measured] / 1000),
-                hidden_ratio=_median(found.hidden_ratio[measured]),
-            )
-        )
-    return BucketsSummary(
-        buckets=tuple(buckets),
-        cap_mb=other.cap_mb,
-        communication_us=other.communication_ns / 1000,
-        exposed_us=other.exposed_ns / 1000,
-        other_caps=tuple(CapSummary(cap.cap_mb, cap.buckets, cap.exposed_ns / 1000) for cap in other.predictions),
-        recommended_cap_mb=other.recommended_cap_mb,
-        gain_us=None if other.gain_ns is None else other.gain_ns / 1000,
-        advice=other.advice,
-        reason=other.reason,
-    )
-
-
-def summarize_sharding(trace: Trace, collectives: Collectives) -> ShardingSummary | None:
-    """None where nothing was gathered or scattered."""
-    found = find_gathers(trace, collectives)
-    if found is None:
-        return None
-    gathers = []
-    for kind in sorted({gathering.kind for gathering in found.steps}):
-        steps = [gathering for gathering in found.steps if gathering.kind == kind]
-        sizes = [gathering.bytes for gathering in steps]
-        count = sum(gathering.count for gathering in steps)
-        gathers.append(
-            GatherSummary(
-                kind=kind.label,
-                count=count,
-                bytes=None if None in sizes else sum(size or 0 for size in sizes),
-                duration_us=sum(gathering.duration_ns for gathering in steps) / 1000,
-                exposed_us=sum(gathering.exposed_ns for gathering in steps) / 1000,
-                prefetched_ratio=sum(gathering.prefetched for gathering in steps) / count,
-            )
-        )
-    return ShardingSummary(found.framework, tuple(gathers))
-
-
-def summarize_bubble(trace: Trace, collectives: Collectives, stages: int | None) -> BubbleSummary | None:
-    """None where the trace shows no pipeline."""
-    found = measure_bubble(trace, collectives, stages=stages)
-    if found is None:
-        return None
-    return BubbleSummary(
-        measured_ratio=found.measured_ratio,
-        waiting_us=found.waiting_ns / 1000,
-        stages=found.stages,
-        microbatches=found.microbatches,
-        theoretical_ratio=found.theoretical_ratio,
-    )
-
-
-def _median(values: Floats) -> float | None:
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if len(known) else None
 
 
 def summarize(
@@ -155,9 +40,9 @@ def summarize(
     top: int = TOP,
     stages: int | None = None,
 ) -> RankSummary:
-    """`stages` of the pipeline, where the user knows them."""
+    """`stages` of the pipeline, if the user knows the number."""
     idle = split_idle(trace, breakdown)
-    compute = mix_compute(trace)
+    compute = summarize_compute(trace)
     return RankSummary(
         rank=rank,
         file=file,
@@ -181,13 +66,13 @@ def summarize(
         idle_gap_longest_us=idle.longest_gap_ns / 1000,
         tensor_core_ratio=compute.tensor_core_ratio if compute else None,
         compute_mix=compute,
-        launch=_launch(trace),
+        launch=measure_launches(trace),
         steps=tuple(_step(step, parts) for step, parts in zip(breakdown.steps, idle.steps, strict=True)),
-        top_kernels=_kernels(trace, top),
-        collectives=summarize_collectives(collectives, hiding_intervals(trace)),
+        top_kernels=top_kernels(trace, top),
+        collectives=summarize_collectives(collectives, compute_intervals(trace)),
         buckets=summarize_buckets(trace, collectives),
         sharding=summarize_sharding(trace, collectives),
-        bubble=summarize_bubble(trace, collectives, stages),
+        bubble=measure_bubble(trace, collectives, stages=stages),
         memory=summarize_memory(trace),
         repairs=trace.repairs,
     )
@@ -195,7 +80,7 @@ def summarize(
 
 def _parts_us(breakdown: Breakdown, idle: Idleness, compute: ComputeSummary | None) -> dict[str, float]:
     """The span in parts that do not overlap. Communication on the device is work without computation; on the host
-    (gloo) it shows as idle time of the device."""
+    (gloo) it is idle time of the device."""
     exposed = breakdown.non_compute_ns - breakdown.exposed_memory_ns
     moving = breakdown.compute_ns * (compute.moving_ratio if compute else 0.0)
     drained = idle.host_bound_after_synchronisation_ns
@@ -241,41 +126,106 @@ def _idle(idle: IdleParts) -> IdleSplit:
     )
 
 
-def _kernels(trace: Trace, top: int) -> tuple[KernelSummary, ...]:
-    return tuple(
-        KernelSummary(
-            name=use.name,
-            kind=use.kind.name.lower(),
-            tensor_core=use.tensor_core,
-            count=use.count,
-            total_us=use.total_ns / 1000,
-            mean_us=use.mean_ns / 1000,
-            longest_us=use.longest_ns / 1000,
-            share_ratio=use.share_ratio,
-        )
-        for use in top_kernels(trace, top)
-    )
-
-
-def _launch(trace: Trace) -> LaunchSummary | None:
-    found = measure_launches(trace)
-    if found is None:
-        return None
-    return LaunchSummary(
-        count=found.count,
-        kernel_count=found.kernel_count,
-        call_median_us=found.call_median_ns / 1000,
-        call_total_us=found.call_total_ns / 1000,
-        delay_median_us=found.delay_median_ns / 1000,
-        unqueued_ratio=found.unqueued_ratio,
-        queue_median=found.queue_median,
-        short_kernel_count=found.short_kernel_count,
-    )
-
-
 def _device(trace: Trace) -> str:
-    """The device that did most, by name."""
+    """The name of the device that ran the most kernels."""
     used = trace.device[trace.of(Category.KERNEL)]
     used = used[used >= 0]
     index = int(np.bincount(used).argmax()) if len(used) and used.max() < 4096 else None
     return next((device.name for device in trace.devices if device.index == index), "")
+
+
+def summarize_collectives(found: Collectives, computing: Intervals) -> tuple[CollectiveSummary, ...]:
+    """Longest in total first. `computing` is when there was work to hide behind; concurrent collectives are exposed
+    once (gloo runs several at a time). Bandwidths are medians over calls of known size. Durations include waiting
+    for other ranks, so that links may look slower than they are."""
+    numbers, count = number_groups(found.group, found.kind)
+    algorithm = algorithm_gbps(found.bytes, found.duration_ns)
+    bus = bus_gbps(found.kind, found.bytes, found.duration_ns, found.group_size)
+    summaries = []
+    for number in range(count):
+        rows = np.flatnonzero(numbers == number)
+        measured = rows[found.measured[rows]]
+        sized = rows[found.bytes[rows] >= 0]
+        group = found.groups[int(found.group[rows[0]])] if found.group[rows[0]] >= 0 else None
+        duration = found.duration_ns[measured] / 1000
+        size = int(found.group_size[rows].max())
+        summaries.append(
+            CollectiveSummary(
+                kind=CollectiveKind(int(found.kind[rows[0]])).label,
+                group=group.name if group else "",
+                group_description=group.description if group else "",
+                group_size=size if size > 0 else None,
+                count=len(rows),
+                measured_count=len(measured),
+                bytes_total=int(found.bytes[sized].sum()) if len(sized) else None,
+                bytes_median=float(np.median(found.bytes[sized])) if len(sized) else None,
+                total_us=float(duration.sum()),
+                median_us=float(np.median(duration)) if len(duration) else None,
+                longest_us=float(duration.max()) if len(duration) else None,
+                exposed_us=total(*difference(union(found.start_ns[measured], found.end_ns[measured]), computing))
+                / 1000,
+                algbw_gbps=_median(algorithm[measured]),
+                busbw_gbps=_median(bus[measured]),
+            )
+        )
+    return tuple(sorted(summaries, key=lambda summary: -summary.total_us))
+
+
+def summarize_buckets(trace: Trace, collectives: Collectives) -> BucketsSummary | None:
+    """None if the trace shows no DDP."""
+    found = find_buckets(trace, collectives)
+    other = predict_other_caps(trace, found)
+    if other is None:
+        return None
+    buckets = []
+    for order in np.unique(found.order).tolist():
+        rows = found.order == order
+        measured = rows & found.measured
+        size = int(found.bytes[rows].max())
+        buckets.append(
+            BucketSummary(
+                order=order,
+                bytes=size if size >= 0 else None,
+                duration_us=_median(found.duration_ns[measured] / 1000),
+                hidden_ratio=_median(found.hidden_ratio[measured]),
+            )
+        )
+    return BucketsSummary(
+        buckets=tuple(buckets),
+        cap_mb=other.cap_mb,
+        communication_us=other.communication_ns / 1000,
+        exposed_us=other.exposed_ns / 1000,
+        other_caps=tuple(CapSummary(cap.cap_mb, cap.buckets, cap.exposed_ns / 1000) for cap in other.predictions),
+        recommended_cap_mb=other.recommended_cap_mb,
+        gain_us=None if other.gain_ns is None else other.gain_ns / 1000,
+        advice=other.advice,
+        reason=other.reason,
+    )
+
+
+def summarize_sharding(trace: Trace, collectives: Collectives) -> ShardingSummary | None:
+    """None if nothing was gathered or scattered."""
+    found = find_gathers(trace, collectives)
+    if found is None:
+        return None
+    gathers = []
+    for kind in sorted({gathering.kind for gathering in found.steps}):
+        steps = [gathering for gathering in found.steps if gathering.kind == kind]
+        sizes = [gathering.bytes for gathering in steps]
+        count = sum(gathering.count for gathering in steps)
+        gathers.append(
+            GatherSummary(
+                kind=kind.label,
+                count=count,
+                bytes=None if None in sizes else sum(size or 0 for size in sizes),
+                duration_us=sum(gathering.duration_ns for gathering in steps) / 1000,
+                exposed_us=sum(gathering.exposed_ns for gathering in steps) / 1000,
+                prefetched_ratio=sum(gathering.prefetched for gathering in steps) / count,
+            )
+        )
+    return ShardingSummary(found.framework, tuple(gathers))
+
+
+def _median(values: Floats) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else None

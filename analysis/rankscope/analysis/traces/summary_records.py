@@ -1,5 +1,6 @@
-"""The numbers of one rank. Field names are the keys of the JSON output (docs/analyze-trace.md). Times are µs as
-measured, None was not measured. Structs, not dataclasses: a dozen of those would take a tenth of the whole command."""
+"""The summary of one rank. Field names are the keys of the JSON output (docs/analyze-trace.md). Times are in µs;
+None means not measured. Structs instead of dataclasses: creating a dozen dataclasses would take a tenth of the
+command's time."""
 
 from __future__ import annotations
 
@@ -7,20 +8,20 @@ from msgspec import Struct
 
 
 class IdleSplit(Struct, frozen=True):
-    """Why nothing ran; sums to the idle time."""
+    """Why nothing ran. The sum is the idle time."""
 
     host_bound_us: float  # the host had not launched the next kernel yet
     input_wait_us: float
     synchronisation_us: float
-    communication_us: float  # the host communicated itself (gloo)
-    other_us: float  # launched but not started, or not known
+    communication_us: float  # the host itself communicated (gloo)
+    other_us: float  # launched but not started, or unknown
 
 
 class StepSummary(Struct, frozen=True):
     number: int
     duration_us: float
     host_us: float
-    whole: bool  # it neither began before the recording nor has work that ran after it
+    whole: bool  # recorded from its beginning, with all of its device work
     traced_launch_ratio: float | None
     compute_us: float
     non_compute_us: float
@@ -34,6 +35,8 @@ class StepSummary(Struct, frozen=True):
 
 
 class KernelSummary(Struct, frozen=True):
+    """One kernel by name. In a trace without device: one operator, without the operators it called."""
+
     name: str
     kind: str
     tensor_core: bool
@@ -41,7 +44,7 @@ class KernelSummary(Struct, frozen=True):
     total_us: float
     mean_us: float
     longest_us: float
-    share_ratio: float
+    share_ratio: float  # of the summed durations of all device work
 
 
 class CollectiveSummary(Struct, frozen=True):
@@ -62,29 +65,33 @@ class CollectiveSummary(Struct, frozen=True):
 
 
 class LaunchSummary(Struct, frozen=True):
-    count: int
-    kernel_count: int
+    """All kernels, copies and sets with a launch in the trace."""
+
+    count: int  # launch calls; a graph's call launches many kernels
+    kernel_count: int  # device events launched by them
     call_median_us: float
     call_total_us: float
+    # From the start of the call to the start of the kernel. A small delay means that the device waits for the host.
     delay_median_us: float
+    # Started within twice the median call time of the start of the call: the queue was empty.
     unqueued_ratio: float
-    queue_median: int
-    short_kernel_count: int
+    queue_median: int  # launched and not yet finished at the moment of another launch
+    short_kernel_count: int  # kernels shorter than the call that launched them
 
 
 class ComputeSummary(Struct, frozen=True):
-    """How the time in computation kernels divides."""
+    """What the time in computation kernels consists of."""
 
     kernel_count: int
     kernel_median_us: float
     tensor_core_ratio: float
-    plain_matrix_ratio: float  # matrix products on the plain FP32 units
+    plain_matrix_ratio: float  # matrix products without tensor cores (FP32)
     moving_ratio: float  # kernels that only move data: elementwise, copies, norms, reductions
-    unfused_ratio: float  # of these, not fused by a compiler
+    unfused_ratio: float  # the part of moving_ratio not fused by a compiler
 
 
 class BucketSummary(Struct, frozen=True):
-    """One of DDP's buckets, by its place in the step; medians over steps."""
+    """One of DDP's buckets, by its position in the step. Medians over steps."""
 
     order: int
     bytes: int | None
@@ -109,7 +116,7 @@ class BucketsSummary(Struct, frozen=True):
     recommended_cap_mb: int | None
     gain_us: float | None
     advice: str
-    reason: str  # why nothing is predicted of other caps
+    reason: str  # why there is no prediction for other caps
 
 
 class GatherSummary(Struct, frozen=True):
@@ -120,37 +127,37 @@ class GatherSummary(Struct, frozen=True):
     bytes: int | None
     duration_us: float
     exposed_us: float
-    prefetched_ratio: float  # began while computation ran
+    prefetched_ratio: float  # started while computation ran
 
 
 class ShardingSummary(Struct, frozen=True):
-    framework: str  # fsdp, zero; empty where the trace does not say
+    framework: str  # fsdp, zero; empty if unknown
     gathers: tuple[GatherSummary, ...]
 
 
 class BubbleSummary(Struct, frozen=True):
-    """Of a pipeline, per step."""
+    """The bubble of a pipeline, per step."""
 
-    measured_ratio: float  # of the step, a transfer to or from a neighbouring stage kept it from computing
+    measured_ratio: float  # share of the step in which transfers to or from neighbouring stages prevented computation
     waiting_us: float
     stages: int | None
     microbatches: int | None
-    theoretical_ratio: float | None  # of 1F1B
+    theoretical_ratio: float | None  # of the 1F1B schedule
 
 
 class MemorySummary(Struct, frozen=True):
-    """Device memory, as far as the trace tells (profile_memory=True)."""
+    """Device memory, if the profiler recorded it (profile_memory=True)."""
 
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
-    fragmentation_ratio: float | None  # 1 − allocated ÷ reserved, at the peak of what is reserved
+    fragmentation_ratio: float | None  # 1 − allocated ÷ reserved, when most was reserved
     device_bytes: int | None
-    allocator_calls: int  # cudaMalloc, cudaFree and the like in the trace
+    allocator_calls: int  # cudaMalloc, cudaFree and similar calls
     allocator_us: float
 
 
 class RankSummary(Struct, frozen=True):
-    rank: int | None  # None: neither the trace nor the file's name tells
+    rank: int | None  # None: neither in the trace nor in the file name
     file: str
     backend: str
     device: str
@@ -165,10 +172,10 @@ class RankSummary(Struct, frozen=True):
     overlap_ratio: float | None
     memory_copy_us: float
     exposed_memory_copy_us: float
-    outside_steps_us: float  # of the span, before the first step and after the last
-    parts_us: dict[str, float]  # the span, divided without overlap: what the diagnosis reads
+    outside_steps_us: float  # part of the span before the first step and after the last
+    parts_us: dict[str, float]  # the span, divided without overlap; used by the diagnosis
     idle: IdleSplit
-    host_bound_after_synchronisation_us: float  # part of host_bound: the host had waited for the device until then
+    host_bound_after_synchronisation_us: float  # part of host_bound: the host had just waited for the device
     idle_gap_longest_us: float
     tensor_core_ratio: float | None
     compute_mix: ComputeSummary | None
@@ -188,14 +195,14 @@ class RankSummary(Struct, frozen=True):
 
     @property
     def step_times_us(self) -> tuple[float, ...]:
-        """Of the whole steps. Where the recording cut them all, the time of the host, which keeps step with its device
-        over time; its first step may be cut too."""
+        """Of whole steps. If the recording cut all of them, host times, which match the device's in the long run;
+        the first is skipped because it may be incomplete."""
         if self.whole_steps:
             return tuple(step.duration_us for step in self.whole_steps)
         return tuple(step.host_us for step in self.steps[1:] or self.steps)
 
     @property
     def step_us(self) -> float | None:
-        """The mean: times the number of steps it makes the whole. None where the trace shows no steps."""
+        """The mean, so that steps × mean = total. None if the trace shows no steps."""
         times = self.step_times_us
         return sum(times) / len(times) if times else None

@@ -1,4 +1,4 @@
-"""One rank's trace as columns: a row per event with a duration, whatever its kind. Everything else reads only this."""
+"""One rank's trace as columns, one row per event with a duration. All trace analysis works on this representation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from rankscope.analysis.stats.robust import Bools, Ints
 
-# What stands in an integer column where the trace said nothing.
+# The value of an integer column where the trace has none.
 ABSENT = -1
 
 
@@ -27,7 +27,7 @@ class Category(IntEnum):
     GPU_ANNOTATION = 9
     PYTHON = 10
     OVERHEAD = 11
-    DEVICE_EVENT = 12  # while a file is read only: on a device, of a kind that its name tells
+    DEVICE_EVENT = 12  # only while a file is read: a device event; its name gives the category
 
 
 @dataclass(frozen=True)
@@ -42,24 +42,24 @@ class Device:
 class ProcessGroup:
     name: str
     description: str
-    ranks: tuple[int, ...]  # empty where the trace does not tell
+    ranks: tuple[int, ...]  # empty if the trace does not list them
 
 
 @dataclass(frozen=True)
 class CollectiveColumns:
-    """What the profiler noted about communication, on host events and kernels alike: one row per event that carries
-    any of it. Texts are indices into `Trace.names`; -1 is "not noted"."""
+    """The profiler's metadata of communication, on host events and kernels: one row per event that has any. Texts
+    are indices into `Trace.names`; -1 if absent."""
 
-    row: Ints  # of Trace
+    row: Ints  # row of Trace
     collective: Ints  # name: allreduce, _allgather_base, …
     group: Ints  # process group name
     group_description: Ints
     group_size: Ints
-    sequence: Ints  # position in its group; the same number on every rank
+    sequence: Ints  # position in its group; the same number on all ranks
     element_type: Ints
     in_elements: Ints
     out_elements: Ints
-    peer: Ints  # of a point-to-point call
+    peer: Ints  # only for point-to-point calls
     asynchronous: Ints  # 0, 1, -1
 
 
@@ -69,7 +69,7 @@ class MemoryColumns:
 
     time_ns: Ints
     change_bytes: Ints  # negative: freed
-    allocated_bytes: Ints  # total after it
+    allocated_bytes: Ints  # total after the event
     reserved_bytes: Ints
     on_device: Bools
     device: Ints
@@ -77,32 +77,32 @@ class MemoryColumns:
 
 @dataclass(frozen=True)
 class Trace:
-    """Times are nanoseconds from `base_ns` (unix time where the trace says so), exact to what the file holds. Each
-    trace has its own base, the whole second of its first event: add it before comparing ranks.
-    Rows are sorted by start; events of equal start by falling duration, so that parents stand before children."""
+    """Times are nanoseconds since `base_ns` (Unix time, if the trace has it), as exact as in the file. Each trace
+    has its own base, the whole second of its first event: add it before comparing ranks. Rows are sorted by start;
+    at equal starts the longer event comes first, so that parents precede children."""
 
     start_ns: Ints
     duration_ns: Ints
     category: npt.NDArray[np.int8]  # a Category
     name: Ints  # index into names
-    process: Ints  # pid of host events, device of device events; -1 where it is no number
+    process: Ints  # pid of host events, device of device events; -1 if it is not a number
     thread: Ints  # tid of host events, stream of device events
     device: Ints
-    stream: Ints  # of device work; -1 for host operators and for annotations on the device, whose stream is `thread`
-    correlation: Ints  # ties a kernel to the runtime call that launched it
+    stream: Ints  # of device work; -1 for host events and for annotations on the device, which have it in `thread`
+    correlation: Ints  # links a kernel to the runtime call that launched it
     external_id: Ints
-    size_bytes: Ints  # of memory copies and sets
+    size_bytes: Ints  # only for memory copies and sets
     names: tuple[str, ...]
 
     base_ns: int
     rank: int | None
     world_size: int | None
-    backend: str  # nccl, gloo, …; empty where not told
+    backend: str  # nccl, gloo, …; empty if unknown
     devices: tuple[Device, ...]
     groups: tuple[ProcessGroup, ...]
     collectives: CollectiveColumns
     memory: MemoryColumns
-    repairs: tuple[str, ...]  # what had to be mended to read the file, in words
+    repairs: tuple[str, ...]  # messages: what was repaired while reading the file
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -122,12 +122,9 @@ class Trace:
         return self.names[index] if index >= 0 else ""
 
 
-# Why a trace cannot be read, or what had to be mended to read it: in words, with the place.
-
-
 class TraceError(ValueError):
-    """The file is no readable trace. `reason` is a clause without the file's name, `byte` the place in the
-    (decompressed) text where one can be named."""
+    """The file is not a readable trace. `reason` is a clause without the file's name; `byte` is the position in the
+    decompressed text, if known."""
 
     def __init__(self, reason: str, *, byte: int | None = None) -> None:
         self.reason = reason if byte is None else f"{reason} (byte {byte})"
@@ -140,7 +137,7 @@ class TraceError(ValueError):
 
 
 class Repairs:
-    """Counts what was mended, each kind once, with the first place."""
+    """Counts repairs by message, each with the position of the first."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
@@ -156,10 +153,10 @@ class Repairs:
             self.note(words, count, byte=other._first[words])
 
     def total(self, prefix: str) -> int:
-        """Of all kinds whose words begin so."""
+        """The number of repairs whose message starts with the prefix."""
         return sum(count for words, count in self._counts.items() if words.startswith(prefix))
 
-    def in_words(self) -> tuple[str, ...]:
+    def messages(self) -> tuple[str, ...]:
         return tuple(self._sentence(words, count) for words, count in self._counts.items())
 
     def _sentence(self, words: str, count: int) -> str:

@@ -41,13 +41,13 @@ class FrameExcess:
 
 
 @dataclass(frozen=True)
-class _Accused:
-    """The slowest of the culprits, against the ranks of its cohort that are not accused."""
+class _Culprit:
+    """The slowest of the culprits, against the ranks of its cohort that are no culprits."""
 
     columns: RankColumns
     row: int
     peers: Bools
-    own_seconds: float
+    compared_seconds: float
     usual_seconds: float
     bound: str
     stacks: StackProfile | None
@@ -57,7 +57,7 @@ class _Accused:
 
     @property
     def excess_seconds(self) -> float:
-        return self.own_seconds - self.usual_seconds
+        return self.compared_seconds - self.usual_seconds
 
     def more_than_peers(self, seconds: Floats) -> float:
         """NaN where it was not measured."""
@@ -81,11 +81,11 @@ def name_cause(
     row = screened.slowest(culprits)
     peers = ~culprits & (columns.stage == columns.stage[row])
     rank, others = int(columns.rank[row]), columns.rank[peers].tolist()
-    accused = _Accused(
+    culprit = _Culprit(
         columns,
         row,
         peers,
-        float(screened.own_seconds[row]),
+        float(screened.compared_seconds[row]),
         float(screened.reference_seconds[row]),
         _bound(columns, screened, row, policy),
         stacks.get(rank),
@@ -93,11 +93,11 @@ def name_cause(
         (gpus or {}).get(rank),
         [gpus[other] for other in others if other in gpus] if gpus else [],
     )
-    if screened.starved[row] and accused.bound != DEVICE:
-        return _starved(accused)
-    if accused.bound:
-        return _cause_on_device(accused, policy)
-    return _cause_by_phase(accused, policy)
+    if screened.starved[row] and culprit.bound != DEVICE:
+        return _starved(culprit)
+    if culprit.bound:
+        return _cause_on_device(culprit, policy)
+    return _cause_by_phase(culprit, policy)
 
 
 def _bound(columns: RankColumns, screened: Screen, row: int, policy: Policy) -> str:
@@ -105,35 +105,35 @@ def _bound(columns: RankColumns, screened: Screen, row: int, policy: Policy) -> 
     if not is_timed_on_device(columns)[row]:
         return ""
     one = slice(row, row + 1)
-    excess = screened.own_seconds[one] - screened.reference_seconds[one]
+    excess = screened.compared_seconds[one] - screened.reference_seconds[one]
     ahead, further = columns.run_ahead_seconds[one], screened.further_ahead_seconds[one]
     found = device_bound(ahead, further, columns.step_seconds[one], excess, policy)[0]
     return "" if np.isnan(found) else DEVICE if found else HOST
 
 
-def _starved(accused: _Accused) -> Cause:
-    delay = np.nan_to_num(accused.more_than_peers(accused.columns.starved_seconds))
-    evidence = f"{milliseconds(float(delay))} a step without a CPU, of {milliseconds(accused.excess_seconds)} in excess"
-    return Cause("starved", _shown(accused.frames()), evidence, accused.bound)
+def _starved(culprit: _Culprit) -> Cause:
+    delay = np.nan_to_num(culprit.more_than_peers(culprit.columns.starved_seconds))
+    evidence = f"{milliseconds(float(delay))} a step without a CPU, of {milliseconds(culprit.excess_seconds)} in excess"
+    return Cause("starved", _shown(culprit.frames()), evidence, culprit.bound)
 
 
-def _cause_on_device(accused: _Accused, policy: Policy) -> Cause:
+def _cause_on_device(culprit: _Culprit, policy: Policy) -> Cause:
     """Where the step is timed on a device, and it is known whether the device or its host is late."""
-    excess, columns = accused.excess_seconds, accused.columns
-    exposed = accused.more_than_peers(columns.input_seconds)
+    excess, columns = culprit.excess_seconds, culprit.columns
+    exposed = culprit.more_than_peers(columns.input_seconds)
     if exposed >= policy.cause_share * excess:
-        frames = _shown(e for e in accused.frames() if e.frame.phase == "input")
+        frames = _shown(e for e in culprit.frames() if e.frame.phase == "input")
         return Cause("input", frames, f"its device stands still {milliseconds(exposed)} a step for its input", HOST)
-    if accused.bound == HOST:
-        return _late_host(accused, policy)
-    throttle = name_throttle(accused.gpu, accused.peers_gpus, _slowdown(accused), policy)
-    errors = compare_errors(accused.gpu, accused.peers_gpus)
+    if culprit.bound == HOST:
+        return _late_host(culprit, policy)
+    throttle = name_throttle(culprit.gpu, culprit.peers_gpus, _slowdown(culprit), policy)
+    errors = compare_errors(culprit.gpu, culprit.peers_gpus)
     if throttle is not None:
         return replace(throttle, evidence=_joined(throttle.evidence, errors), bound=DEVICE)
-    held = {phase: accused.more_than_peers(columns.phase_seconds(phase)) for phase in ("forward", "backward")}
+    held = {phase: culprit.more_than_peers(columns.phase_seconds(phase)) for phase in ("forward", "backward")}
     where = [f", in {phase}" for phase, seconds in held.items() if seconds >= policy.cause_share * excess]
     more = f"{milliseconds(excess)} a step more on its device{''.join(where)}"
-    clocks = compare_clocks(accused.gpu, accused.peers_gpus, policy)
+    clocks = compare_clocks(culprit.gpu, culprit.peers_gpus, policy)
     return Cause("device", (), _joined(more, errors, clocks), DEVICE)
 
 
@@ -141,45 +141,45 @@ def _joined(*parts: str) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _late_host(accused: _Accused, policy: Policy) -> Cause:
+def _late_host(culprit: _Culprit, policy: Policy) -> Cause:
     """A host that is late never waits for its device: all it is seen in is its own work, backward too."""
-    excess = accused.excess_seconds
+    excess = culprit.excess_seconds
     late = f"its host is late by {milliseconds(excess)} a step"
-    if accused.stacks is None or not accused.peers_stacks:
-        whose = "its" if accused.stacks is None else "its peers'"
-        return Cause("unknown", (), f"{late}; {whose} stacks were not sampled", HOST)
+    if culprit.stacks is None or not culprit.peers_stacks:
+        of = "its" if culprit.stacks is None else "its peers'"
+        return Cause("unknown", (), f"{late}; {of} stacks were not sampled", HOST)
     needed = policy.stack_cause_share * excess
-    phase, held = _seen_in_stacks(accused, HOST_WAITING_PHASES, needed)
-    frames = accused.frames(waiting=HOST_WAITING_PHASES)
+    phase, held = _seen_in_stacks(culprit, HOST_WAITING_PHASES, needed)
+    frames = culprit.frames(waiting=HOST_WAITING_PHASES)
     if held < needed:
         return Cause("unknown", _shown(frames), f"{late}, spread over several phases", HOST)
     return Cause(phase, _shown(frames, phase), f"{late}, {milliseconds(held)} of it in {phase}", HOST)
 
 
-def _cause_by_phase(accused: _Accused, policy: Policy) -> Cause:
-    excess = accused.excess_seconds
+def _cause_by_phase(culprit: _Culprit, policy: Policy) -> Cause:
+    excess = culprit.excess_seconds
     phase, held = "unknown", 0.0
     for named in WORK_PHASES:
-        seconds = accused.more_than_peers(accused.columns.phase_seconds(named))
+        seconds = culprit.more_than_peers(culprit.columns.phase_seconds(named))
         if seconds > held:
             phase, held = named, seconds
     needed = policy.cause_share * excess
     if held < needed:
         # The probe cannot split every job's step (no DDP, no DataLoader); stacks can.
         needed = policy.stack_cause_share * excess
-        phase, held = _seen_in_stacks(accused, WAITING_PHASES, needed)
+        phase, held = _seen_in_stacks(culprit, WAITING_PHASES, needed)
     if not (phase in PHASES_OFF_THE_GPU and held >= needed):
-        throttle = name_throttle(accused.gpu, accused.peers_gpus, _slowdown(accused), policy)
+        throttle = name_throttle(culprit.gpu, culprit.peers_gpus, _slowdown(culprit), policy)
         if throttle is not None:
             return throttle
     if held < needed:
         evidence = f"{milliseconds(excess)} a step in excess, spread over several phases"
-        return Cause("unknown", _shown(accused.frames()), evidence)
-    return Cause(phase, _shown(accused.frames(), phase), f"{milliseconds(held)} a step more {phase} than its peers")
+        return Cause("unknown", _shown(culprit.frames()), evidence)
+    return Cause(phase, _shown(culprit.frames(), phase), f"{milliseconds(held)} a step more {phase} than its peers")
 
 
-def _slowdown(accused: _Accused) -> float:
-    return accused.own_seconds / accused.usual_seconds if accused.usual_seconds > 0 else inf
+def _slowdown(culprit: _Culprit) -> float:
+    return culprit.compared_seconds / culprit.usual_seconds if culprit.usual_seconds > 0 else inf
 
 
 def _shown(found: Iterable[FrameExcess], phase: str | None = None) -> tuple[FrameSeen, ...]:
@@ -192,26 +192,26 @@ def _shown(found: Iterable[FrameExcess], phase: str | None = None) -> tuple[Fram
     return tuple(frames[:FRAMES_SHOWN])
 
 
-def _seen_in_stacks(accused: _Accused, waiting: Collection[str], needed_seconds: float) -> tuple[str, float]:
+def _seen_in_stacks(culprit: _Culprit, waiting: Collection[str], needed_seconds: float) -> tuple[str, float]:
     """The phase that holds the excess by the rank's stacks, and the seconds of a step in it. The line comes before the
     phase: a rank that is blocked, because its device's queue is full, is seen in any phase."""
-    step_seconds = float(accused.columns.step_seconds[accused.row])
-    found = accused.frames(waiting)
+    step_seconds = float(culprit.columns.step_seconds[culprit.row])
+    found = culprit.frames(waiting)
     if found and found[0].share * step_seconds >= needed_seconds:
         phase, share = step_phase(found[0].frame.phase), found[0].share
     else:
-        phase, share = _phase_from_stacks(accused, waiting)
-    return phase, min(share * step_seconds, accused.excess_seconds)
+        phase, share = _phase_from_stacks(culprit, waiting)
+    return phase, min(share * step_seconds, culprit.excess_seconds)
 
 
-def _phase_from_stacks(accused: _Accused, waiting: Collection[str]) -> tuple[str, float]:
+def _phase_from_stacks(culprit: _Culprit, waiting: Collection[str]) -> tuple[str, float]:
     """The phase that the rank is seen in most beyond its peers, and by which share of the samples."""
     best = ("unknown", 0.0)
-    if accused.stacks is None or not accused.peers_stacks:
+    if culprit.stacks is None or not culprit.peers_stacks:
         return best
-    for phase, share in accused.stacks.phase_shares.items():
+    for phase, share in culprit.stacks.phase_shares.items():
         if phase not in waiting:
-            usual = median(other.phase_shares.get(phase, 0.0) for other in accused.peers_stacks)
+            usual = median(other.phase_shares.get(phase, 0.0) for other in culprit.peers_stacks)
             best = max(best, (step_phase(phase), share - usual), key=lambda item: item[1])
     return best
 

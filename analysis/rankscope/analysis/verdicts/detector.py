@@ -1,33 +1,50 @@
-"""The verdict on one job: gathers its windows, and asks the rules that fit what is known of it."""
+"""The detector: verdicts on all jobs of a fleet, window by window.
+
+`FleetDetector` is the entry. It gathers each job's windows until every rank has steps to compare, compares the ranks of
+all jobs at once (slow_rank.py), and decides per job from its last windows (findings.py, rules.py), or from stacks where
+no steps are known (stack_verdict.py)."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
 
 import numpy as np
 
-from rankscope.analysis.verdicts.communication import TransferBaseline
 from rankscope.analysis.verdicts.findings import ReadyWindow, observe
-from rankscope.analysis.verdicts.hang import Hang, find_hang
+from rankscope.analysis.verdicts.hang import find_hang
 from rankscope.analysis.verdicts.job_summary import summarize
 from rankscope.analysis.verdicts.rules import HEALTHY, Damper, RecentWindows
-from rankscope.analysis.verdicts.slow_rank import concatenate, screen
+from rankscope.analysis.verdicts.slow_communication import TransferBaseline
+from rankscope.analysis.verdicts.slow_rank import screen
 from rankscope.analysis.verdicts.stack_verdict import judge_stack_windows
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
-from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict, ranks
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict
 from rankscope.analysis.verdicts.window_merge import merge_evidence, merge_windows
-from rankscope.analysis.verdicts.windows import FrameSeen, JobWindow
+from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
 
-# What captures say of a job whose steps, or what they wait for, are not known otherwise: a few steps of many, now and
-# then. Stacks are looked at all the time, so the two are judged side by side.
-
-# What captures said stands until so many more could have come.
+# Steps every rank needs in a window before ranks are compared in it.
+STEPS_PER_WINDOW = 4
+# Windows without enough steps are gathered, up to this many.
+PENDING_KEPT = 600
+# Where waiting is sampled rarely: so many of the gaps between two samples, but never more windows than this.
+GAPS_WAITED = 3
+LONGEST_PATIENCE = 150
+# Nodes may differ by a step, and by what the kernel's clock discipline leaves.
+CLOCK_TOLERANCE_SECONDS = 0.25
+# A finding of captures stands until so many more could have come.
 CAPTURES_MISSED = 3
+IN_CAPTURES = " (in captured steps)"
+# Phases that only a cause needs. They are left out of the comparison, as every column costs a fleet time.
+ONLY_FOR_CAUSES = ("forward_seconds", "backward_seconds", "optimizer_seconds", "other_seconds")
 
 
 class CaptureWindows:
+    """Captures of a job, where its steps or their waiting are not known otherwise: a few steps of many, now and then.
+    Stacks are sampled all the time, so the two are judged side by side."""
+
     def __init__(self) -> None:
         self.count = 0
         self.verdict: Verdict | None = None  # once there are steps enough
@@ -42,8 +59,8 @@ class CaptureWindows:
         self.verdict = verdict or self.verdict
 
     def settle(self, recent: Iterable[JobWindow], policy: Policy, missing: str = "no step records") -> Verdict:
-        """A finding of captures comes before what stacks say; that they found nothing comes after. `recent` are the
-        latest windows, oldest first; `missing` says what they do not tell."""
+        """A finding of captures comes before one of stacks; that captures found nothing comes after. `recent` are the
+        latest windows, oldest first; `missing` is what they lack."""
         windows = list(recent)
         standing = self._standing(windows[-1].end_unix_seconds)
         if standing is not None and standing.kind.is_finding:
@@ -56,21 +73,8 @@ class CaptureWindows:
         return self.verdict if is_fresh else None
 
 
-# Steps every rank needs in a window before ranks are compared in it.
-STEPS_PER_WINDOW = 4
-# Windows without enough steps are gathered, but not for ever.
-PENDING_KEPT = 600
-FRAMES_OF_A_HANG = 3
-# Where waiting is sampled rarely: so many of the gaps between two samples, but never more windows than this.
-GAPS_WAITED = 3
-LONGEST_PATIENCE = 150
-# Nodes may differ by a step, and by what the kernel's clock discipline leaves.
-CLOCK_TOLERANCE_SECONDS = 0.25
-IN_CAPTURES = " (in captured steps)"
-
-
-class JobJudge:
-    """Call `absorb` with every window; screen what it returns (all jobs together), and hand that to `judge`."""
+class JobDetector:
+    """One job. Call `absorb` with every window, screen what it returns (all jobs together), pass that to `judge`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -93,8 +97,8 @@ class JobJudge:
         return self._policy
 
     def adopt(self, policy: Policy) -> None:
-        """Judge by other thresholds from now on. What the job's past looked like stays known; what was raised by the
-        old ones is not held by hysteresis against the new."""
+        """Judge by other thresholds from now on. The job's past stays known; an alarm of the old thresholds is not held
+        by hysteresis against the new ones."""
         if policy is self._policy or policy == self._policy:
             return
         self._policy = policy
@@ -113,7 +117,7 @@ class JobJudge:
         if fewest >= STEPS_PER_WINDOW and not self._pending and not window.is_captured:
             return window
         if np.isnan(fewest) and np.isnan(steps).all():
-            return None  # nothing to gather: between two captures there may be thousands of these
+            return None  # nothing to gather; between two captures there may be thousands of these
         # Recorded steps are slower than those around them, of which only the length is known.
         pending = self._pending_captures if window.is_captured else self._pending
         pending.append(window)
@@ -130,20 +134,20 @@ class JobJudge:
 
     def judge(self, ready: ReadyWindow | None) -> Verdict:
         """The verdict after the window last absorbed."""
-        # Who has steps to be judged by is moving.
+        # A job that has steps to compare is moving.
         verdict = self._hung() if ready is None else None
         if verdict is None:
             said = self._judge_ranks(ready)
             verdict = self.verdict if said is None else self._damper.settle(said, self.verdict)
         gaps = (Kind.INSUFFICIENT_DATA, Kind.HANG)
         if verdict.kind in gaps and self.verdict.kind not in gaps and not self._captures.count:
-            # What was compared before a gap says nothing about what comes after it. Between captures are only gaps.
+            # Windows before a gap are no evidence for what comes after it. Between captures there are only gaps.
             self._recent = RecentWindows(self._policy)
         self.verdict = self._with_loss(verdict)
         return self.verdict
 
     def _with_loss(self, verdict: Verdict) -> Verdict:
-        """What is lost grows while a finding stands, and is forgotten with it."""
+        """The loss grows while a finding stands, and ends with it."""
         if not verdict.kind.is_finding or verdict.impact_ratio is None:
             self._lost_gpu_seconds = 0.0
             return verdict
@@ -155,11 +159,11 @@ class JobJudge:
         latest = self._raw[-1]
         if np.fmax.reduce(latest.columns.steps, initial=0.0) > 0:
             return None
-        hang = find_hang(latest.stalls(), latest.departed, self._step_seconds, self._policy)
-        return None if hang is None else _hang_verdict(hang, known_steps=self._steps_seen > 0)
+        known_steps = self._steps_seen > 0
+        return find_hang(latest.stalls(), latest.departed, self._step_seconds, known_steps, self._policy)
 
     def _judge_ranks(self, ready: ReadyWindow | None) -> Verdict | None:
-        """None where the latest window says nothing new."""
+        """None where the latest window adds nothing."""
         latest = self._raw[-1]
         seen = len(latest.columns)
         if seen < self._policy.ranks_seen_ratio * latest.world_size:
@@ -179,7 +183,7 @@ class JobJudge:
             if self._steps_seen and self._unmeasured <= self._patience:
                 return None  # waiting is sampled, and a window may hold no sample: that alone changes nothing
             if self._unmeasured <= self._patience:
-                return Verdict(Kind.INSUFFICIENT_DATA, missing)  # the first steps; stacks before them say nothing
+                return Verdict(Kind.INSUFFICIENT_DATA, missing)  # the first steps; stacks before them show nothing
             return judge_stack_windows(list(self._raw), self._policy, missing)
         if self._steps_seen and self._unmeasured > self._patience:
             # Samples of this job are that far apart.
@@ -190,7 +194,7 @@ class JobJudge:
         if ready.window.is_captured:
             return self._judge_captures(ready)
         self._captures = CaptureWindows()
-        # Earlier windows were kept for their stacks; with steps to go by they only hold memory.
+        # Earlier windows were kept for their stacks; once steps are known they only take memory.
         self._raw.clear()
         self._raw.append(latest)
         if self._steps_seen < self._policy.steps_needed:
@@ -202,7 +206,7 @@ class JobJudge:
         return self._recent.decide(observe(ready, self._baseline, self._policy), self.verdict)
 
     def _judge_captures(self, ready: ReadyWindow) -> Verdict:
-        """A few steps of many, so what they say is less sure, and what stacks say of the rest counts beside it."""
+        """A few steps of many: confidence is low, and the stacks of the rest count too."""
         if self._steps_seen < self._policy.steps_needed:
             self._captures.add(ready.window, None)
         else:
@@ -213,47 +217,21 @@ class JobJudge:
         return self._captures.settle(self._raw, self._policy)
 
 
-def _hang_verdict(hang: Hang, known_steps: bool) -> Verdict:
-    who = f"{ranks(hang.culprits)}: {hang.how}" if hang.culprits else hang.how
-    where = f", at {hang.stack[0]}" if hang.stack else ""
-    frames = tuple(frame for frame in map(_frame, hang.stack[:FRAMES_OF_A_HANG]) if frame)
-    return Verdict(
-        Kind.HANG,
-        f"no rank has advanced for {hang.seconds:.0f} s; {who}{where}",
-        Severity.ALARM,
-        Confidence.HIGH if known_steps else Confidence.LOW,
-        hang.culprits,
-        impact_ratio=1.0,
-        cause=Cause(hang.phase, frames, hang.how),
-    )
+class FleetDetector:
+    """All jobs of a shard, tick by tick: ranks are compared once over all jobs, the rest is done per job. A job without
+    a window in a tick keeps its verdict.
 
-
-def _frame(text: str) -> FrameSeen | None:
-    """`function (file:line)` as a frame."""
-    function, bracket, rest = text.partition(" (")
-    file, colon, line = rest.rstrip(")").rpartition(":")
-    if not bracket or not colon or not line.isdigit():
-        return None
-    return FrameSeen(function, file, int(line), 1.0, 1.0, "unknown")
-
-
-# All jobs of a shard at one tick: the comparison of ranks runs once over everything, the rest per job.
-
-
-class FleetJudge:
-    """Holds what is remembered of each job. A job that is not named for a tick keeps its verdict.
-
-    `policy_of` gives a job's own policy, asked at every tick: one that has changed holds from that tick on."""
+    `policy_of` gives a job's own policy and is called at every tick: a changed one holds from that tick on."""
 
     def __init__(
         self, policy: Policy = DEFAULT_POLICY, policy_of: Callable[[str], Policy | None] | None = None
     ) -> None:
         self._policy = policy
         self._policy_of = policy_of
-        self._judges: dict[str, JobJudge] = {}
+        self._judges: dict[str, JobDetector] = {}
 
     def evaluate(self, windows: Mapping[str, JobWindow]) -> dict[str, Verdict]:
-        # Columns may hold anything that was sent as a measurement; what comes of it is checked where it is used.
+        # Columns may hold anything that was sent as a measurement; results are checked where they are used.
         with np.errstate(all="ignore"):
             return self._evaluate(windows)
 
@@ -261,14 +239,14 @@ class FleetJudge:
         judges = self._judges
         if self._policy_of is None:
             for job in windows.keys() - judges.keys():
-                judges[job] = JobJudge(self._policy)
+                judges[job] = JobDetector(self._policy)
         else:
             for job in windows:
                 policy = self._policy_of(job) or self._policy
                 if job in judges:
                     judges[job].adopt(policy)
                 else:
-                    judges[job] = JobJudge(policy)
+                    judges[job] = JobDetector(policy)
         ready = {job: judges[job].absorb(window) for job, window in windows.items()}
         comparable = {job: w for job, w in ready.items() if w is not None and len(w.columns)}
         compared: dict[str, ReadyWindow] = {}
@@ -277,7 +255,7 @@ class FleetJudge:
         return {job: judges[job].judge(compared.get(job)) for job in windows}
 
     def _grouped(self, windows: Mapping[str, JobWindow]) -> dict[Policy, dict[str, JobWindow]]:
-        """By what the comparison depends on: a fleet has many jobs and few policies, and targets do not divide it."""
+        """By policy without its MFU target, which no comparison depends on: a fleet has many jobs and few policies."""
         if self._policy_of is None:
             return {self._policy: dict(windows)} if windows else {}
         # Found by identity first: hashing a policy for every job would take as long as judging it.
@@ -292,12 +270,12 @@ class FleetJudge:
         return groups
 
     def forget(self, job: str) -> None:
-        """The job has ended, or its processes are new ones: nothing of the old ones is evidence."""
+        """The job has ended, or its processes are new: the old ones are no evidence."""
         self._judges.pop(job, None)
 
 
 def _compare(windows: Mapping[str, JobWindow], policy: Policy) -> dict[str, ReadyWindow]:
-    columns = concatenate([window.columns for window in windows.values()])
+    columns = _concatenate([window.columns for window in windows.values()])
     screened = screen(columns, policy)
     summaries = summarize(columns, screened, len(windows))
     compared, start = {}, 0
@@ -306,3 +284,12 @@ def _compare(windows: Mapping[str, JobWindow], policy: Policy) -> dict[str, Read
         compared[job] = ReadyWindow(window, screened, slice(start, end), summary)
         start = end
     return compared
+
+
+def _concatenate(parts: list[RankColumns]) -> RankColumns:
+    """One table of several jobs' windows, for comparing ranks. `job` is renumbered by position."""
+    job = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    left_out = dict.fromkeys(ONLY_FOR_CAUSES, np.broadcast_to(np.nan, job.shape))
+    names = [f.name for f in fields(RankColumns) if f.name != "job" and f.name not in left_out]
+    made = {name: np.concatenate([*map(attrgetter(name), parts)]) for name in names}
+    return RankColumns(job=job, **made, **left_out)

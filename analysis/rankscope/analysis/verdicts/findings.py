@@ -1,4 +1,5 @@
-"""One window of one job, looked at with every rule: what would each say if it stood alone?"""
+"""What one window of one job shows: slow ranks, a slow stage, slow communication, uneven data. Each finding is made on
+its own; rules.py decides which of them lasts."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rankscope.analysis.stats.robust import Bools, median_or_nan
-from rankscope.analysis.verdicts.communication import SlowTransfer, TransferBaseline
+from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, median_or_nan
 from rankscope.analysis.verdicts.job_summary import JobSummary
-from rankscope.analysis.verdicts.slow_rank import Screen, find_split, work_seconds
+from rankscope.analysis.verdicts.slow_communication import SlowTransfer, TransferBaseline
+from rankscope.analysis.verdicts.slow_rank import Screen, find_split, is_timed_on_device, step_noise, work_seconds
 from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
 
-# Pipeline stages are compared by their medians: a long stage is nobody's fault in it.
+# Pipeline stages are compared by their medians: a long stage is no rank's fault.
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,12 @@ class SlowStage:
     impact_ratio: float
 
 
-def find_slow_stage(columns: RankColumns, policy: Policy, threshold: float | None = None) -> SlowStage | None:
-    """The stage whose median self time exceeds that of the other stages, if one does."""
+def find_slow_stage(columns: RankColumns, summary: JobSummary, policy: Policy, part: float = 1.0) -> SlowStage | None:
+    """The stage with a median of own work that exceeds that of the other stages, if one has. `part` of the way to the
+    thresholds is enough.
+
+    It must stand out of the spread of ranks around their stages, as a rank must out of its cohort. Where ranks queue
+    for a CPU, their work takes longer too, by chance: there a stage needs the ratio of a rank that queues."""
     stages = np.unique(columns.stage)
     if len(stages) < 2 or stages[0] < 0:
         return None
@@ -42,16 +47,24 @@ def find_slow_stage(columns: RankColumns, policy: Policy, threshold: float | Non
     ratio = medians[slowest] / usual
     # A step is never shorter than the work in it.
     impact = (medians[slowest] - others.max()) / max(medians[slowest], median_or_nan(columns.step_seconds))
-    if ratio < (threshold or policy.stage_ratio) or not impact >= policy.impact_ratio:
+    # A device does not queue.
+    queues = is_contended(summary, policy) and not is_timed_on_device(columns).all()
+    needed = max(policy.stage_ratio, policy.starved_rank_ratio if queues else 0.0)
+    deviation = median_or_nan(np.abs(own - medians[np.searchsorted(stages, columns.stage)]))
+    spread = max(MAD_TO_SIGMA * deviation, policy.spread_floor_ratio * usual)
+    spread = max(spread, policy.step_noise_weight * median_or_nan(step_noise(columns)))
+    if ratio < 1 + part * (needed - 1) or not impact >= policy.impact_ratio:
+        return None
+    if not medians[slowest] - usual >= part * policy.rank_score * spread:
         return None
     return SlowStage(int(stages[slowest]), float(ratio), float(impact))
 
 
-# Nobody in particular is slow, yet all wait: another rank is last each step (uneven data).
+# Uneven data: no rank in particular is slow, yet all wait, because another rank is last each step.
 
 
 def is_contended(summary: JobSummary, policy: Policy) -> bool:
-    """On an oversubscribed machine the scheduler spreads the steps; that says nothing about the data."""
+    """On an oversubscribed machine the scheduler spreads the steps: no sign of uneven data or of a slow stage."""
     return summary.starved_seconds >= policy.contended_ratio * summary.step_seconds
 
 
@@ -68,7 +81,7 @@ def imbalance_impact(summary: JobSummary, policy: Policy) -> float | None:
 
 
 class ReadyWindow(NamedTuple):
-    """What `absorb` returned, with what the comparison of all ranks said about it."""
+    """A window that is ready for judging, with the comparison of its ranks."""
 
     window: JobWindow
     all_ranks: Screen
@@ -84,7 +97,7 @@ class Observation(NamedTuple):
     """A tuple, as one is made for every job at every tick of a fleet."""
 
     columns: RankColumns
-    # Kept only where a rank stands out: nobody will ask for the stacks of the others, and a large job's would be
+    # Kept only where a rank stands out: the stacks of the others are not needed, and those of a large job would take
     # gigabytes over the windows that are remembered.
     window: JobWindow | None
     screen: Screen | None
@@ -112,7 +125,9 @@ def observe(ready: ReadyWindow, baseline: TransferBaseline, policy: Policy) -> O
         any_outlier = bool(outlier.any())
     if not any_outlier:
         if summary.stages_known and summary.last_stage > 0:
-            stage, lingering_stage = _look_at_stages(window, policy)
+            stage = find_slow_stage(window.columns, summary, policy)
+            if stage is None:
+                lingering_stage = find_slow_stage(window.columns, summary, policy, policy.hysteresis)
         transfer = baseline.compare(summary, policy)
         if imbalance is None and stage is None and transfer is None:
             imbalance = imbalance_impact(summary, policy)
@@ -137,13 +152,6 @@ def _concerns_everyone(summary: JobSummary, policy: Policy) -> bool:
     return summary.input_ratio >= policy.input_bound_ratio or summary.mfu_ratio < (policy.mfu_target_ratio or 0.0)
 
 
-def _look_at_stages(window: JobWindow, policy: Policy) -> tuple[SlowStage | None, SlowStage | None]:
-    stage = find_slow_stage(window.columns, policy)
-    if stage is not None:
-        return stage, None
-    return None, find_slow_stage(window.columns, policy, 1 + policy.hysteresis * (policy.stage_ratio - 1))
-
-
 def _look_for_splits(
     window: JobWindow, screen: Screen, summary: JobSummary, policy: Policy
 ) -> tuple[Bools, Screen, float | None]:
@@ -154,7 +162,7 @@ def _look_for_splits(
     imbalance: float | None = None
     for stage in np.unique(columns.stage):
         rows = np.flatnonzero(columns.stage == stage)
-        split = find_split(screen.own_seconds[rows], columns.place[rows], float(screen.rank_ratio[rows[0]]))
+        split = find_split(screen.compared_seconds[rows], columns.place[rows], float(screen.rank_ratio[rows[0]]))
         if split is None:
             continue
         share = (split.slow_seconds - split.fast_seconds) / max(summary.step_seconds, split.slow_seconds)
@@ -167,10 +175,4 @@ def _look_for_splits(
             impact[rows[split.slow]] = share
         elif is_wide and not is_contended(summary, policy):
             imbalance = max(imbalance or 0.0, share)
-    merged = replace(
-        screen,
-        reference_seconds=reference,
-        impact_ratio=impact,
-        outlier=outlier,
-    )
-    return outlier, merged, imbalance
+    return outlier, replace(screen, reference_seconds=reference, impact_ratio=impact, outlier=outlier), imbalance

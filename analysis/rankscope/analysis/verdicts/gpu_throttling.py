@@ -1,6 +1,6 @@
 """How the GPU of a slow rank differs from its peers': a lower clock, which may be the cause, or errors.
 
-The clock decides, the driver's reasons only say why: all GPUs of a job under the same power cap are nobody's fault, and
+The clock decides, the driver's reasons only explain it: one power cap on all GPUs of a job is no cause, and
 a reason that does not lower the clock slows nothing. Errors of the hardware are evidence beside the cause: how much
 time they cost is not known."""
 
@@ -65,16 +65,16 @@ def compare_errors(mine: GpuEvidence | None, peers: Sequence[GpuEvidence]) -> st
         (mine.xids, [peer.xids for peer in peers], _counted(mine.xids, "XID")),
         (mine.row_remap_pending, [peer.row_remap_pending for peer in peers], "a pending row remap"),
     )
-    told, theirs = [], []
+    found, theirs = [], []
     for own, others, text in kinds:
         known = [int(other) for other in others if other is not None]
         if own and known and not median(known):
-            told.append(text)
+            found.append(text)
             theirs += known
-    if not told:
+    if not found:
         return ""
     lasted = f" in {mine.seconds:.0f} s" if mine.seconds >= 1 else ""
-    return f"{' and '.join(told)} on its GPU{lasted}, {'most of ' if any(theirs) else ''}its peers none"
+    return f"{' and '.join(found)} on its GPU{lasted}, {'most of ' if any(theirs) else ''}its peers none"
 
 
 def merge_gpus(seen: Sequence[GpuEvidence]) -> GpuEvidence | None:
@@ -137,5 +137,5 @@ def _megahertz(hertz: float) -> str:
 
 
 def _reasons(gpu: GpuEvidence) -> str:
-    told = [f"{reason} {gpu.share(reason):.0%} of the time" for reason in FORCED if gpu.share(reason) >= 0.05]
-    return ", " + ", ".join(told[:2]) if told else ""
+    found = [f"{reason} {gpu.share(reason):.0%} of the time" for reason in FORCED if gpu.share(reason) >= 0.05]
+    return ", " + ", ".join(found[:2]) if found else ""

@@ -1,49 +1,54 @@
-"""No rank advances: who never entered the collective that the others wait in?"""
+"""The hang verdict: no rank advances. Names the ranks that never entered the collective that the others wait in."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from rankscope.analysis.verdicts.thresholds import Policy
-from rankscope.analysis.verdicts.windows import EXCUSED_PHASES, WAITING_PHASES, Stall, step_phase
+from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict, ranks
+from rankscope.analysis.verdicts.windows import EXCUSED_PHASES, WAITING_PHASES, FrameSeen, Stall, step_phase
 
-
-@dataclass(frozen=True)
-class Hang:
-    culprits: tuple[int, ...]
-    seconds: float
-    how: str  # what tells the culprit from the others
-    phase: str = "unknown"
-    stack: tuple[str, ...] = ()
+FRAMES_SHOWN = 3
 
 
 def find_hang(
-    stalls: Mapping[int, Stall | None], departed: tuple[int, ...], step_seconds: float | None, policy: Policy
-) -> Hang | None:
+    stalls: Mapping[int, Stall | None],
+    departed: tuple[int, ...],
+    step_seconds: float | None,
+    known_steps: bool,
+    policy: Policy,
+) -> Verdict | None:
     """`stalls` has every rank that reports; None for one that is moving."""
     patience = max(policy.hang_seconds, policy.hang_steps * (step_seconds or 0.0))
     standing = {rank: stall for rank, stall in stalls.items() if stall and stall.seconds_since_step >= patience}
     if not standing or len(standing) < len(stalls):
         return None
-    seconds = min(stall.seconds_since_step for stall in standing.values())
     if any(stall.phase in EXCUSED_PHASES for stall in standing.values()):
         return None
     stuck = sum(_is_stuck(stall) for stall in standing.values())
     if stuck * 2 < len(standing):
-        return None  # a long evaluation, a checkpoint by other means: nobody steps, but they are at work
+        return None  # a long evaluation, a checkpoint by other means: no rank steps, but they are at work
+    first: Stall | None = None
     if departed:
-        return Hang(tuple(sorted(departed)), seconds, "its process has ended while the others wait for it")
-    culprits, how = _behind_in_collectives(standing)
-    if not culprits:
-        culprits, how = _not_waiting(standing)
-    first = standing[culprits[0]] if culprits else None
-    return Hang(
+        culprits, how = tuple(sorted(departed)), "its process has ended while the others wait for it"
+    else:
+        culprits, how = _behind_in_collectives(standing)
+        if not culprits:
+            culprits, how = _not_waiting(standing)
+        first = standing[culprits[0]] if culprits else None
+    stack = first.stack if first else ()
+    seconds = min(stall.seconds_since_step for stall in standing.values())
+    who = f"{ranks(culprits)}: {how}" if culprits else how
+    where = f", at {stack[0]}" if stack else ""
+    frames = tuple(frame for frame in map(_frame, stack[:FRAMES_SHOWN]) if frame)
+    return Verdict(
+        Kind.HANG,
+        f"no rank has advanced for {seconds:.0f} s; {who}{where}",
+        Severity.ALARM,
+        Confidence.HIGH if known_steps else Confidence.LOW,
         culprits,
-        seconds,
-        how,
-        step_phase(first.phase or "unknown") if first else "unknown",
-        first.stack if first else (),
+        impact_ratio=1.0,
+        cause=Cause(step_phase(first.phase or "unknown") if first else "unknown", frames, how),
     )
 
 
@@ -75,3 +80,12 @@ def _not_waiting(standing: Mapping[int, Stall]) -> tuple[tuple[int, ...], str]:
     if not odd or (len(odd) * 2 >= len(standing) and len(standing) > 2) or len(odd) == len(standing):
         return (), "all ranks stand in the same place"
     return odd, "the others wait in a collective that it has not entered"
+
+
+def _frame(text: str) -> FrameSeen | None:
+    """`function (file:line)` as a frame."""
+    function, bracket, rest = text.partition(" (")
+    file, colon, line = rest.rstrip(")").rpartition(":")
+    if not bracket or not colon or not line.isdigit():
+        return None
+    return FrameSeen(function, file, int(line), 1.0, 1.0, "unknown")

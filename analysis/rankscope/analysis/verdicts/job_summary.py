@@ -16,10 +16,10 @@ WAIT_TOLERANCE_RATIO = 1.02
 
 
 class JobSummary(NamedTuple):
-    """Medians over the ranks, but where a name says otherwise; NaN where nothing was measured."""
+    """Medians over the ranks, unless a name says otherwise; NaN where nothing was measured."""
 
     step_seconds: float
-    own_seconds: float
+    self_seconds: float
     starved_seconds: float
     mean_waited_ratio: float  # of the step, for others; without the transfer itself
     slowest_excess_ratio: float  # of the step: the slowest rank beyond its cohort
@@ -62,7 +62,7 @@ def summarize(columns: RankColumns, screen: Screen, job_count: int) -> list[JobS
     waited = np.where(columns.wait_seconds > WAIT_TOLERANCE_RATIO * steps, np.nan, waited)
     waited_ratio = np.clip(waited / steps, 0.0, 1.0)
     input_ratio = np.clip(columns.input_seconds / steps, 0.0, 1.0)
-    excess_ratio = (screen.own_seconds - screen.reference_seconds) / steps
+    excess_ratio = (screen.compared_seconds - screen.reference_seconds) / steps
     table = np.column_stack(
         [
             median(steps),
@@ -75,7 +75,7 @@ def summarize(columns: RankColumns, screen: Screen, job_count: int) -> list[JobS
             median(input_ratio),
             median(columns.mfu_ratio),
             grouped_min(columns.steps, job, job_count),
-            count(~np.isnan(screen.own_seconds)),
+            count(~np.isnan(screen.compared_seconds)),
             count(screen.outlier),
             grouped_max(screen.cohort_spread, job, job_count),
             grouped_min(screen.rank_ratio, job, job_count),

@@ -1,4 +1,5 @@
-"""The rules over a job's last windows: persistence on the way up, hysteresis on the way down."""
+"""The verdict from a job's last windows: a rule per kind, with persistence on the way up, hysteresis on the way down.
+`Damper` then keeps the verdict from changing between kinds."""
 
 from __future__ import annotations
 
@@ -17,18 +18,24 @@ from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severit
 from rankscope.analysis.verdicts.window_merge import merge_evidence
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
 
-# A few dozen peers tell what is usual; reading the stacks of all would take minutes in a large job.
+# A few dozen peers show what is usual; reading the stacks of all would take minutes in a large job.
 PEERS_ASKED = 64
 CAUSE_KEPT_WINDOWS = 5
 USUAL_STEPS_KEPT = 30
 ALIKE = 0.7  # two estimates of one thing
 HEALTHY = Verdict(Kind.HEALTHY, "no rank, stage or link stands out")
+UNEVEN = Verdict(
+    Kind.DATA_IMBALANCE,
+    "all ranks wait in turn: the work of a step is spread unevenly, and differently each time",
+    Severity.ALARM,
+    cause=Cause("unknown", (), "self time varies by step"),
+)
 # A cause of another kind must be found so often in a row before it replaces the one that was named.
 CAUSE_CHANGES_AFTER = 2
 
 
 class RecentWindows:
-    """A job's last windows as the rules saw them."""
+    """What a job's last windows showed."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -37,7 +44,7 @@ class RecentWindows:
         self._usual_steps: deque[float] = deque(maxlen=USUAL_STEPS_KEPT)  # of windows in which nothing stood out
         self._cause_age = 0
         self._other_causes = 0  # in a row
-        self._unremarkable = 0  # windows since some rule wanted to look
+        self._unremarkable = 0  # windows since the last finding of any kind
 
     def decide(self, observation: Observation, standing: Verdict) -> Verdict:
         """The verdict with one more window; `standing` is the one before it, for hysteresis."""
@@ -55,7 +62,7 @@ class RecentWindows:
         return self._low_mfu() or self._nothing()
 
     def _nothing(self) -> Verdict:
-        """A fault is seen after so many windows: before that, its absence is not seen either."""
+        """A fault shows after so many windows: before that, its absence does not show either."""
         if len(self._recent) >= self._policy.windows_for_alarm:
             return HEALTHY
         reason = f"{len(self._recent)} of {self._policy.windows_for_alarm} windows compared"
@@ -94,21 +101,14 @@ class RecentWindows:
         cause = self._cause([o.window for o in flagged if o.window], columns, screened, culprits)
         # Not the mean: the fault began within one of the windows.
         impact = self._against_the_past(float(np.median([o.impact_ratio for o in flagged])), columns)
-        own, usual = median_or_nan(screened.own_seconds[rows]), median_or_nan(screened.reference_seconds[rows])
+        own, usual = median_or_nan(screened.compared_seconds[rows]), median_or_nan(screened.reference_seconds[rows])
         group = _place_of(columns.rank[rows].tolist(), last)
         reason = (
             f"{group or ranks(culprits)}: {milliseconds(own)} of own work a step against {milliseconds(usual)} of its "
             f"peers; without that, {percent(impact)} of the job's time would come back"
         )
         return Verdict(
-            Kind.SLOW_RANK,
-            reason,
-            severity,
-            Confidence.HIGH,
-            culprits,
-            group=group,
-            impact_ratio=impact,
-            cause=cause,
+            Kind.SLOW_RANK, reason, severity, Confidence.HIGH, culprits, group=group, impact_ratio=impact, cause=cause
         )
 
     def _against_the_past(self, impact: float, columns: RankColumns) -> float:
@@ -125,7 +125,7 @@ class RecentWindows:
     def _cause(
         self, windows: list[JobWindow], columns: RankColumns, screened: Screen, culprits: tuple[int, ...]
     ) -> Cause:
-        """Once the same ranks have stood accused for a while, it is looked for only now and then: reading stacks is
+        """Once the same ranks are culprits for a while, the cause is looked for only now and then: reading stacks is
         most of what a slow job costs."""
         before = self._before
         same = before.kind is Kind.SLOW_RANK and before.culprits == culprits
@@ -141,8 +141,8 @@ class RecentWindows:
         self._other_causes = self._other_causes + 1 if same and is_other else 0
         if not same:
             return cause
-        # Noise may hide the phase for a window, and stacks are recorded only now and then: while the same ranks stand
-        # accused, what was once named is not forgotten for want of something better.
+        # Noise may hide the phase for a window, and stacks are recorded only now and then: while the culprits are the
+        # same, a cause that was named stays until there is a better one.
         is_vague = cause.phase == "unknown" and cause.bound in ("", before.cause.bound)
         if is_vague or (before.cause.phase != "unknown" and 0 < self._other_causes < CAUSE_CHANGES_AFTER):
             return before.cause
@@ -192,9 +192,8 @@ class RecentWindows:
         if not found:
             return None
         if len(found) < self._policy.windows_for_alarm and not self._standing(Kind.DATA_IMBALANCE):
-            return None  # a fault of one rank that begins looks like it
-        reason = "all ranks wait in turn: the work of a step is spread unevenly, and differently each time"
-        return self._everyone(Kind.DATA_IMBALANCE, found, reason, Cause("unknown", (), "self time varies by step"))
+            return None  # a fault of one rank looks like it while it begins
+        return self._everyone(Kind.DATA_IMBALANCE, found, UNEVEN.reason, UNEVEN.cause)
 
     def _input_bound(self) -> Verdict | None:
         shares = [o.summary.input_ratio for o in self._recent]
@@ -213,26 +212,18 @@ class RecentWindows:
         return self._everyone(Kind.LOW_MFU, [1 - mfu / target for mfu in known], reason, Cause())
 
     def _everyone(self, kind: Kind, impacts: Iterable[float], reason: str, cause: Cause) -> Verdict | None:
-        """A verdict that names no rank, if enough of the last windows say so."""
+        """A verdict that names no rank, if enough of the last windows have the finding."""
         found = list(impacts)
         severity = self._severity(len(found))
         if self._standing(kind) and len(found) >= self._policy.windows_for_warning:
             severity = Severity.ALARM
         if severity is None:
             return None
-        impact = float(np.mean(found))
-        return Verdict(
-            kind,
-            reason,
-            severity,
-            Confidence.HIGH,
-            impact_ratio=impact,
-            cause=cause,
-        )
+        return Verdict(kind, reason, severity, Confidence.HIGH, impact_ratio=float(np.mean(found)), cause=cause)
 
 
 def _witnesses(columns: RankColumns, screened: Screen, culprits: Bools) -> list[int]:
-    """The slowest culprit, whose cause is looked for, and peers from all over its cohort."""
+    """The slowest culprit, for which a cause is looked for, and peers from all over its cohort."""
     slowest = screened.slowest(culprits)
     peers = np.flatnonzero(~culprits & (columns.stage == columns.stage[slowest]))
     asked = peers[np.linspace(0, len(peers) - 1, min(len(peers), PEERS_ASKED)).astype(np.int64)]
@@ -240,7 +231,7 @@ def _witnesses(columns: RankColumns, screened: Screen, culprits: Bools) -> list[
 
 
 def _place_of(culprits: list[int], window: JobWindow) -> str:
-    """Name of the node whose ranks, all of them and no others, are the culprits; empty if there is no such node."""
+    """Name of the node with exactly the culprits as its ranks; empty if there is no such node."""
     columns = window.columns
     places = set(columns.place[np.isin(columns.rank, culprits)].tolist())
     if len(culprits) < 2 or len(places) != 1 or len(np.unique(columns.place)) < 2:
@@ -251,11 +242,8 @@ def _place_of(culprits: list[int], window: JobWindow) -> str:
     return f"node {window.place_names.get(place, place)}"
 
 
-# Damps the rules' verdict of each window, so that users do not see it flip between kinds.
-
-
 class Damper:
-    """One job's. The rules have their own persistence and hysteresis; this is about changes from one kind to another.
+    """Keeps a job's verdict from flipping between kinds. Persistence and hysteresis within a kind are the rules' own.
 
     - A standing alarm gives way to a finding of another kind when that has become an alarm.
     - Doubt (`insufficient_data`) must persist as long as an alarm before it replaces an answer.
@@ -266,38 +254,38 @@ class Damper:
         self._policy = policy
         self._window = 0
         self._doubts = 0  # windows in a row
-        self._left: dict[Kind, int] = {}  # in which window each kind was last given up
-        self._seen = 0  # in which window the rules last said what stands
+        self._left: dict[Kind, int] = {}  # the window in which each kind last ended
+        self._seen = 0  # the window in which the rules last confirmed the standing verdict
         self._came_back = False
         self._has_answered = False
 
-    def settle(self, said: Verdict, standing: Verdict) -> Verdict:
-        """What stands after one more window, in which the rules say `said`."""
+    def settle(self, found: Verdict, standing: Verdict) -> Verdict:
+        """The verdict after one more window, for which the rules give `found`."""
         self._window += 1
-        self._doubts = self._doubts + 1 if said.kind is Kind.INSUFFICIENT_DATA else 0
-        if said.kind is standing.kind:
+        self._doubts = self._doubts + 1 if found.kind is Kind.INSUFFICIENT_DATA else 0
+        if found.kind is standing.kind:
             self._seen = self._window
-            return said
-        if self._is_premature(said, standing):
+            return found
+        if self._is_premature(found, standing):
             return standing
         if self._has_answered and standing.kind is not Kind.HEALTHY:
             self._left[standing.kind] = self._window
         self._has_answered = True
-        self._came_back = said.kind is not Kind.HEALTHY and self._is_recent(self._left.get(said.kind))
+        self._came_back = found.kind is not Kind.HEALTHY and self._is_recent(self._left.get(found.kind))
         self._seen = self._window
-        return said
+        return found
 
-    def _is_premature(self, said: Verdict, standing: Verdict) -> bool:
+    def _is_premature(self, found: Verdict, standing: Verdict) -> bool:
         if standing.kind is Kind.HANG:
-            return False  # it moves, or it does not
-        if said.kind is Kind.INSUFFICIENT_DATA:
+            return False  # a job moves, or it does not
+        if found.kind is Kind.INSUFFICIENT_DATA:
             return self._doubts < self._policy.windows_for_alarm
         is_held = self._came_back and self._is_recent(self._seen)
-        if said.kind is Kind.HEALTHY or not standing.kind.is_finding:
-            return is_held and not said.kind.is_finding
+        if found.kind is Kind.HEALTHY or not standing.kind.is_finding:
+            return is_held and not found.kind.is_finding
         if is_held:
-            return not (said.is_alarm and said.culprits)
-        return standing.is_alarm and not said.is_alarm
+            return not (found.is_alarm and found.culprits)
+        return standing.is_alarm and not found.is_alarm
 
     def _is_recent(self, window: int | None) -> bool:
         return window is not None and self._window - window < self._policy.windows_damped

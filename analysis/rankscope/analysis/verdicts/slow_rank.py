@@ -1,9 +1,11 @@
-"""Which ranks stand out of their cohort in one window. Works on all jobs of a fleet at once."""
+"""The slow-rank comparison: which ranks stand out of their cohort in one window. Works on all jobs of a fleet at once.
+
+A rank is compared by its own work with the ranks of the same job and pipeline stage. Ratio and score must both exceed
+their thresholds (thresholds.py), and the step must get shorter by enough without the excess."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from operator import attrgetter
 
 import numpy as np
 
@@ -20,12 +22,11 @@ from rankscope.analysis.stats.robust import (
 from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.analysis.verdicts.windows import RankColumns
 
-# Whether a slow rank's device is to blame, or the host that gives it work.
-#
-# A host enqueues work ahead of its device. A slow device lets its host get ahead by about as much at some point of the
-# step, even in a loop that synchronises every step; a host that is late is never further ahead than usual. The hosts of
-# ranks that wait for a slow one are ahead as well, by what they wait, which is therefore taken off.
-
+# Some of the queueing happens while a rank waits, and a checkpoint may be hidden from the device: never take either for
+# more than this leaves of the self time.
+LEAST_WORK_RATIO = 0.1
+# Of a normal distribution.
+P10_TO_P90_SIGMAS = 2.563
 # Far ahead, but not by more than this share of the excess beyond the peers: all of them are far ahead, because their
 # loop enqueues a step at once and then waits for it. The excess is somewhere else.
 NOT_FURTHER_SHARE = 0.2
@@ -37,46 +38,26 @@ def is_timed_on_device(columns: RankColumns) -> Bools:
     return ~np.isnan(columns.host_seconds)
 
 
-def waited_seconds(columns: RankColumns) -> Floats:
-    """What a rank waited for others in a step, without what the transfer itself takes."""
-    return np.maximum(columns.wait_seconds - columns.transfer_seconds, 0.0)
+def busy_seconds(columns: RankColumns) -> Floats:
+    """Self time without checkpoints, which are excused."""
+    own = columns.self_seconds
+    return np.maximum(own - np.nan_to_num(columns.checkpoint_seconds), LEAST_WORK_RATIO * own)
 
 
-def further_ahead_seconds(columns: RankColumns, cohort: Ints, cohort_count: int) -> Floats:
-    """How much further ahead a rank's host was than hosts of its cohort are without waiting; NaN where not known."""
-    ahead = columns.run_ahead_seconds
-    usual = np.maximum(ahead - waited_seconds(columns), 0.0)
-    known = np.bincount(cohort[~np.isnan(usual)], minlength=cohort_count)
-    least = np.where(known >= 2, grouped_min(usual, cohort, cohort_count), np.nan)
-    return ahead - least[cohort]
-
-
-def device_bound(
-    ahead_seconds: Floats, further_ahead_seconds: Floats, step_seconds: Floats, excess_seconds: Floats, policy: Policy
-) -> Floats:
-    """Of ranks that are slow by `excess_seconds`: 1 where the device is to blame, 0 where the host is, NaN where it is
-    not known."""
-    ahead, further = ahead_seconds, further_ahead_seconds
-    is_far_ahead = (ahead >= policy.device_bound_ratio * step_seconds) & ~(further < NOT_FURTHER_SHARE * excess_seconds)
-    needed = policy.device_bound_share * excess_seconds
-    is_device = (ahead >= WHOLE_STEP_RATIO * step_seconds) | is_far_ahead | (further >= needed)
-    is_host = (further < needed) | (ahead < needed)
-    return np.where(is_device, 1.0, np.where(is_host, 0.0, np.nan))
-
-
-# Some of the queueing happens while a rank waits, and a checkpoint may be hidden from the device: never take either for
-# more than this leaves of the self time.
-LEAST_WORK_RATIO = 0.1
-ONLY_FOR_CAUSES = ("forward_seconds", "backward_seconds", "optimizer_seconds", "other_seconds")
-# Of a normal distribution.
-P10_TO_P90_SIGMAS = 2.563
+def work_seconds(columns: RankColumns) -> Floats:
+    """Self time without checkpoints and without queueing for a CPU: that is the machine's doing, spreads by chance over
+    the ranks that share it, and hides what a rank itself does. A device does not queue: what its host does is hidden
+    while the host is ahead."""
+    busy = busy_seconds(columns)
+    queued = np.where(is_timed_on_device(columns), 0.0, np.nan_to_num(columns.starved_seconds))
+    return np.maximum(busy - queued, LEAST_WORK_RATIO * busy)
 
 
 @dataclass(frozen=True)
 class Screen:
     """Per rank, against its cohort (same job, same pipeline stage)."""
 
-    own_seconds: Floats  # what was compared: own work, or for a starved rank own work and what it queued for a CPU
+    compared_seconds: Floats  # self time without checkpoints and, unless the rank is starved, without queueing
     reference_seconds: Floats
     impact_ratio: Floats  # share of the step that comes back if this rank ran like the rest; NaN if not an outlier
     starved: Bools  # it stands out by what it queued for a CPU, not by its work
@@ -88,7 +69,7 @@ class Screen:
 
     def slowest(self, among: Bools) -> int:
         """Its row; at least one is among them."""
-        return int(np.flatnonzero(among)[np.argmax(np.nan_to_num(self.own_seconds[among]))])
+        return int(np.flatnonzero(among)[np.argmax(np.nan_to_num(self.compared_seconds[among]))])
 
     def take(self, rows: Ints | Bools | slice) -> Screen:
         return Screen(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
@@ -108,21 +89,6 @@ class _Comparison:
         return (self.ratio >= ratio) & (self.score >= score)
 
 
-def busy_seconds(columns: RankColumns) -> Floats:
-    """Self time without checkpoints, which are excused."""
-    own = columns.self_seconds
-    return np.maximum(own - np.nan_to_num(columns.checkpoint_seconds), LEAST_WORK_RATIO * own)
-
-
-def work_seconds(columns: RankColumns) -> Floats:
-    """Self time without checkpoints and without queueing for a CPU: that is the machine's doing, spreads by chance over
-    the ranks that share it, and hides what a rank itself does. A device does not queue: what its host does is hidden
-    while the host is ahead."""
-    busy = busy_seconds(columns)
-    queued = np.where(is_timed_on_device(columns), 0.0, np.nan_to_num(columns.starved_seconds))
-    return np.maximum(busy - queued, LEAST_WORK_RATIO * busy)
-
-
 @np.errstate(all="ignore")
 def screen(columns: RankColumns, policy: Policy) -> Screen:
     cohort, cohort_count = number_groups(columns.job, columns.stage)
@@ -130,7 +96,7 @@ def screen(columns: RankColumns, policy: Policy) -> Screen:
     # A cohort is compared as one: what holds for the host's clock holds for all of it where one rank has no better.
     strictest = np.where(on_device | np.isnan(columns.self_seconds), policy.device_rank_ratio, policy.rank_ratio)
     rank_ratio = grouped_max(strictest, cohort, cohort_count)[cohort]
-    noise = grouped_median(_step_noise(columns), cohort, cohort_count)[cohort]
+    noise = grouped_median(step_noise(columns), cohort, cohort_count)[cohort]
     work = _compare(work_seconds(columns), columns, cohort, cohort_count, noise, rank_ratio, policy)
     busy = _compare(busy_seconds(columns), columns, cohort, cohort_count, noise, rank_ratio, policy)
     starving = grouped_median(columns.starved_seconds, cohort, cohort_count)[cohort]
@@ -152,7 +118,7 @@ def screen(columns: RankColumns, policy: Policy) -> Screen:
     # A starved rank need not stand out by its work.
     widest = np.fmax(widest, grouped_max(np.where(starved, busy.ratio, np.nan), cohort, cohort_count))
     return Screen(
-        own_seconds=np.where(starved, busy.values, work.values),
+        compared_seconds=np.where(starved, busy.values, work.values),
         reference_seconds=np.where(starved, busy.reference, work.reference),
         impact_ratio=np.where(outlier, np.where(starved, busy.impact, work.impact), np.nan),
         starved=starved,
@@ -164,7 +130,7 @@ def screen(columns: RankColumns, policy: Policy) -> Screen:
     )
 
 
-def _step_noise(columns: RankColumns) -> Floats:
+def step_noise(columns: RankColumns) -> Floats:
     """Standard error of a rank's mean over the steps of the window, from its own p10 and p90."""
     sigma = columns.self_seconds * (columns.self_spread_ratio - 1) / P10_TO_P90_SIGMAS
     return np.nan_to_num(sigma / np.sqrt(np.maximum(columns.steps, 1.0)))
@@ -198,14 +164,38 @@ def _compare(
     return _Comparison(values, reference, ratio, score, np.nan_to_num(impact))
 
 
-def concatenate(parts: list[RankColumns]) -> RankColumns:
-    """One table of several jobs' windows, for comparing ranks. `job` is renumbered by position; the phases that only
-    a cause asks for are left out, as every column costs a fleet time."""
-    job = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    left_out = dict.fromkeys(ONLY_FOR_CAUSES, np.broadcast_to(np.nan, job.shape))
-    names = [f.name for f in fields(RankColumns) if f.name != "job" and f.name not in left_out]
-    made = {name: np.concatenate([*map(attrgetter(name), parts)]) for name in names}
-    return RankColumns(job=job, **made, **left_out)
+# Whether a slow rank's device is to blame, or the host that gives it work.
+#
+# A host enqueues work ahead of its device. A slow device lets its host get ahead by about as much at some point of the
+# step, even in a loop that synchronises every step; a host that is late is never further ahead than usual. The hosts of
+# ranks that wait for a slow one are ahead as well, by what they wait, which is therefore taken off.
+
+
+def waited_seconds(columns: RankColumns) -> Floats:
+    """What a rank waited for others in a step, without what the transfer itself takes."""
+    return np.maximum(columns.wait_seconds - columns.transfer_seconds, 0.0)
+
+
+def further_ahead_seconds(columns: RankColumns, cohort: Ints, cohort_count: int) -> Floats:
+    """How much further ahead a rank's host was than hosts of its cohort are without waiting; NaN where not known."""
+    ahead = columns.run_ahead_seconds
+    usual = np.maximum(ahead - waited_seconds(columns), 0.0)
+    known = np.bincount(cohort[~np.isnan(usual)], minlength=cohort_count)
+    least = np.where(known >= 2, grouped_min(usual, cohort, cohort_count), np.nan)
+    return ahead - least[cohort]
+
+
+def device_bound(
+    ahead_seconds: Floats, further_ahead_seconds: Floats, step_seconds: Floats, excess_seconds: Floats, policy: Policy
+) -> Floats:
+    """Of ranks that are slow by `excess_seconds`: 1 where the device is to blame, 0 where the host is, NaN where it is
+    not known."""
+    ahead, further = ahead_seconds, further_ahead_seconds
+    is_far_ahead = (ahead >= policy.device_bound_ratio * step_seconds) & ~(further < NOT_FURTHER_SHARE * excess_seconds)
+    needed = policy.device_bound_share * excess_seconds
+    is_device = (ahead >= WHOLE_STEP_RATIO * step_seconds) | is_far_ahead | (further >= needed)
+    is_host = (further < needed) | (ahead < needed)
+    return np.where(is_device, 1.0, np.where(is_host, 0.0, np.nan))
 
 
 # Cohorts in which the slow are too many for a median: one of two nodes is hot, or the data is uneven.
@@ -219,13 +209,13 @@ class Split:
     follows_place: bool
 
 
-def find_split(own_seconds: Floats, place: Ints, rank_ratio: float) -> Split | None:
+def find_split(compared_seconds: Floats, place: Ints, rank_ratio: float) -> Split | None:
     """Two clear groups of at least two ranks each, or None.
 
     Clear: the gap between the groups is larger than either group is wide, and their medians are `rank_ratio` apart."""
-    if len(own_seconds) < 4 or bool(np.isnan(own_seconds).any()):
+    if len(compared_seconds) < 4 or bool(np.isnan(compared_seconds).any()):
         return None
-    ordered = np.sort(own_seconds)
+    ordered = np.sort(compared_seconds)
     gaps = np.diff(ordered)[1:-1]  # leaves two on either side
     if len(gaps) == 0:
         return None
@@ -236,6 +226,6 @@ def find_split(own_seconds: Floats, place: Ints, rank_ratio: float) -> Split | N
     clear = slow_median >= rank_ratio * fast_median and gap > max(fast[-1] - fast[0], slow[-1] - slow[0])
     if not clear or len(slow) * 3 < len(ordered):
         return None  # a small slow group is the median's business
-    is_slow = own_seconds >= slow[0]
+    is_slow = compared_seconds >= slow[0]
     follows = not np.intersect1d(place[is_slow], place[~is_slow]).size
     return Split(is_slow, fast_median, slow_median, follows)

@@ -92,12 +92,12 @@ def _score(share: float, excess: float, samples: int) -> float:
     return excess / sqrt(variance / samples)
 
 
-# The verdict where no step is known: stacks of two stretches of time that must tell the same story.
+# The verdict where no step is known: stacks of two stretches of time that must agree.
 
 
 def judge_stack_windows(windows: Sequence[JobWindow], policy: Policy, missing: str = "no step records") -> Verdict:
-    """`windows` are the latest, oldest first. Overlapping stretches would not be two witnesses. `missing` says why
-    stacks are all there is."""
+    """`windows` are the latest, oldest first. Overlapping stretches would not be independent. `missing` is the reason
+    why there are only stacks."""
     length = policy.stack_windows
     if len(windows) < 2 * length:
         return _abstain(missing, f"{len(windows)} of {2 * length} windows of stacks gathered")

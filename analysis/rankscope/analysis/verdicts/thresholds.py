@@ -1,72 +1,166 @@
-"""The thresholds of detection.md, in one place."""
+"""Every threshold, once: name, default, unit and meaning.
+
+`Policy` is what the detector judges a job by. `AlertThresholds` is what only the Prometheus rules compare with. The
+rules and docs/thresholds.md take their numbers from here: `make rules`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+
+def threshold(default: float | None, unit: str, meaning: str) -> Any:
+    """A field of the table. Returns Any, as `dataclasses.field` does in effect: the annotation gives the type."""
+    return field(default=default, metadata={"unit": unit, "meaning": meaning})
 
 
 @dataclass(frozen=True)
 class Policy:
-    # A rank is an outlier of its cohort when both hold.
-    rank_ratio: float = 1.10
-    # Where steps are timed on a device: far less noise than on a host. Self time still holds the communication that a
-    # framework overlaps with its work, so that a slowdown by a tenth gives a ratio of little more than this.
-    device_rank_ratio: float = 1.05
-    rank_score: float = 4.0
-    # The spread of a cohort is never taken as smaller than this share of its median, or a tight cohort condemns noise.
-    # A pair has no spread to learn from, and both of its ranks are noisy: there it is twice as much.
-    spread_floor_ratio: float = 0.01
-    # How much of the steps' own noise (a standard error of the mean) counts as spread: noise of neighbouring steps is
-    # alike, so it is larger than the error says, but much of it is queueing that the comparison has taken out.
-    step_noise_weight: float = 0.7
-    # Time on a run queue is the machine's doing before it is the rank's: ranks that share a busy CPU take turns in
-    # being last. Only when it dominates does it name a rank.
-    starved_rank_ratio: float = 1.5
-    starved_share: float = 0.5  # of the excess, explained by run queue, quota or stop signal
-    # Below half the way to the threshold a standing alarm may go.
-    hysteresis: float = 0.5
-    stage_ratio: float = 1.15
-    imbalance_wait_ratio: float = 0.15  # of the step, waited for a rank that changes
-    imbalance_spread: float = 1.25  # a rank's own slow steps against its own fast ones
-    # Of what is waited, held by one rank over a whole window: such a rank is late, not unlucky.
-    imbalance_one_rank_share: float = 0.5
-    contended_ratio: float = 0.05  # of the step on run queues: spread means nothing on such a machine
-    communication_ratio: float = 1.5
-    communication_impact_ratio: float = 0.10
-    input_bound_ratio: float = 0.30
-    mfu_target_ratio: float | None = None
-    impact_ratio: float = 0.02
-    # k of the last n windows.
-    windows_kept: int = 5
-    windows_for_alarm: int = 3
-    windows_for_warning: int = 2
-    # A finding that comes back within so many windows (a minute of windows of 2 s) stays for as many.
-    windows_damped: int = 30
+    # A rank against its cohort.
+    rank_ratio: float = threshold(1.10, "ratio", "A rank is slow from this ratio of its own work to its cohort's.")
+    # Devices have far less noise than hosts. Self time still holds the communication that a framework overlaps with its
+    # work, so that a slowdown by a tenth gives a ratio of little more than this.
+    device_rank_ratio: float = threshold(1.05, "ratio", "The same, where steps are timed on a device.")
+    rank_score: float = threshold(
+        4.0, "spreads", "A rank is slow from this distance to its cohort, in spreads of the cohort."
+    )
+    spread_floor_ratio: float = threshold(
+        0.01, "ratio", "A cohort's spread is at least this share of its median; of two ranks, twice as much."
+    )
+    # Noise of neighbouring steps is alike, so it is larger than a standard error says, but much of it is queueing that
+    # the comparison has taken out.
+    step_noise_weight: float = threshold(
+        0.7, "ratio", "Share of the steps' own noise that counts as spread of a cohort."
+    )
+    # Ranks that share a busy CPU take turns in being last: queueing names a rank only when it dominates.
+    starved_rank_ratio: float = threshold(1.5, "ratio", "A rank that queues for a CPU is slow from this ratio.")
+    starved_share: float = threshold(0.5, "ratio", "Share of an excess from which queueing for a CPU explains it.")
+    impact_ratio: float = threshold(0.02, "ratio", "Nothing is raised below this share of the job's time.")
+    hysteresis: float = threshold(0.5, "ratio", "An alarm ends below this part of the way to its threshold.")
+    # The job as a whole.
+    stage_ratio: float = threshold(1.15, "ratio", "A stage is slow from this ratio to the median of the other stages.")
+    contended_ratio: float = threshold(
+        0.05, "ratio", "A machine is contended when ranks queue for a CPU for this share of the step."
+    )
+    imbalance_wait_ratio: float = threshold(
+        0.15, "ratio", "Data is uneven when ranks wait this share of the step in turn."
+    )
+    imbalance_spread: float = threshold(
+        1.25, "ratio", "Data is uneven from this ratio of a rank's slow steps to its fast ones."
+    )
+    imbalance_one_rank_share: float = threshold(
+        0.5, "ratio", "A rank that holds this share of the waiting over a window is late; the data is not uneven."
+    )
+    communication_ratio: float = threshold(1.5, "ratio", "Communication is slow from this ratio to the job's own past.")
+    communication_impact_ratio: float = threshold(
+        0.10, "ratio", "Communication is slow when it grew by this share of the step."
+    )
+    input_bound_ratio: float = threshold(
+        0.30, "ratio", "A job is input-bound when it waits this share of the step for data."
+    )
+    mfu_target_ratio: float | None = threshold(
+        None, "ratio", "MFU is low below this. Each job has its own target, or none."
+    )
+    # Persistence.
+    windows_kept: int = threshold(5, "windows", "Findings are counted over this many windows.")
+    windows_for_alarm: int = threshold(3, "windows", "A finding in this many of them is an alarm.")
+    windows_for_warning: int = threshold(2, "windows", "A finding in this many of them is a warning.")
+    windows_damped: int = threshold(
+        30, "windows", "A finding that returns within this many windows stays until it is absent for as many."
+    )
     # Abstention.
-    ranks_seen_ratio: float = 0.80
-    steps_needed: int = 20
-    baseline_windows: int = 4
-    # A rank that has not stepped for so long, and longer than so many of its steps, stands still.
-    hang_seconds: float = 6.0
-    hang_steps: float = 10.0
-    # Level 0: stacks alone. Two stretches of so many windows, one after the other, must tell the same story.
-    stack_windows: int = 5
-    stack_samples_needed: int = 30  # of each rank in each stretch
-    stack_excess_share: float = 0.12
-    stack_starved_share: float = 0.3
-    stack_score: float = 4.0
-    # A rank's GPU is the cause when its clock is so much lower than its peers', and it is not idler than theirs.
-    throttle_clock_ratio: float = 1.05
-    throttle_busy_ratio: float = 0.9
-    throttle_share: float = 0.3  # of the time, where clocks are not known
-    # A phase is named when it holds this share of the excess.
-    cause_share: float = 0.80
-    # The same from stacks, of which a window holds few.
-    stack_cause_share: float = 0.5
-    # A device is the bottleneck when its host is ahead of it by this share of a step, or further ahead than the hosts
-    # of its peers by this share of the excess.
-    device_bound_ratio: float = 0.8
-    device_bound_share: float = 0.5
+    ranks_seen_ratio: float = threshold(0.80, "ratio", "Ranks are compared when this share of them reports.")
+    steps_needed: int = threshold(20, "steps", "A job is judged after this many steps.")
+    baseline_windows: int = threshold(4, "windows", "A job's own past is known after this many windows.")
+    # Hangs: both must hold.
+    hang_seconds: float = threshold(6.0, "seconds", "A job hangs when no rank ends a step for this long.")
+    hang_steps: float = threshold(
+        10.0, "steps", "A job hangs when no rank ends a step for this many of its usual steps."
+    )
+    # Stacks alone, where no step is known.
+    stack_windows: int = threshold(5, "windows", "Two stretches of this many windows must agree.")
+    stack_samples_needed: int = threshold(30, "samples", "Each rank needs this many stack samples in each stretch.")
+    stack_excess_share: float = threshold(
+        0.12, "ratio", "A rank is slow when it works this share of the time more than any peer."
+    )
+    stack_starved_share: float = threshold(
+        0.3, "ratio", "A rank is starved when it queues this share of the time more than any peer."
+    )
+    stack_score: float = threshold(4.0, "standard errors", "An excess in stacks counts from this distance to none.")
+    # Causes.
+    cause_share: float = threshold(0.80, "ratio", "A phase is the cause when it holds this share of the excess.")
+    stack_cause_share: float = threshold(0.5, "ratio", "The same for a phase that is known from stacks only.")
+    throttle_clock_ratio: float = threshold(
+        1.05, "ratio", "A GPU is throttled from this ratio of its peers' clock to its own."
+    )
+    throttle_busy_ratio: float = threshold(
+        0.9, "ratio", "A GPU is not throttled when it is less busy than this share of its peers."
+    )
+    throttle_share: float = threshold(
+        0.3,
+        "ratio",
+        "A GPU whose clock is not known is throttled when the driver reports it for this share of the time.",
+    )
+    device_bound_ratio: float = threshold(
+        0.8, "ratio", "A device is the bottleneck when its host is this share of a step ahead."
+    )
+    device_bound_share: float = threshold(
+        0.5, "ratio", "The same for a host that is ahead of its peers' hosts by this share of the excess."
+    )
+
+
+@dataclass(frozen=True)
+class AlertThresholds:
+    paging_impact_ratio: float = threshold(0.10, "ratio", "A slow rank pages from this share of the job's time.")
+    mfu_of_best_hour_ratio: float = threshold(
+        0.85, "ratio", "MFU is low below this share of the job's best hour, where no target is declared."
+    )
+    exposed_communication_ratio: float = threshold(
+        0.30, "ratio", "Communication is exposed when every rank waits this share of the step."
+    )
+    gpu_throttled_ratio: float = threshold(
+        0.10, "ratio", "A GPU is throttled when heat or a hardware fault lowers its clock for this share of the time."
+    )
+    gpu_power_capped_ratio: float = threshold(
+        0.5, "ratio", "A GPU is power-capped when it is at its cap for this share of the time."
+    )
+    # The power cap holds a busy GPU a little below its top clock as a rule.
+    gpu_power_capped_clock_ratio: float = threshold(
+        0.75, "ratio", "A power cap is too low when it holds the clock below this share of its top."
+    )
+    gpu_idle_utilization_ratio: float = threshold(0.05, "ratio", "A rank's GPU is idle below this utilization.")
+    memory_limit_ratio: float = threshold(
+        0.95, "ratio", "Memory is near its limit when torch's peak is this share of the device."
+    )
+    memory_fragmented_ratio: float = threshold(
+        0.25, "ratio", "Memory is fragmented when this share of what torch reserved was never used on a full device."
+    )
+    memory_full_ratio: float = threshold(0.9, "ratio", "A device is full when torch reserved this share of it.")
+    capture_failed_ratio: float = threshold(0.5, "ratio", "Captures fail when this share of their ranks does.")
+    capture_slowdown_ratio: float = threshold(
+        1.05, "ratio", "A capture slowed a job from this ratio of the step after it to the one before."
+    )
+    # A daemon corrects itself above 1.
+    daemon_budget_ratio: float = threshold(
+        1.5, "ratio", "A daemon is over budget from this ratio of its CPU use to its budget."
+    )
+    # Of 60 days they are renewed when 20 are left.
+    certificate_left_seconds: float = threshold(604800, "seconds", "A certificate expires soon below this.")
 
 
 DEFAULT_POLICY = Policy()
+ALERT_THRESHOLDS = AlertThresholds()
+
+
+class Threshold(NamedTuple):
+    name: str
+    default: float | None
+    unit: str
+    meaning: str
+
+
+def table(of: type[Policy] | type[AlertThresholds]) -> Iterator[Threshold]:
+    for one in fields(of):
+        default: Any = one.default
+        yield Threshold(one.name, default, **one.metadata)

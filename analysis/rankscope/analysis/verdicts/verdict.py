@@ -1,4 +1,4 @@
-"""What the rules say about a job."""
+"""The verdict on a job, its kinds, and how it reads."""
 
 from __future__ import annotations
 
@@ -11,15 +11,50 @@ from rankscope.analysis.verdicts.windows import FrameSeen
 
 
 class Kind(str, Enum):
-    HEALTHY = "healthy"
-    SLOW_RANK = "slow_rank"
-    SLOW_STAGE = "slow_stage"
-    DATA_IMBALANCE = "data_imbalance"
-    SLOW_COMMUNICATION = "slow_communication"
-    INPUT_BOUND = "input_bound"
-    LOW_MFU = "low_mfu"
-    HANG = "hang"
-    INSUFFICIENT_DATA = "insufficient_data"
+    # The value is the name in metrics, CRDs and JSON. The protobuf enum has the same members.
+    meaning: str  # for docs/concepts.md
+    headline: str  # of a verdict, for people; `{who}` are its culprits
+
+    _value_: str
+
+    def __new__(cls, value: str, meaning: str = "", headline: str = "") -> Kind:
+        kind = str.__new__(cls, value)
+        kind._value_, kind.meaning, kind.headline = value, meaning, headline
+        return kind
+
+    HEALTHY = "healthy", "no rank, stage or link stands out", "healthy"
+    SLOW_RANK = (
+        "slow_rank",
+        "these ranks work longer than their cohort; if they are all ranks of one node, the node is reported",
+        "{who} {are} slow",
+    )
+    SLOW_STAGE = (
+        "slow_stage",
+        "one pipeline stage works longer than the others, and no rank in it stands out",
+        "pipeline stage {stage} is slow ({who})",
+    )
+    DATA_IMBALANCE = (
+        "data_imbalance",
+        "all ranks wait in turn: the work of a step is spread unevenly, differently in each step",
+        "the data is uneven; no rank is to blame",
+    )
+    SLOW_COMMUNICATION = (
+        "slow_communication",
+        "no rank is late, but communication takes longer than earlier in the same job",
+        "communication is slow; no rank is to blame",
+    )
+    INPUT_BOUND = "input_bound", "every rank waits for its data", "every rank waits for its input"
+    LOW_MFU = "low_mfu", "MFU is below the target set with `--mfu-target`", "MFU is below its target"
+    HANG = (
+        "hang",
+        "no rank advances; where possible, names the ranks that never entered the collective the others wait in",
+        "the job hangs",
+    )
+    INSUFFICIENT_DATA = (
+        "insufficient_data",
+        "not enough data to judge, with the [reason](troubleshooting.md#not-enough-to-judge-insufficient_data)",
+        "not enough to judge yet: {reason}",
+    )
 
     @property
     def is_finding(self) -> bool:

@@ -1,4 +1,4 @@
-"""Finds out what a file of collectives is, and reads it."""
+"""Detects the format of a file of collective timings and reads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRACE_MARKS = (b'"traceEvents"', b'"schemaVersion"', b'"ph"')
 
 
 class FileError(Exception):
-    """What is wrong with which file, in words for the user."""
+    """What is wrong with which file, as a message for the user."""
 
     def __init__(self, path: object, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
@@ -34,7 +34,7 @@ class ReadCollectives:
 
 
 def read_collectives(paths: Sequence[str], *, op: str | None = None, ranks: int | None = None) -> ReadCollectives:
-    """Raises FileError. Of many traces those that are broken are left out, and named in the notes."""
+    """Raises FileError. Broken traces among many are left out and named in the notes."""
     are_traces = [_is_trace(path) for path in paths]
     if all(are_traces):
         return _read_traces(paths, ranks)
@@ -46,11 +46,11 @@ def read_collectives(paths: Sequence[str], *, op: str | None = None, ranks: int 
 
 
 def _is_trace(path: str) -> bool:
-    """Directories and globs are traces; a file is one by what it begins with."""
+    """Directories and globs are traces; a file is a trace if it begins like one."""
     place = Path(path)
     try:
         if not place.is_file():
-            return True  # the reader of traces says what is wrong with it
+            return True  # the trace reader reports what is wrong with it
         with place.open("rb") as file:
             head = file.read(_HEAD_BYTES)
     except (OSError, ValueError) as error:

@@ -13,10 +13,14 @@ from rankscope.cli.alpha_beta.report import Report, fit_rows, observations_of, p
 
 _MOST_POINTS = 1500
 _CURVE_POINTS = 60
+_EXPLAINED = (
+    "T = α·steps + bytes/β: α is the latency of one step, β the bus bandwidth that large messages approach (bytes "
+    "counted as nccl-tests do). A residual is actual over predicted."
+)
 
 
 def draw_svg(report: Report) -> str:
-    """Predicted against actual: on the diagonal they are the same, above it the collective was slow."""
+    """Predicted against actual time: above the diagonal the collective was slow."""
     clouds = []
     for fit in report.fits:
         if fit.is_fitted:
@@ -47,12 +51,6 @@ def make_page(report: Report, name: str) -> str:
     if said:
         sections.append(page.Section("Remarks", paragraphs=said))
     return page.page(f"Collectives of {name}", sections, lead=f"{report.verdict.value}: {report.headline}")
-
-
-_EXPLAINED = (
-    "T = α·steps + bytes/β: α is the latency of one step, β the bus bandwidth that large messages approach (bytes "
-    "counted as nccl-tests do). A residual is actual over predicted."
-)
 
 
 def _draw_by_size(observed: Observations, fit: Fit) -> str:

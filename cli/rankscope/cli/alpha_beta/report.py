@@ -1,4 +1,4 @@
-"""What a fit of collectives found, and the same as JSON."""
+"""The result of an alpha-beta fit as text, tables and JSON."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from rankscope.analysis.quantities import quantity
 from rankscope.analysis.verdicts.verdict import Kind, Severity
 
 _MOST_SIZES = 32
+ROWS_SHOWN = 24
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Prediction:
     op: str
     ranks: int
     bytes: int
-    count: int  # observed at this size; 0 for other ranks than were observed
+    count: int  # observed at this size; 0 for numbers of ranks that were not observed
     actual_seconds: float | None  # median
     predicted_seconds: float
     ring_seconds: float
@@ -182,9 +183,7 @@ def _scaled(value: float | None, factor: float) -> float | None:
     return value * factor if value is not None and math.isfinite(value) else None
 
 
-# What a fit of collectives found, in words and tables.
-
-ROWS_SHOWN = 24
+# Text and tables.
 
 
 def print_report(report: Report, console: Console) -> None:

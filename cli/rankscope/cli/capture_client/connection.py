@@ -1,4 +1,4 @@
-"""Reaches who takes captures, a daemon or the operator: the address, the channel, and words for what goes wrong."""
+"""Connects to the daemon or the operator: address, channel, token, and error messages."""
 
 from __future__ import annotations
 
@@ -11,23 +11,34 @@ from typing import Any
 
 import grpc
 
-from rankscope.analysis.plots.svg import printable
 from rankscope.common.http_server import is_loopback
+from rankscope.common.text import printable
 from rankscope.daemon.config import default_socket
-
-# The token that the operator is shown: from a file, the environment, or a kubeconfig that somebody names.
-#
-# A kubeconfig is never looked for: its token opens the API server, and nobody should send that anywhere unasked.
 
 VARIABLE = "RANKSCOPE_TOKEN"
 TOKEN_BYTES = 12 * 1024
 KUBECONFIG_BYTES = 4 << 20
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 _NEXT = "next: kubectl create token ACCOUNT --audience rankscope > FILE, and --token-file FILE"
+MESSAGE_LIMIT_BYTES = 64 << 20
+AUTHORITY_BYTES = 1 << 20
+# Prefix of HOST:PORT in messages.
+LABEL = "the operator at "
+SYSTEM_SOCKET = "/run/rankscope/daemon.sock"
+# A list of captures includes the summaries of all ranks, which may exceed gRPC's 4 MiB.
+CALL_SECONDS = 15.0
+_HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
+_REFUSALS = ("FAILED_PRECONDITION", "NOT_FOUND", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "OUT_OF_RANGE")
+
+
+# The operator's token: from a file, the environment, or a kubeconfig that the user names.
+#
+# A kubeconfig is never searched for: its token grants access to the API server and must not be sent anywhere without
+# the user's request.
 
 
 class NoTokenError(Exception):
-    """What is missing, and the next step. Never holds a token."""
+    """What is missing, and the next step. Never contains a token."""
 
 
 def find_token(token_file: Path | None, kubeconfig: Path | None) -> str:
@@ -65,7 +76,7 @@ def _from_kubeconfig(path: Path) -> str:
     try:
         document = yaml.safe_load(_read(path, "--kubeconfig", KUBECONFIG_BYTES))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # Not the parser's own text: it quotes the file.
+        # The parser's own message quotes the file.
         raise NoTokenError(f"{where}: not a kubeconfig") from error
     user = _user(document)
     if user is None:
@@ -93,12 +104,7 @@ def _named(entries: Any, name: Any, kind: str) -> dict[str, Any] | None:
     return None
 
 
-# Reaches the operator's API for people: TLS, a token on every call, and words for what goes wrong on the way.
-
-MESSAGE_LIMIT_BYTES = 64 << 20
-AUTHORITY_BYTES = 1 << 20
-# Its word in what is printed, before HOST:PORT.
-LABEL = "the operator at "
+# The operator's API: TLS, a token on every call, and error messages.
 
 
 class OperatorError(Exception):
@@ -125,7 +131,7 @@ def open_operator_channel(arguments: argparse.Namespace, host: str, target: str)
         raise OperatorError(str(error)) from error
     options: list[tuple[str, Any]] = [
         ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
-        # The token is for the operator: not for a proxy that the shell names for the web.
+        # The token is for the operator, not for a web proxy from the environment.
         ("grpc.enable_http_proxy", 0),
     ]
     if arguments.plaintext:
@@ -164,7 +170,7 @@ class _ShowToken(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterce
 
 
 def explain_operator(target: str, error: grpc.RpcError) -> str:
-    """In words for the person who asked; the operator's own words where it gave any."""
+    """An error message for the user; the operator's own text if there is one."""
     name, details = error.code().name, printable(error.details() or "")
     if name == "UNAVAILABLE":
         return _unreachable(target, details)
@@ -191,19 +197,12 @@ def _unreachable(target: str, details: str) -> str:
     return f"{target}: {details}"
 
 
-SYSTEM_SOCKET = "/run/rankscope/daemon.sock"
-# A list of captures carries the summaries of all their ranks, which gRPC's 4 MiB may not hold.
-CALL_SECONDS = 15.0
-_HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
-_REFUSALS = ("FAILED_PRECONDITION", "NOT_FOUND", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "OUT_OF_RANGE")
-
-
 class EndpointError(Exception):
     pass
 
 
 def add_endpoint_argument(parser: argparse.ArgumentParser) -> None:
-    """Of a daemon; `connect` then takes what `add_operator_arguments` adds as well."""
+    """For a daemon; `connect` also accepts what `add_operator_arguments` adds."""
     parser.add_argument(
         "--endpoint",
         metavar="HOST:PORT",
@@ -226,7 +225,7 @@ def target_of(endpoint: str | None) -> str:
 
 
 def connect(arguments: argparse.Namespace) -> tuple[str, grpc.Channel]:
-    """The channel, and how whoever is at its end is called in what is printed. Raises EndpointError."""
+    """The channel, and a name for its peer in messages. Raises EndpointError."""
     if arguments.operator is None:
         for flag in ("operator_authority", "operator_name", "token_file", "kubeconfig", "plaintext"):
             if getattr(arguments, flag):
@@ -248,13 +247,13 @@ def connect(arguments: argparse.Namespace) -> tuple[str, grpc.Channel]:
 def open_channel(target: str) -> grpc.Channel:
     return grpc.insecure_channel(
         target,
-        # A daemon is reached directly: a proxy that the shell names for the web does not know it.
+        # A daemon is reached directly: a web proxy from the environment does not know it.
         options=[("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES), ("grpc.enable_http_proxy", 0)],
     )
 
 
 def explain(target: str, error: grpc.RpcError) -> str:
-    """In words for the person who asked; the daemon's own words where it gave any."""
+    """An error message for the user; the daemon's own text if there is one."""
     if target.startswith(LABEL):
         return explain_operator(target, error)
     name = error.code().name
@@ -290,4 +289,4 @@ def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError:
-        return True  # in a directory that we may not enter
+        return True  # in a directory without search permission

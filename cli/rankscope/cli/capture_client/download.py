@@ -1,4 +1,4 @@
-"""Fetches artifacts into a directory. What was begun is continued, and a file has its name only once it is whole."""
+"""Downloads artifacts into a directory. Resumes partial downloads; a file gets its name only when complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 import grpc
 from rich.text import Text
 
-from rankscope.analysis.plots.svg import printable
 from rankscope.analysis.quantities import count, quantity
 from rankscope.cli.capture_client.connection import explain
 from rankscope.cli.capture_client.output import (
@@ -34,6 +33,7 @@ from rankscope.cli.capture_client.output import (
     to_object,
 )
 from rankscope.cli.capture_client.progress import Progress
+from rankscope.common.text import printable
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
@@ -42,6 +42,7 @@ PAUSE_SECONDS = 1.0
 _NAME_CHARACTERS = 100
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+MOST_NOTES = 8
 
 
 class DownloadError(Exception):
@@ -50,11 +51,11 @@ class DownloadError(Exception):
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file of a rank's: the recording, or one of several windows."""
+    """A file of a rank: the recording, or one of several windows."""
 
     rank: int
     window: int  # from 0
-    name: str  # to be given here
+    name: str  # local file name
     size_bytes: int
 
 
@@ -67,7 +68,8 @@ def artifacts(capture: pb.Capture, entry: pb.RankCapture) -> list[Artifact]:
 
 
 def file_name(capture: pb.Capture, entry: pb.RankCapture, window: int = 0) -> str:
-    """A job's name may hold anything, also `../`: what a path or a shell would mind is left out."""
+    """A job's name may contain anything, including `../`: characters that are special in a path or a shell are
+    removed."""
     kind = "folded.gz" if entry.artifact.endswith(".folded.gz") else "json.gz"
     which = f".window{window + 1}" if window else ""
     return f"{stem(capture)}-rank{entry.rank}{which}.{kind}"
@@ -78,7 +80,7 @@ def stem(capture: pb.Capture) -> str:
 
 
 def prepare(folder: Path) -> None:
-    """Make the directory, and find out now whether files can be put into it."""
+    """Create the directory, and check now that it is writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -95,7 +97,7 @@ def download(
     folder: Path,
     advance: Callable[[int], None] = lambda size_bytes: None,
 ) -> Path:
-    """`advance` is told how many bytes more are here."""
+    """`advance` receives the number of new bytes."""
     path = folder / artifact.name
     request = pb.DownloadArtifactRequest(id=capture_id, rank=artifact.rank, window=artifact.window)
     part = path.with_name(path.name + ".part")
@@ -135,7 +137,7 @@ def _fill(
             total = _receive(stub, request, descriptor, advance)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.OUT_OF_RANGE and request.offset:
-                # Not the beginning of this artifact, whatever it is.
+                # A local file that is not the beginning of this artifact.
                 advance(-request.offset)
                 os.ftruncate(descriptor, 0)
             elif error.code() not in _LOST or attempt == ATTEMPTS:
@@ -170,11 +172,11 @@ def _lock(descriptor: int, part: Path) -> None:
 
 
 def safe_name(text: str) -> str:
-    """One part of a path, whatever it was."""
+    """One safe path component."""
     return _UNSAFE.sub("_", text)[:_NAME_CHARACTERS].lstrip(".-") or "job"
 
 
-# Puts a capture's artifacts and its summary into a directory, and says where they are and what to do with them.
+# Downloads a capture's artifacts and summary, and reports where they are and what to do with them.
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def fetch(
     folder: Path,
     progress: Progress,
 ) -> Fetched:
-    """One rank's trouble is not the others'. Raises DownloadError if not even the summary can be written."""
+    """A failure of one rank does not affect the others. Raises DownloadError if even the summary cannot be written."""
     files: dict[int, Sequence[Path]] = {}
     errors: dict[int, str] = {}
     total = sum(artifact.size_bytes for entry in entries for artifact in artifacts(capture, entry))
@@ -216,7 +218,7 @@ def fetch(
 
 
 def next_steps(capture: pb.Capture, fetched: Fetched) -> list[str]:
-    """`rankscope analyze trace DIR`, or what else suits the files."""
+    """`rankscope analyze trace DIR`, or what suits the files."""
     names = [path.name for paths in fetched.files.values() for path in paths]
     steps = []
     if any(name.endswith(".json.gz") for name in names):
@@ -239,9 +241,7 @@ def _write_summary(capture: pb.Capture, fetched: Fetched) -> None:
         raise DownloadError(f"{path}: {error.strerror}; make room or name another --output") from error
 
 
-# The end of a capture on a terminal: what each rank did, then the sentences that matter.
-
-MOST_NOTES = 8
+# The end of a capture on a terminal: what each rank did, then the findings.
 
 
 def print_capture(capture: pb.Capture, fetched: Fetched | None = None) -> None:
@@ -263,7 +263,7 @@ def print_capture(capture: pb.Capture, fetched: Fetched | None = None) -> None:
     lines += [Text(_sentence(f"rank {rank}: {error}"), style="red") for rank, error in errors.items()]
     lines += [Text(line) for line in _where(capture, fetched)]
     for line in lines:
-        # The terminal wraps it: what is copied from there must be one line.
+        # The terminal wraps it: text copied from there must be one line.
         console.print(line, soft_wrap=True)
 
 

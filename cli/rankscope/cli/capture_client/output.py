@@ -1,4 +1,4 @@
-"""What is said about a capture: states, what each rank did, and the sentences at the end."""
+"""A capture as text: states, what each rank did, and the sentences at the end."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.analysis.plots.svg import printable
 from rankscope.analysis.quantities import NOT_MEASURED, count, quantity
 from rankscope.analysis.verdicts.verdict import Kind, Verdict
 from rankscope.analysis.verdicts.verdict import ranks as ranks_text
 from rankscope.cli.capture_client.connection import CALL_SECONDS
 from rankscope.cli.job_tables import headline
+from rankscope.common.text import printable
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
-# A process that CUPTI stays attached to is 19 to 31 % slower; less than this is mostly a busy machine.
+# A process that CUPTI stays attached to is 19 to 31 % slower; a smaller difference is mostly a busy machine.
 SLOWER_RATIO = 1.15
 _BEHIND = {
     pb.CAPTURE_STATE_ACCEPTED: "waits for the process",
@@ -31,6 +31,30 @@ _BEHIND = {
     pb.CAPTURE_STATE_RUNNING: "records",
     pb.CAPTURE_STATE_WRITTEN: "recorded; being checked and analysed",
 }
+SUMMARY_FILE = "summary.json"
+# A pipe has no width; its reader expects whole lines.
+_PIPE_COLUMNS = 2000
+_STYLES = {
+    pb.CAPTURE_STATE_ACCEPTED: "dim",
+    pb.CAPTURE_STATE_ARMED: "cyan",
+    pb.CAPTURE_STATE_RUNNING: "bold cyan",
+    pb.CAPTURE_STATE_WRITTEN: "green",
+    pb.CAPTURE_STATE_ANALYSED: "bold green",
+    pb.CAPTURE_STATE_FAILED: "bold red",
+    pb.CAPTURE_STATE_CANCELLED: "yellow",
+}
+FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, pb.CAPTURE_STATE_CANCELLED})
+# A restarting daemon is back within seconds.
+RECONNECT_SECONDS = 30.0
+POLL_SECONDS = 0.5
+# Answers rather than connection errors: the operator reviews the token again during a capture.
+REFUSALS = frozenset(
+    {
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+    }
+)
 
 
 def state_word(state: int) -> str:
@@ -40,7 +64,7 @@ def state_word(state: int) -> str:
 
 
 def elsewhere(capture_id: str) -> str:
-    """What a command about it needs besides: the operator's captures are named after their namespace."""
+    """Arguments that a follow-up command needs: the operator's captures are named by namespace."""
     return " --operator HOST:PORT" if "/" in capture_id else ""
 
 
@@ -49,17 +73,17 @@ def delivered(capture: pb.Capture) -> list[pb.RankCapture]:
 
 
 def is_complete(capture: pb.Capture) -> bool:
-    """Every rank that was asked delivered."""
+    """Whether every requested rank delivered."""
     return bool(capture.ranks) and len(delivered(capture)) == len(capture.ranks)
 
 
 def what_happened(entry: pb.RankCapture) -> str:
-    """The cause of a failure, or what is awaited."""
+    """The cause of a failure, or what the rank waits for."""
     return printable(entry.error) or _BEHIND.get(entry.state, "")
 
 
 def notes(capture: pb.Capture) -> list[str]:
-    """Each once, with the ranks it is about; of the whole capture first."""
+    """Each note once, with its ranks; notes on the whole capture first."""
     said: dict[str, list[int]] = {}
     for entry in capture.ranks:
         for note in entry.notes:
@@ -87,7 +111,7 @@ def outcome(capture: pb.Capture) -> str:
 
 
 def findings(capture: pb.Capture) -> list[str]:
-    """What the traces say, the most important first; empty where nothing was analysed."""
+    """Findings of the traces, the most important first; empty if nothing was analysed."""
     said = [_verdict(capture.join)] if capture.HasField("join") and capture.join.verdict else []
     with_findings = [entry for entry in delivered(capture) if entry.summary.findings]
     if with_findings:
@@ -97,7 +121,7 @@ def findings(capture: pb.Capture) -> list[str]:
 
 
 def slowdowns(capture: pb.Capture) -> list[str]:
-    """`ranks 0 and 2 took longer for a step after the capture: …`; empty where none did."""
+    """`ranks 0 and 2 took longer for a step after the capture: …`; empty if none did."""
     slower = [
         entry
         for entry in capture.ranks
@@ -116,12 +140,12 @@ def slowdowns(capture: pb.Capture) -> list[str]:
 
 
 def sentence(capture: pb.Capture) -> str:
-    """The one that matters, for scripts and reports."""
+    """The main sentence, for scripts and reports."""
     return "; ".join([outcome(capture), *findings(capture)[:1]])
 
 
 def _verdict(join: pb.JoinSummary) -> str:
-    """Of what was recorded: a few steps are no proof of what the job does all day."""
+    """About what was recorded: a few steps do not prove how the job behaves all day."""
     reason = printable(join.reason)
     try:
         kind = Kind(join.verdict)
@@ -133,7 +157,7 @@ def _verdict(join: pb.JoinSummary) -> str:
         return "in these steps no rank stands out"
     culprits = tuple(sorted(join.culprits))
     text = headline(Verdict(kind=kind, reason=reason, culprits=culprits))
-    # The reason may begin with the rank's name, which has just been said.
+    # The reason may begin with the rank's name, which the line already has.
     unsure = " (low confidence)" if join.confidence == "low" else ""
     return f"in these steps {text}{unsure}" + _because(
         reason.removeprefix(f"{ranks_text(culprits)}: ") if culprits else reason
@@ -144,9 +168,7 @@ def _because(reason: str) -> str:
     return f": {reason}" if reason else ""
 
 
-# A capture as an object for scripts. Keys are described in docs/captures.md; null is "not measured" or "none".
-
-SUMMARY_FILE = "summary.json"
+# A capture as a JSON object. docs/captures.md describes the keys; null means "not measured" or "none".
 
 
 def to_object(
@@ -154,8 +176,7 @@ def to_object(
     files: Mapping[int, Sequence[Path]] | None = None,
     download_errors: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
-    """`files` are those fetched to this machine, by rank, the first window's first; without them, files are where the
-    daemon keeps them."""
+    """`files` are the downloaded files, by rank, first window first; without them, the paths at the daemon."""
     ranks = [_rank(entry, files, (download_errors or {}).get(entry.rank, "")) for entry in capture.ranks]
     return {
         "id": capture.id,
@@ -205,7 +226,7 @@ def _join(join: pb.JoinSummary) -> dict[str, Any]:
 
 
 def _fields(message: Message) -> dict[str, Any]:
-    """A flat message; the contract's names are the keys."""
+    """A flat message; the field names are the keys."""
     return {field.name: _plain(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
@@ -224,18 +245,6 @@ def _value(message: Message, name: str) -> Any:
 
 # Captures and their ranks as tables.
 
-# A pipe has no width; what reads it wants whole lines.
-_PIPE_COLUMNS = 2000
-_STYLES = {
-    pb.CAPTURE_STATE_ACCEPTED: "dim",
-    pb.CAPTURE_STATE_ARMED: "cyan",
-    pb.CAPTURE_STATE_RUNNING: "bold cyan",
-    pb.CAPTURE_STATE_WRITTEN: "green",
-    pb.CAPTURE_STATE_ANALYSED: "bold green",
-    pb.CAPTURE_STATE_FAILED: "bold red",
-    pb.CAPTURE_STATE_CANCELLED: "yellow",
-}
-
 
 def make_console(*, stderr: bool = False) -> Console:
     console = Console(stderr=stderr, highlight=False)
@@ -243,7 +252,7 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def state_table(entries: Iterable[pb.RankCapture]) -> Table:
-    """While it runs: how far each rank is."""
+    """While it runs: the state of each rank."""
     table = _table("rank", "pid", "by", "state", "")
     for entry in entries:
         pid = str(entry.pid or NOT_MEASURED)
@@ -304,7 +313,7 @@ def _table(*columns: str) -> Table:
 
 
 def _add(table: Table, *cells: str | Text) -> None:
-    """Words of a daemon or a container are no markup; only the last cell may be empty."""
+    """Text of a daemon or a container is not markup; only the last cell may be empty."""
     *first, last = (Text(cell) if isinstance(cell, str) else cell for cell in cells)
     table.add_row(*(cell or Text(NOT_MEASURED) for cell in first), last)
 
@@ -321,30 +330,17 @@ def _step_times(times: pb.StepTimes) -> list[str]:
     ]
 
 
-# Starts a capture and follows it to its end, also over a daemon that restarts meanwhile.
-
-FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, pb.CAPTURE_STATE_CANCELLED})
-# A daemon that is restarted is back within seconds; one that is not will not say anything more.
-RECONNECT_SECONDS = 30.0
-POLL_SECONDS = 0.5
-# Answers, and no trouble on the way: an operator looks at the token again while a capture goes on.
-REFUSALS = frozenset(
-    {
-        grpc.StatusCode.FAILED_PRECONDITION,
-        grpc.StatusCode.UNAUTHENTICATED,
-        grpc.StatusCode.PERMISSION_DENIED,
-    }
-)
+# Starts a capture and follows it to the end, across restarts of the daemon.
 
 
 class LostError(Exception):
-    """The daemon went away and did not tell how the capture ended."""
+    """The daemon went away and did not report how the capture ended."""
 
 
 def follow(
     stub: CaptureServiceStub, request: pb.StartCaptureRequest, warn: Callable[[str], None]
 ) -> Iterator[pb.Capture]:
-    """The capture at every change; the last one is final. Raises grpc.RpcError if it was refused or nobody is there."""
+    """The capture at every change; the last one is final. Raises grpc.RpcError if it is refused or unreachable."""
     capture_id = ""
     try:
         for response in stub.StartCapture(request):
@@ -364,7 +360,7 @@ def follow(
 def follow_again(
     stub: CaptureServiceStub, capture_id: str, is_wanted: Callable[[], bool] = lambda: True
 ) -> Iterator[pb.Capture]:
-    """The capture now and at every change, asked for again and again, until it is final or nobody wants it any more."""
+    """The capture now and at every change, by repeated requests, until it is final or no longer wanted."""
     seen: pb.Capture | None = None
     silent_since = time.monotonic()
     while is_wanted():

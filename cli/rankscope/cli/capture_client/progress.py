@@ -1,5 +1,5 @@
-"""Shows a capture while it runs: a live table on a terminal, a line for every change elsewhere. On stderr: stdout is
-for the result."""
+"""Shows a running capture: a live table on a terminal, else a line for every change. On stderr: stdout is for the
+result."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from rankscope.analysis.plots.svg import printable
 from rankscope.analysis.quantities import quantity
 from rankscope.analysis.verdicts.verdict import ranks as ranks_text
 from rankscope.cli.capture_client.output import FINAL, delivered, state_table, state_word, tally, what_happened
+from rankscope.common.text import printable
 from rankscope.v1 import capture_service_pb2 as pb
 
 MOST_ROWS = 16
@@ -43,7 +43,7 @@ def make_progress(console: Console) -> Progress:
 
 
 class LiveProgress:
-    """Gone at the end: the result takes its place."""
+    """Removed at the end: the result replaces it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -106,7 +106,7 @@ class LineProgress:
         for entry in capture.ranks:
             if self._states.get(entry.rank) != entry.state:
                 self._states[entry.rank] = entry.state
-                # Of many ranks, those that fail get a line each cause, the others a tally.
+                # For many ranks: one line per cause of failure, and a tally of the others.
                 if len(capture.ranks) <= MOST_ROWS or entry.state in _FAILED:
                     changed.setdefault((entry.state, what_happened(entry)), []).append(entry.rank)
         for (state, words), numbers in changed.items():
@@ -139,7 +139,7 @@ def headline(capture: pb.Capture | None) -> str:
 
 
 def rows(entries: Sequence[pb.RankCapture], most: int) -> list[pb.RankCapture]:
-    """All of them, or of many the most telling: failed ones, then those that are least far."""
+    """All of them, or for many ranks the most relevant: failed ones, then the least advanced."""
     if len(entries) <= most:
         return list(entries)
     ordered = sorted(entries, key=lambda entry: (entry.state not in _FAILED, entry.state, entry.rank))

@@ -1,4 +1,4 @@
-"""Answers of `rankscope compare`: a sentence and a table for people, one object for programs."""
+"""The result of `rankscope compare`: a sentence and a table, or a JSON object."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.table import Table
 
 from rankscope.analysis.stats.step_time_comparison import Comparison, Shift, Side
 
-# Below this a run has little to say about itself, however many its steps are.
+# Below this time a run is too short to compare, however many steps it has.
 _ALIKE_STEPS = 5.0
 
 

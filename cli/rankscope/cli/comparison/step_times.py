@@ -1,4 +1,4 @@
-"""Step times from text, CSV and JSON: whatever a training loop wrote down."""
+"""Reads step times of runs from text, CSV, JSON and traces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import numpy as np
 from rankscope.analysis.stats.robust import Floats
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-# What loops call their step time, and its unit where the name leaves it open.
+# Common names of the step time in logs, and the unit where the name does not say.
 _COLUMNS = {
     "step_seconds": "s",
     "step_time_seconds": "s",
@@ -39,24 +39,25 @@ _COLUMNS = {
 MOST_STEPS = 200_000_000
 MOST_JSON_BYTES = 1 << 30
 _CHUNK_BYTES = 4 << 20
+_HEAD_BYTES = 1 << 20
 
 
 class StepFileError(ValueError):
-    """What is wrong with a file of step times; the text begins with its name."""
+    """What is wrong with a file of step times; the message begins with the file name."""
 
 
 def read_text(path: Path, unit: str | None) -> Floats:
-    """One number per line; blank lines and those that begin with # do not count."""
+    """One number per line; ignores blank lines and lines that begin with #."""
     chunks: list[Floats] = []
     number = steps = 0
     with _open(path) as file:
         while lines := file.readlines(_CHUNK_BYTES):
             try:
                 values = np.fromiter(map(float, lines), np.float64, len(lines))
-            except ValueError:  # something else than numbers is among them
+            except ValueError:  # not only numbers
                 values = np.array(list(_numbers_of(path, lines, number)), dtype=np.float64)
             if not (values > 0).all() or not np.isfinite(values).all():
-                list(_numbers_of(path, lines, number))  # says which line it is
+                list(_numbers_of(path, lines, number))  # raises with the line number
             number += len(lines)
             steps += len(values)
             if steps > MOST_STEPS:
@@ -209,9 +210,7 @@ def _scaled(values: Floats, unit: str) -> Floats:
     return values * UNITS[unit]
 
 
-# Runs to compare, from files and directories: which of them are traces, which lists of step times.
-
-_HEAD_BYTES = 1 << 20
+# Runs to compare, from files and directories: traces or lists of step times.
 
 
 @dataclass(frozen=True)
@@ -279,7 +278,7 @@ def _steps_of_traces(path: Path, files: list[Path], notes: list[str]) -> Floats:
     ranks = []
     for one in loaded.traces:
         steps = find_steps(one.trace)
-        # Where an optimizer's end marks a step, the trace cut the first one short.
+        # Where the end of an optimizer marks a step, the trace cuts the first step short.
         first = 1 if steps.source == "Optimizer.step" else 0
         seconds = (steps.end_ns - steps.start_ns)[first:] / 1e9
         ranks.append({int(n): float(s) for n, s in zip(steps.number[first:], seconds, strict=True) if s > 0})

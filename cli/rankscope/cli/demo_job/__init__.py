@@ -1,6 +1,5 @@
 """The demo's training job: real ranks over gloo, faults that begin while it trains, and the launcher of both.
 
-`train.py` and `pipeline.py` are run as scripts, the way a user runs his own; they and the modules beside them that they
-import (`model`, `dataset`, `model_size`, `faults`, `board`) know nothing of Rankscope. `launcher`, `cpu_limit` and
-`tether` belong to the launcher and never import torch.
-"""
+`train.py` and `pipeline.py` run as scripts, like a user's own; they and the modules that they import (`model`,
+`dataset`, `model_size`, `faults`, `board`) do not use Rankscope. `launcher`, `cpu_limit` and `tether` belong to the
+launcher and never import torch."""

@@ -1,7 +1,5 @@
-"""A small file that the launcher and the ranks map: the ranks write how far they are, the launcher when a fault begins.
-
-Every field is eight aligned bytes with one writer, so readers need no lock.
-"""
+"""A small file that the launcher and the ranks map: the ranks write their progress, the launcher the start of a
+fault. Every field is eight aligned bytes with one writer, so readers need no lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Confines a process to a fraction of a core: by a control group where one can be made, else by stop and go."""
+"""Limits a process to a fraction of a core: by a control group if possible, else by stopping and continuing it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-# Shorter than the kernel's default of 100 ms: the process is slow in every step, not stopped in every other.
+# Shorter than the kernel's default of 100 ms: the process is slow in every step rather than stopped in every second
+# one.
 PERIOD_SECONDS = 0.05
 _LEAST_QUOTA_MICROSECONDS = 1000  # the kernel refuses less
-# Stopping takes the waits for a device away too, not only the processor: this much of the time slows a rank about as
-# much as half of the processor time that it needs.
+# Stopping also interrupts the waits for a device: this share of the time slows a rank about as much as half of its
+# processor time.
 RUNNING_FRACTION = 0.4
 _GROUP_PREFIX = "rankscope-confined-"
 _ABANDONED_SECONDS = 60.0
@@ -25,14 +26,14 @@ _ABANDONED_SECONDS = 60.0
 def confine(
     pid: int, name: str, core_fraction: float, *, cgroup_root: Path = Path("/sys/fs/cgroup")
 ) -> ControlGroup | StopAndGo:
-    """Confines the process, all its threads included, to that fraction of a core."""
+    """Limit the process, with all its threads, to that fraction of a core."""
     for group in _candidate_groups(pid, f"{_GROUP_PREFIX}{name}", cgroup_root):
         _remove_abandoned(group.parent)
         confinement = ControlGroup(group, core_fraction)
         try:
             confinement.take(pid)
         except OSError:
-            # Read-only, no controller here, not permitted: what can be tried next says more than the reason.
+            # Read-only, no controller here, not permitted: try the next candidate.
             confinement.lift()
             continue
         return confinement
@@ -40,7 +41,7 @@ def confine(
 
 
 def _candidate_groups(pid: int, name: str, root: Path) -> Iterator[Path]:
-    """Where a group may be made: below the process' own group, then at the top, of v1's `cpu` and of v2."""
+    """Where a group may be created: below the process' own group, then at the top, of v1's `cpu` and of v2."""
     own = {"cpu": "/", "": "/"}
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
@@ -56,7 +57,7 @@ def _candidate_groups(pid: int, name: str, root: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """A launcher that was killed outright could not remove its group; one with processes in it cannot be removed."""
+    """A launcher that was killed could not remove its group; one with processes in it cannot be removed."""
     for group in parent.glob(f"{_GROUP_PREFIX}*"):
         with suppress(OSError):
             if time.time() - group.stat().st_mtime > _ABANDONED_SECONDS:
@@ -82,13 +83,13 @@ class ControlGroup:
         _write_existing(self.folder / "cgroup.procs", str(pid))
 
     def lift(self) -> None:
-        """Gives the process its processor back and removes the group."""
+        """Lift the limit and remove the group."""
         parent = self.folder.parent / "cgroup.procs"
         with suppress(OSError):
             for pid in (self.folder / "cgroup.procs").read_text().split():
                 with suppress(OSError):
                     _write_existing(parent, pid)
-        # A process that has just ended may hold its group for another moment.
+        # A process that has just ended may hold its group for a moment.
         deadline = time.monotonic() + 2.0
         while self.folder.is_dir():
             try:
@@ -100,13 +101,14 @@ class ControlGroup:
 
 
 def _write_existing(path: Path, text: str) -> None:
-    # Never create: in a folder that is not a control group the write must fail, not look like success.
+    # Never create: outside of a control group the write must fail.
     with path.open("r+") as file:
         file.write(text)
 
 
 class StopAndGo:
-    """A helper process that lets the other run for a fraction of each period. Its standard input ends when we do."""
+    """A helper process that lets the other run for a fraction of each period. Its standard input ends with the
+    launcher."""
 
     def __init__(self, pid: int) -> None:
         self._helper = subprocess.Popen(
@@ -121,7 +123,7 @@ class StopAndGo:
         return self._helper.pid
 
     def lift(self) -> None:
-        """Lets the process run and ends the helper."""
+        """Let the process run and end the helper."""
         if self._helper.stdin is not None:
             self._helper.stdin.close()
         self._helper.wait()
@@ -129,8 +131,8 @@ class StopAndGo:
 
 def _stop_and_go(pid: int) -> None:
     """Runs in the helper until standard input ends or the process is gone."""
-    handle = os.pidfd_open(pid)  # never signals a stranger that was given the number later
-    # Ctrl-C and a polite kill must not leave the process stopped.
+    handle = os.pidfd_open(pid)  # never signals another process that reuses the pid
+    # Ctrl-C and SIGTERM must not leave the process stopped.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(0))
     try:
@@ -149,7 +151,7 @@ def _stop_and_go(pid: int) -> None:
 
 
 def _ended(handle: int, seconds: float) -> bool:
-    """Waits; true when the launcher closed our input or the process is gone (its handle becomes readable)."""
+    """Wait; true when the launcher closed the input or the process is gone (its handle becomes readable)."""
     readable, _, _ = select.select([sys.stdin, handle], [], [], seconds)
     return bool(readable)
 

@@ -1,4 +1,4 @@
-"""What a rank of the demo finds in its environment."""
+"""The environment of a rank of the demo."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from rankscope.cli.demo_job.faults import Fault
 from rankscope.cli.demo_job.model_size import PIPELINE_STAGES, flops_per_step
 
-# Below the range that kernels take outgoing ports from, so that only another listener can be in the way.
+# Below the range of ephemeral ports, so that only another listener can conflict.
 _PORTS = range(20000, 30000)
 _PORT_TRIES = 100
 
-# Best of several short runs: what else the machine is doing can only make one slower.
+# Best of several short runs: other load can only make a run slower.
 _MEASURE_PEAK = """
 import time, numpy
 a = numpy.random.rand(512, 512).astype(numpy.float32)
@@ -33,7 +33,7 @@ print(2 * 512 ** 3 / best)
 
 
 def choose_port() -> int:
-    """A port that nobody listens on now. Somebody may a moment later: the launcher then starts over with another."""
+    """A free port. It may be taken a moment later: then the launcher starts over with another."""
     for port in random.sample(_PORTS, _PORT_TRIES):
         with socket.socket() as probe:
             try:
@@ -46,7 +46,7 @@ def choose_port() -> int:
 
 @functools.cache
 def measure_peak_flops_per_second() -> float | None:
-    """What one core does in a large matrix product; None if it could not be measured."""
+    """The rate of one core in a large matrix product; None if it could not be measured."""
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     try:
         done = subprocess.run(
@@ -63,7 +63,7 @@ def measure_peak_flops_per_second() -> float | None:
 
 
 def probe_environment() -> dict[str, str]:
-    """What makes a Python process load the probe: the folder of its sitecustomize first on the path."""
+    """Variables that load the probe in a Python process: the directory of its sitecustomize comes first on the path."""
     spec = importlib.util.find_spec("rankscope.probe")
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("rankscope.probe is not installed; install the rankscope package with its probe")

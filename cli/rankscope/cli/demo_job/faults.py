@@ -1,4 +1,4 @@
-"""What may go wrong in the demo's job, and how a fault is spelled on the command line."""
+"""The faults of the demo's job, and their syntax on the command line."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ KINDS = tuple(OPTIONS)
 
 DEFAULT_RANK = 2
 DEFAULT_DELAY_MS = 40.0
-# Beyond this a step takes so long that no window holds enough of them for a verdict.
+# A longer delay leaves too few steps in a window for a verdict.
 MAX_DELAY_MS = 1000.0
 
 
 class FaultError(ValueError):
-    """A fault that cannot be had, with what can."""
+    """A fault that is not available, with those that are."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. `rank` is None where no single rank is to blame or where the default is meant (see `for_ranks`)."""
+    """One fault. `rank` is None if no single rank is to blame or the default is meant (see `for_ranks`)."""
 
     kind: str = NONE
     rank: int | None = None
@@ -44,7 +44,7 @@ class Fault:
 
     @property
     def spec(self) -> str:
-        """The fault as it is spelled on the command line; `parse_fault` reads it back."""
+        """The fault as spelled on the command line; `parse_fault` reads it."""
         options = []
         if self.rank is not None:
             options.append(f"rank={self.rank}")
@@ -57,7 +57,7 @@ class Fault:
         return self.kind == STAGE_IMBALANCE
 
     def for_ranks(self, ranks: int) -> Fault:
-        """The same fault with its defaults filled in for a job of that many ranks; FaultError where it does not fit."""
+        """The same fault with defaults for a job of that many ranks; raises FaultError if it does not fit."""
         if not 2 <= ranks <= 16:
             raise FaultError(f"{ranks} ranks: the demo runs 2 to 16")
         if self.is_pipeline and (ranks < 4 or ranks % 2):

@@ -1,4 +1,4 @@
-"""Starts the demo's ranks, switches their fault on and off, and leaves nothing behind."""
+"""Starts the demo's ranks, switches their fault on and off, and cleans up."""
 
 from __future__ import annotations
 
@@ -24,23 +24,20 @@ _FOLDER = Path(__file__).resolve().parent
 _POLL_SECONDS = 0.05
 _TERMINATE_SECONDS = 2.0
 _PORT_ATTEMPTS = 3
-# Ranks are at most one step apart, so none of them has begun this one when the switch is written.
+# Ranks are at most one step apart, so none of them has begun this step when the switch is written.
 _STEPS_AHEAD = 2
-# A starved rank gets half of the processor time that it used, on slow and on fast machines, and never more than this.
+# A starved rank gets half of the processor time that it used, and never more than this.
 _STARVED_RATIO = 0.5
 _MOST_CORE_FRACTION = 0.15
 
 
 class DemoJobError(RuntimeError):
-    """The job did not come up or did not stay up; the text holds the end of a rank's log."""
+    """The job did not start or did not stay up; the message contains the end of a rank's log."""
 
 
 class DemoJob:
-    """One training job of several processes on this machine.
-
-    The ranks die with the thread that called `start()` (the kernel ties them to it, not to the process), so call it
-    from a thread that outlives the job: the main one.
-    """
+    """One training job of several processes on this machine. The ranks die with the thread that called `start()`
+    (the kernel ties them to it, not to the process), so call it from a thread that outlives the job: the main one."""
 
     def __init__(
         self,
@@ -79,7 +76,7 @@ class DemoJob:
 
     @property
     def job_name(self) -> str:
-        """Address, port and run id: what tells this job from others on the machine."""
+        """Address, port and run id: they distinguish this job from others on the machine."""
         return f"127.0.0.1:{self.port}/{self.run_id}"
 
     def start(self) -> None:
@@ -119,7 +116,7 @@ class DemoJob:
             self._processes.append(process)
 
     def poll(self) -> list[tuple[int, int]]:
-        """(rank, return code) of the ranks that are gone; a negative code is the signal that ended it."""
+        """(rank, return code) of ended ranks; a negative code is the signal that ended it."""
         return [(rank, code) for rank, process in enumerate(self._processes) if (code := process.poll()) is not None]
 
     def steps_done(self) -> list[int]:
@@ -127,7 +124,7 @@ class DemoJob:
         return [board.steps_done(rank) for rank in range(self.ranks)]
 
     def step_seconds(self) -> list[list[float]]:
-        """The most recent step times of each rank as the rank itself measured them, oldest first."""
+        """Recent step times of each rank as measured by the rank, oldest first."""
         board = self._running_board()
         return [board.recent_step_seconds(rank) for rank in range(self.ranks)]
 
@@ -141,7 +138,7 @@ class DemoJob:
     def wait_until_training(
         self, timeout: float, on_progress: Callable[[list[int]], None] | None = None, steps: int = 3
     ) -> None:
-        """Returns when every rank has done that many steps; DemoJobError when one is gone or time is up."""
+        """Returns when every rank has done that many steps; raises DemoJobError when one has ended or time is up."""
         deadline = time.monotonic() + timeout
         while True:
             done = self.steps_done()
@@ -164,7 +161,7 @@ class DemoJob:
             time.sleep(_POLL_SECONDS)
 
     def start_fault(self) -> float:
-        """Switches the fault on and returns time.monotonic() of that moment; every rank meets it in the same step."""
+        """Switch the fault on and return time.monotonic() of that moment; it begins in the same step on every rank."""
         board = self._running_board()
         if self.fault.kind == STARVED and self.fault.rank is not None:
             if self.confinement is None:
@@ -175,14 +172,14 @@ class DemoJob:
         return time.monotonic()
 
     def end_fault(self) -> None:
-        """Switches the fault off again; the ranks go on as if it had never been."""
+        """Switch the fault off."""
         if self.confinement is not None:
             self.confinement.lift()
             self.confinement = None
         self._running_board().fault_step = None
 
     def stop(self) -> None:
-        """Ends every rank and removes what the job left on the machine. Safe to call at any time, and twice."""
+        """End every rank and remove what the job created. Safe to call at any time, and twice."""
         self._end_processes()
         if self.confinement is not None:
             self.confinement.lift()
@@ -199,7 +196,7 @@ class DemoJob:
             return _MOST_CORE_FRACTION
         since, cpu_then = self._cpu_at_training[rank]
         seconds = time.monotonic() - since
-        # Too short a look would mostly see the 10 ms grain of the kernel's accounting.
+        # A shorter interval would mostly show the 10 ms granularity of the kernel's accounting.
         if seconds < 1.0:
             return _MOST_CORE_FRACTION
         used = (_cpu_seconds(self._processes[rank].pid) - cpu_then) / seconds
@@ -212,7 +209,7 @@ class DemoJob:
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-        # A group outlives its leader: kill what a rank may have started, too.
+        # A group outlives its leader: also end what a rank has started.
         self._signal_groups(signal.SIGKILL)
         for process in self._processes:
             process.wait()
@@ -244,7 +241,7 @@ class DemoJob:
 def _cpu_seconds(pid: int) -> float:
     """User and system time of a process; 0 when it is gone."""
     try:
-        # The name in parentheses may hold spaces; fields 14 and 15 are counted from behind it.
+        # The name in parentheses may contain spaces; fields 14 and 15 are counted from its end.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return 0.0

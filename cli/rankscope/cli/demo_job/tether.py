@@ -1,7 +1,6 @@
-"""Becomes another program that the kernel ends when the launcher dies, however the launcher dies.
+"""Executes another program that the kernel ends when the launcher dies, for any reason.
 
-A program of its own rather than a `preexec_fn`: forking a launcher that has threads (gRPC's, say) is not safe.
-"""
+A separate program rather than a `preexec_fn`: forking a launcher with threads (such as gRPC's) is not safe."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-# Where Yama lets only ancestors read a process (Ubuntu's default), this lets an ordinary user's py-spy see the demo.
-# Elsewhere the call fails, and need not matter.
+# Where Yama lets only ancestors read a process (Ubuntu's default), this allows an ordinary user's py-spy. Elsewhere the
+# call fails, which does no harm.
 _PR_SET_PTRACER = 0x59616D61
 _ANYBODY = ctypes.c_ulong(-1)
 

@@ -1,4 +1,4 @@
-"""`rankscope mfu --memory`: what a rank must hold to train the model of a config."""
+"""`rankscope mfu --memory`: the memory that a rank needs to train the model of a config, and what a trace measured."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from rankscope.cli.mfu_report.request import Asked, QuantityError, read_count
 
 _PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "transient_bytes")
 _MOST_STAGES = 4096
+_SPLIT = ("before_trace_bytes", "forward_bytes", "backward_bytes", "optimizer_bytes")
+_WORDS = ("held before the trace began", "allocated in forward", "in backward", "in the optimizer")
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,10 +101,7 @@ def _gib(size_bytes: float) -> str:
     return f"{size_bytes / 2**30:,.2f} GiB"
 
 
-# `rankscope mfu --memory-trace`: memory as a torch-profiler trace measured it, beside what `--memory` predicts.
-
-_SPLIT = ("before_trace_bytes", "forward_bytes", "backward_bytes", "optimizer_bytes")
-_WORDS = ("held before the trace began", "allocated in forward", "in backward", "in the optimizer")
+# `--memory-trace`: memory as a torch-profiler trace measured it, beside the prediction of `--memory`.
 
 
 def add_measured_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +123,7 @@ def measure(path: Path, *, as_json: bool) -> int:
     told = []
     for one in loaded.traces:
         found = measure_memory(one.trace)
-        # The host's few bytes beside a device are no news.
+        # Host allocations beside a device are negligible.
         told += [(one.path, m) for m in found if m.on_device or not any(other.on_device for other in found)]
     if not told:
         return _refuse(f"{path}: no allocator events; profile with profile_memory=True")

@@ -1,4 +1,4 @@
-"""Answers of `rankscope mfu`: sentences and tables for people, one object for programs."""
+"""The result of `rankscope mfu`: sentences and tables, or a JSON object."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def to_json(asked: Asked) -> dict[str, Any]:
         "warnings": warnings_of(asked),
         "notes": notes_of(asked),
     }
-    # JSON knows no infinity; what overflowed was not measured.
+    # JSON has no infinity; an overflow was not measured.
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in answer.items()
     }

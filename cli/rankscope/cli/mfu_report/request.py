@@ -1,4 +1,4 @@
-"""What was asked of `rankscope mfu`: options to numbers, or the one line that says what is wrong with them."""
+"""The arguments of `rankscope mfu`: options to numbers, or a one-line error."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from rankscope.analysis.models.mfu import (
 from rankscope.analysis.models.model_config import ConfigError, read_config
 from rankscope.analysis.models.model_shape import Counting, ModelShape, count_flops
 
-# Numbers as people write them: 8.03e9, 8B, 540e9.
-
 _POWERS = {"": 0, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
 _QUANTITY = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(?:e([+-]?[0-9]{1,4}))?\s*([KMBGT]?)", re.IGNORECASE)
+MOST_CONFIG_BYTES = 16 * 2**20
+_MODEL_OPTIONS = ("params", "config", "flops_per_token", "flops_per_step")
+
+
+# Numbers as users write them: 8.03e9, 8B, 540e9.
 
 
 class QuantityError(ValueError):
-    """Names the option, what was written there and what would do."""
+    """Names the option, its value and what is accepted."""
 
 
 def read_quantity(option: str, text: str, example: str) -> float:
@@ -63,10 +66,6 @@ def _number(text: str) -> float | None:
         return None
 
 
-MOST_CONFIG_BYTES = 16 * 2**20
-_MODEL_OPTIONS = ("params", "config", "flops_per_token", "flops_per_step")
-
-
 @dataclass(frozen=True)
 class Asked:
     shape: ModelShape | None  # from --config
@@ -79,11 +78,11 @@ class Asked:
     recompute: Recompute
     counting: Counting | None  # None: declared
     causal: bool
-    used: Utilisation | None  # None: nothing was said about how fast it runs
+    used: Utilisation | None  # None: nothing says how fast it runs
 
 
 def understand(arguments: argparse.Namespace) -> Asked:
-    """QuantityError, PeakError, ConfigError or OSError tell what does not fit."""
+    """Raises QuantityError, PeakError, ConfigError or OSError."""
     given = [name for name in _MODEL_OPTIONS if getattr(arguments, name) is not None]
     if len(given) != 1:
         said = " and ".join(map(_option, given)) + " exclude each other" if given else "nothing says what the model is"
@@ -95,7 +94,7 @@ def understand(arguments: argparse.Namespace) -> Asked:
     peak = _peak(arguments)
     step_seconds, tokens_per_step, tokens_per_second = _speed(arguments)
     counting = None
-    # Of what is counted, and how many of it in a second: tokens, or steps where only their FLOPs are declared.
+    # The unit of work and its rate: tokens per second, or steps where only their FLOPs are declared.
     per_second = tokens_per_second
     flops: TokenFlops | None
     if arguments.flops_per_step is not None:
@@ -161,7 +160,7 @@ def _palm(arguments: argparse.Namespace, sequence: int | None) -> TokenFlops:
 
 
 def _speed(arguments: argparse.Namespace) -> tuple[float | None, float | None, float | None]:
-    """Seconds of a step, its tokens, and tokens per second, as far as they are said."""
+    """Seconds per step, tokens per step and tokens per second, as far as given."""
     step_seconds = _optional(arguments, "step_seconds", "4.4")
     tokens_per_step = _optional(arguments, "tokens_per_step", "524288")
     tokens_per_second = _optional(arguments, "tokens_per_second", "2904")

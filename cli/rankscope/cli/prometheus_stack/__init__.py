@@ -1,1 +1,1 @@
-"""Prometheus and Alertmanager for `up --prometheus`: found, configured, started, and ended with us."""
+"""Prometheus and Alertmanager for `up --prometheus`: found, configured, started and stopped."""

@@ -1,4 +1,4 @@
-"""The configuration of the Prometheus and the Alertmanager that `rankscope up --prometheus` starts."""
+"""Binaries, rules and configuration for the Prometheus and Alertmanager that `rankscope up --prometheus` starts."""
 
 from __future__ import annotations
 
@@ -9,25 +9,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# The rules in a hurry: the same expressions, thresholds and labels, with every duration divided.
-
 _UNITS_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 604_800_000, "y": 31_536_000_000}
 _DURATION = r"(?:\d+(?:ms|[smhdwy]))+"
-# Where a duration stands: how long an alert must hold, how long Alertmanager gathers (but not when it repeats itself),
-# ranges, offsets; then the steps of subqueries.
+# Where durations occur: `for`, Alertmanager's grouping (but not its repeat interval), ranges, offsets; then the steps
+# of subqueries.
 _PLACES = (
     re.compile(
         rf"(?P<before>(?<![\w-])(?:for|keep_firing_for|interval|group_wait|group_interval):\s*[\"']?|\[|\boffset\s+)(?P<duration>{_DURATION})"
     ),
     re.compile(rf"(?P<before>\[{_DURATION}:)(?P<duration>{_DURATION})"),
 )
+FOLDER_VARIABLE = "RANKSCOPE_PROMETHEUS_DIR"
+_HERE = Path(__file__).resolve().parent.parent
+_CHECKOUT = _HERE.parents[2]
+# Debian uses another name for one of them.
+_SPELLINGS = {"prometheus": ("prometheus",), "alertmanager": ("alertmanager", "prometheus-alertmanager")}
+CAPTURE_RECEIVER = "rankscope-capture"  # receiver name in the example
+LEAST_GROUP_SECONDS = 1.0
+# A range of the rules must hold a few scrapes.
+SCRAPES_PER_RANGE = 5
+
+
+# Faster rules: the same expressions, thresholds and labels, with every duration divided.
 
 
 def hurry(rules: str, factor: float, least_seconds: float) -> str:
-    """The text of a file of rules (or of Alertmanager's configuration) with its durations divided by `factor`.
+    """The text of a rules file (or of Alertmanager's configuration) with its durations divided by `factor`.
 
-    For trying alerts out in seconds: what is tried are the real rules, only less patient. None is made shorter than
-    `least_seconds`: a range must still hold a few scrapes, so that should be several times the scrape interval."""
+    For trying alerts in seconds with the real rules. No duration becomes shorter than `least_seconds`: a range must
+    hold a few scrapes, so it should be several times the scrape interval."""
 
     def shorten(match: re.Match[str]) -> str:
         asked_ms = milliseconds(match["duration"])
@@ -40,22 +50,16 @@ def hurry(rules: str, factor: float, least_seconds: float) -> str:
 
 
 def milliseconds(duration: str) -> int:
-    """Of a duration as Prometheus writes it: 5m, 1h30m, 500ms."""
+    """A Prometheus duration (5m, 1h30m, 500ms) in milliseconds."""
     parts = re.findall(r"(\d+)(ms|[smhdwy])", duration)
     return sum(int(number) * _UNITS_MS[unit] for number, unit in parts)
 
 
-# Where the binaries of Prometheus and Alertmanager are, and the rules that come with Rankscope.
-
-FOLDER_VARIABLE = "RANKSCOPE_PROMETHEUS_DIR"
-_HERE = Path(__file__).resolve().parent.parent
-_CHECKOUT = _HERE.parents[2]
-# Debian names one of them differently.
-_SPELLINGS = {"prometheus": ("prometheus",), "alertmanager": ("alertmanager", "prometheus-alertmanager")}
+# The binaries of Prometheus and Alertmanager, and Rankscope's rules.
 
 
 class StackError(Exception):
-    """Prometheus or Alertmanager cannot run: says which, why and what to do."""
+    """Prometheus or Alertmanager cannot run: which, why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def find_binaries() -> Binaries:
 
 
 def _find(name: str) -> Path | None:
-    # What tools/setup_prometheus.sh gets for a checkout comes last: a machine's own are newer or meant.
+    # The copy from tools/setup_prometheus.sh comes last: installed programs take precedence.
     folders = (os.environ.get(FOLDER_VARIABLE), os.environ.get("PATH"), str(_CHECKOUT / ".prometheus" / "bin"))
     for folder in filter(None, folders):
         for spelling in _SPELLINGS[name]:
@@ -92,7 +96,7 @@ class Rules:
 
 
 def find_rules() -> Rules:
-    """Those in the wheel, or those of the checkout."""
+    """The rules in the wheel, or those of the checkout."""
     for folder in (_HERE / "rules", _CHECKOUT / "rules"):
         files = sorted(path for path in folder.glob("*.yaml") if not path.name.endswith(".example.yaml"))
         example = folder / "alertmanager.example.yaml"
@@ -101,15 +105,9 @@ def find_rules() -> Rules:
     raise StackError("the alerting rules are missing from this installation; install Rankscope again")
 
 
-CAPTURE_RECEIVER = "rankscope-capture"  # in the example
-LEAST_GROUP_SECONDS = 1.0
-# A range of the rules must hold a few scrapes.
-SCRAPES_PER_RANGE = 5
-
-
 @dataclass(frozen=True)
 class Pace:
-    """How often is scraped and evaluated, and by how much the rules' own durations are divided."""
+    """Scrape and evaluation interval, and the divisor of the rules' durations."""
 
     interval_seconds: float = 5.0
     hurry_factor: float = 1.0
@@ -120,13 +118,13 @@ class Pace:
 
 
 def prometheus_config(pace: Pace, rules: Path, daemon: str, alertmanager: str) -> dict[str, Any]:
-    """JSON is YAML. `daemon` and `alertmanager` are HOST:PORT; `rules` is a folder of files."""
+    """JSON is YAML. `daemon` and `alertmanager` are HOST:PORT; `rules` is a directory."""
     interval = _milliseconds(pace.interval_seconds)
     return {
         "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
         "rule_files": [str(rules / "*.yaml")],
         "scrape_configs": [
-            # Our series carry a `job` label of their own.
+            # Rankscope's series carry a `job` label of their own.
             {"job_name": "rankscope", "honor_labels": True, "static_configs": [{"targets": [daemon]}]}
         ],
         "alerting": {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]},
@@ -136,8 +134,8 @@ def prometheus_config(pace: Pace, rules: Path, daemon: str, alertmanager: str) -
 def alertmanager_config(
     pace: Pace, example: str, receiver_url: str, token_file: Path, webhook_url: str | None
 ) -> dict[str, Any]:
-    """The example that comes with the rules, with receivers that are there: ours for captures, and the webhook for all
-    that would go to people."""
+    """The example that comes with the rules, with receivers that exist: Rankscope's for captures, and the webhook
+    for everything addressed to people."""
     config: dict[str, Any] = _read_yaml(hurry(example, pace.hurry_factor, LEAST_GROUP_SECONDS))
     authorization = {"type": "Bearer", "credentials_file": str(token_file)}
     captures = {"url": receiver_url, "send_resolved": False, "http_config": {"authorization": authorization}}

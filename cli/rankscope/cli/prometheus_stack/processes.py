@@ -1,4 +1,4 @@
-"""A real Prometheus and a real Alertmanager beside the standalone stack, with the rules that come with Rankscope."""
+"""Runs a real Prometheus and a real Alertmanager beside the standalone stack, with Rankscope's rules."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ class StackSettings:
     pace: Pace
     prometheus_address: tuple[str, int] = ("127.0.0.1", 0)
     alertmanager_address: tuple[str, int] = ("127.0.0.1", 0)
-    folder: Path | None = None  # None: a temporary one that goes with the stack
+    folder: Path | None = None  # None: a temporary directory, removed with the stack
     webhook_url: str | None = None
 
 
 class PrometheusStack:
-    """From `start` to `stop`; both programs die with the thread that called `start`, so call it from the main one."""
+    """From `start` to `stop`; both programs die with the thread that called `start`, so call it from the main
+    thread."""
 
     def __init__(self, settings: StackSettings) -> None:
         self._settings = settings
@@ -64,7 +65,7 @@ class PrometheusStack:
         return self._folder
 
     def start(self, metrics_url: str, receiver_url: str, token_file: Path) -> None:
-        """Returns when both are ready. Raises StackError, and leaves nothing behind then."""
+        """Returns when both are ready. Raises StackError and leaves nothing behind if one is not."""
         try:
             self._folder = self._make_folder()
             self._start_alertmanager(receiver_url, token_file)
@@ -96,7 +97,7 @@ class PrometheusStack:
         example = find_rules().alertmanager_example.read_text()
         config = alertmanager_config(settings.pace, example, receiver_url, token_file, settings.webhook_url)
         path = _write(folder / "alertmanager.yml", config)
-        # No gossip: it would open a port to everybody.
+        # No gossip: it would open a public port.
         flags = (f"--config.file={path}", f"--storage.path={folder / 'alertmanager'}", "--cluster.listen-address=")
         binary = settings.binaries.alertmanager
         self.alertmanager_url = self._run("alertmanager", binary, flags, settings.alertmanager_address)
@@ -104,7 +105,7 @@ class PrometheusStack:
     def _start_prometheus(self, metrics_url: str) -> None:
         settings, folder = self._settings, self.folder
         rules = folder / "rules"
-        shutil.rmtree(rules, ignore_errors=True)  # of an earlier run in the same folder
+        shutil.rmtree(rules, ignore_errors=True)  # left by an earlier run in the same directory
         rules.mkdir()
         for file in find_rules().files:
             text = hurry(file.read_text(), settings.pace.hurry_factor, settings.pace.least_range_seconds)
@@ -132,7 +133,7 @@ class PrometheusStack:
 
 
 class _Program:
-    """One of the two, running from when it is made."""
+    """A running program."""
 
     def __init__(self, name: str, binary: Path, flags: Sequence[str], host: str, port: int, folder: Path) -> None:
         self.name, self.port = name, port
@@ -150,7 +151,7 @@ class _Program:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for us: we end it in order
+                start_new_session=True,  # Ctrl-C reaches this process only; it ends the program in order
             )
 
     def wait_until_ready(self) -> bool:
@@ -159,7 +160,7 @@ class _Program:
         try:
             while self._process.poll() is None:
                 with suppress(OSError), urllib.request.urlopen(self._ready_url, timeout=5) as answer:
-                    # A port of ours may have gone to somebody else, and our program be about to say so.
+                    # The port may be in use by another program; then ours is about to report it.
                     if answer.status == 200 and self._process.poll() is None:
                         return True
                 if time.monotonic() > give_up_at:
@@ -171,7 +172,7 @@ class _Program:
         return False
 
     def watch(self) -> None:
-        """Say so if it ends by itself."""
+        """Report if it ends by itself."""
 
         def wait() -> None:
             code = self._process.wait()

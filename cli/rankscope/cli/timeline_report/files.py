@@ -1,4 +1,4 @@
-"""Timelines of operations from parquet or CSV, and the sizes of the job from YAML."""
+"""Reads timelines of operations from parquet or CSV, and the job's sizes from YAML."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.analysis.timelines.timeline import MOST_ROWS, OPTIONAL, REQUIRED, JobSizes, Timeline, read_columns
+from rankscope.analysis.timelines.timeline import MAX_ROWS, OPTIONAL, REQUIRED, JobSizes, Timeline, read_columns
+from rankscope.common.text import one_line
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _PARQUET_MAGIC = b"PAR1"
 _NAMES = "optype"
 _LARGEST_YAML = 1 << 20
-# A CSV row of a timeline has some 40 bytes and more.
-_LARGEST_CSV = MOST_ROWS * 100
+# A CSV row of a timeline has at least 40 bytes.
+_LARGEST_CSV = MAX_ROWS * 100
 _SIZES = {
     "pp_size": "pipeline",
     "dp_size": "data",
@@ -26,7 +27,7 @@ _SIZES = {
 
 
 class FileError(Exception):
-    """The file cannot be read; the message says why, and what to do."""
+    """The file cannot be read: why, and what to do."""
 
 
 def read_timeline(path: Path, unit: str) -> Timeline:
@@ -54,8 +55,8 @@ def _read_parquet(path: Path) -> tuple[dict[str, npt.NDArray[Any]], list[str] | 
     try:
         with pyarrow.parquet.ParquetFile(path, read_dictionary=[_NAMES]) as file:
             rows = file.metadata.num_rows
-            if rows > MOST_ROWS:
-                raise FileError(f"{rows:,} rows, more than {MOST_ROWS:,}; cut it to fewer steps")
+            if rows > MAX_ROWS:
+                raise FileError(f"{rows:,} rows, more than {MAX_ROWS:,}; cut it to fewer steps")
             wanted = [name for name in file.schema_arrow.names if name in (*REQUIRED, *OPTIONAL)]
             return _columns(file.read(columns=wanted), file.schema_arrow.names)
     except (pyarrow.ArrowException, OSError) as error:
@@ -85,7 +86,7 @@ def _columns(table: Any, all_names: list[str]) -> tuple[dict[str, npt.NDArray[An
     names: list[str] | None = None
     for name in all_names:
         if name not in (*REQUIRED, *OPTIONAL) or name in columns:
-            columns.setdefault(name, np.zeros(0))  # named in the message where a needed one is missing
+            columns.setdefault(name, np.zeros(0))  # a missing column is named in the error message
             continue
         column = table.column(all_names.index(name) if len(table.column_names) == len(all_names) else name)
         if name == "optype" and (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
@@ -95,7 +96,7 @@ def _columns(table: Any, all_names: list[str]) -> tuple[dict[str, npt.NDArray[An
             whole = whole.chunk(0) if isinstance(whole, pyarrow.ChunkedArray) and whole.num_chunks else whole
             if len(whole):
                 names = [str(value) for value in whole.dictionary.to_pylist()]
-                # Without pyarrow.compute (fill_null), whose import takes as long as the whole analysis.
+                # Without pyarrow.compute (fill_null): importing it takes as long as the whole analysis.
                 places = whole.indices.to_numpy(zero_copy_only=False)
                 columns[name] = np.where(np.isnan(places), -1, places).astype(np.int64)
                 continue
@@ -131,4 +132,4 @@ def read_sizes(path: Path) -> JobSizes:
 
 
 def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:160]
+    return one_line(str(error), 160)

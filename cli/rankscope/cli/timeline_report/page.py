@@ -7,7 +7,6 @@ import numpy as np
 from rankscope.analysis.plots.charts import Series, bars, lines
 from rankscope.analysis.plots.heat_map import heat_map
 from rankscope.analysis.plots.page import Section, Table, page
-from rankscope.analysis.plots.png import heat_map_png
 from rankscope.analysis.plots.svg import Axis
 from rankscope.analysis.timelines.report import TimelineReport
 from rankscope.cli.timeline_report.report import headline, summary, tables
@@ -15,7 +14,6 @@ from rankscope.cli.timeline_report.report import headline, summary, tables
 # The scale spans at least this much, or the noise of a healthy job would look like a finding.
 LEAST_TOP = 1.1
 RANKS_ON_PAGE = 512
-LONG_SIDE_PIXELS = 960
 
 
 def draw_svg(report: TimelineReport) -> str:
@@ -27,18 +25,8 @@ def draw_svg(report: TimelineReport) -> str:
         column_title="data-parallel rank",
         value_title="slowdown",
         low=1.0,
-        high=_top(report),
+        high=max(LEAST_TOP, float(report.decomposition.worker_score.max())),
     )
-
-
-def draw_png(report: TimelineReport) -> bytes:
-    score = report.decomposition.worker_score
-    cell = min(max(LONG_SIDE_PIXELS // max(score.shape), 8), 96)
-    return heat_map_png(score, cell_pixels=cell, low=1.0, high=_top(report))
-
-
-def _top(report: TimelineReport) -> float:
-    return max(LEAST_TOP, float(report.decomposition.worker_score.max()))
 
 
 def make_page(report: TimelineReport, name: str) -> str:

@@ -1,4 +1,4 @@
-"""What the replay of a timeline found, in words and tables."""
+"""The result of a timeline replay as text, tables and JSON."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def print_report(report: TimelineReport, console: Console) -> None:
 
 
 def _stage_rows(report: TimelineReport) -> list[tuple[str, ...]]:
-    own, found = report.judgement.own_seconds, report.decomposition
+    own, found = report.judgement.self_seconds, report.decomposition
     rows: list[tuple[str, ...]] = [("stage", "own work", "slowdown", "step if like other stages")]
     for stage in range(len(own)):
         rows.append(
@@ -77,7 +77,7 @@ def _stage_rows(report: TimelineReport) -> list[tuple[str, ...]]:
 
 
 def _rank_rows(report: TimelineReport) -> list[tuple[str, ...]]:
-    found, out = report.decomposition, report.judgement.standing_out
+    found, out = report.decomposition, report.judgement.outliers
     culprits = set(report.judgement.verdict.culprits)
     stages, replicas, tensors = report.rank.shape
     places = [(s, d, t) for s in range(stages) for d in range(replicas) for t in range(tensors)]
@@ -95,7 +95,7 @@ def _rank_rows(report: TimelineReport) -> list[tuple[str, ...]]:
                 f"{report.rank[place]}{' ✗' if int(report.rank[place]) in culprits else ''}",
                 str(place[0]),
                 str(report.data_ranks[place[1]]),
-                _seconds(float(report.judgement.own_seconds[place])),
+                _seconds(float(report.judgement.self_seconds[place])),
                 "–" if math.isnan(out.ratio[place]) else f"{out.ratio[place]:.3f}×",
                 f"{found.worker_score[place[:2]]:.3f}",
                 _seconds(float(found.if_worker[place[:2]])),
@@ -119,7 +119,7 @@ def _seconds(value: float) -> str:
     return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-# The report on a timeline as JSON.
+# JSON.
 
 
 def to_json(report: TimelineReport) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def to_json(report: TimelineReport) -> dict[str, Any]:
     stages, replicas, tensors = report.rank.shape
     places = [(s, d, t) for s in range(stages) for d in range(replicas) for t in range(tensors)]
     places.sort(key=lambda place: int(report.rank[place]))
-    out = report.judgement.standing_out
+    out = report.judgement.outliers
     return {
         "verdict": verdict.kind.value,
         "reason": verdict.reason,
@@ -155,7 +155,7 @@ def to_json(report: TimelineReport) -> dict[str, Any]:
             str(report.rank[p]): {
                 "stage": p[0],
                 "dp_rank": int(report.data_ranks[p[1]]),
-                "seconds": _number(report.judgement.own_seconds[p]),
+                "seconds": _number(report.judgement.self_seconds[p]),
                 "ratio_to_stage": _number(out.ratio[p]),
                 "slow_steps_ratio": _number(out.slow_steps_ratio[p]),
             }

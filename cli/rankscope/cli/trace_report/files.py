@@ -1,5 +1,5 @@
-"""Finds trace files and reads them: good ones sorted by rank, broken ones with the reason. One bad file of many never
-stops the others."""
+"""Finds and reads trace files: good ones sorted by rank, broken ones with the reason. A bad file does not stop the
+others."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from pathlib import Path
 from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
 from rankscope.analysis.traces.trace import Trace
 
-# Which rank a trace file is of: what the trace says, else its name; and what to do when two say the same.
-
-# Most telling first. Bare numbers are short: torch's default names end in a time, libkineto's in a process id.
+# Most specific first. Bare numbers must be short: torch's default names end in a time, libkineto's in a process id.
 _PATTERNS = (
     re.compile(r"(?:^|[^a-z])rank[-_ =.]?(\d+)(?!\d)"),
     re.compile(r"(?:^|[^a-z0-9])r[-_]?(\d+)(?=[._-]|$)"),
@@ -27,6 +25,16 @@ _PATTERNS = (
     re.compile(r"^(\d{1,5})$"),
 )
 _SUFFIX = re.compile(r"(\.pt)?(\.trace)?\.json(\.gz)?$")
+_SUFFIXES = (".json", ".json.gz")
+# `rankscope capture --output` writes it beside the traces.
+_CAPTURE_SUMMARY = "summary.json"
+_BLOCK_BYTES = 1 << 20
+# Below this, starting processes costs more than they save.
+_POOL_TEXT_BYTES = 64 << 20
+_GZIP_RATIO = 12
+
+
+# The rank of a trace file: from the trace, else from its name; and how to resolve duplicates.
 
 
 def rank_in_name(path: Path) -> int | None:
@@ -44,19 +52,19 @@ def rank_in_name(path: Path) -> int | None:
 @dataclass(frozen=True)
 class Claim:
     path: Path
-    told: int | None  # by the trace itself
-    named: int | None  # by the file's name
+    told: int | None  # according to the trace
+    named: int | None  # according to the file name
 
 
 @dataclass(frozen=True)
 class Assigned:
-    rank: dict[Path, int | None]  # without those files that cannot have one of their own
+    rank: dict[Path, int | None]  # without files that cannot have a rank of their own
     reason: dict[Path, str]
 
 
 def assign_ranks(claims: list[Claim]) -> Assigned:
-    """What a trace says about itself counts more than its name, except where several say the same and their names
-    tell them apart: each was then profiled as a job of its own."""
+    """The trace takes precedence over the file name, unless several traces give the same rank and their names
+    differ: then each was profiled as a job of its own."""
     told = Counter(claim.told for claim in claims if claim.told is not None)
     names = Counter(claim.named for claim in claims if claim.named is not None)
     rank: dict[Path, int | None] = {}
@@ -79,20 +87,11 @@ def assign_ranks(claims: list[Claim]) -> Assigned:
     return Assigned(rank, reason)
 
 
-_SUFFIXES = (".json", ".json.gz")
-# `rankscope capture --output` leaves it beside the traces.
-_CAPTURE_SUMMARY = "summary.json"
-_BLOCK_BYTES = 1 << 20
-# Below this, starting processes costs more than they save.
-_POOL_TEXT_BYTES = 64 << 20
-_GZIP_RATIO = 12
-
-
 @dataclass(frozen=True)
 class LoadedTrace:
     path: Path
-    trace: Trace  # its rank is the one settled on, also where only the file's name tells it
-    rank_reason: str  # where the rank is from, or why there is none
+    trace: Trace  # its rank is the assigned one, even if only the file name gives it
+    rank_reason: str  # the source of the rank, or why there is none
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class BrokenFile:
 
 @dataclass(frozen=True)
 class LoadedTraces:
-    traces: tuple[LoadedTrace, ...]  # by rank; those without one last
+    traces: tuple[LoadedTrace, ...]  # by rank; those without a rank last
     broken: tuple[BrokenFile, ...]
 
 
@@ -122,11 +121,10 @@ def load_traces(
     processes: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> LoadedTraces:
-    """Reads files, all traces below directories, and globs. Never raises for what is wrong with a file: no file found,
-    no permission, no trace, two files of one rank are all in `broken`.
-
-    A file that was cut off is salvaged only when it is read alone: torch writes kernels last, so that beside whole
-    traces a half one would pass for a rank that computes nothing."""
+    """Read files, all traces below directories, and globs. Never raises for a bad file: missing files, missing
+    permissions, files that are not traces and duplicate ranks are in `broken`. A truncated file is salvaged only if
+    it is the only one: torch writes kernels last, so beside complete traces it would look like a rank that computes
+    nothing."""
     files, broken = find_files(paths)
     tracker = _Tracker(files, progress)
     salvage = len(files) == 1
@@ -150,7 +148,7 @@ def load_traces(
 
 
 def find_files(paths: Sequence[str | Path]) -> tuple[list[Path], list[BrokenFile]]:
-    """Each file once, in order; and what was asked for but is not there."""
+    """Each file once, in order; and requested files that do not exist."""
     files: dict[Path, Path] = {}
     broken: list[BrokenFile] = []
     for asked in paths:
@@ -199,7 +197,7 @@ def _below(folder: Path, broken: list[BrokenFile]) -> list[Path]:
 
 
 def _read_file(path: Path, salvage: bool, tracker: _Tracker | None = None) -> Trace | str:
-    """A trace, or in words why there is none."""
+    """A trace, or the reason why there is none."""
     try:
         trace = read_trace(_blocks(path, tracker), salvage=salvage)
         return trace if len(trace) else "it holds no event with a duration: nothing was recorded"
@@ -223,14 +221,14 @@ def _blocks(path: Path, tracker: _Tracker | None) -> Iterator[bytes]:
 
 
 def _read_in_pool(files: list[Path], salvage: bool, count: int, tracker: _Tracker) -> dict[Path, Trace | str]:
-    """Columns are small beside the text they come from, so that handing them over costs little."""
-    # Most calls read a file or two and need no pool.
+    """Columns are small compared with the text, so returning them from a process is cheap."""
+    # Most calls read one or two files and need no pool.
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
 
     read: dict[Path, Trace | str] = {}
-    # Forked: children need what is imported already, and here nothing else runs yet.
+    # Forked: children reuse the imports, and no other threads run yet.
     pool = ProcessPoolExecutor(count, mp_context=get_context("fork"), initializer=_leave_interrupts_to_the_parent)
     try:
         waiting = {pool.submit(_read_file, path, salvage): path for path in files}
@@ -238,7 +236,7 @@ def _read_in_pool(files: list[Path], salvage: bool, count: int, tracker: _Tracke
             read[waiting[done]] = done.result()
             tracker.finish(waiting[done])
     except BrokenProcessPool:
-        # A child was killed, most likely for its memory: one after the other takes less.
+        # A child was killed, probably for its memory: reading one by one takes less.
         for path in files:
             if path not in read:
                 read[path] = _read_file(path, salvage, tracker)
@@ -273,7 +271,7 @@ def _os_reason(error: OSError | ValueError) -> str:
 
 
 class _Tracker:
-    """Adds up what was read, for whoever shows it."""
+    """Progress of reading, for display."""
 
     def __init__(self, files: list[Path], progress: Callable[[Progress], None] | None) -> None:
         self._progress = progress

@@ -1,4 +1,4 @@
-"""The report on traces as one self-contained page."""
+"""The trace report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from rankscope.analysis.quantities import NOT_MEASURED, count, quantity
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.cli.trace_report.report import JoinReport, Report, facts, gbps, name_of, shown_rank, verdict_sentence
 
-# Plots and tables of a trace report's page.
-
 _TIME = Axis("time", "us")
 # In the order of the stack; the parts of RankSummary.parts_us.
 _PARTS = (
@@ -27,8 +25,12 @@ _PARTS = (
     ("synchronisation", "after synchronisation", "#8c510a"),
     ("other", "other idle", svg.GREY),
 )
-# A page that a browser scrolls without effort; the table has the rest.
+# Limit for a page that scrolls smoothly; the table has all ranks.
 _MOST_BARS = 256
+_FOLDED_ABOVE = 32
+
+
+# Plots and tables.
 
 
 def part_plot(report: Report) -> str:
@@ -39,7 +41,7 @@ def part_plot(report: Report) -> str:
 
 
 def step_plot(report: Report) -> str:
-    """Rank by step where there are several of both, else one line."""
+    """Rank by step if there are several of both, else one line."""
     numbers = sorted({step.number for rank in report.ranks for step in rank.steps})
     if len(numbers) < 2:
         return ""
@@ -192,9 +194,6 @@ def _product(left: float | None, right: float | None) -> float | None:
 
 def _difference(left: float | None, right: float | None) -> float | None:
     return None if left is None or right is None else left - right
-
-
-_FOLDED_ABOVE = 32
 
 
 def make_page(report: Report) -> str:

@@ -1,4 +1,4 @@
-"""Reads trace files and keeps of each what a report needs: a rank's numbers and its collectives, not its events."""
+"""Reads trace files and keeps what a report needs: a rank's numbers and collectives, not its events."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ _POOL_BYTES = 8 << 20
 _MOST_PROCESSES = 8
 _BLOCK_BYTES = 1 << 20
 SURPRISES = (ArithmeticError, LookupError, TypeError, ValueError)
+_DIMENSIONS = ("pp", "dp", "tp", "cp", "ep")
+_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """Of one file. `trace` holds only what a join needs."""
+    """One file. `trace` holds only what a join needs."""
 
     path: Path
     summary: RankSummary
@@ -40,14 +42,14 @@ class Reduced:
 
 @dataclass(frozen=True)
 class ReducedFiles:
-    ranks: tuple[Reduced, ...]  # by rank; those of unknown rank last
+    ranks: tuple[Reduced, ...]  # by rank; unknown ranks last
     broken: tuple[BrokenFile, ...]
     rank_reasons: dict[Path, str]
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    salvage: bool  # read what is left of a file that was cut off
+    salvage: bool  # read the intact part of a truncated file
     top: int
     stages: int | None
 
@@ -59,7 +61,7 @@ def reduce_files(
     stages: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ReducedFiles:
-    """Never raises for what is wrong with a file. One file's events are in memory at a time (per process)."""
+    """Never raises for a bad file. One file's events are in memory at a time (per process)."""
     files, broken = find_files(paths)
     results: dict[Path, Reduced | str] = {}
     for path, result in _reduced(files, _Wanted(len(files) == 1, top, stages)):
@@ -93,17 +95,17 @@ def _reduced_in_pool(files: list[Path], wanted: _Wanted, count: int) -> Iterator
     from multiprocessing import get_context
 
     try:
-        # Forked: children need what is imported already, and here nothing else runs yet.
+        # Forked: children reuse the imports, and no other threads run yet.
         with ProcessPoolExecutor(count, mp_context=get_context("fork")) as pool:
             waiting = {pool.submit(_reduce_file, path, wanted): path for path in files}
             for done in as_completed(waiting):
                 yield waiting[done], done.result()
     except BrokenProcessPool:
-        return  # a child was killed, most likely for its memory: one after the other takes less
+        return  # a child was killed, probably for its memory: reading one by one takes less
 
 
 def _reduce_file(path: Path, wanted: _Wanted) -> Reduced | str:
-    """The file's numbers, or in words why there are none."""
+    """The file's numbers, or the reason why there are none."""
     trace = _read(path, wanted.salvage)
     if isinstance(trace, str):
         return trace
@@ -125,7 +127,7 @@ def _reduce_file(path: Path, wanted: _Wanted) -> Reduced | str:
     except MemoryError:
         return "there is not enough memory to analyse it"
     except SURPRISES as error:
-        # One odd file of many must not stop the others, and what is odd about it is worth telling us.
+        # An unexpected file must not stop the others; the reason is worth a report.
         return f"it was read but cannot be analysed ({type(error).__name__}: {error}); please report this trace"
 
 
@@ -154,19 +156,16 @@ def _size(path: Path) -> int:
         return 0
 
 
-# Which pipeline stage each rank is, from what the user says about the job's layout.
-
-_DIMENSIONS = ("pp", "dp", "tp", "cp", "ep")
-_MOST_RANKS = 1 << 20
+# The pipeline stage of each rank, from the layout that the user gives.
 
 
 class LayoutError(ValueError):
-    """The layout cannot be; the text is fit to be shown."""
+    """The layout is impossible; the message is for the user."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    said: str  # as the user wrote it
+    said: str  # as given by the user
     stages: int
     stage_by_rank: tuple[int, ...]
 
@@ -181,7 +180,7 @@ class Layout:
 
 
 def read_layout(parallelism: str | None, stages: str | None) -> Layout | None:
-    """None where nothing was said."""
+    """None if no layout is given."""
     if stages is not None:
         listed = _listed(stages)
         return Layout(f"--stages {stages}", max(listed) + 1, listed)

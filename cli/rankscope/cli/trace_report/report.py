@@ -1,17 +1,22 @@
-"""The whole report on some traces, as one object: what `--json` prints, and what table and page are made of.
+"""The whole report on traces as one object: printed by `--json`, and the source of table and page.
 
-Field names are the keys of the JSON output; docs/analyze-trace.md describes each, and a test holds the two together."""
+Field names are the keys of the JSON output; docs/analyze-trace.md describes each, and a test compares the two."""
 
 from __future__ import annotations
 
+import gzip
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, cast
 
 import msgspec
 
 from rankscope.analysis.quantities import NOT_MEASURED, count, quantity
 from rankscope.analysis.traces.diagnosis.diagnosis import diagnose
 from rankscope.analysis.traces.diagnosis.findings import Finding
+from rankscope.analysis.traces.joins.clock_alignment import ClockShift
+from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict
 from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
 
 
 SCHEMA_VERSION = 1
-# Less than this part of a span outside of its steps is not worth a note.
+# A smaller share of the span outside of steps needs no note.
 _OUTSIDE_RATIO = 0.01
 
 
@@ -66,7 +71,7 @@ class Report(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, frozen=True):
     report: Report
     shifts: Mapping[int, ClockShift]  # onto a common clock
-    failure: str  # why ranks could not be compared; empty as a rule
+    failure: str  # why ranks could not be compared; usually empty
 
 
 def make_report(files: ReducedFiles, stage_of: Mapping[int, int] | None = None) -> Outcome:
@@ -74,7 +79,7 @@ def make_report(files: ReducedFiles, stage_of: Mapping[int, int] | None = None) 
     try:
         joined = _join(files.ranks, stage_of)
     except SURPRISES as error:
-        # What is known of each rank is worth having even where the ranks together are too odd.
+        # The figures of each rank remain useful if the join fails.
         joined = None
         failure = f"ranks cannot be compared ({type(error).__name__}: {error}); please report these traces"
     summaries = tuple(one.summary for one in files.ranks)
@@ -128,16 +133,16 @@ def _traces(ranks: Sequence[RankSummary]) -> str:
 
 
 def to_json(report: Report) -> bytes:
-    """One object. What is not a number is null: JSON has no NaN."""
+    """One object. Not-a-number becomes null: JSON has no NaN."""
     return msgspec.json.encode(report)
 
 
 def _join(ranks: Sequence[Reduced], stage_of: Mapping[int, int] | None) -> Join | None:
-    """None for one rank: there is nobody to compare it with."""
+    """None for one rank: there is nothing to compare it with."""
     known = {one.summary.rank: one for one in ranks if one.summary.rank is not None}
     if len(known) < 2:
         return None
-    # Half of the analysis is only needed here, and a command on one rank should not wait for its import.
+    # Half of the analysis is needed only here; a command on one rank should not wait for its import.
     from rankscope.analysis.traces.joins.join import join_traces
 
     return join_traces(
@@ -168,11 +173,11 @@ def _join_report(join: Join) -> JoinReport:
     )
 
 
-# Sentences that table and page share.
+# Sentences for table and page.
 
 
 def verdict_sentence(report: Report) -> str:
-    """What the join found, in one line; empty for one rank, or where it found nothing."""
+    """The result of the join in one line; empty for one rank or without a finding."""
     if report.join is None:
         return ""
     verdict = Verdict(
@@ -217,7 +222,7 @@ def facts(report: Report) -> str:
 
 
 def shown_rank(report: Report) -> RankSummary:
-    """The culprit where there is one, else the first."""
+    """The culprit if there is one, else the first rank."""
     culprits = report.join.culprits if report.join else ()
     return next((rank for rank in report.ranks if rank.rank in culprits), report.ranks[0])
 
@@ -228,3 +233,31 @@ def name_of(rank: RankSummary) -> str:
 
 def gbps(value: float | None) -> str:
     return quantity(None if value is None else value * 1e9, "B/s")
+
+
+# Writes one trace of all ranks for Perfetto.
+
+
+def write_merged(target: Path, paths: Mapping[int, Path], shifts: Mapping[int, ClockShift]) -> None:
+    """Ranks in order, one file open at a time. Written to a temporary file and renamed when complete: an input may
+    have the target's name, and a partial trace would open without an error."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with _opened(partial, compressed=target.suffix == ".gz") as file:
+            for piece in merge_for_perfetto(_files(paths), shifts):
+                file.write(piece)
+        partial.replace(target)
+    except OSError as error:
+        error.filename = str(target)
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _opened(path: Path, *, compressed: bool) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path, "wb", compresslevel=5)) if compressed else path.open("wb")
+
+
+def _files(paths: Mapping[int, Path]) -> Iterator[tuple[int, bytes]]:
+    for rank in sorted(paths):
+        yield rank, paths[rank].read_bytes()

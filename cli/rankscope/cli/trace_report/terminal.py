@@ -1,4 +1,4 @@
-"""The report on traces in a terminal: the sentence that matters, a table of ranks, then what to try."""
+"""The trace report in a terminal: the main sentence, a table of ranks, then what to try."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.analysis.plots.svg import printable
 from rankscope.analysis.quantities import NOT_MEASURED, display, quantity, shorten
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.cli.trace_report.report import Report, facts, gbps, name_of, shown_rank, verdict_sentence
+from rankscope.common.text import printable
 
 MOST_ROWS = 16
 _MOST_COLLECTIVES = 8
-# A pipe has no width; what reads it wants whole lines.
+# A pipe has no width; its reader expects whole lines.
 _PIPE_COLUMNS = 140
 _KERNEL_NUMBERS_COLUMNS = 64
 
@@ -86,7 +86,7 @@ def _rank_table(report: Report) -> Table:
 
 
 def extreme_rows(ranks: Sequence[RankSummary]) -> list[list[str]]:
-    """Least, middle and most of each column over many ranks, with the rank that holds it."""
+    """Least, middle and most of each column over many ranks, with the rank that has it."""
     rows = [["min"], ["median"], ["max"]]
     for _, unit, of in _COLUMNS:
         known = [(value, rank) for rank in ranks if (value := of(rank)) is not None]
@@ -95,7 +95,7 @@ def extreme_rows(ranks: Sequence[RankSummary]) -> list[list[str]]:
                 row.append(NOT_MEASURED)
             continue
         least, most = min(known, key=lambda pair: pair[0]), max(known, key=lambda pair: pair[0])
-        # Where all are alike to the digits shown, nobody is an extreme.
+        # If all values are equal as shown, there is no extreme.
         same = _cell(least[0], unit) == _cell(most[0], unit)
         rows[0].append(_cell(least[0], unit) + ("" if same else f" #{name_of(least[1])}"))
         rows[1].append(_cell(float(np.median([value for value, _ in known])), unit))

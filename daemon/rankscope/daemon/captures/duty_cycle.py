@@ -18,20 +18,14 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from rankscope.analysis.verdicts.window_columns import plausible_seconds
 from rankscope.daemon.captures.kineto.backend import seconds_to_record
 from rankscope.daemon.captures.orders import CaptureError, Order
 from rankscope.daemon.captures.records import DUTY_CYCLE, FINAL
-from rankscope.daemon.samples import Column, RankKey, RankProcess
-from rankscope.daemon.windows.window import plausible, statistics_of
+from rankscope.daemon.samples import Column, RankKey, RankProcess, self_seconds
+from rankscope.daemon.windows.window import PARTS_OF_SELF, STATISTICS, statistics_of
 from rankscope.v1 import capture_service_pb2 as pb
-from rankscope.v1.window_pb2 import SOURCE_CAPTURE, CauseSeconds, RankWindow
-
-# What a capture costs its job, and how often the budget allows one.
-#
-# Where no probe runs, nothing times the steps outside of captures, so the cost is estimated: recording an event takes
-# the training thread a few microseconds, and the last capture shows how many events there are per second. Each node
-# estimates by itself, and all nodes must agree on when to record: a capture that is too expensive for every period is
-# taken in every second, fourth, eighth … period, counted since 1970, so that nodes with different estimates still meet.
+from rankscope.v1.window_pb2 import SOURCE_CAPTURE, RankWindow
 
 # Measured: 0.9 to 3.3 µs on CPUs, 2.1 to 2.2 µs with CUPTI on an H200 (docs/captures.md). libkineto's own thread spends
 # twice that per event afterwards, beside the training.
@@ -39,6 +33,31 @@ EVENT_SECONDS: Final = 5e-6
 # Starting and stopping the profiler, and writing the trace beside the training.
 PAUSE_SECONDS: Final = 0.1
 LONGEST_STRIDE: Final = 1 << 20
+log = logging.getLogger(__name__)
+DONE, FAILED, SKIPPED = "done", "failed", "skipped"
+BUDGET, BUSY, STALLED, YOUNG = "budget", "busy", "stalled", "young"
+PROFILER, SLOWDOWN, UNABLE = "profiler", "slowdown", "unable"
+REASONS: Final = (BUDGET, BUSY, PROFILER, SLOWDOWN, STALLED, UNABLE, YOUNG)
+# libkineto polls every 5 s and needs its configuration shortly before the start. The lead leaves room for two polls: on
+# a busy machine one may be late.
+LEAD_SECONDS: Final = 14.0
+LEAST_LEAD_SECONDS: Final = 3.0
+# New ranks import, compile and warm up.
+YOUNG_WINDOWS: Final = 15
+# Waiting is sampled more often than this: a probe that reports steps but never waiting cannot measure it.
+BLIND_WINDOWS: Final = 15
+# Gauges show the last capture for this many periods.
+SHOWN_PERIODS: Final = 3
+# Records of automatic captures. They must not displace captures that users requested.
+RECORDS_KEPT: Final = 16
+
+
+# What a capture costs its job, and how often the budget allows one.
+#
+# Where no probe runs, nothing times the steps outside of captures, so the cost is estimated: recording an event takes
+# the training thread a few microseconds, and the last capture shows how many events there are per second. Each node
+# estimates by itself, and all nodes must agree on when to record: a capture that is too expensive for every period is
+# taken in every second, fourth, eighth … period, counted since 1970, so that nodes with different estimates still meet.
 
 
 @dataclass(frozen=True)
@@ -68,15 +87,15 @@ def stride(cost: float, settings: DutySettings) -> int:
 
 @dataclass(frozen=True)
 class CaptureBreakdown:
-    """One value for each step that was recorded, in seconds."""
+    """One value for each step that was recorded."""
 
-    step: Column
-    wait: Column  # exposed communication, including waiting for others, as the probe defines it
-    communication: Column
+    step_seconds: Column
+    wait_seconds: Column  # exposed communication, including waiting for others, as the probe defines it
+    communication_seconds: Column
 
     @property
-    def own(self) -> Column:
-        return np.maximum(self.step - self.wait, 0.0)
+    def self_seconds(self) -> Column:
+        return self_seconds(self.step_seconds, self.wait_seconds)
 
 
 def breakdown_of(entry: pb.RankCapture) -> CaptureBreakdown | None:
@@ -85,7 +104,7 @@ def breakdown_of(entry: pb.RankCapture) -> CaptureBreakdown | None:
         return None
     summary = entry.summary
     columns = [
-        plausible(np.array(values, dtype=np.float64))
+        plausible_seconds(np.array(values, dtype=np.float64))
         for values in (
             summary.each_step_seconds,
             summary.each_exposed_communication_seconds,
@@ -101,60 +120,37 @@ def breakdown_of(entry: pb.RankCapture) -> CaptureBreakdown | None:
 def lacks_wait(window: RankWindow) -> bool:
     """Whether a probe counts the steps but cannot measure what they wait for: collectives of compiled code, of C++
     or of CUDA graphs. A single window may lack it by chance, because waiting is sampled."""
-    return window.HasField("steps") and not (window.HasField("wait") or window.groups)
+    return window.HasField("steps") and not (window.HasField("wait_seconds") or window.groups)
 
 
 def fill(window: RankWindow, breakdown: CaptureBreakdown) -> None:
     """Fill only where no probe measures steps and waiting: the probe covers all steps, undisturbed."""
     if window.HasField("steps") and not lacks_wait(window):
         return
-    window.steps = len(breakdown.step)
-    _add_statistics(window, step=breakdown.step, self=breakdown.own, wait=breakdown.wait)
-    window.causes.CopyFrom(
-        CauseSeconds(
-            self=float(breakdown.own.sum()),
-            wait=float(breakdown.wait.sum()),
-            communication=float(breakdown.communication.sum()),
-        )
-    )
-    window.sources["steps"] = window.sources["causes"] = SOURCE_CAPTURE
+    for name in (*PARTS_OF_SELF, "other_seconds"):  # of a probe that counts steps: of other steps than these
+        window.ClearField(name)  # type: ignore[arg-type]  # not a literal
+        window.sources.pop(name, None)
+    window.steps = len(breakdown.step_seconds)
+    _add_statistics(window, breakdown, *STATISTICS)
+    window.communication_seconds = float(breakdown.communication_seconds.mean())
+    window.sources["steps"] = window.sources["communication_seconds"] = SOURCE_CAPTURE
 
 
 def fill_gauges(window: RankWindow, breakdown: CaptureBreakdown) -> None:
     """The same for a window that is only displayed, where the probe's step counts are newer than the capture."""
     if lacks_wait(window):
-        _add_statistics(window, self=breakdown.own, wait=breakdown.wait)
+        _add_statistics(window, breakdown, "self_seconds", "wait_seconds")
     else:
         fill(window, breakdown)
 
 
-def _add_statistics(window: RankWindow, **columns: Column) -> None:
-    for name, column in columns.items():
-        statistics = statistics_of(column)
+def _add_statistics(window: RankWindow, breakdown: CaptureBreakdown, *names: str) -> None:
+    for name in names:
+        statistics = statistics_of(getattr(breakdown, name))
         if statistics is not None:
             getattr(window, name).CopyFrom(statistics)
             window.sources[name] = SOURCE_CAPTURE
     window.wait_source = "capture"
-
-
-log = logging.getLogger(__name__)
-
-DONE, FAILED, SKIPPED = "done", "failed", "skipped"
-BUDGET, BUSY, STALLED, YOUNG = "budget", "busy", "stalled", "young"
-PROFILER, SLOWDOWN, UNABLE = "profiler", "slowdown", "unable"
-REASONS: Final = (BUDGET, BUSY, PROFILER, SLOWDOWN, STALLED, UNABLE, YOUNG)
-# libkineto polls every 5 s and needs its configuration shortly before the start. The lead leaves room for two polls: on
-# a busy machine one may be late.
-LEAD_SECONDS: Final = 14.0
-LEAST_LEAD_SECONDS: Final = 3.0
-# New ranks import, compile and warm up.
-YOUNG_WINDOWS: Final = 15
-# Waiting is sampled more often than this: a probe that reports steps but never waiting cannot measure it.
-BLIND_WINDOWS: Final = 15
-# Gauges show the last capture for this many periods.
-SHOWN_PERIODS: Final = 3
-# Records of automatic captures. They must not displace captures that users requested.
-RECORDS_KEPT: Final = 16
 
 
 class Captures(Protocol):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rankscope.daemon.captures.engagements import LASTING
 from rankscope.daemon.captures.orders import CaptureError, Recording
+from rankscope.daemon.captures.reservations import LASTING
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
@@ -22,6 +22,7 @@ CAPTURES_REMEMBERED = 256
 DUTY_CYCLE = "duty cycle"
 FOLLOW_SECONDS = 1.0
 FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, pb.CAPTURE_STATE_CANCELLED})
+Recorded = Mapping[int, tuple[RankProcess, Recording]]
 
 
 class Records:
@@ -165,9 +166,7 @@ def fail(capture: pb.Capture, error: str) -> None:
             rank.state, rank.error = pb.CAPTURE_STATE_FAILED, error
 
 
-# What the conductor needs: an archive for recordings, and step times.
-
-Recorded = Mapping[int, tuple[RankProcess, Recording]]
+# What the runner needs: an archive for recordings, and step times.
 
 
 class Archive(Protocol):

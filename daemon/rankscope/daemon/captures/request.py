@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 
 from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, Suspected
 from rankscope.common.rank_selection import choose_ranks as chosen
+from rankscope.common.text import printable
 from rankscope.daemon.captures.orders import (
     DEFAULT_PATIENCE_SECONDS,
     PATIENCE_LIMIT_SECONDS,
@@ -25,6 +26,8 @@ from rankscope.v1 import capture_service_pb2 as pb
 START_AHEAD_LIMIT_SECONDS = 600.0
 # It becomes the name of a directory.
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+NAME_CHARACTERS = 200
+SuspectsOf = Callable[[str], Suspected | None]
 
 
 def id_of(request: pb.StartCaptureRequest, now_unix_seconds: float) -> str:
@@ -103,14 +106,10 @@ def options_of(request: pb.StartCaptureRequest) -> Options:
 
 def kept_text(text: str, limit: int = 512) -> str:
     """A caller's text as it may be stored and shown: one line, bounded."""
-    return "".join(character if character.isprintable() else " " for character in text[:limit]).strip()
+    return printable(text, limit).strip()
 
 
 # Which job and ranks a request is for.
-
-NAME_CHARACTERS = 200
-
-SuspectsOf = Callable[[str], Suspected | None]
 
 
 def choose_job(wanted: str, jobs: Collection[str], names_others: bool = True) -> str:

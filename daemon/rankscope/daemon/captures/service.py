@@ -15,7 +15,6 @@ from typing import BinaryIO, NoReturn, Protocol
 import grpc
 
 from rankscope.daemon.captures.audit import CaptureAudit
-from rankscope.daemon.captures.conductor import Conductor
 from rankscope.daemon.captures.cupti import slowdown_objection
 from rankscope.daemon.captures.duty_cycle import PROFILER, SLOWDOWN, UNABLE, DutyCycle, DutySettings
 from rankscope.daemon.captures.kineto.backend import KinetoBackend
@@ -26,6 +25,7 @@ from rankscope.daemon.captures.probe.backend import ProbeBackend
 from rankscope.daemon.captures.processing.delivery import LocalArchive
 from rankscope.daemon.captures.records import DUTY_CYCLE, FINAL
 from rankscope.daemon.captures.request import SuspectsOf
+from rankscope.daemon.captures.runner import CaptureRunner
 from rankscope.daemon.captures.stack_backend import StacksBackend
 from rankscope.daemon.captures.store import Quota, Store
 from rankscope.daemon.config import NONE, Config
@@ -36,9 +36,16 @@ from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1 import capture_service_pb2_grpc
 from rankscope.v1.window_pb2 import SOURCE_CAPTURE, RankWindow
 
-# CaptureService: captures of the conductor, and artifacts in chunks.
-
 CHUNK_BYTES = 256 * 1024
+WINDOWS_KEPT = 60
+log = logging.getLogger(__name__)
+# Between the last rank's poll and the start: libkineto refuses a start that is too near.
+START_MARGIN_SECONDS = 1.5
+# How often expired captures are removed.
+SWEEP_SECONDS = 3600.0
+
+
+# CaptureService: captures of the runner, and artifacts in chunks.
 
 
 class Artifacts(Protocol):
@@ -50,8 +57,8 @@ class Artifacts(Protocol):
 
 
 class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
-    def __init__(self, conductor: Conductor, artifacts: Artifacts) -> None:
-        self._conductor = conductor
+    def __init__(self, runner: CaptureRunner, artifacts: Artifacts) -> None:
+        self._runner = runner
         self._artifacts = artifacts
 
     def StartCapture(
@@ -59,26 +66,26 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
     ) -> Iterator[pb.StartCaptureResponse]:
         """The capture continues when the caller disconnects; GetCapture returns how it ended."""
         try:
-            capture_id = self._conductor.start(request, requested_by=context.peer())
+            capture_id = self._runner.start(request, requested_by=context.peer())
         except CaptureError as error:
-            self._conductor.audit.refused(context.peer(), request, str(error))
+            self._runner.audit.refused(context.peer(), request, str(error))
             _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        for capture in self._conductor.records.follow(capture_id, context.is_active):
+        for capture in self._runner.records.follow(capture_id, context.is_active):
             yield pb.StartCaptureResponse(capture=capture)
 
     def GetCapture(self, request: pb.GetCaptureRequest, context: grpc.ServicerContext) -> pb.GetCaptureResponse:
-        capture = self._conductor.records.get(request.id)
+        capture = self._runner.records.get(request.id)
         if capture is None:
             _abort(context, grpc.StatusCode.NOT_FOUND, _unknown(request.id))
         return pb.GetCaptureResponse(capture=capture)
 
     def ListCaptures(self, request: pb.ListCapturesRequest, context: grpc.ServicerContext) -> pb.ListCapturesResponse:
-        return pb.ListCapturesResponse(captures=self._conductor.records.all(request.job))
+        return pb.ListCapturesResponse(captures=self._runner.records.all(request.job))
 
     def CancelCapture(
         self, request: pb.CancelCaptureRequest, context: grpc.ServicerContext
     ) -> pb.CancelCaptureResponse:
-        capture = self._conductor.cancel(request.id)
+        capture = self._runner.cancel(request.id)
         if capture is None:
             _abort(context, grpc.StatusCode.NOT_FOUND, _unknown(request.id))
         return pb.CancelCaptureResponse(capture=capture)
@@ -86,12 +93,12 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
     def DeleteCapture(
         self, request: pb.DeleteCaptureRequest, context: grpc.ServicerContext
     ) -> pb.DeleteCaptureResponse:
-        capture = self._conductor.records.get(request.id)
+        capture = self._runner.records.get(request.id)
         if capture is None:
             _abort(context, grpc.StatusCode.NOT_FOUND, _unknown(request.id))
         if capture.state not in FINAL:
             _abort(context, grpc.StatusCode.UNAVAILABLE, f"capture {request.id} is under way; cancel it first")
-        self._conductor.records.forget(request.id)
+        self._runner.records.forget(request.id)
         self._artifacts.remove(request.id)
         return pb.DeleteCaptureResponse()
 
@@ -113,9 +120,9 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
                 yield pb.DownloadArtifactResponse(chunk=chunk, total_bytes=size)
 
 
-def capture_service(conductor: Conductor, artifacts: Artifacts) -> Service:
+def capture_service(runner: CaptureRunner, artifacts: Artifacts) -> Service:
     name = pb.DESCRIPTOR.services_by_name["CaptureService"].full_name
-    servicer = CaptureServicer(conductor, artifacts)
+    servicer = CaptureServicer(runner, artifacts)
     return Service(name, lambda to: capture_service_pb2_grpc.add_CaptureServiceServicer_to_server(servicer, to))
 
 
@@ -136,14 +143,14 @@ class DutyCaptures:
 
     def __init__(
         self,
-        conductor: Conductor,
+        runner: CaptureRunner,
         store: Store,
         kineto: KinetoBackend,
         probe: ProbeBackend,
         endpoint: Endpoint,
         proc_root: Path,
     ) -> None:
-        self._conductor = conductor
+        self._runner = runner
         self._store = store
         self._kineto = kineto
         self._probe = probe
@@ -151,13 +158,13 @@ class DutyCaptures:
         self._proc_root = proc_root
 
     def start(self, request: pb.StartCaptureRequest, requested_by: str, step_seconds: float | None) -> str:
-        return self._conductor.start(request, requested_by, step_seconds)
+        return self._runner.start(request, requested_by, step_seconds)
 
     def find(self, capture_id: str) -> pb.Capture | None:
-        return self._conductor.records.get(capture_id)
+        return self._runner.records.get(capture_id)
 
     def is_busy(self, job: str) -> bool:
-        return self._conductor.is_busy(job)
+        return self._runner.is_busy(job)
 
     def is_able(self, rank: RankProcess) -> bool:
         return self._kineto.objection(rank) is None or self._probe.objection(rank) is None
@@ -174,16 +181,14 @@ class DutyCaptures:
         return None if slowdown_objection(rank, Options(), self._proc_root) is None else SLOWDOWN
 
     def kept(self) -> Sequence[tuple[str, str]]:
-        return self._conductor.records.finished(DUTY_CYCLE)
+        return self._runner.records.finished(DUTY_CYCLE)
 
     def forget(self, capture_id: str) -> None:
-        self._conductor.records.forget(capture_id)
+        self._runner.records.forget(capture_id)
         self._store.remove(capture_id)
 
 
 # Recent step times of ranks, from closed windows: captures are planned and judged by them.
-
-WINDOWS_KEPT = 60
 
 
 class RecentSteps:
@@ -200,10 +205,10 @@ class RecentSteps:
             for key, window in windows.items():
                 if window.sources.get("steps") == SOURCE_CAPTURE:
                     continue  # steps slowed by recording, reported late
-                if window.HasField("steps") and window.steps and window.HasField("step"):
+                if window.HasField("steps") and window.steps and window.HasField("step_seconds"):
                     start, end = window.start_unix_nanos / 1e9, window.end_unix_nanos / 1e9
                     kept = self._windows.setdefault(key, deque(maxlen=WINDOWS_KEPT))
-                    kept.append((start, end, window.steps, window.step.mean_seconds))
+                    kept.append((start, end, window.steps, window.step_seconds.mean))
 
     def __call__(self, rank: RankProcess, start_unix_seconds: float, end_unix_seconds: float) -> float | None:
         """Mean step time over the windows that lie mostly in an interval; None if the rank's steps were not seen in
@@ -217,15 +222,6 @@ class RecentSteps:
         ]
         total = sum(steps for steps, _ in found)
         return sum(steps * seconds for steps, seconds in found) / total if total else None
-
-
-log = logging.getLogger(__name__)
-
-# Between the last rank's poll and the start: libkineto refuses a start that is too near.
-START_MARGIN_SECONDS = 1.5
-
-# How often expired captures are removed.
-SWEEP_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -242,7 +238,7 @@ class CaptureStatus:
     duty_skips: dict[str, int] | None = None
 
 
-class CaptureDesk:
+class NodeCaptures:
     """Raises CaptureError if captures cannot be stored in the configured directory. `duty_wish` returns a policy's
     settings for the ranks of a job, or None."""
 
@@ -265,7 +261,7 @@ class CaptureDesk:
         probe = ProbeBackend(proc_root)
         backends: list[Backend] = [kineto, probe, StacksBackend(config.py_spy or None, proc_root)]
         upload_url = "" if config.capture_upload_url == NONE else config.capture_upload_url
-        self._conductor = Conductor(
+        self._runner = CaptureRunner(
             config.node,
             backends,
             LocalArchive(self._store, config.node, upload_url, proc_root),
@@ -274,9 +270,9 @@ class CaptureDesk:
             step_seconds=self._steps,
             audit=audit,
         )
-        self._earlier = self._conductor.records.all()
+        self._earlier = self._runner.records.all()
         settings = DutySettings(config.duty_cycle_steps, config.duty_cycle_seconds, config.duty_cycle_budget_ratio)
-        captures = DutyCaptures(self._conductor, self._store, kineto, probe, self._endpoint, proc_root)
+        captures = DutyCaptures(self._runner, self._store, kineto, probe, self._endpoint, proc_root)
 
         def duty_settings_of(ranks: Sequence[RankProcess]) -> DutySettings:
             wish = duty_wish(ranks)
@@ -286,17 +282,17 @@ class CaptureDesk:
 
     @property
     def service(self) -> Service:
-        return capture_service(self._conductor, self._store)
+        return capture_service(self._runner, self._store)
 
     def suspect(self, suspects_of: SuspectsOf) -> None:
         """Which ranks are slow: answered by the correlation."""
-        self._conductor.suspects_of = suspects_of
+        self._runner.suspects_of = suspects_of
 
     def start(self) -> None:
         self._endpoint.start()
 
     def stop(self) -> None:
-        self._conductor.close()
+        self._runner.close()
         self._endpoint.stop()
         self._store.close()
 
@@ -333,8 +329,8 @@ class CaptureDesk:
     def status(self) -> CaptureStatus:
         tallies = self._endpoint.tallies
         return CaptureStatus(
-            results=self._conductor.tally.results,
-            slowdowns=self._conductor.tally.slowdowns,
+            results=self._runner.tally.results,
+            slowdowns=self._runner.tally.slowdowns,
             clients=self._endpoint.client_count(),
             malformed_total=tallies.malformed,
             unvouched_total=tallies.unvouched,

@@ -25,10 +25,19 @@ from rankscope.daemon.captures.probe.commands import window_file
 from rankscope.daemon.captures.records import CAPTURES_REMEMBERED, FINAL
 from rankscope.v1 import capture_service_pb2 as pb
 
+CAPTURES_LIMIT = 2000
+log = logging.getLogger(__name__)
+# Ids come from requests: a path is made of nothing else.
+_ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_OURS: Final = re.compile(r"c-([0-9]{8}-[0-9]{6})-[0-9a-f]{6}")
+RECORD: Final = "capture.json"
+WORKSPACE: Final = "recording"
+RECORD_LIMIT_BYTES: Final = 16 << 20
+LOST: Final = "the daemon restarted during this capture; ask again"
+
+
 # Which captures are removed when space is short: expired ones, those above the count limit, then the oldest until the
 # rest fits.
-
-CAPTURES_LIMIT = 2000
 
 
 @dataclass(frozen=True)
@@ -84,17 +93,6 @@ def choose_to_go(kept: Sequence[Kept], usage: Usage, needed_bytes: int, quota: Q
             "make room on it, or pass another --capture-dir"
         )
     return going, None
-
-
-log = logging.getLogger(__name__)
-
-# Ids come from requests: a path is made of nothing else.
-_ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-_OURS: Final = re.compile(r"c-([0-9]{8}-[0-9]{6})-[0-9a-f]{6}")
-RECORD: Final = "capture.json"
-WORKSPACE: Final = "recording"
-RECORD_LIMIT_BYTES: Final = 16 << 20
-LOST: Final = "the daemon restarted during this capture; ask again"
 
 
 class Store:

@@ -1,4 +1,4 @@
-"""What is known of the processes of this node, kept up to date with as few reads of /proc as that takes."""
+"""The processes of this node and what is known of them, kept up to date with few reads of /proc."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ProcessTable:
             try:
                 self._look(pid, inode, now)
             except (*procfs.GONE, ValueError):
-                self.forget(pid)  # ended under our eyes
+                self.forget(pid)  # ended meanwhile
 
     def _look(self, pid: int, inode: int, now: float) -> None:
         folder = self.folder(pid)

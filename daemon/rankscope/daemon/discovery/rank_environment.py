@@ -1,22 +1,21 @@
-"""Who a process says it is: rank, world size and job from the variables that launchers set.
+"""The identity that a process' environment claims: rank, world size and job from the variables that launchers set.
 
 The environment belongs to the training process, so every value is checked before it becomes a name or a number here."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
+
+from rankscope.common.text import printable, printable_name
 
 JOB_LENGTH_LIMIT: Final = 128
 WORLD_SIZE_LIMIT: Final = 10_000_000
 VALUE_LENGTH_LIMIT: Final = 4096
 
 # The only variables that leave this module with a RankProcess: an environment holds secrets.
-_KEPT_NAMES: Final = frozenset(
-    {"TEARDOWN_CUPTI", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES"}
-)
+_KEPT_NAMES: Final = ("TEARDOWN_CUPTI", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES")
 _KEPT_PREFIXES: Final = ("RANKSCOPE_", "KINETO_")
 _NO_MASTER: Final = "unnamed"
 
@@ -68,24 +67,17 @@ def select(variables: Iterable[tuple[str, str]]) -> dict[str, str]:
     """The few variables that matter, out of a whole environment. The first of a name counts, as with getenv."""
     selected: dict[str, str] = {}
     for name, value in variables:
-        if name in _READ_NAMES or name in _KEPT_NAMES or name.startswith(_KEPT_PREFIXES):
+        if name in _READ_NAMES or _is_kept(name):
             selected.setdefault(name, value[:VALUE_LENGTH_LIMIT])
     return selected
 
 
 def kept(environment: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value for name, value in environment.items() if name in _KEPT_NAMES or name.startswith(_KEPT_PREFIXES)
-    }
+    return {name: value for name, value in environment.items() if _is_kept(name)}
 
 
-def printable(text: str, length_limit: int) -> str:
-    """Safe to print and to use as a metric label. What is cut off still counts: a hash of it stays."""
-    clean = "".join(character if character.isprintable() else "?" for character in text[: 2 * length_limit])
-    if len(text) <= length_limit:
-        return clean
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
-    return f"{clean[: length_limit - 9]}~{digest}"
+def _is_kept(name: str) -> bool:
+    return name in _KEPT_NAMES or name.startswith(_KEPT_PREFIXES)
 
 
 def read_claim(environment: Mapping[str, str]) -> Claim | InvalidClaim | None:
@@ -108,7 +100,7 @@ def _claim(scheme: Scheme, environment: Mapping[str, str]) -> Claim | InvalidCla
     if local_rank is None or local_rank >= world_size:
         return _invalid(scheme.local_rank, environment, f"not a number from 0 to {world_size - 1}")
     job, is_local_name = _job(scheme, environment)
-    return Claim(printable(job, JOB_LENGTH_LIMIT), rank, local_rank, world_size, is_local_name)
+    return Claim(printable_name(job, JOB_LENGTH_LIMIT), rank, local_rank, world_size, is_local_name)
 
 
 def _number(text: str) -> int | None:

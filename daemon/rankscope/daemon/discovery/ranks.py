@@ -1,59 +1,22 @@
-"""Finding the training ranks of this node. Cheap enough to be done in every window."""
+"""The training ranks of this node. A scan is cheap enough for every window."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rankscope.common.text import printable_name
 from rankscope.daemon import procfs
 from rankscope.daemon.discovery.process_table import KnownProcess, ProcessTable
-from rankscope.daemon.discovery.rank_environment import JOB_LENGTH_LIMIT, Claim, InvalidClaim, kept, printable
+from rankscope.daemon.discovery.rank_environment import JOB_LENGTH_LIMIT, Claim, InvalidClaim, kept
 from rankscope.daemon.samples import Problem, RankProcess
-
-# Which of the processes that carry a rank's variables is the rank: not its launcher, not its helpers.
-
-GENERATIONS_LIMIT: Final = 64
-
-
-@dataclass(frozen=True)
-class Bearer:
-    """A process that carries an identity. Only one that loaded torch can be a rank or have helpers."""
-
-    pid: int
-    identity: Hashable
-    has_torch: bool
-
-
-@dataclass(frozen=True)
-class Kinship:
-    helpers: frozenset[int]  # below a process of the same identity: data-loader workers, forks
-    launchers: frozenset[int]  # above a process of another identity: torchrun under SLURM
-
-
-def sort_out(bearers: Collection[Bearer], parent_of: Callable[[int], int | None]) -> Kinship:
-    by_pid: Mapping[int, Bearer] = {bearer.pid: bearer for bearer in bearers}
-    helpers: set[int] = set()
-    launchers: set[int] = set()
-    for bearer in bearers:
-        ancestor = parent_of(bearer.pid)
-        for _ in range(GENERATIONS_LIMIT):
-            if not ancestor:
-                break
-            elder = by_pid.get(ancestor)
-            if elder is not None and elder.identity != bearer.identity:
-                # A child shows whom it serves from its first instant, long before it has loaded torch.
-                launchers.add(elder.pid)
-            elif elder is not None and elder.has_torch:
-                helpers.add(bearer.pid)
-            ancestor = parent_of(ancestor)
-    return Kinship(frozenset(helpers), frozenset(launchers))
-
 
 INIT_PID: Final = 1
 PROBLEMS_LIMIT: Final = 32
+GENERATIONS_LIMIT: Final = 64
 
 
 @dataclass(frozen=True)
@@ -81,10 +44,10 @@ class Discovered:
 
 
 class RankDiscovery:
-    """`scan()` gives the ranks that are alive now.
+    """`scan` returns the ranks that are alive now.
 
-    A job that has nothing but a loopback address for a name is told apart from its namesakes by pod, and outside of
-    pods by `node_name` when that is given: "127.0.0.1:29500/none@gpu-17"."""
+    A job with nothing but a loopback address for a name gets its pod added, or outside of pods `node_name`, since other
+    jobs have the same address: "127.0.0.1:29500/none@gpu-17"."""
 
     def __init__(
         self,
@@ -107,7 +70,7 @@ class RankDiscovery:
             try:
                 ranks[incarnation] = self._ranks.get(incarnation) or self._describe(known)
             except OSError:
-                self._table.forget(known.pid)  # ended under our eyes; seen anew if it did not
+                self._table.forget(known.pid)  # ended meanwhile; found again if it did not
         self._ranks = ranks
         settled, conflicts = _settle(sorted(ranks.values(), key=lambda rank: (rank.start_ticks, rank.pid)))
         return Discovered(settled, conflicts, self._problems(watched))
@@ -115,13 +78,11 @@ class RankDiscovery:
     def _without_relatives(self) -> list[KnownProcess]:
         """The candidates that are neither launchers nor helpers."""
         bearers = self._table.bearers()
-        kinship = sort_out(
-            [Bearer(known.pid, known.identity, known.is_candidate) for known in bearers], self._table.parent_of
-        )
+        helpers, launchers = relatives(bearers, self._table.parent_of)
         watched = []
         for known in bearers:
-            known.is_helper = known.is_helper or known.pid in kinship.helpers
-            if known.is_candidate and not known.is_helper and known.pid not in kinship.launchers:
+            known.is_helper = known.is_helper or known.pid in helpers
+            if known.is_candidate and not known.is_helper and known.pid not in launchers:
                 watched.append(known)
         return watched
 
@@ -132,7 +93,7 @@ class RankDiscovery:
         claim = known.claim if isinstance(known.claim, Claim) else Claim(f"local/{known.pid}", 0, 0, 1, True)
         scope = (pod or self._node_name) if claim.is_local_name else ""
         return RankProcess(
-            job=printable(f"{claim.job}@{scope}", JOB_LENGTH_LIMIT) if scope else claim.job,
+            job=printable_name(f"{claim.job}@{scope}", JOB_LENGTH_LIMIT) if scope else claim.job,
             rank=claim.rank,
             local_rank=claim.local_rank,
             world_size=claim.world_size,
@@ -169,3 +130,24 @@ def _settle(oldest_first: Sequence[RankProcess]) -> tuple[tuple[RankProcess, ...
         if holder is not rank:
             conflicts.append(Conflict(rank.job, rank.rank, holder.pid, rank.pid))
     return tuple(holders[place] for place in sorted(holders)), tuple(conflicts)
+
+
+def relatives(bearers: Collection[KnownProcess], parent_of: Callable[[int], int | None]) -> tuple[set[int], set[int]]:
+    """The helpers of ranks, below a process of the same identity that loaded torch (data-loader workers, forks), and
+    their launchers, above a process of another identity (torchrun under SLURM)."""
+    by_pid = {bearer.pid: bearer for bearer in bearers}
+    helpers: set[int] = set()
+    launchers: set[int] = set()
+    for bearer in bearers:
+        ancestor = parent_of(bearer.pid)
+        for _ in range(GENERATIONS_LIMIT):
+            if not ancestor:
+                break
+            elder = by_pid.get(ancestor)
+            if elder is not None and elder.identity != bearer.identity:
+                # A child shows its identity from its first instant, long before it has loaded torch.
+                launchers.add(elder.pid)
+            elif elder is not None and elder.is_candidate:
+                helpers.add(bearer.pid)
+            ancestor = parent_of(ancestor)
+    return helpers, launchers

@@ -1,4 +1,5 @@
-"""One function per thing the daemon needs of the machine. Each looks, and says what it means when it is missing."""
+"""What the daemon needs of the machine, one function each: finds whether it is there, what is lost without it and the
+next step. Imports none of the daemon's packages, which may be what is missing."""
 
 from __future__ import annotations
 
@@ -13,20 +14,29 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from rankscope.common.text import one_line
 from rankscope.daemon.config import NONE, Config, parse_address
-from rankscope.daemon.server.certificates import SOON_DAYS, CertificateError, check_pair, validity
+from rankscope.daemon.gpu.dcgm import DcgmError, fetch, parse_readings
+from rankscope.daemon.gpu.nvml import NvmlSource
+from rankscope.daemon.gpu.readings import GpuSnapshot, GpuSource, GpuState, SourceState
 
 CAP_SYS_PTRACE = 19
 PYTHON_NEEDED = (3, 10)
 SAMPLING_SECONDS = 20
 PROCESSES_LOOKED_AT = 2000
 PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "numpy", "prometheus_client", "google.protobuf")
-# Sleeps in a function with a name to look for, and says when it is there.
+# How long NVML may take to open, and to take the two readings that make the first profile.
+OPENING_SECONDS = 20.0
+PROFILE_SECONDS = 3.0
+DRIVER_FOLDER = Path("/proc/driver/nvidia")
+OTHERS_READ = 0o004
+# Sleeps in a function with a name to look for, and prints a line once it is there.
 SAMPLED_PROGRAM = (
     "import sys, time\n"
     "def rankscope_doctor():\n    print('ready', flush=True)\n    time.sleep(60)\n"
@@ -137,7 +147,7 @@ def py_spy_samples(config: Config) -> Iterator[Finding]:
     if "rankscope_doctor" in dump.stdout:
         yield Finding("py-spy", Level.OK, f"{version.strip()} read the stack of a Python {platform.python_version()}")
     else:
-        reason = " ".join((dump.stderr or dump.stdout).split())[:200]
+        reason = one_line(dump.stderr or dump.stdout, 200)
         text = f"{version.strip()} could not read a child process: {reason}"
         yield Finding("py-spy", Level.PROBLEM, text, "see ptrace above; in a container it needs CAP_SYS_PTRACE")
 
@@ -200,6 +210,70 @@ def torch_has_kineto(config: Config) -> Iterator[Finding]:
         yield Finding("torch", Level.WARNING, text, "use torch 2.4 or newer built with kineto")
 
 
+def gpus_are_readable(
+    config: Config, source: Callable[[], GpuSource] = lambda: NvmlSource(0.5), driver_folder: Path = DRIVER_FOLDER
+) -> Iterator[Finding]:
+    if not config.gpu:
+        yield Finding("gpu", Level.OK, "GPU counters are turned off (gpu = false)")
+        return
+    reading = source()
+    reading.start()
+    try:
+        snapshot = _wait(reading, lambda seen: seen.state is not SourceState.STARTING, OPENING_SECONDS)
+        if snapshot.state is SourceState.OK:
+            snapshot = _wait(reading, lambda seen: any(gpu.has_profile for gpu in seen.gpus), PROFILE_SECONDS)
+    finally:
+        reading.close()
+    yield _driver_finding(snapshot, driver_folder)
+
+
+def dcgm_answers(config: Config) -> Iterator[Finding]:
+    if config.dcgm_url == NONE:
+        return
+    try:
+        gpus = parse_readings(fetch(config.dcgm_url))
+    except DcgmError as error:
+        yield Finding("dcgm", Level.PROBLEM, str(error), "start dcgm-exporter on this node, or correct --dcgm-url")
+        return
+    if not gpus:
+        step = "let it export DCGM_FI_* fields with UUID labels"
+        yield Finding("dcgm", Level.PROBLEM, f"{config.dcgm_url}: no GPU in it", step)
+    elif not any(gpu.has_profile for gpu in gpus):
+        text = f"{config.dcgm_url}: {len(gpus)} GPUs, but no profiling figures"
+        yield Finding("dcgm", Level.WARNING, text, "add DCGM_FI_PROF_* fields to its counters")
+    else:
+        yield Finding("dcgm", Level.OK, f"{config.dcgm_url}: {len(gpus)} GPUs with profiling figures")
+
+
+def _wait(source: GpuSource, enough: Callable[[GpuSnapshot], bool], seconds: float) -> GpuSnapshot:
+    give_up_at = time.monotonic() + seconds
+    while not enough(snapshot := source.latest()) and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    return snapshot
+
+
+def _driver_finding(snapshot: GpuSnapshot, driver_folder: Path) -> Finding:
+    lost = [gpu for gpu in snapshot.gpus if gpu.state is not GpuState.OK]
+    if snapshot.state is SourceState.OK and lost:
+        text = f"{len(lost)} of {len(snapshot.gpus)} GPUs do not answer: {lost[0].uuid} is {lost[0].state.value}"
+        return Finding("gpu", Level.PROBLEM, text, "look for XID errors in dmesg; reset or drain the node")
+    if snapshot.state is SourceState.OK:
+        names = ", ".join(sorted({gpu.name for gpu in snapshot.gpus}))
+        text = f"{len(snapshot.gpus)} × {names}, driver {snapshot.driver_version or 'unknown'}"
+        if any(gpu.has_profile for gpu in snapshot.gpus):
+            return Finding("gpu", Level.OK, f"{text}, with GPM")
+        step = "pass --dcgm-url for profiling figures, if dcgm-exporter runs here"
+        return Finding("gpu", Level.WARNING, f"{text}, without GPM: no tensor and SM activity", step)
+    if snapshot.state is SourceState.NO_DRIVER and not driver_folder.exists():
+        return Finding("gpu", Level.OK, "no NVIDIA driver on this machine: no GPU counters")
+    if snapshot.state is SourceState.NO_GPU:
+        return Finding("gpu", Level.OK, "the NVIDIA driver has no GPU: no GPU counters")
+    state = "does not answer" if snapshot.state is SourceState.STARTING else snapshot.state.value
+    text = f"NVML: {state}: {one_line(snapshot.reason, 300)}"
+    step = "see that nvidia-smi works where the daemon runs; a container needs the NVIDIA runtime"
+    return Finding("gpu", Level.WARNING, text, step)
+
+
 def addresses_are_free(config: Config) -> Iterator[Finding]:
     address = parse_address(config.metrics_listen, "metrics_listen")
     if address is not None:
@@ -233,6 +307,45 @@ def _socket_finding(path: Path) -> Finding:
     return Finding("socket", Level.OK, f"{path} is free")
 
 
+def certificates_are_good(config: Config) -> Iterator[Finding]:
+    if config.tls_certificate == NONE:
+        return
+    from rankscope.daemon.server.certificates import CertificateError, check_pair  # needs grpc
+
+    certificate, key = Path(config.tls_certificate), Path(config.tls_key)
+    try:
+        findings = [_certificate_finding(certificate), _certificate_finding(Path(config.tls_client_authority))]
+        key.read_bytes()
+        check_pair(certificate, key)
+        if key.stat().st_mode & OTHERS_READ:
+            findings.append(Finding("tls", Level.WARNING, f"{key} can be read by everybody", f"chmod 600 {key}"))
+    except CertificateError as error:
+        yield Finding("tls", Level.PROBLEM, str(error), "name a certificate and its own key, both PEM, no password")
+    except OSError as error:
+        text = f"{error.filename} cannot be read: {error.strerror}"
+        yield Finding("tls", Level.PROBLEM, text, f"repair the file, or let user {os.geteuid()} read it")
+    else:
+        yield from findings
+
+
+def _certificate_finding(path: Path) -> Finding:
+    from rankscope.daemon.server.certificates import SOON_DAYS, validity
+
+    now = datetime.now(timezone.utc)
+    held = validity(path.read_bytes())
+    days = held.days_left(now)
+    if held.begin > now:
+        text = f"{path} is not valid before {held.begin:%Y-%m-%d %H:%M} UTC"
+        return Finding("tls", Level.PROBLEM, text, "check this machine's clock")
+    if days < 0:
+        text = f"{path} expired at {held.end:%Y-%m-%d %H:%M} UTC: no operator can connect"
+        return Finding("tls", Level.PROBLEM, text, "replace the file; the daemon reads it again by itself")
+    if days < SOON_DAYS:
+        text = f"{path} expires in {days:.1f} days"
+        return Finding("tls", Level.WARNING, text, "replace the file; the daemon reads it again by itself")
+    return Finding("tls", Level.OK, f"{path} is good for {days:.0f} days")
+
+
 def _find_py_spy(configured: str) -> str | None:
     if configured:
         return shutil.which(configured)
@@ -252,43 +365,3 @@ def _read(path: Path) -> str | None:
         return path.read_text().strip()
     except OSError:
         return None
-
-
-# Whether the daemon's certificates can be used, and for how long.
-
-OTHERS_READ = 0o004
-
-
-def certificates_are_good(config: Config) -> Iterator[Finding]:
-    if config.tls_certificate == NONE:
-        return
-    certificate, key = Path(config.tls_certificate), Path(config.tls_key)
-    try:
-        findings = [_finding(certificate), _finding(Path(config.tls_client_authority))]
-        key.read_bytes()
-        check_pair(certificate, key)
-        if key.stat().st_mode & OTHERS_READ:
-            findings.append(Finding("tls", Level.WARNING, f"{key} can be read by everybody", f"chmod 600 {key}"))
-    except CertificateError as error:
-        yield Finding("tls", Level.PROBLEM, str(error), "name a certificate and its own key, both PEM, no password")
-    except OSError as error:
-        text = f"{error.filename} cannot be read: {error.strerror}"
-        yield Finding("tls", Level.PROBLEM, text, f"mend the file, or let user {os.geteuid()} read it")
-    else:
-        yield from findings
-
-
-def _finding(path: Path) -> Finding:
-    now = datetime.now(timezone.utc)
-    held = validity(path.read_bytes())
-    days = held.days_left(now)
-    if held.begin > now:
-        text = f"{path} is not valid before {held.begin:%Y-%m-%d %H:%M} UTC"
-        return Finding("tls", Level.PROBLEM, text, "check this machine's clock")
-    if days < 0:
-        text = f"{path} expired at {held.end:%Y-%m-%d %H:%M} UTC: no operator can connect"
-        return Finding("tls", Level.PROBLEM, text, "replace the file; the daemon reads it anew by itself")
-    if days < SOON_DAYS:
-        text = f"{path} expires in {days:.1f} days"
-        return Finding("tls", Level.WARNING, text, "replace the file; the daemon reads it anew by itself")
-    return Finding("tls", Level.OK, f"{path} is good for {days:.0f} days")

@@ -2,101 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rankscope.daemon.config import NONE, Config
-from rankscope.daemon.doctor import checks as examining
-from rankscope.daemon.doctor import checks as examining_tls
+from rankscope.daemon import procfs
+from rankscope.daemon.config import Config
+from rankscope.daemon.doctor import checks
 from rankscope.daemon.doctor.checks import Finding, Level
-from rankscope.daemon.gpu.collector import has_profile
-from rankscope.daemon.gpu.dcgm import DcgmError, fetch, parse_readings
-from rankscope.daemon.gpu.nvml import NvmlSource
-from rankscope.daemon.gpu.readings import GpuSnapshot, GpuSource, GpuState, SourceState
-from rankscope.daemon.samples import RankProcess
 from rankscope.probe import ring_layout
 
-# Whether GPU counters can be had, and if not, why.
-
-OPENING_SECONDS = 20.0
-# Two readings make the first profile.
-PROFILE_SECONDS = 3.0
-DRIVER_FOLDER = Path("/proc/driver/nvidia")
-
-
-def gpus_are_readable(
-    config: Config, source: Callable[[], GpuSource] = lambda: NvmlSource(0.5), driver_folder: Path = DRIVER_FOLDER
-) -> Iterator[Finding]:
-    if not config.gpu:
-        yield Finding("gpu", Level.OK, "GPU counters are turned off (gpu = false)")
-        return
-    reading = source()
-    reading.start()
-    try:
-        snapshot = _wait(reading, lambda seen: seen.state is not SourceState.STARTING, OPENING_SECONDS)
-        if snapshot.state is SourceState.OK:
-            snapshot = _wait(reading, lambda seen: any(map(has_profile, seen.gpus)), PROFILE_SECONDS)
-    finally:
-        reading.close()
-    yield _driver_finding(snapshot, driver_folder)
-
-
-def dcgm_answers(config: Config) -> Iterator[Finding]:
-    if config.dcgm_url == NONE:
-        return
-    try:
-        gpus = parse_readings(fetch(config.dcgm_url))
-    except DcgmError as error:
-        yield Finding("dcgm", Level.PROBLEM, str(error), "start dcgm-exporter on this node, or correct --dcgm-url")
-        return
-    if not gpus:
-        step = "let it export DCGM_FI_* fields with UUID labels"
-        yield Finding("dcgm", Level.PROBLEM, f"{config.dcgm_url}: no GPU in it", step)
-    elif not any(map(has_profile, gpus)):
-        text = f"{config.dcgm_url}: {len(gpus)} GPUs, but no profiling figures"
-        yield Finding("dcgm", Level.WARNING, text, "add DCGM_FI_PROF_* fields to its counters")
-    else:
-        yield Finding("dcgm", Level.OK, f"{config.dcgm_url}: {len(gpus)} GPUs with profiling figures")
-
-
-def _wait(source: GpuSource, enough: Callable[[GpuSnapshot], bool], seconds: float) -> GpuSnapshot:
-    give_up_at = time.monotonic() + seconds
-    while not enough(snapshot := source.latest()) and time.monotonic() < give_up_at:
-        time.sleep(0.05)
-    return snapshot
-
-
-def _driver_finding(snapshot: GpuSnapshot, driver_folder: Path) -> Finding:
-    lost = [gpu for gpu in snapshot.gpus if gpu.state is not GpuState.OK]
-    if snapshot.state is SourceState.OK and lost:
-        text = f"{len(lost)} of {len(snapshot.gpus)} GPUs do not answer: {lost[0].uuid} is {lost[0].state.value}"
-        return Finding("gpu", Level.PROBLEM, text, "look for XID errors in dmesg; reset or drain the node")
-    if snapshot.state is SourceState.OK:
-        names = ", ".join(sorted({gpu.name for gpu in snapshot.gpus}))
-        text = f"{len(snapshot.gpus)} × {names}, driver {snapshot.driver_version or 'unknown'}"
-        if any(map(has_profile, snapshot.gpus)):
-            return Finding("gpu", Level.OK, f"{text}, with GPM")
-        step = "pass --dcgm-url for profiling figures, if dcgm-exporter runs here"
-        return Finding("gpu", Level.WARNING, f"{text}, without GPM: no tensor and SM activity", step)
-    if snapshot.state is SourceState.NO_DRIVER and not driver_folder.exists():
-        return Finding("gpu", Level.OK, "no NVIDIA driver on this machine: no GPU counters")
-    if snapshot.state is SourceState.NO_GPU:
-        return Finding("gpu", Level.OK, "the NVIDIA driver has no GPU: no GPU counters")
-    state = "does not answer" if snapshot.state is SourceState.STARTING else snapshot.state.value
-    text = f"NVML: {state}: {' '.join(snapshot.reason.split())[:300]}"
-    step = "see that nvidia-smi works where the daemon runs; a container needs the NVIDIA runtime"
-    return Finding("gpu", Level.WARNING, text, step)
-
-
-# What each rank that runs now gives the daemon to read, and how it would give more.
+if TYPE_CHECKING:
+    from rankscope.daemon.samples import RankProcess
 
 RANKS_SHOWN = 64
 
 
 def ranks_are_visible(config: Config) -> Iterator[Finding]:
-    from rankscope.daemon.discovery.ranks import RankDiscovery
+    """What the daemon can read of each rank that runs now, and how to let it read more."""
+    from rankscope.daemon.discovery.ranks import RankDiscovery  # needs numpy, which `checks` looks for
 
     found = RankDiscovery(Path(config.proc_root), config.node).scan()
     if not found.ranks:
@@ -146,30 +71,29 @@ def rank_finding(rank: RankProcess, ring: bool | None, wait: WaitMeasured | None
 def has_ring(proc_root: Path, pid: int) -> bool | None:
     """None if the process does not let us look."""
     try:
-        entries = list((proc_root / str(pid) / "fd").iterdir())
+        return procfs.ring_inode(f"{proc_root}/{pid}") is not None
     except PermissionError:
         return None
     except OSError:
         return False
-    return any(_target(entry).startswith("/memfd:rankscope") for entry in entries)
 
 
 def wait_measured(proc_root: Path, pid: int) -> WaitMeasured | None:
-    """As the process' ring says; None where that cannot be read."""
-    from rankscope.daemon.steps import ring_reader as rings  # needs numpy, which the doctor looks for
+    """From the process' ring; None where that cannot be read."""
+    from rankscope.daemon.steps import ring_reader
 
     try:
-        with rings.opened(proc_root, pid) as descriptor:
+        with ring_reader.opened(proc_root, pid) as descriptor:
             if descriptor is None:
                 return None
-            header = rings.read_header(descriptor)
+            header = ring_reader.read_header(descriptor)
             if header.disabled:
                 return WaitMeasured("not measured, the probe has disabled itself", "see its reason on the job's stderr")
             if not header.records:
                 return WaitMeasured("no step yet")
-            newest, _ = rings.read_records(descriptor, header.records, header.records)
-            table = rings.read_groups(descriptor)
-    except (rings.RingError, OSError):
+            newest, _ = ring_reader.read_records(descriptor, header.records, header.records)
+            table = ring_reader.read_groups(descriptor)
+    except (ring_reader.RingError, OSError):
         return None
     kinds = set() if table is None else {int(row["kind"]) for row in table if row["samples"]}
     return _source_of_wait(int(newest["flags"][0]) if len(newest) else 0, kinds)
@@ -191,40 +115,33 @@ def _source_of_wait(flags: int, kinds: Set[int]) -> WaitMeasured:
     return WaitMeasured(" + ".join(dict.fromkeys(sources)) or "no collective seen")
 
 
-def _target(link: Path) -> str:
-    try:
-        return str(link.readlink())
-    except OSError:
-        return ""
-
-
 Check = Callable[[Config], Iterable[Finding]]
 
 CHECKS: tuple[Check, ...] = (
-    examining.platform_is_known,
-    examining.python_is_new_enough,
-    examining.packages_are_installed,
-    examining.may_read_memory,
-    examining.may_read_other_users,
-    examining.py_spy_samples,
-    examining.memfd_can_be_sealed,
-    examining.cgroups_are_readable,
-    examining.scheduler_counts_delays,
-    examining.torch_has_kineto,
-    gpus_are_readable,
-    dcgm_answers,
-    examining.addresses_are_free,
-    examining_tls.certificates_are_good,
+    checks.platform_is_known,
+    checks.python_is_new_enough,
+    checks.packages_are_installed,
+    checks.may_read_memory,
+    checks.may_read_other_users,
+    checks.py_spy_samples,
+    checks.memfd_can_be_sealed,
+    checks.cgroups_are_readable,
+    checks.scheduler_counts_delays,
+    checks.torch_has_kineto,
+    checks.gpus_are_readable,
+    checks.dcgm_answers,
+    checks.addresses_are_free,
+    checks.certificates_are_good,
     ranks_are_visible,
 )
 
 
-def examine(config: Config, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:
+def examine(config: Config, chosen: Sequence[Check] = CHECKS) -> Iterator[Finding]:
     """All findings, each as soon as it is known. A check that breaks is a finding too."""
-    for check in checks:
+    for check in chosen:
         try:
             yield from check(config)
-        except Exception as error:  # noqa: BLE001 - a doctor who faints helps nobody
+        except Exception as error:  # noqa: BLE001 - the other checks go on
             name = getattr(check, "__name__", "check").replace("_", " ")
             text = f"{name}: could not be checked: {type(error).__name__}: {error}"
             yield Finding("doctor", Level.WARNING, text, "report this with the output of rankscope doctor --json")

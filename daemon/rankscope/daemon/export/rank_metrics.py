@@ -19,7 +19,7 @@ PROBLEMS_PER_RANK = 6
 PROBLEMS_IN_STANDARD = 3
 # Share of the step: less is the time that it takes to reach the device.
 DEVICE_BOUND_RATIO = 0.1
-GROUP_FIELDS = 7
+MEMORY_KINDS = ("allocated", "reserved", "peak_allocated", "total")
 GROUP_KINDS = {
     ring_layout.GROUP_EXPOSED: "exposed",
     ring_layout.GROUP_OVERLAPPED: "overlapped",
@@ -39,173 +39,81 @@ class _Rank:
         return self.report.window
 
 
-RANKS: Section[_Rank] = Section(
-    ("job", "rank"),
-    (
-        Gauge(
-            "rankscope_rank_info",
-            "Identity of a rank, value 1; join on job and rank. pipeline, tensor and data are its place in the "
-            "parallel layout. A label is empty where it is not known.",
-            lambda rank: _rank_info(rank.window),
-            dict.fromkeys(("node", "namespace", "pod", "gpu", "world_size", "pid", "pipeline", "tensor", "data"), ANY),
-        ),
-        Gauge("rankscope_rank_up", "1 if any source could measure the rank.", lambda rank: bool(rank.window.sources)),
-        Counter(
-            "rankscope_rank_steps_total",
-            "Steps since the process began.",
-            lambda rank: _optional(rank.window, "steps_total"),
-        ),
-        Gauge(
-            "rankscope_rank_seconds_since_step",
-            "Time since the last step ended.",
-            lambda rank: _seconds_since_step(rank.window),
-        ),
-        Gauge(
-            "rankscope_rank_stalled",
-            "1 while the rank makes no progress.",
-            lambda rank: rank.window.HasField("stall") if rank.window.sources else None,
-        ),
-        Gauge(
-            "rankscope_rank_step_seconds",
-            "Step time in the last window. In synchronous training it is the same on every rank.",
-            lambda rank: _quantiles(rank.window.step),
-            {"quantile": ("0.5", "0.9")},
-        ),
-        Gauge(
-            "rankscope_rank_self_seconds",
-            "Step time less waiting on others, in the last window. The one to compare.",
-            lambda rank: _quantiles(rank.window.self),
-            {"quantile": ("0.5", "0.9")},
-        ),
-        Gauge(
-            "rankscope_rank_host_seconds",
-            "What a step took on the host, where step time is the device's. It says nothing about the step by itself.",
-            lambda rank: _optional(rank.window, "host_seconds"),
-            standard=FULL_ONLY,
-        ),
-        Gauge(
-            "rankscope_rank_run_ahead_seconds",
-            "The furthest the host was ahead of the device within a step, in the last window.",
-            lambda rank: _optional(rank.window, "run_ahead_seconds"),
-        ),
-        Gauge(
-            "rankscope_rank_device_bound",
-            "1 if the host runs ahead of the device, 0 if the device waits for its host.",
-            lambda rank: _is_device_bound(rank.window),
-        ),
-        Gauge(
-            "rankscope_rank_group_seconds",
-            "Time in collectives per step by process group, where steps are timed on a device. What a rank spends "
-            "beyond the least in its group is waiting. group is equal on all members.",
-            lambda rank: _group_seconds(rank),
-            {"group": ANY, "kind": tuple(GROUP_KINDS.values())},
-        ),
-        Gauge(
-            "rankscope_rank_model_flops_per_step",
-            "Model FLOPs of this rank per step: declared FLOPs of the job by world size, or counted.",
-            lambda rank: _optional(rank.window, "model_flops_per_step"),
-            standard=FULL_ONLY,
-        ),
-        Gauge(
-            "rankscope_rank_peak_flops_per_second",
-            "Peak of the rank's device: declared, or dense bf16 by the device's name.",
-            lambda rank: _optional(rank.window, "peak_flops_per_second"),
-        ),
-        Gauge(
-            "rankscope_rank_mfu_ratio",
-            "Model FLOPs utilisation in the last window. Absent unless the FLOPs and the peak are known.",
-            lambda rank: _optional(rank.window, "mfu_ratio"),
-        ),
-        Gauge(
-            "rankscope_rank_device_memory_bytes",
-            "Memory of the rank's device: its total, and what torch's allocator has of it. CUDA only.",
-            lambda rank: {
-                kind: _optional(rank.window.memory, f"{kind}_bytes")
-                for kind in ("allocated", "reserved", "peak_allocated", "total")
-            },
-            {"kind": ("allocated", "reserved", "peak_allocated", "total")},
-        ),
-        Counter(
-            "rankscope_rank_cause_seconds_total",
-            "Time by cause. self + wait is the step; communication overlaps with backward, so not all causes add up.",
-            lambda rank: {cause: rank.report.totals.cause_seconds.get(cause) for cause in CAUSES},
-            {"cause": CAUSES},
-        ),
-        Counter(
-            "rankscope_rank_steps_lost_total",
-            "Steps overwritten in the ring before the daemon read them.",
-            lambda rank: rank.report.totals.steps_lost,
-            standard=FULL_ONLY,
-        ),
-        Counter(
-            "rankscope_rank_cpu_seconds_total",
-            "CPU time of the process.",
-            lambda rank: rank.report.totals.process.get("cpu_seconds"),
-        ),
-        Counter(
-            "rankscope_rank_run_delay_seconds_total",
-            "Time the training thread was runnable but not running.",
-            lambda rank: rank.report.totals.process.get("run_delay_seconds"),
-        ),
-        Counter(
-            "rankscope_rank_throttled_seconds_total",
-            "Time the rank's cgroup was out of CPU quota.",
-            lambda rank: rank.report.totals.process.get("throttled_seconds"),
-        ),
-        Counter(
-            "rankscope_rank_stopped_seconds_total",
-            "Time the process was seen stopped by a signal.",
-            lambda rank: rank.report.totals.process.get("stopped_seconds"),
-        ),
-        Counter(
-            "rankscope_rank_involuntary_switches_total",
-            "Times the process was preempted.",
-            lambda rank: rank.report.totals.process.get("involuntary_switches"),
-            standard=FULL_ONLY,
-        ),
-        Counter(
-            "rankscope_rank_voluntary_switches_total",
-            "Times the process gave the CPU up.",
-            lambda rank: rank.report.totals.process.get("voluntary_switches"),
-            standard=FULL_ONLY,
-        ),
-        Gauge(
-            "rankscope_rank_resident_bytes",
-            "Memory of the process.",
-            lambda rank: _optional(rank.window.process, "resident_bytes"),
-        ),
-        Gauge(
-            "rankscope_rank_threads",
-            "Threads of the process.",
-            lambda rank: _optional(rank.window.process, "threads"),
-            standard=FULL_ONLY,
-        ),
-        Counter(
-            "rankscope_rank_stack_samples_total",
-            "Stacks read of the training thread.",
-            lambda rank: rank.report.totals.stack_samples,
-        ),
-        Counter(
-            "rankscope_rank_stack_errors_total",
-            "Stacks that could not be read.",
-            lambda rank: rank.report.totals.stack_errors,
-            standard=FULL_ONLY,
-        ),
-        Gauge(
-            "rankscope_rank_phase_ratio",
-            "Share of stack samples by phase in the last window. backward is autograd's engine, which may wait for "
-            "other ranks; backward_code is Python code that it calls.",
-            lambda rank: _phase_ratios(rank),
-            {"phase": PHASES},
-        ),
-        Gauge(
-            "rankscope_rank_problem",
-            "1 while a source has this kind of problem with the rank.",
-            lambda rank: _problems(rank),
-            {"source": ANY, "kind": ANY},
-        ),
-    ),
-)
+# fmt: off
+RANKS: Section[_Rank] = Section(("job", "rank"), (
+    Gauge("rankscope_rank_info",
+        "Identity of a rank, value 1; join on job and rank. pipeline, tensor and data are its place in the parallel "
+        "layout. A label is empty where it is not known.", lambda rank: _rank_info(rank.window),
+        dict.fromkeys(("node", "namespace", "pod", "gpu", "world_size", "pid", "pipeline", "tensor", "data"), ANY)),
+    Gauge("rankscope_rank_up", "1 if any source could measure the rank.", lambda rank: bool(rank.window.sources)),
+    Counter("rankscope_rank_steps_total", "Steps since the process began.",
+        lambda rank: _optional(rank.window, "steps_total")),
+    Gauge("rankscope_rank_seconds_since_step", "Time since the last step ended.",
+        lambda rank: _seconds_since_step(rank.window)),
+    Gauge("rankscope_rank_stalled", "1 while the rank makes no progress.",
+        lambda rank: rank.window.HasField("stall") if rank.window.sources else None),
+    Gauge("rankscope_rank_step_seconds",
+        "Step time in the last window. In synchronous training it is the same on every rank.",
+        lambda rank: _quantiles(rank.window.step_seconds), {"quantile": ("0.5", "0.9")}),
+    Gauge("rankscope_rank_self_seconds", "Step time less waiting on others, in the last window. The one to compare.",
+        lambda rank: _quantiles(rank.window.self_seconds), {"quantile": ("0.5", "0.9")}),
+    Gauge("rankscope_rank_host_seconds",
+        "What a step took on the host, where step time is the device's. It says nothing about the step by itself.",
+        lambda rank: _optional(rank.window, "host_seconds"), standard=FULL_ONLY),
+    Gauge("rankscope_rank_run_ahead_seconds",
+        "The furthest the host was ahead of the device within a step, in the last window.",
+        lambda rank: _optional(rank.window, "run_ahead_seconds")),
+    Gauge("rankscope_rank_device_bound", "1 if the host runs ahead of the device, 0 if the device waits for its host.",
+        lambda rank: _is_device_bound(rank.window)),
+    Gauge("rankscope_rank_group_seconds",
+        "Time in collectives per step by process group, where steps are timed on a device. What a rank spends beyond "
+        "the least in its group is waiting. group is equal on all members.", lambda rank: _group_seconds(rank),
+        {"group": ANY, "kind": tuple(GROUP_KINDS.values())}),
+    Gauge("rankscope_rank_model_flops_per_step",
+        "Model FLOPs of this rank per step: declared FLOPs of the job by world size, or counted.",
+        lambda rank: _optional(rank.window, "model_flops_per_step"), standard=FULL_ONLY),
+    Gauge("rankscope_rank_peak_flops_per_second",
+        "Peak of the rank's device: declared, or dense bf16 by the device's name.",
+        lambda rank: _optional(rank.window, "peak_flops_per_second")),
+    Gauge("rankscope_rank_mfu_ratio",
+        "Model FLOPs utilisation in the last window. Absent unless the FLOPs and the peak are known.",
+        lambda rank: _optional(rank.window, "mfu_ratio")),
+    Gauge("rankscope_rank_device_memory_bytes",
+        "Memory of the rank's device: its total, and what torch's allocator has of it. CUDA only.",
+        lambda rank: {kind: _optional(rank.window.memory, f"{kind}_bytes") for kind in MEMORY_KINDS},
+        {"kind": MEMORY_KINDS}),
+    Counter("rankscope_rank_cause_seconds_total",
+        "Time by cause. self + wait is the step; communication overlaps with backward, so not all causes add up.",
+        lambda rank: {cause: rank.report.totals.cause_seconds.get(cause) for cause in CAUSES}, {"cause": CAUSES}),
+    Counter("rankscope_rank_steps_lost_total", "Steps overwritten in the ring before the daemon read them.",
+        lambda rank: rank.report.totals.steps_lost, standard=FULL_ONLY),
+    Counter("rankscope_rank_cpu_seconds_total", "CPU time of the process.",
+        lambda rank: rank.report.totals.process.get("cpu_seconds")),
+    Counter("rankscope_rank_run_delay_seconds_total", "Time the training thread was runnable but not running.",
+        lambda rank: rank.report.totals.process.get("run_delay_seconds")),
+    Counter("rankscope_rank_throttled_seconds_total", "Time the rank's cgroup was out of CPU quota.",
+        lambda rank: rank.report.totals.process.get("throttled_seconds")),
+    Counter("rankscope_rank_stopped_seconds_total", "Time the process was seen stopped by a signal.",
+        lambda rank: rank.report.totals.process.get("stopped_seconds")),
+    Counter("rankscope_rank_involuntary_switches_total", "Times the process was preempted.",
+        lambda rank: rank.report.totals.process.get("involuntary_switches"), standard=FULL_ONLY),
+    Counter("rankscope_rank_voluntary_switches_total", "Times the process gave the CPU up.",
+        lambda rank: rank.report.totals.process.get("voluntary_switches"), standard=FULL_ONLY),
+    Gauge("rankscope_rank_resident_bytes", "Memory of the process.",
+        lambda rank: _optional(rank.window.process, "resident_bytes")),
+    Gauge("rankscope_rank_threads", "Threads of the process.", lambda rank: _optional(rank.window.process, "threads"),
+        standard=FULL_ONLY),
+    Counter("rankscope_rank_stack_samples_total", "Stacks read of the training thread.",
+        lambda rank: rank.report.totals.stack_samples),
+    Counter("rankscope_rank_stack_errors_total", "Stacks that could not be read.",
+        lambda rank: rank.report.totals.stack_errors, standard=FULL_ONLY),
+    Gauge("rankscope_rank_phase_ratio",
+        "Share of stack samples by phase in the last window. backward is autograd's engine, which may wait for other "
+        "ranks; backward_code is Python code that it calls.", lambda rank: _phase_ratios(rank), {"phase": PHASES}),
+    Gauge("rankscope_rank_problem", "1 while a source has this kind of problem with the rank.",
+        lambda rank: _problems(rank), {"source": ANY, "kind": ANY}),
+))
+# fmt: on
 
 
 def rank_metrics(reports: Iterable[RankReport], full: bool) -> Iterator[Family]:
@@ -232,27 +140,26 @@ def _seconds_since_step(window: RankWindow) -> float | None:
 
 
 def _quantiles(statistics: StepStatistics) -> Mapping[str, float]:
-    return {"0.5": statistics.p50_seconds, "0.9": statistics.p90_seconds} if statistics.ListFields() else {}
+    return {"0.5": statistics.p50, "0.9": statistics.p90} if statistics.ListFields() else {}
 
 
 def _is_device_bound(window: RankWindow) -> bool | None:
-    if not window.HasField("run_ahead_seconds") or not window.step.mean_seconds > 0:
+    if not window.HasField("run_ahead_seconds") or not window.step_seconds.mean > 0:
         return None
-    return window.run_ahead_seconds >= DEVICE_BOUND_RATIO * window.step.mean_seconds
+    return window.run_ahead_seconds >= DEVICE_BOUND_RATIO * window.step_seconds.mean
 
 
 def _group_seconds(rank: _Rank) -> Mapping[tuple[str, str], float]:
     window = rank.window
-    step_mean_seconds = window.step.mean_seconds
+    step_mean_seconds = window.step_seconds.mean
     is_timed = window.HasField("host_seconds") and step_mean_seconds > 0
     # Where the rank knows its self time, groups add nothing to it.
-    if not is_timed or (window.HasField("self") and not rank.full):
+    if not is_timed or (window.HasField("self_seconds") and not rank.full):
         return {}
-    rows = (window.groups[at : at + GROUP_FIELDS] for at in range(0, len(window.groups), GROUP_FIELDS))
     return {
-        (f"{int(row[0]):x}", GROUP_KINDS.get(int(row[3]), "")): row[5] * step_mean_seconds / row[6]
-        for row in rows
-        if len(row) == GROUP_FIELDS and row[6] > 0
+        (f"{group.number:x}", GROUP_KINDS.get(group.kind, "")): group.seconds * step_mean_seconds / group.step_seconds
+        for group in window.groups
+        if group.step_seconds > 0
     }
 
 

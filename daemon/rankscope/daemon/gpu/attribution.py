@@ -1,9 +1,12 @@
-"""Whose GPU is whose: the driver's list of processes held against the ranks, and their environment against both.
+"""Which GPUs each rank uses: the driver's list of processes, matched with the ranks and checked against the GPU that
+their environment claims. Nothing is guessed: a rank may have several GPUs, and a GPU with several ranks is shared.
 
-Nothing is guessed: a rank on several GPUs has several, and a GPU with several ranks is shared."""
+A claim is no more than that: a script may choose another device, and an index means little unless the order of devices
+is known."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -11,106 +14,13 @@ from typing import Final
 from rankscope.daemon.gpu.readings import GpuReading, GpuState
 from rankscope.daemon.samples import Problem, RankKey, RankProcess
 
-# Which GPU a process' environment says it will use. A claim to hold against what the driver sees, no more: a script
-# may choose another device, and an index means little unless the order of devices is known.
-
+SOURCE: Final = "gpu"
+NAMED_GPUS: Final = 4
+MEBIBYTE: Final = 1 << 20
 ENTRIES_READ: Final = 256
 _EVERYTHING: Final = frozenset({"all"})
 _NOTHING: Final = frozenset({"void", "none", "no-dev-files"})
-
-
-def visible_gpus(environment: Mapping[str, str], gpus: Sequence[GpuReading]) -> tuple[GpuReading, ...] | None:
-    """The GPUs in the order in which CUDA numbers them for the process; None where that cannot be told."""
-    mounted = _mounted(environment.get("NVIDIA_VISIBLE_DEVICES"), gpus)
-    if mounted is None:
-        return None
-    text = environment.get("CUDA_VISIBLE_DEVICES")
-    whole = _in_cuda_order(environment, mounted)
-    if text is None:
-        return whole
-    chosen: list[GpuReading] = []
-    for entry in text.split(",")[:ENTRIES_READ]:
-        entry = entry.strip()
-        found = _by_index(entry, whole) if _is_number(entry) else _by_uuid(entry, gpus)
-        # CUDA stops at the first entry that names no device: what follows is not visible ("0,-1,1" is GPU 0 alone).
-        if found is _UNKNOWN:
-            return None
-        if found is None:
-            break
-        if found in chosen:
-            return ()  # CUDA refuses a device that is named twice
-        chosen.append(found)
-    return tuple(chosen)
-
-
-def claimed_gpu(environment: Mapping[str, str], local_rank: int, gpus: Sequence[GpuReading]) -> GpuReading | None:
-    """The GPU the rank would use by convention: the only visible one, else the one its local rank numbers."""
-    visible = visible_gpus(environment, gpus)
-    if visible is None or not visible:
-        return None
-    if len(visible) == 1:
-        return visible[0]
-    return visible[local_rank] if local_rank < len(visible) else None
-
-
 _UNKNOWN: Final = GpuReading(uuid="", index=-1, name="")  # an entry that may name a device, but which is not clear
-
-
-def _mounted(text: str | None, gpus: Sequence[GpuReading]) -> tuple[GpuReading, ...] | None:
-    """What the container runtime let into the container, in the driver's order."""
-    whole = tuple(sorted((gpu for gpu in gpus if gpu.parent_uuid is None), key=lambda gpu: gpu.index))
-    if text is None or not text.strip() or text.strip() in _EVERYTHING:
-        return whole
-    if text.strip() in _NOTHING:
-        # Kubernetes' device plugin may hand devices over in another way and leave "void" here.
-        return None
-    mounted: set[str] = set()
-    for entry in text.split(",")[:ENTRIES_READ]:
-        entry = entry.strip()
-        found = _by_index(entry, whole) if _is_number(entry) else _by_uuid(entry, gpus)
-        if found is None or found is _UNKNOWN:
-            return None
-        mounted.add(found.uuid)
-    return tuple(sorted((gpu for gpu in gpus if gpu.uuid in mounted), key=lambda gpu: (gpu.index, gpu.uuid)))
-
-
-def _in_cuda_order(environment: Mapping[str, str], gpus: Sequence[GpuReading]) -> tuple[GpuReading, ...] | None:
-    """The driver numbers by PCI address. CUDA puts the fastest first unless told; equal GPUs stay in that order."""
-    if environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.name for gpu in gpus}) > 1:
-        return None
-    return tuple(gpus)
-
-
-def _is_number(entry: str) -> bool:
-    digits = entry.removeprefix("-")
-    return digits.isascii() and digits.isdigit()
-
-
-def _by_index(entry: str, gpus: Sequence[GpuReading] | None) -> GpuReading | None:
-    if entry.startswith("-") or len(entry) > 4:
-        return None
-    if gpus is None:
-        return _UNKNOWN
-    index = int(entry)
-    return gpus[index] if index < len(gpus) else None
-
-
-def _by_uuid(entry: str, gpus: Sequence[GpuReading]) -> GpuReading | None:
-    """Whole, or any beginning that only one has. MIG-GPU-<uuid>/<gi>/<ci> is how older drivers named a slice: there is
-    nothing in a reading to hold its numbers against."""
-    if entry.startswith("MIG-GPU-"):
-        return _UNKNOWN
-    if not entry.startswith(("GPU-", "MIG-")) or len(entry) <= len("GPU-"):
-        return None
-    matches = [gpu for gpu in gpus if gpu.uuid.lower().startswith(entry.lower())]
-    if not matches and entry.startswith("MIG-"):
-        return _UNKNOWN  # a slice that is not among the readings
-    return matches[0] if len(matches) == 1 else None
-
-
-SOURCE = "gpu"
-NAMED_GPUS = 4
-MEBIBYTE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -134,9 +44,9 @@ class Attributed:
 def attribute(
     ranks: Sequence[RankProcess], gpus: Sequence[GpuReading], process_exists: Callable[[int], bool]
 ) -> Attributed:
-    """`process_exists` tells whether /proc has a pid: NVML in a container may speak of another namespace's."""
+    """`process_exists`: whether /proc has a pid. NVML in a container may list pids of another namespace."""
     usable = [gpu for gpu in gpus if gpu.state is GpuState.OK]
-    listed = _pids_by_gpu(usable)
+    listed = {gpu.uuid: frozenset(process.pid for process in gpu.processes or ()) for gpu in usable}
     foreign = any(not process_exists(pid) for pids in listed.values() for pid in pids)
     by_pid = {rank.pid: rank for rank in ranks}
     inner = _unique_inner_pids(ranks)
@@ -149,16 +59,13 @@ def attribute(
             rank = rank or (inner.get(pid) if foreign else None)
             if rank is None:
                 continue
-            # Pids of another namespace may coincide with ours: then the environment has to say the same.
+            # A pid of another namespace may coincide with one of ours: then the environment has to agree.
             if sure or claimed_gpu(rank.environment, rank.local_rank, usable) == gpu:
                 found.setdefault(rank.key, []).append(gpu)
             else:
                 unsure.setdefault(rank.key, []).append(gpu)
     whole = {rank.key: _without_parents(found.get(rank.key, ())) for rank in ranks}
-    users: dict[str, int] = {}
-    for theirs in whole.values():
-        for gpu in theirs:
-            users[gpu.uuid] = users.get(gpu.uuid, 0) + 1
+    users = Counter(gpu.uuid for theirs in whole.values() for gpu in theirs)
     attributions = {
         rank.key: Attribution(
             whole[rank.key], _problem(rank, whole[rank.key], unsure.get(rank.key, ()), usable, foreign, listed)
@@ -168,12 +75,8 @@ def attribute(
     return Attributed(attributions, frozenset(uuid for uuid, count in users.items() if count > 1))
 
 
-def _pids_by_gpu(gpus: Sequence[GpuReading]) -> dict[str, frozenset[int]]:
-    return {gpu.uuid: frozenset(process.pid for process in gpu.processes or ()) for gpu in gpus}
-
-
 def _unique_inner_pids(ranks: Sequence[RankProcess]) -> dict[int, RankProcess]:
-    """Ranks by the pids that namespaces within ours know them by; a pid that two ranks have names neither."""
+    """Ranks by their pids in namespaces within ours; a pid that two ranks have is left out."""
     seen: dict[int, RankProcess | None] = {}
     for rank in ranks:
         for pid in set(rank.namespace_pids) - {rank.pid}:
@@ -182,7 +85,7 @@ def _unique_inner_pids(ranks: Sequence[RankProcess]) -> dict[int, RankProcess]:
 
 
 def _without_parents(gpus: Sequence[GpuReading]) -> tuple[GpuReading, ...]:
-    """A process on a slice is listed on the GPU it is cut from as well."""
+    """A process on a MIG instance is listed on the whole GPU as well."""
     parents = {gpu.parent_uuid for gpu in gpus}
     return tuple(gpu for gpu in gpus if gpu.uuid not in parents)
 
@@ -224,7 +127,7 @@ def _problem(
 
 
 def _claims_any(rank: RankProcess, gpus: Sequence[GpuReading]) -> bool:
-    """Whether the environment speaks of a GPU at all: a CPU job on a GPU node has no problem."""
+    """Whether the environment names a GPU at all: a CPU job on a GPU node has no problem."""
     named = "CUDA_VISIBLE_DEVICES" in rank.environment or "NVIDIA_VISIBLE_DEVICES" in rank.environment
     return named and bool(visible_gpus(rank.environment, gpus))
 
@@ -237,3 +140,87 @@ def _held(rank: RankProcess, gpus: Sequence[GpuReading]) -> str:
         parts.append(f"GPU {gpu.index}: {amount / MEBIBYTE:.0f} MiB" if amount else f"GPU {gpu.index}")
     more = len(gpus) - NAMED_GPUS
     return ", ".join(parts) + (f" and {more} more" if more > 0 else "")
+
+
+def visible_gpus(environment: Mapping[str, str], gpus: Sequence[GpuReading]) -> tuple[GpuReading, ...] | None:
+    """The GPUs in the order in which CUDA numbers them for the process; None where that is not known."""
+    mounted = _mounted(environment.get("NVIDIA_VISIBLE_DEVICES"), gpus)
+    if mounted is None:
+        return None
+    text = environment.get("CUDA_VISIBLE_DEVICES")
+    whole = _in_cuda_order(environment, mounted)
+    if text is None:
+        return whole
+    chosen: list[GpuReading] = []
+    for entry in text.split(",")[:ENTRIES_READ]:
+        found = _named(entry.strip(), whole, gpus)
+        # CUDA stops at the first entry that names no device: what follows is not visible ("0,-1,1" is GPU 0 alone).
+        if found is _UNKNOWN:
+            return None
+        if found is None:
+            break
+        if found in chosen:
+            return ()  # CUDA refuses a device that is named twice
+        chosen.append(found)
+    return tuple(chosen)
+
+
+def claimed_gpu(environment: Mapping[str, str], local_rank: int, gpus: Sequence[GpuReading]) -> GpuReading | None:
+    """The GPU the rank would use by convention: the only visible one, else the one its local rank numbers."""
+    visible = visible_gpus(environment, gpus)
+    if visible is None or not visible:
+        return None
+    if len(visible) == 1:
+        return visible[0]
+    return visible[local_rank] if local_rank < len(visible) else None
+
+
+def _mounted(text: str | None, gpus: Sequence[GpuReading]) -> tuple[GpuReading, ...] | None:
+    """The GPUs that the container runtime gave to the container, in the driver's order."""
+    whole = tuple(sorted((gpu for gpu in gpus if gpu.parent_uuid is None), key=lambda gpu: gpu.index))
+    if text is None or not text.strip() or text.strip() in _EVERYTHING:
+        return whole
+    if text.strip() in _NOTHING:
+        # Kubernetes' device plugin may hand devices over in another way and leave "void" here.
+        return None
+    mounted: set[str] = set()
+    for entry in text.split(",")[:ENTRIES_READ]:
+        found = _named(entry.strip(), whole, gpus)
+        if found is None or found is _UNKNOWN:
+            return None
+        mounted.add(found.uuid)
+    return tuple(sorted((gpu for gpu in gpus if gpu.uuid in mounted), key=lambda gpu: (gpu.index, gpu.uuid)))
+
+
+def _in_cuda_order(environment: Mapping[str, str], gpus: Sequence[GpuReading]) -> tuple[GpuReading, ...] | None:
+    """The driver numbers by PCI address. CUDA puts the fastest first by default; equal GPUs stay in that order."""
+    if environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.name for gpu in gpus}) > 1:
+        return None
+    return tuple(gpus)
+
+
+def _named(entry: str, in_order: Sequence[GpuReading] | None, gpus: Sequence[GpuReading]) -> GpuReading | None:
+    digits = entry.removeprefix("-")
+    return _by_index(entry, in_order) if digits.isascii() and digits.isdigit() else _by_uuid(entry, gpus)
+
+
+def _by_index(entry: str, gpus: Sequence[GpuReading] | None) -> GpuReading | None:
+    if entry.startswith("-") or len(entry) > 4:
+        return None
+    if gpus is None:
+        return _UNKNOWN
+    index = int(entry)
+    return gpus[index] if index < len(gpus) else None
+
+
+def _by_uuid(entry: str, gpus: Sequence[GpuReading]) -> GpuReading | None:
+    """By the whole UUID or any beginning that only one has. Older drivers named a slice MIG-GPU-<uuid>/<gi>/<ci>, which
+    matches nothing in a reading."""
+    if entry.startswith("MIG-GPU-"):
+        return _UNKNOWN
+    if not entry.startswith(("GPU-", "MIG-")) or len(entry) <= len("GPU-"):
+        return None
+    matches = [gpu for gpu in gpus if gpu.uuid.lower().startswith(entry.lower())]
+    if not matches and entry.startswith("MIG-"):
+        return _UNKNOWN  # a slice that is not among the readings
+    return matches[0] if len(matches) == 1 else None

@@ -1,5 +1,12 @@
-"""An existing dcgm-exporter as a source: its /metrics, read in a thread of its own. It is another program's text, so
-its size and the time it may take are bounded, and what it says is checked like any other input."""
+"""A dcgm-exporter as a source of GPU counters: a thread reads its /metrics. Size and time of the answer are bounded,
+and every value is checked, since it is another program's text.
+
+Its names follow DCGM's fields, of which many were renamed: 4.6 gave temperatures, power and profiling figures names
+with their unit, 4.7 (exporter 4.9) base units to the rest, and an exporter with a list of its own may still use the old
+ones. Both are read; where a GPU has both, the newer counts.
+
+Left out: XID errors (a gauge that holds the last one cannot be counted) and PCIe and NVLink traffic, whose fields are a
+counter in one release and a rate in another."""
 
 from __future__ import annotations
 
@@ -14,21 +21,20 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from typing import Any, Final
 
+from rankscope.common.text import printable
 from rankscope.daemon.gpu.readings import GpuReading, GpuSnapshot, SourceState
 
-# What a dcgm-exporter says, in our terms. Its names follow DCGM's fields, of which many were renamed: 4.6 gave
-# temperatures, power and profiling figures names with their unit, 4.7 (exporter 4.9) base units to the rest, and an
-# exporter with a list of its own may still use the old ones. Both are read; where a GPU has both, the newer counts.
-#
-# Left out: XID errors (a gauge that holds the last one cannot be counted) and PCIe and NVLink traffic, whose fields are
-# a counter in one release and a rate in another.
-
+ANSWER_BYTES: Final = 8 << 20
+ANSWER_SECONDS: Final = 5.0
+CHUNK_BYTES: Final = 64 << 10
+KEPT: Final = 64
+NEXT_STEP: Final = "see that dcgm-exporter runs on this node and that dcgm_url is right"
 GPUS_READ: Final = 256
 LINES_READ: Final = 200_000
 LINE_CHARACTERS: Final = 8192
 NAME_CHARACTERS: Final = 128
 MEBIBYTE: Final = float(1 << 20)
-# DCGM says "not known" by numbers near the top of its types.
+# DCGM marks values as not known with numbers near the top of their types.
 BLANK: Final = 9e15
 
 _SAMPLE = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*")
@@ -126,7 +132,7 @@ _MADE: Final[Mapping[str, Callable[[float], object]]] = {
 
 
 def parse_readings(text: str) -> tuple[GpuReading, ...]:
-    """Whole GPUs by index. The exporter gives a MIG instance no uuid of its own, so instances are left out."""
+    """Whole GPUs by index. MIG instances are left out: the exporter gives them no UUID of their own."""
     found: dict[str, dict[str, Any]] = {}
     newness_of: dict[tuple[str, str, object], int] = {}
     for name, labels, value in samples(text):
@@ -185,9 +191,9 @@ def _labels(text: str) -> Mapping[str, str] | None:
 def _identity(uuid: str, labels: Mapping[str, str]) -> dict[str, Any]:
     index = labels.get("gpu", "")
     return {
-        "uuid": _bounded(uuid),
+        "uuid": printable(uuid, NAME_CHARACTERS),
         "index": int(index) if index.isascii() and index.isdigit() and len(index) <= 4 else -1,
-        "name": _bounded(labels.get("modelName", "")),
+        "name": printable(labels.get("modelName", ""), NAME_CHARACTERS),
     }
 
 
@@ -200,23 +206,12 @@ def _reading(fields: MutableMapping[str, Any]) -> GpuReading:
     return GpuReading(**fields)
 
 
-def _bounded(text: str) -> str:
-    return "".join(character if character.isprintable() else " " for character in text[:NAME_CHARACTERS])
-
-
-ANSWER_BYTES: Final = 8 << 20
-ANSWER_SECONDS: Final = 5.0
-CHUNK_BYTES: Final = 64 << 10
-KEPT: Final = 64
-NEXT_STEP: Final = "see that dcgm-exporter runs on this node and that dcgm_url is right"
-
-
 class DcgmError(Exception):
-    """Why there is nothing, with the next step."""
+    """The exporter cannot be read: the reason and the next step."""
 
 
 class DcgmSource:
-    """Never takes a counter of its own: what the exporter last said is what there is."""
+    """Has no counters of its own: the exporter's last answer is all there is."""
 
     def __init__(self, url: str, interval_seconds: float = 1.0) -> None:
         self._url = url

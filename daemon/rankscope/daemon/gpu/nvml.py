@@ -1,6 +1,11 @@
-"""GPU counters from the driver itself. Nothing here can hold up who asks: every call into the driver is made by threads
-of this package, and one that does not return is reported and left alone (it could not be killed in a process of its own
-either, for it waits inside the kernel)."""
+"""GPU counters from the driver itself, through NVML.
+
+    NvmlSource  a thread that opens the library, polls, and opens it again after a failure
+      Session   the library while it works: its GPUs, each with a Poller, and the listener for XID errors
+        Poller  a thread for each GPU: a call that never returns holds up that GPU alone
+
+A caller never blocks. A call that does not return is reported and left alone: it waits inside the kernel, and could not
+be killed in a process of its own either."""
 
 from __future__ import annotations
 
@@ -18,11 +23,14 @@ from rankscope.daemon.gpu.nvml_device import Cadence, DeviceReader
 from rankscope.daemon.gpu.readings import GpuReading, GpuSnapshot, GpuState, SourceState
 from rankscope.daemon.gpu.xid import XidCounts, XidListener
 
-# A thread for each GPU: a call that never returns holds up that GPU alone.
+KEPT_SECONDS: Final = 60.0
+CLOSING_SECONDS: Final = 2.0
+NAME: Final = "nvml"
+DEFAULT_CADENCE: Final = Cadence()
 
 
 class Poller:
-    """Reads its GPU each time it is told to, and then puts itself into `done`."""
+    """Reads its GPU after each `begin`, and then puts itself into `done`."""
 
     def __init__(self, reader: DeviceReader, watch: CallWatch, done: queue.SimpleQueue[Poller]) -> None:
         self.identity = reader.identity
@@ -46,7 +54,7 @@ class Poller:
         self._orders.put(False)
 
     def join(self, seconds: float) -> bool:
-        """Whether it ended in that time."""
+        """Returns whether it ended in that time."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -81,11 +89,8 @@ class Poller:
             return
 
 
-# The driver's library while it works: its GPUs, each with a thread, and the listener for XIDs.
-
-
 class Memory:
-    """What outlives a session: counters, and which GPUs there have been."""
+    """What is kept between sessions: counters, and which GPUs there have been."""
 
     def __init__(self) -> None:
         self.xids = XidCounts()
@@ -94,7 +99,7 @@ class Memory:
         self.known: MutableMapping[str, GpuReading] = {}
 
     def absent_gpus(self, state: GpuState, present: Container[str] = ()) -> tuple[GpuReading, ...]:
-        """Those that were there once and are not now, with their counters."""
+        """GPUs that were there once and are not now, with their counters."""
         return tuple(
             replace(
                 reading,
@@ -129,7 +134,7 @@ class Session:
         for poller in free:
             poller.begin()
         give_up_at = time.monotonic() + seconds
-        # One that was late in an earlier round may report in this one: only who is busy counts.
+        # A poller that was late in an earlier round may report in this one: only busy ones count.
         while any(poller.busy for poller in free) and (left := give_up_at - time.monotonic()) > 0:
             try:
                 self._done.get(timeout=left)
@@ -165,7 +170,7 @@ class Session:
         return tuple(sorted(counted + gone, key=lambda reading: reading.index))
 
     def close(self, seconds: float) -> None:
-        """Leaves behind what is inside a call that does not return: it can be neither ended nor waited for."""
+        """A thread inside a call that does not return is left behind: it can be neither ended nor waited for."""
         give_up_at = time.monotonic() + seconds
         for poller in self._pollers:
             poller.stop()
@@ -182,14 +187,6 @@ class Session:
         watch = CallWatch()
         asker = Asker(self._library.nvml, device.handle, watch)
         return Poller(DeviceReader(asker, identity, throttle, meter, cadence), watch, self._done)
-
-
-KEPT_SECONDS: Final = 60.0
-CLOSING_SECONDS: Final = 2.0
-NAME: Final = "nvml"
-
-
-DEFAULT_CADENCE = Cadence()
 
 
 class NvmlSource:
@@ -248,8 +245,8 @@ class NvmlSource:
             polls_before = self._polls_total
             try:
                 was_lost = self._open_and_poll(lost_wait_seconds)
-                lost_wait_seconds = self._longer(lost_wait_seconds, self._lost_retry_seconds) if was_lost else 0.0
-                lost_wait_seconds = max(lost_wait_seconds, self._lost_retry_seconds[0])
+                shortest, longest = self._lost_retry_seconds
+                lost_wait_seconds = min(longest, lost_wait_seconds * 2) if was_lost else shortest
             except NvmlUnavailableError as error:
                 self._publish_nothing(error.state, str(error))
             except Exception as error:  # noqa: BLE001 - whatever the driver does, it is tried again later
@@ -260,10 +257,10 @@ class NvmlSource:
             if self._polls_total > polls_before + 1:
                 wait_seconds = self._retry_seconds[0]  # it worked for a while
             self._stopping.wait(wait_seconds)
-            wait_seconds = self._longer(wait_seconds, self._retry_seconds)
+            wait_seconds = min(self._retry_seconds[1], wait_seconds * 2)
 
     def _open_and_poll(self, lost_wait_seconds: float) -> bool:
-        """Until the library has to be opened again; whether that is because of a lost GPU."""
+        """Poll until the library has to be opened again. Returns whether a lost GPU is the reason."""
         self._watch.enter("opening NVML")
         session = Session(self._memory, self._cadence)
         self._watch.leave()
@@ -332,10 +329,6 @@ class NvmlSource:
             problems=(reason,),
         )
         self._kept.append(self._latest)
-
-    @staticmethod
-    def _longer(seconds: float, limits: tuple[float, float]) -> float:
-        return min(limits[1], seconds * 2)
 
 
 def _explain_hanging(text: str) -> str:

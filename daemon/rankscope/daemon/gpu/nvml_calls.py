@@ -1,4 +1,5 @@
-"""Calls for one device: what it does not support is asked once, and who looks on sees which call is under way."""
+"""The driver's library and calls into it: errors by what they mean for a call, a GPU or everything; calls that a device
+does not support are made once; other threads can see which call is under way."""
 
 from __future__ import annotations
 
@@ -12,9 +13,7 @@ from typing import Any, Final
 
 from rankscope.daemon.gpu.readings import SourceState
 
-# What NVML's errors mean for the reading: of a call, of a GPU, or of everything.
-
-# NVML's numbers, so that nothing but the reading itself needs pynvml.
+# NVML's error numbers; as literals, since pynvml is imported only where there is a driver.
 NOT_FOUND: Final = 6  # no failure: an empty place
 TIMEOUT: Final = 10
 UNSUPPORTED: Final = frozenset(
@@ -31,6 +30,13 @@ LOST: Final = frozenset({15, 16, 28})  # fell off the bus; needs a reset; not fo
 DRIVER_GONE: Final = frozenset({1, 9, 12, 18})  # not initialized; not loaded; no library; another version was loaded
 NO_DRIVER: Final = frozenset({9, 12})
 VERSION_MISMATCH: Final = 18
+# The library by name, as the loader finds it, then where driver containers and managed clusters put it.
+PLACES: Final = (
+    "libnvidia-ml.so.1",
+    "/usr/local/nvidia/lib64/libnvidia-ml.so.1",
+    "/run/nvidia/driver/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1",
+    "/run/nvidia/driver/usr/lib/aarch64-linux-gnu/libnvidia-ml.so.1",
+)
 
 
 class GpuLostError(Exception):
@@ -69,7 +75,7 @@ class CallWatch:
         self._current = None
 
     def stuck(self, seconds: float) -> str | None:
-        """What has not returned for so long, in words."""
+        """The call that has not returned for so long, as text."""
         current = self._current
         if current is None or (passed := time.monotonic() - current[1]) < seconds:
             return None
@@ -77,7 +83,7 @@ class CallWatch:
 
 
 class Asker:
-    """Raises GpuLostError and DriverGoneError; any other error makes the answer None."""
+    """Calls for one device. Raises GpuLostError and DriverGoneError; any other error makes the answer None."""
 
     def __init__(self, nvml: Any, handle: Any, watch: CallWatch) -> None:
         self.nvml = nvml
@@ -134,19 +140,8 @@ class Asker:
             self._failures[name] = text
 
 
-# The driver's library, loaded and unloaded, with the GPUs it lists.
-
-# By name as the loader finds it, then where driver containers and managed clusters leave it.
-PLACES: Final = (
-    "libnvidia-ml.so.1",
-    "/usr/local/nvidia/lib64/libnvidia-ml.so.1",
-    "/run/nvidia/driver/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1",
-    "/run/nvidia/driver/usr/lib/aarch64-linux-gnu/libnvidia-ml.so.1",
-)
-
-
 class NvmlUnavailableError(Exception):
-    """The library cannot be used now; the text says why and what to do."""
+    """The library cannot be used now: the reason and the next step."""
 
     def __init__(self, state: SourceState, text: str) -> None:
         super().__init__(text)
@@ -156,7 +151,7 @@ class NvmlUnavailableError(Exception):
 @dataclass(frozen=True)
 class Device:
     index: int
-    handle: Any  # None: the driver knows that it is there, and no more
+    handle: Any  # None: the driver lists the GPU, but cannot open it
     uuid: str
     name: str
     problem: str = ""
@@ -172,7 +167,7 @@ class NvmlLibrary:
         import pynvml
 
         self.nvml: Any = pynvml
-        # pynvml would go on with the library of the driver that was there before.
+        # pynvml would go on using the library of the previous driver.
         _forget_functions(pynvml)
         vars(pynvml)["nvmlLib"] = self._loaded
         try:
@@ -202,8 +197,8 @@ class NvmlLibrary:
         return tuple(self._device(index) for index in range(count))
 
     def close(self, unload: bool) -> None:
-        """Unloads only when no thread is inside a call any more: the code would vanish under it."""
-        # Not initialized any more: the driver went first.
+        """Unload only when no thread is inside a call any more: its code would vanish."""
+        # It may not be initialized any more: the driver went first.
         with contextlib.suppress(self.nvml.NVMLError):
             self.nvml.nvmlShutdown()
         if unload:

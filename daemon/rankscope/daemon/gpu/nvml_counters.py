@@ -1,4 +1,5 @@
-"""Why a GPU's clock is lower than it could be, as seconds per reason."""
+"""Counters that NVML does not have, summed up from readings: seconds of throttling by reason, energy between the
+driver's own readings; and the processes of a GPU."""
 
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ REASONS: Final[Mapping[str, int]] = {
 COUNTERS: Final[Mapping[int, str]] = {74: "power_cap", 76: "sync_boost", 269: "sw_thermal"}
 # The driver counts in steps of 0.1 s.
 COUNTER_STEP_SECONDS: Final = 0.2
+# Power over a longer gap is not known; the driver's next figure includes it.
+GAP_SECONDS: Final = 10.0
 
 
 class ThrottleClock:
@@ -42,7 +45,7 @@ class ThrottleClock:
         return dict(self._seconds)
 
     def forget_last(self) -> None:
-        """After a gap: nobody knows what held in it."""
+        """After a gap: what happened in it is not known."""
         self._mask = self._at_seconds = None
         self._counters = {}
 
@@ -63,44 +66,38 @@ class ThrottleClock:
         self._mask, self._at_seconds, self._counters = mask, at_seconds, dict(counters_nanos)
 
     def _growth_seconds(self, reason: str, counters_nanos: Mapping[str, int]) -> float | None:
-        """None where nothing is counted, or the count began anew."""
+        """None where nothing is counted, or the counter was reset."""
         before, now = self._counters.get(reason), counters_nanos.get(reason)
         return None if before is None or now is None or now < before else (now - before) / 1e9
 
 
-# Energy that a GPU used, between the driver's own readings too: those are dear and so seldom made.
-
-# Nobody knows what was drawn in a longer gap; the driver's next figure has it.
-GAP_SECONDS: Final = 10.0
-
-
 class EnergyMeter:
-    """The driver's counter, and since its last reading power × time. Never goes down but where the counter itself began
-    anew: where the sum was too high it stands still until the counter has caught up. Outlives the opening of the
-    library, for a counter that goes back by a few joules reads like one that lost all it had."""
+    """The driver's counter, which is expensive and so read seldom, plus power × time since. Goes down only where the
+    counter itself was reset: where the sum was too high it stands still until the counter has caught up. Kept when the
+    library is opened again, since a counter that goes back by a few joules looks like one that was reset."""
 
     def __init__(self) -> None:
         self._counted: float | None = None
         self._added = 0.0
-        self._told: float | None = None
+        self._total: float | None = None
         self._last: tuple[float, float] | None = None  # watts, and when
 
     def total_joules(self) -> float | None:
         """None where the driver has no counter."""
         if self._counted is not None:
-            self._told = max(self._told or 0.0, self._counted + self._added)
-        return self._told
+            self._total = max(self._total or 0.0, self._counted + self._added)
+        return self._total
 
     def count(self, joules: float | None) -> None:
-        """What the driver's counter reads now."""
+        """Take a reading of the driver's counter."""
         if joules is None:
             return
         if self._counted is not None and joules < self._counted:
-            self._told = None
+            self._total = None
         self._counted, self._added = joules, 0.0
 
     def draw(self, watts: float | None, at_seconds: float) -> None:
-        """The power at that time of a clock that does not go back."""
+        """Take a reading of the power, at a monotonic time."""
         before, self._last = self._last, None if watts is None else (watts, at_seconds)
         if before is None or watts is None:
             return
@@ -109,11 +106,8 @@ class EnergyMeter:
             self._added += elapsed * (watts + before[0]) / 2
 
 
-# Which processes compute on a GPU.
-
-
 def running_processes(asker: Asker) -> tuple[GpuProcess, ...] | None:
-    """With clients of MPS, which the driver lists apart. None where the driver does not tell."""
+    """Processes that compute on a GPU, with clients of MPS, which the driver lists apart. None if it lists neither."""
     plain = asker.ask("nvmlDeviceGetComputeRunningProcesses")
     shared = asker.ask("nvmlDeviceGetMPSComputeRunningProcesses")
     if plain is None and shared is None:

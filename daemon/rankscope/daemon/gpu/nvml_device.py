@@ -1,4 +1,4 @@
-"""Everything NVML tells about one GPU and its MIG instances."""
+"""One GPU and its MIG instances, read through NVML."""
 
 from __future__ import annotations
 
@@ -8,21 +8,31 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from rankscope.daemon.gpu import nvml_calls
-from rankscope.daemon.gpu.gpm import GpmFigures, GpmWindow
+from rankscope.daemon.gpu.gpm import GpmWindow
 from rankscope.daemon.gpu.nvml_calls import Asker, GpuLostError
 from rankscope.daemon.gpu.nvml_counters import COUNTERS, EnergyMeter, ThrottleClock, running_processes
 from rankscope.daemon.gpu.readings import GpuReading, GpuState
 
-# Field values: many counters in one call, each with an error of its own.
+Value = TypeVar("Value")
 
 ALL_LINKS: Final = 0xFFFFFFFF
-NVLINK_TRANSMITTED_KIBIBYTES: Final = 138
-NVLINK_RECEIVED_KIBIBYTES: Final = 139
+# Counters of KiB over NVLink, where GPM does not measure it.
+NVLINK_FIELDS: Final[Mapping[int, str]] = {
+    138: "nvlink_transmit_bytes_per_second",
+    139: "nvlink_receive_bytes_per_second",
+}
 _UNSIGNED_INT, _UNSIGNED_LONG, _UNSIGNED_LONG_LONG = 1, 2, 3
+_GPU_SENSOR: Final = 0
+_SM, _MEMORY = 1, 2  # clocks
+_CORRECTED, _UNCORRECTED = 0, 1
+_VOLATILE, _AGGREGATE = 0, 1
+_SINGLE_BIT, _DOUBLE_BIT = 0, 1
+_PCIE_TRANSMIT, _PCIE_RECEIVE = 0, 1
 
 
 class FieldCounters:
-    """Those that are not supported are left out from the second reading on."""
+    """Field values: many counters in one call, each with an error of its own. Those that are not supported are left out
+    from the second reading on."""
 
     def __init__(self, asker: Asker, fields: Sequence[tuple[int, int]]) -> None:
         self._asker = asker
@@ -46,7 +56,7 @@ class FieldCounters:
 
 
 class Rate:
-    """Of a counter, per second."""
+    """How fast a counter grows."""
 
     def __init__(self) -> None:
         self._last: tuple[int, float] | None = None
@@ -56,10 +66,6 @@ class Rate:
         if before is None or count is None or count < before[0] or at_seconds <= before[1]:
             return None
         return (count - before[0]) / (at_seconds - before[1])
-
-
-# MIG: the instances that a GPU is split into. Each has memory, processes and GPM figures of its own; clocks, power,
-# temperature and errors are the whole GPU's.
 
 
 @dataclass(frozen=True)
@@ -72,13 +78,16 @@ class _Instance:
 
 
 class MigInstances:
+    """The MIG instances of a GPU. Each has memory, processes and GPM figures of its own; clocks, power, temperature and
+    errors are those of the whole GPU."""
+
     def __init__(self, asker: Asker, parent: GpuReading) -> None:
         self._asker = asker
         self._parent = parent
         self._instances: dict[str, _Instance] = {}
 
     def find(self) -> bool:
-        """Looks which there are now; whether the GPU is in MIG mode."""
+        """Find the instances there are now. Returns whether the GPU is in MIG mode."""
         mode = self._asker.ask("nvmlDeviceGetMigMode")
         if mode is None or mode[0] == 0:
             self.close()
@@ -95,7 +104,7 @@ class MigInstances:
             if uuid is None:
                 continue
             known = self._instances.pop(uuid, None)
-            # The handle of an instance that was taken down and made again is another one.
+            # The handle of an instance that was removed and created again is another one.
             found[uuid] = known or self._instance(uuid, asker, supports_gpm)
         self.close()
         self._instances = found
@@ -103,7 +112,7 @@ class MigInstances:
 
     def read(self) -> tuple[GpuReading, ...]:
         readings = (self._reading(instance) for instance in self._instances.values())
-        # One that was taken down since `find` answers nothing.
+        # An instance that was removed since `find` gives nothing.
         return tuple(reading for reading in readings if reading.memory_total_bytes is not None)
 
     def close(self) -> None:
@@ -122,7 +131,6 @@ class MigInstances:
 
     def _reading(self, instance: _Instance) -> GpuReading:
         memory = instance.asker.ask("nvmlDeviceGetMemoryInfo", instance.asker.nvml.nvmlMemory_v2)
-        figures = GpmFigures() if instance.gpm is None else instance.gpm.read()
         return GpuReading(
             uuid=instance.uuid,
             index=self._parent.index,
@@ -131,24 +139,15 @@ class MigInstances:
             memory_used_bytes=None if memory is None else memory.used,
             memory_total_bytes=None if memory is None else memory.total,
             processes=running_processes(instance.asker),
-            **vars(figures),
+            **({} if instance.gpm is None else instance.gpm.read()),
         )
-
-
-Value = TypeVar("Value")
-_GPU_SENSOR: Final = 0
-_SM, _MEMORY = 1, 2  # clocks
-_CORRECTED, _UNCORRECTED = 0, 1
-_VOLATILE, _AGGREGATE = 0, 1
-_SINGLE_BIT, _DOUBLE_BIT = 0, 1
-_PCIE_TRANSMIT, _PCIE_RECEIVE = 0, 1
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """How often what is dear or slow to change is read; everything else is with every poll. Measured on an H200: energy
-    4.3 ms of CPU a call, maximum clocks 1.4 ms, MIG mode 0.16 ms, PCIe throughput without GPM 20 ms of waiting for each
-    direction. With these periods a poll takes 0.8 ms on average."""
+    """How often to read what is expensive or changes slowly; everything else is read with every poll. Measured on an
+    H200: energy 4.3 ms of CPU a call, maximum clocks 1.4 ms, MIG mode 0.16 ms, PCIe throughput without GPM 20 ms of
+    waiting for each direction. With these periods a poll takes 0.8 ms on average."""
 
     energy_seconds: float = 30.0
     maxima_seconds: float = 600.0
@@ -158,7 +157,7 @@ class Cadence:
 
 
 class DeviceReader:
-    """One GPU. `read` belongs to one thread; it raises DriverGoneError, and tells of anything else in the reading."""
+    """One GPU. `read` belongs to one thread. It raises DriverGoneError; any other failure is in the reading."""
 
     def __init__(
         self, asker: Asker, identity: GpuReading, throttle: ThrottleClock, meter: EnergyMeter, cadence: Cadence
@@ -171,10 +170,9 @@ class DeviceReader:
         self._cadence = cadence
         self._kept: dict[str, tuple[float, Any]] = {}
         self._gpm: GpmWindow | None = None
-        links = (NVLINK_TRANSMITTED_KIBIBYTES, NVLINK_RECEIVED_KIBIBYTES)
         self._throttle_fields = FieldCounters(asker, [(field, 0) for field in COUNTERS])
-        self._link_fields = FieldCounters(asker, [(field, ALL_LINKS) for field in links])
-        self._link_rates = {field: Rate() for field in links}
+        self._link_fields = FieldCounters(asker, [(field, ALL_LINKS) for field in NVLINK_FIELDS])
+        self._link_rates = {field: Rate() for field in NVLINK_FIELDS}
         self._instances = MigInstances(asker, identity)
         throttle.forget_last()
 
@@ -194,7 +192,7 @@ class DeviceReader:
         return readings
 
     def close(self) -> None:
-        """Gives the driver its samples back."""
+        """Free the driver's samples."""
         if self._gpm is not None:
             self._gpm.close()
         self._instances.close()
@@ -217,8 +215,8 @@ class DeviceReader:
         self._count_throttling()
         remapped = every(cadence.health_seconds, "remapped", lambda: ask("nvmlDeviceGetRemappedRows"))
         has_instances = every(cadence.health_seconds, "mig", self._instances.find)
-        figures = GpmFigures() if has_instances else self._gpm_figures()
-        figures = self._with_links_and_bus(figures, has_instances)
+        figures = {} if has_instances else self._gpm_figures()
+        self._add_links_and_bus(figures, has_instances)
         whole = replace(
             self.identity,
             utilization_ratio=None if utilization is None else utilization.gpu / 100,
@@ -241,12 +239,12 @@ class DeviceReader:
             processes=None
             if has_instances
             else every(cadence.processes_seconds, "processes", lambda: running_processes(self._asker)),
-            **vars(figures),
+            **figures,
         )
         return (whole, *self._instances.read())
 
     def _every(self, seconds: float, key: str, read: Callable[[], Value]) -> Value:
-        """What was read less than that long ago, or is read now."""
+        """The value read less than `seconds` ago, or read now."""
         now = time.monotonic()
         kept = self._kept.get(key)
         if kept is None or now >= kept[0]:
@@ -268,42 +266,28 @@ class DeviceReader:
         counted = {COUNTERS[field]: nanos for field, nanos in self._throttle_fields.read().items()}
         self._throttle.add(mask, counted, time.monotonic())
 
-    def _gpm_figures(self) -> GpmFigures:
+    def _gpm_figures(self) -> dict[str, Any]:
         if self._gpm is None:
             support = self._asker.ask("nvmlGpmQueryDeviceSupport")
             if support is None or not support.isSupportedDevice:
-                return GpmFigures()
+                return {}
             self._gpm = GpmWindow(self._asker)
         return self._gpm.read()
 
-    def _with_links_and_bus(self, figures: GpmFigures, has_instances: bool) -> GpmFigures:
-        """Where GPM does not tell."""
-        transmitted, received = figures.nvlink_transmit_bytes_per_second, figures.nvlink_receive_bytes_per_second
-        if transmitted is None or received is None:
+    def _add_links_and_bus(self, figures: dict[str, Any], has_instances: bool) -> None:
+        """Traffic that GPM does not measure."""
+        if any(name not in figures for name in NVLINK_FIELDS.values()):
             now, counts = time.monotonic(), self._link_fields.read()
-            rates = {field: rate.per_second(counts.get(field), now) for field, rate in self._link_rates.items()}
-            counted = [
-                _scaled(rates[field], 1024) for field in (NVLINK_TRANSMITTED_KIBIBYTES, NVLINK_RECEIVED_KIBIBYTES)
-            ]
-            figures = replace(
-                figures,
-                nvlink_transmit_bytes_per_second=counted[0] if transmitted is None else transmitted,
-                nvlink_receive_bytes_per_second=counted[1] if received is None else received,
-            )
+            for field, name in NVLINK_FIELDS.items():
+                figures.setdefault(name, _scaled(self._link_rates[field].per_second(counts.get(field), now), 1024))
         if self._gpm is None and not has_instances:
-            transmit, receive = self._every(self._cadence.pcie_seconds, "pcie", self._pcie_kilobytes_per_second)
-            figures = replace(
-                figures,
-                pcie_transmit_bytes_per_second=_scaled(transmit, 1e3),
-                pcie_receive_bytes_per_second=_scaled(receive, 1e3),
-            )
-        return figures
+            figures.update(self._every(self._cadence.pcie_seconds, "pcie", self._pcie_rates))
 
-    def _pcie_kilobytes_per_second(self) -> tuple[int | None, int | None]:
-        ask = self._asker.ask
-        directions = (_PCIE_TRANSMIT, _PCIE_RECEIVE)
-        transmit, receive = (ask("nvmlDeviceGetPcieThroughput", direction) for direction in directions)
-        return transmit, receive
+    def _pcie_rates(self) -> dict[str, float | None]:
+        return {
+            f"pcie_{name}_bytes_per_second": _scaled(self._asker.ask("nvmlDeviceGetPcieThroughput", direction), 1e3)
+            for name, direction in (("transmit", _PCIE_TRANSMIT), ("receive", _PCIE_RECEIVE))
+        }
 
     def _ecc_errors(self) -> Mapping[tuple[str, str], int]:
         found = {

@@ -1,21 +1,21 @@
-"""Which pod the kubelet gave which GPU: its pod-resources socket (v1 List), asked now and then in a thread of its own.
-
-The answer is read field by field: five fields of it matter, and they are not worth another generated contract."""
+"""Which pod has which GPU, by the kubelet's pod-resources API (v1 List). A thread polls its socket."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
 import grpc
 
+from rankscope.kubelet.pod_resources_pb2 import ListPodResourcesRequest, ListPodResourcesResponse
+from rankscope.kubelet.pod_resources_pb2_grpc import PodResourcesListerStub
+
 log = logging.getLogger(__name__)
 
-LIST: Final = "/v1.PodResourcesLister/List"
 ASK_SECONDS: Final = 15.0
 ANSWER_SECONDS: Final = 5.0
 ANSWER_BYTES: Final = 16 << 20
@@ -33,19 +33,19 @@ NO_PODS: Final[Mapping[str, Pod]] = {}
 
 
 class PodSource(Protocol):
-    """Asking it never blocks."""
+    """`latest` does not block."""
 
     def start(self) -> None: ...
 
     def close(self) -> None: ...
 
     def latest(self) -> Mapping[str, Pod]:
-        """Pods by the uuid of a GPU that is theirs alone."""
+        """Pods by the UUID of a GPU that no other pod has."""
         ...
 
 
 class MalformedAnswerError(ValueError):
-    """The kubelet's answer is not what v1 says."""
+    """A name in the kubelet's answer cannot be a Kubernetes name."""
 
 
 class KubeletPods:
@@ -82,87 +82,27 @@ class KubeletPods:
     def _ask(self) -> Mapping[str, Pod]:
         options = [("grpc.max_receive_message_length", ANSWER_BYTES), ("grpc.enable_http_proxy", 0)]
         with grpc.insecure_channel(f"unix:{self._socket}", options=options) as channel:
-            ask = channel.unary_unary(LIST, request_serializer=bytes, response_deserializer=bytes)
-            return parse_pods(ask(b"", timeout=ANSWER_SECONDS))
+            stub = PodResourcesListerStub(channel)
+            return pods_by_device(stub.List(ListPodResourcesRequest(), timeout=ANSWER_SECONDS))
 
 
-def parse_pods(answer: bytes) -> Mapping[str, Pod]:
-    """A device that two pods have (time slicing) is nobody's."""
+def pods_by_device(answer: ListPodResourcesResponse) -> Mapping[str, Pod]:
+    """A device that two pods have (time slicing) is left out."""
     owners: dict[str, Pod | None] = {}
-    for number, pod_bytes in _messages(answer):
-        if number != 1:
-            continue
-        name = namespace = ""
-        devices: list[str] = []
-        for field, value in _messages(pod_bytes):
-            if field == 1:
-                name = _text(value)
-            elif field == 2:
-                namespace = _text(value)
-            elif field == 3:
-                devices += _devices(value)
-        pod = Pod(name, namespace)
-        for device in devices:
-            owners[device] = pod if owners.get(device, pod) == pod else None
-    return {device: pod for device, pod in owners.items() if pod is not None and pod.name}
+    for pod in answer.pod_resources:
+        owner = Pod(_checked(pod.name), _checked(pod.namespace))
+        for container in pod.containers:
+            for devices in container.devices:
+                if not devices.resource_name.startswith(GPU_RESOURCES):
+                    continue
+                for identifier in devices.device_ids:
+                    # A time-sliced GPU is "GPU-…::3".
+                    device = _checked(identifier).partition("::")[0]
+                    owners[device] = owner if owners.get(device, owner) == owner else None
+    return {device: owner for device, owner in owners.items() if owner is not None and owner.name}
 
 
-def _devices(container: bytes) -> list[str]:
-    found = []
-    for field, device_bytes in _messages(container):
-        if field != 2:
-            continue
-        resource, ids = "", []
-        for inner, value in _messages(device_bytes):
-            if inner == 1:
-                resource = _text(value)
-            elif inner == 2:
-                ids.append(_text(value))
-        if resource.startswith(GPU_RESOURCES):
-            # A GPU that is sliced by time is "GPU-…::3".
-            found += [identifier.partition("::")[0] for identifier in ids]
-    return found
-
-
-def _text(value: bytes) -> str:
-    try:
-        text = value.decode()
-    except UnicodeDecodeError as error:
-        raise MalformedAnswerError("a name is not UTF-8") from error
-    if len(text) > NAME_CHARACTERS or not text.isprintable():
+def _checked(name: str) -> str:
+    if len(name) > NAME_CHARACTERS or not name.isprintable():
         raise MalformedAnswerError("a name is too long or not printable")
-    return text
-
-
-def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Length-delimited fields of one message; the others are passed over."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        kind = tag & 7
-        if kind == 0:
-            _, at = _varint(data, at)
-        elif kind in (1, 5):
-            at += 8 if kind == 1 else 4
-        elif kind == 2:
-            length, at = _varint(data, at)
-            if length > len(data) - at:
-                raise MalformedAnswerError("a field is longer than the answer")
-            yield tag >> 3, data[at : at + length]
-            at += length
-        else:
-            raise MalformedAnswerError(f"wire type {kind}")
-    if at > len(data):
-        raise MalformedAnswerError("the answer ends within a field")
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(data) and shift < 64:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-    raise MalformedAnswerError("a number has no end")
+    return name

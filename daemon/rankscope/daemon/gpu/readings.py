@@ -1,4 +1,4 @@
-"""What a source of GPU counters hands over: plain frozen data. `None`: this GPU, driver or source does not tell."""
+"""Readings of GPUs, as every source of GPU counters gives them. None: not known to this GPU, driver or source."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+# The fields that GPM or dcgm-exporter measure, as shares of the time since the reading before.
+PROFILE = ("sm_active_ratio", "sm_occupancy_ratio", "tensor_active_ratio", "pipe_active_ratio", "dram_active_ratio")
+
 
 class SourceState(str, Enum):
-    """Of a whole source, as a bounded label."""
+    """Of a whole source; a label's value."""
 
     STARTING = "starting"
     OK = "ok"
@@ -21,7 +24,7 @@ class SourceState(str, Enum):
 
 class GpuState(str, Enum):
     OK = "ok"
-    LOST = "lost"  # fell off the bus, or the driver says so
+    LOST = "lost"  # fell off the bus, or so the driver reports
     HANGING = "hanging"  # a call for this GPU does not return; the others go on
     FAILED = "failed"
 
@@ -34,8 +37,8 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One GPU, or one MIG instance of it, at one moment. Counters begin with the daemon unless said otherwise. A GPU
-    that is not OK keeps its identity and its counters; what is measured is None then."""
+    """One GPU, or one MIG instance of it, at one moment. Counters begin with the daemon unless noted otherwise. A GPU
+    that is not OK keeps its identity and its counters; its measurements are None."""
 
     uuid: str
     index: int
@@ -48,13 +51,13 @@ class GpuReading:
     memory_total_bytes: int | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
-    energy_joules: float | None = None  # since the driver was loaded; read every 30 s, for that read is dear
+    energy_joules: float | None = None  # since the driver was loaded; read every 30 s, since reading it is expensive
     temperature_celsius: float | None = None
     sm_clock_hertz: float | None = None
     sm_clock_max_hertz: float | None = None
     memory_clock_hertz: float | None = None
     memory_clock_max_hertz: float | None = None
-    throttled_seconds: Mapping[str, float] = field(default_factory=dict)  # by reason, see throttling.py
+    throttled_seconds: Mapping[str, float] = field(default_factory=dict)  # by reason, see nvml_counters.py
     pcie_transmit_bytes_per_second: float | None = None
     pcie_receive_bytes_per_second: float | None = None
     nvlink_transmit_bytes_per_second: float | None = None
@@ -65,17 +68,20 @@ class GpuReading:
     remapping_pending: bool | None = None
     remapping_failed: bool | None = None
     retired_pages: Mapping[str, int] = field(default_factory=dict)  # single_bit, double_bit: before Ampere
-    xid_errors: Mapping[int, int] | None = None  # by number; None: nothing listens for them
+    xid_errors: Mapping[int, int] | None = None  # by number; None: not reported
 
-    # GPM (Hopper and later) or dcgm-exporter: shares of the time since the reading before
     sm_active_ratio: float | None = None
     sm_occupancy_ratio: float | None = None
     tensor_active_ratio: Mapping[str, float] = field(default_factory=dict)  # any, hmma, imma, dfma
     pipe_active_ratio: Mapping[str, float] = field(default_factory=dict)  # fp64, fp32, fp16
     dram_active_ratio: float | None = None
 
-    # Of a GPU in MIG mode None: its instances tell.
+    # None for a GPU in MIG mode: its instances have them.
     processes: tuple[GpuProcess, ...] | None = None
+
+    @property
+    def has_profile(self) -> bool:
+        return any(getattr(self, name) not in (None, {}) for name in PROFILE)
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class GpuSnapshot:
 
 
 class GpuSource(Protocol):
-    """Reads in a thread or process of its own from `start` to `close`; asking it never blocks."""
+    """Reads in threads of its own from `start` to `close`; `latest` and `since` do not block."""
 
     def start(self) -> None: ...
 

@@ -25,7 +25,7 @@ class XidCounts:
         self._counts: dict[str, Counter[int]] = {}
 
     def listen(self, uuid: str) -> None:
-        """From now on no error of this GPU means that there was none."""
+        """From now on a count of zero means that there was no error."""
         with self._lock:
             self._counts.setdefault(uuid, Counter())
 
@@ -54,7 +54,7 @@ class XidListener:
         self._thread.start()
 
     def stop(self, seconds: float) -> bool:
-        """Whether it ended in that time."""
+        """Returns whether it ended in that time."""
         self._stopping.set()
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -72,7 +72,7 @@ class XidListener:
                     retry_seconds = RETRY_SECONDS[0]
             except self._nvml.NVMLError as error:
                 # A GPU that fell off the bus makes every wait fail at once: wait, then listen to those that are left.
-                self.problem = f"XID errors are not heard: {error} (error {int(error.value)}); trying again"
+                self.problem = f"not reported: {error} (error {int(error.value)}); trying again"
             finally:
                 self._free(event_set)
             self._stopping.wait(retry_seconds)

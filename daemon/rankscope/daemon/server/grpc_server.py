@@ -21,6 +21,7 @@ from rankscope.daemon.config import Config, parse_address
 from rankscope.daemon.server.certificates import CertificateError, Certificates, TlsFiles, names
 from rankscope.daemon.server.sockets import ListenError, SocketLock, in_use
 from rankscope.daemon.windows.broadcast import Publisher, Tick, TooManyReadersError
+from rankscope.daemon.windows.columns import window_columns
 from rankscope.v1 import capture_service_pb2, capture_service_pb2_grpc, rank_service_pb2, rank_service_pb2_grpc
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import (
@@ -256,12 +257,14 @@ class RankServicer(rank_service_pb2_grpc.RankServiceServicer):
         def is_asked_for(identity: RankIdentity) -> bool:
             return job in ("", identity.job) and (not pods or identity.pod in pods)
 
+        windows = [window for window in tick.windows.values() if is_asked_for(window.identity)]
         # Sent even when empty: a reader can distinguish an idle node from a dead one.
         return WatchRanksResponse(
             node=self._node,
-            windows=[window for window in tick.windows.values() if is_asked_for(window.identity)],
+            windows=windows,
             departed=[identity for identity in tick.departed if is_asked_for(identity)],
             dropped=dropped,
+            columns=window_columns(windows, tick.span),
         )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rankscope.common.text import one_line
 from rankscope.daemon import procfs
 from rankscope.daemon.samples import Problem, RankProcess
 
@@ -156,8 +157,7 @@ def _cause(log: str) -> str:
         if line.startswith("Stack backtrace"):
             break
         lines.append(line.strip())
-    text = " ".join(" ".join(lines).split()).removeprefix("Error: ")
-    return "".join(character if character.isprintable() else "?" for character in text)[:300]
+    return one_line(" ".join(lines).strip().removeprefix("Error: "), 300)
 
 
 class PrivateFolder:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final, Generic, TypeAlias, TypeVar
 
+from rankscope.common.text import printable
 from rankscope.daemon.samples import Frame
 from rankscope.daemon.stacks.phases import is_engine
 
@@ -202,6 +203,4 @@ def _integer(value: object) -> int:
 
 def _clean(name: str) -> str:
     """Names are shown in terminals and web pages: no control characters, and the end of a long path matters most."""
-    if len(name) > NAME_LENGTH_LIMIT:
-        name = "…" + name[-NAME_LENGTH_LIMIT:]
-    return name if name.isprintable() else "".join(c if c.isprintable() else "?" for c in name)
+    return printable(name if len(name) <= NAME_LENGTH_LIMIT else "…" + name[-NAME_LENGTH_LIMIT:])

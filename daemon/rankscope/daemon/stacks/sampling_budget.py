@@ -50,6 +50,10 @@ class Plan:
     rate_hz: int
     period_seconds: float
 
+    def __str__(self) -> str:
+        pause = f" for {self.seconds} of {self.period_seconds:g} s" if self.has_pause else ""
+        return f"stacks at {self.rate_hz} Hz{pause}"
+
     @property
     def has_pause(self) -> bool:
         return self.period_seconds > self.seconds
@@ -106,6 +110,15 @@ class Budget:
         return self._ladder[self._rung]
 
     @property
+    def plan(self) -> Plan | None:
+        return plan_at(self.rate_hertz)
+
+    @property
+    def recording_hertz(self) -> float:
+        """Stack samples per second of a rank while it is recorded; 0: none is."""
+        return 0.0 if self.plan is None else self.plan.rate_hz
+
+    @property
     def used_ratio(self) -> float | None:
         """CPU use over the last seconds, as a ratio of the budget; above 1 is over it."""
         return self._used_ratio
@@ -129,7 +142,7 @@ class Budget:
         self._ranks = ranks
         now = _Observed(now_seconds, own_seconds, sampling_seconds, granted_seconds)
         self._observed.append(now)
-        plan = plan_at(self.rate_hertz)
+        plan = self.plan
         needed_seconds = max(OBSERVED_SECONDS, PERIODS_OBSERVED * plan.period_seconds if plan else 0.0)
         while len(self._observed) > 2 and self._observed[1].at_seconds <= now_seconds - needed_seconds:
             self._observed.popleft()
@@ -160,14 +173,14 @@ class Budget:
         affordable = GUESSED_SHARE * self._core_ratio_per_rank
         per_sample = SAMPLE_SECONDS + SAMPLE_SECONDS_PER_THREAD * threads
         while self.rate_hertz > LEAST_RATE_HERTZ:
-            plan = plan_at(self.rate_hertz)
+            plan = self.plan
             if plan is None or plan.cost * per_sample <= affordable:
                 return
             self._rung += 1
 
     def _rung_that_fits(self, own_ratio: float, sampling_ratio: float) -> int:
         """The highest rung within the budget, estimated from the cost of the present one."""
-        present = plan_at(self.rate_hertz)
+        present = self.plan
         off = len(self._ladder) - 1
         if present is None:
             return off - 1

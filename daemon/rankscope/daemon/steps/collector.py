@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rankscope.common.text import printable
 from rankscope.daemon.collector import Collector
 from rankscope.daemon.config import Config
 from rankscope.daemon.samples import ProbeFacts, Problem, RankKey, RankProcess, Span, StepSample
@@ -137,19 +138,10 @@ def _sample(fd: int, header: ring_reader.Header, progress: _Progress, span: Span
             span for span in groups if span.kind not in (ring_layout.GROUP_EXPOSED, ring_layout.GROUP_OVERLAPPED)
         )
     sample = StepSample(
+        **vars(rows),
         steps_total=header.steps,
         steps_lost=lost,
         last_step_unix_nanos=int(ends[good][-1]) if len(records) else progress.last_step_unix_nanos,
-        step_seconds=rows.step_seconds,
-        wait_seconds=rows.wait_seconds,
-        communication_seconds=rows.communication_seconds,
-        input_seconds=rows.input_seconds,
-        forward_seconds=rows.forward_seconds,
-        backward_seconds=rows.backward_seconds,
-        optimizer_seconds=rows.optimizer_seconds,
-        checkpoint_seconds=rows.checkpoint_seconds,
-        host_seconds=rows.host_seconds,
-        run_ahead_seconds=rows.run_ahead_seconds,
         facts=progress.facts,
         allocated_bytes=_bounded(live.allocated_bytes, BYTES_AT_MOST),
         reserved_bytes=_bounded(live.reserved_bytes, BYTES_AT_MOST),
@@ -213,6 +205,4 @@ def _positive(value: object) -> float | None:
 
 
 def _text(value: object) -> str | None:
-    if not isinstance(value, str):
-        return None
-    return "".join(character for character in value if character.isprintable())[:TEXT_LENGTH] or None
+    return printable(value, TEXT_LENGTH).strip(" �") or None if isinstance(value, str) else None

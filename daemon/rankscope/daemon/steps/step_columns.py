@@ -4,18 +4,17 @@ probe reads one step late, beside the step they belong to. Pure."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.daemon.samples import Column, GroupSpan
+from rankscope.analysis.verdicts.window_columns import LONGEST_SECONDS, plausible_seconds
+from rankscope.daemon.samples import Column, GroupSpan, StepColumns
 from rankscope.probe import ring_layout
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
-LONGEST_SECONDS = 86_400.0
 CLOCK_AT_MOST_NS = 1 << 62
 # Clocks of one machine agree; this is room for a step of the wall clock since the probe's last look at it.
 FUTURE_NS = 60_000_000_000
@@ -33,20 +32,6 @@ GROUP_KINDS = frozenset(
     }
 )
 TOTAL_AT_MOST = 1e12
-
-
-@dataclass(frozen=True)
-class StepColumns:
-    step_seconds: Column
-    wait_seconds: Column
-    communication_seconds: Column
-    input_seconds: Column
-    forward_seconds: Column
-    backward_seconds: Column
-    optimizer_seconds: Column
-    checkpoint_seconds: Column
-    host_seconds: Column  # on a GPU, where the others are the device's
-    run_ahead_seconds: Column
 
 
 def ends_unix_nanos(records: npt.NDArray[np.void], wall_minus_monotonic_ns: int) -> npt.NDArray[np.int64]:
@@ -137,9 +122,8 @@ _DDP_NAMES = ("forward", "backward", "communication", "overlap")
 
 
 def _seconds(column: npt.NDArray[np.float32]) -> Column:
-    with np.errstate(invalid="ignore"):  # a signalling NaN, which only a forger writes, complains when it is cast
-        seconds = column.astype(np.float64)
-        return np.where((seconds >= 0) & (seconds <= LONGEST_SECONDS), seconds, np.nan)
+    with np.errstate(invalid="ignore"):  # the cast of a signalling NaN, which only a forger writes, warns
+        return plausible_seconds(column.astype(np.float64))
 
 
 def _from_the_next(column: Column, good: Mask) -> Column:

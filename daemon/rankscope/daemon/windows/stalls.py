@@ -11,6 +11,7 @@ from statistics import median
 
 import numpy as np
 
+from rankscope.common.text import printable
 from rankscope.daemon.samples import (
     Frame,
     Problem,
@@ -22,7 +23,7 @@ from rankscope.daemon.samples import (
     StallDump,
     StepSample,
 )
-from rankscope.daemon.windows.window import RankSamples, bounded, plausible
+from rankscope.daemon.windows.window import NAME_CHARACTERS, RankSamples
 from rankscope.v1.window_pb2 import RankWindow, Stall
 
 STALL_SECONDS = 3.0
@@ -89,7 +90,7 @@ class StallWatch:
         if dump is not None:
             if not stall.HasField("same_stack_looks"):
                 stall.same_stack_looks = looks
-            stall.phase = bounded(dump.phase, 32)
+            stall.phase = printable(dump.phase, 32)
             stall.stack.extend(_line(frame) for frame in dump.stack[:STACK_LINES])
         return stall
 
@@ -136,8 +137,8 @@ class StallWatch:
 
 
 def _stall_by_steps(memory: _Memory, sample: StepSample, span: Span) -> Stall | None:
-    durations = plausible(sample.step_seconds)
-    memory.step_seconds.extend(durations[~np.isnan(durations)][-STEPS_REMEMBERED:].tolist())
+    known = ~np.isnan(sample.step_seconds)
+    memory.step_seconds.extend(sample.step_seconds[known][-STEPS_REMEMBERED:].tolist())
     if sample.steps_total < 1 or sample.last_step_unix_nanos is None:
         return None
     seconds_since_step = (span.end_unix_nanos - sample.last_step_unix_nanos) / 1e9
@@ -189,7 +190,7 @@ def _note_recording(memory: _Memory, sample: StackSample) -> None:
 
 
 def _line(frame: Frame) -> str:
-    return bounded(f"{frame.function} ({frame.file}:{frame.line})")
+    return printable(f"{frame.function} ({frame.file}:{frame.line})", NAME_CHARACTERS)
 
 
 class PaceWatch:
@@ -204,7 +205,7 @@ class PaceWatch:
             del self._recent[key]
         slower = set()
         for key, window in windows.items():
-            step_seconds = window.step.mean_seconds
+            step_seconds = window.step_seconds.mean
             if not step_seconds > 0:
                 continue
             recent = self._recent.setdefault(key, deque(maxlen=WINDOWS_OF_A_PACE))

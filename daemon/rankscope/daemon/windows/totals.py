@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from google.protobuf.message import Message
-
 from rankscope.daemon.samples import Problem
-from rankscope.daemon.windows.window import MEASURED_CAUSES
+from rankscope.daemon.windows.window import measured, step_means
 from rankscope.v1.window_pb2 import RankWindow
 
-CAUSES = ("self", *MEASURED_CAUSES, "other")
+CAUSES = ("self", "wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint", "other")
 PROCESS_COUNTERS = (
     "cpu_seconds",
     "run_delay_seconds",
@@ -45,20 +43,23 @@ class RankReport:
 def add_window(totals: RankTotals, window: RankWindow) -> RankTotals:
     has_stacks = window.HasField("stacks")
     return RankTotals(
-        cause_seconds=_added(totals.cause_seconds, window.causes, CAUSES),
-        process=_added(totals.process, window.process, PROCESS_COUNTERS),
+        cause_seconds=_added(totals.cause_seconds, _cause_seconds(window)),
+        process=_added(totals.process, measured(window.process, PROCESS_COUNTERS)),
         steps_lost=_sum(totals.steps_lost, window.steps_lost if window.HasField("steps_lost") else None),
         stack_samples=_sum(totals.stack_samples, window.stacks.samples if has_stacks else None),
         stack_errors=_sum(totals.stack_errors, window.stacks.errors if has_stacks else None),
     )
 
 
-def _added(before: Mapping[str, float], message: Message, names: tuple[str, ...]) -> dict[str, float]:
-    after = dict(before)
-    for name in names:
-        if message.HasField(name):
-            after[name] = after.get(name, 0.0) + getattr(message, name)
-    return after
+def _cause_seconds(window: RankWindow) -> Mapping[str, float]:
+    """Of all steps of the window, which has the means of a step."""
+    means = step_means(window)
+    names = {cause: f"{cause}_seconds" for cause in CAUSES}
+    return {cause: means[name] * window.steps for cause, name in names.items() if name in means}
+
+
+def _added(before: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    return {**before, **{name: before.get(name, 0.0) + value for name, value in more.items()}}
 
 
 def _sum(before: int | None, value: int | None) -> int | None:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from google.protobuf.message import Message
 
+from rankscope.common.text import printable
 from rankscope.daemon.samples import (
     Column,
     GpuSample,
@@ -25,9 +27,9 @@ from rankscope.v1.window_pb2 import (
     SOURCE_PROBE,
     SOURCE_PROCESS,
     SOURCE_STACKS,
-    CauseSeconds,
     FrameShare,
     GpuUsage,
+    GroupSpan,
     Memory,
     ProcessUsage,
     RankWindow,
@@ -36,8 +38,7 @@ from rankscope.v1.window_pb2 import (
     StepStatistics,
 )
 
-# The part of a window that tells of the rank's GPU. Pure.
-
+# The GPU part of a window.
 GPU_NAME_CHARACTERS = 128
 MEASURED = (
     "utilization_ratio",
@@ -63,7 +64,7 @@ def add_gpu(window: RankWindow, sample: GpuSample, peak_of_device: Callable[[str
         ("namespace", sample.namespace),
     ):
         if text:
-            setattr(identity, name, "".join(c if c.isprintable() else " " for c in text[:GPU_NAME_CHARACTERS]))
+            setattr(identity, name, printable(text, GPU_NAME_CHARACTERS))
     usage = GpuUsage(gpus=sample.gpus, shared=sample.shared)
     for name in MEASURED:
         value = getattr(sample, name)
@@ -90,11 +91,12 @@ def add_gpu(window: RankWindow, sample: GpuSample, peak_of_device: Callable[[str
 PROBLEMS_KEPT = 8
 PROBLEM_CHARACTERS = 300
 NAME_CHARACTERS = 256
-# A record of a hostile or broken process may hold anything; no step lasts eleven days.
-LONGEST_SECONDS = 1e6
 # A file name with a line break in it forges lines of py-spy's output, with any count.
 COUNT_AT_MOST = (1 << 32) - 1
-MEASURED_CAUSES = ("wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint")
+# Columns of a step, by what a window has of them.
+STATISTICS = ("step_seconds", "self_seconds", "wait_seconds")
+PARTS_OF_SELF = ("input_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "checkpoint_seconds")
+MEANS = ("communication_seconds", *PARTS_OF_SELF, "host_seconds", "run_ahead_seconds")
 SOURCES_OF_WAIT = {
     ring_layout.GROUP_DDP: "ddp timers",
     ring_layout.GROUP_EXPOSED: "collective spans",
@@ -106,7 +108,6 @@ BLIND = (
     "steps: waiting is not measured, as collectives are issued by compiled code, C++ or a CUDA graph, where the probe "
     "cannot time them; record steps with --duty-cycle-steps 10, or start the job with TORCH_NCCL_ENABLE_TIMING=1"
 )
-PARTS_OF_SELF = ("input", "forward", "backward", "optimizer", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -156,13 +157,13 @@ def assemble(
 
 def identity_of(rank: RankProcess, node: str, steps: StepSample | None = None) -> RankIdentity:
     identity = RankIdentity(
-        job=bounded(rank.job),
+        job=printable(rank.job, NAME_CHARACTERS),
         rank=rank.rank,
         local_rank=rank.local_rank,
         world_size=rank.world_size,
         node=node,
-        pod=None if rank.pod is None else bounded(rank.pod),
-        namespace=None if rank.namespace is None else bounded(rank.namespace),
+        pod=None if rank.pod is None else printable(rank.pod, NAME_CHARACTERS),
+        namespace=None if rank.namespace is None else printable(rank.namespace, NAME_CHARACTERS),
         pid=rank.pid,
         incarnation=rank.start_ticks,
     )
@@ -175,18 +176,10 @@ def identity_of(rank: RankProcess, node: str, steps: StepSample | None = None) -
 
 
 def problem_texts(problems: Sequence[Problem]) -> list[str]:
-    texts = [bounded(f"{problem.source}: {problem.text}", PROBLEM_CHARACTERS) for problem in problems]
+    texts = [printable(f"{problem.source}: {problem.text}", PROBLEM_CHARACTERS) for problem in problems]
     if len(texts) > PROBLEMS_KEPT:
         texts[PROBLEMS_KEPT - 1 :] = [f"and {len(texts) - PROBLEMS_KEPT + 1} more problems"]
     return texts
-
-
-def bounded(text: str, characters: int = NAME_CHARACTERS) -> str:
-    """One printable line of limited length: what training processes say goes to terminals, logs and labels."""
-    if len(text) <= characters and text.isprintable():
-        return text
-    clean = "".join(character if character.isprintable() else " " for character in text[: characters + 1])
-    return clean if len(clean) <= characters else clean[: characters - 1] + "…"
 
 
 def statistics_of(seconds: Column) -> StepStatistics | None:
@@ -194,22 +187,12 @@ def statistics_of(seconds: Column) -> StepStatistics | None:
     values = np.sort(seconds[~np.isnan(seconds)])
     if values.size == 0:
         return None
-    # The linear quantiles of numpy, at a tenth of their price for the few values of a window.
+    # The linear quantiles of numpy, at a tenth of the cost for the few values of a window.
     places = np.array((0.1, 0.5, 0.9)) * (values.size - 1)
     p10, p50, p90 = np.interp(places, np.arange(values.size), values)
     return StepStatistics(
-        mean_seconds=float(values.mean()),
-        p10_seconds=float(p10),
-        p50_seconds=float(p50),
-        p90_seconds=float(p90),
-        max_seconds=float(values[-1]),
+        mean=float(values.mean()), p10=float(p10), p50=float(p50), p90=float(p90), max=float(values[-1])
     )
-
-
-def plausible(seconds: Column) -> Column:
-    """The column with NaN in place of what cannot be a duration."""
-    with np.errstate(invalid="ignore"):
-        return np.where((seconds >= 0) & (seconds <= LONGEST_SECONDS), seconds, np.nan)
 
 
 def stack_summary(sample: StackSample) -> StackSummary:
@@ -217,15 +200,15 @@ def stack_summary(sample: StackSample) -> StackSummary:
     return StackSummary(
         samples=min(sample.samples, COUNT_AT_MOST),
         errors=min(sample.errors, COUNT_AT_MOST),
-        phase_shares={bounded(phase, 32): count / total for phase, count in sample.phase_counts.items()},
+        phase_shares={printable(phase, 32): count / total for phase, count in sample.phase_counts.items()},
         frames=[
             FrameShare(
-                function=bounded(counted.frame.function),
-                file=bounded(counted.frame.file),
+                function=printable(counted.frame.function, NAME_CHARACTERS),
+                file=printable(counted.frame.file, NAME_CHARACTERS),
                 line=counted.frame.line,
                 share=counted.inclusive / total,
                 leaf_share=counted.leaf / total,
-                phase=bounded(counted.phase, 32),
+                phase=printable(counted.phase, 32),
             )
             for counted in sample.frames
         ],
@@ -236,51 +219,46 @@ def stack_summary(sample: StackSample) -> StackSummary:
 
 
 def _add_steps(window: RankWindow, sample: StepSample) -> None:
-    step = plausible(sample.step_seconds)
-    window.steps = len(step)
+    window.steps = len(sample.step_seconds)
     window.steps_total = _counter(sample.steps_total) or 0
     window.steps_lost = _counter(sample.steps_lost) or 0
     names = ["steps", "steps_total", "steps_lost"]
     if sample.last_step_unix_nanos is not None and 0 <= sample.last_step_unix_nanos < 2**63:
         window.last_step_unix_nanos = sample.last_step_unix_nanos
         names.append("last_step_unix_nanos")
-    wait = plausible(sample.wait_seconds)
-    own = np.maximum(step - wait, 0.0)
-    for name, column, message in (("step", step, window.step), ("self", own, window.self), ("wait", wait, window.wait)):
-        statistics = statistics_of(column)
+    for name in STATISTICS:
+        statistics = statistics_of(getattr(sample, name))
         if statistics is not None:
-            message.CopyFrom(statistics)
+            getattr(window, name).CopyFrom(statistics)
             names.append(name)
-    for name in ("host_seconds", "run_ahead_seconds"):
-        mean = _mean(plausible(getattr(sample, name)))
+    # Of the steps where it was measured: sampled figures stand for the window.
+    for name in MEANS:
+        mean = _mean(getattr(sample, name))
         if mean is not None:
             setattr(window, name, mean)
             names.append(name)
-    for group in sample.groups:
-        row = (group.number, group.size, group.position, group.kind, group.samples, group.seconds, group.step_seconds)
-        window.groups.extend(row)
+    parts = measured(window, PARTS_OF_SELF)
+    if window.HasField("self_seconds") and len(parts) == len(PARTS_OF_SELF):
+        window.other_seconds = max(0.0, window.self_seconds.mean - sum(parts.values()))
+        names.append("other_seconds")
+    window.groups.extend(GroupSpan(**vars(group)) for group in sample.groups)
     window.wait_source = _wait_source(window, sample)
     if sample.is_blind and not window.wait_source and len(window.problems) < PROBLEMS_KEPT:
         window.problems.append(BLIND)
-    causes = _causes(sample, own)
-    if causes is not None:
-        window.causes.CopyFrom(causes)
-        names.append("causes")
     for name in names:
         window.sources[name] = SOURCE_PROBE
 
 
-def _causes(sample: StepSample, own: Column) -> CauseSeconds | None:
-    """Mean over the steps where a cause was measured, times all steps: sampled figures stand for the window."""
-    totals = {name: _total(plausible(getattr(sample, f"{name}_seconds"))) for name in MEASURED_CAUSES}
-    totals["self"] = _total(own)
-    own_total = totals["self"]
-    parts = [totals[name] for name in PARTS_OF_SELF]
-    measured_parts = [part for part in parts if part is not None]
-    if own_total is not None and len(measured_parts) == len(parts):
-        totals["other"] = max(0.0, own_total - sum(measured_parts))
-    measured = {name: total for name, total in totals.items() if total is not None}
-    return CauseSeconds(**measured) if measured else None
+def measured(message: Message, names: Sequence[str]) -> dict[str, float]:
+    """Those of the fields that are there."""
+    return {name: float(getattr(message, name)) for name in names if message.HasField(name)}
+
+
+def step_means(window: RankWindow) -> dict[str, float]:
+    """The durations of a step that are known, by the names of their fields."""
+    known: Message = window
+    statistics = {name: float(getattr(window, name).mean) for name in STATISTICS if known.HasField(name)}
+    return statistics | measured(window, (*MEANS, "other_seconds"))
 
 
 def _wait_source(window: RankWindow, sample: StepSample) -> str:
@@ -289,7 +267,7 @@ def _wait_source(window: RankWindow, sample: StepSample) -> str:
     names = [name for kind, name in SOURCES_OF_WAIT.items() if kind in kinds]
     if window.HasField("host_seconds"):
         return " + ".join(dict.fromkeys(names))
-    if not window.HasField("wait"):
+    if not window.HasField("wait_seconds"):
         return ""
     has_ddp = not np.isnan(sample.forward_seconds).all()
     return " + ".join(["ddp timers"] * has_ddp + ["blocking calls"] * bool(names or not has_ddp))
@@ -298,11 +276,6 @@ def _wait_source(window: RankWindow, sample: StepSample) -> str:
 def _mean(column: Column) -> float | None:
     values = column[~np.isnan(column)]
     return float(values.mean()) if values.size else None
-
-
-def _total(column: Column) -> float | None:
-    mean = _mean(column)
-    return None if mean is None else mean * len(column)
 
 
 def _add_flops(window: RankWindow, sample: StepSample, peak_of_device: Callable[[str], float | None]) -> None:
@@ -317,10 +290,9 @@ def _add_flops(window: RankWindow, sample: StepSample, peak_of_device: Callable[
     if _is_positive(peak):
         window.peak_flops_per_second = peak or 0.0
         window.sources["peak_flops_per_second"] = SOURCE_PROBE
-    step_seconds = _total(plausible(sample.step_seconds))
-    if not step_seconds or not window.model_flops_per_step or not window.peak_flops_per_second:
+    if not window.step_seconds.mean or not window.model_flops_per_step or not window.peak_flops_per_second:
         return
-    ratio = window.model_flops_per_step * window.steps / (step_seconds * window.peak_flops_per_second)
+    ratio = window.model_flops_per_step / (window.step_seconds.mean * window.peak_flops_per_second)
     if math.isfinite(ratio):
         window.mfu_ratio = ratio
         window.sources["mfu_ratio"] = SOURCE_PROBE
@@ -352,7 +324,14 @@ def _process_usage(sample: ProcessSample) -> ProcessUsage:
         threads=_counter(sample.threads, COUNT_AT_MOST),
         involuntary_switches=_counter(sample.involuntary_switches),
         voluntary_switches=_counter(sample.voluntary_switches),
+        starved_seconds=_starved_seconds(sample),
     )
+
+
+def _starved_seconds(sample: ProcessSample) -> float | None:
+    """Kernels differ in whether a quota's throttling counts as run delay, so the larger of the two stands for both."""
+    waited = [seconds for seconds in (sample.run_delay_seconds, sample.throttled_seconds) if seconds is not None]
+    return max(waited) + (sample.stopped_seconds or 0.0) if waited else None
 
 
 def _counter(value: int | None, most: int = 2**63 - 1) -> int | None:

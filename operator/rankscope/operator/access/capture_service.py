@@ -13,7 +13,8 @@ from typing import Protocol
 import grpc
 from msgspec import structs
 
-from rankscope.operator.access.guard import Allowance, Call, Guard, RefusedError
+from rankscope.common.token_bucket import KeyedTokenBuckets
+from rankscope.operator.access.guard import Call, Guard, RefusedError
 from rankscope.operator.access.requests import (
     Place,
     capture_name,
@@ -156,7 +157,7 @@ class UserCaptures:
         self._audit = audit
         self._clock = clock
         self._is_ready = is_ready
-        self._asks = Allowance(ASKS_AT_ONCE, ASKS_PER_SECOND)  # by caller
+        self._asks = KeyedTokenBuckets(ASKS_AT_ONCE, ASKS_PER_SECOND)  # by caller
         self._lock = threading.Lock()
         self._made: dict[str, tuple[CaptureObject, float]] = {}  # by uid: not yet in the watch, and since when
 

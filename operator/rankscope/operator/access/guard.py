@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,52 +17,9 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from rankscope.common.audit import AuditRecord
+from rankscope.common.token_bucket import KeyedTokenBuckets
 from rankscope.operator.access.token_review import Access, Caller, NoAnswerError, Reviews
 from rankscope.operator.captures.audit import CaptureAudit
-
-# How often somebody may do something: so many times at once, and then at a rate. One count for each of many.
-
-REMEMBERED = 4096
-
-
-class Allowance:
-    """May be used from any thread."""
-
-    def __init__(
-        self, at_once: float, per_second: float, monotonic_seconds: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._at_once = at_once
-        self._per_second = per_second
-        self._monotonic_seconds = monotonic_seconds
-        self._lock = threading.Lock()
-        self._used: OrderedDict[str, tuple[float, float]] = OrderedDict()  # how much, and when that was
-
-    def take(self, who: str) -> bool:
-        with self._lock:
-            used, now = self._now(who)
-            if used > self._at_once - 1:
-                return False
-            self._keep(who, used + 1, now)
-            return True
-
-    def give_back(self, who: str) -> None:
-        with self._lock:
-            used, now = self._now(who)
-            self._keep(who, used - 1, now)
-
-    def _now(self, who: str) -> tuple[float, float]:
-        now = self._monotonic_seconds()
-        used, since = self._used.get(who, (0.0, now))
-        return max(0.0, used - (now - since) * self._per_second), now
-
-    def _keep(self, who: str, used: float, now: float) -> None:
-        self._used[who] = (used, now)
-        self._used.move_to_end(who)
-        if used <= 0:
-            del self._used[who]
-        while len(self._used) > REMEMBERED:
-            self._used.popitem(last=False)
-
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +64,7 @@ class Guard:
         self.counts: Counter[tuple[str, str]] = Counter()  # by method, and how a call ended
         self._reviews = reviews
         self._audit = audit
-        self._strangers = Allowance(STRANGERS_AT_ONCE, STRANGERS_PER_SECOND)
+        self._strangers = KeyedTokenBuckets(STRANGERS_AT_ONCE, STRANGERS_PER_SECOND)
         self._lock = threading.Lock()
         self._calls: Counter[str] = Counter()
         self._told: set[tuple[str, str]] = set()

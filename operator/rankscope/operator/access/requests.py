@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import grpc
 import msgspec
 
+from rankscope.common.text import printable
 from rankscope.operator.access.guard import RefusedError
 from rankscope.operator.access.token_review import Caller
 from rankscope.operator.captures.audit import BY_API, VIA
@@ -100,7 +101,7 @@ def spec_document(request: pb.StartCaptureRequest, run: Place) -> Document:
         spec["patienceSeconds"] = request.patience_seconds
     if run.job_number > 1:
         spec["jobNumber"] = run.job_number
-    reason = one_line(request.reason)
+    reason = printable(request.reason, REASON_CHARACTERS).strip()
     if reason:
         spec["reason"] = reason
     mistakes = capture_mistakes({"spec": spec}, None)
@@ -120,11 +121,6 @@ def read_spec(spec: Document) -> CaptureSpec:
 def document(name: str, run: RunObject, spec: Document, caller: Caller) -> Document:
     annotations = {VIA: BY_API, REQUESTED_BY: caller.name[:256]}
     return capture_document(name, run, spec, annotations)
-
-
-def one_line(text: str) -> str:
-    """As it may be stored and shown."""
-    return "".join(letter if letter.isprintable() else " " for letter in text[:REASON_CHARACTERS]).strip()
 
 
 def _is_namespace(text: str) -> bool:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
+from rankscope.common.text import one_line
 from rankscope.operator.access.guard import RefusedError
 from rankscope.operator.captures.daemon_calls import DaemonAwayError, DaemonCalls, DaemonRefusedError
 from rankscope.operator.kube.objects import CaptureObject
@@ -77,7 +78,7 @@ class Traces:
                 context.add_callback(parts.cancel)
                 yield from parts
         except grpc.RpcError as error:
-            text = (error.details() or "")[:TEXT_CHARACTERS]
+            text = one_line(error.details() or "", TEXT_CHARACTERS)
             if error.code() in _PASSED_ON:
                 raise RefusedError(error.code(), text) from error
             log.warning("traces of %s/%s from %s: %s %s", thing.namespace, thing.name, rank.node, error.code(), text)

@@ -21,7 +21,7 @@ from typing import Any
 from rankscope.common.http_server import JSON, HttpServer, Limits, Request, Response, Route, is_loopback
 from rankscope.common.tls import FollowedTls
 from rankscope.operator.alerts.alert import MalformedError, read_notification
-from rankscope.operator.alerts.decision import AlertDesk, Outcome, Result
+from rankscope.operator.alerts.decision import AlertDecisions, Outcome, Result
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class AlertReceiver:
         self,
         host: str,
         port: int,
-        desk: AlertDesk,
+        desk: AlertDecisions,
         token: bytes,
         tls: FollowedTls | None = None,
         limits: Limits = LIMITS,

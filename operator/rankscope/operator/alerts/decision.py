@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rankscope.common.metric_table import label
+from rankscope.common.token_bucket import TokenBucket
 from rankscope.operator.alerts.alert import Alert, Concern, RefusedError, Wanted, choose, find_concern
 from rankscope.operator.correlation.correlator import JobState
 
@@ -70,8 +71,7 @@ class Limiter:
         self._limits = limits
         self._monotonic_seconds = monotonic_seconds
         self._spent: dict[str, tuple[_Spent, ...]] = {}
-        self._tokens = float(limits.burst)
-        self._filled_at = monotonic_seconds()
+        self._bucket = TokenBucket(limits.burst, limits.captures_per_hour / 3600)
 
     def objection(self, wanted: Wanted) -> str | None:
         """Why this capture may not start now; None if it may."""
@@ -82,16 +82,13 @@ class Limiter:
             if wanted.accused <= seen or len(lately) >= self._limits.captures_per_rest:
                 rest = min(each.until_monotonic for each in lately) - now
                 return f"alerts have captured this job lately; the next may in {rest:.0f} s"
-        self._fill(now)
-        if self._tokens < 1:
-            seconds = (1 - self._tokens) * 3600 / self._limits.captures_per_hour
+        if (seconds := self._bucket.wait_seconds(now)) > 0:
             return f"alerts cause {self._limits.captures_per_hour:g} captures an hour; the next may in {seconds:.0f} s"
         return None
 
     def spend(self, wanted: Wanted) -> None:
         now = self._monotonic_seconds()
-        self._fill(now)
-        self._tokens -= 1
+        self._bucket.spend(now)
         standing = {
             job: kept
             for job, spent in self._spent.items()
@@ -101,11 +98,6 @@ class Limiter:
             spent = _Spent(now + self._limits.job_rest_seconds, wanted.accused)
             standing[wanted.job] = (*standing.get(wanted.job, ()), spent)
         self._spent = standing
-
-    def _fill(self, now: float) -> None:
-        gained = (now - self._filled_at) * self._limits.captures_per_hour / 3600
-        self._tokens = min(float(self._limits.burst), self._tokens + gained)
-        self._filled_at = now
 
 
 log = logging.getLogger(__name__)
@@ -139,7 +131,7 @@ Start = Callable[[Wanted], str]
 """Begins a capture and returns its id. Raises RefusedError or FailedError."""
 
 
-class AlertDesk:
+class AlertDecisions:
     """All methods may be called from any thread. One capture for all alerts of a job in a notification.
 
     `is_elsewhere` tells of a job that is not known here whether another replica has it: worth trying again, then."""

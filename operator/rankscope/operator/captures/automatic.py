@@ -78,7 +78,7 @@ def job_number(job: str) -> Document:
 
 
 def wants_capture(spec: AutomaticCaptures, state: JobState) -> bool:
-    return state.verdict.is_alarm and state.verdict.kind not in NEVER and state.verdict.kind.value in spec.on
+    return state.verdict.is_alarm and state.verdict.kind not in NEVER and state.verdict.kind in spec.on
 
 
 def captures_lately(captures: Iterable[CaptureObject], policy: PolicyObject, now_unix_seconds: float) -> int:

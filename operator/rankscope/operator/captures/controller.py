@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
+from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, Suspected, choose_ranks
 from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.captures.daemon_calls import CaptureRequests, DaemonCalls
@@ -114,10 +115,12 @@ class CapturesController:
         daemon_job: Callable[[str], str | None],
         clock: Callable[[], float] = time.time,
         audit: CaptureAudit | None = None,
+        policy_of: Callable[[str], Policy] = lambda job: DEFAULT_POLICY,
     ) -> None:
         self._api = api
         self._writer = writer
         self._leases = leases
+        self._policy_of = policy_of
         self._states = states
         self._daemon_job = daemon_job
         self._clock = clock
@@ -309,13 +312,10 @@ class CapturesController:
 
     def _findings(self, thing: CaptureObject, reported: Mapping[str, pb.Capture]) -> list[str]:
         """Of all nodes together: those that finished earlier are asked once more."""
-        done = {
-            rank.rank: rank for rank in thing.status.ranks if rank.state == "analysed" and rank.node not in reported
-        }
-        again = self._requests.progress(thing, by_node(done))
-        return findings_of(
-            {**reported, **{node: report for node, report in again.items() if isinstance(report, pb.Capture)}}
-        )
+        analysed = [rank for rank in thing.status.ranks if rank.state == "analysed"]
+        again = self._requests.progress(thing, by_node({r.rank: r for r in analysed if r.node not in reported}))
+        every = {**reported, **{node: one for node, one in again.items() if isinstance(one, pb.Capture)}}
+        return findings_of(every, self._policy_of(thing.job))
 
     def _refuse(self, thing: CaptureObject, reason: str, message: str, phase: CapturePhase = "Failed") -> None:
         status = structs.replace(thing.status, phase=phase)

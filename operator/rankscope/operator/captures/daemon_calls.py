@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
+from rankscope.common.text import one_line
 from rankscope.common.tls import Read
 from rankscope.operator.certificates.roles import DAEMON_NAME_OPTION, daemon_credentials
 from rankscope.operator.kube.objects import CaptureObject
@@ -125,7 +126,7 @@ class DaemonCalls:
 
 
 def _error(error: grpc.RpcError) -> Exception:
-    text = (error.details() or error.code().name)[:500]
+    text = one_line(error.details() or error.code().name, 500)
     return DaemonRefusedError(text) if error.code() in _REFUSALS else DaemonAwayError(text)
 
 

@@ -7,16 +7,15 @@ from statistics import fmean, median
 
 from msgspec import UNSET, structs
 
+from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.operator.kube.objects import condition, merged_conditions, timestamp
 from rankscope.operator.kube.resources import CapturedRank, CapturePhase, CaptureStatus
 from rankscope.v1 import capture_service_pb2 as pb
 
-# As for a verdict: less is noise.
-RATIO = 1.10
 LONGEST_SECONDS = 1e6
 
 
-def own_seconds(ranks: Iterable[pb.RankCapture]) -> Mapping[int, float]:
+def self_seconds(ranks: Iterable[pb.RankCapture]) -> Mapping[int, float]:
     """Of each rank with whole steps, the mean time of a step that it did not spend waiting in collectives."""
     found = {}
     for rank in ranks:
@@ -30,16 +29,16 @@ def own_seconds(ranks: Iterable[pb.RankCapture]) -> Mapping[int, float]:
     return found
 
 
-def joint_finding(ranks: Iterable[pb.RankCapture]) -> str | None:
-    """Who holds the others up; None where fewer than two ranks can be compared."""
-    own = own_seconds(ranks)
+def joint_finding(ranks: Iterable[pb.RankCapture], policy: Policy) -> str | None:
+    """The rank that the others wait for, by the run's policy; None where fewer than two ranks can be compared."""
+    own = self_seconds(ranks)
     if len(own) < 2:
         return None
     slowest = max(own, key=lambda rank: own[rank])
     others = {rank: seconds for rank, seconds in own.items() if rank != slowest}
     usual = median(others.values())
     whom = f"rank {next(iter(others))}" if len(others) == 1 else f"the other {len(others)} ranks"
-    if own[slowest] < RATIO * usual:
+    if own[slowest] < policy.rank_ratio * usual:
         return f"no rank stands out: all work {_text(usual)} to {_text(own[slowest])} of a step by themselves"
     return (
         f"rank {slowest} works {_text(own[slowest])} of each step by itself, {whom} {_text(usual)}: "
@@ -125,12 +124,12 @@ def concluded(
     return structs.replace(status, message=message, finished_at=timestamp(now_unix_seconds), conditions=conditions)
 
 
-def findings_of(reported: Mapping[str, pb.Capture]) -> list[str]:
+def findings_of(reported: Mapping[str, pb.Capture], policy: Policy) -> list[str]:
     """Findings of all traces together first, then of each rank."""
     ranks = [rank for capture in reported.values() for rank in capture.ranks]
     joint = [capture.join.reason for capture in reported.values() if capture.HasField("join") and capture.join.reason]
     if len(reported) > 1:
-        joint = [text for text in [joint_finding(ranks)] if text is not None]
+        joint = [text for text in [joint_finding(ranks, policy)] if text is not None]
     single = [f"rank {rank.rank}: {finding}" for rank in ranks for finding in rank.summary.findings[:2]]
     return [text[:TEXT_CHARACTERS] for text in [*joint, *single][:FINDINGS_SHOWN]]
 

@@ -1,15 +1,19 @@
-"""Windows as the columns and evidence that the rules read."""
+"""Windows of one tick as the rules read them: columns of figures, and evidence that is read on demand.
+
+The figures are those that the daemons sent; added here is what needs more than one rank: waiting on a device, whether
+captures or probes count, and the difference between the nodes' clocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, grouped_max, grouped_median, grouped_min, number_groups
-from rankscope.analysis.verdicts.communication import GroupSpans, group_waits
+from rankscope.analysis.verdicts.exposed_communication import GroupSpans, group_waits
+from rankscope.analysis.verdicts.window_columns import FIGURES, GROUP_FIGURES, GROUPS, RANK_FIGURES, columns
 from rankscope.analysis.verdicts.windows import (
     FrameSeen,
     GpuEvidence,
@@ -19,18 +23,147 @@ from rankscope.analysis.verdicts.windows import (
     StackProfile,
     Stall,
 )
-from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen, hold
-from rankscope.operator.correlation.measuring import CAUSES, GROUPS_READ, rows
+from rankscope.operator.correlation.daemon_windows import HeldWindow, RankSeen
 from rankscope.v1 import window_pb2
-from rankscope.v1.window_pb2 import RankWindow
 
-# What of a window's message is looked at only when the columns raise a question.
+# Rows of the table of figures.
+_STEP, _SELF, _WAIT, _TRANSFER, _HOST, _TOTAL, _LAST_STEP, _CAPTURED, _GROUP = map(
+    FIGURES.index,
+    (
+        *(f"{name}_seconds" for name in ("step", "self", "wait", "transfer", "host")),
+        *("steps_total", "last_step_unix_seconds", "is_captured", f"group0_{GROUP_FIGURES[0]}"),
+    ),
+)
 
-NAN = float("nan")
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of a tick: the same from one tick to the next as long as no process is replaced."""
+
+    members: tuple[RankSeen, ...]
+    job: Ints
+    rank: Ints
+    stage: Ints
+    place: Ints
+    place_names: Mapping[int, str]
+
+    @staticmethod
+    def of(members: tuple[RankSeen, ...]) -> Layout:
+        nodes = {node: number for number, node in enumerate(sorted({who.node for who in members}))}
+        keys = [(0, who.rank, who.stage, nodes[who.node]) for who in members]
+        job, rank, stage, place = np.array(keys, dtype=np.int64).reshape(len(members), 4).T.copy()
+        return Layout(members, job, rank, stage, place, {number: node for node, number in nodes.items()})
+
+
+@dataclass
+class Tick:
+    """One tick of one job, its windows in any order, at most one of a rank."""
+
+    windows: Mapping[int, HeldWindow]  # by rank
+    world_size: int
+    departed: tuple[int, ...] = ()
+    layout: Layout | None = None  # of the tick before, where there was one
+
+
+def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
+    """All jobs that are ready, together: most have few ranks, and numpy is fast with many. Sets each `layout`."""
+    if not ticks:
+        return {}
+    ordered = [[tick.windows[rank] for rank in sorted(tick.windows)] for tick in ticks.values()]
+    layouts = [_lay_out(tick, windows) for tick, windows in zip(ticks.values(), ordered, strict=True)]
+    ends = np.cumsum([len(windows) for windows in ordered]).tolist()
+    parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    figures = columns([window.figures for window in chain.from_iterable(ordered)])
+    job = np.repeat(np.arange(len(parts)), [len(windows) for windows in ordered])
+    captured = figures[_CAPTURED] > 0
+    _add_device_waits(figures, captured, job)
+    is_captured = [False] * len(parts)
+    if captured.any():
+        is_captured = [_settle_captured(figures[: len(RANK_FIGURES), part], captured[part]) for part in parts]
+    skews = _clock_skews(figures, job, layouts)
+    made = {}
+    for (name, tick), windows, layout, part, captured_only, skew in zip(
+        ticks.items(), ordered, layouts, parts, is_captured, skews, strict=True
+    ):
+        # A copy, since judges remember windows: a part would keep the whole fleet's tick in memory.
+        kept = figures[: len(RANK_FIGURES), part].copy()
+        rank_columns = RankColumns(layout.job, layout.rank, layout.stage, layout.place, *kept)
+        made[name] = _job_window(tick, windows, rank_columns, layout.place_names, skew, captured_only)
+    return made
+
+
+def _lay_out(tick: Tick, windows: Sequence[HeldWindow]) -> Layout:
+    members = tuple([window.who for window in windows])
+    if tick.layout is None or tick.layout.members != members:
+        tick.layout = Layout.of(members)
+    return tick.layout
+
+
+def _add_device_waits(figures: Floats, captured: Bools, job: Ints) -> None:
+    """Of ranks that are timed on a device. Collectives may run beside other work there, so no rank by itself knows what
+    it waited: it follows from the times of all members of a group."""
+    on_device = ~np.isnan(figures[_HOST]) & ~captured
+    figures[_TRANSFER, on_device] = np.nan  # one rank's quantile is not what the transfer takes
+    timed = np.flatnonzero(on_device & ~np.isnan(figures[_GROUP]))
+    if not len(timed):
+        return
+    # By group, figure and rank.
+    groups = figures[_GROUP:, timed].reshape(GROUPS, len(GROUP_FIGURES), len(timed))
+    waits = group_waits(GroupSpans(*groups.swapaxes(0, 1)), job[timed], figures[_STEP, timed])
+    found = np.array([waits.self_seconds, waits.wait_seconds, waits.transfer_seconds])
+    figures[[[_SELF], [_WAIT], [_TRANSFER]], timed] = found
+
+
+def _settle_captured(figures: Floats, captured: Bools) -> bool:
+    """Steps that recording slowed down are not compared with steps that a probe timed. True if the captured ones count:
+    no probe measures waiting."""
+    if not captured.any():
+        return False
+    is_measured = bool((~np.isnan(figures[_SELF]) & ~captured).any())
+    figures[:, captured if is_measured else ~captured] = np.nan
+    return not is_measured
+
+
+def _job_window(
+    tick: Tick,
+    windows: list[HeldWindow],
+    columns: RankColumns,
+    place_names: Mapping[int, str],
+    skew_seconds: float | None,
+    is_captured: bool,
+) -> JobWindow:
+    last = windows[-1]
+    return JobWindow(
+        end_unix_seconds=last.end_unix_nanos / 1e9,
+        window_seconds=last.window_seconds,
+        world_size=tick.world_size,
+        columns=columns,
+        departed=tick.departed,
+        clock_skew_seconds=skew_seconds,
+        evidence=lambda: Evidence(windows, columns.rank),
+        stalls=lambda: {window.who.rank: stall_of(window.message()) for window in windows},
+        place_names=place_names,
+        is_captured=is_captured,
+    )
+
+
+def _clock_skews(figures: Floats, job: Ints, layouts: Sequence[Layout]) -> list[float | None]:
+    """Of each job the largest difference between the clocks of its nodes; None for one node. Synchronous ranks end the
+    same step together, so the clocks are read at a common step."""
+    step_seconds = grouped_median(figures[_STEP], job, len(layouts))[job]
+    moved = figures[_LAST_STEP] - figures[_TOTAL] * step_seconds
+    node, node_count = number_groups(job, np.concatenate([layout.place for layout in layouts]))
+    job_of_node = np.zeros(node_count, dtype=np.int64)
+    job_of_node[node] = job
+    medians = grouped_median(moved, node, node_count)
+    with np.errstate(invalid="ignore"):  # of jobs without any
+        apart = grouped_max(medians, job_of_node, len(layouts)) - grouped_min(medians, job_of_node, len(layouts))
+    known = np.bincount(job_of_node[~np.isnan(medians)], minlength=len(layouts)) > 1
+    return [skew if is_known else None for skew, is_known in zip(apart.tolist(), known.tolist(), strict=True)]
 
 
 class Evidence(Mapping[int, RankEvidence]):
-    """Read out of a message when it is asked for: few are, and a large job has a hundred thousand."""
+    """Read from a window when a rank is asked for: few are, and a large job has a hundred thousand."""
 
     def __init__(self, windows: Sequence[HeldWindow], ranks: Ints) -> None:
         self._windows = windows
@@ -49,21 +182,13 @@ class Evidence(Mapping[int, RankEvidence]):
         return len(self._ranks)
 
 
-def starved_seconds(process: window_pb2.ProcessUsage) -> float:
-    """Time the rank could have run and did not. Kernels differ in whether a quota's throttling counts as run delay, so
-    the larger of the two stands for both."""
-    waited = max(process.run_delay_seconds, process.throttled_seconds)
-    if not waited and not process.HasField("run_delay_seconds") and not process.HasField("throttled_seconds"):
-        return NAN
-    return waited + process.stopped_seconds
-
-
 def evidence_of(window: window_pb2.RankWindow) -> RankEvidence:
     length = (window.end_unix_nanos - window.start_unix_nanos) / 1e9
-    starved = starved_seconds(window.process)
+    process = window.process
+    is_known = process.HasField("starved_seconds") and length > 0
     return RankEvidence(
         stacks=_stacks(window.stacks) if window.HasField("stacks") else None,
-        starved_share=None if np.isnan(starved) or length <= 0 else min(starved / length, 1.0),
+        starved_share=min(process.starved_seconds / length, 1.0) if is_known else None,
         window_seconds=length,
         gpu=_gpu(window.gpu, length) if window.HasField("gpu") and window.gpu.gpus == 1 else None,
     )
@@ -108,180 +233,3 @@ def stall_of(window: window_pb2.RankWindow) -> Stall | None:
         stall.collectives_completed if stall.HasField("collectives_completed") else None,
         stall.same_stack_looks if stall.HasField("same_stack_looks") else None,
     )
-
-
-# Do the nodes' clocks agree? Synchronous ranks end the same step together, whatever their clocks say.
-
-
-def clock_skews(
-    steps_total: Floats, last_step_unix_seconds: Floats, step_seconds: Floats, job: Ints, place: Ints, job_count: int
-) -> list[float | None]:
-    """Of each job the largest difference between nodes of (end of a rank's last step, moved to a common step); None for
-    one node. Rows of one job have the same `step_seconds`."""
-    with np.errstate(invalid="ignore", over="ignore"):  # of infinities, which somebody may send
-        moved = last_step_unix_seconds - steps_total * step_seconds
-    node, node_count = number_groups(job, place)
-    job_of_node = np.zeros(node_count, dtype=np.int64)
-    job_of_node[node] = job
-    medians = grouped_median(moved, node, node_count)
-    with np.errstate(invalid="ignore"):
-        apart = grouped_max(medians, job_of_node, job_count) - grouped_min(medians, job_of_node, job_count)
-    known = np.bincount(job_of_node[~np.isnan(medians)], minlength=job_count) > 1
-    return [skew if is_known else None for skew, is_known in zip(apart.tolist(), known.tolist(), strict=True)]
-
-
-LARGEST = 1e6
-SHORTEST_STEP_SECONDS = 1e-9
-_FLOATS = [column.name for column in fields(RankColumns)][4:]  # after the keys
-_STEP, _SELF, _WAIT, _TRANSFER, _HOST = (
-    _FLOATS.index(f"{name}_seconds") for name in ("step", "self", "wait", "transfer", "host")
-)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Who is in a tick: the same from one to the next for as long as no process is replaced."""
-
-    members: tuple[RankSeen, ...]
-    job: Ints
-    rank: Ints
-    stage: Ints
-    place: Ints
-    place_names: Mapping[int, str]
-
-    @staticmethod
-    def of(members: tuple[RankSeen, ...]) -> Layout:
-        nodes = {node: number for number, node in enumerate(sorted({who.node for who in members}))}
-        keys = [(0, who.rank, who.stage, nodes[who.node]) for who in members]
-        job, rank, stage, place = np.array(keys, dtype=np.int64).reshape(len(members), 4).T.copy()
-        return Layout(members, job, rank, stage, place, {number: node for node, number in nodes.items()})
-
-
-@dataclass
-class Tick:
-    """One tick of one job, its windows in any order, at most one of a rank."""
-
-    windows: Mapping[int, HeldWindow]  # by rank
-    world_size: int
-    departed: tuple[int, ...] = ()
-    layout: Layout | None = None  # of the tick before, where there was one
-
-
-def job_window(windows: Sequence[RankWindow], world_size: int, departed: tuple[int, ...] = ()) -> JobWindow:
-    """One tick of one job that came as messages; `windows` has at most one per rank."""
-    held = {window.identity.rank: hold(window) for window in windows}
-    return job_windows({"": Tick(held, world_size, departed)})[""]
-
-
-def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
-    """All jobs that are ready, together: most have few ranks, and numpy wants many. Sets each one's `layout`."""
-    if not ticks:
-        return {}
-    ordered = [[tick.windows[rank] for rank in sorted(tick.windows)] for tick in ticks.values()]
-    layouts = [_lay_out(tick, windows) for tick, windows in zip(ticks.values(), ordered, strict=True)]
-    ends = np.cumsum([len(windows) for windows in ordered]).tolist()
-    parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    measured = rows([window.measured for window in chain.from_iterable(ordered)])
-    figures = _per_step(measured)
-    _add_device_waits(figures, measured, np.repeat(np.arange(len(parts)), [len(windows) for windows in ordered]))
-    captured = measured["is_captured"] > 0
-    is_captured = [False] * len(parts)
-    if captured.any():
-        is_captured = [_settle_captured(figures[:, part], captured[part]) for part in parts]
-    skews = _skews(figures, measured, layouts, parts)
-    made = {}
-    for (job, tick), windows, layout, part, captured_only, skew in zip(
-        ticks.items(), ordered, layouts, parts, is_captured, skews, strict=True
-    ):
-        # A copy, since judges remember windows: a part would keep the whole fleet's tick in memory.
-        columns = RankColumns(layout.job, layout.rank, layout.stage, layout.place, *figures[:, part].copy())
-        made[job] = _job_window(tick, windows, columns, layout.place_names, skew, captured_only)
-    return made
-
-
-def _lay_out(tick: Tick, windows: Sequence[HeldWindow]) -> Layout:
-    members = tuple([window.who for window in windows])
-    if tick.layout is None or tick.layout.members != members:
-        tick.layout = Layout.of(members)
-    return tick.layout
-
-
-def _per_step(measured: Mapping[str, Floats]) -> Floats:
-    """RankColumns' floats, a row for each; the second is the step's time."""
-    steps, mean, length = measured["steps"], measured["step_mean"], measured["window_nanos"] / 1e9
-    captured = measured["is_captured"] > 0
-    with np.errstate(all="ignore"):
-        # Kernels differ in whether a quota's throttling counts as run delay: the larger of the two stands for both.
-        starved = np.fmax(measured["run_delay"], measured["throttled"]) + np.nan_to_num(measured["stopped"])
-        # Captured steps are not those of the window: what it queued for a CPU is its share of any step.
-        starved = np.where(captured, np.where(length > 0, starved / length * mean, NAN), starved / steps)
-        low, high = measured["self_p10"], measured["self_p90"]
-        own, wait, *phases = (measured[cause] / steps for cause in CAUSES)
-        made = np.array(
-            [
-                *(steps, mean, own, wait, measured["wait_p10"]),
-                np.where(low > 0, high / low, NAN),
-                *(*phases, starved, measured["host_seconds"], measured["run_ahead_seconds"], measured["mfu_ratio"]),
-            ]
-        )
-    # Seconds of a step, and ratios: what a daemon says beyond these is no measurement, and would be infinite somewhere.
-    made[1:][~((made[1:] >= 0) & (made[1:] <= LARGEST))] = NAN
-    made[1:, ~((steps > 0) & (made[1] >= SHORTEST_STEP_SECONDS))] = NAN
-    return made
-
-
-def _add_device_waits(figures: Floats, measured: Mapping[str, Floats], job: Ints) -> None:
-    """Of ranks that are timed on a device. Collectives may run beside other work there, so that no rank by itself knows
-    what it waited: the members of a group tell it together."""
-    on_device = ~np.isnan(figures[_HOST]) & ~(measured["is_captured"] > 0)
-    figures[_TRANSFER, on_device] = NAN  # one rank's quantile is not what the transfer takes
-    timed = np.flatnonzero(on_device & ~np.isnan(measured["group0_id"]))
-    if not len(timed):
-        return
-    here = {name: column[timed] for name, column in measured.items()}
-    waits = group_waits(GroupSpans.of(here, GROUPS_READ), job[timed], figures[_STEP, timed])
-    found = np.array([waits.self_seconds, waits.wait_seconds, waits.transfer_seconds])
-    figures[[[_SELF], [_WAIT], [_TRANSFER]], timed] = found
-
-
-def _settle_captured(figures: Floats, captured: Bools) -> bool:
-    """Steps slowed down by recording are not to be compared with steps that a probe timed: True if captures speak for
-    the job. A probe that tells of steps and not of waiting leaves that to them."""
-    if not captured.any():
-        return False
-    is_measured = bool((~np.isnan(figures[_SELF]) & ~captured).any())
-    figures[:, captured if is_measured else ~captured] = NAN
-    return not is_measured
-
-
-def _job_window(
-    tick: Tick,
-    windows: list[HeldWindow],
-    columns: RankColumns,
-    place_names: Mapping[int, str],
-    skew_seconds: float | None,
-    is_captured: bool,
-) -> JobWindow:
-    last = windows[-1]
-    return JobWindow(
-        end_unix_seconds=last.end_unix_nanos / 1e9,
-        window_seconds=last.window_seconds,
-        world_size=tick.world_size,
-        columns=columns,
-        departed=tick.departed,
-        clock_skew_seconds=skew_seconds,
-        evidence=lambda: Evidence(windows, columns.rank),
-        stalls=lambda: {window.who.rank: stall_of(window.message()) for window in windows},
-        place_names=place_names,
-        is_captured=is_captured,
-    )
-
-
-def _skews(
-    figures: Floats, measured: Mapping[str, Floats], layouts: Sequence[Layout], parts: Sequence[slice]
-) -> list[float | None]:
-    job = np.repeat(np.arange(len(parts)), [part.stop - part.start for part in parts])
-    place = np.concatenate([layout.place for layout in layouts])
-    step_seconds = grouped_median(figures[1], job, len(parts))[job]
-    last_step = measured["last_step_unix_nanos"] / 1e9
-    return clock_skews(measured["steps_total"], last_step, step_seconds, job, place, len(parts))

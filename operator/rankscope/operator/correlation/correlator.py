@@ -1,4 +1,4 @@
-"""Windows in, verdicts out: the table, the rules and who wants to know."""
+"""Windows in, verdicts out: the job table, the rules, and the listeners to their verdicts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rankscope.analysis.stats.robust import median_or_nan
-from rankscope.analysis.verdicts.detector import FleetJudge
+from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
-from rankscope.operator.correlation.held_windows import HeldWindow, HeldWindows, hold
+from rankscope.operator.correlation.daemon_windows import HeldWindow, HeldWindows
 from rankscope.operator.correlation.job_table import JobTable
-from rankscope.v1 import identity_pb2, rank_service_pb2, window_pb2
+from rankscope.v1 import identity_pb2, window_pb2
 from rankscope.v1.window_pb2 import RankWindow
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class JobState:
     exposed_communication_ratio: float | None
     windows: Sequence[window_pb2.RankWindow]  # in the order of ranks; each is read when it is asked for
     window_end_unix_seconds: float = 0.0  # of the windows that were judged; `windows` may be newer
-    # What only the comparison of ranks tells, by rank, per step: own work and waiting on others.
+    # What only the comparison of ranks tells, by rank, per step: `self_seconds` and `wait_seconds`.
     self_and_wait_seconds: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -55,7 +55,7 @@ Listener = Callable[[tuple[JobState, ...]], None]
 
 
 class Correlator:
-    """Thread-safe. `accept` may be called from any stream's thread; `start` runs the ticking in one of its own.
+    """Thread-safe. `take` may be called from any stream's thread; `start` runs the ticking in one of its own.
 
     `policy_of` gives a job's own policy, None where `policy` holds. It is asked at every tick: be quick."""
 
@@ -67,16 +67,13 @@ class Correlator:
     ) -> None:
         self._clock = clock
         self._table = JobTable()
-        self._fleet = FleetJudge(policy, policy_of)
+        self._fleet = FleetDetector(policy, policy_of)
         self._states: dict[str, JobState] = {}
         self._left_out: set[str] = set()
         self._listeners: list[Listener] = []
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-
-    def accept(self, message: rank_service_pb2.WatchRanksResponse) -> None:
-        self.take([hold(window) for window in message.windows], message.departed)
 
     def take(self, windows: Iterable[HeldWindow], departed: Iterable[identity_pb2.RankIdentity] = ()) -> None:
         with self._lock:
@@ -114,7 +111,7 @@ class Correlator:
 
     def _judge(self, ready: dict[str, JobWindow]) -> dict[str, Verdict]:
         """A job whose windows cannot be judged, whatever they hold, keeps no other from its verdict: it is left out
-        until it ends or begins anew. The others have counted one window twice by then."""
+        until it ends or restarts. The others have counted one window twice by then."""
         try:
             return self._fleet.evaluate(ready)
         except Exception:
@@ -155,7 +152,7 @@ class Correlator:
             self_and_wait_seconds=_compared(columns),
         )
         if before is not None and state.step_seconds is None:
-            # A tick without a finished step says nothing about the pace; what was last known stands.
+            # A tick without a finished step has no pace; the last known one stands.
             state = replace(
                 state,
                 step_seconds=before.step_seconds,
@@ -200,11 +197,9 @@ def _known(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-# GPU time that findings cost a job, over its whole life: a verdict forgets its own loss when it goes.
-
-
 class LostSeconds:
-    """A listener of the correlator. The sum of a job never falls as long as the job is there, restarts included."""
+    """GPU time that findings cost a job over its whole life; a verdict knows only its own. A listener.
+    The sum of a job never falls as long as the job exists, restarts included."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -231,11 +226,10 @@ class LostSeconds:
             return self._totals.get(job, 0.0)
 
 
-# Whom a capture should look at: the ranks that a verdict names, and healthy ranks of the same role to hold against.
-
-
 @dataclass(frozen=True)
 class Suspects:
+    """The ranks that a capture should record: those that a verdict names, and healthy ones to compare them with."""
+
     culprits: tuple[int, ...]
     peers: tuple[int, ...]  # the most typical first
     reason: str
@@ -249,7 +243,7 @@ def suspects(state: JobState) -> Suspects:
     others = [window for rank, window in windows.items() if rank not in culprits]
     if accused and state.verdict.stage is None:
         others = [window for window in others if _stage(window) == _stage(accused[0])]
-    known = sorted((window for window in others if window.HasField("self")), key=lambda w: w.self.mean_seconds)
+    known = sorted((window for window in others if window.HasField("self_seconds")), key=lambda w: w.self_seconds.mean)
     middle = len(known) // 2
     typical = [*known[middle:], *reversed(known[:middle])] if known else others
     return Suspects(culprits, tuple(window.identity.rank for window in typical), state.verdict.reason)

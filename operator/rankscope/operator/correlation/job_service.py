@@ -1,4 +1,4 @@
-"""JobService: the correlation's answers over gRPC."""
+"""JobService: jobs and their verdicts over gRPC, and verdicts as messages and back."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc, window_pb2
 
-# Verdicts as messages, and back for those who read them over the wire.
-
 
 def job_status(state: JobState) -> job_service_pb2.JobStatus:
     status = job_service_pb2.JobStatus(
@@ -26,8 +24,8 @@ def job_status(state: JobState) -> job_service_pb2.JobStatus:
     )
     for window in status.ranks:
         known = state.self_and_wait_seconds.get(window.identity.rank)
-        if known is not None and window.steps:
-            window.causes.self, window.causes.wait = (seconds * window.steps for seconds in known)
+        if known is not None:
+            window.self_seconds.mean, window.wait_seconds.mean = known
     for name in ("step_seconds", "mfu_ratio", "exposed_communication_ratio"):
         value = getattr(state, name)
         if value is not None:
@@ -64,7 +62,7 @@ def _cause(cause: Cause) -> job_service_pb2.Cause:
 
 
 def verdict_of(message: job_service_pb2.Verdict) -> Verdict:
-    """The verdict that a message holds; what a newer peer says in words unknown here is insufficient data."""
+    """The verdict that a message holds; a kind that only a newer peer knows is insufficient data."""
     kind = job_service_pb2.VerdictKind.Name(message.kind).removeprefix("VERDICT_KIND_")
     severity = job_service_pb2.Severity.Name(message.severity).removeprefix("SEVERITY_")
     confidence = job_service_pb2.Confidence.Name(message.confidence).removeprefix("CONFIDENCE_")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rankscope.analysis.verdicts.windows import JobWindow
 from rankscope.operator.correlation.columns import Layout, Tick, job_windows
-from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen
+from rankscope.operator.correlation.daemon_windows import HeldWindow, RankSeen
 from rankscope.v1 import identity_pb2
 
 # Ticks of a job that may be open at once: slow daemons are waited for, dead ones are not.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from rankscope.common.token_bucket import TokenBucket
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Document, MissingError, UnreachableError
 from rankscope.operator.kube.leader_election import ShardLeases
 from rankscope.operator.kube.objects import KubeObject, status_patch
@@ -47,7 +48,7 @@ class Outbox:
     def __init__(self, writes_per_second: float = WRITES_PER_SECOND) -> None:
         self.written_total = 0
         self.failed_total = 0
-        self._pace = 1.0 / writes_per_second
+        self._bucket = TokenBucket(BURST_WRITES, writes_per_second)
         self._waiting: OrderedDict[str, Write] = OrderedDict()
         self._written: OrderedDict[str, object] = OrderedDict()
         self._refused: dict[str, tuple[float, float]] = {}  # until when, and how long it was put off
@@ -97,18 +98,13 @@ class Outbox:
             self._thread.join(seconds)
 
     def _run(self) -> None:
-        allowance, refilled_at = float(BURST_WRITES), time.monotonic()
         pause = FIRST_PAUSE_SECONDS
         while True:
             write = self._next()
             if write is None:
                 return
-            now = time.monotonic()
-            allowance = min(BURST_WRITES, allowance + (now - refilled_at) / self._pace)
-            refilled_at = now
-            if allowance < 1:
-                time.sleep(self._pace)
-            allowance -= 1
+            time.sleep(self._bucket.wait_seconds(time.monotonic()))
+            self._bucket.spend(time.monotonic())
             if self._send(write):
                 pause = FIRST_PAUSE_SECONDS
             else:

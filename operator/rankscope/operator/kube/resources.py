@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity
+
 GROUP = "rankscope.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -20,19 +22,6 @@ Ranks = Annotated[str, Meta(min_length=1, max_length=4096, pattern=RANKS_PATTERN
 Text = Annotated[str, Meta(max_length=1024)]
 Moment = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
 Ratio = Annotated[float, Meta(ge=0, le=1)]
-VerdictKind = Literal[
-    "healthy",
-    "slow_rank",
-    "slow_stage",
-    "data_imbalance",
-    "slow_communication",
-    "input_bound",
-    "low_mfu",
-    "hang",
-    "insufficient_data",
-]
-
-
 ConditionStatus = Literal["True", "False", "Unknown"]
 RunPhase = Literal["Pending", "Running", "Ended"]
 CapturePhase = Literal["Pending", "Running", "Succeeded", "Failed", "Cancelled"]
@@ -78,9 +67,9 @@ class Culprit(Struct, rename="camel", kw_only=True):
 
 
 class RunVerdict(Struct, rename="camel", kw_only=True):
-    kind: VerdictKind
-    severity: Literal["none", "warning", "alarm"]
-    confidence: Literal["low", "high"]
+    kind: Kind
+    severity: Severity
+    confidence: Confidence
     reason: Annotated[str, Meta(max_length=1024, description="One sentence for people.")]
     since: Moment
     culprits: Annotated[list[Culprit], Meta(max_length=64)] = field(default_factory=list)
@@ -199,7 +188,9 @@ class Thresholds(Struct, rename="camel", kw_only=True, forbid_unknown_fields=Tru
 
 
 class AutomaticCaptures(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True):
-    on: Annotated[list[VerdictKind], Meta(min_length=1, max_length=9)] = field(default_factory=lambda: ["slow_rank"])
+    on: Annotated[list[Kind], Meta(min_length=1, max_length=len(Kind))] = field(
+        default_factory=lambda: [Kind.SLOW_RANK]
+    )
     steps: Annotated[int, Meta(ge=1, le=100)] = 3
     cooldown_seconds: Annotated[int, Meta(ge=60)] = 3600
     per_day: Annotated[int, Meta(ge=1, le=1000)] = 10

@@ -74,7 +74,7 @@ def _accepted(policy: PolicyObject) -> Condition:
     automatic = policy.spec.automatic_captures
     message = "the policy is in force"
     if isinstance(automatic, AutomaticCaptures):
-        never = sorted(kind.value for kind in NEVER if kind.value in automatic.on)
+        never = sorted(kind.value for kind in NEVER if kind in automatic.on)
         if never:
             message += f"; {', '.join(never)} in automaticCaptures.on causes no capture: there are no steps to record"
     return condition("Accepted", "True", "InForce", message)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from rankscope.common.text import one_line
 from rankscope.v1.policy_service_pb2 import ApplyPoliciesRequest, ApplyPoliciesResponse, RunPolicy
 from rankscope.v1.policy_service_pb2_grpc import PolicyServiceStub
 
@@ -99,7 +100,9 @@ class PolicyPusher:
                 answer: ApplyPoliciesResponse = PolicyServiceStub(channel).ApplyPolicies(request, timeout=CALL_SECONDS)
         except Exception as error:  # noqa: BLE001 - one daemon must not keep the others from getting theirs
             text = (error.details() or error.code().name) if isinstance(error, grpc.RpcError) else str(error)
-            log.info("policies cannot be sent to %s, trying again in %.0f s: %s", node, RETRY_SECONDS, text[:200])
+            log.info(
+                "policies cannot be sent to %s, trying again in %.0f s: %s", node, RETRY_SECONDS, one_line(text, 200)
+            )
             with self._lock:
                 self._busy.discard(node)
                 self._not_before[node] = self._monotonic_seconds() + RETRY_SECONDS

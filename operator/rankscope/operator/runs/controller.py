@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec import UNSET, UnsetType
 
-from rankscope.analysis.verdicts.verdict import Severity
+from rankscope.analysis.verdicts.verdict import Kind, Severity
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.operator.kube.api_client import Api, Document
 from rankscope.operator.kube.events import Events, Target
@@ -158,9 +158,9 @@ class RunsController:
         self._writer.queue(f"delete {thing.uid}", thing.place, thing.uid, lambda: self._api.delete(thing.path, body))
 
     def _report_verdict(self, thing: RunObject, run: Run, verdict: RunVerdict, before: object) -> None:
-        was_alarm = isinstance(before, RunVerdict) and before.severity == Severity.ALARM.value
-        if verdict.severity != Severity.ALARM.value:
-            if was_alarm and verdict.kind == "healthy":
+        was_alarm = isinstance(before, RunVerdict) and before.severity is Severity.ALARM
+        if verdict.severity is not Severity.ALARM:
+            if was_alarm and verdict.kind is Kind.HEALTHY:
                 target = Target(API_VERSION, "TrainingRun", thing.namespace, thing.name, thing.uid)
                 self._events.emit(target, "Normal", "Recovered", "nothing is raised any more", verdict.since)
             return

@@ -10,15 +10,16 @@ import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
+from rankscope.common.text import one_line
 from rankscope.common.tls import Read
+from rankscope.common.token_bucket import TokenBucket
 from rankscope.operator.certificates.roles import DAEMON_NAME_OPTION, daemon_credentials
-from rankscope.operator.correlation.wire_shapes import Message, Said, read_said
-from rankscope.operator.kube.api_client import Document
+from rankscope.operator.correlation.daemon_windows import DaemonMessage
 from rankscope.operator.runs.pods import read_pod
 from rankscope.v1 import rank_service_pb2
 
@@ -49,7 +50,7 @@ CONNECTING_LIMIT = 128
 # A request has to fit into what a daemon reads: of a node with more pods than this, all windows are asked for.
 PODS_LIMIT = 1000
 
-Accept = Callable[[Sequence[Message]], None]
+Accept = Callable[[Sequence[DaemonMessage]], None]
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class DaemonStreams:
         self._connected: set[str] = set()
         self._connecting = asyncio.Semaphore(CONNECTING_LIMIT)
         self._heard_at: dict[grpc.aio.Call, float] = {}
-        self._gathered: list[Message] = []
+        self._gathered: list[DaemonMessage] = []
         self._gathered_bytes = 0
         self._handing_on: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="rankscope-streams", daemon=True)
@@ -130,7 +131,7 @@ class DaemonStreams:
                     backoff = FIRST_BACKOFF_SECONDS
             except grpc.aio.AioRpcError as error:
                 level = logging.INFO if node in self._connected else logging.DEBUG
-                log.log(level, "daemon of %s: %s %s", node, error.code().name, (error.details() or "")[:200])
+                log.log(level, "daemon of %s: %s %s", node, error.code().name, one_line(error.details() or "", 200))
             except (OSError, ValueError, asyncio.TimeoutError) as error:
                 log.warning("daemon of %s: %s", node, error or type(error).__name__)
             except Exception:
@@ -142,7 +143,8 @@ class DaemonStreams:
 
     async def _stream(self, target: _Target) -> bool:
         """True if anything was heard."""
-        node, heard, patience = target.node, False, MESSAGES_BURST
+        node, heard = target.node, False
+        bucket = TokenBucket(MESSAGES_BURST, MESSAGES_PER_SECOND)
         async with self._channel(target.address) as channel:
             request = rank_service_pb2.WatchRanksRequest(pods=sorted(target.pods))
             # Bytes as they are: gRPC would read all of a message, and write to the log what it cannot read.
@@ -152,16 +154,14 @@ class DaemonStreams:
                     message = await asyncio.wait_for(call.read(), FIRST_MESSAGE_SECONDS)
                 while message is not grpc.aio.EOF:
                     now = self._loop.time()
-                    patience += MESSAGES_PER_SECOND * (now - self._heard_at.get(call, now))
-                    patience = min(patience, MESSAGES_BURST) - 1
-                    if patience < 0:
+                    if not bucket.take(now):
                         raise ValueError(f"it sends more than {MESSAGES_PER_SECOND:g} messages a second")
-                    said = _read(message)
+                    read = DaemonMessage(node, message)
                     heard = True
                     self._connected.add(node)
                     self._heard_at[call] = now
                     self.messages_total += 1
-                    self._take(Message(node, said), len(message))
+                    self._take(read, len(message))
                     message = await call.read()
             except asyncio.CancelledError:
                 if heard and call not in self._heard_at:  # by `_sweep`; else by who ends this task
@@ -197,7 +197,7 @@ class DaemonStreams:
             )
         return grpc.aio.insecure_channel(address, options=options)
 
-    def _take(self, message: Message, size_bytes: int) -> None:
+    def _take(self, message: DaemonMessage, size_bytes: int) -> None:
         if not self._gathered:
             self._handing_on = self._loop.call_later(GATHERING_SECONDS, self._hand_on)
         self._gathered.append(message)
@@ -220,13 +220,6 @@ class DaemonStreams:
                 self._hand_on()
 
 
-def _read(message: bytes) -> Said:
-    try:
-        return read_said(message)
-    except DecodeError:
-        raise ValueError("it sent what is no message") from None
-
-
 # Where the daemons are: the pods of our DaemonSet, by node.
 
 SELECTOR = "app.kubernetes.io/name=rankscope,app.kubernetes.io/component=daemon"
@@ -242,7 +235,7 @@ class DaemonPod:
     created: str
 
 
-def read_daemon_pod(document: Document) -> DaemonPod | None:
+def read_daemon_pod(document: Mapping[str, Any]) -> DaemonPod | None:
     pod = read_pod(document)
     if pod is None or not pod.node or not pod.address or pod.is_over or pod.deleting:
         return None

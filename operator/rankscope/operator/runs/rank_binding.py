@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from rankscope.operator.correlation.held_windows import HeldWindow, RankSeen
-from rankscope.operator.correlation.reading_windows import ReadWindows, read_windows
-from rankscope.operator.correlation.wire_shapes import Message, Said
+from rankscope.common.token_bucket import TokenBucket
+from rankscope.operator.correlation.daemon_windows import DaemonMessage, HeldWindow, RankSeen
 from rankscope.operator.runs.inventory import Inventory
 from rankscope.operator.runs.run_grouping import RunKey
 from rankscope.v1.identity_pb2 import RankIdentity
@@ -105,23 +104,23 @@ class Known:
         self.key = (identity.pod, identity.rank)
         self.is_possible = 0 <= identity.rank < identity.world_size
         self.seen: RankSeen | None = None  # under `names`
-        self.names: Names = ("", "", "", "")
+        self.names: Names | None = None
         self.heard_at = 0.0
 
-    def under(self, names: Names) -> RankSeen:
+    def under(self, names: Names | None) -> RankSeen:
         if self.seen is None or self.names != names:
             renamed = RankIdentity()
             renamed.CopyFrom(self.identity)
-            renamed.job, renamed.node, renamed.namespace, renamed.pod_name = names
+            if names is not None:
+                renamed.job, renamed.node, renamed.namespace, renamed.pod_name = names
             self.names, self.seen = names, RankSeen(renamed)
         return self.seen
 
 
 class Speaker:
-    def __init__(self, refusals: Refusals, now: float) -> None:
+    def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals
-        self._allowance = 0.0
-        self._seen_at = now - BURST_SECONDS
+        self._windows = TokenBucket(BURST_SECONDS * WINDOWS_PER_RANK_SECOND * RANKS_PER_NODE, 0.0)
         self._forgot_at = 0.0
         # Of the present message: ranks come and go, and none may raise the allowance for ever.
         self.ranks = 0
@@ -130,10 +129,8 @@ class Speaker:
     def allow(self, sent: int, now: float) -> int:
         """How many of so many are listened to; the others are counted."""
         rate = WINDOWS_PER_RANK_SECOND * min(max(1, self.ranks or sent), RANKS_PER_NODE)
-        self._allowance = min(rate * BURST_SECONDS, self._allowance + rate * (now - self._seen_at))
-        self._seen_at = now
-        allowed = min(sent, int(self._allowance))
-        self._allowance -= allowed
+        self._windows.per_second, self._windows.burst = rate, rate * BURST_SECONDS
+        allowed = self._windows.take_up_to(now, sent)
         if allowed < sent:
             self._refusals.add("rate", sent - allowed)
         return allowed
@@ -172,7 +169,7 @@ class _Place:
     """Where the ranks of one pod and job belong."""
 
     uid: str
-    names: Names
+    names: Names | None  # None: those that the daemon gives
     kept: bool
     refusal: str
     owners: Owners
@@ -199,7 +196,8 @@ class Heard:
 class Binding:
     """Thread-safe: windows come in one thread, what is gone is forgotten in another."""
 
-    def __init__(self, inventory: Inventory, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, inventory: Inventory | None = None, monotonic: Callable[[], float] = time.monotonic) -> None:
+        """Without an inventory there is one machine and no API server: ranks keep the names that the daemon gives."""
         self.refusals = Refusals()
         self._lock = threading.Lock()
         self._inventory = inventory
@@ -207,47 +205,32 @@ class Binding:
         self._speakers: dict[str, Speaker] = {}
         self._jobs: dict[RunKey, RunJobs] = {}
 
-    def bind(self, messages: Sequence[Message], keeps: Callable[[str], bool] = lambda name: True) -> Heard:
+    def bind(self, messages: Sequence[DaemonMessage], keeps: Callable[[str], bool] = lambda name: True) -> Heard:
         """What of them holds, with `job` the run's name and `node` and `namespace` as the API server has them. Of jobs
-        that `keeps` says no to, nothing is kept. Many at a time are far cheaper than one by one."""
+        that `keeps` says no to, nothing is kept."""
+        heard = Heard([], [])
         with self._lock:
             now = self._monotonic()
-            listened = [self._listen(message, now) for message in messages]
-            read = read_windows([window for windows in listened for window in windows])
-            heard, first = Heard([], []), 0
-            for message, windows in zip(messages, listened, strict=True):
-                here = _Here(message.node, self._speakers[message.node], now, keeps)
-                self._bind(windows, read, first, here, heard)
-                first += len(windows)
-                self._inventory.ranks_seen_in({pod for (pod, _), place in here.places.items() if place.uid})
-                if message.said.departed:
-                    heard.departed.extend(self._departed(message.said, here))
-            return heard
+            for message in messages:
+                speaker = self._speakers.get(message.node)
+                if speaker is None:
+                    speaker = self._speakers[message.node] = Speaker(self.refusals)
+                here = _Here(message.node, speaker, now, keeps)
+                self._bind(message, here, heard)
+                if self._inventory is not None:
+                    self._inventory.ranks_seen_in({pod for (pod, _), place in here.places.items() if place.uid})
+                if message.departed:
+                    heard.departed.extend(self._departed(message, here))
+        return heard
 
-    def _listen(self, message: Message, now: float) -> Sequence[bytes]:
-        """Those of its windows that its allowance is enough for."""
-        speaker = self._speakers.get(message.node)
-        if speaker is None:
-            speaker = self._speakers[message.node] = Speaker(self.refusals, now)
-        sent = message.said.windows
-        return sent[: speaker.allow(len(sent), now)]
-
-    def _bind(self, windows: Sequence[bytes], read: ReadWindows, first: int, here: _Here, heard: Heard) -> None:
-        """`first` of what was read is the first of these windows."""
+    def _bind(self, message: DaemonMessage, here: _Here, heard: Heard) -> None:
         speaker = here.speaker
         ranks = set()
-        last = first + len(windows)
-        for window, identity, start, end, measured in zip(
-            windows,
-            read.identities[first:last],
-            read.starts_unix_nanos[first:last],
-            read.ends_unix_nanos[first:last],
-            read.measured[first:last],
-            strict=True,
+        allowed = speaker.allow(len(message.windows), here.now)
+        start, end = message.start_unix_nanos, message.end_unix_nanos
+        for window, identity, figures in zip(
+            message.windows[:allowed], message.ranks[:allowed], message.figures(allowed), strict=True
         ):
-            if identity is None:
-                self.refusals.add("unreadable")
-                continue
             known = speaker.known.get(identity) or speaker.meet(identity, here.now)
             if known is None:
                 continue
@@ -258,12 +241,12 @@ class Binding:
             if len(window) > WINDOW_BYTES_LIMIT:
                 self.refusals.add("size")
                 continue
-            heard.windows.append(HeldWindow(known.under(place.names), window, start, end, measured))
+            heard.windows.append(HeldWindow(known.under(place.names), window, start, end, figures))
         speaker.ranks = len(ranks) or speaker.ranks
 
-    def _departed(self, said: Said, here: _Here) -> list[RankIdentity]:
+    def _departed(self, message: DaemonMessage, here: _Here) -> list[RankIdentity]:
         found: list[RankIdentity] = []
-        for identity in said.departed[: here.speaker.allow(len(said.departed), here.now)]:
+        for identity in message.departed[: here.speaker.allow(len(message.departed), here.now)]:
             known = here.speaker.part(identity)
             if known is None:
                 continue
@@ -314,6 +297,8 @@ class Binding:
         return place
 
     def _place(self, uid: str, job: str, here: _Here) -> _Place:
+        if self._inventory is None:
+            return _Place(uid, None, here.keeps(job), "", {}, (uid, here.now))
         found = self._inventory.find(uid) if uid else None
         if found is None:
             return _nowhere("unknown_pod")
@@ -334,9 +319,9 @@ class Binding:
         uid, heard_at = owner
         if now - heard_at >= OWNED_SECONDS:
             return False
-        found = self._inventory.find(uid)
+        found = None if self._inventory is None else self._inventory.find(uid)
         return found is not None and not found[0].is_over and not found[0].deleting
 
 
 def _nowhere(refusal: str) -> _Place:
-    return _Place("", ("", "", "", ""), False, refusal, {}, ("", 0.0))
+    return _Place("", None, False, refusal, {}, ("", 0.0))

@@ -75,9 +75,9 @@ def _run_verdict(state: JobState) -> RunVerdict:
     identities = state.identities
     frames = verdict.cause.frames
     return RunVerdict(
-        kind=verdict.kind.value,
-        severity=verdict.severity.value,
-        confidence=verdict.confidence.value,
+        kind=verdict.kind,
+        severity=verdict.severity,
+        confidence=verdict.confidence,
         reason=verdict.reason[:TEXT_CHARACTERS],
         since=timestamp(state.since_unix_seconds),
         culprits=[_culprit(rank, identities.get(rank)) for rank in verdict.culprits[:CULPRITS_SHOWN]],

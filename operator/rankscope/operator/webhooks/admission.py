@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from rankscope.common.audit import AuditRecord
+from rankscope.common.text import one_line
 from rankscope.operator.captures.audit import VIA, CaptureAudit, asked_for
 from rankscope.operator.captures.automatic import TRIGGER
 from rankscope.operator.kube.resources import GROUP, CaptureSpec
@@ -102,12 +103,8 @@ def write_answer(request: Request, answer: Answer) -> bytes:
         response["patchType"] = "JSONPatch"
         response["patch"] = base64.b64encode(msgspec.json.encode(list(answer.patch))).decode()
     if answer.warnings:
-        response["warnings"] = [_line(text) for text in answer.warnings[:WARNINGS_KEPT]]
+        response["warnings"] = [one_line(text, WARNING_CHARACTERS) for text in answer.warnings[:WARNINGS_KEPT]]
     return msgspec.json.encode({"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": response})
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())[:WARNING_CHARACTERS]
 
 
 class CaptureAdmission:

@@ -14,8 +14,6 @@ _LABEL_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _LABEL_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 # Bounded: this runs before the schema is checked, and endless digits would take forever.
 _RANGE = re.compile(r"\b([0-9]{1,7})-([0-9]{1,7})\b")
-# There is nothing to capture.
-_NO_REASON = ("healthy", "insufficient_data")
 
 
 def capture_mistakes(document: Mapping[str, Any], old: Mapping[str, Any] | None) -> list[str]:
@@ -54,7 +52,7 @@ def policy_mistakes(document: Mapping[str, Any]) -> list[str]:
             found.append(f"spec.selector.matchLabels: {key[:63]!r}: {value[:63]!r} is not a label: no pod can have it")
     automatic = spec.automatic_captures
     if isinstance(automatic, AutomaticCaptures):
-        useless = [kind for kind in automatic.on if kind in _NO_REASON]
+        useless = [kind for kind in automatic.on if not kind.is_finding]
         if useless:
             found.append(f"spec.automaticCaptures.on: {', '.join(useless)} is no reason for a capture")
         if len(set(automatic.on)) != len(automatic.on):

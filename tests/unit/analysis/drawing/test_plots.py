@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import math
-import struct
 import xml.etree.ElementTree as ElementTree
-import zlib
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ from rankscope.analysis.plots import svg as colours
 from rankscope.analysis.plots.charts import Cloud, Series
 from rankscope.analysis.plots.heat_map import heat_map
 from rankscope.analysis.plots.page import Section, Table, page
-from rankscope.analysis.plots.png import heat_map_png, palette
 from rankscope.analysis.plots.svg import Axis
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -81,33 +78,6 @@ def test_lightness_rises_evenly_along_the_scale_and_no_colour_of_it_is_grey() ->
     steps = np.diff(lightness)
     assert steps.min() > 0 and steps.max() < 3 * np.median(steps)
     assert (rgb.max(axis=1) - rgb.min(axis=1)).min() > 0.15
-
-
-def test_the_png_holds_the_colours_of_the_values() -> None:
-    content = heat_map_png(np.array([[0.0, 1.0], [np.nan, 0.5]]), cell_pixels=4)
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    chunks, at = {}, 8
-    while at < len(content):
-        (length,) = struct.unpack(">I", content[at : at + 4])
-        kind, body = content[at + 4 : at + 8], content[at + 8 : at + 8 + length]
-        assert struct.unpack(">I", content[at + 8 + length : at + 12 + length])[0] == zlib.crc32(kind + body)
-        chunks[kind] = body
-        at += 12 + length
-    assert struct.unpack(">II", chunks[b"IHDR"][:8]) == (8, 8)
-    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(8, 9)[:, 1:]
-    table = palette()
-    assert table[rows[0, 0]].tolist() == colours.scale_rgb(np.array(0.0)).tolist()
-    assert table[rows[0, 7]].tolist() == colours.scale_rgb(np.array(1.0)).tolist()
-    assert table[rows[7, 0]].tolist() == list(colours.rgb(colours.MISSING))
-
-
-def test_a_picture_of_a_hundred_thousand_steps_keeps_its_peak_and_stays_small() -> None:
-    values = np.zeros((3, 100_000))
-    values[1, 77_777] = 9.0
-    content = heat_map_png(values)
-    assert len(content) < 50_000 and struct.unpack(">I", content[16:20])[0] <= 2048
-    idat = content[content.index(b"IDAT") + 4 : content.index(b"IEND") - 8]
-    assert 255 in zlib.decompressobj().decompress(idat)
 
 
 def test_names_out_of_a_hostile_file_are_shown_and_never_run() -> None:

@@ -67,7 +67,7 @@ def test_rows_written_twice_count_once() -> None:
     twice = np.r_[np.arange(len(columns["step"])), np.arange(0, len(columns["step"]), 3)]
     report = judged(kept(columns, twice))
     assert report.decomposition.slowdown == plain.decomposition.slowdown
-    assert any("twice" in note for note in report.notes)
+    assert any("duplicate rows" in note for note in report.notes)
 
 
 def test_steps_of_another_number_of_micro_batches_get_a_graph_of_their_own() -> None:
@@ -91,8 +91,8 @@ def test_an_unknown_operation_between_the_others_is_work_and_one_beside_them_is_
     report = judged({name: np.concatenate([columns[name], extra[name], beside[name]]) for name in columns})
     assert "count-tokens" in report.families
     assert "tp-all-reduce" not in report.families
-    assert any("'tp-all-reduce': it runs beside" in note for note in report.notes)
-    assert any("'count-tokens': taken for" in note for note in report.notes)
+    assert any("'tp-all-reduce': it overlaps" in note for note in report.notes)
+    assert any("'count-tokens': treated as" in note for note in report.notes)
 
 
 def test_without_sends_the_stages_still_follow_each_other() -> None:
@@ -195,8 +195,8 @@ def test_half_of_a_stage_being_slow_is_how_the_work_is_dealt_out() -> None:
         (lambda c: c.update(duration=np.zeros(len(c["step"]))), "all durations are zero"),
         (lambda c: c.update(start_ts=c["start_ts"] + 1e300), "too large for seconds"),
         (lambda c: c.update({name: column[:0] for name, column in c.items()}), "no rows"),
-        (lambda c: c.update(kept(c, c["rank"] == 0)), "one rank only"),
-        (lambda c: c.update(seq_id=-c["seq_id"]), "in a circle"),
+        (lambda c: c.update(kept(c, c["rank"] == 0)), "only one rank"),
+        (lambda c: c.update(seq_id=-c["seq_id"]), "circular dependencies"),
     ],
 )
 def test_what_cannot_be_analysed_is_refused_with_a_reason(change: object, message: str) -> None:

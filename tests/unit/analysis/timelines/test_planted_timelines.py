@@ -59,7 +59,7 @@ def test_a_planted_slow_rank_is_named_and_nobody_else(
     culprit = data.draw(st.sampled_from(shape.places))
     report = judged(shape, seed, slowing(culprit, factor))
     assert found(report) == (Kind.SLOW_RANK, (shape.rank(culprit),), None)
-    assert float(report.judgement.standing_out.ratio[culprit]) == pytest.approx(factor, rel=0.15)
+    assert float(report.judgement.outliers.ratio[culprit]) == pytest.approx(factor, rel=0.15)
 
 
 @BOUNDED
@@ -118,7 +118,7 @@ def test_one_bad_step_is_neither_a_slow_rank_nor_uneven_data() -> None:
 def test_with_one_rank_per_stage_a_slow_rank_is_a_slow_stage_and_the_report_says_so() -> None:
     report = judged(Shape(4, 1, micro_batches=8), 1, slowing((2, 0, 0), 1.6))
     assert found(report) == (Kind.SLOW_STAGE, (), 2)
-    assert any("cannot be told" in note for note in report.notes)
+    assert any("cannot be distinguished" in note for note in report.notes)
 
 
 def test_of_two_faults_the_costlier_is_the_verdict_and_the_other_a_note() -> None:

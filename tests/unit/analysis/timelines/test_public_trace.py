@@ -31,7 +31,7 @@ def published(name: str) -> dict[str, Any]:
 def test_the_long_last_stage_is_named_and_no_rank() -> None:
     verdict = report().judgement.verdict
     assert (verdict.kind, verdict.stage, verdict.culprits) == (Kind.SLOW_STAGE, 3, ())
-    assert report().judgement.standing_out.ratio.max() < 1.01
+    assert report().judgement.outliers.ratio.max() < 1.01
     assert report().notes == ()
 
 

@@ -61,7 +61,7 @@ def test_a_collective_of_replicas_ends_after_the_last_has_come() -> None:
         (0, 0, "optimizer", 6, 7),
         (0, 1, "optimizer", 6.5, 7.5),
     )
-    assert made.parts[0].taken_seconds.reshape(-1, 2).tolist() == [[1, 4], [2, 2.5], [1, 1]]
+    assert made.parts[0].net_seconds.reshape(-1, 2).tolist() == [[1, 4], [2, 2.5], [1, 1]]
     assert seconds(made) == 7.5
 
 
@@ -69,7 +69,7 @@ def test_a_transfer_that_ended_before_the_other_side_came_took_no_time() -> None
     """Clocks of two nodes differ a little."""
     made = model((0, 0, "backward-compute", 0, 1), (0, 1, "backward-compute", 0, 1),
                  (0, 0, "grads-reduce-scatter", 1, 1.5), (0, 1, "grads-reduce-scatter", 1.6, 1.7))  # fmt: skip
-    assert made.parts[0].taken_seconds[1].ravel().tolist() == pytest.approx([0.0, 0.1])
+    assert made.parts[0].net_seconds[1].ravel().tolist() == pytest.approx([0.0, 0.1])
 
 
 def test_beside_a_separate_all_reduce_scatters_run_while_the_backward_goes_on() -> None:
@@ -115,7 +115,7 @@ def test_the_clip_waits_for_everybody_and_the_embedding_for_both_ends() -> None:
         *((stage, data, "optimizer", 5, 6) for stage in range(3) for data in range(2)),
     )
     by_name = {
-        (n.name, n.stage): took for n, took in zip(made.parts[0].table.nodes, made.parts[0].taken_seconds, strict=True)
+        (n.name, n.stage): took for n, took in zip(made.parts[0].table.nodes, made.parts[0].net_seconds, strict=True)
     }
     assert by_name["embedding-grads-all-reduce", 0].ravel().tolist() == [1, 1]  # since stage 2 came, at 3
     assert by_name["optimizer-clip-main-grad", 1].ravel().tolist() == [1, 1]  # since the ends came, at 4

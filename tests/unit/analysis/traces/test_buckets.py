@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rankscope.analysis.traces.communication.collectives import find_collectives
-from rankscope.analysis.traces.communication.gradient_buckets import Rebucketing, find_buckets, try_other_caps
+from rankscope.analysis.traces.communication.gradient_buckets import Rebucketing, find_buckets, predict_other_caps
 from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.trace import Category, Trace
 from tests.shared_data import H200
@@ -58,7 +58,7 @@ def ddp_trace(
 
 
 def advise(trace: Trace) -> Rebucketing:
-    advice = try_other_caps(trace, find_buckets(trace, find_collectives(trace)))
+    advice = predict_other_caps(trace, find_buckets(trace, find_collectives(trace)))
     assert advice is not None
     return advice
 
@@ -84,7 +84,7 @@ def test_leaves_out_an_all_reduce_that_no_gradient_s_hook_started() -> None:
         ]
     )
     assert len(find_buckets(trace, find_collectives(trace))) == 0
-    assert try_other_caps(trace, find_buckets(trace, find_collectives(trace))) is None
+    assert predict_other_caps(trace, find_buckets(trace, find_collectives(trace))) is None
 
 
 def test_proposes_larger_buckets_where_latency_dominates() -> None:
@@ -123,7 +123,7 @@ def test_does_not_believe_a_model_that_misses_what_was_seen() -> None:
     advice = advise(
         ddp_trace(gradients=100, gradient_mb=2, per_bucket=10, kernel_us=50, latency_us=20, mb_per_us=0.1, slower=4.0)
     )
-    assert "misses what was seen" in advice.reason
+    assert "the model is off by" in advice.reason
     assert advice.predictions == () and advice.recommended_cap_mb is None
 
 
@@ -137,7 +137,7 @@ def test_reproduces_the_exposed_time_of_a_real_gloo_job_and_proposes_nothing_it_
     buckets = find_buckets(trace, find_collectives(trace))
     assert len(buckets) == 25 and int(buckets.bytes.sum()) == 805732352
     assert np.all(buckets.hidden_ratio[:2] > 0.9) and np.all(buckets.hidden_ratio[5:] == 0)
-    advice = try_other_caps(trace, buckets)
+    advice = predict_other_caps(trace, buckets)
     assert advice is not None and advice.modelled_exposed_ns == pytest.approx(advice.exposed_ns, rel=0.03)
     assert advice.recommended_cap_mb is None
 
@@ -146,4 +146,4 @@ def test_says_that_a_group_of_one_transfers_nothing() -> None:
     trace = read_trace((H200 / "nccl_world1_3steps.json.gz").read_bytes())
     buckets = find_buckets(trace, find_collectives(trace))
     assert len(buckets) == 75 and np.isnan(buckets.hidden_ratio).all()
-    assert advise(trace).reason == "the trace holds the calls but not the transfers"
+    assert advise(trace).reason == "the trace has the calls but not the transfers"

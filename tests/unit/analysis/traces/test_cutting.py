@@ -102,7 +102,7 @@ def test_what_is_left_is_json_even_if_the_file_was_not_quite(count: int | None) 
 
 
 def test_a_file_whose_events_are_not_where_a_profiler_writes_them_is_refused() -> None:
-    with pytest.raises(TraceError, match="no traceEvents"):
+    with pytest.raises(TraceError, match="traceEvents not found"):
         list(cut([b'{"a": "\\"traceEvents\\": [", "b": 1}'], None, {}, distributed={}))
 
 

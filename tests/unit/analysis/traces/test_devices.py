@@ -73,7 +73,7 @@ def test_mtia_s_kernels_copies_and_waits_are_told_by_name_in_one_category() -> N
     assert (found.communication_ns, found.exposed_communication_ns, found.memory_ns) == (8_000, 8_000, 4_496)
     assert set(trace.stream[trace.of(Category.KERNEL)].tolist()) == {108}
     launches = measure_launches(trace)
-    assert launches is not None and (launches.kernel_count, launches.unlaunched_count) == (2, 2)
+    assert launches is not None and launches.kernel_count == 2
     idle = split_idle(trace, found)
     assert idle.host_bound_ns > 0  # 100 to 110.5: the copy was launched at 100
     assert summarize(trace, found, find_collectives(trace), rank=0, file="").device == "ARTEMIS"

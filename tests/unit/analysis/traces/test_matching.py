@@ -84,7 +84,7 @@ def test_an_order_that_fits_in_several_ways_is_reported_and_not_guessed() -> Non
     other = make_trace(regular[:-1], rank=1, world_size=2, base_ns=3_600_000_500_000)
     matched = _match({0: first, 1: other})
     assert matched.count == 0
-    assert "fits in several ways" in matched.notes[0]
+    assert "order is ambiguous" in matched.notes[0]
     # Clocks that agree decide it, and the note says so.
     agreeing = make_trace(regular[:-1], rank=1, world_size=2, base_ns=40_000)
     decided = _match({0: first, 1: agreeing})

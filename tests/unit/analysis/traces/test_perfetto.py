@@ -134,7 +134,7 @@ def test_many_small_pieces_and_no_files_make_valid_json(monkeypatch: pytest.Monk
     assert len(_merged([(0, _file([])), (1, _file([_kernel(1.0)]))])["traceEvents"]) == 2 + 2 + 1
     monkeypatch.setattr("rankscope.analysis.traces.reader.json_stream.PIECE_BYTES", 4096)
     assert len(_merged(_real())["traceEvents"]) > 15_000
-    with pytest.raises(TraceError, match="no traceEvents"):
+    with pytest.raises(TraceError, match="without traceEvents"):
         _merged([(0, b'{"events": []}')])
 
 

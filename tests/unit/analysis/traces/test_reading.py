@@ -222,7 +222,7 @@ def test_beginnings_and_ends_become_whole_events() -> None:
         trace.named(int(name)): int(duration) for name, duration in zip(trace.name, trace.duration_ns, strict=True)
     }
     assert spans == {"outer": 10_000, "inner": 2_000, "other": 18_000}
-    assert trace.repairs == ("beginning or end of an event without its other half left out: 2 times",)
+    assert trace.repairs == ("begin or end event without its counterpart dropped: 2 times",)
 
 
 @pytest.mark.parametrize(

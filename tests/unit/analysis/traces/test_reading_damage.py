@@ -37,11 +37,11 @@ def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("written", "name", "repair"),
     [
-        ('"a\nb\x00c"', "a b c", "control character inside a text replaced by a space: 2 times (first at byte {2})"),
-        ('"\xff"', "�", "piece of text that is not UTF-8 replaced by U+FFFD (byte {1})"),
-        (r'"\ud83dx"', "�x", "half of a surrogate pair replaced by U+FFFD (byte {1})"),
+        ('"a\nb\x00c"', "a b c", "control character inside a string replaced by a space: 2 times (first at byte {2})"),
+        ('"\xff"', "�", "invalid UTF-8 replaced by U+FFFD (byte {1})"),
+        (r'"\ud83dx"', "�x", "lone surrogate replaced by U+FFFD (byte {1})"),
         (r'"\ud83d\ude00"', "😀", None),
-        (r'"C:\Users\me"', r"C:\Users\me", "backslash that escapes nothing taken as a backslash: 2 times"),
+        (r'"C:\Users\me"', r"C:\Users\me", "invalid escape read as a backslash: 2 times"),
         (r'"\\ud83d"', r"\ud83d", None),
         ('"NaN, Infinity"', "NaN, Infinity", None),
         ("null", "", None),
@@ -70,18 +70,18 @@ def test_a_value_that_is_no_number_is_not_measured(value: str) -> None:
 @pytest.mark.parametrize(
     ("event", "kept", "repair"),
     [
-        ('{"ph": "X", "ts": 1}', True, "event without a usable duration taken as lasting 0"),
+        ('{"ph": "X", "ts": 1}', True, "event without a valid duration taken as 0"),
         ('{"ph": "X", "ts": 1, "dur": -4}', True, "negative duration taken as 0"),
-        ('{"ph": "X", "dur": 4}', False, "event without a usable time left out"),
-        ('{"ph": "X", "ts": 1e308, "dur": 4}', False, "event without a usable time left out"),
-        ('{"ph": "X", "ts": "soon", "dur": 4}', False, "event without a usable time left out"),
-        ('{"ph": "X", "ts": [1], "dur": 4}', False, "event without a usable time left out"),
-        ('{"ts": 1, "dur": 4}', True, "event without ph but with a duration taken as a complete one"),
+        ('{"ph": "X", "dur": 4}', False, "event without a valid time dropped"),
+        ('{"ph": "X", "ts": 1e308, "dur": 4}', False, "event without a valid time dropped"),
+        ('{"ph": "X", "ts": "soon", "dur": 4}', False, "event without a valid time dropped"),
+        ('{"ph": "X", "ts": [1], "dur": 4}', False, "event without a valid time dropped"),
+        ('{"ts": 1, "dur": 4}', True, "event with a duration but no ph read as complete"),
         ('{"ph": "X", "ts": 1, "dur": 4, "pid": {}, "tid": [3], "args": [], "cat": 7}', True, None),
         ('{"ph": "X", "ts": 1, "dur": 4, "args": {"stream": [1], "device": "x", "External id": {}}}', True, None),
-        ("17", False, "event left out because it cannot be read: expected object, got int (byte {})"),
-        ("", False, "comma without an event behind it (byte {})"),
-        ('{"ph": "X", "ts": 01}', False, "event left out because it cannot be read: invalid number (byte {})"),
+        ("17", False, "unreadable event skipped: expected object, got int (byte {})"),
+        ("", False, "comma without a following event (byte {})"),
+        ('{"ph": "X", "ts": 01}', False, "unreadable event skipped: invalid number (byte {})"),
     ],
 )
 def test_an_event_with_a_missing_or_odd_key_is_mended_or_left_out(event: str, kept: bool, repair: str | None) -> None:
@@ -107,7 +107,7 @@ def test_one_broken_event_costs_no_other(event: str) -> None:
     trace = read_trace(whole(good(30), event, good(30, 30)))
     assert sorted(names(trace)) == sorted(f"n{number}" for number in range(60))
     assert len(trace.repairs) == 1
-    assert trace.repairs[0].startswith("event left out because it cannot be read")
+    assert trace.repairs[0].startswith("unreadable event skipped")
 
 
 def test_a_cut_file_gives_the_events_before_the_cut_or_is_refused() -> None:
@@ -116,7 +116,7 @@ def test_a_cut_file_gives_the_events_before_the_cut_or_is_refused() -> None:
         trace = read_trace(text[:cut])
         assert len(trace) == 49
         assert trace.repairs == (
-            "the file is cut off inside traceEvents: 49 complete events before the cut were read, what followed is "
+            "the file is cut off inside traceEvents: 49 complete events before the cut were read, the rest is "
             f"missing (byte {cut})",
         )
         with pytest.raises(TraceError, match=rf"cut off inside traceEvents; 49 complete .* \(byte {cut}\)") as caught:
@@ -130,7 +130,7 @@ def test_a_cut_file_gives_the_events_before_the_cut_or_is_refused() -> None:
 def test_a_comma_too_many_is_taken_away() -> None:
     trace = read_trace(whole(good(5) + ", \n"))
     assert len(trace) == 5
-    assert trace.repairs == (f"comma before the end of traceEvents taken away (byte {whole(good(5)).index(b']')})",)
+    assert trace.repairs == (f"trailing comma in traceEvents removed (byte {whole(good(5)).index(b']')})",)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_a_comma_too_many_is_taken_away() -> None:
     [
         (b"", "the file is empty"),
         (b" \n\t ", "the file is empty"),
-        (b"<!DOCTYPE html><html>", "this is a web page or XML, not a trace"),
-        (b"hello", "this is no JSON object or array: it begins with 'hello' .byte 0."),
+        (b"<!DOCTYPE html><html>", "this is HTML or XML, not a trace"),
+        (b"hello", "not a JSON object or array; it begins with 'hello' .byte 0."),
         (b'{"a": 1, "b": []}', "JSON without traceEvents .its keys: a, b."),
         (b'{"a": {"traceEvents": []}}', "JSON without traceEvents .its keys: a."),
         (b'{"traceEvents": {}}', "traceEvents is not an array .byte 16."),
@@ -148,11 +148,14 @@ def test_a_comma_too_many_is_taken_away() -> None:
         (b'{"traceEvents": [{"ph": "X", "ts": ', "cut off before its first event is complete .byte 35."),
         (b"[1, 2]", "nothing in traceEvents can be read: .*expected object, got int: 2 times"),
         (b"PK\x03\x04" + bytes(20), "this is a zip archive"),
-        (gzip.compress(whole(good(99)))[:-9], "the gzip data ends early, at byte "),
-        (gzip.compress(whole(good(99)))[:7], "the gzip data ends early, at byte 7"),
-        (gzip.compress(whole(good(99)))[:-8] + bytes(8), "the gzip data is damaged before byte .*incorrect data check"),
-        (gzip.compress(whole(good(9))) + b"junk", "something else follows the gzip data at byte "),
-        (gzip.compress(b""), "the file is empty"),
+        (gzip.compress(whole(good(99)), mtime=0)[:-9], "the gzip data ends early, at byte "),
+        (gzip.compress(whole(good(99)), mtime=0)[:7], "the gzip data ends early, at byte 7"),
+        (
+            gzip.compress(whole(good(99)), mtime=0)[:-8] + bytes(8),
+            "the gzip data is damaged before byte .*incorrect data check",
+        ),
+        (gzip.compress(whole(good(9)), mtime=0) + b"junk", "unexpected data after the gzip data at byte "),
+        (gzip.compress(b"", mtime=0), "the file is empty"),
         (whole(*(["1"] * 2000)), "more than 1000 events cannot be read; the last one: expected object, got int"),
     ],
 )

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from rankscope.analysis.traces.breakdown import break_down
-from rankscope.analysis.traces.communication.collectives import find_collectives, hiding_intervals
+from rankscope.analysis.traces.communication.collectives import compute_intervals, find_collectives
 from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.summary import summarize_collectives
 from rankscope.analysis.traces.trace import Category
@@ -17,13 +17,13 @@ def test_collectives_that_run_at_the_same_time_are_exposed_once() -> None:
             ("gloo:all_reduce", Category.USER_ANNOTATION, 12, 18),
         ]
     )
-    (summary,) = summarize_collectives(find_collectives(trace), hiding_intervals(trace))
+    (summary,) = summarize_collectives(find_collectives(trace), compute_intervals(trace))
     assert (summary.count, summary.total_us, summary.exposed_us) == (2, 33, 20)
 
 
 def test_of_a_real_trace_no_kind_is_exposed_for_longer_than_the_trace_lasts() -> None:
     trace = read_trace((H200 / "gloo_2ranks_rank0.json.gz").read_bytes())
-    (summary,) = summarize_collectives(find_collectives(trace), hiding_intervals(trace))
+    (summary,) = summarize_collectives(find_collectives(trace), compute_intervals(trace))
     breakdown = break_down(trace)
     assert breakdown is not None
     assert 0 < 1000 * summary.exposed_us <= breakdown.span_ns

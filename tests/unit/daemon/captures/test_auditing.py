@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from rankscope.daemon.captures.audit import CaptureAudit
-from rankscope.daemon.captures.conductor import Conductor
 from rankscope.daemon.captures.orders import CaptureError
+from rankscope.daemon.captures.runner import CaptureRunner
 from rankscope.daemon.captures.service import CaptureServicer
 from rankscope.daemon.captures.store import Store
 from rankscope.v1 import capture_service_pb2 as pb
@@ -28,7 +28,7 @@ def audited(caplog: pytest.LogCaptureFixture) -> Records:
     return lambda: [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
 
 
-def wait_for_the_end(conducted: Conductor, archive: MemoryArchive, capture_id: str) -> None:
+def wait_for_the_end(conducted: CaptureRunner, archive: MemoryArchive, capture_id: str) -> None:
     *_, _last = conducted.records.follow(capture_id)
     give_up = time.monotonic() + 60
     while capture_id not in archive.cleaned:  # its thread's last act
@@ -39,7 +39,7 @@ def wait_for_the_end(conducted: Conductor, archive: MemoryArchive, capture_id: s
 def test_a_capture_is_recorded_when_it_is_asked_for_and_when_it_ended(tmp_path: Path, audited: Records) -> None:
     archive = MemoryArchive(tmp_path)
     backend = ScriptedBackend(failing={1: CaptureError("the process ended")})
-    conducted = Conductor("node-1", [backend], archive, lambda: [rank(0, world_size=2), rank(1, world_size=2)])
+    conducted = CaptureRunner("node-1", [backend], archive, lambda: [rank(0, world_size=2), rank(1, world_size=2)])
     request = pb.StartCaptureRequest(
         steps=3, ranks="all", reason="slow\nsince noon", options=pb.CaptureOptions(stacks=True)
     )
@@ -82,7 +82,7 @@ class _Context:
 
 
 def test_a_refused_request_is_recorded_with_the_reason(tmp_path: Path, audited: Records) -> None:
-    conducted = Conductor("node-1", [ScriptedBackend()], MemoryArchive(tmp_path), list)
+    conducted = CaptureRunner("node-1", [ScriptedBackend()], MemoryArchive(tmp_path), list)
     request = pb.StartCaptureRequest(job="bert", seconds=float("nan"), ranks="0", reason="why")
     with pytest.raises(RuntimeError):
         next(CaptureServicer(conducted, Store(tmp_path / "s")).StartCapture(request, cast(Any, _Context())))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from rankscope.common.rank_selection import Suspected
-from rankscope.daemon.captures.conductor import PROCESSES_KEPT, Conductor, LearnedSteps
 from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage
 from rankscope.daemon.captures.records import Delivered, Recorded
+from rankscope.daemon.captures.runner import PROCESSES_KEPT, CaptureRunner, LearnedSteps
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
@@ -108,17 +108,17 @@ def archive(tmp_path: Path) -> MemoryArchive:
     return MemoryArchive(tmp_path)
 
 
-def conductor(backend: ScriptedBackend, archive: MemoryArchive, ranks: int = 4) -> Conductor:
-    return Conductor("node-1", [backend], archive, lambda: [rank(number) for number in range(ranks)])
+def runner(backend: ScriptedBackend, archive: MemoryArchive, ranks: int = 4) -> CaptureRunner:
+    return CaptureRunner("node-1", [backend], archive, lambda: [rank(number) for number in range(ranks)])
 
 
-def ended(conductor: Conductor, capture_id: str) -> pb.Capture:
-    *_, last = conductor.records.follow(capture_id)
+def ended(runner: CaptureRunner, capture_id: str) -> pb.Capture:
+    *_, last = runner.records.follow(capture_id)
     return last
 
 
 def test_every_rank_goes_through_its_states_and_the_capture_ends_with_the_skew(archive: MemoryArchive) -> None:
-    conducted = conductor(ScriptedBackend(), archive)
+    conducted = runner(ScriptedBackend(), archive)
     seen = list(conducted.records.follow(conducted.start(pb.StartCaptureRequest(steps=3))))
     assert seen[-1].state == pb.CAPTURE_STATE_ANALYSED
     assert [entry.state for entry in seen[-1].ranks] == [pb.CAPTURE_STATE_ANALYSED] * 4
@@ -136,7 +136,7 @@ def test_every_rank_goes_through_its_states_and_the_capture_ends_with_the_skew(a
 
 def test_all_ranks_get_the_same_start(archive: MemoryArchive) -> None:
     backend = ScriptedBackend()
-    conducted = Conductor(
+    conducted = CaptureRunner(
         "n",
         [backend],
         archive,
@@ -151,7 +151,7 @@ def test_all_ranks_get_the_same_start(archive: MemoryArchive) -> None:
 def test_one_ranks_failure_is_told_and_the_others_deliver(archive: MemoryArchive) -> None:
     backend = ScriptedBackend(failing={1: CaptureError("the process ended"), 2: RuntimeError("bug")})
     archive.refused[3] = "not a trace of that process"
-    conducted = conductor(backend, archive)
+    conducted = runner(backend, archive)
     capture = ended(conducted, conducted.start(pb.StartCaptureRequest(seconds=1)))
     assert capture.state == pb.CAPTURE_STATE_ANALYSED
     errors = [entry.error for entry in capture.ranks]
@@ -161,7 +161,7 @@ def test_one_ranks_failure_is_told_and_the_others_deliver(archive: MemoryArchive
 
 
 def test_a_rank_elsewhere_and_a_rank_no_back_end_suits_fail_with_the_reason(archive: MemoryArchive) -> None:
-    conducted = conductor(ScriptedBackend(unsuited=frozenset({1})), archive, ranks=2)
+    conducted = runner(ScriptedBackend(unsuited=frozenset({1})), archive, ranks=2)
     capture = ended(conducted, conducted.start(pb.StartCaptureRequest(ranks="0-2", steps=1)))
     assert capture.ranks[0].state == pb.CAPTURE_STATE_ANALYSED
     assert capture.ranks[1].error == "rank 1 (pid 101) cannot be captured: scripted: not this one"
@@ -171,7 +171,7 @@ def test_a_rank_elsewhere_and_a_rank_no_back_end_suits_fail_with_the_reason(arch
 def test_a_capture_of_ranks_that_can_all_not_be_asked_ends_with_their_reasons(
     archive: MemoryArchive, caplog: pytest.LogCaptureFixture
 ) -> None:
-    conducted = conductor(ScriptedBackend(unsuited=frozenset({0, 1})), archive, ranks=2)
+    conducted = runner(ScriptedBackend(unsuited=frozenset({0, 1})), archive, ranks=2)
     capture = ended(conducted, conducted.start(pb.StartCaptureRequest(steps=1)))
     assert capture.state == pb.CAPTURE_STATE_FAILED
     assert all("cannot be captured" in entry.error for entry in capture.ranks)
@@ -180,7 +180,7 @@ def test_a_capture_of_ranks_that_can_all_not_be_asked_ends_with_their_reasons(
 
 def test_who_keeps_to_a_schedule_goes_first_and_who_cannot_says_so(archive: MemoryArchive) -> None:
     best, able = ScriptedBackend("best"), ScriptedBackend("able", unsuited=frozenset({1}), keeps_schedules=True)
-    conducted = Conductor("n", [best, able], archive, lambda: [rank(0), rank(1)])
+    conducted = CaptureRunner("n", [best, able], archive, lambda: [rank(0), rank(1)])
     scheduled = pb.StartCaptureRequest(steps=1, options=pb.CaptureOptions(repeat=2))
     capture = ended(conducted, conducted.start(scheduled))
     assert [entry.backend for entry in capture.ranks] == ["able", "best"]
@@ -192,7 +192,7 @@ def test_who_keeps_to_a_schedule_goes_first_and_who_cannot_says_so(archive: Memo
 
 def test_a_rank_is_captured_once_at_a_time_and_is_free_afterwards(archive: MemoryArchive) -> None:
     gate = threading.Event()
-    conducted = conductor(ScriptedBackend(gate=gate), archive, ranks=2)
+    conducted = runner(ScriptedBackend(gate=gate), archive, ranks=2)
     first = conducted.start(pb.StartCaptureRequest(ranks="0", steps=1))
     second = ended(conducted, conducted.start(pb.StartCaptureRequest(ranks="0", steps=1)))
     assert second.state == pb.CAPTURE_STATE_FAILED
@@ -205,7 +205,7 @@ def test_a_rank_is_captured_once_at_a_time_and_is_free_afterwards(archive: Memor
 
 
 def test_a_cancelled_capture_stops_and_says_so(archive: MemoryArchive) -> None:
-    conducted = conductor(ScriptedBackend(gate=threading.Event()), archive)
+    conducted = runner(ScriptedBackend(gate=threading.Event()), archive)
     capture_id = conducted.start(pb.StartCaptureRequest(steps=1))
     assert conducted.cancel(capture_id) is not None
     assert ended(conducted, capture_id).state == pb.CAPTURE_STATE_CANCELLED
@@ -214,7 +214,7 @@ def test_a_cancelled_capture_stops_and_says_so(archive: MemoryArchive) -> None:
 
 def test_a_capture_can_be_cancelled_while_its_traces_are_worked_on(archive: MemoryArchive) -> None:
     archive.slow = True
-    conducted = conductor(ScriptedBackend(), archive)
+    conducted = runner(ScriptedBackend(), archive)
     capture_id = conducted.start(pb.StartCaptureRequest(steps=1))
     assert archive.delivering.wait(PATIENCE_SECONDS)
     conducted.cancel(capture_id)
@@ -225,7 +225,7 @@ def test_a_capture_can_be_cancelled_while_its_traces_are_worked_on(archive: Memo
 def test_too_few_steps_are_recorded_once_more_with_the_step_time_that_was_learned(archive: MemoryArchive) -> None:
     backend = ScriptedBackend()
     archive.whole_steps = [2, 9]
-    conducted = conductor(backend, archive, ranks=2)
+    conducted = runner(backend, archive, ranks=2)
     capture = ended(conducted, conducted.start(pb.StartCaptureRequest(steps=5)))
     assert [order.step_seconds for order in backend.orders] == [None, None, 0.1, 0.1]
     assert [entry.steps for entry in capture.ranks] == [5, 5]
@@ -234,7 +234,7 @@ def test_too_few_steps_are_recorded_once_more_with_the_step_time_that_was_learne
 def test_a_second_attempt_is_not_followed_by_a_third(archive: MemoryArchive) -> None:
     backend = ScriptedBackend()
     archive.whole_steps = [2]
-    conducted = conductor(backend, archive, ranks=1)
+    conducted = runner(backend, archive, ranks=1)
     capture = ended(conducted, conducted.start(pb.StartCaptureRequest(steps=5)))
     assert len(backend.orders) == 2
     assert capture.ranks[0].steps == 2
@@ -243,7 +243,7 @@ def test_a_second_attempt_is_not_followed_by_a_third(archive: MemoryArchive) -> 
 def test_a_step_time_that_is_seen_is_not_tried_twice(archive: MemoryArchive) -> None:
     backend = ScriptedBackend()
     archive.whole_steps = [2]
-    seen = Conductor("n", [backend], archive, lambda: [rank(0)], step_seconds=lambda *_, **__: 0.02)
+    seen = CaptureRunner("n", [backend], archive, lambda: [rank(0)], step_seconds=lambda *_, **__: 0.02)
     ended(seen, seen.start(pb.StartCaptureRequest(steps=5)))
     assert [order.step_seconds for order in backend.orders] == [0.02]
 
@@ -251,7 +251,7 @@ def test_a_step_time_that_is_seen_is_not_tried_twice(archive: MemoryArchive) -> 
 def test_a_capture_knows_the_step_time_that_an_earlier_one_of_the_same_processes_taught(archive: MemoryArchive) -> None:
     backend = ScriptedBackend()
     processes = [rank(0), rank(1)]
-    conducted = Conductor("n", [backend], archive, lambda: processes)
+    conducted = CaptureRunner("n", [backend], archive, lambda: processes)
     ended(conducted, conducted.start(pb.StartCaptureRequest(steps=5, ranks="0")))
     ended(conducted, conducted.start(pb.StartCaptureRequest(steps=5)))
     # Rank 1 was not captured before: it trains with rank 0.
@@ -263,7 +263,7 @@ def test_a_capture_knows_the_step_time_that_an_earlier_one_of_the_same_processes
 
 def test_steps_that_became_longer_than_was_learned_are_recorded_once_more(archive: MemoryArchive) -> None:
     backend = ScriptedBackend()
-    conducted = conductor(backend, archive, ranks=1)
+    conducted = runner(backend, archive, ranks=1)
     ended(conducted, conducted.start(pb.StartCaptureRequest(steps=5)))
     archive.whole_steps, archive.step_seconds = [2, 9], 0.4
     capture = ended(conducted, conducted.start(pb.StartCaptureRequest(steps=5)))
@@ -281,14 +281,14 @@ def test_only_so_many_step_times_are_kept() -> None:
 
 def test_the_straggler_is_who_the_correlation_says(archive: MemoryArchive) -> None:
     backend = ScriptedBackend()
-    conducted = conductor(backend, archive)
+    conducted = runner(backend, archive)
     conducted.suspects_of = lambda job: Suspected((2,), (1,))
     capture = ended(conducted, conducted.start(pb.StartCaptureRequest(ranks="straggler+peer", steps=1)))
     assert [entry.rank for entry in capture.ranks] == [1, 2]
 
 
 def test_what_cannot_be_begun_leaves_no_rank_taken(archive: MemoryArchive) -> None:
-    conducted = conductor(ScriptedBackend(), archive)
+    conducted = runner(ScriptedBackend(), archive)
     with pytest.raises(CaptureError, match="clocks"):
         conducted.start(pb.StartCaptureRequest(steps=1, start_unix_millis=5))
     assert ended(conducted, conducted.start(pb.StartCaptureRequest(steps=1))).state == pb.CAPTURE_STATE_ANALYSED
@@ -296,7 +296,7 @@ def test_what_cannot_be_begun_leaves_no_rank_taken(archive: MemoryArchive) -> No
 
 
 def test_every_change_of_state_is_saved_and_the_workspace_is_left_clean(archive: MemoryArchive) -> None:
-    conducted = conductor(ScriptedBackend(), archive, ranks=1)
+    conducted = runner(ScriptedBackend(), archive, ranks=1)
     capture = ended(conducted, conducted.start(pb.StartCaptureRequest(steps=1, reason="why\nnot")))
     states = {saved.ranks[0].state for saved in archive.saved}
     assert states >= {pb.CAPTURE_STATE_ARMED, pb.CAPTURE_STATE_WRITTEN, pb.CAPTURE_STATE_ANALYSED}
@@ -306,13 +306,13 @@ def test_every_change_of_state_is_saved_and_the_workspace_is_left_clean(archive:
 
 def test_captures_of_before_are_known_after_a_restart(archive: MemoryArchive) -> None:
     archive.known = [pb.Capture(id="c-1", job="old", state=pb.CAPTURE_STATE_FAILED)]
-    conducted = conductor(ScriptedBackend(), archive)
+    conducted = runner(ScriptedBackend(), archive)
     assert [capture.id for capture in conducted.records.all()] == ["c-1"]
     assert conducted.records.all("other") == []
 
 
 def test_asking_twice_under_the_same_id_is_one_capture(archive: MemoryArchive) -> None:
-    conducted = conductor(ScriptedBackend(), archive)
+    conducted = runner(ScriptedBackend(), archive)
     request = pb.StartCaptureRequest(steps=1, id="k-1")
     assert conducted.start(request) == "k-1"
     assert conducted.start(request) == "k-1"
@@ -324,4 +324,4 @@ def test_asking_twice_under_the_same_id_is_one_capture(archive: MemoryArchive) -
 @pytest.mark.parametrize("name", ["../up", "a/b", "UPPER", "-x", "x" * 64, "a\n"])
 def test_an_id_that_is_no_name_of_a_folder_is_refused(archive: MemoryArchive, name: str) -> None:
     with pytest.raises(CaptureError, match="letters, digits and dashes"):
-        conductor(ScriptedBackend(), archive).start(pb.StartCaptureRequest(steps=1, id=name))
+        runner(ScriptedBackend(), archive).start(pb.StartCaptureRequest(steps=1, id=name))

@@ -95,7 +95,7 @@ class Node:
                 window.steps = 20
                 window.sources["steps"] = self.sources[rank.rank]  # type: ignore[assignment]
                 if rank.rank not in self.blind and self.ticks % self.sampled_every == 0:
-                    window.wait.mean_seconds = 0.01
+                    window.wait_seconds.mean = 0.01
             if self.stalled:
                 window.stall.CopyFrom(Stall(seconds_since_step=9))
             self.duty.fill(rank.key, window)
@@ -156,12 +156,12 @@ def test_the_window_after_a_capture_holds_it_and_no_other_one_does(captures: Scr
     windows = node.capture()
     for window in windows.values():
         assert window.steps == 2
-        assert window.step.mean_seconds == pytest.approx(0.1)
-        assert window.self.p50_seconds == pytest.approx(0.08)
-        assert window.wait.p50_seconds == pytest.approx(0.02)
-        assert window.causes.self == pytest.approx(0.16)
-        assert window.causes.communication == pytest.approx(0.06)
-        assert {window.sources[name] for name in ("steps", "step", "self", "wait", "causes")} == {SOURCE_CAPTURE}
+        assert window.step_seconds.mean == pytest.approx(0.1)
+        assert (window.self_seconds.mean, window.self_seconds.p50) == pytest.approx((0.08, 0.08))
+        assert window.wait_seconds.p50 == pytest.approx(0.02)
+        assert window.communication_seconds == pytest.approx(0.03)
+        names = ("steps", "step_seconds", "self_seconds", "wait_seconds", "communication_seconds")
+        assert {window.sources[name] for name in names} == {SOURCE_CAPTURE}
     later = node.tick()
     assert not any(window.HasField("steps") or window.sources for window in later.values())
     assert node.duty.results == {"done": 1, "failed": 0, "skipped": 0}
@@ -205,7 +205,7 @@ def test_a_job_whose_probe_cannot_tell_what_steps_wait_for_is_recorded(captures:
         for window in node.tick().values():
             assert (window.steps, window.wait_source, window.sources["steps"]) == (20, "", SOURCE_PROBE)
     live = RankWindow(steps=20, sources={"steps": SOURCE_PROBE})
-    assert node.duty.shown(node.ranks[0].key, live).wait.mean_seconds == pytest.approx(0.02)
+    assert node.duty.shown(node.ranks[0].key, live).wait_seconds.mean == pytest.approx(0.02)
 
 
 def test_a_probe_that_samples_waiting_rarely_or_sees_it_on_one_rank_is_not_blind() -> None:

@@ -193,7 +193,7 @@ def test_hostile_recordings_are_refused_one_by_one_each_with_its_reason(tmp_path
     forged = StepFile(head={"rankscope": {"job": "other", "rank": 0}, "distributedInfo": {"rank": 77}}).text()
     hostile = {
         "the file is empty": b"",
-        "this is no JSON object": b"\x7fELF" + bytes(200),
+        "not a JSON object": b"\x7fELF" + bytes(200),
         "the file is cut off inside traceEvents": good[: len(good) // 2],
         "its end is missing": good[: good.rindex(b"]") + 1] + b', "traceName": "t',
         "is a trace of process 4711, not of 494": StepFile(pid=4711).text(),

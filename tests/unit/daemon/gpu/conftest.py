@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.nvml_stub.building import build_stub
-from tests.nvml_stub.scripting import VARIABLE, Script
 from tests.unit.daemon.gpu.stubbed_source import Stubbed, make_source
+from tools.nvml_stub import VARIABLE, Script, build_stub
 
 
 @pytest.fixture(scope="session")

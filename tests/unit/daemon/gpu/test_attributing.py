@@ -10,6 +10,7 @@ from rankscope.daemon.gpu.readings import GpuReading, GpuState
 from rankscope.daemon.samples import RankProcess
 from tests.unit.daemon import gpu_makers
 from tests.unit.daemon import window_makers as make
+from tools.daemon_samples import gpu_uuid
 
 GPUS = [gpu_makers.gpu(index) for index in range(4)]
 
@@ -119,14 +120,14 @@ def test_a_lost_gpu_and_one_whose_processes_are_not_told_have_no_ranks() -> None
         ({"CUDA_VISIBLE_DEVICES": "0x1"}, []),
         ({"CUDA_VISIBLE_DEVICES": "²"}, []),
         ({"CUDA_VISIBLE_DEVICES": "9" * 5000}, []),
-        ({"CUDA_VISIBLE_DEVICES": gpu_makers.uuid(2)}, [2]),
+        ({"CUDA_VISIBLE_DEVICES": gpu_uuid(2)}, [2]),
         ({"CUDA_VISIBLE_DEVICES": "GPU-00000003"}, [3]),
         ({"CUDA_VISIBLE_DEVICES": "GPU-0000000"}, []),  # the beginning of all four
         ({"CUDA_VISIBLE_DEVICES": "GPU-"}, []),
         ({"CUDA_VISIBLE_DEVICES": "MIG-GPU-00000000/1/0"}, None),
         ({"CUDA_VISIBLE_DEVICES": "MIG-0123"}, None),
         ({"NVIDIA_VISIBLE_DEVICES": "all", "CUDA_VISIBLE_DEVICES": "1"}, [1]),
-        ({"NVIDIA_VISIBLE_DEVICES": f"{gpu_makers.uuid(3)},{gpu_makers.uuid(2)}"}, [2, 3]),
+        ({"NVIDIA_VISIBLE_DEVICES": f"{gpu_uuid(3)},{gpu_uuid(2)}"}, [2, 3]),
         ({"NVIDIA_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "1"}, [3]),
         ({"NVIDIA_VISIBLE_DEVICES": "void"}, None),
         ({"NVIDIA_VISIBLE_DEVICES": "something\n"}, None),

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.doctor.checks import Finding, Level
-from rankscope.daemon.doctor.doctor import dcgm_answers, gpus_are_readable
+from rankscope.daemon.doctor.checks import Finding, Level, dcgm_answers, gpus_are_readable
 from rankscope.daemon.gpu.readings import GpuSnapshot, GpuState, SourceState
 from tests.unit.daemon import gpu_makers
 from tests.unit.daemon import window_makers as make
 from tests.unit.daemon.gpu.test_dcgm import LABELS, NEW, served
+from tools.daemon_samples import full_gpu
 
 
 def found(snapshot: GpuSnapshot, driver_folder: Path) -> Finding:
@@ -23,9 +23,9 @@ def found(snapshot: GpuSnapshot, driver_folder: Path) -> Finding:
 @pytest.mark.parametrize(
     ("snapshot", "level", "words"),
     [
-        (gpu_makers.snapshot(gpu_makers.full_gpu(), driver_version="580.1"), Level.OK, "1 × NVIDIA H200, driver 580.1"),
+        (gpu_makers.snapshot(full_gpu(), driver_version="580.1"), Level.OK, "1 × NVIDIA H200, driver 580.1"),
         (gpu_makers.snapshot(gpu_makers.gpu(0)), Level.WARNING, "without GPM"),
-        (gpu_makers.snapshot(gpu_makers.full_gpu(), gpu_makers.gpu(1, state=GpuState.LOST)), Level.PROBLEM, "1 of 2"),
+        (gpu_makers.snapshot(full_gpu(), gpu_makers.gpu(1, state=GpuState.LOST)), Level.PROBLEM, "1 of 2"),
         (GpuSnapshot("nvml", SourceState.NO_GPU), Level.OK, "no GPU"),
         (GpuSnapshot("nvml", SourceState.NO_DRIVER, "missing"), Level.WARNING, "missing"),
         (GpuSnapshot("nvml", SourceState.HANGING, "opening NVML hangs"), Level.WARNING, "opening NVML hangs"),
@@ -35,7 +35,7 @@ def found(snapshot: GpuSnapshot, driver_folder: Path) -> Finding:
 def test_each_state_of_the_driver_is_told_with_a_next_step(
     snapshot: GpuSnapshot, level: Level, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rankscope.daemon.doctor.doctor.PROFILE_SECONDS", 0.0)
+    monkeypatch.setattr("rankscope.daemon.doctor.checks.PROFILE_SECONDS", 0.0)
     finding = found(snapshot, tmp_path)
     assert finding.level is level and words in finding.text
     assert finding.level is Level.OK or finding.next_step

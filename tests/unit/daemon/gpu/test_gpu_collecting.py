@@ -15,6 +15,7 @@ from rankscope.daemon.windows.window import RankSamples, assemble
 from rankscope.v1.window_pb2 import SOURCE_GPU, RankWindow
 from tests.unit.daemon import gpu_makers
 from tests.unit.daemon import window_makers as make
+from tools.daemon_samples import gpu_uuid
 
 RANK = make.rank(0)
 
@@ -125,7 +126,7 @@ def test_a_gpu_that_hangs_alone_does_not_take_the_others_along(tmp_path: Path) -
     hanging = gpu_makers.gpu(1, state=GpuState.HANGING)
     both = gpu_makers.snapshot(gpu_makers.gpu(0, RANK.pid), hanging, state=SourceState.HANGING, seconds=1)
     collector = GpuCollector(gpu_makers.FakeGpus(both), proc_root=proc(tmp_path, RANK.pid))
-    assert collected(collector).uuid == gpu_makers.uuid(0)
+    assert collected(collector).uuid == gpu_uuid(0)
     assert collector.status.fresh
 
 
@@ -162,7 +163,7 @@ class FakePods:
 
 
 def test_the_kubelet_names_the_pod_of_the_gpu(tmp_path: Path) -> None:
-    pods = FakePods({gpu_makers.uuid(0): Pod("trainer-0", "research")})
+    pods = FakePods({gpu_uuid(0): Pod("trainer-0", "research")})
     source = gpu_makers.FakeGpus(gpu_makers.snapshot(gpu_makers.gpu(0, RANK.pid), seconds=1))
     sample = collected(GpuCollector(source, pods=pods, proc_root=proc(tmp_path, RANK.pid)))
     assert (sample.pod_name, sample.namespace) == ("trainer-0", "research")

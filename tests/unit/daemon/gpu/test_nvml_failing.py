@@ -12,8 +12,8 @@ import pytest
 
 from rankscope.daemon.gpu import nvml_calls
 from rankscope.daemon.gpu.readings import GpuState, SourceState
-from tests.nvml_stub.scripting import Script
 from tests.unit.daemon.gpu.stubbed_source import PATIENCE_SECONDS, Stubbed
+from tools.nvml_stub import Script
 
 Start = Callable[..., Stubbed]
 
@@ -167,6 +167,6 @@ print("closed", flush=True)
 def test_a_driver_without_events_is_read_all_the_same(stubbed: Start, script: Script) -> None:
     script.set({"error.nvmlEventSetCreate": 3})
     started = stubbed()
-    snapshot = started.until(lambda now: any("XID errors are not heard" in problem for problem in now.problems))
+    snapshot = started.until(lambda now: any("XID errors: not reported" in problem for problem in now.problems))
     assert snapshot.gpus[0].temperature_celsius == 65.0
     assert started.calls("nvmlEventSetCreate") < 5  # it does not insist

@@ -8,8 +8,8 @@ import pytest
 
 from rankscope.daemon.gpu.nvml_device import Cadence, Rate
 from rankscope.daemon.gpu.readings import GpuProcess, GpuState
-from tests.nvml_stub.scripting import Script
 from tests.unit.daemon.gpu.stubbed_source import Stubbed
+from tools.nvml_stub import Script
 
 Start = Callable[..., Stubbed]
 MEBIBYTE = 1024 * 1024

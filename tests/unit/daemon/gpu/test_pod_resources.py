@@ -1,64 +1,60 @@
 from __future__ import annotations
 
-import contextlib
 from concurrent import futures
 from pathlib import Path
 
 import grpc
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rankscope.daemon.gpu.pod_resources import LIST, NO_PODS, KubeletPods, MalformedAnswerError, Pod, parse_pods
+from rankscope.daemon.gpu.pod_resources import NO_PODS, KubeletPods, MalformedAnswerError, Pod, pods_by_device
+from rankscope.kubelet.pod_resources_pb2 import (
+    ContainerDevices,
+    ContainerResources,
+    ListPodResourcesRequest,
+    ListPodResourcesResponse,
+    PodResources,
+)
+from rankscope.kubelet.pod_resources_pb2_grpc import (
+    PodResourcesListerServicer,
+    add_PodResourcesListerServicer_to_server,
+)
 from tests.integration.daemon_process import wait_until
 
 
-def field(number: int, content: bytes | str) -> bytes:
-    raw = content.encode() if isinstance(content, str) else content
-    return bytes([number << 3 | 2]) + _varint(len(raw)) + raw
+def pod(name: str, *devices: str, resource: str = "nvidia.com/gpu") -> PodResources:
+    held = ContainerDevices(resource_name=resource, device_ids=devices)
+    return PodResources(name=name, namespace="research", containers=[ContainerResources(name="main", devices=[held])])
 
 
-def _varint(value: int) -> bytes:
-    out = b""
-    while value > 127:
-        out, value = out + bytes([value & 127 | 128]), value >> 7
-    return out + bytes([value])
-
-
-def pod(name: str, *devices: str, resource: str = "nvidia.com/gpu") -> bytes:
-    held = field(1, resource) + b"".join(field(2, device) for device in devices)
-    # With what else v1 has: cpu ids (packed), memory, a number.
-    container = field(1, "main") + field(2, held) + field(3, b"\x01\x02") + bytes([5 << 3, 7])
-    return field(1, field(1, name) + field(2, "research") + field(3, container))
+def answer(*pods: PodResources) -> ListPodResourcesResponse:
+    return ListPodResourcesResponse(pod_resources=pods)
 
 
 def test_devices_lead_to_pods() -> None:
-    answer = pod("a", "GPU-1", "GPU-2") + pod("b", "MIG-3") + pod("c", "rdma-0", resource="rdma/hca")
-    assert parse_pods(answer) == {
-        "GPU-1": Pod("a", "research"),
-        "GPU-2": Pod("a", "research"),
-        "MIG-3": Pod("b", "research"),
-    }
+    found = pods_by_device(
+        answer(pod("a", "GPU-1", "GPU-2"), pod("b", "MIG-3"), pod("c", "hca-0", resource="rdma/hca"))
+    )
+    assert found == {"GPU-1": Pod("a", "research"), "GPU-2": Pod("a", "research"), "MIG-3": Pod("b", "research")}
 
 
-def test_a_gpu_that_pods_share_is_nobodys() -> None:
-    assert parse_pods(pod("a", "GPU-1::0") + pod("b", "GPU-1::1") + pod("a", "GPU-2::0", "GPU-2::1")) == {
-        "GPU-2": Pod("a", "research")
-    }
+def test_fields_and_numbers_are_those_of_the_kubelet() -> None:
+    # As a kubelet sends them, with what else v1 has: cpu ids (packed), memory, a number.
+    held = b"\x0a\x0envidia.com/gpu\x12\x05GPU-1"
+    container = b"\x0a\x04main\x12" + bytes([len(held)]) + held + b"\x1a\x02\x01\x02\x22\x00\x28\x07"
+    sent = b"\x0a\x01a\x12\x08research\x1a" + bytes([len(container)]) + container
+    read = ListPodResourcesResponse.FromString(b"\x0a" + bytes([len(sent)]) + sent)
+    assert pods_by_device(read) == {"GPU-1": Pod("a", "research")}
 
 
-@pytest.mark.parametrize(
-    "answer", [b"\xff" * 11, field(1, b"x")[:-1] + b"", b"\x0a\x7f", b"\x0b", pod("a\nb", "GPU-1")]
-)
-def test_a_malformed_answer_is_refused(answer: bytes) -> None:
+def test_a_gpu_that_pods_share_belongs_to_none() -> None:
+    shared = answer(pod("a", "GPU-1::0"), pod("b", "GPU-1::1"), pod("a", "GPU-2::0", "GPU-2::1"))
+    assert pods_by_device(shared) == {"GPU-2": Pod("a", "research")}
+
+
+@pytest.mark.parametrize("malformed", [pod("a\nb", "GPU-1"), pod("a" * 254, "GPU-1"), pod("a", "GPU-\x1b[31m")])
+def test_a_name_that_kubernetes_does_not_allow_is_refused(malformed: PodResources) -> None:
     with pytest.raises(MalformedAnswerError):
-        parse_pods(answer)
-
-
-@given(st.binary(max_size=200))
-def test_no_answer_breaks_the_reader(answer: bytes) -> None:
-    with contextlib.suppress(MalformedAnswerError):
-        parse_pods(answer)
+        pods_by_device(answer(malformed))
 
 
 def test_a_socket_that_is_missing_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -69,12 +65,15 @@ def test_a_socket_that_is_missing_is_no_error(tmp_path: Path, caplog: pytest.Log
     assert not caplog.records
 
 
+class Kubelet(PodResourcesListerServicer):
+    def List(self, request: ListPodResourcesRequest, context: grpc.ServicerContext) -> ListPodResourcesResponse:
+        return answer(pod("trainer-0", "GPU-1"))
+
+
 def test_a_kubelet_is_asked_over_its_socket(tmp_path: Path) -> None:
     path = tmp_path / "kubelet.sock"
-    method = grpc.unary_unary_rpc_method_handler(lambda request, context: pod("trainer-0", "GPU-1"))
-    service, name = LIST.strip("/").split("/")
     server = grpc.server(futures.ThreadPoolExecutor(1))
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: method}),))
+    add_PodResourcesListerServicer_to_server(Kubelet(), server)
     server.add_insecure_port(f"unix:{path}")
     server.start()
     pods = KubeletPods(path)

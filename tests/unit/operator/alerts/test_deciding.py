@@ -8,7 +8,7 @@ import pytest
 
 from rankscope.analysis.verdicts.verdict import Kind, Verdict
 from rankscope.operator.alerts.alert import RefusedError, Wanted
-from rankscope.operator.alerts.decision import AlertDesk, FailedError, Limits
+from rankscope.operator.alerts.decision import AlertDecisions, FailedError, Limits
 from rankscope.operator.correlation.correlator import JobState
 from tests.unit.operator.alerts.notifications import HEALTHY, SLOW_NETWORK, alerts, entry, job
 from tests.unit.operator.test_exporting import SLOW
@@ -23,7 +23,7 @@ class Played:
         self.started: list[Wanted] = []
         self.trouble: Exception | None = None
         self.start_seconds = 0.0
-        self.desk = AlertDesk(lambda: self.states, self._start, limits, lambda: self.now, lambda: 1000 + self.now)
+        self.desk = AlertDecisions(lambda: self.states, self._start, limits, lambda: self.now, lambda: 1000 + self.now)
 
     def _start(self, wanted: Wanted) -> str:
         if self.trouble is not None:
@@ -214,7 +214,7 @@ def test_what_came_of_alerts_is_counted_and_kept_for_a_while() -> None:
 
 def test_a_job_that_another_replica_has_is_worth_trying_again_and_an_unknown_one_is_not() -> None:
     play = Played()
-    play.desk = AlertDesk(lambda: play.states, play._start, is_elsewhere=lambda job: job == "theirs")
+    play.desk = AlertDecisions(lambda: play.states, play._start, is_elsewhere=lambda job: job == "theirs")
     assert play(entry(job="theirs")) == [("failed", "another replica has this job")]
     assert play.results(entry(job="nobodys")) == ["refused"]
     assert play.results(entry(rank="99")) == ["refused"]

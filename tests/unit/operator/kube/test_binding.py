@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from rankscope.operator.correlation.wire_shapes import Message, read_said
 from rankscope.operator.runs.inventory import Inventory
 from rankscope.operator.runs.pods import Owner, Pod
 from rankscope.operator.runs.rank_binding import (
@@ -17,6 +16,7 @@ from rankscope.operator.runs.rank_binding import (
     Heard,
 )
 from rankscope.v1.rank_service_pb2 import WatchRanksResponse
+from tests.daemon_messages import sent
 
 
 class Clock:
@@ -51,7 +51,7 @@ def message(*ranks: int, pod: str = "pod-0", job: str = "10.0.0.1:29500/none", n
 def bind(
     binding: Binding, message: WatchRanksResponse, node: str, keeps: Callable[[str], bool] = lambda name: True
 ) -> Heard:
-    return binding.bind([Message(node, read_said(message.SerializeToString()))], keeps)
+    return binding.bind([sent(message, node)], keeps)
 
 
 def test_windows_get_the_names_that_the_api_server_knows(inventory: Inventory) -> None:
@@ -149,12 +149,22 @@ def test_what_is_kept_does_not_hold_on_to_a_message_that_was_refused_in_part(inv
 def test_a_window_that_is_too_large_or_garbage_is_refused_and_those_beside_it_are_kept(inventory: Inventory) -> None:
     said = message(0, 1, 2)
     said.windows[0].problems.append("x" * WINDOW_BYTES_LIMIT)
-    # In place of a window, then in place of its identity.
-    garbage = b"\x12\x02\x0a\x7f" + b"\x12\x04\x0a\x02\xff\xff"
+    read = sent(said, "node-a")
+    read.ranks = [*read.ranks[:2], b"\xff\xff"]
     binding = Binding(inventory, Clock())
-    heard = binding.bind([Message("node-a", read_said(said.SerializeToString() + garbage))])
-    assert [window.identity.rank for window in heard.windows] == [1, 2]
-    assert binding.refusals.counts == {"size": 1, "unreadable": 2}
+    heard = binding.bind([read])
+    assert [window.identity.rank for window in heard.windows] == [1]
+    assert binding.refusals.counts == {"size": 1, "unreadable": 1}
+
+
+def test_on_one_machine_without_an_api_server_ranks_keep_the_names_that_the_daemon_gives() -> None:
+    binding = Binding(monotonic=Clock())
+    said = message(0, 99, pod="", node="laptop")
+    (kept,) = bind(binding, said, "laptop").windows
+    assert (kept.identity.job, kept.identity.node) == ("10.0.0.1:29500/none", "laptop")
+    assert binding.refusals.counts == {"rank": 1}
+    gone = WatchRanksResponse(departed=[said.windows[0].identity])
+    assert [identity.rank for identity in bind(binding, gone, "laptop").departed] == [0]
 
 
 def test_processes_that_a_daemon_makes_up_are_forgotten_and_only_so_many_are_known(inventory: Inventory) -> None:
@@ -192,7 +202,7 @@ def test_departures_count_against_the_allowance_like_windows(inventory: Inventor
 def test_many_messages_together_are_bound_each_by_its_own_node(inventory: Inventory) -> None:
     words = [("node-a", message(0)), ("node-b", message(1, pod="pod-1")), ("node-b", message(2, pod="pod-0"))]
     binding = Binding(inventory, Clock())
-    heard = binding.bind([Message(node, read_said(said.SerializeToString())) for node, said in words])
+    heard = binding.bind([sent(said, node) for node, said in words])
     assert [(window.identity.rank, window.identity.node) for window in heard.windows] == [(0, "node-a"), (1, "node-b")]
     assert binding.refusals.counts == {"other_node": 1}
 

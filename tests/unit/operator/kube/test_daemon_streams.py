@@ -14,7 +14,7 @@ import pytest
 from rankscope.common.tls import Read, files
 from rankscope.daemon.loop import Daemon
 from rankscope.operator.captures.daemon_calls import DaemonAwayError, DaemonCalls, DaemonRefusedError
-from rankscope.operator.correlation.wire_shapes import Message, read_said
+from rankscope.operator.correlation.daemon_windows import DaemonMessage
 from rankscope.operator.runs import daemon_streams
 from rankscope.operator.runs.daemon_streams import DaemonStreams
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest, WatchRanksResponse
@@ -34,9 +34,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 class Ears:
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self.messages: list[DaemonMessage] = []
 
-    def __call__(self, messages: Sequence[Message]) -> None:
+    def __call__(self, messages: Sequence[DaemonMessage]) -> None:
         self.messages.extend(messages)
 
 
@@ -105,13 +105,13 @@ def test_a_daemon_that_went_silent_without_closing_is_asked_again(
 def test_a_message_that_nobody_can_take_in_costs_the_others_nothing() -> None:
     heard: list[str] = []
 
-    def accept(messages: Sequence[Message]) -> None:
+    def accept(messages: Sequence[DaemonMessage]) -> None:
         if any(message.node == "liar" for message in messages):
             raise IndexError("whatever it was")
         heard.extend(message.node for message in messages)
 
     streams = DaemonStreams(accept)
-    streams._gathered = [Message(node, read_said(b"")) for node in ("a", "liar", "b")]
+    streams._gathered = [DaemonMessage(node, b"") for node in ("a", "liar", "b")]
     streams._hand_on()
     assert heard == ["a", "b"]
     assert streams._gathered == []
@@ -143,7 +143,7 @@ def test_what_is_heard_in_a_moment_is_handed_on_together_and_garbage_or_a_flood_
         {"WatchRanks": grpc.unary_stream_rpc_method_handler(lambda request, context: iter([b"\xff\xff"] * 3))},
     )
     liar = grpc.server(ThreadPoolExecutor(4), handlers=[garbage])
-    batches: list[Sequence[Message]] = []
+    batches: list[Sequence[DaemonMessage]] = []
     addresses = {
         "node-a": f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}",
         "node-b": f"127.0.0.1:{liar.add_insecure_port('127.0.0.1:0')}",
@@ -206,8 +206,8 @@ def test_a_real_daemon_is_heard_over_tls_and_certificates_may_change_under_the_o
     shutil.copy(right.certificate, wrong.certificate)
     wait_for(lambda: bool(ears.messages))
     assert DaemonCalls(tls(wrong, authority)).get(daemon.addresses.grpc_targets[0], "x") is None
-    node, message = ears.messages[0]
-    assert (node, len(message.windows)) == ("node-a", 1)
+    message = ears.messages[0]
+    assert (message.node, len(message.windows), len(message.ranks)) == ("node-a", 1, 1)
 
 
 def test_whoever_answers_in_a_daemons_place_is_not_listened_to(

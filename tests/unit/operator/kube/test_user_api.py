@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rankscope.operator.access.guard import Allowance
+from rankscope.common.token_bucket import KeyedTokenBuckets
 from rankscope.operator.kube.api_client import ApiError
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.unit.operator.kube.user_api_cluster import RUN, START, Cluster, begun, every_call, refusal
@@ -134,7 +134,7 @@ def test_a_reason_is_one_bounded_line(cluster: Cluster) -> None:
     request = pb.StartCaptureRequest(job=RUN, ranks="all", steps=3, reason="a\nb\x1b[2J" + "x" * 5000)
     next(cluster.stub(token).StartCapture(request))
     (document,) = cluster.documents.values()
-    assert document["spec"]["reason"].startswith("a b [2Jx") and len(document["spec"]["reason"]) <= 1024
+    assert document["spec"]["reason"].startswith("a b�[2Jx") and len(document["spec"]["reason"]) <= 1024
 
 
 def test_a_run_that_is_not_there_is_named_to_those_who_may_capture_it(cluster: Cluster) -> None:
@@ -184,7 +184,7 @@ def test_cancelling_says_who_and_keeps_the_object(
 
 
 def test_nobody_fills_the_api_server_with_captures(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.captures, "_asks", Allowance(2, 0.0))
+    monkeypatch.setattr(cluster.captures, "_asks", KeyedTokenBuckets(2, 0.0))
     token = cluster.may("ada", "create")
     for _ in range(2):
         next(cluster.stub(token).StartCapture(START))

@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
+from rankscope.common.token_bucket import KeyedTokenBuckets
 from rankscope.operator.access import capture_service as people_captures
 from rankscope.operator.access import guard as people_guarding
 from rankscope.operator.access.api_server import UserApiServer, UserApiSettings
-from rankscope.operator.access.guard import Allowance
 from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.kube.api_client import UnreachableError
 from rankscope.v1 import capture_service_pb2 as pb
@@ -70,7 +70,7 @@ def test_strangers_of_one_address_cannot_make_the_api_server_work(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(cluster.guard, "_strangers", Allowance(5, 1.0, lambda: now[0]))
+    monkeypatch.setattr(cluster.guard, "_strangers", KeyedTokenBuckets(5, 1.0, lambda: now[0]))
     token = begun(cluster)
     get = pb.GetCaptureRequest(id="lab/mine")
 

@@ -14,7 +14,6 @@ from rankscope.operator.access.guard import RefusedError
 from rankscope.operator.access.requests import (
     Place,
     capture_name,
-    one_line,
     place_of_capture,
     place_of_run,
     places_to_list,
@@ -93,9 +92,3 @@ def test_a_spec_keeps_to_the_schema_or_is_refused(
     assert ("steps" in spec) != ("seconds" in spec)
     assert 1 <= spec.get("steps", 1) <= 100 and 0 < spec.get("seconds", 1.0) <= 60
     assert math.isfinite(spec.get("patienceSeconds", 0.0)) and 0 <= spec.get("patienceSeconds", 0.0) <= 600
-
-
-@given(st.text(max_size=5000))
-def test_words_become_one_printable_line(text: str) -> None:
-    line = one_line(text)
-    assert len(line) <= 1024 and all(letter.isprintable() for letter in line)

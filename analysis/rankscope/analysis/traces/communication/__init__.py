@@ -1,1 +1,1 @@
-"""The collectives of one rank: what they moved, how fast, how well hidden, and what other settings would do."""
+"""The communication of one rank: collectives with their size, speed and overlap, and the effect of other settings."""

@@ -1,4 +1,9 @@
-"""DDP's gradient buckets: the all-reduces that backward starts as gradients become ready."""
+"""DDP's gradient buckets: the all-reduces that the backward pass starts as gradients become ready, and what another
+`bucket_cap_mb` would change.
+
+The prediction puts the same gradients, ready at the same times, into other buckets and sends them one after the
+other over a link with the latency and bandwidth fitted to the trace. It ignores that communication slows concurrent
+kernels and that other ranks may be late. Therefore it is used only if it reproduces the current buckets."""
 
 from __future__ import annotations
 
@@ -10,71 +15,109 @@ import numpy as np
 from rankscope.analysis.collectives.alpha_beta import Fit, Observations, fit_collectives
 from rankscope.analysis.collectives.kinds import CollectiveKind, kind_of_host_operator
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
-from rankscope.analysis.traces.communication.collectives import Collectives, hiding_intervals
-from rankscope.analysis.traces.communication.host_calls import taken
+from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
+from rankscope.analysis.traces.communication.host_calls import take_or_absent
 from rankscope.analysis.traces.intervals import Intervals, clip, covered_until, nest, total, union
 from rankscope.analysis.traces.kernels import Kind, classify, names_like
-from rankscope.analysis.traces.steps import NO_STEP, Steps, find_steps, launch_rows
+from rankscope.analysis.traces.steps import BACKWARD, NO_STEP, Steps, find_steps, launch_rows
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 
 # DDP starts a bucket from the hook of the gradient that completes it; an all-reduce of tensor parallelism is started
 # from the backward of its own function.
-_BACKWARD = re.compile(r"autograd::engine::evaluate_function")
 _GRADIENT = re.compile(r"autograd::engine::evaluate_function: .*AccumulateGrad")
+MEBIBYTE = 1 << 20
+CAPS_MB = (1, 5, 10, 25, 50, 100, 200, 400)
+# DDP closes its first bucket early, so that communication starts soon.
+FIRST_BUCKET_BYTES = MEBIBYTE
+DEFAULT_CAP_MB = 25
+# The maximum error of the model, as a share of the exposed time or (if little is exposed) of the communication time.
+TOLERANCE_EXPOSED = 0.15
+TOLERANCE_COMMUNICATION = 0.05
+# The minimum gain for a recommendation.
+SURE_ERRORS = 2.0
+WORTHWHILE_EXPOSED = 0.05
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """One row per bucket, in the order in which backward started them."""
+    """One row per bucket, in the order in which the backward pass started them."""
 
     collective: Ints  # row of Collectives
     step: Ints  # position in steps
     order: Ints  # 0, 1, … within its step
-    bytes: Ints  # -1 where not known
+    bytes: Ints  # -1 if unknown
     started_ns: Ints
     duration_ns: Ints
     exposed_ns: Ints
-    asked_ns: Ints  # when the host asked for it
-    ready_ns: Ints  # when the last gradient in it was computed
+    called_ns: Ints  # when the host called the all-reduce
+    ready_ns: Ints  # when its last gradient was computed
     measured: Bools
-    gradient_bucket: Ints  # one row per gradient, in order: which bucket holds it
+    gradient_bucket: Ints  # one row per gradient, in order: the bucket that holds it
     gradient_ready_ns: Ints
     steps: Steps
-    backward_began_ns: Ints  # of each step: when its forward was computed
+    backward_began_ns: Ints  # per step: when its forward pass was computed
 
     def __len__(self) -> int:
         return len(self.collective)
 
     @property
     def gradients(self) -> Ints:
-        """How many parameters' gradients each holds."""
+        """The number of gradients in each bucket."""
         return np.bincount(self.gradient_bucket, minlength=len(self))
 
     @property
     def hidden_ratio(self) -> Floats:
-        """Of the bucket's time, covered by computation; NaN where it was not measured."""
+        """The share of the bucket's time covered by computation; NaN if not measured."""
         known = self.measured & (self.duration_ns > 0)
         return np.where(known, 1 - self.exposed_ns / np.where(known, self.duration_ns, 1), np.nan)
 
 
+@dataclass(frozen=True)
+class CapPrediction:
+    cap_mb: int
+    buckets: int  # per step
+    exposed_ns: float  # per step
+
+
+@dataclass(frozen=True)
+class Rebucketing:
+    """Medians over steps. Without predictions, `reason` explains why."""
+
+    buckets: int
+    bytes: int
+    cap_mb: int | None  # inferred from bucket sizes; None if they are inconclusive
+    exposed_ns: float
+    communication_ns: float
+    step_ns: float
+    modelled_exposed_ns: float | None = None  # of the current buckets
+    error_ns: float | None = None
+    predictions: tuple[CapPrediction, ...] = ()
+    recommended_cap_mb: int | None = None
+    gain_ns: float | None = None
+    reason: str = ""
+    advice: str = ""
+
+
 def find_buckets(trace: Trace, collectives: Collectives) -> Buckets:
-    """Empty where the trace shows no DDP. Buckets outside of every step (a trace may begin within one) are left out."""
+    """Empty if the trace shows no DDP. Buckets outside of all steps (a trace may begin inside one) are ignored."""
     steps = find_steps(trace)
     reductions = np.flatnonzero(collectives.kind == CollectiveKind.ALL_REDUCE)
-    asked_row = _asking_rows(trace, collectives, reductions)
+    call_row = _call_rows(trace, collectives, reductions)
     hooks = nest(trace, np.flatnonzero(trace.of(Category.CPU_OP) & names_like(trace, _GRADIENT)[trace.name]))
-    asked = trace.start_ns[asked_row]
-    found = (hooks.around(asked_row, asked) >= 0) & (asked_row >= 0)
-    step = np.where(found, steps.at(asked), NO_STEP)
+    called = trace.start_ns[call_row]
+    found = (hooks.around(call_row, called) >= 0) & (call_row >= 0)
+    step = np.where(found, steps.at(called), NO_STEP)
     chosen = np.flatnonzero(step != NO_STEP)
-    chosen = chosen[np.argsort(asked[chosen], kind="stable")]
-    rows, asked, step = reductions[chosen], asked[chosen], step[chosen]
+    chosen = chosen[np.argsort(called[chosen], kind="stable")]
+    rows, called, step = reductions[chosen], called[chosen], step[chosen]
     first = np.searchsorted(step, step, side="left")
     hooked = np.sort(hooks.start_ns)
     # A gradient belongs to the next bucket of its step.
-    bucket = np.searchsorted(asked, hooked, side="left")
-    held = (bucket < len(asked)) & (steps.at(hooked) == taken(step, np.where(bucket < len(asked), bucket, ABSENT)))
+    bucket = np.searchsorted(called, hooked, side="left")
+    held = (bucket < len(called)) & (
+        steps.at(hooked) == take_or_absent(step, np.where(bucket < len(called), bucket, ABSENT))
+    )
     held &= steps.at(hooked) != NO_STEP
     return Buckets(
         collective=rows,
@@ -84,8 +127,8 @@ def find_buckets(trace: Trace, collectives: Collectives) -> Buckets:
         started_ns=collectives.start_ns[rows],
         duration_ns=collectives.duration_ns[rows],
         exposed_ns=collectives.exposed_ns[rows],
-        asked_ns=asked,
-        ready_ns=computed_until(trace, asked),
+        called_ns=called,
+        ready_ns=computed_until(trace, called),
         measured=collectives.measured[rows],
         gradient_bucket=bucket[held],
         gradient_ready_ns=computed_until(trace, hooked[held]),
@@ -94,9 +137,43 @@ def find_buckets(trace: Trace, collectives: Collectives) -> Buckets:
     )
 
 
+def predict_other_caps(trace: Trace, buckets: Buckets, policy: Policy = DEFAULT_POLICY) -> Rebucketing | None:
+    """None if there are no buckets."""
+    if not len(buckets):
+        return None
+    chosen = [np.flatnonzero(buckets.step == step) for step in np.unique(buckets.step)]
+    most = max(len(rows) for rows in chosen)
+    chosen = [rows for rows in chosen if len(rows) == most]  # a step that the trace cut has fewer
+    computing = compute_intervals(trace)
+    steps = [_step(buckets, rows, computing) for rows in chosen]
+    everything = np.concatenate(chosen)
+    now = _current_buckets(buckets, steps)
+    if not buckets.measured[everything].all():
+        return replace(now, reason="the trace has the calls but not the transfers")
+    if np.any(buckets.bytes[everything] <= 0):
+        return replace(now, reason="the trace has no bucket sizes")
+    fit = _fit(buckets)
+    if not fit.is_fitted:
+        return replace(now, reason=f"latency and bandwidth are unknown: {fit.reason}")
+    lanes = max(_lanes(buckets, rows) for rows in chosen)
+    measured = np.array([_measured_exposed(buckets, step) for step in steps])
+    modelled = np.array([_exposed(step.ready_ns, step.bytes, fit, lanes, step.computing) for step in steps])
+    error = float(np.median(np.abs(modelled - measured)))
+    now = replace(now, modelled_exposed_ns=float(np.median(modelled)), error_ns=error)
+    allowed = max(TOLERANCE_EXPOSED * now.exposed_ns, TOLERANCE_COMMUNICATION * now.communication_ns)
+    if error > allowed:
+        return replace(
+            now,
+            reason=f"the model is off by {error / 1e6:.2f} ms of {now.exposed_ns / 1e6:.2f} ms exposed; "
+            f"the limit is {allowed / 1e6:.2f} ms",
+        )
+    predictions = tuple(_predict(cap, steps, fit, lanes) for cap in CAPS_MB)
+    return _recommend(replace(now, predictions=predictions), policy)
+
+
 def computed_until(trace: Trace, moments_ns: Ints) -> Ints:
-    """When all that the host had launched by each moment was computed: an event recorded then would fire there. In a
-    trace without kernels that is the moment itself."""
+    """When everything that the host had launched by each moment was computed: an event recorded then would complete
+    there. In a trace without kernels, the moment itself."""
     launches = launch_rows(trace)
     kernels = np.flatnonzero((classify(trace) == Kind.COMPUTE) & (launches != ABSENT))
     if not len(kernels):
@@ -110,21 +187,21 @@ def computed_until(trace: Trace, moments_ns: Ints) -> Ints:
 
 
 def _backward_began(trace: Trace, steps: Steps) -> Ints:
-    """When each step's forward was computed; its start where it has no backward."""
-    started = trace.start_ns[trace.of(Category.CPU_OP) & names_like(trace, _BACKWARD)[trace.name]]
+    """When each step's forward pass was computed; the step's start if there is no backward pass."""
+    started = trace.start_ns[trace.of(Category.CPU_OP) & names_like(trace, BACKWARD)[trace.name]]
     first = np.searchsorted(started, steps.start_ns, side="left")
-    moment = taken(started, np.where(first < len(started), first, ABSENT))
+    moment = take_or_absent(started, np.where(first < len(started), first, ABSENT))
     within = (moment >= 0) & (moment < steps.end_ns)
     return computed_until(trace, np.where(within, moment, steps.start_ns))
 
 
-def _asking_rows(trace: Trace, collectives: Collectives, rows: Ints) -> Ints:
-    """The host's row that asked for each: NCCL's own note, and for what runs on a thread of gloo the operator that put
-    it there. Its queue is first in, first out, so that each transfer belongs to the next operator not yet served."""
-    asked: Ints = collectives.call_row[rows].copy()
+def _call_rows(trace: Trace, collectives: Collectives, rows: Ints) -> Ints:
+    """The host's row that started each: with NCCL the annotated call; for transfers on a gloo thread the operator
+    that queued it. The queue is FIFO, so each transfer belongs to the next operator not yet served."""
+    called: Ints = collectives.call_row[rows].copy()
     queued = np.flatnonzero((collectives.kernel_row[rows] == ABSENT) & collectives.measured[rows])
     if not len(queued):
-        return asked
+        return called
     is_reduction = np.array(
         [kind_of_host_operator(name) is CollectiveKind.ALL_REDUCE for name in trace.names], dtype=bool
     )
@@ -134,115 +211,36 @@ def _asking_rows(trace: Trace, collectives: Collectives, rows: Ints) -> Ints:
     turn = np.arange(len(operators))
     place = turn + np.maximum.accumulate(place - turn) if len(operators) else place
     served = place < len(queued)
-    asked[queued] = ABSENT
-    asked[queued[place[served]]] = operators[served]
-    return asked
-
-
-# What another `bucket_cap_mb` would do: the same gradients, ready at the same times, put into other buckets and sent
-# one after the other over a link whose latency and bandwidth the trace itself shows.
-#
-# Left out: that communication slows the kernels beside it, and that other ranks may be late. Therefore the model has to
-# reproduce the buckets as they are before it is believed about others.
-
-MEBIBYTE = 1 << 20
-CAPS_MB = (1, 5, 10, 25, 50, 100, 200, 400)
-# DDP closes its first bucket early, so that communication starts soon.
-FIRST_BUCKET_BYTES = MEBIBYTE
-DEFAULT_CAP_MB = 25
-# How far the model may be from what was seen, of the exposed time or (where little is exposed) of all of it.
-TOLERANCE_EXPOSED = 0.15
-TOLERANCE_COMMUNICATION = 0.05
-# A change is worth proposing from here on.
-SURE_ERRORS = 2.0
-WORTHWHILE_EXPOSED = 0.05
-
-
-@dataclass(frozen=True)
-class CapPrediction:
-    cap_mb: int
-    buckets: int  # per step
-    exposed_ns: float  # per step
-
-
-@dataclass(frozen=True)
-class Rebucketing:
-    """Per step, the median of the steps. Without a prediction `reason` says why."""
-
-    buckets: int
-    bytes: int
-    cap_mb: int | None  # as the sizes of the buckets suggest; None where they do not
-    exposed_ns: float
-    communication_ns: float
-    step_ns: float
-    modelled_exposed_ns: float | None = None  # of the buckets as they are
-    error_ns: float | None = None
-    predictions: tuple[CapPrediction, ...] = ()
-    recommended_cap_mb: int | None = None
-    gain_ns: float | None = None
-    reason: str = ""
-    advice: str = ""
+    called[queued] = ABSENT
+    called[queued[place[served]]] = operators[served]
+    return called
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One step's buckets as they are, and its gradients: the pieces that no cap can split."""
+    """One step's buckets, and its gradients: the pieces that a cap cannot split."""
 
-    rows: Ints  # of Buckets
+    rows: Ints  # rows of Buckets
     ready_ns: Floats
     bytes: Floats
     piece_ready_ns: Floats
     piece_bytes: Floats
     piece_bucket: Ints  # position in rows
-    hiding: Intervals
+    computing: Intervals
 
 
-def try_other_caps(trace: Trace, buckets: Buckets, policy: Policy = DEFAULT_POLICY) -> Rebucketing | None:
-    """None where there are no buckets."""
-    if not len(buckets):
-        return None
-    chosen = [np.flatnonzero(buckets.step == step) for step in np.unique(buckets.step)]
-    most = max(len(rows) for rows in chosen)
-    chosen = [rows for rows in chosen if len(rows) == most]  # a step that the trace cut has fewer
-    hiding = hiding_intervals(trace)
-    steps = [_step(buckets, rows, hiding) for rows in chosen]
-    everything = np.concatenate(chosen)
-    now = _as_they_are(buckets, steps)
-    if not buckets.measured[everything].all():
-        return replace(now, reason="the trace holds the calls but not the transfers")
-    if np.any(buckets.bytes[everything] <= 0):
-        return replace(now, reason="the trace does not tell the sizes of the buckets")
-    fit = _fit(buckets)
-    if not fit.is_fitted:
-        return replace(now, reason=f"latency and bandwidth cannot be told: {fit.reason}")
-    lanes = max(_lanes(buckets, rows) for rows in chosen)
-    seen = np.array([_seen(buckets, step) for step in steps])
-    modelled = np.array([_exposed(step.ready_ns, step.bytes, fit, lanes, step.hiding) for step in steps])
-    error = float(np.median(np.abs(modelled - seen)))
-    now = replace(now, modelled_exposed_ns=float(np.median(modelled)), error_ns=error)
-    allowed = max(TOLERANCE_EXPOSED * now.exposed_ns, TOLERANCE_COMMUNICATION * now.communication_ns)
-    if error > allowed:
-        return replace(
-            now,
-            reason=f"the model misses what was seen by {error / 1e6:.2f} ms of {now.exposed_ns / 1e6:.2f} ms exposed, "
-            f"more than the {allowed / 1e6:.2f} ms it may",
-        )
-    predictions = tuple(_predict(cap, steps, fit, lanes) for cap in CAPS_MB)
-    return _recommend(replace(now, predictions=predictions), policy)
-
-
-def _step(buckets: Buckets, rows: Ints, hiding: Intervals) -> _Step:
+def _step(buckets: Buckets, rows: Ints, computing: Intervals) -> _Step:
     ready = np.maximum.accumulate(buckets.ready_ns[rows])
     mine = np.isin(buckets.gradient_bucket, rows)
     holder = np.searchsorted(rows, buckets.gradient_bucket[mine])
     piece_ready = np.minimum(buckets.gradient_ready_ns[mine], ready[holder])
-    # A bucket in which no gradient was seen is one piece.
+    # A bucket without known gradients is one piece.
     unseen = np.setdiff1d(np.arange(len(rows)), holder)
     holder = np.concatenate([holder, unseen])
     piece_ready = np.concatenate([piece_ready, ready[unseen]])
     order = np.lexsort((piece_ready, holder))
     holder, piece_ready = holder[order], np.maximum.accumulate(piece_ready[order])
-    # The longer a gradient took to compute, the more of its bucket it is.
+    # A gradient's share of its bucket is proportional to the time it took to compute.
     number = buckets.step[rows[0]]
     took = np.diff(piece_ready, prepend=min(int(buckets.backward_began_ns[number]), int(piece_ready[0]))).astype(float)
     took = np.maximum(took, 1.0)
@@ -256,20 +254,20 @@ def _step(buckets: Buckets, rows: Ints, hiding: Intervals) -> _Step:
         piece_ready_ns=piece_ready.astype(float),
         piece_bytes=buckets.bytes[rows][holder] * share,
         piece_bucket=holder,
-        # What comes after the buckets waits for them, whatever their size, and hides nothing.
-        hiding=clip(hiding, start, max(int(ready[-1]), int(ended.max()))),
+        # What follows the buckets waits for them, whatever their size, and hides nothing.
+        computing=clip(computing, start, max(int(ready[-1]), int(ended.max()))),
     )
 
 
-def _as_they_are(buckets: Buckets, steps: list[_Step]) -> Rebucketing:
+def _current_buckets(buckets: Buckets, steps: list[_Step]) -> Rebucketing:
     ends, starts = buckets.steps.end_ns, buckets.steps.start_ns
     numbers = [int(buckets.step[step.rows[0]]) for step in steps]
     return Rebucketing(
         buckets=len(steps[0].rows),
         bytes=int(np.maximum(buckets.bytes[steps[0].rows], 0).sum()),
         cap_mb=_likely_cap(steps[0]),
-        exposed_ns=float(np.median([_seen(buckets, step) for step in steps])),
-        communication_ns=float(np.median([_lasted(buckets, step) for step in steps])),
+        exposed_ns=float(np.median([_measured_exposed(buckets, step) for step in steps])),
+        communication_ns=float(np.median([total(*_transfers(buckets, step)) for step in steps])),
         step_ns=float(np.median([ends[number] - starts[number] for number in numbers])),
     )
 
@@ -279,18 +277,14 @@ def _transfers(buckets: Buckets, step: _Step) -> Intervals:
     return union(start, start + buckets.duration_ns[step.rows])
 
 
-def _lasted(buckets: Buckets, step: _Step) -> int:
-    return total(*_transfers(buckets, step))
+def _measured_exposed(buckets: Buckets, step: _Step) -> float:
+    """The measured exposed time, counted as in the model: concurrent transfers are exposed once."""
+    return float(_uncovered(_transfers(buckets, step), step.computing))
 
 
-def _seen(buckets: Buckets, step: _Step) -> float:
-    """Exposed in fact, counted as the model counts: two transfers at once are exposed once."""
-    return float(_uncovered(_transfers(buckets, step), step.hiding))
-
-
-def _uncovered(transfers: Intervals, hiding: Intervals) -> int:
+def _uncovered(transfers: Intervals, computing: Intervals) -> int:
     moments = np.concatenate(transfers)
-    before, after = covered_until(hiding, moments).reshape(2, -1)
+    before, after = covered_until(computing, moments).reshape(2, -1)
     return total(*transfers) - int((after - before).sum())
 
 
@@ -299,7 +293,7 @@ def _likely_cap(step: _Step) -> int | None:
     if len(step.rows) < 3 or np.any(step.bytes <= 0):
         return None
     last_piece = np.zeros(len(step.rows))
-    last_piece[step.piece_bucket] = step.piece_bytes  # the last one written stays
+    last_piece[step.piece_bucket] = step.piece_bytes  # the last write wins
     reached = float(step.bytes[1:-1].min()) / MEBIBYTE
     not_yet = float((step.bytes - last_piece)[1:-1].max()) / MEBIBYTE
     if not_yet < DEFAULT_CAP_MB <= reached:
@@ -313,23 +307,23 @@ def _fit(buckets: Buckets) -> Fit:
         Observations(
             group=np.zeros(count, dtype=np.int64),
             kind=np.full(count, int(CollectiveKind.ALL_REDUCE)),
-            ranks=np.full(count, 2),  # whatever it is, it stays: only the time by size is used
+            ranks=np.full(count, 2),  # the value is irrelevant: only the time by size is used
             bytes=buckets.bytes,
             seconds=buckets.duration_ns / 1e9,
-            time_seconds=buckets.asked_ns / 1e9,
+            time_seconds=buckets.called_ns / 1e9,
             groups=("",),
         )
     )[0]
 
 
 def _lanes(buckets: Buckets, rows: Ints) -> int:
-    """How many transfers ran at once: 1 on NCCL's stream, gloo has threads."""
+    """The number of concurrent transfers: 1 on NCCL's stream; gloo has several threads."""
     start = np.sort(buckets.started_ns[rows])
     end = np.sort(buckets.started_ns[rows] + buckets.duration_ns[rows])
     return int((np.arange(1, len(rows) + 1) - np.searchsorted(end, start, side="right")).max())
 
 
-def _exposed(ready: Floats, size: Floats, fit: Fit, lanes: int, hiding: Intervals) -> float:
+def _exposed(ready: Floats, size: Floats, fit: Fit, lanes: int, computing: Intervals) -> float:
     needed = fit.predict(size) * 1e9
     free = [0.0] * lanes
     start = np.empty(len(ready))
@@ -337,16 +331,16 @@ def _exposed(ready: Floats, size: Floats, fit: Fit, lanes: int, hiding: Interval
         lane = min(range(lanes), key=free.__getitem__)
         start[turn] = max(when, free[lane])
         free[lane] = start[turn] + takes
-    return float(_uncovered(union(_whole(start), _whole(start + needed)), hiding))
+    return float(_uncovered(union(_rounded(start), _rounded(start + needed)), computing))
 
 
-def _whole(moments: Floats) -> Ints:
+def _rounded(moments: Floats) -> Ints:
     rounded: Ints = moments.round().astype(np.int64)
     return rounded
 
 
 def _regroup(step: _Step, cap_bytes: float) -> tuple[Floats, Floats]:
-    """Sizes and ready times of DDP's buckets under that cap: each is closed by the gradient that reaches it."""
+    """Sizes and ready times of DDP's buckets with this cap: each is closed by the gradient that reaches it."""
     sizes, ready, filled, limit = [], [], 0.0, min(float(FIRST_BUCKET_BYTES), cap_bytes)
     for size, when in zip(step.piece_bytes.tolist(), step.piece_ready_ns.tolist(), strict=True):
         filled += size
@@ -364,13 +358,13 @@ def _predict(cap_mb: int, steps: list[_Step], fit: Fit, lanes: int) -> CapPredic
     exposed, counts = [], []
     for step in steps:
         sizes, ready = _regroup(step, cap_mb * MEBIBYTE)
-        exposed.append(_exposed(ready, sizes, fit, lanes, step.hiding))
+        exposed.append(_exposed(ready, sizes, fit, lanes, step.computing))
         counts.append(len(sizes))
     return CapPrediction(cap_mb, int(np.median(counts)), float(np.median(exposed)))
 
 
 def _recommend(now: Rebucketing, policy: Policy) -> Rebucketing:
-    """Only what gains more than the model errs and enough of the step to be worth a change."""
+    """Recommend a cap only if it gains more than the model's error and enough of the step to be worth a change."""
     best = min(now.predictions, key=lambda prediction: prediction.exposed_ns)
     modelled = now.modelled_exposed_ns or 0.0
     gain = modelled - best.exposed_ns
@@ -379,7 +373,7 @@ def _recommend(now: Rebucketing, policy: Policy) -> Rebucketing:
     if gain <= needed or best.cap_mb == now.cap_mb:
         return now
     words = (
-        f"bucket_cap_mb={best.cap_mb} in place of {now.cap_mb or 'the present'} would expose about "
-        f"{best.exposed_ns / 1e6:.1f} ms of communication a step, not {modelled / 1e6:.1f} ms"
+        f"bucket_cap_mb={best.cap_mb} instead of {now.cap_mb or 'the current value'} would expose about "
+        f"{best.exposed_ns / 1e6:.1f} ms of communication per step instead of {modelled / 1e6:.1f} ms"
     )
     return replace(now, recommended_cap_mb=best.cap_mb, gain_ns=gain, advice=words)

@@ -1,4 +1,5 @@
-"""The host's side of communication: which calls were made, and what the profiler noted about them."""
+"""Communication calls on the host with the metadata that the profiler recorded, linked to the kernels that they
+launched."""
 
 from __future__ import annotations
 
@@ -19,15 +20,18 @@ from rankscope.analysis.collectives.kinds import (
 from rankscope.analysis.stats.robust import Bools, Ints, number_groups
 from rankscope.analysis.traces.intervals import Spans, nest
 from rankscope.analysis.traces.kernels import Kind, classify
+from rankscope.analysis.traces.steps import launch_rows
 from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
-# On the host's own threads these run the transfer itself; NCCL's annotations only enqueue it.
+# With these backends the annotation is the transfer itself; NCCL's annotations only enqueue it.
 _ON_HOST = frozenset({"gloo", "mpi"})
+_POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND_RECV)
+_UNSIZED = (CollectiveKind.COALESCED, CollectiveKind.SEND_RECV)
 
 
 @dataclass(frozen=True)
-class Noted:
-    """What is known of some communications, a column each; -1 is "not noted"."""
+class CallMetadata:
+    """Metadata of communications as columns; -1 means not recorded."""
 
     kind: Ints
     group: Ints  # index into Trace.names
@@ -38,13 +42,13 @@ class Noted:
     out_bytes: Ints
     peer: Ints
 
-    def take(self, index: Ints) -> Noted:
-        """Rows by index; -1 takes a row of which nothing is known."""
-        return Noted(*(taken(column, index) for column in self.columns()))
+    def take(self, index: Ints) -> CallMetadata:
+        """Rows by index; -1 yields a row without metadata."""
+        return CallMetadata(*(take_or_absent(column, index) for column in self.columns()))
 
-    def or_else(self, other: Noted) -> Noted:
+    def filled_from(self, other: CallMetadata) -> CallMetadata:
         pairs = zip(self.columns(), other.columns(), strict=True)
-        return Noted(*(np.where(mine >= 0, mine, theirs) for mine, theirs in pairs))
+        return CallMetadata(*(np.where(mine >= 0, mine, theirs) for mine, theirs in pairs))
 
     def columns(self) -> tuple[Ints, ...]:
         return tuple(getattr(self, field.name) for field in fields(self))
@@ -52,7 +56,7 @@ class Noted:
 
 @dataclass(frozen=True)
 class NameKinds:
-    """The kind that each of `Trace.names` would stand for in each place, -1 for none."""
+    """Per entry of `Trace.names`, the kind that it stands for in each role; -1 for none."""
 
     kernel: Ints
     annotation: Ints
@@ -65,11 +69,37 @@ class NameKinds:
 
 @dataclass(frozen=True)
 class Calls:
-    spans: Spans  # operators, notes and annotations of communication, nested
-    own_kind: Ints  # of each span
-    leaf: Ints  # spans without such a span inside: the calls
-    noted: Noted  # of each leaf
+    spans: Spans  # operators and annotations of communication, nested
+    own_kind: Ints  # per span
+    leaf: Ints  # spans that enclose no other: the calls
+    noted: CallMetadata  # per leaf
     on_host: Bools  # the leaf's span is the transfer itself
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Unordered; -1 means unknown."""
+
+    noted: CallMetadata
+    start_ns: Ints
+    end_ns: Ints
+    kernel_row: Ints
+    call_row: Ints
+    calls: Ints
+    stream: Ints
+    measured: Bools
+
+    def take(self, index: Ints) -> Transfers:
+        rest = [field.name for field in fields(self) if field.name != "noted"]
+        return Transfers(self.noted.take(index), *(getattr(self, name)[index] for name in rest))
+
+    def joined_with(self, other: Transfers) -> Transfers:
+        rest = [field.name for field in fields(self) if field.name != "noted"]
+        return replace(
+            self,
+            noted=CallMetadata(*map(np.concatenate, zip(self.noted.columns(), other.noted.columns(), strict=True))),
+            **{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in rest},
+        )
 
 
 def name_kinds(trace: Trace) -> NameKinds:
@@ -88,18 +118,62 @@ def name_kinds(trace: Trace) -> NameKinds:
     )
 
 
-def read_notes(trace: Trace, kinds: NameKinds, rows: Ints) -> Noted:
-    """What the profiler noted on these rows themselves."""
+def find_calls(trace: Trace, kinds: NameKinds) -> Calls:
+    """All communication calls of the host, each once: an annotation inside a c10d event inside an operator is one
+    call with the metadata of all three."""
+    on_device = trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.SYNC, Category.GPU_ANNOTATION)
+    annotation = take_or_absent(kinds.annotation, trace.name)
+    operator = np.where(annotation >= 0, ABSENT, take_or_absent(kinds.host_operator, trace.name))
+    noted_kind = np.full(len(trace), ABSENT)
+    noted_kind[trace.collectives.row] = take_or_absent(kinds.note, trace.collectives.collective)
+    kind_of_row = np.select([annotation >= 0, noted_kind >= 0], [annotation, noted_kind], operator)
+    described = ~on_device & ((annotation >= 0) | (noted_kind >= 0))
+    # Operators count as calls only if there is nothing more precise: gloo's annotations run next to them on another
+    # thread.
+    rows = np.flatnonzero(described if np.any(described) else ~on_device & (operator >= 0))
+    outer_rows = np.flatnonzero(~on_device & ~described & (operator >= 0)) if np.any(described) else rows[:0]
+    spans = nest(trace, np.concatenate([rows, outer_rows]))
+    is_call = np.isin(spans.row, rows)
+    children = np.bincount(spans.parent[is_call & (spans.parent >= 0)], minlength=len(spans.row))
+    leaf = np.flatnonzero(is_call & (children == 0))
+    everything = read_metadata(trace, kinds, spans.row)
+    noted = everything.take(leaf)
+    around = spans.parent[leaf]
+    for _ in range(3):
+        # A span around several calls describes their sum, not one of them.
+        alone = np.where(take_or_absent(children, around) <= 1, around, ABSENT)
+        noted = noted.filled_from(everything.take(alone))
+        around = take_or_absent(spans.parent, around)
+    own_kind = kind_of_row[spans.row]
+    # The annotation's own name is what ran (gloo implements a reduce-scatter by an all-reduce), if it has a kind.
+    has_kind = (annotation[spans.row[leaf]] >= 0) & (own_kind[leaf] != CollectiveKind.COALESCED)
+    best = np.where(has_kind, own_kind[leaf], noted.kind)
+    peer = kinds.peer[trace.name[spans.row[leaf]]]
+    noted = replace(
+        noted,
+        kind=np.where(best >= 0, best, own_kind[leaf]),
+        peer=np.where(noted.peer >= 0, noted.peer, peer),
+    )
+    return Calls(spans, own_kind, leaf, noted, kinds.on_host[trace.name[spans.row[leaf]]])
+
+
+def find_transfers(trace: Trace, kinds: NameKinds, calls: Calls) -> Transfers:
+    kernels, served = _kernel_transfers(trace, kinds, calls)
+    return kernels.joined_with(_transfers_without_kernel(trace, calls, served))
+
+
+def read_metadata(trace: Trace, kinds: NameKinds, rows: Ints) -> CallMetadata:
+    """The metadata of these rows themselves."""
     columns = trace.collectives
     note_of_row = np.full(len(trace), ABSENT)
     note_of_row[columns.row] = np.arange(len(columns.row))
-    width = taken(kinds.element_bytes, columns.element_type)
+    width = take_or_absent(kinds.element_bytes, columns.element_type)
 
     def in_bytes(elements: Ints) -> Ints:
         return np.where((elements >= 0) & (width > 0), elements * width, ABSENT)
 
-    everything = Noted(
-        kind=taken(kinds.note, columns.collective),
+    everything = CallMetadata(
+        kind=take_or_absent(kinds.note, columns.collective),
         group=columns.group,
         group_description=columns.group_description,
         group_size=columns.group_size,
@@ -111,93 +185,18 @@ def read_notes(trace: Trace, kinds: NameKinds, rows: Ints) -> Noted:
     return everything.take(note_of_row[rows])
 
 
-def find_calls(trace: Trace, kinds: NameKinds) -> Calls:
-    """Every communication the host asked for, once: an annotation inside a note inside an operator is one call, and
-    knows what all three say."""
-    on_device = trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.SYNC, Category.GPU_ANNOTATION)
-    annotation = taken(kinds.annotation, trace.name)
-    operator = np.where(annotation >= 0, ABSENT, taken(kinds.host_operator, trace.name))
-    noted_kind = np.full(len(trace), ABSENT)
-    noted_kind[trace.collectives.row] = taken(kinds.note, trace.collectives.collective)
-    kind_of_row = np.select([annotation >= 0, noted_kind >= 0], [annotation, noted_kind], operator)
-    speaking = ~on_device & ((annotation >= 0) | (noted_kind >= 0))
-    # Operators alone are calls only where nothing says it better: gloo's run beside them on a thread of its own.
-    rows = np.flatnonzero(speaking if np.any(speaking) else ~on_device & (operator >= 0))
-    outer_rows = np.flatnonzero(~on_device & ~speaking & (operator >= 0)) if np.any(speaking) else rows[:0]
-    spans = nest(trace, np.concatenate([rows, outer_rows]))
-    is_call = np.isin(spans.row, rows)
-    children = np.bincount(spans.parent[is_call & (spans.parent >= 0)], minlength=len(spans.row))
-    leaf = np.flatnonzero(is_call & (children == 0))
-    everything = read_notes(trace, kinds, spans.row)
-    noted = everything.take(leaf)
-    around = spans.parent[leaf]
-    for _ in range(3):
-        # What surrounds several calls sums them up; it says nothing about one of them.
-        alone = np.where(taken(children, around) <= 1, around, ABSENT)
-        noted = noted.or_else(everything.take(alone))
-        around = taken(spans.parent, around)
-    own_kind = kind_of_row[spans.row]
-    # The annotation's own name is what ran (gloo builds a reduce-scatter from an all-reduce) if it says anything.
-    says = (annotation[spans.row[leaf]] >= 0) & (own_kind[leaf] != CollectiveKind.COALESCED)
-    best = np.where(says, own_kind[leaf], noted.kind)
-    peer = kinds.peer[trace.name[spans.row[leaf]]]
-    noted = replace(
-        noted,
-        kind=np.where(best >= 0, best, own_kind[leaf]),
-        peer=np.where(noted.peer >= 0, noted.peer, peer),
-    )
-    return Calls(spans, own_kind, leaf, noted, kinds.on_host[trace.name[spans.row[leaf]]])
-
-
-def taken(column: Ints, index: Ints) -> Ints:
-    """The column by index, -1 where the index is -1."""
+def take_or_absent(column: Ints, index: Ints) -> Ints:
+    """The column by index; -1 where the index is -1."""
     if not len(column):
         return np.full(len(index), ABSENT)
     return np.where(index >= 0, column[index], ABSENT)
 
 
-# Ties each communication kernel to the host's call that launched it, and adds the transfers that left no kernel.
-
-_POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND_RECV)
-_UNSIZED = (CollectiveKind.COALESCED, CollectiveKind.SEND_RECV)
-
-
-@dataclass(frozen=True)
-class Transfers:
-    """In no order; -1 is "not known"."""
-
-    noted: Noted
-    start_ns: Ints
-    end_ns: Ints
-    kernel_row: Ints
-    call_row: Ints
-    calls: Ints
-    stream: Ints
-    measured: Bools
-
-    def take(self, index: Ints) -> Transfers:
-        rest = [field.name for field in fields(self) if field.name != "noted"]
-        return Transfers(self.noted.take(index), *(getattr(self, name)[index] for name in rest))
-
-    def and_also(self, other: Transfers) -> Transfers:
-        rest = [field.name for field in fields(self) if field.name != "noted"]
-        return replace(
-            self,
-            noted=Noted(*map(_both, self.noted.columns(), other.noted.columns())),
-            **{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in rest},
-        )
-
-
-def find_transfers(trace: Trace, kinds: NameKinds, calls: Calls) -> Transfers:
-    kernels, served = _of_kernels(trace, kinds, calls)
-    return kernels.and_also(_of_calls_alone(trace, calls, served))
-
-
-def _of_kernels(trace: Trace, kinds: NameKinds, calls: Calls) -> tuple[Transfers, Bools]:
+def _kernel_transfers(trace: Trace, kinds: NameKinds, calls: Calls) -> tuple[Transfers, Bools]:
     """One row per kernel, or per run of kernels that one call launched on one stream; and which calls they served."""
     rows = np.flatnonzero(trace.of(Category.KERNEL) & (classify(trace) == Kind.COMMUNICATION))
     span = _launching_span(trace, calls, rows)
-    # A kernel without a span stays alone: its number is its own.
+    # A kernel without a span stays alone, under its own number.
     alone = np.where(span >= 0, ABSENT, np.arange(len(rows)))
     transfer, count = number_groups(span, alone, trace.stream[rows], trace.device[rows])
     first = np.full(count, len(trace))
@@ -208,17 +207,17 @@ def _of_kernels(trace: Trace, kinds: NameKinds, calls: Calls) -> tuple[Transfers
     span_of[transfer] = span
     low, high = _calls_within(calls, span_of)
     asked = _sum_up(calls.noted, low, high)
-    on_kernel = read_notes(trace, kinds, first)
+    on_kernel = read_metadata(trace, kinds, first)
     own = replace(on_kernel, kind=np.where(on_kernel.kind >= 0, on_kernel.kind, ABSENT))
-    # What a kernel carries is the note of one call: with several, only their sum tells its size.
+    # A kernel carries the metadata of one call: with several calls, only their sum is its size.
     single = high - low <= 1
     noted = (
         own.take(np.where(single, np.arange(count), ABSENT))
-        .or_else(asked)
-        .or_else(replace(own, in_bytes=np.full(count, ABSENT), out_bytes=np.full(count, ABSENT)))
+        .filled_from(asked)
+        .filled_from(replace(own, in_bytes=np.full(count, ABSENT), out_bytes=np.full(count, ABSENT)))
     )
     host_kind = np.where(single & (on_kernel.kind >= 0), on_kernel.kind, asked.kind)
-    kind = np.where(host_kind >= 0, host_kind, taken(kinds.kernel, trace.name[first]))
+    kind = np.where(host_kind >= 0, host_kind, take_or_absent(kinds.kernel, trace.name[first]))
     unsized = np.isin(kind, _UNSIZED)
     noted = replace(
         noted,
@@ -229,7 +228,9 @@ def _of_kernels(trace: Trace, kinds: NameKinds, calls: Calls) -> tuple[Transfers
     served = np.zeros(len(calls.leaf) + 1, dtype=np.int64)
     np.add.at(served, low, 1)
     np.add.at(served, high, -1)
-    call = taken(calls.spans.row, np.where(single, taken(calls.leaf, np.where(high > low, low, ABSENT)), span_of))
+    call = take_or_absent(
+        calls.spans.row, np.where(single, take_or_absent(calls.leaf, np.where(high > low, low, ABSENT)), span_of)
+    )
     transfers = Transfers(
         noted, trace.start_ns[first], end, first, call, high - low, trace.stream[first], np.ones(count, dtype=bool)
     )
@@ -237,10 +238,9 @@ def _of_kernels(trace: Trace, kinds: NameKinds, calls: Calls) -> tuple[Transfers
 
 
 def _launching_span(trace: Trace, calls: Calls, rows: Ints) -> Ints:
-    """The innermost span of communication around the runtime call that launched each kernel; where the trace has no
-    such call, the span of the same external id, which is unique within one rank."""
-    runtime = np.flatnonzero(trace.of(Category.RUNTIME, Category.DRIVER) & (trace.correlation >= 0))
-    launch = _match(trace.correlation[rows], trace.correlation[runtime], runtime)
+    """The innermost communication span around the runtime call that launched each kernel. Without such a call, the
+    span with the same external id, which is unique within one rank."""
+    launch = launch_rows(trace)[rows]
     span = np.full(len(rows), ABSENT)
     found = launch >= 0
     span[found] = calls.spans.around(launch[found], trace.start_ns[launch[found]])
@@ -254,14 +254,14 @@ def _calls_within(calls: Calls, span: Ints) -> tuple[Ints, Ints]:
     """The range of calls inside each span."""
     spans = calls.spans
     keys = spans.key[calls.leaf]
-    low = np.searchsorted(keys, taken(spans.key, span), side="left")
-    ends = taken(spans.key_at(spans.row, spans.end_ns), span)
+    low = np.searchsorted(keys, take_or_absent(spans.key, span), side="left")
+    ends = take_or_absent(spans.key_at(spans.row, spans.end_ns), span)
     high = np.searchsorted(keys, ends, side="right")
     return np.where(span >= 0, low, 0), np.where(span >= 0, high, 0)
 
 
-def _sum_up(noted: Noted, low: Ints, high: Ints) -> Noted:
-    """What each range of calls says together: bytes add up, and everything else must be the same in all of them."""
+def _sum_up(noted: CallMetadata, low: Ints, high: Ints) -> CallMetadata:
+    """The combined metadata of each range of calls: bytes are summed; everything else must be equal in all of them."""
 
     def common(column: Ints) -> Ints:
         if not len(column):
@@ -278,7 +278,7 @@ def _sum_up(noted: Noted, low: Ints, high: Ints) -> Noted:
     point_to_point = np.concatenate([[0], np.cumsum(~np.isin(noted.kind, _POINT_TO_POINT))])
     mixed = np.where(point_to_point[high] == point_to_point[low], CollectiveKind.SEND_RECV, CollectiveKind.COALESCED)
     kind = common(noted.kind)
-    return Noted(
+    return CallMetadata(
         kind=np.where((kind < 0) & (high > low), mixed, kind),
         group=common(noted.group),
         group_description=common(noted.group_description),
@@ -290,12 +290,12 @@ def _sum_up(noted: Noted, low: Ints, high: Ints) -> Noted:
     )
 
 
-def _of_calls_alone(trace: Trace, calls: Calls, served: Bools) -> Transfers:
+def _transfers_without_kernel(trace: Trace, calls: Calls, served: Bools) -> Transfers:
     chosen = np.flatnonzero(calls.on_host | ~served)
     span, on_host = calls.leaf[chosen], calls.on_host[chosen]
     rows = calls.spans.row[span]
     noted = calls.noted.take(chosen)
-    copied = _copied_back(trace, calls)[span]
+    copied = _bytes_copied_back(trace, calls)[span]
     unknown = on_host & (noted.in_bytes < 0) & (noted.out_bytes < 0)
     noted = replace(noted, out_bytes=np.where(unknown & (copied > 0), copied, noted.out_bytes))
     start = trace.start_ns[rows]
@@ -311,14 +311,13 @@ def _of_calls_alone(trace: Trace, calls: Calls, served: Bools) -> Transfers:
     )
 
 
-def _copied_back(trace: Trace, calls: Calls) -> Ints:
-    """Bytes copied to the device from within each span: gloo's way of handing its result to a tensor on a GPU, and
-    where no shapes were recorded the only trace of its size."""
+def _bytes_copied_back(trace: Trace, calls: Calls) -> Ints:
+    """Bytes copied to the device from within each span: gloo copies its result back to a GPU tensor this way.
+    Without recorded shapes it is the only evidence of the size."""
     to_device = np.array(["HtoD" in name or "Host -> Device" in name for name in trace.names], dtype=bool)
     copies = np.flatnonzero(trace.of(Category.MEMCPY) & (trace.size_bytes > 0))
     copies = copies[to_device[trace.name[copies]]]
-    runtime = np.flatnonzero(trace.of(Category.RUNTIME, Category.DRIVER) & (trace.correlation >= 0))
-    launch = _match(trace.correlation[copies], trace.correlation[runtime], runtime)
+    launch = launch_rows(trace)[copies]
     copies, launch = copies[launch >= 0], launch[launch >= 0]
     span = calls.spans.around(launch, trace.start_ns[launch])
     copied = np.zeros(len(calls.spans.row), dtype=np.int64)
@@ -327,7 +326,7 @@ def _copied_back(trace: Trace, calls: Calls) -> Ints:
 
 
 def _match(wanted: Ints, offered: Ints, result: Ints) -> Ints:
-    """The result whose offered number is the wanted one, -1 where nobody offers it or nothing is wanted."""
+    """The result with the wanted number; -1 if there is none or nothing is wanted."""
     order = np.argsort(offered, kind="stable")
     place = np.searchsorted(offered, wanted, sorter=order)
     inside = (place < len(offered)) & (wanted >= 0)
@@ -335,7 +334,3 @@ def _match(wanted: Ints, offered: Ints, result: Ints) -> Ints:
     candidate = order[place[inside]]
     found[inside] = np.where(offered[candidate] == wanted[inside], result[candidate], ABSENT)
     return found
-
-
-def _both(one: Ints, other: Ints) -> Ints:
-    return np.concatenate([one, other])

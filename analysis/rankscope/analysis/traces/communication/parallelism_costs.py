@@ -1,4 +1,5 @@
-"""What sharding costs: the all-gathers of parameters and reduce-scatters of gradients of FSDP and ZeRO, per step."""
+"""The cost of parallelism per step: all-gathers and reduce-scatters of sharded parameters (FSDP, ZeRO), and the
+bubble of a pipeline, measured and in theory."""
 
 from __future__ import annotations
 
@@ -9,52 +10,42 @@ import numpy as np
 
 from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Ints
-from rankscope.analysis.traces.communication.collectives import Collectives, hiding_intervals
+from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
 from rankscope.analysis.traces.intervals import clip, contains, covered_until, difference, total, union
 from rankscope.analysis.traces.kernels import Kind, classify, names_like
 from rankscope.analysis.traces.steps import NO_STEP, find_steps, step_of_rows
+from rankscope.analysis.traces.summary_records import BubbleSummary
 from rankscope.analysis.traces.trace import ABSENT, Trace
 
 _FRAMEWORKS = (
     ("fsdp", re.compile(r"FSDP|FullyShardedDataParallel|fully_shard", re.IGNORECASE)),
     ("zero", re.compile(r"deepspeed|zero3|zero_?(stage|optimizer)|partition(ed)?_param", re.IGNORECASE)),
 )
+_POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND_RECV)
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """One kind in one step, or in the whole trace where it shows no steps."""
+    """One kind in one step, or in the whole trace if it shows no steps."""
 
     step: int | None  # the profiler's number
     kind: CollectiveKind  # ALL_GATHER or REDUCE_SCATTER
     count: int
-    bytes: int | None  # None where the size of one of them is not known
+    bytes: int | None  # None if one of the sizes is unknown
     duration_ns: int  # of their union
     exposed_ns: int
-    # How many began while computation ran: a gather that begins when nothing computes was asked for too late.
+    # How many started while computation ran: a gather that starts when nothing computes was started too late.
     prefetched: int
-
-    @property
-    def hidden_ratio(self) -> float | None:
-        return 1 - self.exposed_ns / self.duration_ns if self.duration_ns else None
-
-    @property
-    def prefetched_ratio(self) -> float | None:
-        return self.prefetched / self.count if self.count else None
 
 
 @dataclass(frozen=True)
 class Gathers:
-    framework: str  # fsdp, zero; empty where nothing in the trace says so: sequence parallelism gathers too
+    framework: str  # fsdp, zero; empty if unknown: sequence parallelism gathers too
     steps: tuple[Gathering, ...]
-
-    @property
-    def exposed_ns(self) -> int:
-        return sum(step.exposed_ns for step in self.steps)
 
 
 def find_gathers(trace: Trace, collectives: Collectives) -> Gathers | None:
-    """None where no all-gather and no reduce-scatter was measured."""
+    """None if no all-gather and no reduce-scatter was measured."""
     kinds = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
     chosen = collectives.where(np.isin(collectives.kind, kinds) & collectives.measured)
     if not len(chosen):
@@ -62,7 +53,7 @@ def find_gathers(trace: Trace, collectives: Collectives) -> Gathers | None:
     steps = find_steps(trace)
     row = np.where(chosen.kernel_row != ABSENT, chosen.kernel_row, chosen.call_row)
     step = step_of_rows(trace, steps)[row] if len(steps) else np.zeros(len(chosen), dtype=np.int64)
-    hiding = hiding_intervals(trace)
+    hiding = compute_intervals(trace)
     computing = contains(hiding, chosen.start_ns)
     found = []
     for number in np.unique(step[step != NO_STEP]).tolist():
@@ -87,48 +78,12 @@ def find_gathers(trace: Trace, collectives: Collectives) -> Gathers | None:
     return Gathers(_framework(trace), tuple(found))
 
 
-def _framework(trace: Trace) -> str:
-    for name, pattern in _FRAMEWORKS:
-        if names_like(trace, pattern, anywhere=True).any():
-            return name
-    return ""
-
-
-# The pipeline bubble: what the schedule cannot avoid, and what this rank in fact spent waiting for its neighbours.
-
-_POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV, CollectiveKind.SEND_RECV)
-
-
-@dataclass(frozen=True)
-class Bubble:
-    """Medians over the steps of the trace."""
-
-    measured_ratio: float  # of a step's device time, in which a transfer to or from a neighbour kept it from computing
-    waiting_ns: float  # the same per step
-    stages: int | None
-    microbatches: int | None  # per step
-    theoretical_ratio: float | None  # of 1F1B; None where stages or micro-batches are not known
-
-    @property
-    def excess_ratio(self) -> float | None:
-        """What a balanced pipeline would not lose."""
-        if self.theoretical_ratio is None:
-            return None
-        return max(self.measured_ratio - self.theoretical_ratio, 0.0)
-
-
-def one_forward_one_backward_ratio(stages: int, microbatches: int) -> float:
-    """Idle share of a balanced 1F1B pipeline: (p−1)/(m+p−1)."""
-    if stages < 1 or microbatches < 1:
-        raise ValueError(f"a pipeline has stages and micro-batches, not {stages} and {microbatches}")
-    return (stages - 1) / (microbatches + stages - 1)
-
-
 def measure_bubble(
     trace: Trace, collectives: Collectives, *, stages: int | None = None, microbatches: int | None = None
-) -> Bubble | None:
-    """None where the trace shows no step with transfers between neighbours. What is not given is taken from the trace
-    where that tells: stages by a process group named for the pipeline, micro-batches by what was sent to one peer."""
+) -> BubbleSummary | None:
+    """Medians over steps. None if the trace shows no step with transfers between neighbours. Arguments that are not
+    given are inferred: stages from a process group named for the pipeline, micro-batches from the number of sends to
+    one peer."""
     transfers = collectives.where(np.isin(collectives.kind, _POINT_TO_POINT) & collectives.measured)
     steps = find_steps(trace)
     if not len(transfers) or not len(steps):
@@ -136,7 +91,7 @@ def measure_bubble(
     of_row = step_of_rows(trace, steps)
     row = np.where(transfers.kernel_row != ABSENT, transfers.kernel_row, transfers.call_row)
     step = of_row[row]
-    computing = hiding_intervals(trace)
+    computing = compute_intervals(trace)
     work = np.flatnonzero((classify(trace) == Kind.COMPUTE) & (of_row != NO_STEP))
     waited, lasted, sent = [], [], []
     for number in np.unique(step[step != NO_STEP]).tolist():
@@ -151,22 +106,33 @@ def measure_bubble(
         return None
     stages = stages or _stages(transfers)
     microbatches = microbatches or int(np.median(sent)) or None
-    known = stages is not None and microbatches is not None
-    return Bubble(
+    return BubbleSummary(
         measured_ratio=float(np.median(np.array(waited) / np.maximum(lasted, 1))),
-        waiting_ns=float(np.median(waited)),
+        waiting_us=float(np.median(waited)) / 1000,
         stages=stages,
         microbatches=microbatches,
-        theoretical_ratio=one_forward_one_backward_ratio(stages, microbatches)
-        if known and stages and microbatches
-        else None,
+        theoretical_ratio=one_forward_one_backward_ratio(stages, microbatches) if stages and microbatches else None,
     )
 
 
+def _framework(trace: Trace) -> str:
+    for name, pattern in _FRAMEWORKS:
+        if names_like(trace, pattern, anywhere=True).any():
+            return name
+    return ""
+
+
+def one_forward_one_backward_ratio(stages: int, microbatches: int) -> float:
+    """Idle share of a balanced 1F1B pipeline: (p−1)/(m+p−1)."""
+    if stages < 1 or microbatches < 1:
+        raise ValueError(f"stages and micro-batches must be positive, not {stages} and {microbatches}")
+    return (stages - 1) / (microbatches + stages - 1)
+
+
 def _most_sent(mine: Collectives) -> int:
-    """A stage sends each micro-batch's activations to the next one and gradients to the one before."""
+    """A stage sends each micro-batch's activations to the next stage and gradients to the previous one."""
     peers = mine.peer[(mine.kind == CollectiveKind.SEND) & (mine.peer >= 0)]
-    # Not bincount: a trace may name any number, and it would make a table as long.
+    # Not bincount: a trace may contain any number, and the table would be as long.
     return int(np.unique(peers, return_counts=True)[1].max()) if len(peers) else 0
 
 

@@ -1,1 +1,1 @@
-"""What bounds a job, in words, and what to try next."""
+"""What bounds a job, and what to try next."""

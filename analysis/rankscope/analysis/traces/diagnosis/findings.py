@@ -1,10 +1,10 @@
-"""The table of rules: each looks at the evidence of a job and tells what one way of losing time costs at best.
+"""The rules of a diagnosis: each examines the evidence of a job and estimates what one way of losing time costs.
 
-A rule's saving is an upper bound: the time that would come back if that loss vanished and nothing else changed."""
+A rule's saving is an upper bound: the time gained if that loss vanished and nothing else changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,81 +14,11 @@ from msgspec import Struct
 from rankscope.analysis.quantities import count, quantity
 from rankscope.analysis.traces.summary_records import ComputeSummary, RankSummary
 
-# What the rules of a diagnosis look at, and what they find.
-
-
-class Finding(Struct, frozen=True):
-    """`saving_us` is per step (of the whole trace where it has no steps), at best; `numbers` is the evidence to compute
-    with."""
-
-    kind: str
-    bound: str
-    title: str
-    saving_us: float
-    saving_ratio: float
-    evidence: str
-    suggestion: str
-    numbers: dict[str, float] = {}
-    ranks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """The typical rank: medians over the ranks of a job, which all step together."""
-
-    ranks: tuple[RankSummary, ...]
-    wait_ratio: dict[int, float]  # of exposed communication, waiting for others; by rank, as far as known
-
-    @cached_property
-    def step_us(self) -> float:
-        """The whole span where a trace shows no steps."""
-        return float(np.median([_step_us(rank) for rank in self.ranks]))
-
-    @cached_property
-    def shares(self) -> dict[str, float]:
-        return self.shares_of(self.ranks)
-
-    def shares_of(self, ranks: Sequence[RankSummary]) -> dict[str, float]:
-        """Of the span, by part; the parts do not overlap. Waiting for others in a collective is no communication."""
-        rows = []
-        for rank in ranks:
-            waited = rank.parts_us["communication"] * self.wait_ratio.get(-1 if rank.rank is None else rank.rank, 0.0)
-            parts = {**rank.parts_us, "communication": rank.parts_us["communication"] - waited, "waiting": waited}
-            rows.append({part: value / rank.span_us for part, value in parts.items()})
-        return {part: float(np.median([row[part] for row in rows])) for part in rows[0]}
-
-    def typical(self, of: Callable[[RankSummary], float | None]) -> float | None:
-        known = [value for value in map(of, self.ranks) if value is not None]
-        return float(np.median(known)) if known else None
-
-    def per_step(self, of: Callable[[RankSummary], float | None]) -> float | None:
-        """Of what is counted over the whole trace, the part that falls on one step."""
-
-        def share(rank: RankSummary) -> float | None:
-            counted = of(rank)
-            return None if counted is None else of_one_step(rank, counted)
-
-        return self.typical(share)
-
-    def lost(self, part: str) -> tuple[float, float]:
-        """Saving in µs a step and as a share of the step."""
-        return self.shares[part] * self.step_us, self.shares[part]
-
-
-def of_one_step(rank: RankSummary, counted: float) -> float:
-    return counted * _step_us(rank) / rank.span_us
-
-
-def _step_us(rank: RankSummary) -> float:
-    return rank.step_us or rank.span_us
-
-
-# What to try next, by kind of finding. Advice names settings, so that it can be followed without a search.
+# What to try next, by kind of finding. Suggestions name settings, so that they can be applied directly.
 
 _SMALL_MESSAGE_BYTES = 1 << 20
 _MANY_COLLECTIVES = 8
-
-NEXT = {
+SUGGESTIONS = {
     "input_wait": "Give the DataLoader more workers (num_workers, persistent_workers=True, prefetch_factor), pin "
     "memory, and move decoding or tokenising out of the training process.",
     "short_kernels": "Kernels are short: launch fewer of them with torch.compile(mode='reduce-overhead') or CUDA "
@@ -113,28 +43,119 @@ NEXT = {
     "data_imbalance": "Give every rank as many tokens: sort or pack sequences by length, balance experts.",
     "slow_communication": "Check the network: NCCL_DEBUG=INFO for the transports taken, link errors, and `rankscope "
     "analyze alphabeta` for the bandwidth that these collectives should reach.",
-    "waiting_for_ranks": "Nobody stands out enough to be named: compare the ranks' steps, and take more steps, or the "
-    "traces that are missing, to tell uneven work from a slow rank.",
+    "waiting_for_ranks": "No rank is clearly slow. Record more steps, or the missing traces, to distinguish uneven "
+    "work from a slow rank.",
 }
-
-_GATHERS = (
+_PREFETCH_SUGGESTION = (
     "Parameters are gathered too late: let FSDP prefetch (forward_prefetch=True, backward_prefetch=BACKWARD_PRE), or "
     "keep them between forward and backward (reshard_after_forward=False) where memory allows."
 )
-_OVERLAP = (
+_OVERLAP_SUGGESTION = (
     "Start collectives earlier so that they run beside computation (DDP's buckets, FSDP's prefetch, async_op=True), "
     "send less (bf16 gradients, accumulating over micro-batches under no_sync()), and compare busbw with what the "
     "links can do (`rankscope analyze alphabeta`)."
 )
+# Tensor cores are at least eight times as fast as FP32 without them (A100: 156 versus 19.5 TFLOP/s with TF32).
+_PLAIN_MATRIX_SAVING = 7 / 8
+# A chain of elementwise kernels reads and writes its data in every kernel; fused, once. Half is a conservative
+# estimate.
+_FUSING_SAVING = 1 / 2
+# Kernels shorter than this cannot be launched one by one fast enough.
+_SHORT_KERNEL_US = 10.0
 
 
-def communication_next(ranks: Sequence[RankSummary]) -> str:
-    """By what most of the exposed communication is made of, on the rank where it is longest."""
+class Finding(Struct, frozen=True):
+    """`saving_us` is an upper bound per step (for the whole trace if it has no steps); `numbers` is the evidence in
+    machine-readable form."""
+
+    kind: str
+    bound: str
+    title: str
+    saving_us: float
+    saving_ratio: float
+    evidence: str
+    suggestion: str
+    numbers: dict[str, float] = {}
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The typical rank: medians over the ranks of a job, which all step together."""
+
+    ranks: tuple[RankSummary, ...]
+    wait_ratio: dict[int, float]  # share of exposed communication that is waiting for others; by rank, if known
+
+    @cached_property
+    def step_us(self) -> float:
+        """The whole span if a trace shows no steps."""
+        return float(np.median([_step_us(rank) for rank in self.ranks]))
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        return self.shares_of(self.ranks)
+
+    def shares_of(self, ranks: Sequence[RankSummary]) -> dict[str, float]:
+        """Shares of the span by part. The parts do not overlap. Waiting for others in a collective does not count as
+        communication."""
+        rows = []
+        for rank in ranks:
+            waited = rank.parts_us["communication"] * self.wait_ratio.get(-1 if rank.rank is None else rank.rank, 0.0)
+            parts = {**rank.parts_us, "communication": rank.parts_us["communication"] - waited, "waiting": waited}
+            rows.append({part: value / rank.span_us for part, value in parts.items()})
+        return {part: float(np.median([row[part] for row in rows])) for part in rows[0]}
+
+    def typical(self, of: Callable[[RankSummary], float | None]) -> float | None:
+        known = [value for value in map(of, self.ranks) if value is not None]
+        return float(np.median(known)) if known else None
+
+    def per_step(self, of: Callable[[RankSummary], float | None]) -> float | None:
+        """The amount per step of something counted over the whole trace."""
+
+        def share(rank: RankSummary) -> float | None:
+            counted = of(rank)
+            return None if counted is None else per_step_share(rank, counted)
+
+        return self.typical(share)
+
+    def lost(self, part: str) -> tuple[float, float]:
+        """Saving in µs per step and as a share of the step."""
+        return self.shares[part] * self.step_us, self.shares[part]
+
+    def finding(
+        self,
+        kind: str,
+        bound: str,
+        title: str,
+        saving_ratio: float,
+        evidence: str,
+        numbers: dict[str, float],
+        *,
+        suggestion: str | None = None,
+    ) -> Finding:
+        advice = SUGGESTIONS[kind] if suggestion is None else suggestion
+        return Finding(kind, bound, title, saving_ratio * self.step_us, saving_ratio, evidence, advice, numbers)
+
+
+def per_step_share(rank: RankSummary, counted: float) -> float:
+    return counted * _step_us(rank) / rank.span_us
+
+
+def _step_us(rank: RankSummary) -> float:
+    return rank.step_us or rank.span_us
+
+
+def communication_suggestion(ranks: Sequence[RankSummary]) -> str:
+    """Chosen by what most of the exposed communication consists of, on the rank with most of it."""
     rank = max(ranks, key=lambda one: one.exposed_communication_us)
     if rank.buckets is not None and rank.buckets.advice:
         return f"{rank.buckets.advice[0].upper()}{rank.buckets.advice[1:]}."
     exposed = sum(one.exposed_us for one in rank.collectives)
-    small = [one for one in rank.collectives if _is_small(one.bytes_median) and one.count >= _MANY_COLLECTIVES]
+    small = [
+        one
+        for one in rank.collectives
+        if one.bytes_median is not None and one.bytes_median < _SMALL_MESSAGE_BYTES and one.count >= _MANY_COLLECTIVES
+    ]
     if small and sum(one.exposed_us for one in small) > exposed / 2:
         most = max(small, key=lambda one: one.exposed_us)
         return (
@@ -144,23 +165,11 @@ def communication_next(ranks: Sequence[RankSummary]) -> str:
     if rank.sharding is not None and rank.sharding.framework:
         late = [one for one in rank.sharding.gathers if one.kind == "all_gather"]
         if sum(one.exposed_us for one in late) > exposed / 2:
-            return _GATHERS
-    return _OVERLAP
+            return _PREFETCH_SUGGESTION
+    return _OVERLAP_SUGGESTION
 
 
-def _is_small(size_bytes: float | None) -> bool:
-    return size_bytes is not None and size_bytes < _SMALL_MESSAGE_BYTES
-
-
-# Matrix cores do at least eight times what the plain units do in FP32 (A100: 156 against 19.5 TFLOP/s with TF32).
-_PLAIN_MATRIX_SAVING = 7 / 8
-# A chain of elementwise kernels reads and writes everything each time; fused, it does so once. Half is a modest guess.
-_FUSING_SAVING = 1 / 2
-# Kernels shorter than this cannot be launched one by one fast enough.
-_SHORT_KERNEL_US = 10.0
-
-
-def _communication(evidence: Evidence) -> Iterator[Finding]:
+def _communication(evidence: Evidence) -> Finding:
     saving, ratio = evidence.lost("communication")
     words = f"{quantity(saving, 'us')} a step of communication runs while nothing computes"
     numbers = {"exposed_communication_us": saving}
@@ -170,60 +179,55 @@ def _communication(evidence: Evidence) -> Iterator[Finding]:
         numbers["overlap_ratio"] = overlap
     if evidence.wait_ratio:
         words += "; waiting for other ranks is not counted here"
-    yield Finding(
-        kind="exposed_communication",
-        bound="communication",
-        title="communication that nothing hides",
-        saving_us=saving,
-        saving_ratio=ratio,
-        evidence=words,
-        suggestion=communication_next(evidence.ranks),
-        numbers=numbers,
+    return evidence.finding(
+        "exposed_communication",
+        "communication",
+        "exposed communication",
+        ratio,
+        words,
+        numbers,
+        suggestion=communication_suggestion(evidence.ranks),
     )
 
 
-def _bubble(evidence: Evidence) -> Iterator[Finding]:
-    """A part of the exposed communication that has a reason, and a remedy, of its own."""
+def _bubble(evidence: Evidence) -> Finding | None:
+    """A part of the exposed communication with its own cause and remedy."""
     ratio = evidence.typical(lambda rank: rank.bubble.measured_ratio if rank.bubble else None)
     if ratio is None:
-        return
+        return None
     expected = evidence.typical(lambda rank: rank.bubble.theoretical_ratio if rank.bubble else None)
     words = f"stages wait {quantity(ratio * evidence.step_us, 'us')} a step for their neighbours"
     numbers = {"bubble_ratio": ratio}
     if expected is not None:
         words += f", {quantity(ratio, 'ratio')} of it; the schedule alone costs {quantity(expected, 'ratio')}"
         numbers["theoretical_bubble_ratio"] = expected
-    yield Finding(
-        kind="pipeline_bubble",
-        bound="communication",
-        title="pipeline stages waiting for each other",
-        saving_us=ratio * evidence.step_us,
-        saving_ratio=ratio,
-        evidence=words,
-        suggestion=NEXT["pipeline_bubble"],
-        numbers=numbers,
+    return evidence.finding(
+        "pipeline_bubble",
+        "communication",
+        "pipeline stages waiting for each other",
+        ratio,
+        words,
+        numbers,
     )
 
 
-def _input(evidence: Evidence) -> Iterator[Finding]:
+def _input(evidence: Evidence) -> Finding:
     saving, ratio = evidence.lost("input")
-    yield Finding(
-        kind="input_wait",
-        bound="input",
-        title="waiting for the next batch",
-        saving_us=saving,
-        saving_ratio=ratio,
-        evidence=f"nothing runs for {quantity(saving, 'us')} a step while the host waits in the data loader",
-        suggestion=NEXT["input_wait"],
-        numbers={"input_wait_us": saving},
+    return evidence.finding(
+        "input_wait",
+        "input",
+        "waiting for the next batch",
+        ratio,
+        f"nothing runs for {quantity(saving, 'us')} a step while the host waits in the data loader",
+        {"input_wait_us": saving},
     )
 
 
-def _launches(evidence: Evidence) -> Iterator[Finding]:
+def _launches(evidence: Evidence) -> Finding:
     saving, ratio = evidence.lost("host")
     launches = evidence.per_step(lambda rank: rank.launch.count if rank.launch else None)
     kernel_us = evidence.typical(lambda rank: rank.compute_mix.kernel_median_us if rank.compute_mix else None)
-    words = f"nothing runs for {quantity(saving, 'us')} a step while the host has not launched what comes next"
+    words = f"nothing runs for {quantity(saving, 'us')} a step because the host has not launched the next kernel"
     numbers = {"host_bound_us": saving}
     if launches is not None:
         words += f"; {launches:,.0f} launches a step"
@@ -232,92 +236,81 @@ def _launches(evidence: Evidence) -> Iterator[Finding]:
         words += f", median kernel {quantity(kernel_us, 'us')}"
         numbers["kernel_median_us"] = kernel_us
     short = kernel_us is not None and kernel_us < _SHORT_KERNEL_US
-    yield Finding(
-        kind="launch_gaps",
-        bound="host",
-        title="the host launching work too late",
-        saving_us=saving,
-        saving_ratio=ratio,
-        evidence=words,
-        suggestion=NEXT["short_kernels" if short else "launch_gaps"],
-        numbers=numbers,
+    return evidence.finding(
+        "launch_gaps",
+        "host",
+        "the host launching work too late",
+        ratio,
+        words,
+        numbers,
+        suggestion=SUGGESTIONS["short_kernels" if short else "launch_gaps"],
     )
 
 
-def _synchronisation(evidence: Evidence) -> Iterator[Finding]:
+def _synchronisation(evidence: Evidence) -> Finding:
     saving, ratio = evidence.lost("synchronisation")
-    yield Finding(
-        kind="synchronisation",
-        bound="host",
-        title="the host waiting for the device",
-        saving_us=saving,
-        saving_ratio=ratio,
-        evidence=f"the device runs dry for {quantity(saving, 'us')} a step: the host had waited for it and launched "
+    return evidence.finding(
+        "synchronisation",
+        "host",
+        "the host waiting for the device",
+        ratio,
+        f"the device is idle for {quantity(saving, 'us')} a step: the host waited for it and launched "
         "nothing meanwhile",
-        suggestion=NEXT["synchronisation"],
-        numbers={"synchronisation_us": saving},
+        {"synchronisation_us": saving},
     )
 
 
-def _copies(evidence: Evidence) -> Iterator[Finding]:
+def _copies(evidence: Evidence) -> Finding:
     saving, ratio = evidence.lost("memory_copies")
     total = evidence.per_step(lambda rank: rank.memory_copy_us) or 0.0
-    yield Finding(
-        kind="memory_copies",
-        bound="memory",
-        title="memory copies that nothing hides",
-        saving_us=saving,
-        saving_ratio=ratio,
-        evidence=f"copies take {quantity(total, 'us')} a step, {quantity(saving, 'us')} of it while no kernel runs",
-        suggestion=NEXT["memory_copies"],
-        numbers={"memory_copy_us": total, "exposed_memory_copy_us": saving},
+    return evidence.finding(
+        "memory_copies",
+        "memory",
+        "exposed memory copies",
+        ratio,
+        f"copies take {quantity(total, 'us')} a step, {quantity(saving, 'us')} of it while no kernel runs",
+        {"memory_copy_us": total, "exposed_memory_copy_us": saving},
     )
 
 
-def _plain_matrices(evidence: Evidence) -> Iterator[Finding]:
+def _plain_matrices(evidence: Evidence) -> Finding:
     share = _of_compute(evidence, lambda compute: compute.plain_matrix_ratio)
     spent = share * evidence.step_us
-    yield Finding(
-        kind="no_tensor_cores",
-        bound="compute",
-        title="matrix products without tensor cores",
-        saving_us=spent * _PLAIN_MATRIX_SAVING,
-        saving_ratio=share * _PLAIN_MATRIX_SAVING,
-        evidence=f"{quantity(spent, 'us')} a step of matrix products run on the plain FP32 units",
-        suggestion=NEXT["no_tensor_cores"],
-        numbers={"plain_matrix_us": spent},
+    return evidence.finding(
+        "no_tensor_cores",
+        "compute",
+        "matrix products without tensor cores",
+        share * _PLAIN_MATRIX_SAVING,
+        f"{quantity(spent, 'us')} a step of matrix products run in FP32 without tensor cores",
+        {"plain_matrix_us": spent},
     )
 
 
-def _fusing(evidence: Evidence) -> Iterator[Finding]:
+def _fusing(evidence: Evidence) -> Finding:
     share = _of_compute(evidence, lambda compute: compute.unfused_ratio)
     spent = share * evidence.step_us
-    yield Finding(
-        kind="unfused_kernels",
-        bound="memory",
-        title="kernels that only move data",
-        saving_us=spent * _FUSING_SAVING,
-        saving_ratio=share * _FUSING_SAVING,
-        evidence=f"elementwise, copying, normalising and reducing kernels take {quantity(spent, 'us')} a step; memory "
+    return evidence.finding(
+        "unfused_kernels",
+        "memory",
+        "kernels that only move data",
+        share * _FUSING_SAVING,
+        f"elementwise, copying, normalising and reducing kernels take {quantity(spent, 'us')} a step; memory "
         "bandwidth bounds them, not arithmetic. Half of it is counted as the saving",
-        suggestion=NEXT["unfused_kernels"],
-        numbers={"unfused_us": spent},
+        {"unfused_us": spent},
     )
 
 
-def _allocations(evidence: Evidence) -> Iterator[Finding]:
+def _allocations(evidence: Evidence) -> Finding:
     calls = evidence.per_step(lambda rank: rank.memory.allocator_calls) or 0.0
     spent = evidence.per_step(lambda rank: rank.memory.allocator_us) or 0.0
-    yield Finding(
-        kind="allocator",
-        bound="memory",
-        title="allocating device memory during the step",
-        saving_us=spent,
-        saving_ratio=spent / evidence.step_us,
-        evidence=f"{count(round(calls), 'call')} a step to allocate or free device memory take the host "
+    return evidence.finding(
+        "allocator",
+        "memory",
+        "allocating device memory during the step",
+        spent / evidence.step_us,
+        f"{count(round(calls), 'call')} a step to allocate or free device memory take the host "
         f"{quantity(spent, 'us')}, and each waits for the device",
-        suggestion=NEXT["allocator"],
-        numbers={"allocator_calls_per_step": calls, "allocator_us": spent},
+        {"allocator_calls_per_step": calls, "allocator_us": spent},
     )
 
 
@@ -326,8 +319,8 @@ def _of_compute(evidence: Evidence, ratio: Callable[[ComputeSummary], float]) ->
     return evidence.typical(lambda r: ratio(r.compute_mix) * r.compute_us / r.span_us if r.compute_mix else None) or 0.0
 
 
-# Every way of losing time that is looked for. What each costs decides the order of the findings, not the order here.
-RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
+# All rules. Findings are ordered by their saving, not by this list.
+RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     _communication,
     _bubble,
     _input,

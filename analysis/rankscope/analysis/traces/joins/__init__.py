@@ -1,1 +1,2 @@
-"""What the traces of many ranks say together: one clock, who came last, who is slow; and one trace of all of them."""
+"""Joins the traces of many ranks: clock alignment, arrivals at collectives, slow ranks, and one merged trace for
+Perfetto."""

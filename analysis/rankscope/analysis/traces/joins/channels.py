@@ -1,4 +1,5 @@
-"""Who talks to whom: the communication of all ranks in one table, and which group or pair each call belongs to."""
+"""Channels: which ranks communicate with each other. Puts the communication of all ranks into one table with the
+group or pair of each call."""
 
 from __future__ import annotations
 
@@ -13,25 +14,25 @@ from rankscope.analysis.traces.communication.collectives import Collectives
 from rankscope.analysis.traces.trace import Trace
 
 _POINT_TO_POINT = (CollectiveKind.SEND, CollectiveKind.RECV)
-# Of these every rank passes the same number of bytes, so that different numbers are different collectives. An
-# all-to-all may be uneven, and a root may count differently from the others.
+# For these, all ranks pass the same number of bytes, so different sizes are different collectives. An all-to-all may be
+# uneven, and a root may count differently from the others.
 _EVEN = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 
 
 @dataclass(frozen=True)
 class Channel:
-    """A process group, or one direction between two of its ranks. Names repeat (every node may have a group "tp"), so
-    that the ranks are part of the identity where the traces tell them, and else the size."""
+    """A process group, or one direction between two of its ranks. Names repeat (each node may have a group "tp"), so
+    the ranks are part of the identity, or the size if the ranks are unknown."""
 
     group: str
-    ranks: tuple[int, ...] = ()  # empty where not known
+    ranks: tuple[int, ...] = ()  # empty if unknown
     size: int = -1
-    stream: int = -1  # tells groups without a name apart
+    stream: int = -1  # distinguishes groups without a name
     pair: tuple[int, int] | None = None  # sender, receiver
 
     @property
     def label(self) -> str:
-        name = f"group {self.group!r}" if self.group else "the group without a name"
+        name = f"group {self.group!r}" if self.group else "the unnamed group"
         if self.stream >= 0:
             name += f" on stream {self.stream}"
         return name if self.pair is None else f"{name}, rank {self.pair[0]} to {self.pair[1]}"
@@ -39,14 +40,14 @@ class Channel:
 
 @dataclass(frozen=True)
 class Calls:
-    """A row per call that was measured, sorted by rank and start. Times are absolute, by the rank's own clock."""
+    """One row per measured call, sorted by rank and start. Times are absolute, on the rank's own clock."""
 
     rank: Ints
-    row: Ints  # of the rank's Collectives
+    row: Ints  # row of the rank's Collectives
     channel: Ints
     kind: Ints  # a CollectiveKind; a send and its receive both have SEND_RECV
-    token: Ints  # calls of different tokens cannot be one collective
-    sequence: Ints  # -1 where the profiler noted none
+    token: Ints  # calls with different tokens cannot be the same collective
+    sequence: Ints  # -1 if the profiler recorded none
     start_ns: Ints
     end_ns: Ints
     channels: tuple[Channel, ...]
@@ -60,7 +61,7 @@ class Calls:
 
 
 def gather_calls(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives]) -> Calls:
-    """The calls of all ranks that a trace measured; alone in one's group is no communication."""
+    """The measured calls of all ranks. Groups of one rank are ignored."""
     identities = _identify_groups(traces, collectives)
     local_peers = _peers_are_local(collectives, identities)
     numbers: dict[Channel, int] = {}
@@ -94,7 +95,7 @@ def _paired(rows: Collectives) -> Bools:
 
 def _columns(rank: int, base_ns: int, rows: Collectives, used: Ints, channel: Ints, kind: Ints) -> Calls:
     start = rows.start_ns[used] + base_ns
-    noted = rows.sequence_noted[used] & (rows.peer[used] < 0)  # a pair's two ends count their calls separately
+    noted = rows.sequence_noted[used] & (rows.peer[used] < 0)  # the two ends of a pair count their calls separately
     return Calls(
         rank=np.full(len(used), rank, dtype=np.int64),
         row=used,
@@ -117,10 +118,10 @@ def _concatenate(parts: list[Calls], channels: tuple[Channel, ...]) -> Calls:
 
 
 def _tokens(channel: Ints, kind: Ints, size_bytes: Ints) -> Ints:
-    # All-to-all is a kernel of sends and receives; which of the names it has depends on what else was traced.
+    # All-to-all is a kernel of sends and receives; its name depends on what else was traced.
     alike = np.where(kind == CollectiveKind.ALL_TO_ALL, int(CollectiveKind.SEND_RECV), kind)
     stretch, count = number_groups(channel, alike)
-    # Sizes tell calls apart only where all are known.
+    # Sizes distinguish calls only if all are known.
     known = np.ones(count, dtype=bool)
     known[stretch[(size_bytes < 0) | ~np.isin(kind, _EVEN)]] = False
     return np.where(known[stretch], size_bytes, 0) * len(CollectiveKind) + alike
@@ -131,7 +132,7 @@ def _identify_groups(
 ) -> dict[tuple[int, int], Channel]:
     """By rank and index of its group."""
     world = max((trace.world_size or 0 for trace in traces.values()), default=0)
-    known: dict[str, set[tuple[int, ...]]] = {}  # rank sets by name, as far as any trace tells them
+    known: dict[str, set[tuple[int, ...]]] = {}  # rank sets by name, from all traces that list them
     for rank, rows in collectives.items():
         for group in rows.groups:
             if group.name and rank in group.ranks:
@@ -142,7 +143,7 @@ def _identify_groups(
             members = rows.group == index
             size = int(rows.group_size[members].max(initial=-1))
             stream = -1 if group.name else int(rows.stream[members].max(initial=-1))
-            # A list that is cut short, or that numbers ranks in its own way, identifies nothing.
+            # A list that is shortened, or that uses its own numbering, identifies nothing.
             sets: Iterable[tuple[int, ...]] = known.get(group.name, set())
             if group.ranks:
                 sets = [tuple(sorted(group.ranks))]
@@ -159,7 +160,8 @@ def _global_rank(peer: int, group: Channel, local: bool) -> int:
 def _peers_are_local(
     collectives: Mapping[int, Collectives], identities: Mapping[tuple[int, int], Channel]
 ) -> dict[Channel, bool]:
-    """Does a group number its peers from 0, or by their rank in the job? What gives more sends a receiver is right."""
+    """Whether a group numbers its peers from 0 or by their rank in the job: the numbering that matches more sends
+    with a receive."""
     sends: dict[Channel, set[tuple[int, int]]] = {group: set() for group in identities.values()}
     receives: dict[Channel, set[tuple[int, int]]] = {group: set() for group in identities.values()}
     for (rank, index), group in identities.items():

@@ -1,4 +1,5 @@
-"""One clock for all ranks: nobody leaves a collective before everybody has come, so that all leave it together."""
+"""Aligns the clocks of all ranks: no rank leaves a collective before all ranks have entered it, so all leave it
+together."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from rankscope.analysis.traces.joins.collective_matching import Matched
 
 ROUNDS = 30
 SETTLED_NS = 50.0
-# Quartz drifts by some 50 ppm. A slope is fitted where the capture is long enough to show it beyond the noise.
+# Quartz clocks drift by about 50 ppm. A slope is fitted if the capture is long enough to show it above the noise.
 DRIFT_SPAN_NS = 200_000_000
 DRIFT_COLLECTIVES = 16
 DRIFT_RATIO_MAX = 1e-3
@@ -21,7 +22,7 @@ DRIFT_TO_NOISE = 3.0
 
 @dataclass(frozen=True)
 class ClockShift:
-    """How a rank's clock is read: common time = t + offset + drift × (t − origin)."""
+    """Converts a rank's clock: common time = t + offset + drift × (t − origin)."""
 
     offset_ns: int = 0
     drift_ratio: float = 0.0
@@ -34,9 +35,9 @@ class ClockShift:
 
 @dataclass(frozen=True)
 class Clocks:
-    shifts: Mapping[int, ClockShift]  # by rank, of all ranks; those that share nothing keep their own clock
-    residual_us: float | None  # how far ends of one collective still lie apart, as a standard deviation
-    components: tuple[tuple[int, ...], ...]  # ranks that could be aligned with each other
+    shifts: Mapping[int, ClockShift]  # all ranks; those that share no collective keep their own clock
+    residual_us: float | None  # how far the ends of a collective still differ, as a standard deviation
+    components: tuple[tuple[int, ...], ...]  # sets of ranks that could be aligned with each other
 
     def common(self, rank: Ints, time_ns: Ints) -> Ints:
         ranks = np.array(list(self.shifts), dtype=np.int64)
@@ -57,10 +58,11 @@ def align(matched: Matched, ranks: list[int]) -> Clocks:
     offset = np.zeros(len(ranks), dtype=np.int64)
     tight = matched.together[matched.collective]
     component = np.arange(len(ranks))
-    # What only a pair or a root takes part in ends at different times: it serves where nothing better links ranks.
+    # Collectives with a root and transfers of pairs end at different times: used only if nothing better links the
+    # ranks.
     for rows in (tight, ~tight):
         offset, component = _link(matched.collective[rows], index[rows], end[rows], offset, component)
-    # Float is exact enough from here on: everything lies within the capture.
+    # Float is exact enough from here on: all times lie within the capture.
     moved = (end + offset[index] - origin).astype(np.float64)
     fitted = _Fit(np.zeros(len(ranks)), np.zeros(len(ranks)))
     middle = float(np.median(moved)) if len(moved) else 0.0
@@ -82,7 +84,7 @@ def align(matched: Matched, ranks: list[int]) -> Clocks:
 
 
 def _link(collective: Ints, index: Ints, end: Ints, offset: Ints, component: Ints) -> tuple[Ints, Ints]:
-    """Join components of ranks by the median difference of ends they share, most shared collectives first."""
+    """Join components of ranks by the median difference of the ends they share, most shared collectives first."""
     offset, component = offset.copy(), component.copy()
     order = np.argsort(collective, kind="stable")
     collective, index, end = collective[order], index[order], end[order]
@@ -102,8 +104,8 @@ def _link(collective: Ints, index: Ints, end: Ints, offset: Ints, component: Int
 
 
 def _edges(collective: Ints, index: Ints) -> list[tuple[int, int, int]]:
-    """Pairs of ranks that are neighbours in some collective, with how many they share; a chain links every group, so
-    that a thousand ranks make a thousand pairs and not half a million."""
+    """Pairs of ranks that are neighbours in a collective, with the number they share. A chain links each group, so a
+    thousand ranks make a thousand pairs and not half a million."""
     if len(collective) < 2:
         return []
     order = np.lexsort((index, collective))
@@ -118,7 +120,7 @@ def _edges(collective: Ints, index: Ints) -> list[tuple[int, int, int]]:
 
 
 def _median(values: Ints) -> int:
-    """Exact for integers of any size, where a float would round to a quarter of a microsecond."""
+    """Exact for integers of any size; a float would round to a quarter of a microsecond."""
     return int(values[0]) + round(float(np.median((values - values[0]).astype(np.float64))))
 
 
@@ -145,7 +147,7 @@ class _Sample:
 
 
 def _settle(sample: _Sample, fit: _Fit, drifting: Bools) -> _Fit:
-    """Medians in turn: of each collective over its ranks, of each rank over its collectives."""
+    """Alternating medians: of each collective over its ranks, of each rank over its collectives."""
     count = len(fit.offset)
     for _ in range(ROUNDS):
         slope = fit.slope
@@ -160,7 +162,8 @@ def _settle(sample: _Sample, fit: _Fit, drifting: Bools) -> _Fit:
 
 
 def _slopes(sample: _Sample, deviation: Floats, count: int) -> Floats:
-    """Of each rank's deviation over time: the median slope between calls half a capture apart (after Theil and Sen)."""
+    """Per rank, the slope of its deviation over time: the median slope between calls half a capture apart (after
+    Theil and Sen)."""
     slopes = np.zeros(count)
     for rank in range(count):
         rows = np.flatnonzero(sample.index == rank)
@@ -177,8 +180,8 @@ def _slopes(sample: _Sample, deviation: Floats, count: int) -> Floats:
 
 
 def _drifting(sample: _Sample, fit: _Fit) -> Bools:
-    """Ranks whose slope moves ends by clearly more than they scatter. Where one drifts against the rest all are fitted:
-    which of two clocks is wrong cannot be told."""
+    """Ranks with a slope that moves ends clearly beyond their scatter. If one drifts, all are fitted: which of two
+    clocks is wrong is unknown."""
     count = len(fit.offset)
     span = float(np.ptp(sample.time))
     if span < DRIFT_SPAN_NS:
@@ -188,14 +191,14 @@ def _drifting(sample: _Sample, fit: _Fit) -> Bools:
     flat = deviation - slope[sample.index] * (sample.time - sample.middle)
     noise = MAD_TO_SIGMA * float(np.median(np.abs(flat - np.median(flat))))
     shared = np.bincount(sample.index, minlength=count)
-    # A slope between halves is known to about this much.
+    # The approximate error of a slope between halves.
     error = 4.0 * noise / (span * np.sqrt(np.maximum(shared, 1)))
     drifts = (np.abs(slope) > DRIFT_TO_NOISE * error) & (np.abs(slope) * span > noise)
     return (shared >= DRIFT_COLLECTIVES) & bool(drifts.any())
 
 
 def _anchor(fit: _Fit, component: Ints) -> _Fit:
-    """Offsets and slopes are known only against each other: the first rank of a component is taken for right."""
+    """Offsets and slopes are relative: the first rank of a component is the reference."""
     first = np.array([int(np.flatnonzero(component == which)[0]) for which in component])
     return _Fit(fit.offset - fit.offset[first], fit.slope - fit.slope[first])
 
@@ -207,6 +210,6 @@ def _residual(matched: Matched, index: Ints, moved: Floats, middle: float, fit: 
     deviation = sample.deviation(fit)
     numbers, count = number_groups(sample.collective)
     size = np.bincount(numbers, minlength=count)[numbers]
-    # The median of a few lies among them: two lie apart by twice what each deviates.
+    # The median of a few values lies among them: two values are twice as far apart as each deviates.
     corrected = np.abs(deviation) * np.sqrt(size / np.maximum(size - 1, 1))
     return float(MAD_TO_SIGMA * np.median(corrected)) / 1000

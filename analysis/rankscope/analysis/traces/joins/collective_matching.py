@@ -1,5 +1,8 @@
-"""Which calls of different ranks are one collective: the same group and the same number in it, or, where the profiler
-numbered none, the same place in the order. Never an external id: each rank counts its own."""
+"""Matches the calls of different ranks that are the same collective: same group and sequence number, or, if the
+profiler recorded no numbers, the same position in the order. External ids are never used: each rank counts its own.
+
+Without numbers, the best shift between the orders is searched: a capture may begin a few collectives earlier on one
+rank, and a sampled one may lack some."""
 
 from __future__ import annotations
 
@@ -10,17 +13,14 @@ from enum import Enum
 import numpy as np
 
 from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Bools, Floats, Ints, number_groups
+from rankscope.analysis.stats.robust import Bools, Floats, Ints, number_groups, occurrence
 from rankscope.analysis.traces.joins.channels import Calls, Channel
 
-# Which call of one rank is which of another, when the profiler numbered none: the shift that fits best. A capture may
-# begin a few collectives earlier on one rank, and a sampled one may lack some.
-
-# Shifts are tried so far around those that starts, ends and clocks suggest, on so many calls of each.
+# Shifts are tried this far around those suggested by starts, ends and clocks, on this many calls each.
 SHIFTS_TRIED = 64
 CALLS_TRIED = 128
 TOKENS_ALIKE_RATIO = 0.9
-# Another shift must fit so much worse; and ends of different collectives must lie so much closer than their distance.
+# Another shift must fit this much worse, and ends of matched calls must be this much closer than neighbouring calls.
 CLEARLY_WORSE = 3.0
 SPREAD_TO_GAP_RATIO = 0.25
 CLOSE_NS = 2_000.0
@@ -31,13 +31,174 @@ VOTING_WINDOWS_NS = (50_000, 500_000, 5_000_000)
 VOTES_NEEDED = 3
 VOTES_NEEDED_RATIO = 0.3
 PAIRS_TRIED = 4_000_000
-KEPT_RATIO = 0.8  # of the differences, when the spread is taken
+KEPT_RATIO = 0.8  # of the differences, when computing the spread
+# All ranks leave these together: none is done before all have entered.
+_TOGETHER = (
+    CollectiveKind.ALL_REDUCE,
+    CollectiveKind.ALL_GATHER,
+    CollectiveKind.REDUCE_SCATTER,
+    CollectiveKind.ALL_TO_ALL,
+    CollectiveKind.BARRIER,
+)
+
+
+@dataclass(frozen=True)
+class Matched:
+    """One row per rank and collective, sorted by collective, with the columns of `Calls`; and per collective what
+    its members share."""
+
+    collective: Ints  # from 0
+    calls: Calls
+    channel: Ints  # per collective
+    kind: Ints
+    together: Bools  # per collective: all ranks leave it at the same time
+    channels: tuple[Channel, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.channel)
+
+    def keep(self, collectives: Bools) -> Matched:
+        """A selection of the collectives, renumbered."""
+        members = collectives[self.collective]
+        numbers = np.cumsum(collectives) - 1
+        return replace(
+            self,
+            collective=numbers[self.collective[members]],
+            calls=self.calls.take(members),
+            channel=self.channel[collectives],
+            kind=self.kind[collectives],
+            together=self.together[collectives],
+        )
+
+
+def match_calls(calls: Calls, step: Ints) -> Matched:
+    """`step` is the number of the profiler's step of each call, -1 if unknown."""
+    notes: list[str] = []
+    noted = calls.sequence >= 0
+    number = np.full(len(calls), -1, dtype=np.int64)
+    number[noted] = _match_noted(calls.take(noted))
+    next_number = int(number.max(initial=-1)) + 1
+    for channel in np.unique(calls.channel[~noted]).tolist():
+        rows = np.flatnonzero(~noted & (calls.channel == channel))
+        found = _match_ordered(calls.take(rows), step[rows], calls.channels[channel], notes)
+        number[rows[found >= 0]] = next_number + found[found >= 0]
+        next_number += int(found.max(initial=-1)) + 1
+    return _keep_consistent(calls, number, notes)
+
+
+def _match_noted(calls: Calls) -> Ints:
+    """One number per (group, sequence). Coalesced calls share a sequence and are distinguished by kind and order."""
+    kind = np.where(calls.kind == CollectiveKind.ALL_TO_ALL, int(CollectiveKind.SEND_RECV), calls.kind)
+    again = occurrence(number_groups(calls.channel, calls.sequence, kind, calls.rank)[0])
+    return number_groups(calls.channel, calls.sequence, kind, again)[0]
+
+
+def _match_ordered(calls: Calls, step: Ints, channel: Channel, notes: list[str]) -> Ints:
+    """Ranks one after the other, longest first, each against the collectives found so far. Group names repeat, so
+    ranks that do not fit may be a group of their own."""
+    number = np.full(len(calls), -1, dtype=np.int64)
+    ranks, counts = np.unique(calls.rank, return_counts=True)
+    runs: list[_Found] = []
+    next_number = 0
+    bases: Counter[Basis] = Counter()
+    for rank in ranks[np.argsort(-counts, kind="stable")].tolist():
+        rows = np.flatnonzero(calls.rank == rank)
+        mine = Run(calls.token[rows], calls.end_ns[rows], step[rows])
+        fits = [found.fit(mine) if channel.size < 0 or found.members < channel.size else None for found in runs]
+        fitting = [i for i, fit in enumerate(fits) if fit is not None and fit.found]
+        if not fitting and any(fit is not None and fit.basis is Basis.AMBIGUOUS for fit in fits):
+            bases[Basis.AMBIGUOUS] += 1
+            continue
+        assigned = np.full(len(rows), -1, dtype=np.int64)
+        if fitting:
+            chosen = max(fitting, key=lambda i: len(_fit(fits[i]).right))
+            fit = _fit(fits[chosen])
+            bases[fit.basis] += 1
+            assigned[fit.right] = runs[chosen].number[fit.left]
+        new = assigned < 0
+        assigned[new] = next_number + np.arange(int(new.sum()))
+        next_number += int(new.sum())
+        number[rows] = assigned
+        if fitting:
+            runs[chosen] = runs[chosen].joined(mine, assigned, new, fit.offset_ns)
+        else:
+            runs.append(_Found(assigned, mine, 1))
+    if bases[Basis.AMBIGUOUS]:
+        notes.append(
+            f"{channel.label}: collectives are not numbered in the traces, and on {bases[Basis.AMBIGUOUS]} of "
+            f"{len(ranks)} ranks their order is ambiguous; excluded"
+        )
+    if bases[Basis.CLOCKS]:
+        notes.append(
+            f"{channel.label}: collectives are not numbered in the traces; matched by their clocks on "
+            f"{bases[Basis.CLOCKS]} ranks"
+        )
+    return number
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The collectives found so far in one group, on the clock of the first rank."""
+
+    number: Ints
+    run: Run
+    members: int
+
+    def fit(self, other: Run) -> Fit:
+        return fit_runs(self.run, other)
+
+    def joined(self, other: Run, assigned: Ints, new: Bools, offset_ns: int) -> _Found:
+        if not new.any():
+            return replace(self, members=self.members + 1)
+        number = np.concatenate([self.number, assigned[new]])
+        token = np.concatenate([self.run.token, other.token[new]])
+        end = np.concatenate([self.run.end_ns, other.end_ns[new] + offset_ns])
+        step = np.concatenate([self.run.step, other.step[new]])
+        order = np.argsort(end, kind="stable")
+        return _Found(number[order], Run(token[order], end[order], step[order]), self.members + 1)
+
+
+def _fit(fit: Fit | None) -> Fit:
+    assert fit is not None
+    return fit
+
+
+def _keep_consistent(calls: Calls, number: Ints, notes: list[str]) -> Matched:
+    """Keep only collectives that at least two ranks share and whose members are consistent."""
+    known = np.flatnonzero(number >= 0)
+    rows = known[np.lexsort((calls.rank[known], number[known]))]
+    collective, count = number_groups(number[rows])
+    members = calls.take(rows)
+    first = np.searchsorted(collective, np.arange(count))
+    size = np.bincount(collective, minlength=count)
+    channel = members.channel[first]
+    alike = np.ones(count, dtype=bool)
+    np.logical_and.at(alike, collective, members.token == members.token[first][collective])
+    limit = np.array([c.size for c in calls.channels], dtype=np.int64)[channel]
+    crowded = (limit >= 0) & (size > limit)
+    # One collective with too many members shows that the name is used by several groups: none of it can be trusted.
+    shared = np.isin(channel, channel[crowded])
+    for number_of in np.unique(channel[crowded]).tolist():
+        which = calls.channels[number_of]
+        notes.append(
+            f"{which.label}: {int(size[channel == number_of].max())} ranks use it but it has {which.size}; the name "
+            "stands for several groups and the traces do not list their ranks; left out"
+        )
+    common = size >= 2
+    unlike = int((common & ~shared & ~alike).sum())
+    if unlike:
+        notes.append(f"{unlike} numbered collectives differ in kind or size between ranks; excluded")
+    kind = members.kind[first]
+    matched = Matched(collective, members, channel, kind, np.isin(kind, _TOGETHER), calls.channels, tuple(notes))
+    return matched.keep(common & alike & ~shared)
 
 
 class Basis(Enum):
-    ORDER = "order"  # one shift fits, and no other
-    ENDS = "ends"  # the calls have gaps, but their ends agree on one clock difference
-    CLOCKS = "clocks"  # no shift fits well, or several do; what the ranks' clocks say decides
+    ORDER = "order"  # exactly one shift fits
+    ENDS = "ends"  # calls are missing, but their ends agree on one clock difference
+    CLOCKS = "clocks"  # no shift fits well, or several do; the ranks' clocks decide
     AMBIGUOUS = "ambiguous"
     NONE = "none"
 
@@ -48,7 +209,7 @@ class Run:
 
     token: Ints
     end_ns: Ints
-    step: Ints  # number of the profiler's step; -1 where not known
+    step: Ints  # number of the profiler's step; -1 if unknown
 
     def __len__(self) -> int:
         return len(self.token)
@@ -57,9 +218,9 @@ class Run:
 @dataclass(frozen=True)
 class Fit:
     basis: Basis
-    left: Ints  # positions that are one collective with …
+    left: Ints  # positions that are the same collective as …
     right: Ints  # … these
-    offset_ns: int = 0  # added to the right's clock gives the left's
+    offset_ns: int = 0  # left clock = right clock + offset
 
     @property
     def found(self) -> bool:
@@ -111,7 +272,7 @@ def _by_shift(left: Run, right: Run, chosen: _Shifts, basis: Basis) -> Fit:
 
 
 def _try_shifts(left: Run, right: Run) -> _Shifts:
-    """Every shift near those that suggest themselves under which the kinds and sizes agree."""
+    """All shifts near the likely ones for which kinds and sizes agree."""
     by_clock = int(np.searchsorted(left.end_ns, right.end_ns[0]))
     around = np.arange(-SHIFTS_TRIED, SHIFTS_TRIED + 1)
     shift = np.unique(np.concatenate([around, around + len(left) - len(right), around + by_clock]))
@@ -124,7 +285,7 @@ def _try_shifts(left: Run, right: Run) -> _Shifts:
     mine = first[:, None] + np.rint(steps * (overlap - 1)[:, None]).astype(np.int64)
     theirs = mine + shift[:, None]
     difference = left.end_ns[theirs] - right.end_ns[mine]
-    # Differences of clocks may be years of nanoseconds: exact only as integers.
+    # Clock differences may be years in nanoseconds: exact only as integers.
     relative = (difference - difference[:, :1]).astype(np.float64)
     middle = np.median(relative, axis=1)
     deviation = np.sort(np.abs(relative - middle[:, None]), axis=1)[:, : int(KEPT_RATIO * CALLS_TRIED)]
@@ -141,25 +302,25 @@ def _try_shifts(left: Run, right: Run) -> _Shifts:
 
 
 def _with_same_steps(tried: _Shifts) -> _Shifts:
-    """Step numbers are the same on all ranks, so that shifts against them are none; unless ends contradict loudly: a
+    """Step numbers are the same on all ranks, so other shifts are excluded, unless the ends clearly contradict: a
     profiler may have been started later on one rank."""
     same = tried.take(tried.same_step_ratio >= SAME_STEP_RATIO)
     if not len(same.shift):
         return tried
-    telling = tried.spread_ns[tried.overlap >= CONTRADICTING_CALLS].min(initial=np.inf)
-    contradicted = same.spread_ns.min() > CONTRADICTION * max(telling, CLOSE_NS)
+    smallest = tried.spread_ns[tried.overlap >= CONTRADICTING_CALLS].min(initial=np.inf)
+    contradicted = same.spread_ns.min() > CONTRADICTION * max(smallest, CLOSE_NS)
     return tried if contradicted else same
 
 
 def _contenders(tried: _Shifts) -> _Shifts:
-    # Few calls fit by chance.
+    # A few calls can fit by chance.
     weighed = tried.spread_ns * (tried.overlap.max(initial=1) / tried.overlap) ** 2
     least = weighed.min(initial=np.inf)
     return tried.take(weighed <= max(CLEARLY_WORSE * least, least + CLOSE_NS))
 
 
 def _decide_by_clocks(contenders: _Shifts) -> _Shifts:
-    """Where one shift needs far less of an offset than the others."""
+    """Take the shift that needs a far smaller offset than the others, if there is one."""
     if len(contenders.shift) < 2:
         return contenders
     nearest = np.argsort(np.abs(contenders.offset_ns))
@@ -168,7 +329,7 @@ def _decide_by_clocks(contenders: _Shifts) -> _Shifts:
 
 
 def _vote(left: Run, right: Run) -> Fit | None:
-    """The clock difference for which most ends coincide, if no other comes near."""
+    """The clock difference for which most ends coincide, if no other is close."""
     chosen = np.arange(len(right))
     if len(left) * len(right) > PAIRS_TRIED:
         chosen = np.linspace(0, len(right) - 1, max(PAIRS_TRIED // len(left), 1)).astype(np.int64)
@@ -196,7 +357,7 @@ def _vote(left: Run, right: Run) -> Fit | None:
 
 
 def _nearest(left: Run, right: Run, offset_ns: int, window_ns: int) -> tuple[Ints, Ints]:
-    """Pairs of equal tokens that are each other's nearest, no further apart than the window."""
+    """Pairs of equal tokens that are each other's nearest, within the window."""
     lefts, rights = [], []
     for token in np.intersect1d(left.token, right.token):
         theirs, mine = np.flatnonzero(left.token == token), np.flatnonzero(right.token == token)
@@ -218,177 +379,3 @@ def _nearest_of(times: Ints, wanted: Ints) -> Ints:
     before = after - 1
     after = np.minimum(after, len(times) - 1)
     return np.where(np.abs(times[after] - wanted) < np.abs(wanted - times[before]), after, before)
-
-
-# All ranks leave these together: nobody is done before everybody has come.
-_TOGETHER = (
-    CollectiveKind.ALL_REDUCE,
-    CollectiveKind.ALL_GATHER,
-    CollectiveKind.REDUCE_SCATTER,
-    CollectiveKind.ALL_TO_ALL,
-    CollectiveKind.BARRIER,
-)
-
-
-@dataclass(frozen=True)
-class Matched:
-    """A row per rank and collective, sorted by collective; the columns of `Calls` beside it, and by collective what
-    its members share."""
-
-    collective: Ints  # from 0
-    calls: Calls
-    channel: Ints  # by collective
-    kind: Ints
-    together: Bools  # by collective: all ranks leave it at the same time
-    channels: tuple[Channel, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.channel)
-
-    def keep(self, collectives: Bools) -> Matched:
-        """Only some of the collectives, numbered anew."""
-        members = collectives[self.collective]
-        numbers = np.cumsum(collectives) - 1
-        return replace(
-            self,
-            collective=numbers[self.collective[members]],
-            calls=self.calls.take(members),
-            channel=self.channel[collectives],
-            kind=self.kind[collectives],
-            together=self.together[collectives],
-        )
-
-
-def match_calls(calls: Calls, step: Ints) -> Matched:
-    """`step` is the number of the profiler's step of each call, -1 where it is not known."""
-    notes: list[str] = []
-    noted = calls.sequence >= 0
-    number = np.full(len(calls), -1, dtype=np.int64)
-    number[noted] = _match_noted(calls.take(noted))
-    next_number = int(number.max(initial=-1)) + 1
-    for channel in np.unique(calls.channel[~noted]).tolist():
-        rows = np.flatnonzero(~noted & (calls.channel == channel))
-        found = _match_ordered(calls.take(rows), step[rows], calls.channels[channel], notes)
-        number[rows[found >= 0]] = next_number + found[found >= 0]
-        next_number += int(found.max(initial=-1)) + 1
-    return _refuse_impossible(calls, number, notes)
-
-
-def _match_noted(calls: Calls) -> Ints:
-    """One number for each (group, sequence); calls that were coalesced share a sequence and are told by their kind and
-    order."""
-    kind = np.where(calls.kind == CollectiveKind.ALL_TO_ALL, int(CollectiveKind.SEND_RECV), calls.kind)
-    again = _occurrence(number_groups(calls.channel, calls.sequence, kind, calls.rank)[0])
-    return number_groups(calls.channel, calls.sequence, kind, again)[0]
-
-
-def _occurrence(groups: Ints) -> Ints:
-    """0 for the first row of each group, 1 for its second, …"""
-    order = np.argsort(groups, kind="stable")
-    ordered = groups[order]
-    first = np.searchsorted(ordered, ordered)
-    occurrence = np.empty(len(groups), dtype=np.int64)
-    occurrence[order] = np.arange(len(groups)) - first
-    return occurrence
-
-
-def _match_ordered(calls: Calls, step: Ints, channel: Channel, notes: list[str]) -> Ints:
-    """Ranks one after the other, longest first, each against the collectives found so far. Names of groups repeat, so
-    that ranks which do not fit may be a group of their own."""
-    number = np.full(len(calls), -1, dtype=np.int64)
-    ranks, counts = np.unique(calls.rank, return_counts=True)
-    runs: list[_Found] = []
-    next_number = 0
-    bases: Counter[Basis] = Counter()
-    for rank in ranks[np.argsort(-counts, kind="stable")].tolist():
-        rows = np.flatnonzero(calls.rank == rank)
-        mine = Run(calls.token[rows], calls.end_ns[rows], step[rows])
-        fits = [found.fit(mine) if channel.size < 0 or found.members < channel.size else None for found in runs]
-        fitting = [i for i, fit in enumerate(fits) if fit is not None and fit.found]
-        if not fitting and any(fit is not None and fit.basis is Basis.AMBIGUOUS for fit in fits):
-            bases[Basis.AMBIGUOUS] += 1
-            continue
-        assigned = np.full(len(rows), -1, dtype=np.int64)
-        if fitting:
-            chosen = max(fitting, key=lambda i: len(_fit(fits[i]).right))
-            fit = _fit(fits[chosen])
-            bases[fit.basis] += 1
-            assigned[fit.right] = runs[chosen].number[fit.left]
-        new = assigned < 0
-        assigned[new] = next_number + np.arange(int(new.sum()))
-        next_number += int(new.sum())
-        number[rows] = assigned
-        if fitting:
-            runs[chosen] = runs[chosen].joined(mine, assigned, new, fit.offset_ns)
-        else:
-            runs.append(_Found(assigned, mine, 1))
-    if bases[Basis.AMBIGUOUS]:
-        notes.append(
-            f"{channel.label}: collectives are not numbered in the traces, and on {bases[Basis.AMBIGUOUS]} of "
-            f"{len(ranks)} ranks their order fits in several ways; left out"
-        )
-    if bases[Basis.CLOCKS]:
-        notes.append(
-            f"{channel.label}: collectives are not numbered in the traces; matched by their clocks on "
-            f"{bases[Basis.CLOCKS]} ranks"
-        )
-    return number
-
-
-@dataclass(frozen=True)
-class _Found:
-    """Collectives found so far in one group, on the clock of the rank that began it."""
-
-    number: Ints
-    run: Run
-    members: int
-
-    def fit(self, other: Run) -> Fit:
-        return fit_runs(self.run, other)
-
-    def joined(self, other: Run, assigned: Ints, new: Bools, offset_ns: int) -> _Found:
-        if not new.any():
-            return replace(self, members=self.members + 1)
-        number = np.concatenate([self.number, assigned[new]])
-        token = np.concatenate([self.run.token, other.token[new]])
-        end = np.concatenate([self.run.end_ns, other.end_ns[new] + offset_ns])
-        step = np.concatenate([self.run.step, other.step[new]])
-        order = np.argsort(end, kind="stable")
-        return _Found(number[order], Run(token[order], end[order], step[order]), self.members + 1)
-
-
-def _fit(fit: Fit | None) -> Fit:
-    assert fit is not None
-    return fit
-
-
-def _refuse_impossible(calls: Calls, number: Ints, notes: list[str]) -> Matched:
-    """Keep what two ranks or more have in common and what can be one collective."""
-    known = np.flatnonzero(number >= 0)
-    rows = known[np.lexsort((calls.rank[known], number[known]))]
-    collective, count = number_groups(number[rows])
-    members = calls.take(rows)
-    first = np.searchsorted(collective, np.arange(count))
-    size = np.bincount(collective, minlength=count)
-    channel = members.channel[first]
-    alike = np.ones(count, dtype=bool)
-    np.logical_and.at(alike, collective, members.token == members.token[first][collective])
-    limit = np.array([c.size for c in calls.channels], dtype=np.int64)[channel]
-    crowded = (limit >= 0) & (size > limit)
-    # One collective with too many members shows that the name stands for several groups: none of it can be trusted.
-    shared = np.isin(channel, channel[crowded])
-    for number_of in np.unique(channel[crowded]).tolist():
-        which = calls.channels[number_of]
-        notes.append(
-            f"{which.label}: {int(size[channel == number_of].max())} ranks use it but it has {which.size}; the name "
-            "stands for several groups and the traces do not list their ranks; left out"
-        )
-    common = size >= 2
-    unlike = int((common & ~shared & ~alike).sum())
-    if unlike:
-        notes.append(f"{unlike} numbered collectives differ in kind or size between ranks; left out")
-    kind = members.kind[first]
-    matched = Matched(collective, members, channel, kind, np.isin(kind, _TOGETHER), calls.channels, tuple(notes))
-    return matched.keep(common & alike & ~shared)

@@ -1,4 +1,6 @@
-"""Many ranks' traces as one job: collectives matched, clocks aligned, who came last, who waited, and the verdict."""
+"""Joins the traces of many ranks into one job: matches collectives, aligns clocks, finds who arrived last and who
+waited, and reaches a verdict. `keep_essentials` reduces a trace to what a join needs, so that a thousand ranks fit
+in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import numpy as np
 from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.stats.robust import Ints
 from rankscope.analysis.traces.breakdown import Breakdown, break_down
-from rankscope.analysis.traces.communication.collectives import Collectives, hiding_intervals
+from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
 from rankscope.analysis.traces.joins.channels import Calls, gather_calls
 from rankscope.analysis.traces.joins.clock_alignment import Clocks, align
 from rankscope.analysis.traces.joins.collective_matching import Matched, match_calls
@@ -22,13 +24,15 @@ from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Confidence, Kind
 from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
 
+_NO_ROWS = np.zeros(0, dtype=np.int64)
+
 
 @dataclass(frozen=True)
 class RankWaits:
     collectives: int
-    last: int  # how often it came last
-    wait_us: float  # for others, in all collectives
-    exposed_wait_us: float | None  # of that, with nothing computed meanwhile, in the steps compared
+    last: int  # how often it arrived last
+    wait_us: float  # waiting for others, in all collectives
+    exposed_wait_us: float | None  # the part of wait_us while nothing computed, in the compared steps
     transfer_us: float
     self_us_per_step: float | None
 
@@ -38,7 +42,7 @@ class GroupWaits:
     group: str
     kind: str
     collectives: int
-    ranks: tuple[int, ...]  # those whose traces are there
+    ranks: tuple[int, ...]  # those with a trace
     last_arrivals: Mapping[int, int]
     wait_us: Mapping[int, float]
     transfer_us: float  # of all its collectives together
@@ -46,10 +50,10 @@ class GroupWaits:
 
 @dataclass(frozen=True)
 class Join:
-    clock_residual_us: float | None  # how far ends of one collective lie apart on the common clock, as a deviation
+    clock_residual_us: float | None  # standard deviation of the ends of a collective on the common clock
     collectives_matched: int
-    last_arrivals: Mapping[int, int]  # every collective counts once; a rank that never was last has 0
-    close_arrivals: int  # collectives in which the last two came closer together than the clocks can tell
+    last_arrivals: Mapping[int, int]  # each collective counts once; 0 for ranks that were never last
+    close_arrivals: int  # collectives in which the last two arrived closer together than the clocks can resolve
     waits: Mapping[int, RankWaits]
     groups: tuple[GroupWaits, ...]
     verdict: Kind
@@ -75,7 +79,7 @@ def join_traces(
     place_of: Mapping[int, int] | None = None,
     policy: Policy = DEFAULT_POLICY,
 ) -> Join:
-    """Traces by rank. `stage_of` gives each rank's pipeline stage and `place_of` its node, where they are known."""
+    """Traces by rank. `stage_of` gives each rank's pipeline stage and `place_of` its node, if known."""
     ranks = sorted(traces)
     calls = gather_calls(traces, collectives)
     matched = match_calls(calls, _step_numbers(calls, traces, collectives))
@@ -84,7 +88,7 @@ def join_traces(
     impossible = int((~arrivals.possible).sum())
     notes = list(matched.notes)
     if impossible:
-        notes.append(f"{impossible} collectives were left by one rank before another came: not the same; left out")
+        notes.append(f"{impossible} matches are impossible (one rank left before another arrived); excluded")
         matched = matched.keep(arrivals.possible)
         clocks = align(matched, ranks)
         arrivals = find_arrivals(matched, clocks)
@@ -92,7 +96,7 @@ def join_traces(
         breakdowns = {rank: break_down(trace) for rank, trace in traces.items()}
     steps = measure_steps(traces, collectives, breakdowns, matched, arrivals, clocks)
     world = _world_size(traces, calls)
-    notes += _silent_ranks(ranks, matched, clocks)
+    notes += _alignment_notes(ranks, matched, clocks)
     verdict = judge_steps(steps, world, ranks, matched.count, clocks.residual_us, stage_of, place_of, policy)
     last = np.bincount(np.searchsorted(ranks, matched.calls.rank[arrivals.last]), minlength=len(ranks))
     return Join(
@@ -118,7 +122,7 @@ def join_traces(
 
 
 def _step_numbers(calls: Calls, traces: Mapping[int, Trace], collectives: Mapping[int, Collectives]) -> Ints:
-    """The profiler's step in which each call was made, -1 where the profiler numbered none."""
+    """The profiler's step of each call, -1 if the profiler recorded none."""
     numbers = np.full(len(calls), NO_STEP, dtype=np.int64)
     for rank, trace in traces.items():
         found = find_steps(trace)
@@ -127,27 +131,29 @@ def _step_numbers(calls: Calls, traces: Mapping[int, Trace], collectives: Mappin
         mine = np.flatnonzero(calls.rank == rank)
         rows = collectives[rank].call_row[calls.row[mine]]
         # Without the host's call there is only the kernel's start, which may be a step late.
-        asked = np.where(rows >= 0, trace.start_ns[rows], collectives[rank].start_ns[calls.row[mine]])
-        position = found.at(asked)
+        called = np.where(rows >= 0, trace.start_ns[rows], collectives[rank].start_ns[calls.row[mine]])
+        position = found.at(called)
         numbers[mine] = np.where(position >= 0, found.number[position], NO_STEP)
     return numbers
 
 
 def _world_size(traces: Mapping[int, Trace], calls: Calls) -> int:
-    told = max((trace.world_size or 0 for trace in traces.values()), default=0)
+    known = max((trace.world_size or 0 for trace in traces.values()), default=0)
     largest = max((channel.size for channel in calls.channels), default=0)
-    return max(told, largest, len(traces), max(traces, default=-1) + 1)
+    return max(known, largest, len(traces), max(traces, default=-1) + 1)
 
 
-def _silent_ranks(ranks: list[int], matched: Matched, clocks: Clocks) -> list[str]:
+def _alignment_notes(ranks: list[int], matched: Matched, clocks: Clocks) -> list[str]:
     notes = []
-    silent = sorted(set(ranks) - set(matched.calls.rank.tolist()))
-    if silent and len(ranks) > 1:
-        notes.append(f"{ranks_in_words(silent)}: no collective in common with another trace; its clock is left alone")
+    unmatched = sorted(set(ranks) - set(matched.calls.rank.tolist()))
+    if unmatched and len(ranks) > 1:
+        notes.append(f"{ranks_in_words(unmatched)}: no collective in common with another trace; clock not aligned")
     apart = [part for part in clocks.components if len(part) > 1]
     if len(apart) > 1:
         listed = "; ".join(ranks_in_words(part) for part in apart)
-        notes.append(f"{len(apart)} sets of ranks share no collective and keep their own clocks: {listed}")
+        notes.append(
+            f"{len(apart)} sets of ranks share no collective; their clocks are not aligned with each other: {listed}"
+        )
     return notes
 
 
@@ -195,19 +201,14 @@ def _group_waits(matched: Matched, arrivals: Arrivals) -> tuple[GroupWaits, ...]
     return tuple(found)
 
 
-# What a join needs of a trace, and no more: with a thousand ranks, columns of all events do not fit in memory.
-
-_NO_ROWS = np.zeros(0, dtype=np.int64)
-
-
 def keep_essentials(trace: Trace, collectives: Collectives) -> tuple[Trace, Collectives]:
-    """The steps' annotations, the calls and kernels of collectives, and everything that could hide them as one row per
-    stretch of time. Joining these gives what joining the whole traces gives."""
+    """Keep the annotations of steps, the calls and kernels of collectives, and the intervals of computation, one row
+    each. Joining these gives the same result as joining the whole traces."""
     steps = np.fromiter((name.startswith("ProfilerStep") for name in trace.names), dtype=bool, count=len(trace.names))
     marked = np.flatnonzero(steps[trace.name] & trace.of(Category.USER_ANNOTATION, Category.CPU_OP))
-    talking = np.concatenate((collectives.call_row, collectives.kernel_row))
-    rows = np.unique(np.concatenate((marked, talking[talking >= 0])))
-    busy_start, busy_end = hiding_intervals(trace)
+    communicating = np.concatenate((collectives.call_row, collectives.kernel_row))
+    rows = np.unique(np.concatenate((marked, communicating[communicating >= 0])))
+    busy_start, busy_end = compute_intervals(trace)
     on_device = bool(trace.of(Category.KERNEL).any())
     names, name_of = np.unique(trace.name[rows], return_inverse=True)
     texts = (*(trace.names[index] for index in names.tolist()), "anything that computes")
@@ -222,7 +223,8 @@ def keep_essentials(trace: Trace, collectives: Collectives) -> tuple[Trace, Coll
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
     kind = np.int8(Category.KERNEL if on_device else Category.CPU_OP)
-    small = Trace(
+    small = replace(
+        trace,
         start_ns=start[order],
         duration_ns=duration[order],
         category=np.concatenate((trace.category[rows], np.full(count, kind, dtype=np.int8)))[order],
@@ -235,15 +237,8 @@ def keep_essentials(trace: Trace, collectives: Collectives) -> tuple[Trace, Coll
         external_id=column(trace.external_id, ABSENT),
         size_bytes=column(trace.size_bytes, ABSENT),
         names=texts,
-        base_ns=trace.base_ns,
-        rank=trace.rank,
-        world_size=trace.world_size,
-        backend=trace.backend,
-        devices=trace.devices,
-        groups=trace.groups,
         collectives=CollectiveColumns(*(_NO_ROWS for _ in fields(CollectiveColumns))),
         memory=MemoryColumns(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS, np.zeros(0, dtype=bool), _NO_ROWS),
-        repairs=trace.repairs,
     )
 
     def moved(old: Ints) -> Ints:

@@ -1,4 +1,5 @@
-"""One trace of many ranks that opens in Perfetto: each rank's processes together and in order, on a common clock."""
+"""Merges the traces of many ranks into one that opens in Perfetto: one process per rank with its threads and
+streams, on a common clock."""
 
 from __future__ import annotations
 
@@ -13,18 +14,15 @@ import msgspec
 
 from rankscope.analysis.traces.joins.clock_alignment import ClockShift
 from rankscope.analysis.traces.reader.json_stream import Ending, Text, batches, blocks_of, inflate
-from rankscope.analysis.traces.trace import Repairs, TraceError
-
-# Tracks of a merged trace: one process per rank, in which its host's threads and its devices' streams are threads.
+from rankscope.analysis.traces.reader.trace_file import skip_to_events
+from rankscope.analysis.traces.trace import Repairs
 
 RawEvent: TypeAlias = dict[str, msgspec.Raw]
-
-# A rank's process has this number plus the rank: no process is 0, which viewers take for the kernel's idle task.
+# A rank's process has this number plus the rank. 0 is avoided because viewers treat it as the kernel's idle task.
 FIRST_PROCESS = 1_000_000
-# Beyond what an operating system gives to threads; for tracks whose own number is taken or no number at all.
+# Larger than any thread id of an operating system; for tracks whose own number is taken or not a number.
 _FIRST_OWN_THREAD = 1 << 23
 _DEVICE_ORDER, _OTHER_ORDER = 1 << 24, 1 << 25
-
 ON_DEVICE = frozenset(
     f'"{category}"'.encode()
     for category in (
@@ -37,21 +35,35 @@ ON_DEVICE = frozenset(
         "mtia_ccp_events",
     )
 )
-PROCESS_NOTES = frozenset({b'"process_name"', b'"process_labels"', b'"process_sort_index"'})
-THREAD_NOTES = frozenset({b'"thread_name"', b'"thread_sort_index"'})
+_PROCESS_METADATA = frozenset({b'"process_name"', b'"process_labels"', b'"process_sort_index"'})
+_THREAD_METADATA = frozenset({b'"thread_name"', b'"thread_sort_index"'})
+# Times are written relative to this long before the first event of the first rank, so that none is negative. A float
+# holds nanoseconds there, but not since 1970.
+LEAD_NS = 600_000_000_000
+_FLOW_BITS = 32
+_MISSING = msgspec.Raw(b"")
+_NO_TEXT = msgspec.Raw(b'""')
+_BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*"?(-?\d{1,19})(?!\d)')
+_PLAIN = re.compile(rb"(-?)(\d+)(?:\.(\d*))?")
+# Larger values exceed 64 bits in nanoseconds and are not times.
+_FURTHEST_DIGITS = 16
+_FURTHEST_MICROSECONDS = 10**_FURTHEST_DIGITS
+_FURTHEST_NS = 1 << 62
+_EVENTS = msgspec.json.Decoder(list[RawEvent])
+_ENCODER = msgspec.json.Encoder()
 
 
 @dataclass
 class RankTracks:
-    """What a rank's file calls (process, thread) gets one thread number. Devices of one process may have streams of
-    equal number, and so may a device and the host."""
+    """Maps a (process, thread) of a rank's file to a thread number. Streams of several devices may have equal
+    numbers, and so may a device and the host."""
 
     position: int  # of the rank among all: the order of the tracks
     rank: int
     _threads: dict[tuple[bytes, bytes], int] = field(default_factory=dict)
     _taken: set[int] = field(default_factory=set)
     _on_device: set[tuple[bytes, bytes]] = field(default_factory=set)
-    _noted: dict[tuple[bytes, bytes], list[RawEvent]] = field(default_factory=dict)
+    _thread_metadata: dict[tuple[bytes, bytes], list[RawEvent]] = field(default_factory=dict)
 
     @property
     def process(self) -> int:
@@ -70,83 +82,67 @@ class RankTracks:
             self._taken.add(number)
         return number
 
-    def note_thread(self, pid: bytes, tid: bytes, event: RawEvent) -> None:
-        """Kept until it is known which threads have events: a trace names the streams of devices it never used."""
-        self._noted.setdefault((pid, tid), []).append(event)
+    def keep_thread_metadata(self, pid: bytes, tid: bytes, event: RawEvent) -> None:
+        """Kept until it is known which threads have events: traces also name streams of devices that were never
+        used."""
+        self._thread_metadata.setdefault((pid, tid), []).append(event)
 
-    def notes(self) -> Iterator[dict[str, Any]]:
-        """What names and orders the process and its threads: host, then devices, then what the profiler adds."""
-        yield self._note("process_name", 0, name=f"rank {self.rank}")
-        yield self._note("process_sort_index", 0, sort_index=self.position)
+    def metadata(self) -> Iterator[dict[str, Any]]:
+        """Metadata events that name and order the process and its threads: host, then devices, then the profiler's
+        own."""
+        yield self._metadata_event("process_name", 0, name=f"rank {self.rank}")
+        yield self._metadata_event("process_sort_index", 0, sort_index=self.position)
         for (pid, tid), number in self._threads.items():
             if (pid, tid) in self._on_device:
                 device, stream = pid.decode(errors="replace"), tid.decode(errors="replace")
                 order = _DEVICE_ORDER + (int(stream) if stream.isdigit() else 0)
-                yield self._note("thread_name", number, name=f"GPU {device} stream {stream}")
-                yield self._note("thread_sort_index", number, sort_index=order)
+                yield self._metadata_event("thread_name", number, name=f"GPU {device} stream {stream}")
+                yield self._metadata_event("thread_sort_index", number, sort_index=order)
             elif not pid.isdigit():
                 name = tid.decode(errors="replace").strip('"') or "profiler"
-                yield self._note("thread_name", number, name=name)
-                yield self._note("thread_sort_index", number, sort_index=_OTHER_ORDER)
+                yield self._metadata_event("thread_name", number, name=name)
+                yield self._metadata_event("thread_sort_index", number, sort_index=_OTHER_ORDER)
             else:
-                for event in self._noted.get((pid, tid), []):
+                for event in self._thread_metadata.get((pid, tid), []):
                     yield {**event, "pid": self.process, "tid": number}
 
-    def _note(self, kind: str, thread: int, **arguments: object) -> dict[str, Any]:
+    def _metadata_event(self, kind: str, thread: int, **arguments: object) -> dict[str, Any]:
         return {"name": kind, "ph": "M", "pid": self.process, "tid": thread, "ts": 0, "args": arguments}
-
-
-# Times are written from so long before the first event of the first rank, that none becomes negative: a float holds
-# nanoseconds there, which it does not since 1970.
-BEFORE_FIRST_NS = 600_000_000_000
-_HEAD_BYTES = 256 << 10
-_FLOW_BITS = 32
-_MISSING = msgspec.Raw(b"")
-_NO_TEXT = msgspec.Raw(b'""')
-_BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*"?(-?\d{1,19})(?!\d)')
-_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
-_PLAIN = re.compile(rb"(-?)(\d+)(?:\.(\d*))?")
-# Beyond what 64 bits hold in nanoseconds nothing is a time.
-_FURTHEST_DIGITS = 16
-_FURTHEST_MICROSECONDS = 10**_FURTHEST_DIGITS
-_FURTHEST_NS = 1 << 62
-_EVENTS = msgspec.json.Decoder(list[RawEvent])
-_ENCODER = msgspec.json.Encoder()
 
 
 def merge_for_perfetto(
     files: Iterable[tuple[int, bytes | memoryview]], shifts: Mapping[int, ClockShift]
 ) -> Iterator[bytes]:
-    """Pieces of one JSON text, from (rank, file) in the order in which the ranks are to stand; a file may be gzip. At
-    no time is more than one file's piece held, so that `files` may open them one by one. A rank without a shift keeps
-    its clock, unless that is more than ten minutes from the first rank's. Every event is kept, but for the names that
-    files give to processes and to threads without events."""
+    """Yield pieces of one JSON text from (rank, file) in the order in which the ranks are shown; a file may be gzip.
+    Only a piece of one file is held at a time, so `files` may open them one by one. A rank without a shift keeps its
+    clock, unless it differs by more than ten minutes from the first rank's. All events are kept, except names of
+    processes and of threads without events."""
     origin: int | None = None
     separator = b""
     for position, (rank, data) in enumerate(files):
         base = _base_ns(data)
         shift = shifts.get(rank, ClockShift())
         text = Text(inflate(blocks_of(data)), Repairs())
-        go_to_events(text)
+        skip_to_events(text)
         writer: _RankWriter | None = None
         for batch in batches(text, Ending()):
             events = _EVENTS.decode(in_utf8(batch.text))
             if writer is None:
                 first = _first_ns(events, base) + shift.offset_ns
                 if origin is None:
-                    # What is no time is shown as it is: a header holds 64 bits.
-                    origin = (first if abs(first) < _FURTHEST_NS else 0) - BEFORE_FIRST_NS
+                    # Invalid times are written as they are: the header holds 64 bits.
+                    origin = (first if abs(first) < _FURTHEST_NS else 0) - LEAD_NS
                     yield _head(origin)
-                elif abs(first - origin - BEFORE_FIRST_NS) > BEFORE_FIRST_NS:
-                    # Nothing aligned this clock, and what it says cannot be: shown from the first rank's beginning.
-                    shift = ClockShift(shift.offset_ns + origin + BEFORE_FIRST_NS - first)
+                elif abs(first - origin - LEAD_NS) > LEAD_NS:
+                    # This clock could not be aligned and is implausible: shown from the first rank's beginning.
+                    shift = ClockShift(shift.offset_ns + origin + LEAD_NS - first)
                 writer = _RankWriter(RankTracks(position, rank), base, origin, shift)
             kept = [event for event in map(writer.rewritten, events) if event]
             if kept:
                 yield separator + _ENCODER.encode(kept)[1:-1]
                 separator = b",\n"
         if writer is not None:
-            yield separator + _ENCODER.encode(list(writer.tracks.notes()))[1:-1]
+            yield separator + _ENCODER.encode(list(writer.tracks.metadata()))[1:-1]
             separator = b",\n"
     yield b"\n]}" if origin is not None else b'{"traceEvents":[]}'
 
@@ -170,9 +166,9 @@ class _RankWriter:
         pid, tid = bytes(event.get("pid", _NO_TEXT)), bytes(event.get("tid", _NO_TEXT))
         if bytes(event.get("ph", _MISSING)) == b'"M"':
             name = bytes(event.get("name", _MISSING))
-            if name in THREAD_NOTES:
-                self.tracks.note_thread(pid, tid, event)
-            if name in THREAD_NOTES or name in PROCESS_NOTES:
+            if name in _THREAD_METADATA:
+                self.tracks.keep_thread_metadata(pid, tid, event)
+            if name in _THREAD_METADATA or name in _PROCESS_METADATA:
                 return None
         event["tid"] = msgspec.Raw(b"%d" % self.tracks.thread(pid, tid, bytes(event.get("cat", _MISSING))))
         event["pid"] = self._process
@@ -198,18 +194,19 @@ class _RankWriter:
 
 
 def in_utf8(text: bytes) -> bytes:
-    """A reader that skips a text does not mind its encoding; others would."""
+    """A decoder that skips a string ignores its encoding; others would reject it."""
     return text if text.isascii() else text.decode(errors="replace").encode()
 
 
 def nanoseconds(written: bytes) -> int | None:
-    """Of a number of microseconds as it is written: exact, where a float since 1970 knows quarters of microseconds."""
+    """Exact nanoseconds from a written number of microseconds; a float since 1970 resolves only quarters of
+    microseconds."""
     written = written.strip(b'"')
     plain = _PLAIN.fullmatch(written)
     if plain is None:
         try:
             value = Decimal(written.decode(errors="replace"))
-            # 1e999999 is a number too, of a million digits.
+            # 1e999999 is a number too, with a million digits.
             return int(value * 1000) if abs(value) < _FURTHEST_MICROSECONDS else None
         except (InvalidOperation, ValueError, OverflowError):
             return None
@@ -231,7 +228,7 @@ def _flow_number(written: bytes) -> int:
 
 
 def _base_ns(data: bytes | memoryview) -> int:
-    """Usually before the events; where it is not, the whole text is searched."""
+    """Usually before the events; otherwise the whole text is searched."""
     tail = b""
     for block in inflate(blocks_of(data)):
         window = tail + block
@@ -242,25 +239,8 @@ def _base_ns(data: bytes | memoryview) -> int:
     return 0
 
 
-def go_to_events(text: Text) -> None:
-    """Just behind the bracket that opens the events. For texts that `read_trace` took."""
-    text.hold(_HEAD_BYTES)
-    start = len(text.held) - len(text.held.removeprefix(b"\xef\xbb\xbf").lstrip())
-    if text.held[start : start + 1] == b"[":
-        text.drop(start + 1)
-        return
-    while True:
-        found = _EVENTS_KEY.search(text.held)
-        if found:
-            text.drop(found.end())
-            return
-        if text.ended:
-            raise TraceError("no traceEvents found: not a Kineto trace")
-        text.hold(2 * len(text.held))
-
-
 def _first_ns(events: list[RawEvent], base_ns: int) -> int:
-    """Of what happened, not of what describes: notes may bear any time."""
+    """The first time of an event other than metadata, which may have any time."""
     for event in events:
         start = nanoseconds(bytes(event.get("ts", _MISSING)))
         if start is not None and bytes(event.get("ph", _MISSING)) != b'"M"':

@@ -9,7 +9,7 @@ import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, median_or_nan
 from rankscope.analysis.traces.breakdown import Breakdown, StepParts
-from rankscope.analysis.traces.communication.collectives import Collectives, hiding_intervals
+from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
 from rankscope.analysis.traces.intervals import covered_until, difference, union
 from rankscope.analysis.traces.joins.clock_alignment import Clocks
 from rankscope.analysis.traces.joins.collective_matching import Matched
@@ -25,11 +25,11 @@ class Arrivals:
     start_ns: Ints
     end_ns: Ints
     wait_ns: Ints  # for others; the rest of the duration is transfer
-    transfer_ns: Ints  # by collective: what it takes when everybody is there
+    transfer_ns: Ints  # by collective: what it takes when all ranks are there
     last: Ints  # by collective: the member (row) that came last
     lead_ns: Ints  # by collective: how long before the last the one before it came
     spread_ns: Ints  # by collective: from the first arrival to the last
-    possible: Bools  # by collective: nobody left before another came, as far as the clocks can tell
+    possible: Bools  # by collective: no rank left before another came, within the error of the clocks
 
 
 def find_arrivals(matched: Matched, clocks: Clocks) -> Arrivals:
@@ -210,7 +210,7 @@ def _rank_times(
     turned = begun + np.minimum(arrivals.wait_ns[members], ended - begun)  # from waiting to transfer
     others = collectives.measured & (collectives.group_size != 1)
     others[rows] = False
-    hiding = hiding_intervals(trace)
+    hiding = compute_intervals(trace)
     waiting = difference(union(begun, turned), hiding)
     moving = difference(union(turned, ended), hiding)
     unknown = difference(union(collectives.start_ns[others], collectives.end_ns[others]), hiding)

@@ -1,8 +1,8 @@
 """The verdict on a capture: the rules that watch a running job, with the capture's few steps as their windows.
 
 A capture has 2 to 10 steps and not the 20 that a running job is judged by. A finding must therefore hold in three of
-five steps, as it must in three of five windows there, and in two at least; below five steps it is told with low
-confidence. One step names nobody."""
+five steps, as it must in three of five windows there, and in two at least; below five steps confidence
+is low. One step names no rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Floats, median_or_nan
 from rankscope.analysis.traces.joins.self_time import StepTimes
-from rankscope.analysis.verdicts.communication import TransferBaseline
 from rankscope.analysis.verdicts.findings import ReadyWindow, imbalance_impact, observe
 from rankscope.analysis.verdicts.job_summary import summarize
-from rankscope.analysis.verdicts.rules import HEALTHY, RecentWindows
+from rankscope.analysis.verdicts.rules import HEALTHY, UNEVEN, RecentWindows
+from rankscope.analysis.verdicts.slow_communication import TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import screen
 from rankscope.analysis.verdicts.thresholds import Policy
-from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict, percent
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict, percent
 from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns, columns_of
 
@@ -53,12 +53,17 @@ def judge_steps(
     policy = replace(policy, windows_kept=count, windows_for_alarm=needed, windows_for_warning=needed)
     spread = _spread(times)
     recent, baseline = RecentWindows(policy), TransferBaseline()
+
+    def ready(steps: slice) -> ReadyWindow:
+        return _ready(_columns(times, steps, spread, stage_of or {}, place_of or {}), world_size, policy)
+
     verdict = HEALTHY
     for step in range(count):
-        columns = _columns(times, slice(step, step + 1), spread, stage_of, place_of)
-        verdict = recent.decide(observe(_ready(columns, world_size, policy), baseline, policy), HEALTHY)
+        verdict = recent.decide(observe(ready(slice(step, step + 1)), baseline, policy), HEALTHY)
     if verdict.kind is Kind.HEALTHY and count >= STEPS_FOR_IMBALANCE:
-        verdict = _imbalance(times, spread, world_size, stage_of, place_of, policy) or verdict
+        # All steps together: in each of them some rank may stand out, another one each time.
+        impact = imbalance_impact(ready(slice(None)).summary, policy)
+        verdict = verdict if impact is None else replace(UNEVEN, impact_ratio=impact)
     if verdict.kind is Kind.DATA_IMBALANCE and times.on_host and _lost_ns(verdict, times) < HOST_IMBALANCE_NS:
         verdict = HEALTHY
     confidence = Confidence.HIGH if count >= STEPS_FOR_CONFIDENCE else Confidence.LOW
@@ -126,8 +131,8 @@ def _columns(
     times: StepTimes,
     steps: slice,
     spread: Floats,
-    stage_of: Mapping[int, int] | None,
-    place_of: Mapping[int, int] | None,
+    stage_of: Mapping[int, int],
+    place_of: Mapping[int, int],
 ) -> RankColumns:
     rows = []
     for row, rank in enumerate(times.rank.tolist()):
@@ -140,8 +145,8 @@ def _columns(
         rows.append(
             {
                 "rank": rank,
-                "stage": (stage_of or {}).get(rank, -1),
-                "place": (place_of or {}).get(rank, 0),
+                "stage": stage_of.get(rank, -1),
+                "place": place_of.get(rank, 0),
                 "steps": int(known.sum()),
                 "step_seconds": step,
                 "self_seconds": step - wait,
@@ -157,25 +162,3 @@ def _ready(columns: RankColumns, world_size: int, policy: Policy) -> ReadyWindow
     screened = screen(columns, policy)
     window = JobWindow(0.0, median_or_nan(columns.step_seconds), world_size, columns)
     return ReadyWindow(window, screened, slice(0, len(columns)), summarize(columns, screened, 1)[0])
-
-
-def _imbalance(
-    times: StepTimes,
-    spread: Floats,
-    world_size: int,
-    stage_of: Mapping[int, int] | None,
-    place_of: Mapping[int, int] | None,
-    policy: Policy,
-) -> Verdict | None:
-    """All steps together: in each of them somebody may stand out, and be another one each time."""
-    summary = _ready(_columns(times, slice(None), spread, stage_of, place_of), world_size, policy).summary
-    impact = imbalance_impact(summary, policy)
-    if impact is None:
-        return None
-    return Verdict(
-        Kind.DATA_IMBALANCE,
-        "all ranks wait in turn: the work of a step is spread unevenly, and differently each time",
-        Severity.ALARM,
-        impact_ratio=impact,
-        cause=Cause("unknown", (), "self time varies by step"),
-    )

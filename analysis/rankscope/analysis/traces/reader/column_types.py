@@ -1,4 +1,4 @@
-"""Columns of numbers from what a trace says: integers, floats, numbers as texts, nothing at all."""
+"""Conversion of event fields to columns: integers, times, names and categories, whatever type the profiler wrote."""
 
 from __future__ import annotations
 
@@ -8,20 +8,56 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rankscope.analysis.stats.robust import Bools, Ints
-from rankscope.analysis.traces.trace import ABSENT
+from rankscope.analysis.traces.trace import ABSENT, Category
 
-# Up to here a float of microseconds tells one nanosecond from the next: half its spacing is below half of 0.001.
+# Below this, a float of microseconds distinguishes nanoseconds: half its spacing is less than half of 0.001.
 _FLOAT_LIMIT_US = float(1 << 43)
-# Two of these still add up within 64 bits.
+# Two of these can be added within 64 bits.
 _TIME_LIMIT_US = float(1 << 62) / 1000
 _UNSIGNED_MINUS_ONE = (1 << 32) - 1
 _LARGEST = (1 << 63) - 1
+# A call of a communication library, as annotated by torch: nccl:all_reduce, gloo:broadcast.
+COMMUNICATION_CALL = re.compile(r"(?:[a-z]*ccl|gloo|mpi):([A-Za-z_]\w*)")
+
+_CATEGORY_NAMES = {
+    Category.CPU_OP: ("cpu_op", "operator", "cpu_operator"),
+    Category.KERNEL: ("kernel", "concurrent_kernel", "gpu_kernel"),
+    Category.MEMCPY: ("gpu_memcpy", "memcpy", "gpu_memcpy2"),
+    Category.MEMSET: ("gpu_memset", "memset"),
+    Category.RUNTIME: (
+        "cuda_runtime",
+        "runtime",
+        "hip_runtime",
+        "roctracer",
+        "xpu_runtime",
+        "privateuse1_runtime",
+        "mtia_runtime",
+    ),
+    Category.DRIVER: ("cuda_driver", "driver", "hip_driver", "xpu_driver", "privateuse1_driver"),
+    Category.SYNC: ("cuda_sync", "sync", "hip_sync", "xpu_sync"),
+    Category.USER_ANNOTATION: ("user_annotation", "annotation"),
+    Category.GPU_ANNOTATION: ("gpu_user_annotation", "gpu_annotation"),
+    Category.PYTHON: ("python_function", "python"),
+    Category.OVERHEAD: ("overhead",),
+    Category.DEVICE_EVENT: ("mtia_ccp_events",),
+}
+_BY_WORD = {word: category for category, words in _CATEGORY_NAMES.items() for word in words}
+# Profilers before torch 1.13 labelled all host events as operators.
+_ANNOTATION = re.compile(r"ProfilerStep#|Optimizer\.(step|zero_grad)#|[a-z]+ccl:|gloo:|mpi:|enumerate\(DataLoader\)#")
+_RUNTIME_CALL = re.compile(r"(cuda|hip)[A-Z]\w*$")
+_DRIVER_CALL = re.compile(r"cu[A-Z]\w*$")
+# MTIA has one category for everything its control processor sees. Jobs and packets enclose the kernels they ran.
+# Kernels are the rest, named `pe_exe` if the launch, which has the name, precedes the recording.
+_MTIA_COPY = re.compile(r"dma")
+_MTIA_WAIT = re.compile(r"event_(wait|record)$")
+_MTIA_ENVELOPE = re.compile(r"job_exe|packet|cpum_exe_subgraph")
 
 
 def integers(values: list[Any]) -> Ints:
-    """Integers, ABSENT where a value is none."""
+    """Integers; ABSENT for values that are not."""
     try:
         column = np.array(values, dtype=np.int64)
     except (TypeError, ValueError, OverflowError):
@@ -30,13 +66,13 @@ def integers(values: list[Any]) -> Ints:
 
 
 def _one_by_one(values: list[Any]) -> Ints:
-    # As a rule it is a text or two among thousands of numbers ("Spans" for a process).
+    # Typically one or two strings among thousands of numbers ("Spans" as a process).
     few = [value if type(value) is int and -_LARGEST <= value <= _LARGEST else _integer(value) for value in values]
     return np.array(few, dtype=np.int64)
 
 
 def identifiers(values: list[Any]) -> Ints:
-    """Integers of which some profilers write -1 as an unsigned number."""
+    """Integers for which some profilers write -1 as an unsigned number."""
     column = integers(values)
     column[column == _UNSIGNED_MINUS_ONE] = ABSENT
     return column
@@ -51,8 +87,8 @@ def _integer(value: Any) -> int:
 
 
 def times_ns(values: list[Any], written: Callable[[], list[bytes]]) -> tuple[Ints, Bools]:
-    """Nanoseconds of times in microseconds, and where there is a time at all. `written` gives the same values as they
-    stand in the file; it is asked only where a float cannot hold all digits."""
+    """Microseconds as nanoseconds, and a mask of the valid ones. `written` returns the values as they are in the
+    file; it is called only if a float cannot hold all digits."""
     try:
         microseconds = np.array(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -70,7 +106,7 @@ def times_ns(values: list[Any], written: Callable[[], list[bytes]]) -> tuple[Int
 
 
 def _exact_ns(texts: list[bytes], wanted: Bools) -> Ints:
-    """Written decimals as nanoseconds; at once where all have three places, as torch writes them."""
+    """Decimal texts as nanoseconds. Converted at once if all have three decimal places, as torch writes them."""
     joined = b",".join(texts)
     letters = np.frombuffer(joined, dtype=np.uint8)
     points, commas = np.flatnonzero(letters == ord(".")), np.flatnonzero(letters == ord(","))
@@ -101,14 +137,9 @@ def _float(value: Any) -> float:
         return float("nan")
 
 
-# Numbers the texts of a trace: a name is kept once, and what is asked of names is asked once of each.
-
-# A call of a communication library, as torch annotates it: nccl:all_reduce, gloo:broadcast.
-COMMUNICATION_CALL = re.compile(r"(?:[a-z]*ccl|gloo|mpi):([A-Za-z_]\w*)")
-
-
 class NameTable(dict[Any, int]):
-    """Numbers texts in the order they come. What is no text is known by how it is written."""
+    """Numbers strings in order of appearance, so that each name is stored and matched once. Other values are
+    converted to strings."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -124,7 +155,35 @@ class NameTable(dict[Any, int]):
         return number
 
     def communication_calls(self) -> Bools:
-        """Of each text, whether it is one."""
+        """Per string, whether it is a call of a communication library."""
         fresh = [COMMUNICATION_CALL.match(text) is not None for text in self.texts[len(self._calls) :]]
         self._calls = np.append(self._calls, np.array(fresh, dtype=bool))
         return self._calls
+
+
+class CategoryTable(dict[Any, int]):
+    def __missing__(self, written: Any) -> int:
+        words = written.lower() if isinstance(written, str) else ""
+        self[written] = found = int(_BY_WORD.get(words, Category.OTHER))
+        return found
+
+
+def correct_by_name(category: npt.NDArray[np.int8], name: Ints, names: list[str]) -> None:
+    """Correct categories in place: annotations that old profilers labelled as operators, runtime calls without a
+    known category, and MTIA's device events."""
+    if not len(names):
+        return
+
+    def named(pattern: re.Pattern[str]) -> Bools:
+        return np.array([pattern.match(text) is not None for text in names], dtype=bool)[name]
+
+    category[(category == Category.CPU_OP) & named(_ANNOTATION)] = Category.USER_ANNOTATION
+    other = category == Category.OTHER
+    category[other & named(_RUNTIME_CALL)] = Category.RUNTIME
+    category[other & named(_DRIVER_CALL)] = Category.DRIVER
+    device = category == Category.DEVICE_EVENT
+    if device.any():
+        category[device] = Category.KERNEL
+        category[device & named(_MTIA_COPY)] = Category.MEMCPY
+        category[device & named(_MTIA_WAIT)] = Category.SYNC
+        category[device & named(_MTIA_ENVELOPE)] = Category.OTHER

@@ -1,4 +1,5 @@
-"""Events of a piece of text as typed records: only the fields the analysis reads, whatever else a user noted there."""
+"""Decodes the JSON text of events into records with the fields that the analysis needs, and repairs invalid JSON
+that profilers write: control characters, NaN, stray backslashes, unbalanced quotes."""
 
 from __future__ import annotations
 
@@ -8,12 +9,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from rankscope.analysis.stats.robust import Bools, Ints
-from rankscope.analysis.traces.trace import Category, Repairs, TraceError
-
-# Where the events of a JSON array end, found by counting quotes and brackets over whole arrays of bytes.
+from rankscope.analysis.traces.trace import Repairs, TraceError
 
 _QUOTE, _BACKSLASH, _COMMA = ord('"'), ord("\\"), ord(",")
 _STEP = np.zeros(256, dtype=np.int8)
@@ -21,152 +19,35 @@ _STEP[[ord("{"), ord("[")]] = 1
 _STEP[[ord("}"), ord("]")]] = -1
 _STRUCTURAL = _STEP != 0
 _STRUCTURAL[_COMMA] = True
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A text that begins between two elements of an array."""
-
-    quotes: Ints  # positions of quotes that open or close a text
-    commas: Ints  # positions of commas between elements of that array
-    closing: int | None  # position of the bracket that closes the array
-
-    def within_texts(self, positions: Ints) -> Bools:
-        within: Bools = np.searchsorted(self.quotes, positions) % 2 == 1
-        return within
-
-    def pieces(self, length: int) -> tuple[list[int], list[int]]:
-        """Starts and ends of the elements, the last one reaching to the closing bracket or to the end of the text."""
-        end = length if self.closing is None else self.closing
-        commas = self.commas.tolist()
-        return [0, *(comma + 1 for comma in commas)], [*commas, end]
-
-
-def lay_out(text: bytes) -> Layout:
-    letters = np.frombuffer(text, dtype=np.uint8)
-    quotes = np.flatnonzero(letters == _QUOTE)
-    if b"\\" in text:
-        quotes = quotes[~_escaped(letters, quotes)]
-    marks = np.flatnonzero(_STRUCTURAL[letters])
-    marks = marks[np.searchsorted(quotes, marks) % 2 == 0]
-    kinds = letters[marks]
-    depth = np.cumsum(_STEP[kinds], dtype=np.int64)
-    below = np.flatnonzero(depth < 0)
-    closing = int(marks[below[0]]) if len(below) else None
-    commas = marks[(kinds == _COMMA) & (depth == 0)]
-    if closing is not None:
-        commas = commas[commas < closing]
-    return Layout(quotes, commas, closing)
-
-
-def _escaped(letters: np.ndarray[tuple[int], np.dtype[np.uint8]], positions: Ints) -> Bools:
-    """Whether an odd number of backslashes stands before each position."""
-    others = np.flatnonzero(letters != _BACKSLASH)
-    before = np.searchsorted(others, positions) - 1
-    last_other = np.where(before >= 0, others[np.maximum(before, 0)], -1)
-    escaped: Bools = (positions - last_other - 1) % 2 == 1
-    return escaped
-
-
-# Mends text that JSON does not allow but profilers have written: control characters, NaN, stray backslashes.
-
-CONTROL = "control character inside a text replaced by a space"
-ENCODING = "piece of text that is not UTF-8 replaced by U+FFFD"
-SURROGATE = "half of a surrogate pair replaced by U+FFFD"
-ESCAPE = "backslash that escapes nothing taken as a backslash"
-NOT_A_NUMBER = "NaN or Infinity taken as not measured"
-TOO_LARGE = "number too large to hold taken as not measured"
-
+CONTROL = "control character inside a string replaced by a space"
+ENCODING = "invalid UTF-8 replaced by U+FFFD"
+SURROGATE = "lone surrogate replaced by U+FFFD"
+ESCAPE = "invalid escape read as a backslash"
+NOT_A_NUMBER = "NaN or Infinity read as null"
+TOO_LARGE = "number out of range read as null"
 _TO_SPACE = bytes(letter if letter >= 0x20 else 0x20 for letter in range(256))
 _PAIR_OR_HALF = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
 )
-_MENDING_BACKSLASH = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})?')
-# Both begin at what precedes a value: a search from every letter, or from every digit of a long number, takes ages.
+_ESCAPE_SEQUENCE = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})?')
+# Both patterns start at what precedes a value: a search from every letter, or from every digit of a long number, would
+# be very slow.
 _WORD = re.compile(rb"[:,\[]\s*([-+]?(?:[Nn]a[Nn](?:\([a-z0-9]*\))?|[Ii]nf(?:inity)?|NAN|INF))(?![A-Za-z0-9])")
 _LONG_NUMBER = re.compile(
     rb"[:,\[]\s*(-?[0-9]{300,}(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|-?[0-9.]+[eE]\+?[0-9]{3,})(?![0-9.])"
 )
-
-
-def mend(text: bytes, repairs: Repairs, *, offset: int) -> bytes:
-    """The text with all of that mended, noted in `repairs`; the same text where there was nothing to mend."""
-    text = _mend_controls(text, repairs, offset)
-    text = _mend_encoding(text, repairs, offset)
-    if b"\\" in text:
-        text = _mend_escapes(text, repairs, offset)
-    text = _mend_values(text, _WORD, NOT_A_NUMBER, repairs, offset)
-    return _mend_values(text, _LONG_NUMBER, TOO_LARGE, repairs, offset)
-
-
-def _mend_controls(text: bytes, repairs: Repairs, offset: int) -> bytes:
-    # Outside of texts a control character is white space, so that all may become spaces.
-    places = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) < 0x20)
-    if not len(places):
-        return text
-    places = places[lay_out(text).within_texts(places)]
-    if not len(places):
-        return text
-    repairs.note(CONTROL, len(places), byte=offset + int(places[0]))
-    return text.translate(_TO_SPACE)
-
-
-def _mend_encoding(text: bytes, repairs: Repairs, offset: int) -> bytes:
-    if text.isascii():
-        return text
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        decoded = text.decode(errors="replace")
-        repairs.note(ENCODING, max(decoded.count("\ufffd"), 1), byte=offset + error.start)
-        return decoded.encode()
-    return text
-
-
-def _mend_escapes(text: bytes, repairs: Repairs, offset: int) -> bytes:
-    def whole(match: re.Match[bytes]) -> bytes:
-        found = match[0]
-        if len(found) != 6:
-            return found
-        repairs.note(SURROGATE, byte=offset + match.start())
-        return rb"\ufffd"
-
-    def escaped(match: re.Match[bytes]) -> bytes:
-        if len(match[0]) > 1:
-            return match[0]
-        repairs.note(ESCAPE, byte=offset + match.start())
-        return rb"\\"
-
-    return _MENDING_BACKSLASH.sub(escaped, _PAIR_OR_HALF.sub(whole, text))
-
-
-def _mend_values(text: bytes, pattern: re.Pattern[bytes], words: str, repairs: Repairs, offset: int) -> bytes:
-    matches = list(pattern.finditer(text))
-    if not matches:
-        return text
-    inside = lay_out(text).within_texts(np.array([match.start(1) for match in matches]))
-    found = [match for match, within in zip(matches, inside.tolist(), strict=True) if not within]
-    if found:
-        repairs.note(words, len(found), byte=offset + found[0].start(1))
-    pieces, done = [], 0
-    for match in found:
-        pieces += [text[done : match.start(1)], b"null"]
-        done = match.end()
-    return b"".join([*pieces, text[done:]])
-
-
-UNREADABLE = "event left out because it cannot be read"
-# Beyond this the file is not a trace with some damage but something else.
+UNREADABLE = "unreadable event skipped"
+# With more, the file is not a damaged trace but something else.
 UNREADABLE_LIMIT = 1000
-
 _NOTHING = msgspec.Raw()
 _PLACE = re.compile(r" \(byte (\d+)\)")
-# An event that begins, seen without counting brackets: how to find the way again behind a text with a stray quote.
+# The start of an event, recognised without counting brackets: to resume after a stray quote.
 _NEXT_EVENT = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|cat|name|pid|tid|ts|dur|id)"\s*:)')
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Arguments(msgspec.Struct, gc=False):
-    """Users may note anything under any name, so that no field insists on a type."""
+    """Users can record anything under any name, so the fields accept any type."""
 
     external_id: Any = msgspec.field(default=-1, name="External id")
     device: Any = -1
@@ -195,7 +76,7 @@ class Arguments(msgspec.Struct, gc=False):
     reserved_bytes: Any = msgspec.field(default=-1, name="Total Reserved")
     device_type: Any = msgspec.field(default=-1, name="Device Type")
     memory_device: Any = msgspec.field(default=-1, name="Device Id")
-    # Long lists in a trace with shapes; decoded only for the few events where they tell something.
+    # Long lists in traces with shapes; decoded only for the few events that need them.
     input_dims: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input Dims")
     input_type: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input type")
 
@@ -222,41 +103,38 @@ _TIMES = msgspec.json.Decoder(list[WrittenTimes])
 
 @dataclass(frozen=True)
 class Batch:
-    """Events and the text they were read from."""
+    """Events and their JSON text."""
 
     text: bytes
     events: list[Event]
 
     def written_times(self) -> list[WrittenTimes]:
-        """Of the same events, as they are written: what a float cannot hold."""
+        """The times as written in the file, with digits that a float cannot hold."""
         return _TIMES.decode(self.text)
 
 
 def decode(elements: bytes | memoryview) -> Batch:
-    """The events of a text `{…}, {…}, …`. That it decodes proves that it was cut between two events: a cut within a
-    text or within nested brackets leaves them open."""
+    """Decode a text `{…}, {…}, …`. Success proves that it was cut between two events: a cut inside a string or
+    nested brackets leaves them open."""
     text = b"".join((b"[", elements, b"]"))
     return Batch(text, _EVENTS.decode(text))
-
-
-DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decode_pieces(
     text: bytes, starts: list[int], ends: list[int], repairs: Repairs, *, offset: int
 ) -> tuple[list[Batch], int | None]:
-    """The readable events among the pieces of a text, mended where they must be, and found by halving; those that
-    cannot be read are noted and left out. When one of them has swallowed its neighbours (a stray quote does that),
-    reading stops; the second result is where the next event seems to begin."""
+    """Decode the elements of a text, repaired where necessary. Unreadable ones are found by bisection, noted and
+    skipped. If one of them swallowed its neighbours (because of a stray quote), decoding stops, and the second
+    result is the position where the next event seems to begin."""
     batches: list[Batch] = []
     waiting = [(0, len(starts))] if starts else []
     while waiting:
         first, last = waiting.pop()
         start, end = starts[first], ends[last - 1]
         try:
-            batch = _decode_mended(text[start:end], repairs, offset=offset + start)
+            batch = _decode_repaired(text[start:end], repairs, offset=offset + start)
             if not batch.events:
-                repairs.note("comma without an event behind it", byte=offset + start)
+                repairs.note("comma without a following event", byte=offset + start)
             batches.append(batch)
             continue
         except DECODE_ERRORS as error:
@@ -266,11 +144,32 @@ def decode_pieces(
             waiting += [(middle, last), (first, middle)]
             continue
         note_unreadable(repairs, explain(reason), byte=offset + end - len(text[start:end].lstrip()))
-        # The last piece ends where the array seems to, which a stray quote may have feigned.
+        # The last element ends where the array seems to end, which may be wrong after a stray quote.
         following = next_event(text, start, len(text) if last == len(starts) else end)
         if following is not None:
             return batches, following
     return batches, None
+
+
+def _decode_repaired(elements: bytes, repairs: Repairs, *, offset: int) -> Batch:
+    try:
+        return decode(elements)
+    except DECODE_ERRORS as error:
+        if not _is_repairable(error):
+            raise
+        fixes = Repairs()
+        repaired = repair_json(elements, fixes, offset=offset)
+        if repaired == elements:
+            raise
+        batch = decode(repaired)
+        repairs.add(fixes)
+        return batch
+
+
+def _is_repairable(error: Exception) -> bool:
+    if isinstance(error, msgspec.ValidationError):
+        return "range" in str(error)  # a number out of range; otherwise the element is not an event
+    return not isinstance(error, RecursionError)
 
 
 def next_event(text: bytes, start: int, end: int) -> int | None:
@@ -284,29 +183,8 @@ def note_unreadable(repairs: Repairs, reason: str, *, byte: int) -> None:
         raise TraceError(f"more than {UNREADABLE_LIMIT} events cannot be read; the last one: {reason}", byte=byte)
 
 
-def _decode_mended(elements: bytes, repairs: Repairs, *, offset: int) -> Batch:
-    try:
-        return decode(elements)
-    except DECODE_ERRORS as error:
-        if not _may_be_mended(error):
-            raise
-        mends = Repairs()
-        mended = mend(elements, mends, offset=offset)
-        if mended == elements:
-            raise
-        batch = decode(mended)
-        repairs.add(mends)
-        return batch
-
-
-def _may_be_mended(error: Exception) -> bool:
-    if isinstance(error, msgspec.ValidationError):
-        return "range" in str(error)  # a number that no float holds; else there is no event where one should be
-    return not isinstance(error, RecursionError)
-
-
 def explain(error: Exception) -> str:
-    """A decoder's complaint in words, without its own idea of the place."""
+    """A decoder's error as a clause, without its position."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     if isinstance(error, UnicodeDecodeError):
@@ -316,97 +194,117 @@ def explain(error: Exception) -> str:
 
 
 def place_of(error: Exception) -> int | None:
-    """How far into the text a decoder came."""
+    """The position of the error in the text."""
     found = _PLACE.search(str(error))
     return int(found[1]) if found else None
 
 
-# What kind of work an event is, by the category that profilers of all ages and makers wrote, else by its name.
-
-_WRITTEN = {
-    Category.CPU_OP: ("cpu_op", "operator", "cpu_operator"),
-    Category.KERNEL: ("kernel", "concurrent_kernel", "gpu_kernel"),
-    Category.MEMCPY: ("gpu_memcpy", "memcpy", "gpu_memcpy2"),
-    Category.MEMSET: ("gpu_memset", "memset"),
-    Category.RUNTIME: (
-        "cuda_runtime",
-        "runtime",
-        "hip_runtime",
-        "roctracer",
-        "xpu_runtime",
-        "privateuse1_runtime",
-        "mtia_runtime",
-    ),
-    Category.DRIVER: ("cuda_driver", "driver", "hip_driver", "xpu_driver", "privateuse1_driver"),
-    Category.SYNC: ("cuda_sync", "sync", "hip_sync", "xpu_sync"),
-    Category.USER_ANNOTATION: ("user_annotation", "annotation"),
-    Category.GPU_ANNOTATION: ("gpu_user_annotation", "gpu_annotation"),
-    Category.PYTHON: ("python_function", "python"),
-    Category.OVERHEAD: ("overhead",),
-    Category.DEVICE_EVENT: ("mtia_ccp_events",),
-}
-_BY_WORD = {word: category for category, words in _WRITTEN.items() for word in words}
-
-# Profilers before torch 1.13 called everything on the host an operator.
-_ANNOTATION = re.compile(r"ProfilerStep#|Optimizer\.(step|zero_grad)#|[a-z]+ccl:|gloo:|mpi:|enumerate\(DataLoader\)#")
-_RUNTIME_CALL = re.compile(r"(cuda|hip)[A-Z]\w*$")
-_DRIVER_CALL = re.compile(r"cu[A-Z]\w*$")
-# MTIA has one category for all that its control processor saw. A job and its packets stand around the kernels that they
-# ran; kernels are the rest, `pe_exe` where the launch and with it the name was before the recording.
-_MTIA_COPY = re.compile(r"dma")
-_MTIA_WAIT = re.compile(r"event_(wait|record)$")
-_MTIA_ENVELOPE = re.compile(r"job_exe|packet|cpum_exe_subgraph")
-
-
-class CategoryTable(dict[Any, int]):
-    def __missing__(self, written: Any) -> int:
-        words = written.lower() if isinstance(written, str) else ""
-        self[written] = found = int(_BY_WORD.get(words, Category.OTHER))
-        return found
-
-
-def correct_by_name(category: npt.NDArray[np.int8], name: Ints, names: list[str]) -> None:
-    """What a category alone does not tell: annotations that an old profiler called operators, runtime calls that have
-    no known category, and what an event of MTIA's device is. In place."""
-    if not len(names):
-        return
-
-    def named(pattern: re.Pattern[str]) -> Bools:
-        return np.array([pattern.match(text) is not None for text in names], dtype=bool)[name]
-
-    category[(category == Category.CPU_OP) & named(_ANNOTATION)] = Category.USER_ANNOTATION
-    other = category == Category.OTHER
-    category[other & named(_RUNTIME_CALL)] = Category.RUNTIME
-    category[other & named(_DRIVER_CALL)] = Category.DRIVER
-    device = category == Category.DEVICE_EVENT
-    if device.any():
-        category[device] = Category.KERNEL
-        category[device & named(_MTIA_COPY)] = Category.MEMCPY
-        category[device & named(_MTIA_WAIT)] = Category.SYNC
-        category[device & named(_MTIA_ENVELOPE)] = Category.OTHER
-
-
-# Makes whole events of those written as a beginning and an end.
-
-
 @dataclass(frozen=True)
-class Pairs:
-    begin: Ints  # rows, parallel
-    end: Ints
-    alone: int  # beginnings and ends without their other half
+class Layout:
+    """The structure of a text that begins between two elements of an array."""
+
+    quotes: Ints  # positions of quotes that open or close a string
+    commas: Ints  # positions of the commas between elements of the array
+    closing: int | None  # position of the bracket that closes the array
+
+    def within_texts(self, positions: Ints) -> Bools:
+        within: Bools = np.searchsorted(self.quotes, positions) % 2 == 1
+        return within
+
+    def pieces(self, length: int) -> tuple[list[int], list[int]]:
+        """Starts and ends of the elements. The last one ends at the closing bracket or at the end of the text."""
+        end = length if self.closing is None else self.closing
+        commas = self.commas.tolist()
+        return [0, *(comma + 1 for comma in commas)], [*commas, end]
 
 
-def pair(thread: Ints, time_ns: Ints, begins: Bools) -> Pairs:
-    """Rows are in the order of the file, which decides between events of the same thread and time. A beginning takes
-    its thread one level up and an end one level down, so that at each level they alternate and neighbours belong
-    together, also where the file starts in the middle of a stack."""
-    order = np.lexsort((np.arange(len(thread)), time_ns, thread))
-    step = np.where(begins[order], 1, -1)
-    level = np.cumsum(step) + (step < 0)
-    ranked = np.lexsort((np.arange(len(order)), level, thread[order]))
-    rows, levels = order[ranked], level[ranked]
-    together = (
-        begins[rows[:-1]] & ~begins[rows[1:]] & (thread[rows[:-1]] == thread[rows[1:]]) & (levels[:-1] == levels[1:])
-    )
-    first = np.flatnonzero(together)
-    return Pairs(rows[first], rows[first + 1], len(rows) - 2 * len(first))
+def lay_out(text: bytes) -> Layout:
+    letters = np.frombuffer(text, dtype=np.uint8)
+    quotes = np.flatnonzero(letters == _QUOTE)
+    if b"\\" in text:
+        quotes = quotes[~_escaped(letters, quotes)]
+    marks = np.flatnonzero(_STRUCTURAL[letters])
+    marks = marks[np.searchsorted(quotes, marks) % 2 == 0]
+    kinds = letters[marks]
+    depth = np.cumsum(_STEP[kinds], dtype=np.int64)
+    below = np.flatnonzero(depth < 0)
+    closing = int(marks[below[0]]) if len(below) else None
+    commas = marks[(kinds == _COMMA) & (depth == 0)]
+    if closing is not None:
+        commas = commas[commas < closing]
+    return Layout(quotes, commas, closing)
+
+
+def _escaped(letters: np.ndarray[tuple[int], np.dtype[np.uint8]], positions: Ints) -> Bools:
+    """Whether each position is preceded by an odd number of backslashes."""
+    others = np.flatnonzero(letters != _BACKSLASH)
+    before = np.searchsorted(others, positions) - 1
+    last_other = np.where(before >= 0, others[np.maximum(before, 0)], -1)
+    escaped: Bools = (positions - last_other - 1) % 2 == 1
+    return escaped
+
+
+def repair_json(text: bytes, repairs: Repairs, *, offset: int) -> bytes:
+    """The text with invalid JSON repaired and noted in `repairs`; the same text if there is nothing to repair."""
+    text = _repair_controls(text, repairs, offset)
+    text = _repair_encoding(text, repairs, offset)
+    if b"\\" in text:
+        text = _repair_escapes(text, repairs, offset)
+    text = _repair_values(text, _WORD, NOT_A_NUMBER, repairs, offset)
+    return _repair_values(text, _LONG_NUMBER, TOO_LARGE, repairs, offset)
+
+
+def _repair_controls(text: bytes, repairs: Repairs, offset: int) -> bytes:
+    # Outside of strings a control character is white space, so all of them can become spaces.
+    places = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) < 0x20)
+    if not len(places):
+        return text
+    places = places[lay_out(text).within_texts(places)]
+    if not len(places):
+        return text
+    repairs.note(CONTROL, len(places), byte=offset + int(places[0]))
+    return text.translate(_TO_SPACE)
+
+
+def _repair_encoding(text: bytes, repairs: Repairs, offset: int) -> bytes:
+    if text.isascii():
+        return text
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        decoded = text.decode(errors="replace")
+        repairs.note(ENCODING, max(decoded.count("\ufffd"), 1), byte=offset + error.start)
+        return decoded.encode()
+    return text
+
+
+def _repair_escapes(text: bytes, repairs: Repairs, offset: int) -> bytes:
+    def whole(match: re.Match[bytes]) -> bytes:
+        found = match[0]
+        if len(found) != 6:
+            return found
+        repairs.note(SURROGATE, byte=offset + match.start())
+        return rb"\ufffd"
+
+    def escaped(match: re.Match[bytes]) -> bytes:
+        if len(match[0]) > 1:
+            return match[0]
+        repairs.note(ESCAPE, byte=offset + match.start())
+        return rb"\\"
+
+    return _ESCAPE_SEQUENCE.sub(escaped, _PAIR_OR_HALF.sub(whole, text))
+
+
+def _repair_values(text: bytes, pattern: re.Pattern[bytes], words: str, repairs: Repairs, offset: int) -> bytes:
+    matches = list(pattern.finditer(text))
+    if not matches:
+        return text
+    inside = lay_out(text).within_texts(np.array([match.start(1) for match in matches]))
+    found = [match for match, within in zip(matches, inside.tolist(), strict=True) if not within]
+    if found:
+        repairs.note(words, len(found), byte=offset + found[0].start(1))
+    pieces, done = [], 0
+    for match in found:
+        pieces += [text[done : match.start(1)], b"null"]
+        done = match.end()
+    return b"".join([*pieces, text[done:]])

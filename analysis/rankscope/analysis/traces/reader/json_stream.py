@@ -1,4 +1,5 @@
-"""From the bytes of a file to blocks of JSON text: decompressed piece by piece, never more than was allowed."""
+"""Streams the events of a trace file: decompresses it block by block within a size limit, and splits the traceEvents
+array into batches of whole events, however it is formatted."""
 
 from __future__ import annotations
 
@@ -21,9 +22,8 @@ from rankscope.analysis.traces.trace import Repairs, TraceError
 
 BLOCK_BYTES = 1 << 20
 TEXT_LIMIT_BYTES = 16 << 30
-
 _GZIP = b"\x1f\x8b"
-_GZIP_WINDOW = 31  # zlib's word for "a gzip header, and check the sum at its end"
+_GZIP_WINDOW = 31  # zlib: expect a gzip header and verify the checksum
 _OTHER_KINDS = (
     (b"PK\x03\x04", "a zip archive"),
     (b"\x28\xb5\x2f\xfd", "zstandard-compressed"),
@@ -34,6 +34,15 @@ _OTHER_KINDS = (
     (b"\xfe\xff", "UTF-16 text"),
     (b"SQLite format 3", "an SQLite database (an Nsight export?)"),
 )
+# Large enough to amortize the decoder's start-up, small enough for its records to stay in the cache.
+PIECE_BYTES = 2 << 20
+# More than any event takes; without a limit a stray quote would swallow the file.
+EVENT_LIMIT_BYTES = 32 << 20
+# After a damaged position there may be another one soon: scanning a whole piece again for each would take hours.
+WARY_BYTES = 16 << 10
+_LIKELY_CUT = re.compile(rb"\}\s*,\s*(?=\{)")
+_LIKELY_END = re.compile(rb"\}\s*\]")
+_CUT_SEARCH_BYTES = 16 << 10
 
 
 def blocks_of(data: bytes | bytearray | memoryview) -> Iterator[memoryview]:
@@ -43,7 +52,7 @@ def blocks_of(data: bytes | bytearray | memoryview) -> Iterator[memoryview]:
 
 
 def inflate(blocks: Iterable[bytes | memoryview], *, limit_bytes: int = TEXT_LIMIT_BYTES) -> Iterator[bytes]:
-    """Blocks of plain text, whether the file was gzip or not."""
+    """Blocks of plain text, decompressed if the file is gzip."""
     source = iter(blocks)
     head = b""
     for block in source:
@@ -76,14 +85,14 @@ def _gunzip(head: bytes, source: Iterator[bytes | memoryview]) -> Iterator[bytes
             ended, waiting = len(block) == 0, bytes(block)
             read += len(waiting)
         if inflater.eof:
-            # Members may follow one another; zeros are a tape's padding.
+            # Gzip members may be concatenated; zeros are padding.
             waiting = waiting.lstrip(b"\0")
             if not waiting and ended:
                 return
             if not waiting:
                 continue
             if not waiting.startswith(_GZIP[: len(waiting)]):
-                raise TraceError(f"something else follows the gzip data at byte {read - len(waiting)} of the file")
+                raise TraceError(f"unexpected data after the gzip data at byte {read - len(waiting)} of the file")
             inflater = zlib.decompressobj(_GZIP_WINDOW)
         try:
             text = inflater.decompress(waiting, BLOCK_BYTES)
@@ -94,35 +103,21 @@ def _gunzip(head: bytes, source: Iterator[bytes | memoryview]) -> Iterator[bytes
         if text:
             yield text
         elif ended and not inflater.eof:
-            raise TraceError(f"the gzip data ends early, at byte {read} of the file; was it cut off while copied?")
-
-
-# Cuts the traceEvents array of a text that comes in blocks into batches of whole events, however it is formatted.
-
-# Large enough that a decoder's start-up does not count, small enough that its records stay in the cache.
-PIECE_BYTES = 2 << 20
-# One event never takes so much; without a limit a stray quote would swallow the file.
-EVENT_LIMIT_BYTES = 32 << 20
-# Behind a broken place there may be another at once: looking at a whole piece again for each would take hours.
-WARY_BYTES = 16 << 10
-
-_LIKELY_CUT = re.compile(rb"\}\s*,\s*(?=\{)")
-_LIKELY_END = re.compile(rb"\}\s*\]")
-_CUT_SEARCH_BYTES = 16 << 10
+            raise TraceError(f"the gzip data ends early, at byte {read} of the file; the file may be truncated")
 
 
 @dataclass
 class Text:
-    """The part of a text that is looked at; what was read is let go."""
+    """A sliding window over the text. Consumed text is released."""
 
     blocks: Iterator[bytes]
     repairs: Repairs
     held: bytearray = field(default_factory=bytearray)
-    offset: int = 0  # of held[0] in the whole text
+    offset: int = 0  # position of held[0] in the whole text
     ended: bool = False
 
     def hold(self, count: int) -> None:
-        """At least so many bytes, if there are so many."""
+        """Hold at least `count` bytes, if there are as many."""
         while len(self.held) < count and not self.ended:
             block = next(self.blocks, None)
             if block is None:
@@ -138,12 +133,12 @@ class Text:
 @dataclass
 class Ending:
     closed: bool = False
-    cut: bool = False  # the text ended before the array did
+    cut: bool = False  # the text ended inside the array
 
 
 def batches(text: Text, ending: Ending) -> Iterator[Batch]:
-    """All events from where `text` stands, just behind the opening bracket, to the closing one. Afterwards `ending`
-    tells how the array ended; the text stands behind it."""
+    """Yield all events of the array. `text` must be positioned after its opening bracket and ends up after the
+    closing one; `ending` then shows how the array ended."""
     reach = PIECE_BYTES
     while not (ending.closed or ending.cut):
         text.hold(reach)
@@ -177,13 +172,13 @@ def batches(text: Text, ending: Ending) -> Iterator[Batch]:
 
 
 def _decode_likely(text: Text, ending: Ending) -> Batch | None:
-    """Cuts where an event, or the array, seems to end, and lets the decoder prove it: much cheaper than counting
-    brackets. None where that was no place to cut, or where something is broken."""
+    """Cut where an event or the array seems to end, and let the decoder prove it: much cheaper than counting
+    brackets. None if the cut was wrong or the text is damaged."""
     pattern = _LIKELY_END if text.ended else _LIKELY_CUT
     cuts = list(pattern.finditer(text.held, max(0, len(text.held) - _CUT_SEARCH_BYTES)))
     if not cuts:
         return None
-    # What follows the array holds such brackets too, events seldom do.
+    # The metadata after the array contains such brackets too; events rarely do.
     cut = cuts[0] if text.ended else cuts[-1]
     try:
         with memoryview(text.held) as view, view[: cut.start() + 1] as elements:
@@ -199,7 +194,7 @@ def _finish_closed(text: Text, held: bytes, layout: Layout, ending: Ending) -> t
     starts, ends = layout.pieces(len(held))
     if not held[starts[-1] : ends[-1]].strip():
         if len(starts) > 1:
-            text.repairs.note("comma before the end of traceEvents taken away", byte=text.offset + ends[-2])
+            text.repairs.note("trailing comma in traceEvents removed", byte=text.offset + ends[-2])
         starts, ends = starts[:-1], ends[:-1]
     found, following = decode_pieces(held, starts, ends, text.repairs, offset=text.offset)
     ending.closed = following is None
@@ -211,14 +206,14 @@ def _finish_cut(text: Text, held: bytes, layout: Layout, ending: Ending) -> tupl
     starts, ends = layout.pieces(len(held))
     found, following = decode_pieces(held, starts[:-1], ends[:-1], text.repairs, offset=text.offset)
     if following is None:
-        # Either half an event, or whole ones behind a stray quote.
+        # Either an incomplete event, or whole ones after a stray quote.
         last = held[starts[-1] :]
         try:
             found.append(decode(last))
         except DECODE_ERRORS:
             following = next_event(held, starts[-1], len(held))
             if following is not None:
-                note_unreadable(text.repairs, "a quote is missing or one too many", byte=text.offset + starts[-1])
+                note_unreadable(text.repairs, "unbalanced quotes", byte=text.offset + starts[-1])
     ending.cut = following is None
     text.drop(len(held) if following is None else following)
     return found, following

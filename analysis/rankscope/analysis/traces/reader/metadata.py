@@ -1,4 +1,5 @@
-"""What a trace says about itself beside its events: base time, rank, devices and process groups, however shaped."""
+"""The metadata of a trace file: base time, rank, devices and process groups, in all formats that profilers have
+used."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from typing import Any
 import msgspec
 
 from rankscope.analysis.traces.reader.column_types import COMMUNICATION_CALL
-from rankscope.analysis.traces.reader.events import DECODE_ERRORS, explain, mend
+from rankscope.analysis.traces.reader.events import DECODE_ERRORS, explain, repair_json
 from rankscope.analysis.traces.trace import ABSENT, Device, ProcessGroup, Repairs
 
-# Of all groups together: two numbers in an event make a group of a million, and a trace has many events.
+# Of all groups together: two numbers in an event can describe a group of a million ranks, and a trace has many events.
 MEMBERS_LIMIT = 1 << 21
 RANK_LIMIT = 1 << 40
-# In the year 2116, and what is added to it still fits 64 bits.
+# The year 2116. Sums with it still fit 64 bits.
 FURTHEST_NS = 1 << 62
 _UNKNOWN_BACKENDS = ("", "undefined", "unknown", "none")
 
@@ -39,18 +40,18 @@ _DECODER = msgspec.json.Decoder(Description)
 
 
 def describe(text: bytes, repairs: Repairs, *, offset: int) -> Description:
-    """Of a JSON object; raises one of DECODE_ERRORS."""
+    """Decode a JSON object; raises one of DECODE_ERRORS."""
     try:
         return _DECODER.decode(text)
     except DECODE_ERRORS:
-        mends = Repairs()
-        description = _DECODER.decode(mend(text, mends, offset=offset))
-        repairs.add(mends)
+        fixes = Repairs()
+        description = _DECODER.decode(repair_json(text, fixes, offset=offset))
+        repairs.add(fixes)
         return description
 
 
 def describe_rest(text: bytes, repairs: Repairs, *, offset: int) -> Description:
-    """Of what follows traceEvents, down to the closing brace. What cannot be read there costs no event."""
+    """Decode what follows traceEvents, up to the closing brace. Errors there cost no events."""
     rest = text.strip()
     if rest == b"}":
         return Description()
@@ -66,13 +67,13 @@ def describe_rest(text: bytes, repairs: Repairs, *, offset: int) -> Description:
             if end:
                 repairs.note("the closing brace of the file is missing", byte=offset + len(text))
             return description
-    repairs.note(f"what stands after traceEvents cannot be read: {reason}", byte=offset)
+    repairs.note(f"metadata after traceEvents cannot be read: {reason}", byte=offset)
     return Description()
 
 
 @dataclass(frozen=True)
 class Membership:
-    """What one event's note says about its process group and this rank's place in it."""
+    """One event's description of its process group and of this rank's position in it."""
 
     name: str
     description: str
@@ -83,7 +84,7 @@ class Membership:
     place: int
 
     def members(self) -> Sequence[int]:
-        """Kineto shortens long lists; regular groups are told by their start and stride too."""
+        """Kineto shortens long lists; regular groups also have a start and a stride."""
         listed = rank_list(self.ranks)
         if listed and len(listed) == (self.size if self.size > 0 else len(listed)):
             return listed
@@ -98,14 +99,14 @@ def base_time_ns(description: Description, repairs: Repairs) -> int:
         return 0
     number = whole(description.base_time)
     if number is None or abs(number) > FURTHEST_NS:
-        repairs.note("baseTimeNanoseconds is no time: times are relative")
+        repairs.note("baseTimeNanoseconds is invalid; times are relative")
         return 0
     return number
 
 
 def rank_and_world(description: Description, memberships: list[Membership]) -> tuple[int | None, int | None]:
-    told = description.distributed if isinstance(description.distributed, dict) else {}
-    rank, world = whole(told.get("rank")), whole(told.get("world_size"))
+    distributed = description.distributed if isinstance(description.distributed, dict) else {}
+    rank, world = whole(distributed.get("rank")), whole(distributed.get("world_size"))
     for member in memberships:
         default = member.description == "default_pg"
         ranks = member.members()
@@ -122,8 +123,8 @@ def rank_and_world(description: Description, memberships: list[Membership]) -> t
 
 
 def backend_of(description: Description, names: list[str]) -> str:
-    told = description.distributed if isinstance(description.distributed, dict) else {}
-    backend = told.get("backend")
+    distributed = description.distributed if isinstance(description.distributed, dict) else {}
+    backend = distributed.get("backend")
     if isinstance(backend, str) and backend.lower() not in _UNKNOWN_BACKENDS:
         return backend
     prefixes = {text.split(":", 1)[0] for text in names if COMMUNICATION_CALL.match(text)}
@@ -145,9 +146,9 @@ def devices_of(description: Description) -> tuple[Device, ...]:
 
 
 def groups_of(description: Description, memberships: list[Membership]) -> tuple[ProcessGroup, ...]:
-    told = description.distributed if isinstance(description.distributed, dict) else {}
+    distributed = description.distributed if isinstance(description.distributed, dict) else {}
     groups: dict[str, ProcessGroup] = {}
-    for name, each in _configured(told.get("pg_config")):
+    for name, each in _configured(distributed.get("pg_config")):
         ranks = rank_list(each.get("ranks", each.get("pg_ranks", each.get("global_ranks"))))
         groups[name] = ProcessGroup(name, str(each.get("pg_desc", each.get("desc", "")) or ""), ranks)
     left = MEMBERS_LIMIT
@@ -163,7 +164,7 @@ def groups_of(description: Description, memberships: list[Membership]) -> tuple[
 
 
 def _configured(config: Any) -> list[tuple[str, dict[str, Any]]]:
-    """pg_config has been a list of objects, an object of objects, and either of them as a text."""
+    """pg_config has been a list of objects, an object of objects, and either of them as a string."""
     if isinstance(config, str):
         try:
             config = msgspec.json.decode(config)
@@ -178,7 +179,7 @@ def _configured(config: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def rank_list(value: Any) -> tuple[int, ...]:
-    """Ranks from a list or a text like "[0, 1]"; empty where it is shortened or no such thing."""
+    """Ranks from a list or a text such as "[0, 1]"; empty if it is shortened or invalid."""
     if isinstance(value, str):
         words = value.strip().strip("[]()").replace(",", " ").split()
         value = words if all(word.lstrip("-").isdigit() for word in words) else []
@@ -189,7 +190,7 @@ def rank_list(value: Any) -> tuple[int, ...]:
 
 
 def whole(value: Any) -> int | None:
-    """An integer, also out of a text or a float; None for anything else."""
+    """An integer, also from a string or a float; None for anything else."""
     if isinstance(value, bool) or value is None:
         return None
     try:

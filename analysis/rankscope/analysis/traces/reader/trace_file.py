@@ -1,19 +1,21 @@
-"""Reads a Kineto trace into columns: `read_trace`. Text is taken in blocks and let go as soon as its events are
-columns, so that the memory needed is that of the columns and a few megabytes."""
+"""Reads a Kineto trace into columns: `read_trace`. Text is read in blocks and released when its events are in
+columns, so that memory use is the columns plus a few megabytes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import fields
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.analysis.stats.robust import Ints
+from rankscope.analysis.stats.robust import Bools, Ints
 from rankscope.analysis.traces.reader import metadata
-from rankscope.analysis.traces.reader.event_columns import Gatherer
-from rankscope.analysis.traces.reader.events import DECODE_ERRORS, UNREADABLE, correct_by_name, explain, pair, place_of
+from rankscope.analysis.traces.reader.column_types import correct_by_name
+from rankscope.analysis.traces.reader.event_columns import ColumnBuilder
+from rankscope.analysis.traces.reader.events import DECODE_ERRORS, UNREADABLE, explain, place_of
 from rankscope.analysis.traces.reader.json_stream import TEXT_LIMIT_BYTES, Ending, Text, batches, blocks_of, inflate
 from rankscope.analysis.traces.reader.metadata import Description
 from rankscope.analysis.traces.trace import CollectiveColumns, MemoryColumns, Repairs, Trace, TraceError
@@ -22,7 +24,7 @@ __all__ = ["TraceError", "read_trace"]
 
 _SECOND_NS = 1_000_000_000
 _HEAD_BYTES = 256 << 10
-# What stands before or after the events is small, except where a tool keeps all its stacks there.
+# Metadata before or after the events is small, except if a tool stores all its stacks there.
 _DESCRIPTION_LIMIT_BYTES = 512 << 20
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*')
 _SPAN_COLUMNS = (
@@ -46,10 +48,10 @@ def read_trace(
     salvage: bool = True,
     text_limit_bytes: int = TEXT_LIMIT_BYTES,
 ) -> Trace:
-    """The trace in the bytes of a file, or in blocks of them as they are read; gzip is recognised by its first bytes.
+    """Read a trace from the bytes of a file or from an iterable of blocks; gzip is detected.
 
-    What can be mended is, and `Trace.repairs` says so. With `salvage`, a text that was cut off gives the events before
-    the cut; without, it is refused. Raises TraceError, with `name` before the reason."""
+    Damage is repaired if possible and listed in `Trace.repairs`. With `salvage`, a truncated text yields the events
+    before the cut; without, it is rejected. Raises TraceError with a message that starts with `name`."""
     blocks = blocks_of(data) if isinstance(data, bytes | bytearray | memoryview) else data
     try:
         return _read(blocks, salvage=salvage, text_limit_bytes=text_limit_bytes)
@@ -61,23 +63,23 @@ def read_trace(
 def _read(blocks: Iterable[bytes | memoryview], *, salvage: bool, text_limit_bytes: int) -> Trace:
     repairs = Repairs()
     text = Text(inflate(blocks, limit_bytes=text_limit_bytes), repairs)
-    description, in_object = _open(text)
-    gatherer, ending = Gatherer(repairs), Ending()
+    description, in_object = skip_to_events(text)
+    builder, ending = ColumnBuilder(repairs), Ending()
     for batch in batches(text, ending):
-        gatherer.add(batch)
-    if not gatherer.events and repairs.total(UNREADABLE):
-        raise TraceError(f"nothing in traceEvents can be read: {repairs.in_words()[0]}")
+        builder.add(batch)
+    if not builder.events and repairs.total(UNREADABLE):
+        raise TraceError(f"nothing in traceEvents can be read: {repairs.messages()[0]}")
     if ending.cut:
-        _judge_cut(text, gatherer, salvage=salvage)
+        _check_truncation(text, builder, salvage=salvage)
     elif in_object:
         description = description.joined(_rest(text))
         if description.second is not None:
             repairs.note("a second traceEvents is ignored")
-    return _finish(gatherer, description)
+    return _build_trace(builder, description)
 
 
-def _open(text: Text) -> tuple[Description, bool]:
-    """Goes to the first event: what stood before it, and whether the array is a value of an object."""
+def skip_to_events(text: Text) -> tuple[Description, bool]:
+    """Advance to the first event. Returns the metadata before it and whether the array is the value of an object."""
     text.hold(_HEAD_BYTES)
     if text.held.startswith(b"\xef\xbb\xbf"):
         text.drop(3)
@@ -110,8 +112,8 @@ def _open(text: Text) -> tuple[Description, bool]:
 
 def _not_json(beginning: bytes) -> str:
     if re.match(rb"<(!doctype|html|\?xml|!--)", beginning, re.IGNORECASE):
-        return "this is a web page or XML, not a trace: a download that asked for a login?"
-    return f"this is no JSON object or array: it begins with {beginning[:16].decode(errors='replace')!r}"
+        return "this is HTML or XML, not a trace (a download that required a login?)"
+    return f"not a JSON object or array; it begins with {beginning[:16].decode(errors='replace')!r}"
 
 
 def _without_events(text: Text) -> TraceError:
@@ -125,37 +127,37 @@ def _without_events(text: Text) -> TraceError:
     return TraceError(f"JSON without traceEvents (its keys: {listed or 'none'}): not a Kineto trace")
 
 
-def _judge_cut(text: Text, gatherer: Gatherer, *, salvage: bool) -> None:
-    count = f"{gatherer.events} complete events before the cut"
-    if not gatherer.events:
+def _check_truncation(text: Text, builder: ColumnBuilder, *, salvage: bool) -> None:
+    count = f"{builder.events} complete events before the cut"
+    if not builder.events:
         raise TraceError("the file is cut off before its first event is complete", byte=text.offset)
     if not salvage:
         raise TraceError(f"the file is cut off inside traceEvents; {count} could be salvaged", byte=text.offset)
     text.repairs.note(
-        f"the file is cut off inside traceEvents: {count} were read, what followed is missing", byte=text.offset
+        f"the file is cut off inside traceEvents: {count} were read, the rest is missing", byte=text.offset
     )
 
 
 def _rest(text: Text) -> Description:
     text.hold(_DESCRIPTION_LIMIT_BYTES)
     if not text.ended:
-        text.repairs.note("too much stands after traceEvents to be read", byte=text.offset)
+        text.repairs.note("metadata after traceEvents is too large to read", byte=text.offset)
         return Description()
     return metadata.describe_rest(bytes(text.held), text.repairs, offset=text.offset)
 
 
-def _finish(gatherer: Gatherer, description: Description) -> Trace:
-    _complete_halves(gatherer)
-    names = gatherer.names.texts
-    memberships = list(gatherer.memberships)
+def _build_trace(builder: ColumnBuilder, description: Description) -> Trace:
+    _complete_halves(builder)
+    names = builder.names.texts
+    memberships = list(builder.memberships)
     rank, world_size = metadata.rank_and_world(description, memberships)
-    start = gatherer.spans.take("start_ns")
-    columns: dict[str, npt.NDArray[np.int64]] = {key: gatherer.spans.take(key) for key in _SPAN_COLUMNS}
+    start = builder.spans.take("start_ns")
+    columns: dict[str, npt.NDArray[np.int64]] = {key: builder.spans.take(key) for key in _SPAN_COLUMNS}
     order = np.lexsort((-columns["duration_ns"], start))
     columns = {key: columns.pop(key)[order] for key in _SPAN_COLUMNS}
-    memory_time = gatherer.memory.take("time_ns")
+    memory_time = builder.memory.take("time_ns")
     first = min((int(times.min()) for times in (start, memory_time) if len(times)), default=0)
-    # Whole seconds, so that fractions of microseconds stay what they were.
+    # Whole seconds, so that fractions of microseconds do not change.
     shift = first // _SECOND_NS * _SECOND_NS
     start = start[order] - shift
     category = columns.pop("category").astype(np.int8)
@@ -165,59 +167,58 @@ def _finish(gatherer: Gatherer, description: Description) -> Trace:
         category=category,
         **columns,
         names=tuple(names),
-        base_ns=metadata.base_time_ns(description, gatherer.repairs) + shift,
+        base_ns=metadata.base_time_ns(description, builder.repairs) + shift,
         rank=rank,
         world_size=world_size,
         backend=metadata.backend_of(description, names),
         devices=metadata.devices_of(description),
         groups=metadata.groups_of(description, memberships),
-        collectives=_collectives(gatherer, order),
-        memory=_memory(gatherer, memory_time - shift),
-        repairs=gatherer.repairs.in_words(),
+        collectives=_collectives(builder, order),
+        memory=_memory(builder, memory_time - shift),
+        repairs=builder.repairs.messages(),
     )
 
 
-def _complete_halves(gatherer: Gatherer) -> None:
-    halves = gatherer.halves
+def _complete_halves(builder: ColumnBuilder) -> None:
+    halves = builder.halves
     if not halves.length:
         return
     start, key, begins = halves.take("start_ns"), halves.take("key"), halves.take("begins")
-    pairs = pair(key, start, begins.astype(bool))
-    gatherer.repairs.note("beginning or end of an event without its other half left out", pairs.alone)
-    columns = {name: halves.take(name)[pairs.begin] for name in _SPAN_COLUMNS if name != "duration_ns"}
-    begin, end = start[pairs.begin], start[pairs.end]
-    gatherer.spans.add(start_ns=begin, duration_ns=end - begin, **columns)
+    first, last = _pair(key, start, begins.astype(bool))
+    builder.repairs.note("begin or end event without its counterpart dropped", len(key) - 2 * len(first))
+    columns = {name: halves.take(name)[first] for name in _SPAN_COLUMNS if name != "duration_ns"}
+    builder.spans.add(start_ns=start[first], duration_ns=start[last] - start[first], **columns)
 
 
-def _collectives(gatherer: Gatherer, order: Ints) -> CollectiveColumns:
+def _pair(thread: Ints, time_ns: Ints, begins: Bools) -> tuple[Ints, Ints]:
+    """Rows of begin events and of their end events. Rows must be in file order, which decides between events of the
+    same thread and time. A begin event raises its thread's level and an end event lowers it, so that they alternate
+    on each level and neighbours belong together, even if the file starts inside a stack."""
+    order = np.lexsort((np.arange(len(thread)), time_ns, thread))
+    step = np.where(begins[order], 1, -1)
+    level = np.cumsum(step) + (step < 0)
+    ranked = np.lexsort((np.arange(len(order)), level, thread[order]))
+    rows, levels = order[ranked], level[ranked]
+    together = (
+        begins[rows[:-1]] & ~begins[rows[1:]] & (thread[rows[:-1]] == thread[rows[1:]]) & (levels[:-1] == levels[1:])
+    )
+    first = np.flatnonzero(together)
+    return rows[first], rows[first + 1]
+
+
+def _collectives(builder: ColumnBuilder, order: Ints) -> CollectiveColumns:
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
-    notes = gatherer.notes
+    notes = builder.notes
     row = place[notes.take("row")]
     by_row = np.argsort(row, kind="stable")
-    return CollectiveColumns(
-        row=row[by_row],
-        collective=notes.take("collective")[by_row],
-        group=notes.take("group")[by_row],
-        group_description=notes.take("group_description")[by_row],
-        group_size=notes.take("group_size")[by_row],
-        sequence=notes.take("sequence")[by_row],
-        element_type=notes.take("element_type")[by_row],
-        in_elements=notes.take("in_elements")[by_row],
-        out_elements=notes.take("out_elements")[by_row],
-        peer=notes.take("peer")[by_row],
-        asynchronous=notes.take("asynchronous")[by_row],
-    )
+    others = [field.name for field in fields(CollectiveColumns) if field.name != "row"]
+    return CollectiveColumns(row[by_row], **{name: notes.take(name)[by_row] for name in others})
 
 
-def _memory(gatherer: Gatherer, time_ns: Ints) -> MemoryColumns:
-    memory = gatherer.memory
+def _memory(builder: ColumnBuilder, time_ns: Ints) -> MemoryColumns:
+    memory = builder.memory
     order = np.argsort(time_ns, kind="stable")
-    return MemoryColumns(
-        time_ns=time_ns[order],
-        change_bytes=memory.take("change_bytes")[order],
-        allocated_bytes=memory.take("allocated_bytes")[order],
-        reserved_bytes=memory.take("reserved_bytes")[order],
-        on_device=memory.take("on_device")[order].astype(bool),
-        device=memory.take("device")[order],
-    )
+    names = ("change_bytes", "allocated_bytes", "reserved_bytes", "device")
+    columns = {name: memory.take(name)[order] for name in names}
+    return MemoryColumns(time_ns[order], on_device=memory.take("on_device")[order].astype(bool), **columns)

@@ -30,13 +30,28 @@ from rankscope.daemon.procfs import is_alive
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
-# Removes traces that are no longer wanted: libkineto cannot be stopped, so the file of a cancelled capture appears
-# later in the container's file system and would stay there.
-
 PATIENCE_SECONDS: Final = 600.0
 # Captures requested longer ago than this have written their file.
 LOST_SECONDS: Final = 3600.0
 INTERVAL_SECONDS: Final = 1.0
+TICK_SECONDS: Final = 0.1
+# A poll may be late by this much without requiring a new start.
+POLL_ALLOWANCE_SECONDS: Final = 0.3
+# A process that is still writing is not ready. Complete after 0.3 to 1.1 s when measured.
+SILENT_WRITE_SECONDS: Final = 60.0
+BUSY_WRITE_SECONDS: Final = 300.0
+ATTEMPTS: Final = 3
+# For a job whose steps have not been seen yet.
+UNKNOWN_STEPS_SECONDS: Final = 3.0
+# The recording may cut a step at either end, and steps vary.
+EXTRA_STEPS: Final = 2
+STEP_ALLOWANCE: Final = 1.25
+# A process that has not polled by then will not poll.
+SILENCE_SECONDS: Final = 4 * DEFAULT_POLL_SECONDS
+
+
+# Removes traces that are no longer wanted: libkineto cannot be stopped, so the file of a cancelled capture appears
+# later in the container's file system and would stay there.
 
 
 @dataclass(frozen=True)
@@ -105,19 +120,6 @@ class Leftovers:
 
 # One rank's recording by libkineto, from the offer to the written file.
 
-TICK_SECONDS: Final = 0.1
-# A poll may be late by this much without requiring a new start.
-POLL_ALLOWANCE_SECONDS: Final = 0.3
-# A process that is still writing is not ready. Complete after 0.3 to 1.1 s when measured.
-SILENT_WRITE_SECONDS: Final = 60.0
-BUSY_WRITE_SECONDS: Final = 300.0
-ATTEMPTS: Final = 3
-# For a job whose steps have not been seen yet.
-UNKNOWN_STEPS_SECONDS: Final = 3.0
-# The recording may cut a step at either end, and steps vary.
-EXTRA_STEPS: Final = 2
-STEP_ALLOWANCE: Final = 1.25
-
 
 @dataclass(frozen=True)
 class _Window:
@@ -175,7 +177,7 @@ class Attempt:
                     target, is_trace=True, start_unix_millis=round(window.start * 1000), notes=tuple(notes)
                 )
             self._pasts.refused(self._process)
-            self._endpoint.hush(self._rank.pid)  # the configuration may have reached it a poll late
+            self._endpoint.skip_next_poll(self._rank.pid)  # the configuration may have reached it a poll late
             if time.time() >= self._order.give_up_unix_seconds:
                 break
             notes.append("took a configuration and recorded nothing, so it was asked again")
@@ -305,10 +307,6 @@ def seconds_to_record(order: Order) -> float:
     if order.step_seconds is None:
         return UNKNOWN_STEPS_SECONDS
     return min(SECONDS_LIMIT, STEP_ALLOWANCE * (order.steps + EXTRA_STEPS) * order.step_seconds + 0.05)
-
-
-# A process that has not polled by then will not poll.
-SILENCE_SECONDS: Final = 4 * DEFAULT_POLL_SECONDS
 
 
 class KinetoBackend:

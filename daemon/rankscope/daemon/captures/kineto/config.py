@@ -17,6 +17,17 @@ from rankscope.daemon.captures.orders import SECONDS_LIMIT, CaptureError, Option
 DEFAULT_FOLDER: Final = "/tmp"
 PATH_LIMIT: Final = 1024
 _SAFE_PATH: Final = re.compile(r"(/[A-Za-z0-9._-]+)+")
+LOOK_SECONDS: Final = 1.0
+# How late a wake-up may be on a busy machine; 0.1 s were seen.
+SAFE_SECONDS: Final = 0.2
+# Between sending a configuration and its start: one wake-up must fit in between, and may be late.
+LEAD_SECONDS: Final = LOOK_SECONDS + SAFE_SECONDS + 0.05
+_BEFORE_LOOK_SECONDS: Final = 0.01
+# A common start is delayed by at most this much to suit all ranks.
+_LATITUDE_SECONDS: Final = 0.6
+_COMFORTABLE_SECONDS: Final = 0.35
+_STEP_SECONDS: Final = 0.02
+_PROCESSES_LIMIT: Final = 4096
 
 
 def log_file(capture_id: str, rank: int, folder: str = "") -> str:
@@ -68,18 +79,6 @@ def _flag(value: bool) -> str:
 # late (seen: "start timestamp is in the past", 0 ms); a start shortly before a wake-up is safe by almost a second. A
 # warm-up period does not help: it moves the border, not the distance to it. The wake-ups are known: the thread starts
 # with the first request, and realigns with the end of each recording. All times here are unix seconds.
-
-LOOK_SECONDS: Final = 1.0
-# How late a wake-up may be on a busy machine; 0.1 s were seen.
-SAFE_SECONDS: Final = 0.2
-# Between sending a configuration and its start: one wake-up must fit in between, and may be late.
-LEAD_SECONDS: Final = LOOK_SECONDS + SAFE_SECONDS + 0.05
-_BEFORE_LOOK_SECONDS: Final = 0.01
-# A common start is delayed by at most this much to suit all ranks.
-_LATITUDE_SECONDS: Final = 0.6
-_COMFORTABLE_SECONDS: Final = 0.35
-_STEP_SECONDS: Final = 0.02
-_PROCESSES_LIMIT: Final = 4096
 
 
 def slack_seconds(start: float, look: float) -> float:

@@ -25,6 +25,11 @@ PIDS_LIMIT: Final = 256
 DATAGRAM_LIMIT: Final = HEADER.size + _REQUEST.size + 4 * PIDS_LIMIT
 # Bit of a request's mask: the sender accepts a configuration now. Without it a profiler is already running.
 READY: Final = 2
+_CREDENTIALS: Final = struct.Struct("=iII")
+_TIMESTAMP: Final = struct.Struct("=qq")
+_DESCRIPTOR: Final = struct.Struct("=i")
+# No room for descriptors: the kernel drops any that a sender passes.
+_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(_TIMESTAMP.size)
 
 
 class MalformedError(Exception):
@@ -94,12 +99,6 @@ def _datagram(kind: bytes, payload: bytes) -> bytes:
 
 
 # Receives a datagram with the kernel's information about it: sender, address, time.
-
-_CREDENTIALS: Final = struct.Struct("=iII")
-_TIMESTAMP: Final = struct.Struct("=qq")
-_DESCRIPTOR: Final = struct.Struct("=i")
-# No room for descriptors: the kernel drops any that a sender passes.
-_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(_TIMESTAMP.size)
 
 
 @dataclass(frozen=True)

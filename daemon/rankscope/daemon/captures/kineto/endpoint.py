@@ -21,13 +21,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Final
 
+from rankscope.common.token_bucket import TokenBucket
 from rankscope.daemon import procfs
 from rankscope.daemon.captures.kineto import datagrams
 from rankscope.daemon.captures.kineto.clients import CLIENTS_LIMIT, Address, Client, Clients
 from rankscope.daemon.captures.kineto.datagrams import Datagram, receive
 from rankscope.daemon.captures.kineto.sockets import Binder, Key, belongs_to_client, network_namespace, unbind_file
-
-# A socket that receives polls: its rate limit, and which senders it may answer.
 
 # A job polls at most once a second. Datagrams above this rate on one socket wait, so that a flood costs the daemon a
 # few hundredths of a core and other namespaces nothing.
@@ -35,6 +34,18 @@ DATAGRAMS_PER_SECOND: Final = 2000
 BATCH: Final = 64
 KNOWN_LIMIT: Final = 4096
 PAUSE_SECONDS: Final = BATCH / DATAGRAMS_PER_SECOND
+log = logging.getLogger(__name__)
+HOUSEKEEPING_SECONDS: Final = 1.0
+# libkineto looks for the answer at least five times, 10 ms apart, and then gives up.
+ANSWER_WITHIN_SECONDS: Final = 0.04
+# libkineto tries to send for 10 s and sleeps for half of that before its last try. If the last try succeeds, libkineto
+# treats it as failed and does not wait for the answer. So the first datagram of a client on a young socket is not
+# answered.
+SHY_SECONDS: Final = 15.0
+NICENESS: Final = -10
+
+
+# A socket that receives polls: its rate limit, and which senders it may answer.
 
 
 @dataclass
@@ -44,21 +55,10 @@ class Place:
     endpoint: socket.socket
     namespace: int | None
     directory: str | None
-    bound_at: float  # monotonic, as are the other times
-    filled_at: float
-    allowance: float = DATAGRAMS_PER_SECOND
+    bound_at: float  # monotonic
+    bucket: TokenBucket = field(default_factory=lambda: TokenBucket(DATAGRAMS_PER_SECOND, DATAGRAMS_PER_SECOND))
     is_paused: bool = False
     known: set[Address] = field(default_factory=set)
-
-    def refill(self, now: float) -> None:
-        self.allowance = min(DATAGRAMS_PER_SECOND, self.allowance + (now - self.filled_at) * DATAGRAMS_PER_SECOND)
-        self.filled_at = now
-
-    def may_receive(self) -> bool:
-        if self.allowance < 1:
-            return False
-        self.allowance -= 1
-        return True
 
     def is_stranger(self, address: Address, is_young: bool) -> bool:
         """Whether this is the first datagram of a client while the socket is young."""
@@ -86,18 +86,6 @@ class Place:
         except OSError:
             return None
         return namespace if self.namespace in (None, namespace) else None
-
-
-log = logging.getLogger(__name__)
-
-HOUSEKEEPING_SECONDS: Final = 1.0
-# libkineto looks for the answer at least five times, 10 ms apart, and then gives up.
-ANSWER_WITHIN_SECONDS: Final = 0.04
-# libkineto tries to send for 10 s and sleeps for half of that before its last try. If the last try succeeds, libkineto
-# treats it as failed and does not wait for the answer. So the first datagram of a client on a young socket is not
-# answered.
-SHY_SECONDS: Final = 15.0
-NICENESS: Final = -10
 
 
 @dataclass(frozen=True)
@@ -181,7 +169,7 @@ class Endpoint:
         with self._lock:
             return self._offers.pop(pid, None) is not None
 
-    def hush(self, pid: int) -> None:
+    def skip_next_poll(self, pid: int) -> None:
         """Do not answer the next poll of a process that seems to be an answer behind."""
         with self._lock:
             if len(self._hushed) < CLIENTS_LIMIT:
@@ -261,7 +249,7 @@ class Endpoint:
     def _move_in(self, key: Key, endpoint: socket.socket) -> None:
         now = self._monotonic()
         namespace, directory = (key, None) if isinstance(key, int) else (None, key)
-        place = Place(endpoint, namespace, directory, bound_at=now, filled_at=now)
+        place = Place(endpoint, namespace, directory, bound_at=now)
         self._places[key] = place
         self._selector.register(endpoint, selectors.EVENT_READ, place)
 
@@ -277,9 +265,9 @@ class Endpoint:
                 self._clients.forget_namespace(place.namespace)
 
     def _serve(self, place: Place) -> None:
-        place.refill(self._monotonic())
+        now = self._monotonic()
         for _ in range(BATCH):
-            if not place.may_receive():
+            if not place.bucket.take(now):
                 self._tallies["deferred"] += 1
                 self._selector.unregister(place.endpoint)
                 place.is_paused = True
@@ -292,7 +280,7 @@ class Endpoint:
     def _resume(self) -> None:
         now = self._monotonic()
         for place in self._places.values():
-            if place.is_paused and now - place.filled_at >= PAUSE_SECONDS:
+            if place.is_paused and place.bucket.wait_seconds(now, BATCH) == 0:
                 place.is_paused = False
                 self._selector.register(place.endpoint, selectors.EVENT_READ, place)
 

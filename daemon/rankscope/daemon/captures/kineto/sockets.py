@@ -23,10 +23,25 @@ from typing import Final, Protocol, TypeAlias
 from rankscope.daemon.captures.kineto import enter_namespace
 from rankscope.daemon.captures.kineto.enter_namespace import bind_at
 
+CHILD_SECONDS: Final = 10.0
+NAME: Final = "dynolog"
+CLIENT_PREFIX: Final = "dynoconfigclient"
+ENTRIES_LIMIT: Final = 4096
+# A client binds its socket long before this, so a socket of that age that refuses has lost its process.
+DEAD_AFTER_SECONDS: Final = 60.0
+log = logging.getLogger(__name__)
+RETRY_SECONDS: Final = 30.0
+RETRY_SLOW_SECONDS: Final = 2.0
+SETTLE_SECONDS: Final = 1.0
+SWEEP_SECONDS: Final = 60.0
+# Per node. A container can create thousands of namespaces, each with a process that looks like a rank.
+NAMESPACES_LIMIT: Final = 256
+# A network namespace, or the directory of a file socket.
+Key: TypeAlias = int | str
+
+
 # libkineto's daemon sockets by abstract name, one in each network namespace with training processes: abstract names are
 # local to a namespace.
-
-CHILD_SECONDS: Final = 10.0
 
 
 class SocketError(Exception):
@@ -115,12 +130,6 @@ def _bind_error(where: str, reason: str | None) -> SocketError:
 # libkineto's daemon socket as a file, for daemons that may not enter namespaces: trainers with KINETO_IPC_SOCKET_DIR
 # share a directory with the daemon. The directory is not trusted: every trainer can write there.
 
-NAME: Final = "dynolog"
-CLIENT_PREFIX: Final = "dynoconfigclient"
-ENTRIES_LIMIT: Final = 4096
-# A client binds its socket long before this, so a socket of that age that refuses has lost its process.
-DEAD_AFTER_SECONDS: Final = 60.0
-
 
 def bind_file(directory: str) -> socket.socket:
     """The socket in a directory, which is created if missing."""
@@ -188,19 +197,6 @@ def _is_dead(path: Path) -> bool:
     """No process has it open. Connecting sends nothing."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as probe:
         return probe.connect_ex(str(path)) == errno.ECONNREFUSED
-
-
-log = logging.getLogger(__name__)
-
-RETRY_SECONDS: Final = 30.0
-RETRY_SLOW_SECONDS: Final = 2.0
-SETTLE_SECONDS: Final = 1.0
-SWEEP_SECONDS: Final = 60.0
-# Per node. A container can create thousands of namespaces, each with a process that looks like a rank.
-NAMESPACES_LIMIT: Final = 256
-
-# A network namespace, or the directory of a file socket.
-Key: TypeAlias = int | str
 
 
 class Keeper(Protocol):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from rankscope.common.text import printable
 from rankscope.daemon.captures.orders import CaptureError, Options
 from rankscope.daemon.samples import RankProcess
 from rankscope.daemon.steps import ring_reader
@@ -124,7 +125,7 @@ def read_answer(ring: int) -> Answer | None:
         ):
             continue
         text = raw[ring_layout.ANSWER.size : end].decode("utf-8", "replace")
-        return Answer("".join(c if c.isprintable() else "?" for c in text), *numbers)
+        return Answer(printable(text), *numbers)
     return None
 
 

@@ -40,7 +40,7 @@ _NOTES_VERSION: Final = 1
 
 
 class LocalArchive:
-    """The conductor's archive: a store on this node, and an upload URL if configured."""
+    """The runner's archive: a store on this node, and an upload URL if configured."""
 
     def __init__(self, store: Store, node: str, upload_url: str = "", proc_root: Path = Path("/proc")) -> None:
         self._store = store

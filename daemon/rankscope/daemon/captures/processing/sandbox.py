@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import IO, Final
 
+from rankscope.common.text import printable
 from rankscope.daemon.captures.orders import CancelledError, CaptureError
 from rankscope.daemon.cgroups import memory_left_bytes
 
@@ -70,8 +71,7 @@ def _await(child: subprocess.Popen[bytes], seconds: float, cancelled: threading.
 def _last_line(messages: IO[bytes]) -> str:
     messages.seek(max(0, messages.seek(0, os.SEEK_END) - 8192))
     lines = messages.read().decode(errors="replace").strip().splitlines()
-    last = lines[-1] if lines else "no message"
-    return "".join(letter if letter.isprintable() else "?" for letter in last)[:MESSAGE_LIMIT]
+    return printable(lines[-1] if lines else "no message", MESSAGE_LIMIT)
 
 
 def confine(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
+from rankscope.common.text import one_line
 from rankscope.daemon.captures.processing.messages import leave
 from rankscope.daemon.captures.processing.sandbox import confine
 
@@ -122,12 +123,11 @@ def _send(path: Path, url: str) -> None:
 
 
 def _why(error: Exception, url: str) -> str:
-    text = " ".join(str(error).split())
+    text = str(error)
     secret = urlsplit(url).netloc.rpartition("@")[0]
     for hidden in filter(None, (secret, *secret.split(":"))):
         text = text.replace(hidden, "…")
-    clean = "".join(letter if letter.isprintable() else "?" for letter in text)
-    return f"{shown(url)}: {type(error).__name__}: {clean}"[:MESSAGE_LIMIT]
+    return one_line(f"{shown(url)}: {type(error).__name__}: {text}", MESSAGE_LIMIT)
 
 
 def main(folder: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from rankscope.analysis.models.mfu import peak_flops_per_second
+from rankscope.analysis.models.device_peaks import peak_flops_per_second
 from rankscope.analysis.traces.breakdown import Breakdown, StepParts, break_down
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.cut import Stretch, WholeSteps, common_run, cut
@@ -31,6 +31,7 @@ from rankscope.analysis.traces.steps import CUT_AT_A_STEP
 from rankscope.analysis.traces.summary import summarize
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.analysis.traces.trace import Trace
+from rankscope.common.text import printable
 from rankscope.daemon.captures.probe.commands import window_file
 from rankscope.daemon.captures.processing.messages import (
     Job,
@@ -46,10 +47,6 @@ from rankscope.daemon.captures.processing.messages import (
 )
 from rankscope.daemon.captures.processing.sandbox import confine
 from rankscope.daemon.captures.processing.trace_check import SURPRISES, Checked, RefusedError, blocks, check
-from rankscope.daemon.discovery.rank_environment import printable
-
-# Combines several windows of one rank: recorded intervals add up; the time between them is unknown and counts for
-# nothing.
 
 _SUMS = (
     "span_seconds",
@@ -61,6 +58,22 @@ _SUMS = (
     "events",
 )
 _EACH = ("each_step_seconds", "each_communication_seconds", "each_exposed_communication_seconds")
+TOP_KERNELS = 5
+FINDINGS_LIMIT = 8
+NAME_LIMIT, SENTENCE_LIMIT = 160, 400
+_COUNT_LIMIT = (1 << 32) - 1
+MEMORY_LIMIT_BYTES: Final = 6 << 30
+CPU_LIMIT_SECONDS: Final = 600
+FILE_LIMIT_BYTES: Final = 4 << 30
+COMPRESSION: Final = 5
+NOTES_LIMIT: Final = 8
+# Relative to the shortest recording: a smaller overlap does not describe what each recorded.
+COMMON_TIME_RATIO: Final = 0.5
+EACH_STEP_LIMIT: Final = 100
+
+
+# Combines several windows of one rank: recorded intervals add up; the time between them is unknown and counts for
+# nothing.
 
 
 def together(summaries: Sequence[tuple[int, Summary]]) -> Summary:
@@ -92,11 +105,6 @@ def together(summaries: Sequence[tuple[int, Summary]]) -> Summary:
 
 
 # Findings of the analysis engine as a short summary message.
-
-TOP_KERNELS = 5
-FINDINGS_LIMIT = 8
-NAME_LIMIT, SENTENCE_LIMIT = 160, 400
-_COUNT_LIMIT = (1 << 32) - 1
 
 
 def summary_of(
@@ -149,16 +157,6 @@ def _mfu_ratio(device: str, step_seconds: float | None, job: RankJob) -> float |
         return None
     ratio = job.flops_per_step / (step_seconds * peak)
     return ratio if math.isfinite(ratio) else None
-
-
-MEMORY_LIMIT_BYTES: Final = 6 << 30
-CPU_LIMIT_SECONDS: Final = 600
-FILE_LIMIT_BYTES: Final = 4 << 30
-COMPRESSION: Final = 5
-NOTES_LIMIT: Final = 8
-# Relative to the shortest recording: a smaller overlap does not describe what each recorded.
-COMMON_TIME_RATIO: Final = 0.5
-EACH_STEP_LIMIT: Final = 100
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-from rankscope.operator.correlation.held_windows import UNREADABLE, HeldWindow, HeldWindows, RankSeen, hold
+from rankscope.operator.correlation.daemon_windows import UNREADABLE, HeldWindow, HeldWindows, RankSeen
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import RankWindow, StackSummary
+from tests.daemon_messages import hold
 
 
 def held(rank: int, **fields: object) -> HeldWindow:
@@ -12,7 +13,7 @@ def held(rank: int, **fields: object) -> HeldWindow:
 
 def renamed(window: HeldWindow, message_bytes: bytes | None = None) -> HeldWindow:
     who = RankSeen(RankIdentity(job="ours", rank=window.who.rank, world_size=4))
-    return HeldWindow(who, window.message_bytes if message_bytes is None else message_bytes, 0, 9, window.measured)
+    return HeldWindow(who, window.message_bytes if message_bytes is None else message_bytes, 0, 9, window.figures)
 
 
 def test_a_window_is_read_in_full_when_asked_for_and_under_our_names() -> None:

@@ -1,5 +1,7 @@
-"""Windows as the job table keeps them: the figures that every tick needs, and the message itself as it came, which is
-read only when somebody asks for the rest."""
+"""Windows of daemons: the message in which they come, and windows as the job table keeps them.
+
+A fleet sends thousands of windows a second, and most of a window is stacks that no rule asks for. Every tick needs the
+figures, which come as a table; the window itself stays as it came until it is asked for."""
 
 from __future__ import annotations
 
@@ -8,12 +10,39 @@ from typing import overload
 
 from google.protobuf.message import DecodeError
 
-from rankscope.operator.correlation.measuring import measure
-from rankscope.operator.correlation.wire_shapes import read_figures
+from rankscope.analysis.verdicts.window_columns import is_table, unpack
 from rankscope.v1.identity_pb2 import RankIdentity
+from rankscope.v1.rank_service_pb2 import EncodedRanks
 from rankscope.v1.window_pb2 import RankWindow
 
 UNREADABLE = "the daemon's message could not be read"
+
+
+class DaemonMessage:
+    """A WatchRanksResponse of the daemon of `node`, as *we* know it. Row `n` belongs to `windows[n]` and `ranks[n]`."""
+
+    __slots__ = (*("_names", "_values", "departed", "end_unix_nanos", "node", "ranks", "start_unix_nanos", "windows"),)
+
+    def __init__(self, node: str, message: bytes) -> None:
+        """Raises ValueError for what is no message."""
+        try:
+            read = EncodedRanks.FromString(message)
+        except DecodeError:
+            raise ValueError("it sent what is no message") from None
+        columns = read.columns
+        self.node = node
+        self.start_unix_nanos, self.end_unix_nanos = columns.start_unix_nanos, columns.end_unix_nanos
+        self.windows: Sequence[bytes] = read.windows
+        self.ranks: Sequence[bytes] = columns.ranks  # identities
+        self.departed: Sequence[bytes] = read.departed  # identities
+        self._names, self._values = columns.names, columns.values
+        count = len(self.windows)
+        if len(self.ranks) != count or not is_table(self._names, self._values, count):
+            raise ValueError("it sent windows and figures that do not belong together")
+
+    def figures(self, count: int) -> list[bytes]:
+        """Of the first `count` windows, as `window_columns` packs a row."""
+        return unpack(self._names, self._values, count)
 
 
 class RankSeen:
@@ -34,16 +63,16 @@ class RankSeen:
 
 
 class HeldWindow:
-    __slots__ = ("end_unix_nanos", "heard_unix_seconds", "measured", "message_bytes", "start_unix_nanos", "who")
+    __slots__ = ("end_unix_nanos", "figures", "heard_unix_seconds", "message_bytes", "start_unix_nanos", "who")
 
     def __init__(
-        self, who: RankSeen, message_bytes: bytes, start_unix_nanos: int, end_unix_nanos: int, measured: bytes
+        self, who: RankSeen, message_bytes: bytes, start_unix_nanos: int, end_unix_nanos: int, figures: bytes
     ) -> None:
         self.who = who
         self.message_bytes = message_bytes
         self.start_unix_nanos = start_unix_nanos
         self.end_unix_nanos = end_unix_nanos
-        self.measured = measured  # a row of `measuring`
+        self.figures = figures  # a row of `window_columns`
         self.heard_unix_seconds = 0.0  # set by the table
 
     @property
@@ -64,17 +93,8 @@ class HeldWindow:
         return window
 
 
-def hold(window: RankWindow) -> HeldWindow:
-    """A window that came as a message."""
-    message_bytes = window.SerializeToString()
-    measured = measure(read_figures(message_bytes))
-    return HeldWindow(
-        RankSeen(window.identity), message_bytes, window.start_unix_nanos, window.end_unix_nanos, measured
-    )
-
-
 class HeldWindows(Sequence[RankWindow]):
-    """Messages in the order of their ranks, each read when it is asked for; whose they are costs nothing."""
+    """Messages in the order of their ranks, each read when it is asked for; their identities are at hand."""
 
     def __init__(self, windows: Mapping[int, HeldWindow]) -> None:
         """By rank; `windows` must not change any more."""

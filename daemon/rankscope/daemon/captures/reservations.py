@@ -22,7 +22,7 @@ NO_SCHEDULES = "it knows no --wait, --warmup and --repeat"
 NO_OPTIONS = Options()
 
 
-class Engagements:
+class Reservations:
     """Thread-safe."""
 
     def __init__(self, node: str, backends: Sequence[Backend]) -> None:
@@ -41,7 +41,7 @@ class Engagements:
     ) -> list[tuple[RankProcess, Backend]]:
         """Reserve the ranks for a capture and add them to it; unavailable ranks are added as failed, with the
         reason."""
-        engaged = []
+        reserved = []
         with self._lock:
             if len(self._cancelled) >= ACTIVE_LIMIT:
                 raise CaptureError(f"{ACTIVE_LIMIT} captures are under way on {self._node}; wait for one or cancel it")
@@ -59,8 +59,8 @@ class Engagements:
                 entry.notes.extend(f"{NOT_BY}{objection}" for objection in objections)
                 if options.is_scheduled and not backend.keeps_schedules:
                     entry.notes.append(f"{ONCE}: by {backend.name}, and {NO_SCHEDULES}")
-                engaged.append((rank, backend))
-        return engaged
+                reserved.append((rank, backend))
+        return reserved
 
     def end(self, capture_id: str) -> None:
         with self._lock:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Final
 
 from rankscope.daemon.captures.audit import CaptureAudit
-from rankscope.daemon.captures.engagements import Engagements
 from rankscope.daemon.captures.orders import Backend, CancelledError, CaptureError, Order, Recording, Stage
 from rankscope.daemon.captures.records import (
     Archive,
@@ -34,10 +33,9 @@ from rankscope.daemon.captures.request import (
     patience_of,
     start_of,
 )
+from rankscope.daemon.captures.reservations import Reservations
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
-
-# Counters of captures, and how each job's last capture changed its step time: for /metrics.
 
 # A job is a label: the job with the oldest capture is dropped.
 JOBS_KEPT = 64
@@ -46,6 +44,14 @@ RESULTS = {
     pb.CAPTURE_STATE_FAILED: "failed",
     pb.CAPTURE_STATE_CANCELLED: "cancelled",
 }
+PROCESSES_KEPT: Final = 1024
+log = logging.getLogger(__name__)
+# Step time before and after a capture is averaged over this time.
+STEP_TIME_SECONDS = 6.0
+_STATES = {Stage.ARMED: pb.CAPTURE_STATE_ARMED, Stage.RUNNING: pb.CAPTURE_STATE_RUNNING}
+
+
+# Counters of captures, and how each job's last capture changed its step time: for /metrics.
 
 
 class CaptureTally:
@@ -83,8 +89,6 @@ class CaptureTally:
 
 # Step times learned from captures, for the next capture of the same processes.
 
-PROCESSES_KEPT: Final = 1024
-
 
 class LearnedSteps:
     """Keyed by process, not by rank: a restarted process may train differently. Drops the least recently captured.
@@ -112,14 +116,7 @@ def _process(rank: RankProcess) -> tuple[int, int]:
     return rank.pid, rank.start_ticks
 
 
-log = logging.getLogger(__name__)
-
-# Step time before and after a capture is averaged over this time.
-STEP_TIME_SECONDS = 6.0
-_STATES = {Stage.ARMED: pb.CAPTURE_STATE_ARMED, Stage.RUNNING: pb.CAPTURE_STATE_RUNNING}
-
-
-class Conductor:
+class CaptureRunner:
     """Thread-safe. The correlation sets `suspects_of` later."""
 
     def __init__(
@@ -144,7 +141,7 @@ class Conductor:
         self.suspects_of: SuspectsOf = lambda job: None
         self.records = Records(archive.save, archive.load())
         self.tally = CaptureTally()
-        self._engagements = Engagements(node, backends)
+        self._reservations = Reservations(node, backends)
         self._learned = LearnedSteps()
         self._starting = threading.Lock()
 
@@ -178,9 +175,9 @@ class Conductor:
         )
         if request.ranks.strip() in ("", "all") and len(here) < world_size:
             capture.notes.append(f"{len(here)} of the job's {world_size} ranks run on {self._node}; these were asked")
-        engaged = self._engagements.begin(capture, numbers, here, options)
+        reserved = self._reservations.begin(capture, numbers, here, options)
         try:
-            together = [rank for rank, _ in engaged]
+            together = [rank for rank, _ in reserved]
             start_seconds = start_of(request, self._earliest_start(together, now))
             known = {
                 rank.rank: self._step_seconds(rank, now - STEP_TIME_SECONDS, now) or usual_step_seconds
@@ -198,38 +195,38 @@ class Conductor:
                     options,
                     known[rank.rank] or learned,
                 )
-                for rank, _ in engaged
+                for rank, _ in reserved
             ]
             self.audit.asked(capture, request)
             self.records.add(capture)
-            work = [(order, backend) for order, (_, backend) in zip(orders, engaged, strict=True)]
+            work = [(order, backend) for order, (_, backend) in zip(orders, reserved, strict=True)]
             name = f"rankscope-{capture.id}"
             is_sure = all(known.values())
             threading.Thread(target=self._conduct, args=(capture.id, work, is_sure), name=name, daemon=True).start()
         except BaseException:
-            self._engagements.end(capture.id)
+            self._reservations.end(capture.id)
             raise
         return capture.id
 
     def cancel(self, capture_id: str) -> pb.Capture | None:
         """Ask a capture to stop; delivered ranks stay delivered. None: there is no such capture."""
-        self._engagements.cancel(capture_id)
+        self._reservations.cancel(capture_id)
         return self.records.get(capture_id)
 
     def is_busy(self, job: str) -> bool:
         """Whether a rank of the job is being captured."""
-        return self._engagements.is_busy(job)
+        return self._reservations.is_busy(job)
 
     def close(self) -> None:
-        self._engagements.cancel_all()
+        self._reservations.cancel_all()
 
     def _conduct(self, capture_id: str, work: Sequence[tuple[Order, Backend]], is_sure: bool) -> None:
         try:
             learned = self._attempt(capture_id, work)
-            if learned and not is_sure and not self._engagements.cancelled(capture_id).is_set():
+            if learned and not is_sure and not self._reservations.cancelled(capture_id).is_set():
                 # The step time was unknown and too few steps were recorded. Now it is known.
                 self.records.change(capture_id, forget_first_attempt)
-                self._attempt(capture_id, self._anew(work, learned))
+                self._attempt(capture_id, self._with_step_time(work, learned))
             self._measure_aftermath(capture_id, [order for order, _ in work])
             self._conclude(capture_id)
         except Exception as error:  # any failure: followers must see the end
@@ -237,7 +234,7 @@ class Conductor:
             self.records.change(capture_id, partial(fail, error=f"unexpected: {error}; please report this"))
         finally:
             self.audit.ended(self.records.get(capture_id))
-            self._engagements.end(capture_id)
+            self._reservations.end(capture_id)
             self._archive.clean(capture_id)
 
     def _attempt(self, capture_id: str, work: Sequence[tuple[Order, Backend]]) -> dict[int, float]:
@@ -260,7 +257,7 @@ class Conductor:
         assert capture is not None  # it is active
         learned = {}
         orders = {order.rank.rank: order for order, _ in work}
-        cancelled, steps = self._engagements.cancelled(capture_id), work[0][0].steps
+        cancelled, steps = self._reservations.cancelled(capture_id), work[0][0].steps
         for rank, delivered in self._archive.deliver(capture, recorded, steps, cancelled) if recorded else ():
             if isinstance(delivered, CaptureError):
                 is_cancelled = isinstance(delivered, CancelledError)
@@ -280,7 +277,9 @@ class Conductor:
                 learned[rank] = delivered.step_seconds
         return learned
 
-    def _anew(self, work: Sequence[tuple[Order, Backend]], learned: Mapping[int, float]) -> list[tuple[Order, Backend]]:
+    def _with_step_time(
+        self, work: Sequence[tuple[Order, Backend]], learned: Mapping[int, float]
+    ) -> list[tuple[Order, Backend]]:
         """The same orders with a known step time and a new common start."""
         step_seconds = max(learned.values())
         start = self._earliest_start([order.rank for order, _ in work], self._unix_seconds())
@@ -303,7 +302,7 @@ class Conductor:
                 order,
                 self._archive.workspace(order.capture_id),
                 lambda stage: enter(_STATES[stage]),
-                self._engagements.cancelled(order.capture_id),
+                self._reservations.cancelled(order.capture_id),
             )
             recorded[number] = (order.rank, recording)
             enter(pb.CAPTURE_STATE_WRITTEN)
@@ -328,7 +327,7 @@ class Conductor:
         if not seen:
             return
         ended = self._unix_seconds()
-        self._engagements.cancelled(capture_id).wait(STEP_TIME_SECONDS)
+        self._reservations.cancelled(capture_id).wait(STEP_TIME_SECONDS)
         for order in seen:
             during = self._step_seconds(order.rank, order.start_unix_millis / 1000, ended)
             after = self._step_seconds(order.rank, ended, self._unix_seconds())

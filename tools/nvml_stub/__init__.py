@@ -1,12 +1,25 @@
-"""The file that steers the stub, and the environment that makes a process use it."""
+"""A stand-in for the NVIDIA driver's library, for tests and benchmarks on machines without a GPU.
+
+`build_stub` compiles it with the library's own soname: a process that has loaded it, or that finds its folder on
+LD_LIBRARY_PATH, gets it when it asks for `libnvidia-ml.so.1`. A `Script` is the file that steers it."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 VARIABLE = "RANKSCOPE_NVML_STUB"
+_SOURCE = Path(__file__).parent / "libnvidia_ml_stub.c"
+_LIBRARY = "libnvidia-ml.so.1"
+
+
+def build_stub(folder: Path) -> Path:
+    library = folder / _LIBRARY
+    command = ["cc", "-O1", "-Wall", "-shared", "-fPIC", "-fvisibility=hidden", f"-Wl,-soname,{_LIBRARY}"]
+    subprocess.run([*command, "-o", str(library), str(_SOURCE), "-lpthread"], check=True)
+    return library
 
 
 class Script:

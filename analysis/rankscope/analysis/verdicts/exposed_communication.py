@@ -1,0 +1,70 @@
+"""Exposed communication of ranks that are timed on a device, from their time in collectives by process group.
+
+All members of a group leave a collective together, and each enters it when it arrives. The member that the others wait
+for has the shortest time in it: what it spends is the transfer, and what others spend beyond that is waiting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rankscope.analysis.stats.robust import Floats, Ints, grouped_min, number_groups
+
+# Kinds of groups in the probe's ring (rankscope/probe/ring_layout.py).
+EXPOSED, OVERLAPPED, POINT_TO_POINT, DDP, RECORDER = 1, 2, 3, 4, 5
+# Time in these is time in which the step's own stream stood still.
+_EXPOSED_KINDS = (EXPOSED, DDP)
+_COMPARED_KINDS = (EXPOSED, OVERLAPPED, DDP, RECORDER)
+_NUMBER_LIMIT = 2.0**53
+
+
+@dataclass(frozen=True)
+class GroupSpans:
+    """A row per group (slot) and a column per rank; NaN where a rank has fewer groups."""
+
+    number: Floats
+    kind: Floats
+    seconds: Floats  # in collectives, per sampled step
+    step_seconds: Floats  # of the sampled steps
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Seconds per step of each rank; NaN where it reports no group."""
+
+    wait_seconds: Floats  # on others, and in transfers that nothing can hide
+    transfer_seconds: Floats
+    self_seconds: Floats
+
+
+def group_waits(spans: GroupSpans, job: Ints, step_seconds: Floats) -> Waits:
+    """`job` and `step_seconds` have a value per rank. Point-to-point traffic is not compared: its two ends have
+    different roles, and a stage that waits for another does nothing wrong. All of it counts as waiting."""
+    ranks = spans.number.shape[1]
+    with np.errstate(all="ignore"):
+        # Sampled steps cost a little more than others, and DDP's are not those of the spans.
+        own = spans.seconds * (step_seconds / spans.step_seconds)
+        good = (own >= 0) & np.isfinite(own) & (spans.step_seconds > 0)
+        good &= (spans.number >= 0) & (spans.number < _NUMBER_LIMIT) & (spans.number % 1 == 0)
+        good &= np.isin(spans.kind, (*_COMPARED_KINDS, POINT_TO_POINT))
+        is_exposed = np.isin(spans.kind, _EXPOSED_KINDS)
+        # A stream cannot stand still for longer than the step.
+        own = np.where(is_exposed | (spans.kind == POINT_TO_POINT), np.minimum(own, step_seconds), own)
+    slot, rank = np.nonzero(good)
+    number, kind = spans.number[slot, rank].astype(np.int64), spans.kind[slot, rank].astype(np.int64)
+    group, count = number_groups(job[rank], number, kind)
+    values = own[slot, rank]
+    least = grouped_min(values, group, count)[group]
+    compared = kind != POINT_TO_POINT
+    waiting = np.where(compared, values - least, values)
+    transfer = np.where(is_exposed[slot, rank], least, 0.0)
+    waited = np.bincount(rank, weights=waiting, minlength=ranks)
+    transferred = np.bincount(rank, weights=transfer, minlength=ranks)
+    known = np.bincount(rank, minlength=ranks) > 0
+    total = np.minimum(waited + transferred, step_seconds)
+    return Waits(
+        np.where(known, total, np.nan),
+        np.where(known, np.minimum(transferred, total), np.nan),
+        np.where(known, step_seconds - total, np.nan),
+    )

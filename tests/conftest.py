@@ -1,0 +1,32 @@
+"""Fixtures of all suites."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+_OTHERS = pytest.StashKey[set[threading.Thread]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Notes the threads that run before the first fixture of the test does. Not those that Python did not start: gRPC's
+    own threads serve one test after the other."""
+    running = (thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread))
+    item.stash[_OTHERS] = {thread for thread in running if thread is not threading.current_thread()}
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest) -> Iterator[pytest.LogCaptureFixture]:
+    """Only records of this test: a thread that an earlier test started may still log."""
+    others = request.node.stash[_OTHERS]
+
+    def is_own(_: logging.LogRecord) -> bool:
+        return threading.current_thread() not in others  # a filter runs in the thread that logs
+
+    caplog.handler.addFilter(is_own)
+    yield caplog
+    caplog.handler.removeFilter(is_own)
