@@ -173,7 +173,8 @@ class HttpServer(HTTPServer):
                 self._open.pop(caller, None)
             self.shutdown_request(request)
             return
-        threading.Thread(target=self._attend, args=(caller, client_address), daemon=True).start()
+        name = f"rankscope-http-{self.port}"
+        threading.Thread(target=self._attend, args=(caller, client_address), name=name, daemon=True).start()
 
     def wait_for(self, caller: _Caller, seconds: float) -> bool:
         """Starts the caller's clock. False if the server stops, or the caller had to make room."""
