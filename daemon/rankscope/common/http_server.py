@@ -173,7 +173,8 @@ class HttpServer(HTTPServer):
                 self._open.pop(caller, None)
             self.shutdown_request(request)
             return
-        threading.Thread(target=self._attend, args=(caller, client_address), daemon=True).start()
+        name = f"rankscope-http-{self.port}"
+        threading.Thread(target=self._attend, args=(caller, client_address), name=name, daemon=True).start()
 
     def wait_for(self, caller: _Caller, seconds: float) -> bool:
         """Starts the caller's clock. False if the server stops, or the caller had to make room."""
@@ -262,6 +263,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: HttpServer
     timeout = SILENCE_SECONDS
+    # Head and body are sent separately: with Nagle's algorithm the body would wait 40 ms for the caller's ACK.
+    disable_nagle_algorithm = True
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.0"
     error_message_format = "%(code)d %(message)s\n"

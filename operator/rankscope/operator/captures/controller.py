@@ -312,11 +312,9 @@ class CapturesController:
 
     def _findings(self, thing: CaptureObject, reported: Mapping[str, pb.Capture]) -> list[str]:
         """Of all nodes together: those that finished earlier are asked once more."""
-        done = {
-            rank.rank: rank for rank in thing.status.ranks if rank.state == "analysed" and rank.node not in reported
-        }
-        again = self._requests.progress(thing, by_node(done))
-        every = {**reported, **{node: report for node, report in again.items() if isinstance(report, pb.Capture)}}
+        analysed = [rank for rank in thing.status.ranks if rank.state == "analysed"]
+        again = self._requests.progress(thing, by_node({r.rank: r for r in analysed if r.node not in reported}))
+        every = {**reported, **{node: one for node, one in again.items() if isinstance(one, pb.Capture)}}
         return findings_of(every, self._policy_of(thing.job))
 
     def _refuse(self, thing: CaptureObject, reason: str, message: str, phase: CapturePhase = "Failed") -> None:
