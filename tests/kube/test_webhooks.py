@@ -18,7 +18,8 @@ import pytest
 
 from rankscope.common.http_server import JSON, HttpServer, Request, Response, Route
 from rankscope.common.tls import FollowedTls, TlsMaterial
-from rankscope.operator.certificates.authority import Lifetimes, Use, authorities, new_authority, signed
+from rankscope.operator.certificates.authority import Lifetimes, authorities, new_authority, signed
+from rankscope.operator.certificates.roles import Use
 from rankscope.operator.certificates.rotation import OURS, CertificateRotation
 from rankscope.operator.kube.api_client import Api
 from rankscope.operator.webhooks.admission import INJECT_PATH, REQUESTED_BY

@@ -11,27 +11,20 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from enum import Enum
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.oid import NameOID
 
 from rankscope.common.tls import TlsMaterial
+from rankscope.operator.certificates.roles import Role, Use
 
 AUTHORITIES_KEPT = 4
 # Clocks of machines that check a certificate may be behind ours.
 BACKDATED = timedelta(minutes=5)
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n?", re.DOTALL)
-
-
-class Use(Enum):
-    """Which side of a connection a certificate is good for: a stolen one is useless on the other side."""
-
-    SERVER = ExtendedKeyUsageOID.SERVER_AUTH
-    CLIENT = ExtendedKeyUsageOID.CLIENT_AUTH
 
 
 @dataclass(frozen=True)
@@ -40,20 +33,6 @@ class Lifetimes:
 
     authority_seconds: float = 365 * 86400.0
     serving_seconds: float = 60 * 86400.0
-
-
-@dataclass(frozen=True)
-class Role:
-    """A certificate in a Secret: its names, and the side of a connection that it is good for."""
-
-    secret: str
-    names: Sequence[str]
-    use: Use
-    is_operators: bool = False  # shown by the operator itself
-
-    @property
-    def common_name(self) -> str:
-        return self.names[0][:64]
 
 
 @dataclass(frozen=True)
@@ -162,7 +141,9 @@ def names_of(certificate: bytes) -> set[str]:
 
 def is_for(certificate: bytes, use: Use) -> bool:
     loaded = x509.load_pem_x509_certificate(certificate)
-    return list(loaded.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) == [use.value]
+    return list(loaded.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) == [
+        x509.ObjectIdentifier(use.value)
+    ]
 
 
 def new_authority(common_name: str, now: datetime, seconds: float) -> tuple[bytes, bytes]:
@@ -196,7 +177,7 @@ def signed(
         _builder(_name(common_name), issuer.subject, key.public_key(), now, lasting)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(digital_signature=True, key_cert_sign=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([use.value]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([x509.ObjectIdentifier(use.value)]), critical=False)
         .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
         .add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_public_key(_private(authority_key).public_key()), critical=False

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 
 import grpc
 
 from rankscope.common.tls import Read
-from rankscope.operator.certificates.authority import Role, Use
 
 DAEMON, OPERATOR, METRICS = "rankscope-daemon", "rankscope-operator", "rankscope-metrics"
 # Daemons and operator know each other by these names: no certificate for anything else may have one.
@@ -21,6 +22,27 @@ _LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 _HOST = re.compile(rf"(?:\*\.)?{_LABEL}(?:\.{_LABEL})*")
 # Pods have no names in DNS: every daemon's certificate has the role's name in place of an address.
 DAEMON_NAME_OPTION = ("grpc.ssl_target_name_override", DAEMON)
+
+
+class Use(Enum):
+    """Extended key usage: the side of a connection that a certificate is good for. A stolen one is useless on the other."""
+
+    SERVER = "1.3.6.1.5.5.7.3.1"
+    CLIENT = "1.3.6.1.5.5.7.3.2"
+
+
+@dataclass(frozen=True)
+class Role:
+    """A certificate in a Secret: its names, and the side of a connection that it is good for."""
+
+    secret: str
+    names: Sequence[str]
+    use: Use
+    is_operators: bool = False  # shown by the operator itself
+
+    @property
+    def common_name(self) -> str:
+        return self.names[0][:64]
 
 
 def fleet_roles(namespace: str, api_names: Sequence[str] = ()) -> tuple[Role, ...]:

@@ -18,14 +18,13 @@ from rankscope.common.tls import Read, TlsMaterial, files
 from rankscope.operator.certificates.authority import (
     Authority,
     Lifetimes,
-    Role,
     authorities,
     expires,
     is_pair,
     renewed_authority,
     renewed_certificate,
 )
-from rankscope.operator.certificates.roles import AUTHORITY_SECRET, fleet_roles
+from rankscope.operator.certificates.roles import AUTHORITY_SECRET, Role, fleet_roles
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Document, MissingError, UnreachableError
 
 log = logging.getLogger(__name__)

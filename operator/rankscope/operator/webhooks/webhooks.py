@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 from rankscope.common.http_server import JSON, TEXT, HttpServer, Limits, Request, Response, Route
 from rankscope.common.tls import FollowedTls
 from rankscope.operator.captures.audit import CaptureAudit
-from rankscope.operator.certificates.authority import Lifetimes, Role, Use
+from rankscope.operator.certificates.authority import Lifetimes
+from rankscope.operator.certificates.roles import Role, Use
 from rankscope.operator.certificates.rotation import (
     CertificateFiles,
     CertificateRotation,

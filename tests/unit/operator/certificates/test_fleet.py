@@ -12,7 +12,6 @@ import pytest
 from rankscope.common.tls import TlsMaterial
 from rankscope.operator.certificates.authority import (
     Lifetimes,
-    Use,
     authorities,
     expires,
     is_for,
@@ -21,7 +20,7 @@ from rankscope.operator.certificates.authority import (
     names_of,
     signed,
 )
-from rankscope.operator.certificates.roles import API_SECRET, OPERATOR_SECRET, fleet_roles
+from rankscope.operator.certificates.roles import API_SECRET, OPERATOR_SECRET, Use, fleet_roles
 from rankscope.operator.certificates.rotation import OURS, CertificateRotation, fleet_rotation
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, MissingError
 
