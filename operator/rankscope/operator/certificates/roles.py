@@ -25,7 +25,7 @@ DAEMON_NAME_OPTION = ("grpc.ssl_target_name_override", DAEMON)
 
 
 class Use(Enum):
-    """Extended key usage: the side of a connection that a certificate is good for. A stolen one is useless on the other."""
+    """Extended key usage: the side of a connection that a certificate is good for."""
 
     SERVER = "1.3.6.1.5.5.7.3.1"
     CLIENT = "1.3.6.1.5.5.7.3.2"
