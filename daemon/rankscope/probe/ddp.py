@@ -14,8 +14,8 @@ NOT_MEASURED: Figures = (math.nan, math.nan, math.nan, math.nan)
 COST_BUDGET_RATIO = 0.001
 NEVER = 1 << 62
 # What DDP spends on a sampled step, by CUDA events that it waits for (measured on an H200). Where the host loses its
-# run-ahead by it, such a step of 6 ms took 2.3 ms longer. Sampling so rarely that this stays under 0.3 % (one step in 150)
-# delayed alarms by 6 s and missed one: the rate follows a slow job only after it has become slow.
+# run-ahead by it, such a step of 6 ms took 2.3 ms longer. Sampling so rarely that this stays under 0.3 % (one step in
+# 150) delayed alarms by 6 s and missed one: the rate follows a slow job only after it has become slow.
 CUDA_SAMPLE_SECONDS = 0.0002
 _NAMES = (
     "forward_compute_time",
