@@ -40,11 +40,12 @@ HELM = Step("helm (set-up)", ("tools/setup_helm.sh",))
 LINT = Step("lint", ("make", "--no-print-directory", "lint"))
 JOBLESS_ALERTS = ("tests/alerts/test_prometheus_stack.py", "tests/alerts/test_dashboards_of_many_ranks.py")
 # Rows run one after the other, the lanes of a row together, the steps of a lane one after the other. `-n`: processes
-# that share the tests of a suite. Those of the operator mostly wait, each process with an API server of its own.
+# that share the tests of a suite. Those of the operator mostly wait, each process with an API server of its own; a file
+# stays with one process, because its fixtures create namespaces with fixed names.
 ROWS: Sequence[Sequence[Lane]] = (
     (
         (LINT, suite("unit", "tests/unit", "-n", "2", "--dist", "worksteal")),
-        (API_SERVER, suite("operator on an API server", "tests/kube", "-n", "3", "--dist", "worksteal")),
+        (API_SERVER, suite("operator on an API server", "tests/kube", "-n", "3", "--dist", "loadfile")),
         (HELM, API_SERVER, suite("chart", "tests/ship"), suite("images", "tests/images")),
         (
             suite("security", "tests/security"),
