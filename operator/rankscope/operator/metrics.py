@@ -69,14 +69,14 @@ class _Job:
 JOBS: Section[_Job] = Section(("job", "namespace"), (
     Gauge("rankscope_job_info", "Size of a job, value 1.", lambda job: {str(job.state.world_size): 1},
         {"world_size": ANY}),
-    Gauge("rankscope_job_verdict", "The verdict that stands, value 1.",
+    Gauge("rankscope_job_verdict", "The current verdict, value 1.",
         lambda job: {(job.verdict.kind.value, job.verdict.severity.value, job.verdict.confidence.value): 1},
         {
             "verdict": tuple(kind.value for kind in Kind),
             "severity": tuple(severity.value for severity in Severity),
             "confidence": tuple(confidence.value for confidence in Confidence),
         }),
-    Gauge("rankscope_job_ranks", "Ranks of a job: how many there should be, and how many the last tick heard of.",
+    Gauge("rankscope_job_ranks", "Ranks of a job: expected, and reporting at the last tick.",
         lambda job: {"expected": job.state.world_size, "reporting": job.state.ranks_seen},
         {"state": ("expected", "reporting")}),
     Gauge("rankscope_job_step_seconds", "Step time, median of the ranks. Absent while the job hangs.",
@@ -92,7 +92,7 @@ JOBS: Section[_Job] = Section(("job", "namespace"), (
         "GPU time that findings cost since the job was first seen: their impact times ranks and time. Restarts of the "
         "job do not reset it.", lambda job: job.lost_gpu_seconds),
     Gauge("rankscope_job_impact_ratio",
-        "Share of the job's time that would come back without the finding, while one stands.",
+        "Share of the job's time that the current finding costs.",
         lambda job: job.verdict.impact_ratio if job.has_finding else None),
     Gauge("rankscope_job_culprit_stage", "Number of the pipeline stage that the verdict names.",
         lambda job: job.verdict.stage if job.has_finding else None),
@@ -104,7 +104,7 @@ JOBS: Section[_Job] = Section(("job", "namespace"), (
 ))
 
 ALERTS: Section[Mapping[Result, int]] = Section((), (
-    Counter("rankscope_alert_captures_total", "Alerts received that ask for a capture, by what came of them.",
+    Counter("rankscope_alert_captures_total", "Alerts that request a capture, by result.",
         lambda totals: {result.value: total for result, total in totals.items()},
         {"result": tuple(result.value for result in Result)}),
 ))
@@ -127,36 +127,36 @@ class OperatorView(Protocol):
 # fmt: off
 OPERATOR: Section[OperatorView] = Section((), (
     Gauge("rankscope_operator_shards_held", "Shards of runs that this replica acts for.", lambda o: len(o.leases.held)),
-    Gauge("rankscope_operator_daemons", "Daemons that there are.", lambda o: len(o.daemons.addresses)),
-    Gauge("rankscope_operator_daemons_connected", "Daemons whose windows are heard.",
+    Gauge("rankscope_operator_daemons", "Daemons in the cluster.", lambda o: len(o.daemons.addresses)),
+    Gauge("rankscope_operator_daemons_connected", "Daemons that send windows.",
         lambda o: len(o.streams.connected)),
     Gauge("rankscope_operator_writes_waiting", "Writes that wait for the API server.", lambda o: o.outbox.waiting),
-    Counter("rankscope_operator_messages_total", "Messages of daemons.", lambda o: o.streams.messages_total),
+    Counter("rankscope_operator_messages_total", "Messages received from daemons.", lambda o: o.streams.messages_total),
     Counter("rankscope_operator_writes_total", "Objects written to the API server.", lambda o: o.outbox.written_total),
-    Counter("rankscope_operator_writes_failed_total", "Writes that the API server did not take.",
+    Counter("rankscope_operator_writes_failed_total", "Writes that the API server refused.",
         lambda o: o.outbox.failed_total),
     Counter("rankscope_operator_windows_refused_total",
-        "Windows of daemons that were not believed: of another node's pod, of none, or too many.",
+        "Windows that were refused: of a pod on another node, of no pod, or too many.",
         lambda o: dict(sorted(o.binding.refusals.counts.items())), {"reason": REFUSAL_REASONS}),
 ))
 
 WEBHOOKS: Section[Webhooks] = Section((), (
     Counter("rankscope_operator_reviews_total",
-        "Reviews that the API server asked for, by webhook (inject, stamp, validate) and result.",
+        "Admission reviews, by webhook (inject, stamp, validate) and result.",
         lambda webhooks: webhooks.admission.counts.copy(), {"webhook": ANY, "result": ANY}),
     Gauge("rankscope_operator_certificate_expiry_timestamp_seconds",
-        "When the certificate that the webhooks are served with ends.", lambda webhooks: webhooks.expires_unix),
+        "When the webhook certificate expires.", lambda webhooks: webhooks.expires_unix),
 ))
 
 CERTIFICATES: Section[CertificateRotation] = Section((), (
     Gauge("rankscope_operator_fleet_certificate_expiry_timestamp_seconds",
-        "When the first of the certificates that this replica shows to daemons and callers ends.",
+        "When the first of this replica's certificates for daemons and callers expires.",
         lambda certificates: certificates.expires_unix),
 ))
 
 API: Section[UserApi] = Section((), (
     Counter("rankscope_operator_api_calls_total",
-        "Calls of the API for people, by method and gRPC's code; the log tells of refused callers once.",
+        "Calls of the user API, by method and gRPC status code. Each refused caller is logged once.",
         lambda api: api.calls.copy(), {"method": ANY, "code": ANY}),
 ))
 # fmt: on

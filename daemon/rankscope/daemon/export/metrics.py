@@ -49,7 +49,7 @@ DAEMON: Section[DaemonStatus] = Section((), (
 ))
 
 CAPTURES: Section[CaptureStatus] = Section((), (
-    Counter("rankscope_captured_ranks_total", "Ranks that were asked for a capture, by what came of it.",
+    Counter("rankscope_captured_ranks_total", "Captured ranks, by result.",
         lambda c: c.results, {"result": tuple(RESULTS.values())}),
     Gauge("rankscope_capture_step_ratio",
         "Step time after the job's last capture divided by that before it, of the rank it slowed most.",
@@ -62,9 +62,9 @@ CAPTURES: Section[CaptureStatus] = Section((), (
         "Polls in order that got no answer, and are made again: late (it would have come too late), hushed (the first "
         "on a new socket, or to set a client right), unsent (the client was gone, or its queue full).",
         lambda c: c.unanswered, {"reason": ("late", "hushed", "unsent")}),
-    Counter("rankscope_duty_cycle_captures_total", "Captures of the duty cycle, by what came of them.",
+    Counter("rankscope_duty_cycle_captures_total", "Captures of the duty cycle, by result.",
         lambda c: c.duty_results, {"result": (DONE, FAILED, SKIPPED)}),
-    Counter("rankscope_duty_cycle_skipped_total", "Captures of the duty cycle that were not made, by reason.",
+    Counter("rankscope_duty_cycle_skipped_total", "Captures of the duty cycle that were skipped, by reason.",
         lambda c: c.duty_skips, {"reason": REASONS}),
 ))
 # fmt: on
