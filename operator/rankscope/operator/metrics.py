@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # `rankscope up` has no Kubernetes client
     from rankscope.operator.runs.rank_binding import Binding
     from rankscope.operator.webhooks.webhooks import Webhooks
 
-# What one scrape may hold. Jobs with findings are shown before the others; what is cut is counted.
+# Limits of one scrape. Jobs with findings come first; jobs that are cut are counted.
 JOBS_SHOWN = 4096
 CULPRITS_SHOWN = 16
 REFUSAL_REASONS = ("jobs", "other_node", "rank", "rank_taken", "ranks", "rate", "size", "unknown_pod", "unreadable")
@@ -57,7 +57,7 @@ class _Job:
 
     @property
     def hangs(self) -> bool:
-        """Its pace is not shown then: what was last known would read as if the job went on."""
+        """The pace of a hanging job is not shown: the last known value would look like progress."""
         return self.verdict.kind is Kind.HANG
 
     @property
@@ -165,8 +165,8 @@ TABLE = (JOB_COUNTS, JOBS, ALERTS, OPERATOR, WEBHOOKS, CERTIFICATES, API)
 
 
 class Exporter(Collector):
-    """`lost` has to be called after every evaluation, or what happens between scrapes is missed. `alert_totals` and
-    `operator` are None where there is no receiver of alerts, or no operator."""
+    """`lost` has to be called after every evaluation, or changes between scrapes are missed. `alert_totals` and
+    `operator` are None if there is no alert receiver or no operator."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class Exporter(Collector):
         states = self._states()
         jobs: dict[str, JobState] = {}
         for state in sorted(states, key=lambda state: _SEVERITIES[state.verdict.severity]):
-            # Of two names that look alike, the first is shown.
+            # Of two names with the same label, the first is shown.
             if len(jobs) < JOBS_SHOWN:
                 jobs.setdefault(label(state.job), state)
         yield from JOB_COUNTS.of(_Jobs(len(states), len(states) - len(jobs)))

@@ -108,7 +108,8 @@ def _sample(fd: int, header: ring_reader.Header, progress: _Progress, span: Span
     oldest = max(1, header.records - ring_layout.CAPACITY + 1)
     first = max(oldest, progress.next_sequence or oldest)
     records, whole = ring_reader.read_records(fd, first, header.records)
-    # What the writer has reached while we read is lost, not corrupt; the slot it may be writing right now included.
+    # Records that the writer overwrites during the read are lost, not corrupt, including the slot that it may be
+    # writing now.
     reached = max(0, ring_reader.read_header(fd).records - ring_layout.CAPACITY + 2 - first)
     records, whole = records[reached:], whole[reached:]
 
@@ -117,14 +118,14 @@ def _sample(fd: int, header: ring_reader.Header, progress: _Progress, span: Span
     if len(records) and not good.any():
         raise RingError("corrupt", f"none of {len(records)} new records has a valid checksum and content")
 
-    # DDP's figures of the newest step come with the next one: keep it back until then.
+    # DDP's figures of the newest step come with the next step: hold it back until then.
     held_back = bool(len(records)) and bool(good[-1]) and bool(records["flags"][-1] & ring_layout.FLAG_DDP)
     wanted = good & (records["span_ns"] > 0)
     if held_back:
         wanted[-1] = False
     steps_held_back = int(records["steps"][-1]) if held_back else 0
     if progress.next_sequence is None:
-        # The ring may hold an hour of history that no window of ours covers.
+        # The ring may hold an hour of history before the first window.
         wanted &= ends >= span.start_unix_nanos
         lost = 0
     else:
@@ -133,7 +134,7 @@ def _sample(fd: int, header: ring_reader.Header, progress: _Progress, span: Span
     is_blind = bool(len(records)) and bool(records["flags"][-1] & ring_layout.FLAG_BLIND)
     groups, totals = step_columns.group_spans(ring_reader.read_groups(fd), progress.groups)
     if is_blind:
-        # The spans are of a few collectives, and the durations of the flight recorder hold those too.
+        # The spans cover only some collectives, and the flight recorder's durations include those too.
         groups = tuple(
             span for span in groups if span.kind not in (ring_layout.GROUP_EXPOSED, ring_layout.GROUP_OVERLAPPED)
         )
@@ -200,7 +201,7 @@ def _index(value: object) -> int | None:
 def _positive(value: object) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
-    # Compared before conversion: an integer of thousands of digits is valid JSON and no float.
+    # Compared before conversion: an integer of thousands of digits is valid JSON but not a float.
     return float(value) if 0 < value < FLOPS_AT_MOST and math.isfinite(value) else None
 
 

@@ -1,5 +1,5 @@
 """Opens and reads a probe's ring, which is hostile input: the process may forge every byte of it, exchange the file
-behind the name, or die in the middle.
+behind the name, or die in the middle of a write.
 
 Nothing is mapped and nothing stays open: a ring is opened, checked, read with pread and closed, every time."""
 
@@ -130,10 +130,10 @@ def _find(proc_root: Path, pid: int) -> int | None:
 
 
 def open_memfd(link: Path, flags: int = os.O_RDONLY) -> int:
-    """Opens a memfd of another process by its link in /proc. The name proves nothing, and between reading it and
-    opening the file may be exchanged: for a device, whose opening has effects, or for a file on a FUSE mount, whose
-    owner lets us wait for ever. So: a handle that opens nothing, a check that it lies where every memfd of this machine
-    lies, which asks no file system, and only then a real open."""
+    """Open a memfd of another process by its link in /proc. The name proves nothing, and the file may be exchanged
+    before it is opened: for a device, whose opening has effects, or for a file on a FUSE mount, whose owner can
+    block the open for ever. So: a handle that opens nothing, a check that it is on the file system of memfds, which
+    asks no other file system, and only then a real open."""
     handle = os.open(link, os.O_PATH | os.O_CLOEXEC)
     try:
         if _mount_id(handle) != _memfd_mount_id():
@@ -160,7 +160,7 @@ def _memfd_mount_id() -> str | None:
 
 
 def read_header(fd: int) -> Header:
-    """Checks everything that holds for the whole ring; raises RingError."""
+    """Check everything that holds for the whole ring; raises RingError."""
     seals = seals_of(fd)
     if seals & SEALS_NEEDED != SEALS_NEEDED:
         raise RingError("unsealed", "the ring is not sealed against resizing; it was not made by the probe; ignored")
@@ -198,7 +198,7 @@ def seals_of(fd: int) -> int:
 
 
 def read_live(fd: int) -> Live | None:
-    """None when every try met a write under way, or the writer is broken."""
+    """None if every attempt met a write in progress, or the writer is broken."""
     for _ in range(TORN_READ_RETRIES):
         raw = os.pread(fd, ring_layout.LIVE.size + 4, ring_layout.LIVE_OFFSET)
         body = raw[: ring_layout.LIVE.size]
@@ -210,7 +210,7 @@ def read_live(fd: int) -> Live | None:
 
 
 def read_facts_text(fd: int) -> bytes | None:
-    """None when the probe has not said anything yet; raises RingError when it cannot be read."""
+    """None if the probe has not written any yet; raises RingError if it cannot be read."""
     for _ in range(TORN_READ_RETRIES):
         raw = os.pread(fd, ring_layout.COMMAND_OFFSET - ring_layout.FACTS_OFFSET, ring_layout.FACTS_OFFSET)
         if len(raw) < ring_layout.FACTS_HEAD.size:
@@ -225,7 +225,7 @@ def read_facts_text(fd: int) -> bytes | None:
 
 
 def read_groups(fd: int) -> Records | None:
-    """The table of process groups; None when every try met a write under way, or the writer is broken."""
+    """The table of process groups; None if every attempt met a write in progress, or the writer is broken."""
     for _ in range(TORN_READ_RETRIES):
         size = ring_layout.GROUPS_HEAD.size + ring_layout.GROUPS_AT_MOST * ring_layout.GROUP.size
         raw = os.pread(fd, size, ring_layout.GROUPS_OFFSET)
@@ -239,8 +239,7 @@ def read_groups(fd: int) -> Records | None:
 
 
 def read_records(fd: int, first: int, last: int) -> tuple[Records, npt.NDArray[np.bool_]]:
-    """Records `first` to `last` (inclusive, at most a ring full) and which of them are whole and are what they should
-    be."""
+    """Records `first` to `last` (inclusive, at most a full ring), and which of them are complete and valid."""
     first_slot = (first - 1) % ring_layout.CAPACITY
     count = last - first + 1
     until_end = min(count, ring_layout.CAPACITY - first_slot)
@@ -261,7 +260,8 @@ def _pread_slots(fd: int, slot: int, count: int) -> bytes:
 
 
 def _checksum_table() -> npt.NDArray[np.uint32]:
-    """crc32 is linear: a record's is the exclusive or of one number per (position, byte), and of that of all zeros."""
+    """crc32 is linear: the checksum of a record is the exclusive or of one number per (position, byte) and of the
+    checksum of all zeros."""
     size = ring_layout.RECORD.size
     of_zeros = zlib.crc32(bytes(size))
     table = np.zeros((size, 256), dtype=np.uint32)
@@ -280,7 +280,7 @@ _POSITIONS = np.arange(ring_layout.RECORD.size)
 
 
 def _checksums(raw: bytes, count: int) -> npt.NDArray[np.uint32]:
-    """Of all records at once."""
+    """Checksums of all records at once."""
     rows = np.frombuffer(raw, dtype=np.uint8, count=count * ring_layout.RECORD_BYTES).reshape(
         count, ring_layout.RECORD_BYTES
     )

@@ -1,5 +1,5 @@
-"""A ring's raw records into the columns of a StepSample: refuses what cannot be true and puts DDP's figures, which the
-probe reads one step late, beside the step they belong to. Pure."""
+"""Turns a ring's raw records into the columns of a StepSample: rejects impossible values, and assigns DDP's figures,
+which the probe reads one step late, to their step. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rankscope.probe import ring_layout
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
 CLOCK_AT_MOST_NS = 1 << 62
-# Clocks of one machine agree; this is room for a step of the wall clock since the probe's last look at it.
+# Clocks of one machine agree; this allows for an adjustment of the wall clock since the probe last read it.
 FUTURE_NS = 60_000_000_000
-# One look makes no more rows than this: a ring whose every record claims as many steps as it can hold would else take
-# tens of gigabytes. No window of a real job has as many.
+# Rows per read: a ring whose every record claims the largest number of steps would otherwise take tens of gigabytes. No
+# window of a real job has this many.
 ROWS_AT_MOST = 1 << 18
 GROUP_NUMBER_LIMIT = 1 << 53
 GROUP_KINDS = frozenset(
@@ -35,7 +35,7 @@ TOTAL_AT_MOST = 1e12
 
 
 def ends_unix_nanos(records: npt.NDArray[np.void], wall_minus_monotonic_ns: int) -> npt.NDArray[np.int64]:
-    """Garbage in, garbage out, but no overflow: what is out of range becomes -1."""
+    """Values out of range become -1: garbage in gives garbage out, but no overflow."""
     ends = records["end_ns"]
     in_range = (ends >= 0) & (ends < CLOCK_AT_MOST_NS)
     shifted: npt.NDArray[np.int64] = np.where(in_range, ends + np.int64(wall_minus_monotonic_ns), -1)
@@ -50,7 +50,7 @@ def plausible(records: npt.NDArray[np.void], ends: npt.NDArray[np.int64], now_un
 
 
 def newest(records: npt.NDArray[np.void], wanted: Mask, rows: int = ROWS_AT_MOST) -> Mask:
-    """Of the wanted records the last ones, as many as give no more than so many rows."""
+    """The last of the wanted records that give at most so many rows."""
     steps = np.where(wanted, records["steps"], 0).astype(np.int64)
     from_here_on = np.cumsum(steps[::-1])[::-1]
     kept: Mask = wanted & (from_here_on <= rows)
@@ -58,8 +58,8 @@ def newest(records: npt.NDArray[np.void], wanted: Mask, rows: int = ROWS_AT_MOST
 
 
 def columns(records: npt.NDArray[np.void], good: Mask, wanted: Mask) -> StepColumns:
-    """One row per step of the `wanted` records: the steps of one record share its time evenly. `good` says which
-    records may be believed; a DDP figure comes from the next one."""
+    """One row per step of the `wanted` records: the steps of one record share its time evenly. `good` marks the
+    valid records; a DDP figure comes from the next record."""
     ddp = {name: _from_the_next(_seconds(records[f"ddp_{name}"]), good)[wanted] for name in _DDP_NAMES}
     rows = records[wanted]
     span = rows["span_ns"] * 1e-9
@@ -67,7 +67,7 @@ def columns(records: npt.NDArray[np.void], good: Mask, wanted: Mask) -> StepColu
     exposed = np.maximum(ddp["communication"] - ddp["overlap"], 0.0)
     has_ddp = (rows["flags"] & ring_layout.FLAG_DDP) != 0
     on_device = (rows["flags"] & ring_layout.FLAG_DEVICE) != 0
-    # On a device both are sampled, and not in the same steps: the other one's mean stands in for it.
+    # On a device both are sampled, but not in the same steps: the mean of the other is used.
     spans = _seconds(rows["exposed"])
     known = ~np.isnan(spans)
     typical = float(spans[known].mean()) if known.any() else 0.0
@@ -97,7 +97,7 @@ GroupTotals: TypeAlias = Mapping[tuple[int, int], tuple[int, float, float]]
 
 
 def group_spans(table: npt.NDArray[np.void] | None, before: GroupTotals) -> tuple[tuple[GroupSpan, ...], GroupTotals]:
-    """What was added to each group since `before`, and the totals to hold the next table against."""
+    """What was added to each group since `before`, and the totals to compare the next table with."""
     if table is None:
         return (), before
     found, totals = [], {}
@@ -122,7 +122,7 @@ _DDP_NAMES = ("forward", "backward", "communication", "overlap")
 
 
 def _seconds(column: npt.NDArray[np.float32]) -> Column:
-    with np.errstate(invalid="ignore"):  # the cast of a signalling NaN, which only a forger writes, warns
+    with np.errstate(invalid="ignore"):  # casting a signalling NaN, which only a forged ring contains, warns
         return plausible_seconds(column.astype(np.float64))
 
 

@@ -1,4 +1,4 @@
-"""Handing each tick's windows to everyone who reads them, without ever waiting for a reader."""
+"""Delivers each tick's windows to all readers without waiting for any of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TooManyReadersError(Exception):
 
 
 class Reader:
-    """One reader's bounded queue. When it is full the oldest tick goes: late news is worth less than fresh news."""
+    """One reader's bounded queue. When it is full, the oldest tick is dropped."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -53,11 +53,11 @@ class Reader:
         self._publisher.forget(self)
 
     def put(self, tick: Tick) -> bool:
-        """False if something had to be dropped for it."""
+        """False if a tick was dropped."""
         with self._changed:
             full = len(self._ticks) >= QUEUED_TICKS
             if full:
-                # A rank's end is told once only, so it outlives the windows dropped around it.
+                # A rank's end is reported only once, so it is kept when windows are dropped.
                 lost = self._ticks.popleft()
                 tick = Tick(tick.span, tick.windows, (*lost.departed, *tick.departed)) if lost.departed else tick
                 self.dropped += 1
@@ -89,7 +89,8 @@ class Publisher:
         return self._dropped_total
 
     def subscribe(self, callback: Callable[[Tick], None]) -> Callable[[], None]:
-        """Call `callback` with every tick, in the daemon's own thread, so it must be quick. Returns how to end that."""
+        """Call `callback` with every tick, in the daemon's own thread, so it must be quick. Returns a function that
+        ends the subscription."""
         with self._lock:
             self._callbacks.append(callback)
 
@@ -101,7 +102,7 @@ class Publisher:
         return unsubscribe
 
     def open_reader(self) -> Reader:
-        """A reader that begins with the latest tick."""
+        """A reader that starts with the latest tick."""
         with self._lock:
             if len(self._readers) >= self._max_readers:
                 raise TooManyReadersError(f"{self._max_readers} readers already watch this daemon")
@@ -121,7 +122,7 @@ class Publisher:
         for callback in callbacks:
             try:
                 callback(tick)
-            except Exception:  # a subscriber's fault is not the node's
+            except Exception:  # a failing subscriber must not affect the node
                 log.exception("a subscriber failed on the windows that ended at %d", tick.span.end_unix_nanos)
 
     def forget(self, reader: Reader) -> None:

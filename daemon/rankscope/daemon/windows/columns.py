@@ -34,7 +34,7 @@ def _row(window: RankWindow) -> dict[str, float]:
     row["is_captured"] = float(is_captured)
     steps = float(window.steps)
     if is_captured and window.step_seconds.mean > 0:
-        # Not the steps of the window: the time queued for a CPU is spread over as many as fit into it.
+        # Not the steps of the window: the time queued for a CPU is distributed over as many as fit into it.
         steps = (window.end_unix_nanos - window.start_unix_nanos) / 1e9 / window.step_seconds.mean
     if window.process.HasField("starved_seconds") and steps > 0:
         row["starved_seconds"] = window.process.starved_seconds / steps

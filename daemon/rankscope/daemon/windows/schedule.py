@@ -18,7 +18,7 @@ class Clock(Protocol):
     def monotonic_seconds(self) -> float: ...
 
     def wait(self, seconds: float) -> bool:
-        """True, at once, when the daemon is to stop."""
+        """True, at once, when the daemon should stop."""
         ...
 
     def stop(self) -> None: ...
@@ -42,7 +42,8 @@ class RealClock:
 
 
 class Ticker:
-    """Waits for one border after the other. Late, it goes on from the last border that passed: it never bunches."""
+    """Waits for one border after the other. After a delay it continues from the last border that passed, without
+    catching up."""
 
     def __init__(self, clock: Clock, window_seconds: float) -> None:
         self._clock = clock
@@ -51,9 +52,8 @@ class Ticker:
         self.skipped_total = 0
 
     def next_span(self, poll: Callable[[], None]) -> Span | None:
-        """Call `poll` about five times a second until the border; None when the daemon is to stop.
-
-        A span longer than a window says that the daemon (or the machine) slept through the borders inside it."""
+        """Call `poll` about five times a second until the border; None when the daemon should stop. A span longer
+        than a window means that the daemon or the machine missed the borders inside it."""
         while True:
             now = self._clock.unix_nanos()
             if now < self._start:

@@ -1,5 +1,5 @@
-"""Noticing that a rank has stopped making progress, and fetching where it stands without delaying the windows; and
-noticing that its steps have become longer, which is when its stacks are wanted."""
+"""Detects ranks that make no progress and fetches their stacks without delaying the windows; detects jobs that
+became slower, whose stacks are then recorded first."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from rankscope.v1.window_pb2 import RankWindow, Stall
 
 STALL_SECONDS = 3.0
 STALL_STEPS = 8
-# The daemon saw no step of this rank yet, so it cannot know how long one takes.
+# No step of this rank was seen yet, so the length of a step is unknown.
 STALL_SECONDS_UNKNOWN_STEP = 30.0
 STEPS_REMEMBERED = 64
-# Soon at first, because a hang is told from a long evaluation by a second look that finds the same stack; then rarely.
+# Soon at first, because a second dump with the same stack distinguishes a hang from a long evaluation; then rarely.
 FIRST_DUMPS = 5
 FIRST_DUMPS_EVERY_SECONDS = 1.5
 DUMP_EVERY_SECONDS = 10.0
@@ -48,10 +48,10 @@ Dump = Callable[[Sequence[RankProcess]], Mapping[RankKey, StallDump | Problem]]
 
 @dataclass
 class _Memory:
-    """What is remembered of one incarnation."""
+    """State of one incarnation."""
 
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
-    # The unbroken run of recordings that all show one and the same stack.
+    # The uninterrupted run of recordings that all show the same stack.
     still_frames: frozenset[Frame] | None = None
     still_since_unix_nanos: int = 0
     still_recordings: int = 0
@@ -65,7 +65,7 @@ class _Memory:
 
 
 class StallWatch:
-    """Give it every rank's samples once a window. It asks for stacks of stalled ranks in a thread of its own."""
+    """Call it with every rank's samples once a window. It fetches stacks of stalled ranks in a thread of its own."""
 
     def __init__(self, dump: Dump | None) -> None:
         self._dump = dump
@@ -95,7 +95,7 @@ class StallWatch:
         return stall
 
     def fetch_stacks(self, now_seconds: float) -> None:
-        """After all ranks were observed: fetch the stacks that are due, all at once, in the background."""
+        """Call after all ranks were observed: fetches the stacks that are due, all at once, in the background."""
         stalled, self._stalled = self._stalled, []
         if self._dump is None or (self._worker is not None and self._worker.is_alive()):
             return
@@ -157,7 +157,7 @@ def _stall_by_steps(memory: _Memory, sample: StepSample, span: Span) -> Stall | 
 def _stall_by_stacks(
     memory: _Memory, sample: StackSample | None, process: ProcessSample | None, span: Span
 ) -> Stall | None:
-    """Without step records a hang is a training thread that stands on one spot in a process that uses no CPU."""
+    """Without step records, a hang is a training thread that stays at one place in a process that uses no CPU."""
     cpu_seconds = None if process is None else process.cpu_seconds
     if cpu_seconds is None or cpu_seconds >= STILL_CPU_RATIO * span.seconds:
         memory.still_frames = None
@@ -194,13 +194,13 @@ def _line(frame: Frame) -> str:
 
 
 class PaceWatch:
-    """Which jobs have become slower than they were in the windows before."""
+    """Which jobs have become slower than in the windows before."""
 
     def __init__(self) -> None:
         self._recent: dict[RankKey, deque[float]] = {}
 
     def slower_jobs(self, windows: Mapping[RankKey, RankWindow]) -> set[str]:
-        """Call it after every window."""
+        """Call after every window."""
         for key in self._recent.keys() - windows.keys():
             del self._recent[key]
         slower = set()

@@ -1,4 +1,4 @@
-"""Counters that grow over a rank's life, added up from its windows. Pure."""
+"""Counters over a rank's life, summed from its windows. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROCESS_COUNTERS = (
 
 @dataclass(frozen=True)
 class RankTotals:
-    """Since the daemon first saw this incarnation. A name that is missing was never measured."""
+    """Since the daemon first saw this incarnation. A missing name was never measured."""
 
     cause_seconds: Mapping[str, float] = field(default_factory=dict)
     process: Mapping[str, float] = field(default_factory=dict)
@@ -52,7 +52,7 @@ def add_window(totals: RankTotals, window: RankWindow) -> RankTotals:
 
 
 def _cause_seconds(window: RankWindow) -> Mapping[str, float]:
-    """Of all steps of the window, which has the means of a step."""
+    """Of all steps of the window: the window holds means per step."""
     means = step_means(window)
     names = {cause: f"{cause}_seconds" for cause in CAUSES}
     return {cause: means[name] * window.steps for cause, name in names.items() if name in means}

@@ -1,4 +1,4 @@
-"""Samples in, one RankWindow out. Pure; what was not measured stays absent."""
+"""Builds a RankWindow from samples. Pure; what was not measured stays absent."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ COUNTED = ("memory_used_bytes", "memory_total_bytes", "ecc_uncorrected_errors", 
 
 
 def add_gpu(window: RankWindow, sample: GpuSample, peak_of_device: Callable[[str], float | None]) -> None:
-    """Identity, usage, and the device's peak where the probe did not tell it."""
+    """Identity, usage, and the device's peak if the probe did not declare it."""
     identity = window.identity
     for name, text in (
         ("gpu_uuid", sample.uuid),
@@ -91,9 +91,9 @@ def add_gpu(window: RankWindow, sample: GpuSample, peak_of_device: Callable[[str
 PROBLEMS_KEPT = 8
 PROBLEM_CHARACTERS = 300
 NAME_CHARACTERS = 256
-# A file name with a line break in it forges lines of py-spy's output, with any count.
+# A file name with a line break can forge lines of py-spy's output, with any count.
 COUNT_AT_MOST = (1 << 32) - 1
-# Columns of a step, by what a window has of them.
+# Columns of a step, by the form in which a window holds them.
 STATISTICS = ("step_seconds", "self_seconds", "wait_seconds")
 PARTS_OF_SELF = ("input_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "checkpoint_seconds")
 MEANS = ("communication_seconds", *PARTS_OF_SELF, "host_seconds", "run_ahead_seconds")
@@ -112,7 +112,7 @@ BLIND = (
 
 @dataclass(frozen=True)
 class RankSamples:
-    """Everything the collectors gave for one rank and one window."""
+    """Everything that the collectors returned for one rank and one window."""
 
     steps: StepSample | None = None
     process: ProcessSample | None = None
@@ -183,11 +183,11 @@ def problem_texts(problems: Sequence[Problem]) -> list[str]:
 
 
 def statistics_of(seconds: Column) -> StepStatistics | None:
-    """Over the values that were measured; None without any."""
+    """Over the measured values; None if there are none."""
     values = np.sort(seconds[~np.isnan(seconds)])
     if values.size == 0:
         return None
-    # The linear quantiles of numpy, at a tenth of the cost for the few values of a window.
+    # Linear quantiles as numpy computes them, at a tenth of the cost for the few values of a window.
     places = np.array((0.1, 0.5, 0.9)) * (values.size - 1)
     p10, p50, p90 = np.interp(places, np.arange(values.size), values)
     return StepStatistics(
@@ -231,7 +231,7 @@ def _add_steps(window: RankWindow, sample: StepSample) -> None:
         if statistics is not None:
             getattr(window, name).CopyFrom(statistics)
             names.append(name)
-    # Of the steps where it was measured: sampled figures stand for the window.
+    # Over the steps where it was measured: sampled figures represent the window.
     for name in MEANS:
         mean = _mean(getattr(sample, name))
         if mean is not None:
@@ -250,19 +250,19 @@ def _add_steps(window: RankWindow, sample: StepSample) -> None:
 
 
 def measured(message: Message, names: Sequence[str]) -> dict[str, float]:
-    """Those of the fields that are there."""
+    """The fields that are set."""
     return {name: float(getattr(message, name)) for name in names if message.HasField(name)}
 
 
 def step_means(window: RankWindow) -> dict[str, float]:
-    """The durations of a step that are known, by the names of their fields."""
+    """The known durations of a step, by field name."""
     known: Message = window
     statistics = {name: float(getattr(window, name).mean) for name in STATISTICS if known.HasField(name)}
     return statistics | measured(window, (*MEANS, "other_seconds"))
 
 
 def _wait_source(window: RankWindow, sample: StepSample) -> str:
-    """What the time spent on others is known from; empty where it is not."""
+    """The source of the waiting time; empty if it is not measured."""
     kinds = {group.kind for group in sample.groups}
     names = [name for kind, name in SOURCES_OF_WAIT.items() if kind in kinds]
     if window.HasField("host_seconds"):
@@ -329,7 +329,7 @@ def _process_usage(sample: ProcessSample) -> ProcessUsage:
 
 
 def _starved_seconds(sample: ProcessSample) -> float | None:
-    """Kernels differ in whether a quota's throttling counts as run delay, so the larger of the two stands for both."""
+    """Kernels differ in whether quota throttling counts as run delay, so the larger of the two is used."""
     waited = [seconds for seconds in (sample.run_delay_seconds, sample.throttled_seconds) if seconds is not None]
     return max(waited) + (sample.stopped_seconds or 0.0) if waited else None
 

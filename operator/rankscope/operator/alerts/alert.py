@@ -1,4 +1,4 @@
-"""An Alertmanager notification (webhook, version 4), read with suspicion."""
+"""Alertmanager notifications (webhook, version 4), which are hostile input, and the ranks that they concern."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAPTURE_LABEL = "capture"
 
 
 class MalformedError(ValueError):
-    """Not a notification of Alertmanager's; says where."""
+    """Not an Alertmanager notification; the message says where."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Alert:
 
     @property
     def occasion(self) -> tuple[str, str]:
-        """The same for every notification of one firing: it ends when the alert resolves."""
+        """The same for every notification of one firing; it ends when the alert resolves."""
         return self.fingerprint, self.starts_at
 
 
@@ -68,7 +68,7 @@ def _alert(entry: object, where: str) -> Alert:
     return Alert(
         {_text(name, f"{where}.labels"): _text(value, f"{where}.labels") for name, value in labels.items()},
         status == "firing",
-        # Without these two, all firings would look like one.
+        # Without these two, all firings would look the same.
         _needed_text(entry.get("startsAt"), f"{where}.startsAt"),
         _needed_text(entry.get("fingerprint"), f"{where}.fingerprint"),
     )
@@ -80,7 +80,7 @@ def _text(value: object, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        # Half a surrogate pair is valid JSON, and cannot be sent on to anybody.
+        # Half a surrogate pair is valid JSON but cannot be encoded.
         raise MalformedError(f"{where} is not Unicode") from error
     return value
 
@@ -92,35 +92,35 @@ def _needed_text(value: object, where: str) -> str:
     return text
 
 
-# Which ranks a capture for alerts should be of: those that they or the verdict name, and a healthy one beside them.
+# Which ranks a capture for alerts records: those that the alerts or the verdict name, and a healthy one beside them.
 
 JOB_LABEL = "job"
 RANK_LABEL = "rank"
-# What a capture is about fits on a few ranks; a list of hundreds is a job-wide trouble, of which these are samples.
+# A few ranks are enough; hundreds of accused ranks are a job-wide problem, of which these are samples.
 ACCUSED_MOST = 7
-# Where nobody is accused, so many typical ranks, so that their traces can be joined.
+# If no rank is accused, this many typical ranks are recorded, so that their traces can be joined.
 SAMPLES = 2
 
 
 class RefusedError(Exception):
-    """No capture can come of this alert now; says why."""
+    """No capture is possible for this alert now; the message says why."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A capture that alerts ask for."""
+    """A capture that alerts request."""
 
-    job: str  # as the correlation calls it
+    job: str  # the correlation's name
     ranks: tuple[int, ...]  # sorted
-    accused: frozenset[int]  # those of them that somebody blames
+    accused: frozenset[int]  # those that an alert or the verdict blames
     steps_are_known: bool
     reason: str
-    occasion: str = ""  # the same for every notification of the same firing
+    occasion: str = ""  # the same for every notification of one firing
 
 
 @dataclass(frozen=True)
 class Concern:
-    """What one alert is about: a job, and a rank of it if it names one."""
+    """The subject of an alert: a job, and a rank if the alert names one."""
 
     alert: Alert
     state: JobState
@@ -131,7 +131,7 @@ def find_concern(alert: Alert, states: Iterable[JobState]) -> Concern:
     name = alert.labels.get(JOB_LABEL, "")
     if not name:
         raise RefusedError(f"the alert has no label '{JOB_LABEL}'")
-    # Alerts know a job by its label, which may be shorter than its name.
+    # An alert has the job's label, which may be shorter than its name.
     state = next((state for state in states if name in (state.job, label(state.job))), None)
     if state is None:
         raise RefusedError(f"no job {label(name)!r} is known here; has it ended?")
@@ -141,7 +141,7 @@ def find_concern(alert: Alert, states: Iterable[JobState]) -> Concern:
 
 
 def choose(state: JobState, concerns: Sequence[Concern]) -> Wanted:
-    """One capture for all alerts of a job that came together."""
+    """One capture for all alerts of a job in a notification."""
     suspected = suspects(state)
     known = _reporting(state)
     named = sorted({concern.rank for concern in concerns if concern.rank is not None})

@@ -31,8 +31,8 @@ LIMITS = Limits(connections=16)
 
 
 class AlertReceiver:
-    """Listens from construction on, and serves from `start` to `stop`; port 0 chooses a free one. Raises OSError if it
-    cannot listen, and ValueError where others could read the token on its way."""
+    """Listens from construction on, and serves from `start` to `stop`; port 0 selects a free port. Raises OSError if
+    it cannot listen, and ValueError if others could read the token in transit."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class AlertReceiver:
 
     def _check_token(self, request: Request) -> Response | None:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        # Of bytes and in constant time: how long it takes must not tell how much of a guess was right.
+        # Compared as bytes in constant time: the duration must not reveal how much of a guess was right.
         is_right = hmac.compare_digest(token.strip().encode("utf-8", "replace"), self._token)
         if scheme.lower() == "bearer" and is_right:
             return None
@@ -113,20 +113,20 @@ def _told(outcomes: Iterable[Outcome]) -> dict[str, Any]:
     }
 
 
-# The secret that Alertmanager shows: a file that only its owner may read.
+# The secret of Alertmanager: a file that only its owner may read.
 
 SHORTEST_CHARACTERS = 16
 LONGEST_BYTES = 4096
 
 
 class TokenError(Exception):
-    """A token that cannot be used: names the file, the reason and the next step."""
+    """A token that cannot be used: the file, the reason and the next step."""
 
 
 def read_token(path: Path) -> bytes:
-    """The token in a file of ours (or of root's) that nobody else can read."""
+    """The token in a file of this user or root that nobody else can read."""
     try:
-        # Links are followed: a mounted Kubernetes secret is one.
+        # Links are followed: a mounted Kubernetes secret is a link.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         reason = f"token file {path}: {error.strerror}"
@@ -149,7 +149,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
         raise TokenError(f"token file {path} is not a regular file; name another one")
     if status.st_uid not in (0, os.geteuid()):
         raise TokenError(f"token file {path} belongs to user {status.st_uid}; next: chown {os.geteuid()} {path}")
-    # A mounted Kubernetes secret is root's, and a pod of another user reads it by its group: there is no other way.
+    # A mounted Kubernetes secret belongs to root, and a pod of another user reads it by its group.
     closed_to = 0o037 if status.st_uid == 0 and os.geteuid() != 0 and status.st_gid in _own_groups() else 0o077
     if stat.S_IMODE(status.st_mode) & closed_to:
         raise TokenError(f"token file {path} can be read or written by others; next: chmod 600 {path}")
@@ -160,7 +160,7 @@ def _own_groups() -> set[int]:
 
 
 def make_token(path: Path) -> bytes:
-    """A new token in a new file. Raises FileExistsError: a token that somebody prepared is not ours."""
+    """Write a new token to a new file. Raises FileExistsError if the file exists."""
     token = secrets.token_hex(32).encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:

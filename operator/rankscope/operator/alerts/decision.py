@@ -1,4 +1,4 @@
-"""What becomes of each alert that asks for a capture, and why."""
+"""Decides on each alert that requests a capture, and records why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rankscope.common.token_bucket import TokenBucket
 from rankscope.operator.alerts.alert import Alert, Concern, RefusedError, Wanted, choose, find_concern
 from rankscope.operator.correlation.correlator import JobState
 
-# Which firings have had their capture. Alertmanager repeats itself: after a while, after a restart, from its peers.
+# Firings that already had their capture. Alertmanager repeats notifications: after a while, after a restart, from its
+# peers.
 
 REMEMBERED_MOST = 10_000
 REMEMBERED_SECONDS = 7 * 86400.0
@@ -43,7 +44,7 @@ class Occasions:
                 self._seen.popitem(last=False)
 
 
-# How often alerts may cause captures: a job rests after each, and all jobs together draw on one bucket.
+# How often alerts may cause captures: a job has a cool-down after each, and all jobs share one token bucket.
 
 JOBS_MOST = 10_000
 
@@ -51,8 +52,7 @@ JOBS_MOST = 10_000
 @dataclass(frozen=True)
 class Limits:
     job_rest_seconds: float = 600.0
-    # A rank that is accused only later is worth a second one in that time: the first was for others, perhaps for a
-    # symptom of what that rank does.
+    # A rank that is accused later may get a second capture in that time: the first was of others, perhaps of a symptom.
     captures_per_rest: int = 2
     captures_per_hour: float = 12.0
     burst: int = 4
@@ -65,7 +65,7 @@ class _Spent:
 
 
 class Limiter:
-    """Not thread-safe: who decides holds a lock anyway."""
+    """Not thread-safe: the caller holds a lock."""
 
     def __init__(self, limits: Limits, monotonic_seconds: Callable[[], float]) -> None:
         self._limits = limits
@@ -108,13 +108,13 @@ OUTCOMES_KEPT = 100
 class Result(str, Enum):
     STARTED = "started"
     DUPLICATE = "duplicate"  # this firing has had its capture
-    LIMITED = "limited"  # too soon; the next notification of the same firing may have it
-    REFUSED = "refused"  # nothing to capture; trying again changes nothing
-    FAILED = "failed"  # could not be asked for; worth trying again
+    LIMITED = "limited"  # too soon; the next notification of the same firing may be captured
+    REFUSED = "refused"  # nothing to capture; retrying changes nothing
+    FAILED = "failed"  # the request failed; worth retrying
 
 
 class FailedError(Exception):
-    """Whoever takes captures could not be asked; worth trying again."""
+    """The capture could not be requested; worth retrying."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,8 @@ Start = Callable[[Wanted], str]
 
 
 class AlertDecisions:
-    """All methods may be called from any thread. One capture for all alerts of a job in a notification.
-
-    `is_elsewhere` tells of a job that is not known here whether another replica has it: worth trying again, then."""
+    """Thread-safe. One capture for all alerts of a job in a notification. `is_elsewhere` returns whether another
+    replica has an unknown job: then a retry is worthwhile."""
 
     def __init__(
         self,
@@ -160,12 +159,12 @@ class AlertDecisions:
 
     @property
     def recent(self) -> tuple[Outcome, ...]:
-        """The latest first."""
+        """Newest first."""
         return tuple(reversed(self._recent))
 
     def handle(self, alerts: Iterable[Alert]) -> tuple[Outcome, ...]:
-        """What became of each alert that asks for a capture; the others are not mentioned."""
-        # Two notifications at once must not both find that there was none yet.
+        """The decision on each alert that requests a capture; other alerts are ignored."""
+        # Two simultaneous notifications must not both find that there was none yet.
         with self._deciding:
             outcomes: list[Outcome] = []
             by_job: dict[str, list[Concern]] = {}

@@ -38,7 +38,7 @@ _STEP, _SELF, _WAIT, _TRANSFER, _HOST, _TOTAL, _LAST_STEP, _CAPTURED, _GROUP = m
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a tick: the same from one tick to the next as long as no process is replaced."""
+    """The ranks of a tick: unchanged between ticks as long as no process is replaced."""
 
     members: tuple[RankSeen, ...]
     job: Ints
@@ -57,16 +57,16 @@ class Layout:
 
 @dataclass
 class Tick:
-    """One tick of one job, its windows in any order, at most one of a rank."""
+    """One tick of one job: its windows in any order, at most one per rank."""
 
     windows: Mapping[int, HeldWindow]  # by rank
     world_size: int
     departed: tuple[int, ...] = ()
-    layout: Layout | None = None  # of the tick before, where there was one
+    layout: Layout | None = None  # of the previous tick, if there was one
 
 
 def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
-    """All jobs that are ready, together: most have few ranks, and numpy is fast with many. Sets each `layout`."""
+    """All ready jobs together: most have few ranks, and numpy is fast with many. Sets each `layout`."""
     if not ticks:
         return {}
     ordered = [[tick.windows[rank] for rank in sorted(tick.windows)] for tick in ticks.values()]
@@ -85,7 +85,7 @@ def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
     for (name, tick), windows, layout, part, captured_only, skew in zip(
         ticks.items(), ordered, layouts, parts, is_captured, skews, strict=True
     ):
-        # A copy, since judges remember windows: a part would keep the whole fleet's tick in memory.
+        # A copy, because detectors keep windows: a view would keep the whole fleet's tick in memory.
         kept = figures[: len(RANK_FIGURES), part].copy()
         rank_columns = RankColumns(layout.job, layout.rank, layout.stage, layout.place, *kept)
         made[name] = _job_window(tick, windows, rank_columns, layout.place_names, skew, captured_only)
@@ -100,10 +100,10 @@ def _lay_out(tick: Tick, windows: Sequence[HeldWindow]) -> Layout:
 
 
 def _add_device_waits(figures: Floats, captured: Bools, job: Ints) -> None:
-    """Of ranks that are timed on a device. Collectives may run beside other work there, so no rank by itself knows what
-    it waited: it follows from the times of all members of a group."""
+    """For ranks that are timed on a device. Collectives may overlap with other work there, so a single rank does not
+    know how long it waited: the times of all members of a group show it."""
     on_device = ~np.isnan(figures[_HOST]) & ~captured
-    figures[_TRANSFER, on_device] = np.nan  # one rank's quantile is not what the transfer takes
+    figures[_TRANSFER, on_device] = np.nan  # the quantile of one rank is not the transfer time
     timed = np.flatnonzero(on_device & ~np.isnan(figures[_GROUP]))
     if not len(timed):
         return
@@ -115,7 +115,7 @@ def _add_device_waits(figures: Floats, captured: Bools, job: Ints) -> None:
 
 
 def _settle_captured(figures: Floats, captured: Bools) -> bool:
-    """Steps that recording slowed down are not compared with steps that a probe timed. True if the captured ones count:
+    """Steps slowed by recording are not compared with steps that a probe timed. True if the captured ones are used:
     no probe measures waiting."""
     if not captured.any():
         return False
@@ -148,22 +148,22 @@ def _job_window(
 
 
 def _clock_skews(figures: Floats, job: Ints, layouts: Sequence[Layout]) -> list[float | None]:
-    """Of each job the largest difference between the clocks of its nodes; None for one node. Synchronous ranks end the
-    same step together, so the clocks are read at a common step."""
+    """The largest difference between the clocks of a job's nodes; None for one node. Synchronous ranks end the same
+    step together, so the clocks are read at a common step."""
     step_seconds = grouped_median(figures[_STEP], job, len(layouts))[job]
     moved = figures[_LAST_STEP] - figures[_TOTAL] * step_seconds
     node, node_count = number_groups(job, np.concatenate([layout.place for layout in layouts]))
     job_of_node = np.zeros(node_count, dtype=np.int64)
     job_of_node[node] = job
     medians = grouped_median(moved, node, node_count)
-    with np.errstate(invalid="ignore"):  # of jobs without any
+    with np.errstate(invalid="ignore"):  # jobs without any
         apart = grouped_max(medians, job_of_node, len(layouts)) - grouped_min(medians, job_of_node, len(layouts))
     known = np.bincount(job_of_node[~np.isnan(medians)], minlength=len(layouts)) > 1
     return [skew if is_known else None for skew, is_known in zip(apart.tolist(), known.tolist(), strict=True)]
 
 
 class Evidence(Mapping[int, RankEvidence]):
-    """Read from a window when a rank is asked for: few are, and a large job has a hundred thousand."""
+    """Read from a window when a rank needs it: few do, and a large job has a hundred thousand."""
 
     def __init__(self, windows: Sequence[HeldWindow], ranks: Ints) -> None:
         self._windows = windows

@@ -32,20 +32,20 @@ class JobState:
     job: str
     world_size: int
     verdict: Verdict
-    since_unix_seconds: float  # the verdict's kind, severity and culprits stand since then
+    since_unix_seconds: float  # when the verdict got its kind, severity and culprits
     evaluated_unix_seconds: float
     ranks_seen: int
     step_seconds: float | None
     mfu_ratio: float | None
     exposed_communication_ratio: float | None
-    windows: Sequence[window_pb2.RankWindow]  # in the order of ranks; each is read when it is asked for
-    window_end_unix_seconds: float = 0.0  # of the windows that were judged; `windows` may be newer
-    # What only the comparison of ranks tells, by rank, per step: `self_seconds` and `wait_seconds`.
+    windows: Sequence[window_pb2.RankWindow]  # in the order of ranks; each is parsed on access
+    window_end_unix_seconds: float = 0.0  # of the evaluated windows; `windows` may be newer
+    # By rank, per step, where only the comparison of ranks shows it: `self_seconds` and `wait_seconds`.
     self_and_wait_seconds: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def identities(self) -> Mapping[int, identity_pb2.RankIdentity]:
-        """Whose windows there are, by rank: far cheaper than the windows."""
+        """Identities by rank: far cheaper than the windows."""
         if isinstance(self.windows, HeldWindows):
             return self.windows.identities
         return {window.identity.rank: window.identity for window in self.windows}
@@ -55,9 +55,8 @@ Listener = Callable[[tuple[JobState, ...]], None]
 
 
 class Correlator:
-    """Thread-safe. `take` may be called from any stream's thread; `start` runs the ticking in one of its own.
-
-    `policy_of` gives a job's own policy, None where `policy` holds. It is asked at every tick: be quick."""
+    """Thread-safe. `take` may be called from any thread; `start` runs the ticks in a thread of its own. `policy_of`
+    returns a job's own policy, or None for `policy`. It is called at every tick and must be quick."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class Correlator:
             self._table.depart(departed)
 
     def listen(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener` with all jobs after each evaluation; the result stops that."""
+        """Call `listener` with all jobs after each evaluation; the result ends that."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
@@ -90,7 +89,7 @@ class Correlator:
         return tuple(self._states.values())
 
     def tick(self) -> bool:
-        """Evaluate what is ready; True if anything was. One at a time; windows come in meanwhile."""
+        """Evaluate what is ready; True if anything was. One call at a time; windows may arrive meanwhile."""
         with self._lock:
             now = self._clock()
             restarted = self._table.take_restarted()
@@ -110,8 +109,8 @@ class Correlator:
         return bool(ready)
 
     def _judge(self, ready: dict[str, JobWindow]) -> dict[str, Verdict]:
-        """A job whose windows cannot be judged, whatever they hold, keeps no other from its verdict: it is left out
-        until it ends or restarts. The others have counted one window twice by then."""
+        """A job whose windows cannot be evaluated does not affect the others: it is left out until it ends or
+        restarts. The others have counted one window twice by then."""
         try:
             return self._fleet.evaluate(ready)
         except Exception:
@@ -152,7 +151,7 @@ class Correlator:
             self_and_wait_seconds=_compared(columns),
         )
         if before is not None and state.step_seconds is None:
-            # A tick without a finished step has no pace; the last known one stands.
+            # A tick without a finished step has no pace; the last known one is kept.
             state = replace(
                 state,
                 step_seconds=before.step_seconds,
@@ -180,7 +179,7 @@ def _gist(verdict: Verdict) -> tuple[Kind, Severity, tuple[int, ...], int | None
 
 
 def _compared(columns: RankColumns) -> dict[int, tuple[float, float]]:
-    """Of ranks that are timed on a device; the windows of others have these themselves."""
+    """Of ranks that are timed on a device; other windows have these figures themselves."""
     known = ~np.isnan(columns.host_seconds) & ~np.isnan(columns.self_seconds)
     if not known.any():
         return {}
@@ -198,8 +197,8 @@ def _known(value: float) -> float | None:
 
 
 class LostSeconds:
-    """GPU time that findings cost a job over its whole life; a verdict knows only its own. A listener.
-    The sum of a job never falls as long as the job exists, restarts included."""
+    """GPU time that findings cost a job over its whole life; a verdict knows only its own. A listener. The sum of a
+    job never decreases while the job exists, including restarts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -217,7 +216,7 @@ class LostSeconds:
 
     def _count(self, job: str, lost: float) -> None:
         before = self._standing.get(job, 0.0)
-        # Less than before is the loss of another finding, from its beginning.
+        # A smaller value is the loss of another finding, from its beginning.
         self._totals[job] = self._totals.get(job, 0.0) + (lost - before if lost >= before else lost)
         self._standing[job] = lost
 
@@ -228,15 +227,15 @@ class LostSeconds:
 
 @dataclass(frozen=True)
 class Suspects:
-    """The ranks that a capture should record: those that a verdict names, and healthy ones to compare them with."""
+    """The ranks that a capture should record: those that a verdict names, and healthy ones for comparison."""
 
     culprits: tuple[int, ...]
-    peers: tuple[int, ...]  # the most typical first
+    peers: tuple[int, ...]  # most typical first
     reason: str
 
 
 def suspects(state: JobState) -> Suspects:
-    """Of a job; no culprits where nobody is blamed. A slow stage's peers are ranks of other stages."""
+    """Without culprits if no rank is to blame. The peers of a slow stage are ranks of other stages."""
     culprits = state.verdict.culprits if state.verdict.kind.is_finding else ()
     windows = {window.identity.rank: window for window in state.windows}
     accused = [windows[rank] for rank in culprits if rank in windows]

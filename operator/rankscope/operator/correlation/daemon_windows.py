@@ -1,7 +1,7 @@
-"""Windows of daemons: the message in which they come, and windows as the job table keeps them.
+"""Windows of daemons: the message, and windows as the job table keeps them.
 
-A fleet sends thousands of windows a second, and most of a window is stacks that no rule asks for. Every tick needs the
-figures, which come as a table; the window itself stays as it came until it is asked for."""
+A fleet sends thousands of windows a second, and most of a window is stacks that no rule reads. Every tick needs the
+figures, which come as a table; the window itself stays encoded until it is read."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ UNREADABLE = "the daemon's message could not be read"
 
 
 class DaemonMessage:
-    """A WatchRanksResponse of the daemon of `node`, as *we* know it. Row `n` belongs to `windows[n]` and `ranks[n]`."""
+    """A WatchRanksResponse of the daemon of `node`, the node that we connected to. Row `n` belongs to `windows[n]`
+    and `ranks[n]`."""
 
     __slots__ = (*("_names", "_values", "departed", "end_unix_nanos", "node", "ranks", "start_unix_nanos", "windows"),)
 
     def __init__(self, node: str, message: bytes) -> None:
-        """Raises ValueError for what is no message."""
+        """Raises ValueError for an invalid message."""
         try:
             read = EncodedRanks.FromString(message)
         except DecodeError:
@@ -41,17 +42,17 @@ class DaemonMessage:
             raise ValueError("it sent windows and figures that do not belong together")
 
     def figures(self, count: int) -> list[bytes]:
-        """Of the first `count` windows, as `window_columns` packs a row."""
+        """Of the first `count` windows, in the row format of `window_columns`."""
         return unpack(self._names, self._values, count)
 
 
 class RankSeen:
-    """A rank's process under the names that are ours. One for all of its windows."""
+    """A rank's process under our names, shared by all of its windows."""
 
     __slots__ = ("identity", "incarnation", "job", "node", "rank", "stage", "world_size")
 
     def __init__(self, identity: RankIdentity) -> None:
-        """`identity` must not change any more."""
+        """`identity` must not change afterwards."""
         self.identity = identity
         self.job = identity.job
         self.node = identity.node
@@ -84,7 +85,7 @@ class HeldWindow:
         return self.who.identity
 
     def message(self) -> RankWindow:
-        """All of it, under our names. What turns out to be garbage is a window with nothing but its names."""
+        """The whole window under our names. An invalid window has nothing but its names."""
         try:
             window = RankWindow.FromString(self.message_bytes)
         except DecodeError:
@@ -94,10 +95,10 @@ class HeldWindow:
 
 
 class HeldWindows(Sequence[RankWindow]):
-    """Messages in the order of their ranks, each read when it is asked for; their identities are at hand."""
+    """Messages in the order of their ranks, each parsed on access; identities need no parsing."""
 
     def __init__(self, windows: Mapping[int, HeldWindow]) -> None:
-        """By rank; `windows` must not change any more."""
+        """By rank; `windows` must not change afterwards."""
         self._windows = windows
         self._identities: dict[int, RankIdentity] | None = None
         self._ordered: list[HeldWindow] | None = None

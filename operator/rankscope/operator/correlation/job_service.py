@@ -62,7 +62,7 @@ def _cause(cause: Cause) -> job_service_pb2.Cause:
 
 
 def verdict_of(message: job_service_pb2.Verdict) -> Verdict:
-    """The verdict that a message holds; a kind that only a newer peer knows is insufficient data."""
+    """The verdict of a message; a kind that only a newer peer knows becomes insufficient data."""
     kind = job_service_pb2.VerdictKind.Name(message.kind).removeprefix("VERDICT_KIND_")
     severity = job_service_pb2.Severity.Name(message.severity).removeprefix("SEVERITY_")
     confidence = job_service_pb2.Confidence.Name(message.confidence).removeprefix("CONFIDENCE_")
@@ -93,7 +93,7 @@ class JobServicer(job_service_pb2_grpc.JobServiceServicer):
     def WatchJobs(
         self, request: job_service_pb2.WatchJobsRequest, context: grpc.ServicerContext
     ) -> Iterator[job_service_pb2.WatchJobsResponse]:
-        # A reader that is slow sees the newest state, not all of them.
+        # A slow reader gets the newest state, not every state.
         newest: queue.Queue[tuple[JobState, ...] | None] = queue.Queue(maxsize=1)
 
         def offer(states: tuple[JobState, ...] | None) -> None:

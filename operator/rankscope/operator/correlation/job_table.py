@@ -1,4 +1,4 @@
-"""The job table: windows of any number of daemons, gathered by job and by tick. Bounded in every direction."""
+"""The job table: windows of any number of daemons, grouped by job and tick. Bounded in every dimension."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rankscope.operator.correlation.columns import Layout, Tick, job_windows
 from rankscope.operator.correlation.daemon_windows import HeldWindow, RankSeen
 from rankscope.v1 import identity_pb2
 
-# Ticks of a job that may be open at once: slow daemons are waited for, dead ones are not.
+# Open ticks of a job: slow daemons are waited for, dead ones are not.
 OPEN_TICKS = 4
-# What one fleet may make us hold; beyond it new jobs and ranks are counted and refused.
+# Limits of what one fleet may occupy; beyond them new jobs and ranks are counted and refused.
 JOBS_KEPT = 20_000
 RANKS_PER_JOB = 131_072
-# How long nothing came of a job before those that are missing are given up, and when they are in any case.
+# How long after the last window of a job the missing ones are given up, and when in any case.
 QUIET_SECONDS = 0.5
 LONGEST_GRACE = 4
-# Windows end on a shared border; what differs by less is the same tick.
+# Windows end on a shared border; ends that differ by less belong to the same tick.
 TICK_NANOS = 100_000_000
 
 
@@ -79,14 +79,14 @@ class JobTable:
         open_tick[rank] = window
 
     def _meet(self, job: Job, who: RankSeen) -> bool:
-        """A process that is not the one last heard as this rank, or is told of anew; False for one not to be heard."""
+        """Register a process that is new for this rank or was registered before; False if its windows are refused."""
         if not 0 <= who.rank < min(who.world_size, RANKS_PER_JOB):
             self.refused += 1
             return False
         known = job.incarnations.get(who.rank)
         if known is not None and known != who.incarnation:
             if known[2] > who.incarnation[2] and known[0] == who.incarnation[0]:
-                self.late += 1  # the last words of the process that this one replaced
+                self.late += 1  # late windows of the process that this one replaced
                 return False
             self._restart(job)
         elif known is None and job.incarnations and who.world_size != job.world_size:
@@ -125,8 +125,8 @@ class JobTable:
         return restarted
 
     def take_ended(self, now_unix_seconds: float) -> list[str]:
-        """Remove and return jobs all of whose ranks have ended, or of which nothing was heard for long. A rank that has
-        long been silent is not held on to either: who makes up ranks would fill the memory with their windows."""
+        """Remove and return jobs whose ranks have all ended, or that have been silent for long. A rank that has been
+        silent for long is removed too: otherwise invented ranks would fill the memory."""
         if now_unix_seconds - self._swept_unix_seconds > self._forget_after_seconds / 4:
             self._swept_unix_seconds = now_unix_seconds
             for job in self._jobs.values():
@@ -146,7 +146,7 @@ class JobTable:
             del job.latest[rank]
 
     def take_ready(self, now_unix_seconds: float) -> dict[str, JobWindow]:
-        """For each job the oldest tick that is complete, or whose grace is over."""
+        """For each job the oldest tick that is complete, or whose grace period is over."""
         ready: dict[str, Tick] = {}
         for job in self._jobs.values():
             tick = self._ready_tick(job, now_unix_seconds)
@@ -168,8 +168,8 @@ class JobTable:
         expected = job.world_size - len(job.departed)
         complete = len(job.open_ticks[tick]) >= expected
         late_seconds = now_unix_seconds - tick * TICK_NANOS / 1e9
-        # While more of the job comes in, whoever is missing may be in the queue: what a large fleet sends at one border
-        # takes a while to read.
+        # While windows of the job still arrive, the missing ones may be queued: reading what a large fleet sends at one
+        # border takes a while.
         quiet_seconds = now_unix_seconds - job.last_heard_unix_seconds
         overdue = late_seconds > self._grace_seconds and quiet_seconds > QUIET_SECONDS
         return tick if complete or overdue or late_seconds > LONGEST_GRACE * self._grace_seconds else None

@@ -1,6 +1,6 @@
 """One WatchRanks stream to every node's daemon, all in one thread: a fleet has thousands.
 
-A daemon that is gone is asked again, later and later; one whose certificate is not ours is never listened to."""
+An unreachable daemon is retried with increasing pauses; a daemon without a certificate of ours is refused."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 15.0
-# A node sends every few seconds; one that has said nothing for so long has gone without closing its connection.
+# A node sends every few seconds; one that has been silent for this long is gone without closing its connection.
 SILENT_SECONDS = 90.0
-# How often those are looked for. A timer of its own for every message would cost more than reading the message.
+# How often that is checked. A timer for every message would cost more than reading the message.
 SWEEP_SECONDS = 5.0
-# The first message comes at once: a node that is down must not hold up the others that wait to be asked.
+# The first message comes at once: an unreachable node must not delay the others in the queue.
 FIRST_MESSAGE_SECONDS = 20.0
-# A daemon answers with the windows of one node: more is not a daemon.
+# A daemon sends the windows of one node: a larger message is not a daemon's.
 MESSAGE_BYTES_LIMIT = 8 << 20
-# What a daemon may send ahead of us, some twenty messages.
+# What a daemon may send ahead, about twenty messages.
 LOOKAHEAD_BYTES = 512 << 10
 METHOD = "/rankscope.v1.RankService/WatchRanks"
-# What comes within so long is handed on together.
+# Messages within this time are handed on together.
 GATHERING_SECONDS = 0.05
 GATHERED_BYTES_LIMIT = 32 << 20
-# A daemon sends one for each window, of half a second or more. Whoever floods us is left and asked again later.
+# A daemon sends one message per window, of half a second or more. A daemon that sends more is disconnected and retried
+# later.
 MESSAGES_PER_SECOND = 20.0
 MESSAGES_BURST = 200.0
-# How many connections may be under way at once: a restarted operator must not meet its fleet all at the same moment.
+# Connections in progress: a restarted operator must not connect to its whole fleet at once.
 CONNECTING_LIMIT = 128
 
-# A request has to fit into what a daemon reads: of a node with more pods than this, all windows are asked for.
+# A request must fit into what a daemon accepts: for a node with more pods than this, all windows are requested.
 PODS_LIMIT = 1000
 
 Accept = Callable[[Sequence[DaemonMessage]], None]
@@ -66,8 +67,8 @@ def _target(node: str, address: str, pods: Mapping[str, frozenset[str]] | None) 
 
 
 class DaemonStreams:
-    """`follow` says which daemons there are. `accept` is called in one thread, with all that was heard in a moment: a
-    fleet speaks at the same time, and many messages are read sooner together than one by one."""
+    """`follow` sets the daemons. `accept` is called in one thread, with all messages of a moment: a fleet sends at
+    the same time, and reading many messages together is faster."""
 
     def __init__(self, accept: Accept, tls: Read | None = None) -> None:
         self._accept = accept
@@ -85,7 +86,7 @@ class DaemonStreams:
 
     @property
     def connected(self) -> frozenset[str]:
-        """Nodes whose daemon is heard."""
+        """Nodes whose daemon sends windows."""
         return frozenset(self._connected)
 
     @property
@@ -96,8 +97,8 @@ class DaemonStreams:
         self._thread.start()
 
     def follow(self, addresses: Mapping[str, str], pods: Mapping[str, frozenset[str]] | None = None) -> None:
-        """Node to HOST:PORT; those that are missing are left. `pods` are, by node, the only ones to be told of; a node
-        without any is left as well."""
+        """Node to HOST:PORT; missing nodes are disconnected. `pods` are the only pods of interest by node; a node
+        without any is disconnected as well."""
         wanted = {_target(node, address, pods) for node, address in addresses.items() if pods is None or pods.get(node)}
         self._loop.call_soon_threadsafe(self._retarget, wanted)
 
@@ -142,12 +143,12 @@ class DaemonStreams:
             backoff = min(backoff * 2, LAST_BACKOFF_SECONDS)
 
     async def _stream(self, target: _Target) -> bool:
-        """True if anything was heard."""
+        """True if anything was received."""
         node, heard = target.node, False
         bucket = TokenBucket(MESSAGES_BURST, MESSAGES_PER_SECOND)
         async with self._channel(target.address) as channel:
             request = rank_service_pb2.WatchRanksRequest(pods=sorted(target.pods))
-            # Bytes as they are: gRPC would read all of a message, and write to the log what it cannot read.
+            # Raw bytes: gRPC would parse the whole message, and log what it cannot parse.
             call = channel.unary_stream(METHOD)(request.SerializeToString())
             try:
                 async with self._connecting:
@@ -164,7 +165,7 @@ class DaemonStreams:
                     self._take(read, len(message))
                     message = await call.read()
             except asyncio.CancelledError:
-                if heard and call not in self._heard_at:  # by `_sweep`; else by who ends this task
+                if heard and call not in self._heard_at:  # by `_sweep`; else by the task's owner
                     raise asyncio.TimeoutError(f"nothing was heard for {SILENT_SECONDS:g} s") from None
                 raise
             finally:
@@ -183,12 +184,11 @@ class DaemonStreams:
         options: list[tuple[str, object]] = [
             ("grpc.max_receive_message_length", MESSAGE_BYTES_LIMIT),
             ("grpc.keepalive_time_ms", 30_000),
-            # A daemon sends little at a time: probing how much it could send costs as much as reading it, and so does
-            # allowing it each part of a message.
+            # A daemon sends little at a time: bandwidth probing and flow-control updates cost as much as reading it.
             ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
             ("grpc.http2.max_frame_size", LOOKAHEAD_BYTES),
-            # Channels to the same place would share a connection and with it the old certificate.
+            # Channels to the same address would share a connection and with it the old certificate.
             ("grpc.use_local_subchannel_pool", 1),
         ]
         if self._tls is not None:
@@ -211,7 +211,7 @@ class DaemonStreams:
         gathered, self._gathered, self._gathered_bytes = self._gathered, [], 0
         try:
             self._accept(gathered)
-        except Exception:  # whatever one daemon says, the others are heard
+        except Exception:  # a failure of one daemon does not affect the others
             if len(gathered) == 1:
                 log.exception("a message of the daemon of %s could not be taken in", gathered[0].node)
                 return
@@ -220,7 +220,7 @@ class DaemonStreams:
                 self._hand_on()
 
 
-# Where the daemons are: the pods of our DaemonSet, by node.
+# The pods of our DaemonSet, by node.
 
 SELECTOR = "app.kubernetes.io/name=rankscope,app.kubernetes.io/component=daemon"
 PORT_NAME = "grpc"
@@ -250,7 +250,7 @@ def read_daemon_pod(document: Mapping[str, Any]) -> DaemonPod | None:
 
 
 class DaemonPods:
-    """Told by a watch."""
+    """Updated by a watch."""
 
     def __init__(self) -> None:
         self._pods: dict[str, DaemonPod] = {}
@@ -266,7 +266,7 @@ class DaemonPods:
 
     @property
     def addresses(self) -> Mapping[str, str]:
-        """Node to HOST:PORT; while a daemon is replaced there may be two of a node, and the newest counts."""
+        """Node to HOST:PORT; while a daemon is replaced a node may have two, and the newest counts."""
         with self._lock:
             ordered = sorted(self._pods.values(), key=lambda pod: pod.created)
         return {pod.node: pod.address for pod in ordered}

@@ -1,7 +1,7 @@
-"""What a daemon says, held against what the API server says, and named by run.
+"""Compares what daemons report with what the API server knows, and names ranks by run.
 
-A daemon may be wrong or hostile: it speaks for the pods of its own node and for nobody else, at the pace of a daemon,
-or it is not listened to."""
+A daemon may be wrong or hostile: it may report the pods of its own node only, at the rate of a daemon; everything
+else is refused."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rankscope.operator.runs.inventory import Inventory
 from rankscope.operator.runs.run_grouping import RunKey
 from rankscope.v1.identity_pb2 import RankIdentity
 
-# The jobs of one run: by what name each goes, and whose its ranks are.
+# The jobs of one run: their names, and the pods that own their ranks.
 
-# A job that has not spoken for so long no longer owns its run's name.
+# A job that has been silent for this long no longer owns its run's name.
 SILENT_SECONDS = 30.0
-# How often those are looked for.
+# How often that is checked.
 FORGETTING_SECONDS = 1.0
 JOBS_PER_RUN = 16
-# A rank is its pod's as long as that pod lives and speaks of it: else one node could unseat the ranks of another.
+# A rank belongs to its pod while that pod exists and reports it: otherwise one node could take over ranks of another.
 OWNED_SECONDS = 10.0
 
 Owner = tuple[str, float]  # uid of a rank's pod, and when it was last heard
@@ -33,7 +33,7 @@ Owners = dict[int, Owner]
 
 
 class RunJobs:
-    """By the names they give themselves; a restarted one may come with another port."""
+    """By the names that the jobs report; a restarted job may have another port."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
@@ -43,7 +43,7 @@ class RunJobs:
         self._swept_at = 0.0
 
     def name(self, job: str, run_name: Callable[[], str], now: float) -> str | None:
-        """The run's own name for its one job; jobs beside it, as in a Ray cluster, get a number. None where there are
+        """The run's own name for its only job; further jobs, as in a Ray cluster, get a number. None if there are
         too many."""
         if now - self._looked_at > FORGETTING_SECONDS:
             self._forget_silent(now)
@@ -63,27 +63,27 @@ class RunJobs:
         for silent in [known for known, heard in self._heard_at.items() if now - heard > SILENT_SECONDS]:
             del self._heard_at[silent], self.names[silent]
             self.owners.pop(silent, None)
-        if now - self._swept_at > SILENT_SECONDS:  # less often: a job may have a hundred thousand ranks
+        if now - self._swept_at > SILENT_SECONDS:  # rarely: a job may have a hundred thousand ranks
             self._swept_at = now
             for job, owners in self.owners.items():
                 self.owners[job] = {rank: owner for rank, owner in owners.items() if now - owner[1] < OWNED_SECONDS}
 
 
-# The daemon of one node as a speaker: how much of it is listened to, and the processes that it speaks of.
+# The daemon of one node: its rate limit, and the processes that it reports.
 
-# Ranks of a node that raise its allowance, and processes of it that are known at a time: more GPUs than any node has.
+# Ranks of a node that raise its rate limit, and processes of it that are known at a time: more GPUs than any node has.
 RANKS_PER_NODE = 1024
-# Windows a daemon may send per rank and second, on average over the bucket: the shortest window is half a second long.
+# Windows per rank and second, on average over the bucket: the shortest window is half a second long.
 WINDOWS_PER_RANK_SECOND = 4.0
 BURST_SECONDS = 15.0
-# A process that was not spoken of for so long makes room for others, which is looked for so often.
+# A process that was not reported for this long is forgotten; how often that is checked.
 
 Names = tuple[str, str, str, str]  # job, node, namespace and name of the pod
 
 
 @dataclass
 class Refusals:
-    """By reason, for the metric: bounded words."""
+    """Counts by reason, for the metric: a closed set."""
 
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -92,13 +92,13 @@ class Refusals:
 
 
 class Known:
-    """A process of a node by the very bytes of its identity, which are the same in each of its windows: what they say
-    is read once."""
+    """A process of a node, keyed by the bytes of its identity, which are the same in all of its windows: they are
+    parsed once."""
 
     __slots__ = ("heard_at", "identity", "is_possible", "key", "names", "rank", "seen", "sought")
 
     def __init__(self, identity: RankIdentity) -> None:
-        self.identity = identity  # as the daemon has it
+        self.identity = identity  # as reported by the daemon
         self.sought = (identity.pod, identity.job)
         self.rank = identity.rank
         self.key = (identity.pod, identity.rank)
@@ -122,12 +122,12 @@ class Speaker:
         self._refusals = refusals
         self._windows = TokenBucket(BURST_SECONDS * WINDOWS_PER_RANK_SECOND * RANKS_PER_NODE, 0.0)
         self._forgot_at = 0.0
-        # Of the present message: ranks come and go, and none may raise the allowance for ever.
+        # Of the current message: ranks come and go, and must not raise the limit for ever.
         self.ranks = 0
         self.known: dict[bytes, Known] = {}
 
     def allow(self, sent: int, now: float) -> int:
-        """How many of so many are listened to; the others are counted."""
+        """How many of so many are accepted; the others are counted."""
         rate = WINDOWS_PER_RANK_SECOND * min(max(1, self.ranks or sent), RANKS_PER_NODE)
         self._windows.per_second, self._windows.burst = rate, rate * BURST_SECONDS
         allowed = self._windows.take_up_to(now, sent)
@@ -136,7 +136,7 @@ class Speaker:
         return allowed
 
     def meet(self, identity: bytes, now: float) -> Known | None:
-        """None where there are too many already, or where it is no identity."""
+        """None if there are too many already, or the identity is invalid."""
         if len(self.known) >= RANKS_PER_NODE:
             if now - self._forgot_at > FORGETTING_SECONDS:
                 self._forgot_at = now
@@ -152,7 +152,7 @@ class Speaker:
         return known
 
     def part(self, identity: bytes) -> Known | None:
-        """One that is spoken of for the last time."""
+        """A process that is reported for the last time."""
         try:
             return self.known.pop(identity, None) or Known(RankIdentity.FromString(identity))
         except DecodeError:
@@ -166,10 +166,10 @@ WINDOW_BYTES_LIMIT = 128 << 10
 
 @dataclass
 class _Place:
-    """Where the ranks of one pod and job belong."""
+    """The run that the ranks of one pod and job belong to."""
 
     uid: str
-    names: Names | None  # None: those that the daemon gives
+    names: Names | None  # None: those that the daemon reports
     kept: bool
     refusal: str
     owners: Owners
@@ -178,7 +178,7 @@ class _Place:
 
 @dataclass
 class _Here:
-    """One message's: the pods and jobs of a node are few, and looked up once."""
+    """Lookups of one message: the pods and jobs of a node are few, and looked up once."""
 
     node: str
     speaker: Speaker
@@ -194,10 +194,10 @@ class Heard:
 
 
 class Binding:
-    """Thread-safe: windows come in one thread, what is gone is forgotten in another."""
+    """Thread-safe: windows arrive in one thread, and are forgotten in another."""
 
     def __init__(self, inventory: Inventory | None = None, monotonic: Callable[[], float] = time.monotonic) -> None:
-        """Without an inventory there is one machine and no API server: ranks keep the names that the daemon gives."""
+        """Without an inventory there is one machine and no API server: ranks keep the names that the daemon reports."""
         self.refusals = Refusals()
         self._lock = threading.Lock()
         self._inventory = inventory
@@ -206,8 +206,8 @@ class Binding:
         self._jobs: dict[RunKey, RunJobs] = {}
 
     def bind(self, messages: Sequence[DaemonMessage], keeps: Callable[[str], bool] = lambda name: True) -> Heard:
-        """What of them holds, with `job` the run's name and `node` and `namespace` as the API server has them. Of jobs
-        that `keeps` says no to, nothing is kept."""
+        """The accepted windows, with `job` as the run's name, and `node` and `namespace` as in the API server.
+        Windows of jobs that `keeps` rejects are dropped."""
         heard = Heard([], [])
         with self._lock:
             now = self._monotonic()
@@ -264,7 +264,7 @@ class Binding:
                 del self._speakers[node]
 
     def daemon_job(self, name: str) -> str | None:
-        """What the daemons call the job of that name."""
+        """The daemons' name for the job."""
         with self._lock:
             for jobs in self._jobs.values():
                 for job, given in jobs.names.items():
@@ -273,11 +273,11 @@ class Binding:
         return None
 
     def run_name(self, key: RunKey) -> str:
-        """What metrics, verdicts and people call a run's first job."""
+        """The name of a run's first job in metrics, verdicts and commands."""
         return f"{key.namespace}/{key.object_name}"
 
     def _believe(self, known: Known, here: _Here) -> _Place | None:
-        """Where it belongs; None for one that is not to be believed or not to be kept."""
+        """Where it belongs; None if it is refused or dropped."""
         known.heard_at = here.now
         if not known.is_possible:
             self.refusals.add("rank")
