@@ -202,7 +202,7 @@ echo "Permission Denied: Try running again with elevated permissions" >&2; exit 
 # Everything is loaded before the change of user, who may not be let into this checkout.
 DAEMON_AS_NOBODY = """
 import ctypes, os, sys
-import rankscope.cli.foreground, rankscope.cli.daemon, rankscope.daemon.loop, rankscope.daemon.discovery.ranks
+import rankscope.cli.audit_log, rankscope.cli.daemon, rankscope.daemon.loop, rankscope.daemon.discovery.ranks
 import rankscope.daemon.process_collector, rankscope.daemon.stacks.collector, rankscope.daemon.steps.collector
 from rankscope.cli.main import main
 if os.getuid() == 0:

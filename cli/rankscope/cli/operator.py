@@ -10,7 +10,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from rankscope.cli.foreground import AuditFileError, add_audit_argument, open_audit_log
+from rankscope.cli.audit_log import AuditFileError, add_audit_argument, open_audit_log
 from rankscope.daemon.config import LOG_LEVELS
 from rankscope.daemon.problem_log import OneLine
 from rankscope.operator.access.api_server import PORT, UserApiSettings
