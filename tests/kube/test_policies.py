@@ -57,8 +57,10 @@ def test_a_finding_makes_one_capture_whatever_restarts_and_however_many_policies
 ) -> None:
     older = make_policy(server, namespace, "older", automaticCaptures=AUTOMATIC)
     newer = make_policy(server, namespace, "newer", automaticCaptures={"on": ["slow_rank"]})
-    # Made within one second, names decide; an older one would.
-    holding, losing = sorted([older, newer])
+    # The older one holds; of two that were created in the same second, the first by name.
+    holding, losing = sorted(
+        [older, newer], key=lambda path: (server.admin.get(path)["metadata"]["creationTimestamp"], path)
+    )
     run = started_run(server, namespace, start_daemon, "llama")
     twin = started_run(server, namespace, start_daemon, "healthy")
     operator = start_operator()
