@@ -10,7 +10,7 @@ import numpy as np
 
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns, RankEvidence
 from rankscope.daemon.samples import Span
-from rankscope.daemon.windows.columns import window_columns
+from rankscope.daemon.windows.window import window_columns
 from rankscope.operator.correlation.columns import Evidence
 from rankscope.operator.correlation.daemon_windows import DaemonMessage, HeldWindow, RankSeen
 from rankscope.v1.identity_pb2 import RankIdentity

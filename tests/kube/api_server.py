@@ -222,6 +222,13 @@ class ApiServer:
             assert time.monotonic() < give_up, "the condition did not come true"
             time.sleep(0.1)
 
+    def wait_for_equal(self, actual: Callable[[], object], expected: object, seconds: float = READY_SECONDS) -> None:
+        """As `wait_for`; what is there instead is in the error."""
+        give_up = time.monotonic() + seconds
+        while (found := actual()) != expected:
+            assert time.monotonic() < give_up, f"{found} instead of {expected}"
+            time.sleep(0.1)
+
     def _is_ready(self) -> bool:
         return _answers(f"{self.url}/readyz", self.tls) and self.admin.is_served(
             "/apis/rbac.authorization.k8s.io/v1/clusterroles/cluster-admin"

@@ -16,6 +16,7 @@ from tests.kube.operator_process import OperatorProcess
 from tests.kube.scripted_daemon import ScriptedDaemon
 
 _NUMBERS = itertools.count(1)
+LOG_CHARACTERS = 8000
 
 
 def install_kinds(server: ApiServer) -> None:
@@ -91,6 +92,7 @@ def start_operator(operator_user: User, tmp_path: Path) -> Iterator[StartOperato
     yield start
     for operator in started:
         operator.stop()
+        print(f"log of {operator.identity}:\n{operator.log[-LOG_CHARACTERS:]}")  # shown if the test failed
 
 
 @pytest.fixture

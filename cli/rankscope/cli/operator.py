@@ -159,20 +159,27 @@ def _add_webhook_arguments(parser: argparse.ArgumentParser) -> None:
         "--webhook-service",
         default=WebhookSettings.service,
         metavar="NAME",
-        help="the Service by which the API server reaches us (default: %(default)s)",
+        help="the Service by which the API server reaches the webhooks (default: %(default)s)",
     )
     webhooks.add_argument("--webhook-url", default="", metavar="URL", help="https://HOST:PORT instead of the Service")
     webhooks.add_argument(
         "--webhook-certificate",
         type=Path,
         metavar="FILE",
-        help="renewed by somebody else, with the next one (default: made by us, in a Secret)",
+        help="serving certificate that you renew, with --webhook-key (default: issued by the operator, in a Secret)",
     )
     webhooks.add_argument("--webhook-key", type=Path, metavar="FILE", help="its key")
     webhooks.add_argument(
-        "--webhook-authority", type=Path, metavar="FILE", help="who signed it, to be published to the API server by us"
+        "--webhook-authority",
+        type=Path,
+        metavar="FILE",
+        help="CA of that certificate, which the operator registers with the API server",
     )
-    webhooks.add_argument("--probe-image", metavar="IMAGE", help="brings the probe into pods (default: no probe)")
+    webhooks.add_argument(
+        "--probe-image",
+        metavar="IMAGE",
+        help="image of the init container that copies the probe into pods (default: no injection)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -29,10 +29,10 @@ from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
-# Asks a daemon for the capture that alerts want.
+# Requests from a daemon the captures that alerts cause.
 
 STEPS = 3
-# For ranks whose steps nobody sees.
+# For ranks whose steps are not measured.
 SECONDS = 2.0
 CALL_SECONDS = 15.0
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)

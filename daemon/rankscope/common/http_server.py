@@ -379,8 +379,8 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         super().send_error(code)  # the standard library's message repeats what was sent
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name the standard library gave it
-        """Nothing: strangers must not fill the log."""
+    def log_message(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: callers that are not authenticated must not fill the log."""
 
     def version_string(self) -> str:
         return "rankscope"

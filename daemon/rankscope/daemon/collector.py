@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -14,7 +15,7 @@ from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span
 Sample = TypeVar("Sample")
 
 
-class Collector(Generic[Sample]):
+class Collector(ABC, Generic[Sample]):
     """One source of measurements. Only `collect` is required; add the class to COLLECTORS in sampler.py."""
 
     name: str  # in metrics and problems; also the field of RankSamples that takes the samples
@@ -24,10 +25,10 @@ class Collector(Generic[Sample]):
         """None where the configuration turns it off."""
         return cls()
 
+    @abstractmethod
     def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, Sample | Problem]:
         """What was measured since the last call, or why not, of each rank; a rank without news is left out. A sample
         may have a `problem` of its own, beside what was measured."""
-        raise NotImplementedError
 
     def start(self) -> None:
         """Called once, before the first `poll`."""
@@ -60,6 +61,15 @@ class Collected(Generic[Sample]):
         return CollectorStatus(self.duration_seconds, self.failure is None)
 
 
+def failure_of(action: Callable[[], object]) -> str | None:
+    """Call `action`; the reason in one line if it failed."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - a source may fail in any way, and must not stop the others
+        return describe(error)
+    return None
+
+
 class Supervised(Generic[Sample]):
     """A collector with its duration and success. An exception becomes a problem of every rank it was asked about."""
 
@@ -72,10 +82,7 @@ class Supervised(Generic[Sample]):
     def poll(self) -> None:
         """Its time and its failure are charged to the window that closes next."""
         started = self._monotonic()
-        try:
-            self._collector.poll(started)
-        except Exception as error:  # noqa: BLE001 - whatever a source does, the other sources go on
-            self._poll_failure = describe(error)
+        self._poll_failure = failure_of(lambda: self._collector.poll(started)) or self._poll_failure
         self._poll_seconds += self._monotonic() - started
 
     def collect(self, ranks: Sequence[RankProcess], span: Span) -> Collected[Sample]:
@@ -83,19 +90,21 @@ class Supervised(Generic[Sample]):
         name = self._collector.name
         samples: dict[RankKey, Sample] = {}
         problems: dict[RankKey, Problem] = {}
-        failure = self._poll_failure
-        try:
+
+        def read() -> None:
             for key, value in self._collector.collect(ranks, span).items():
                 if not isinstance(value, Problem):
                     samples[key] = value
                 problem = value if isinstance(value, Problem) else getattr(value, "problem", None)
                 if problem is not None:
                     problems[key] = problem
-        except Exception as error:  # noqa: BLE001 - whatever a source does, the other sources go on
-            failure = describe(error)
+
+        failure = failure_of(read)
+        if failure is not None:
             text = f"the {name} collector failed: {failure}; it is tried again in the next window"
             samples = {}
             problems = {rank.key: Problem(name, "crash", text) for rank in ranks}
+        failure = failure or self._poll_failure
         duration_seconds = self._poll_seconds + self._monotonic() - started
         self._poll_seconds, self._poll_failure = 0.0, None
         return Collected(name, samples, problems, duration_seconds, failure)

@@ -46,14 +46,14 @@ def default_capture_dir() -> str:
 
 def _setting(
     default: Value | Callable[[], Value],
-    help: str,  # noqa: A002 - as argparse calls it
+    help_text: str,
     low: float | None = None,
     high: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
     """A field of Config. A callable default depends on the machine."""
     made: Callable[[], Value] = default if callable(default) else lambda: default
-    metadata = {"default": made, "help": help, "low": low, "high": high, "choices": choices}
+    metadata = {"default": made, "help": help_text, "low": low, "high": high, "choices": choices}
     return field(default_factory=made, metadata=metadata)
 
 

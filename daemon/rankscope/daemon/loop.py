@@ -236,7 +236,7 @@ class Daemon:
         try:
             stall = self._stalls.observe(rank, samples, span)
             window = assemble(rank, node, span, incarnation.sequence, samples, peak_flops_per_second, stall)
-        except Exception as error:  # noqa: BLE001 - one rank's odd numbers must not cost the others their window
+        except Exception as error:  # noqa: BLE001 - a rank controls its numbers; only its window is lost
             problem = Problem("daemon", "assembly", f"{rank}: {describe(error)}")
             samples = RankSamples(problems=(problem, *samples.problems))
             window = assemble(rank, node, span, incarnation.sequence, samples, peak_flops_per_second)

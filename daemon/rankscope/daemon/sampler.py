@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from rankscope.daemon.collector import Collector, CollectorStatus, Supervised
+from rankscope.daemon.collector import Collector, CollectorStatus, Supervised, failure_of
 from rankscope.daemon.config import Config
 from rankscope.daemon.discovery.ranks import Conflict, Discovered, RankDiscovery
 from rankscope.daemon.gpu.collector import GpuCollector
-from rankscope.daemon.problem_log import describe
 from rankscope.daemon.process_collector import ProcessCollector
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span
 from rankscope.daemon.stacks.collector import StacksCollector
@@ -82,16 +81,19 @@ class Sampler:
         for supervised in self._supervised:
             supervised.poll()
 
+    def _discover(self) -> None:
+        """On a failure the ranks known so far are still watched."""
+        self._known = self._discovery.scan()
+
     def sample(self, span: Span) -> Sampled:
         statuses: dict[str, CollectorStatus] = {}
         failures: dict[str, str] = {}
         started = self._clock.monotonic_seconds()
-        try:
-            self._known = self._discovery.scan()
-        except Exception as error:  # noqa: BLE001 - the ranks known so far are still watched
-            failures["discovery"] = describe(error)
+        failure = failure_of(self._discover)
+        if failure is not None:
+            failures["discovery"] = failure
         duration_seconds = self._clock.monotonic_seconds() - started
-        statuses["discovery"] = CollectorStatus(duration_seconds, "discovery" not in failures)
+        statuses["discovery"] = CollectorStatus(duration_seconds, failure is None)
         ranks = tuple(self._known.ranks)[: self._max_ranks]
         collected = [supervised.collect(ranks, span) for supervised in self._supervised]
         for each in collected:

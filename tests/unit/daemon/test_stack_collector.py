@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import time
@@ -15,7 +16,7 @@ from typing import ClassVar
 import pytest
 
 from rankscope.daemon import procfs
-from rankscope.daemon.samples import Frame, Problem, RankProcess, Span, StackSample
+from rankscope.daemon.samples import Frame, Problem, RankProcess, Span, StackSample, StallDump
 from rankscope.daemon.stacks.collector import HOLD_UP_SECONDS, StacksCollector
 from rankscope.daemon.stacks.pyspy import PrivateFolder
 from rankscope.daemon.stacks.pyspy_output import Stack
@@ -292,6 +293,21 @@ def test_a_dump_that_hangs_does_not_hold_the_daemon_up(tmp_path: Path, monkeypat
         problem = source.dump_all([rank(0)])[rank(0).key]
         assert isinstance(problem, Problem)
         assert problem.kind == "timeout"
+
+
+def test_a_dump_is_retried_when_a_thread_moved_while_it_was_read(tmp_path: Path) -> None:
+    thread = {"thread_name": "MainThread", "os_thread_id": ME, "frames": [{"name": "f", "filename": "t.py", "line": 1}]}
+    moved = "echo 'Error: Failed to copy PyFrameObject: Bad address (os error 14)' >&2; exit 1"
+    moves_twice = f"[ $(wc -l < {tmp_path}/calls) -gt 2 ] || {{ {moved}; }}; echo '{json.dumps([thread])}'"
+    with collector(tmp_path, moves_twice) as source:
+        dump = source.dump_all([rank(0)])[rank(0).key]
+    assert isinstance(dump, StallDump), dump
+    assert dump.stack == (Frame("f", "t.py", 1),)
+    with collector(tmp_path, moved) as source:
+        problem = source.dump_all([rank(0)])[rank(0).key]
+    assert isinstance(problem, Problem)
+    assert "Bad address" in problem.text
+    assert len(calls(tmp_path)) == 3 + 5
 
 
 def test_output_that_is_all_nonsense_is_a_problem(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rankscope.analysis.verdicts.window_columns import (
     plausible_seconds,
     unpack,
 )
-from rankscope.daemon.windows.columns import window_columns
+from rankscope.daemon.windows.window import window_columns
 from rankscope.operator.correlation.daemon_windows import DaemonMessage
 from rankscope.v1.rank_service_pb2 import EncodedColumns, EncodedRanks, WatchRanksResponse, WindowColumns
 from rankscope.v1.window_pb2 import GroupSpan, RankWindow, StepStatistics

@@ -258,7 +258,7 @@ class FleetDetector:
         """By policy without its MFU target, which no comparison depends on: a fleet has many jobs and few policies."""
         if self._policy_of is None:
             return {self._policy: dict(windows)} if windows else {}
-        # Found by identity first: hashing a policy for every job would take as long as judging it.
+        # Looked up by identity first: hashing a policy for every job takes as long as evaluating the job.
         known: dict[int, dict[str, JobWindow]] = {}
         groups: dict[Policy, dict[str, JobWindow]] = {}
         for job, window in windows.items():

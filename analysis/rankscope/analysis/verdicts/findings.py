@@ -94,7 +94,7 @@ class ReadyWindow(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """A tuple, as one is made for every job at every tick of a fleet."""
+    """The findings of one job in one window. A tuple, because it is cheap to create for every job at every tick."""
 
     columns: RankColumns
     # Kept only where a rank stands out: the stacks of the others are not needed, and those of a large job would take

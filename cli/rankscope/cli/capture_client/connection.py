@@ -159,7 +159,9 @@ def _authority(arguments: argparse.Namespace) -> bytes | None:
     return content
 
 
-class _ShowToken(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]  # untyped
+# grpc has no types, and `intercept_channel` accepts instances of these classes only. gRPC's own call credentials
+# need TLS, which `--plaintext` to this machine does not have.
+class _ShowToken(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]
     def __init__(self, token: str) -> None:
         self._metadata = ("authorization", f"Bearer {token}")
 

@@ -1,5 +1,5 @@
-"""Shows a running capture: a live table on a terminal, else a line for every change. On stderr: stdout is for the
-result."""
+"""Shows a running capture on stderr, because stdout is for the result: a live table on a terminal, otherwise one line
+for every change."""
 
 from __future__ import annotations
 

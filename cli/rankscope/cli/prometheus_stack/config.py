@@ -135,7 +135,7 @@ def alertmanager_config(
     pace: Pace, example: str, receiver_url: str, token_file: Path, webhook_url: str | None
 ) -> dict[str, Any]:
     """The example that comes with the rules, with receivers that exist: Rankscope's for captures, and the webhook
-    for everything addressed to people."""
+    for notifications to people."""
     config: dict[str, Any] = _read_yaml(hurry(example, pace.hurry_factor, LEAST_GROUP_SECONDS))
     authorization = {"type": "Bearer", "credentials_file": str(token_file)}
     captures = {"url": receiver_url, "send_resolved": False, "http_config": {"authorization": authorization}}

@@ -17,6 +17,7 @@ from math import ceil, log2
 from typing import Final, Protocol
 
 import numpy as np
+from google.protobuf.message import Message
 
 from rankscope.analysis.verdicts.window_columns import plausible_seconds
 from rankscope.daemon.captures.kineto.backend import seconds_to_record
@@ -127,8 +128,9 @@ def fill(window: RankWindow, breakdown: CaptureBreakdown) -> None:
     """Fill only where no probe measures steps and waiting: the probe covers all steps, undisturbed."""
     if window.HasField("steps") and not lacks_wait(window):
         return
-    for name in (*PARTS_OF_SELF, "other_seconds"):  # of a probe that counts steps: of other steps than these
-        window.ClearField(name)  # type: ignore[arg-type]  # not a literal
+    fields: Message = window
+    for name in (*PARTS_OF_SELF, "other_seconds"):  # a probe that counts steps measured these in other steps
+        fields.ClearField(name)
         window.sources.pop(name, None)
     window.steps = len(breakdown.step_seconds)
     _add_statistics(window, breakdown, *STATISTICS)

@@ -141,7 +141,7 @@ def examine(config: Config, chosen: Sequence[Check] = CHECKS) -> Iterator[Findin
     for check in chosen:
         try:
             yield from check(config)
-        except Exception as error:  # noqa: BLE001 - the other checks go on
+        except Exception as error:  # noqa: BLE001 - a broken check is reported; the others still run
             name = getattr(check, "__name__", "check").replace("_", " ")
             text = f"{name}: could not be checked: {type(error).__name__}: {error}"
             yield Finding("doctor", Level.WARNING, text, "report this with the output of rankscope doctor --json")

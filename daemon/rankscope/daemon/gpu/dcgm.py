@@ -243,7 +243,7 @@ class DcgmSource:
             snapshot = GpuSnapshot("dcgm", state, reason, gpus=gpus)
         except DcgmError as error:
             snapshot = GpuSnapshot("dcgm", SourceState.FAILED, str(error))
-        except Exception as error:  # noqa: BLE001 - another program's text must not end the thread
+        except Exception as error:  # noqa: BLE001 - foreign text must not end the thread
             snapshot = GpuSnapshot("dcgm", SourceState.FAILED, f"{self._url}: {type(error).__name__}: {error}")
         self._latest = replace(
             snapshot,

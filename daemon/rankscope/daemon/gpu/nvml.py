@@ -9,6 +9,7 @@ be killed in a process of its own either."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -76,17 +77,15 @@ class Poller:
                 self.problems = self._reader.problems
             except DriverGoneError as error:
                 self.driver_gone = str(error)
-            except Exception as error:  # noqa: BLE001 - whatever this GPU's driver does, the others go on
+            except Exception as error:  # noqa: BLE001 - pynvml may raise anything; one GPU fails
                 self._readings = (replace(self.identity, state=GpuState.FAILED),)
                 text = f"GPU {self.identity.index} ({self.identity.uuid}): {type(error).__name__}: {error}"
                 self.problems = (text,)
             self.read_seconds_total += time.monotonic() - started
             self.busy = False
             self._done.put(self)
-        try:
+        with contextlib.suppress(Exception):  # the thread ends in any case
             self._reader.close()
-        except Exception:  # noqa: BLE001 - nothing is left to be done about it
-            return
 
 
 class Memory:
@@ -249,7 +248,7 @@ class NvmlSource:
                 lost_wait_seconds = min(longest, lost_wait_seconds * 2) if was_lost else shortest
             except NvmlUnavailableError as error:
                 self._publish_nothing(error.state, str(error))
-            except Exception as error:  # noqa: BLE001 - whatever the driver does, it is tried again later
+            except Exception as error:  # noqa: BLE001 - pynvml may raise anything; it is retried
                 text = f"NVML could not be read: {type(error).__name__}: {error}; trying again"
                 self._publish_nothing(SourceState.FAILED, text)
             finally:

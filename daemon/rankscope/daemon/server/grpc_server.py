@@ -21,7 +21,7 @@ from rankscope.daemon.config import Config, parse_address
 from rankscope.daemon.server.certificates import CertificateError, Certificates, TlsFiles, names
 from rankscope.daemon.server.sockets import ListenError, SocketLock, in_use
 from rankscope.daemon.windows.broadcast import Publisher, Tick, TooManyReadersError
-from rankscope.daemon.windows.columns import window_columns
+from rankscope.daemon.windows.window import window_columns
 from rankscope.v1 import capture_service_pb2, capture_service_pb2_grpc, rank_service_pb2, rank_service_pb2_grpc
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import (
@@ -109,8 +109,8 @@ REQUEST_SECONDS = 10.0
 Behaviour = Callable[[Any, grpc.ServicerContext], Any]
 
 
-class CallGuard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Lets in an operator by its certificate, and everybody who can open the Unix socket.
+class CallGuard:
+    """An interceptor of gRPC. Lets in an operator by its certificate, and everybody who can open the Unix socket.
 
     A request is read only after its caller was let in: gRPC by itself has a thread wait for the message of every call,
     so that calls without a message would take all threads. `arrivals` are those of the port with TLS; None without

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from rankscope.daemon.stacks.phases import phase_of
 from rankscope.daemon.stacks.pyspy_output import parse_dump, read_text
 
 _LOOK_EVERY_SECONDS: Final = 0.01
+# The process is not stopped, so py-spy fails if a thread moves on while its frames are read.
+_ATTEMPTS: Final = 5
 
 
 @dataclass(frozen=True)
@@ -37,23 +40,31 @@ def _dump_into(
 ) -> Dumps:
     by_rank: dict[RankKey, StallDump | Problem] = {}
     running: dict[RankKey, tuple[RankProcess, pyspy.Child]] = {}
+    attempts: Counter[RankKey] = Counter()
     cpu_seconds = 0.0
+
+    def start(rank: RankProcess) -> None:
+        attempts[rank.key] += 1
+        try:
+            child = pyspy.Child(pyspy.dump_command(py_spy, rank.pid), _log(place, rank), stdout=_output(place, rank))
+        except OSError as error:
+            by_rank[rank.key] = Problem("stacks", "unstartable", f"{rank}: py-spy could not be started: {error}")
+        else:
+            running[rank.key] = (rank, child)
+
     try:
         for rank in ranks:
-            try:
-                command = pyspy.dump_command(py_spy, rank.pid)
-                child = pyspy.Child(command, _log(place, rank), stdout=_output(place, rank))
-            except OSError as error:
-                by_rank[rank.key] = Problem("stacks", "unstartable", f"{rank}: py-spy could not be started: {error}")
-            else:
-                running[rank.key] = (rank, child)
+            start(rank)
         while running:
             for key, (rank, child) in list(running.items()):
                 ended = child.poll()
                 if ended is not None:
                     del running[key]
                     cpu_seconds += ended.cpu_seconds
-                    by_rank[key] = _read(place, rank, proc_root, ended)
+                    found = by_rank[key] = _read(place, rank, proc_root, ended)
+                    is_retried = isinstance(found, Problem) and found.kind == "unreadable"
+                    if is_retried and attempts[key] < _ATTEMPTS and time.monotonic() < deadline_seconds:
+                        start(rank)
             if running and time.monotonic() >= deadline_seconds:
                 break
             time.sleep(_LOOK_EVERY_SECONDS if running else 0)

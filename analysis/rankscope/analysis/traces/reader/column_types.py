@@ -49,8 +49,8 @@ _BY_WORD = {word: category for category, words in _CATEGORY_NAMES.items() for wo
 _ANNOTATION = re.compile(r"ProfilerStep#|Optimizer\.(step|zero_grad)#|[a-z]+ccl:|gloo:|mpi:|enumerate\(DataLoader\)#")
 _RUNTIME_CALL = re.compile(r"(cuda|hip)[A-Z]\w*$")
 _DRIVER_CALL = re.compile(r"cu[A-Z]\w*$")
-# MTIA has one category for everything its control processor sees. Jobs and packets enclose the kernels they ran.
-# Kernels are the rest, named `pe_exe` if the launch, which has the name, precedes the recording.
+# MTIA uses one category for all events of its control processor. Jobs and packets enclose their kernels; the other
+# events are kernels, named `pe_exe` if the launch, which has the name, precedes the recording.
 _MTIA_COPY = re.compile(r"dma")
 _MTIA_WAIT = re.compile(r"event_(wait|record)$")
 _MTIA_ENVELOPE = re.compile(r"job_exe|packet|cpum_exe_subgraph")
