@@ -21,7 +21,7 @@ from rankscope.operator.kube.watch_cache import Watched
 from rankscope.operator.runs.inventory import Inventory, Run
 from rankscope.operator.runs.pods import read_annotations
 from rankscope.operator.runs.run_grouping import RunKey
-from rankscope.operator.runs.status import ended_status, gist, run_status, run_verdict
+from rankscope.operator.runs.status import ended_status, gist, is_premature, run_status
 
 log = logging.getLogger(__name__)
 
@@ -126,12 +126,8 @@ class RunsController:
     def _update(self, thing: RunObject, run: Run, state: JobState | None, captured: str | UnsetType) -> None:
         now = self._clock()
         place = (thing.namespace, thing.name)
-        standing = thing.status.verdict
-        if isinstance(standing, RunVerdict) and self._leases.is_settling("/".join(place)):
-            # Just restarted: windows that are still missing do not clear an earlier finding.
-            found = UNSET if state is None else run_verdict(state)
-            if gist(found) != gist(standing) and getattr(found, "severity", "") != Severity.ALARM.value:
-                return
+        if self._leases.is_settling("/".join(place)) and is_premature(state, thing.status.verdict):
+            return
         status = run_status(run, state, thing.status, thing.generation, now)
         status.last_capture = captured or status.last_capture
         if status == thing.status:

@@ -63,6 +63,16 @@ def run_verdict(state: JobState, before: RunVerdict | UnsetType = UNSET) -> RunV
     return made
 
 
+def is_premature(state: JobState | None, standing: RunVerdict | UnsetType) -> bool:
+    """Whether the verdict may differ from `standing` only because a restarted operator still lacks windows."""
+    if not isinstance(standing, RunVerdict):
+        return False
+    found = UNSET if state is None else run_verdict(state)
+    if not isinstance(found, RunVerdict) or found.kind is Kind.INSUFFICIENT_DATA:
+        return gist(found) != gist(standing)
+    return standing.kind.is_finding and gist(found) != gist(standing) and found.severity is not Severity.ALARM
+
+
 def gist(verdict: RunVerdict | UnsetType) -> object:
     """What makes it another verdict for a user."""
     if not isinstance(verdict, RunVerdict):
