@@ -123,7 +123,7 @@ def because(verdict: Verdict) -> str:
     if cause.bound == DEVICE:
         return f" because its GPU is slow ({cause.evidence})"
     if place:
-        phase = f", {cause.phase}" if cause.phase != "unknown" else ""
+        phase = f", {cause.phase}" if cause.phase not in ("unknown", "other") else ""
         who = _LATE[cause.phase == "input"] + ", at " if cause.bound == HOST else "of "
         return f" because {who}{place} ({cause.frames[0].function}{phase})"
     if cause.bound == HOST:

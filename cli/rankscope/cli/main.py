@@ -27,6 +27,7 @@ class Subcommand:
 SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand("daemon", "watch the training ranks of this machine", "daemon"),
     Subcommand("doctor", "tell what will not work on this machine, and why", "daemon"),
+    Subcommand("run", "run a training command and tell what slows it down", "cli"),
     Subcommand("up", "watch this machine and judge its jobs", "daemon"),
     Subcommand("operator", "correlate the ranks of a Kubernetes cluster", "operator"),
     Subcommand("top", "show jobs and ranks as a live table", "cli"),

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.daemon.discovery.rank_environment import (
@@ -57,7 +57,6 @@ TEXTS = st.text(st.sampled_from("0159-+._ e\x00\x1b\n\u202e²٣a:/@"), max_size=
 NAMES = sorted({name for scheme in SCHEMES for name in (scheme.rank, scheme.local_rank, scheme.world_size)})
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from([*NAMES, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"]),

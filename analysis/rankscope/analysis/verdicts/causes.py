@@ -153,7 +153,13 @@ def _late_host(culprit: _Culprit, policy: Policy) -> Cause:
     frames = culprit.frames(waiting=HOST_WAITING_PHASES)
     if held < needed:
         return Cause("unknown", _shown(frames), f"{late}, spread over several phases", HOST)
-    return Cause(phase, _shown(frames, phase), f"{late}, {milliseconds(held)} of it in {phase}", HOST)
+    return Cause(
+        phase, _shown(frames, phase), f"{late}, {milliseconds(held)} of it in {_named(phase).removeprefix('of ')}", HOST
+    )
+
+
+def _named(phase: str) -> str:
+    return "of the loop's other code" if phase == "other" else phase
 
 
 def _cause_by_phase(culprit: _Culprit, policy: Policy) -> Cause:
@@ -175,7 +181,9 @@ def _cause_by_phase(culprit: _Culprit, policy: Policy) -> Cause:
     if held < needed:
         evidence = f"{milliseconds(excess)} a step in excess, spread over several phases"
         return Cause("unknown", _shown(culprit.frames()), evidence)
-    return Cause(phase, _shown(culprit.frames(), phase), f"{milliseconds(held)} a step more {phase} than its peers")
+    return Cause(
+        phase, _shown(culprit.frames(), phase), f"{milliseconds(held)} a step more {_named(phase)} than its peers"
+    )
 
 
 def _slowdown(culprit: _Culprit) -> float:

@@ -25,7 +25,7 @@ def fit(observed: Observations) -> Fit:
     return found
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     alpha_us=st.floats(2, 50),
     beta_gbps=st.floats(10, 900),

@@ -15,7 +15,7 @@ from tests.unit.analysis.timelines.simulation import Fault, Place, Shape, simula
 
 STEPS = 22
 BOUNDED = settings(
-    max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much]
+    max_examples=12, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
 SEEDS = st.integers(0, 10_000)
 

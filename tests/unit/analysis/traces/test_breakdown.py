@@ -56,7 +56,7 @@ SOME_EVENTS = st.lists(
 
 
 @given(SOME_EVENTS, st.integers(0, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_parts_add_up_to_the_span_whatever_the_trace(some_events: list[Event], step_count: int) -> None:
     events = some_events + [(f"ProfilerStep#{number}", MARK, 20 * number, 20) for number in range(step_count)]
     trace = make_trace(events)

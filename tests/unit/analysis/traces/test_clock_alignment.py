@@ -13,7 +13,7 @@ from tests.unit.analysis.traces.planted_jobs import PlantedJob
 HOUR_US = 3.6e9
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     offsets=st.lists(st.floats(-5 * HOUR_US, 5 * HOUR_US), min_size=4, max_size=4),
     jitter_us=st.floats(0.0, 80.0),
@@ -60,7 +60,7 @@ def test_sets_of_ranks_that_share_nothing_are_reported_and_keep_their_clocks() -
     assert any("2 sets of ranks share no collective" in note for note in found.notes)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(offsets=st.lists(st.floats(-HOUR_US, HOUR_US), min_size=5, max_size=5), seed=st.integers(0, 1000))
 def test_who_came_last_is_exact_but_where_arrivals_are_closer_than_the_clocks_can_tell(
     offsets: list[float], seed: int

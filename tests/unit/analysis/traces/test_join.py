@@ -22,7 +22,7 @@ from tests.unit.analysis.traces.trace_builder import Event, make_trace
 HOUR_US = 3.6e9
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     ranks=st.integers(3, 8),
     slow=st.integers(0, 7),

@@ -154,7 +154,7 @@ event = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     events=st.lists(event, max_size=30), seed=st.integers(0, 2**32), piece=st.sampled_from([16, 200, 3000]), packed=...
 )

@@ -21,7 +21,7 @@ def jobs(draw: st.DrawFn) -> SyntheticJob:
     )
 
 
-many = settings(max_examples=40, deadline=None)
+many = settings(max_examples=40)
 
 
 @many

@@ -86,7 +86,7 @@ def tables(draw: st.DrawFn) -> list[RankColumns]:
     return [odd if is_odd else usual for is_odd in draw(st.lists(st.booleans(), min_size=4, max_size=12))]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(windows=tables(), target=st.sampled_from([None, 0.4]))
 def test_odd_columns_make_no_warning_and_no_odd_number(windows: list[RankColumns], target: float | None) -> None:
     # The rest is no measurement: the correlation leaves it out.

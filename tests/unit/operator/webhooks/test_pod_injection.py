@@ -278,7 +278,7 @@ def pods(draw: st.DrawFn) -> dict[str, Any]:
     return {"metadata": metadata, "spec": spec}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(pods(), st.sampled_from(["true", "kineto", "probe"]))
 def test_any_pod_can_be_patched_keeps_all_it_had_and_needs_nothing_the_second_time(
     document: dict[str, Any], wish: Mode

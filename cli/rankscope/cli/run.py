@@ -1,0 +1,218 @@
+"""`rankscope run -- COMMAND`: runs a training command, watches its ranks, and ends with a verdict card.
+
+The command keeps the terminal, its output and its exit status. The card goes to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from rankscope.cli.demo_job.environment import probe_environment
+from rankscope.cli.job_tables import MARKS, headline, loss
+from rankscope.cli.run_card import JobSummary, as_html, card, to_json
+from rankscope.cli.standalone import Standalone
+from rankscope.common.text import printable
+from rankscope.daemon import procfs
+from rankscope.daemon.config import resolve
+from rankscope.daemon.server.sockets import ListenError
+from rankscope.operator.correlation.correlator import JobState
+
+NAME = "run"
+HELP = "run a training command and tell what slows it down"
+
+# Marks the processes of this command among all ranks of the machine: every child inherits it.
+MARK = "RANKSCOPE_COMMAND"
+# The terminal sends these to the command itself.
+_FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
+_FORWARDED = (*_FROM_TERMINAL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# What a finding that changes its line all the time may print.
+LINES_PER_JOB = 20
+# As shells report a command that cannot be started.
+NOT_FOUND, NOT_EXECUTABLE = 127, 126
+
+_EPILOG = """\
+examples:
+  rankscope run -- torchrun --nproc-per-node 8 train.py
+  rankscope run --json after.json -- torchrun --nproc-per-node 8 train.py
+  rankscope compare before.json after.json --fail-if-slower 5
+
+The command's output, signals and exit status pass through unchanged. A line appears on stderr when the verdict
+changes, and a card at the end. While it runs, `rankscope top --endpoint` shows the ranks (the address is printed
+first).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there, for `rankscope compare`")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the card there as a page")
+    parser.add_argument("--quiet", action="store_true", help="print the card only")
+    parser.add_argument("--no-probe", action="store_true", help="do not load the probe; stacks and counters only")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, with arguments")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        print("error: no command; next step: rankscope run -- torchrun --nproc-per-node 8 train.py", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.ERROR)
+    console = Console(stderr=True, highlight=False)
+    watch = CommandWatch(quiet=arguments.quiet)
+    began = time.monotonic()
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rankscope-run-"))
+        standalone = _standalone(folder)
+        standalone.correlator.listen(watch)
+        try:
+            stack.enter_context(standalone)
+        except ListenError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        if not arguments.quiet:
+            target = standalone.addresses.grpc_targets[0]
+            print(f"rankscope: watching; in another terminal: rankscope top --endpoint {target}", file=sys.stderr)
+        try:
+            status = _run_command(command, watch.mark, probe=not arguments.no_probe)
+        except OSError as error:
+            print(f"error: {command[0]}: {error.strerror}; is it installed, and on the PATH?", file=sys.stderr)
+            return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+    seconds = time.monotonic() - began
+    jobs = watch.jobs
+    console.print(card(jobs, seconds, probe=not arguments.no_probe))
+    try:
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(to_json(jobs, command, status, seconds)) + "\n")
+        if arguments.html is not None:
+            arguments.html.write_text(as_html(jobs, seconds, probe=not arguments.no_probe))
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}; the summary is not written", file=sys.stderr)
+    return status if status >= 0 else _end_like(-status)
+
+
+def _standalone(folder: str) -> Standalone:
+    # Private addresses: a daemon that already runs on this machine is not disturbed.
+    places = {
+        "socket": str(Path(folder) / "daemon.sock"),
+        "metrics_listen": "127.0.0.1:0",
+        "capture_dir": str(Path(folder) / "captures"),
+        "log_level": "error",
+    }
+    return Standalone(resolve(places, {}).config)
+
+
+def _run_command(command: Sequence[str], mark: str, *, probe: bool) -> int:
+    """The exit status, or minus the signal that ended it."""
+    environment = {**os.environ, **(probe_environment() if probe else {}), MARK: mark}
+    pending: list[int] = []
+    with _handled(lambda number, _: pending.append(number)):
+        process = subprocess.Popen(command, env=environment)
+        with _handled(lambda number, _: _forward(process, number)):
+            for number in pending:
+                _forward(process, number)
+            return process.wait()
+
+
+def _forward(process: subprocess.Popen[bytes], number: int) -> None:
+    if number in _FROM_TERMINAL and _is_in_foreground():
+        return
+    process.send_signal(number)
+
+
+def _is_in_foreground() -> bool:
+    try:
+        with Path("/dev/tty").open() as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    # A shell starts background commands with SIGINT ignored, and the command inherits that.
+    numbers = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _end_like(number: int) -> int:
+    """End by the signal that ended the command: the caller sees the same status."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    return 128 + number
+
+
+class CommandWatch:
+    """A listener of the correlator: sums up the jobs of one command, and prints a line when a verdict changes."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.mark = uuid.uuid4().hex
+        self._quiet = quiet
+        self._summaries: dict[str, JobSummary] = {}
+        self._shown: dict[str, list[str]] = {}  # by job, what was printed since it was last healthy
+        self._others: set[tuple[str, int]] = set()  # jobs of other commands, with one of their processes
+
+    @property
+    def jobs(self) -> list[JobSummary]:
+        """The largest first: a command may start several jobs, one after the other."""
+        return sorted(self._summaries.values(), key=lambda job: (-job.ranks, -job.steps))
+
+    def __call__(self, states: tuple[JobState, ...]) -> None:
+        for state in states:
+            summary = self._summaries.get(state.job)
+            if summary is None:
+                if not self._is_ours(state):
+                    continue
+                summary = self._summaries[state.job] = JobSummary(state.job)
+            if summary.add(state) and not self._quiet:
+                self._show(state)
+
+    def _is_ours(self, state: JobState) -> bool:
+        pid = next((identity.pid for identity in state.identities.values()), 0)
+        if not pid or (state.job, pid) in self._others:
+            return False
+        try:
+            environment = procfs.read_environment(f"/proc/{pid}")
+            if any(name == MARK and value == self.mark for name, value in environment):
+                return True
+        except OSError:
+            return False
+        self._others.add((state.job, pid))
+        return False
+
+    def _show(self, state: JobState) -> None:
+        """Once for a finding, and once more for each line that is found to cause it."""
+        verdict, shown = state.verdict, self._shown.setdefault(state.job, [])
+        text = headline(verdict)
+        if text in shown or (not verdict.kind.is_finding and not shown) or len(shown) >= LINES_PER_JOB:
+            return
+        if not verdict.kind.is_finding:
+            shown.clear()  # a finding that comes back is shown again
+        shown.append(text)
+        lost = loss(verdict)
+        line = f"{MARKS[verdict.severity]} {printable(text + (f'; {lost}' if lost else ''), 400)}"
+        print(f"rankscope: {time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,89 @@
+"""`rankscope run` as a user runs it: around torchrun, and around commands that end in every way."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.daemon_process import MAIN, wait_until
+
+SLOW_RANK = Path(__file__).parent / "jobs" / "slow_rank.py"
+RUN = (*MAIN, "run")
+
+
+def slow_line() -> int:
+    return 1 + next(n for n, line in enumerate(SLOW_RANK.read_text().splitlines()) if line.endswith("# here"))
+
+
+def test_a_command_of_torchrun_ends_with_the_slow_rank_its_line_and_what_to_try(tmp_path: Path) -> None:
+    end, summary, page = tmp_path / "end", tmp_path / "summary.json", tmp_path / "card.html"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SLOW_RANK), str(end))
+    with (tmp_path / "stdout").open("w") as stdout, (tmp_path / "stderr").open("w") as stderr:
+        command = [*RUN, "--json", str(summary), "--html", str(page), "--", *torchrun]
+        running = subprocess.Popen(command, stdout=stdout, stderr=stderr)
+
+    def told() -> str:
+        return (tmp_path / "stderr").read_text()
+
+    try:
+        line = f"slow_rank.py:{slow_line()} (slow_augmentation"
+        wait_until(lambda: f"rank 1 is slow because of {line}" in told(), told)
+        end.touch()
+        assert running.wait(60) == 0
+    finally:
+        running.kill()
+        running.wait()
+    assert (tmp_path / "stdout").read_text() == "trained\n"
+    card = " ".join(told().split())
+    assert f"verdict rank 1 is slow because of {line}" in card
+    assert f"look at slow_rank.py:{slow_line()}" in card
+    assert "slow_augmentation" in page.read_text()
+    written = json.loads(summary.read_text())
+    (job,) = written["jobs"]
+    assert (job["verdict"], job["culprits"], job["world_size"]) == ("slow_rank", [1], 2)
+    assert written["exit_status"] == 0
+    # A summary is a run for `rankscope compare`.
+    compared = subprocess.run(
+        [*MAIN, "compare", str(summary), str(summary), "--json"], capture_output=True, text=True, check=False
+    )
+    assert compared.returncode == 0, compared.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        (("sh", "-c", "cat; exit 3"), 3),
+        (("sh", "-c", "cat; kill -KILL $$"), -signal.SIGKILL),
+        (("sh", "-c", "cat; kill -SEGV $$"), -signal.SIGSEGV),
+        (("/no/such/program",), 127),
+        (("/etc/passwd",), 126),
+    ],
+)
+def test_input_output_and_the_way_it_ends_are_those_of_the_command(command: tuple[str, ...], status: int) -> None:
+    done = subprocess.run([*RUN, "--", *command], input="through\n", capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert done.stdout == ("through\n" if command[0] == "sh" else "")
+
+
+def test_signals_are_forwarded_and_a_command_without_ranks_gets_a_reason(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    script = f'trap "echo terminated; exit 9" TERM; touch {ready}; while :; do sleep 0.1; done'
+    running = subprocess.Popen(
+        [*RUN, "--", "sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_until(ready.exists, lambda: "the command did not start")
+    running.send_signal(signal.SIGTERM)
+    stdout, stderr = running.communicate(timeout=60)
+    assert (running.returncode, stdout) == (9, "terminated\n")
+    assert "no rank was seen" in stderr
+
+
+def test_without_a_command_the_next_step_is_shown() -> None:
+    done = subprocess.run(RUN, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "rankscope run -- torchrun" in done.stderr

@@ -1,0 +1,94 @@
+"""What is summed up over a job's life, and what the card says of it."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from rankscope.analysis.verdicts.verdict import DEVICE, Cause, Kind, Severity, Verdict
+from rankscope.analysis.verdicts.windows import FrameSeen
+from rankscope.cli.run_card import JobSummary, advice, card, to_json
+from rankscope.operator.correlation.correlator import JobState
+from rankscope.v1.identity_pb2 import RankIdentity
+from rankscope.v1.window_pb2 import RankWindow, StepStatistics
+
+HEALTHY = Verdict(Kind.HEALTHY, "all is well")
+FRAME = FrameSeen("load", "/app/dataset.py", 88, 0.4, 0.4, "forward")
+
+
+NO_CAUSE = Cause()
+
+
+def slow(rank: int, lost: float, cause: Cause = NO_CAUSE) -> Verdict:
+    return Verdict(Kind.SLOW_RANK, "slow", Severity.ALARM, culprits=(rank,), lost_gpu_seconds=lost, cause=cause)
+
+
+def state(verdict: Verdict, at: float, job: str = "job", step_seconds: float | None = 0.1) -> JobState:
+    windows = []
+    for rank in range(2):
+        window = RankWindow(identity=RankIdentity(rank=rank), steps_total=int(10 * at))
+        if step_seconds is not None:
+            window.step_seconds.CopyFrom(StepStatistics(mean=step_seconds))
+            window.self_seconds.CopyFrom(StepStatistics(mean=step_seconds * (0.9 if rank else 0.5)))
+        windows.append(window)
+    return JobState(job, 2, verdict, 0, at, 2, step_seconds, None, 0.3, tuple(windows))
+
+
+def shown(*jobs: JobSummary) -> str:
+    console = Console(file=io.StringIO(), width=200, highlight=False, force_terminal=True)
+    console.print(card(jobs, 60.0, probe=True))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_costliest_finding_of_the_whole_run_is_the_verdict() -> None:
+    job = JobSummary("job")
+    for at, verdict in enumerate((HEALTHY, slow(1, 10.0), slow(1, 90.0), slow(0, 20.0), HEALTHY), start=1):
+        assert job.add(state(verdict, at))
+    assert job.verdict == slow(1, 90.0)
+    assert (job.steps, len(job.step_seconds)) == (50, 5)
+    assert job.own_seconds.value == pytest.approx(0.07)
+
+
+def test_the_same_evaluation_counts_once_and_a_window_without_steps_is_no_step() -> None:
+    job = JobSummary("job")
+    assert job.add(state(HEALTHY, 1.0))
+    assert not job.add(state(HEALTHY, 1.0))
+    assert job.add(state(Verdict(Kind.INSUFFICIENT_DATA, "it ends"), 2.0, step_seconds=None))
+    assert job.step_seconds == [0.1]
+    assert job.verdict == HEALTHY
+    assert to_json([job], ["train"], 0, 3.0)["step_seconds"] == [0.1]
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"),
+    [
+        (Cause("forward", (FRAME,)), "look at dataset.py:88"),
+        (Cause("input", (FRAME,)), "load the data of rank 1 faster: look at dataset.py:88"),
+        (Cause("starved"), "CPU limits"),
+        (Cause("throttled"), "nvidia-smi"),
+        (Cause(bound=DEVICE), "nvidia-smi"),
+        (Cause(), "rankscope capture"),
+    ],
+)
+def test_the_advice_follows_the_cause(cause: Cause, expected: str) -> None:
+    assert expected in advice(slow(1, 1.0, cause))
+
+
+def test_every_finding_has_advice_and_a_healthy_job_none() -> None:
+    assert all(bool(advice(Verdict(kind, "", culprits=(0,)))) is kind.is_finding for kind in Kind)
+
+
+def test_names_of_the_job_cannot_steer_the_terminal() -> None:
+    frame = FrameSeen("[link=https://evil.example]f[/b]\x1b]0;owned\x07", "/x/[red]a.py", 1, 0.5, 0.5, "forward")
+    job = JobSummary("[bold]job\x1b[2J")
+    job.add(state(slow(1, 5.0, Cause("forward", (frame,))), 1.0))
+    text = shown(job)
+    assert "\x1b]0;" not in text and "\x1b[2J" not in text and "\x1b]8;" not in text
+    assert "[link=https://evil.example]f[/b]" in text
+
+
+def test_without_a_rank_the_card_says_why() -> None:
+    assert "no rank was seen" in shown()
