@@ -60,7 +60,7 @@ def _check_order(area: bytes) -> None:
         assert 1 <= command.windows <= ring_layout.WINDOWS_LIMIT
         assert command.start_step >= 0 and max(command.wait_steps, command.warmup_steps) <= STEPS_LIMIT
         assert set(command.options) <= set(ring_layout.OPTIONS)
-    Answer(ring, command.number).tell(ring_layout.PHASE_FAILED, wrong or "no")
+    Answer(ring, command.number).report(ring_layout.PHASE_FAILED, wrong or "no")
     assert len(ring.written) <= ring_layout.ANSWER.size + ring_layout.ANSWER_TEXT_BYTES
 
 

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parallelism",
         metavar="pp=P,dp=D,tp=T",
         help="how ranks are laid out, pipeline stages outermost as Megatron and torchtitan number them; "
-        "stages are then told apart",
+        "stages are then compared separately",
     )
     layout.add_argument("--stages", metavar="S,S,…", help="pipeline stage of rank 0, 1, …, for any other layout")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="kernels listed (default: 10)")

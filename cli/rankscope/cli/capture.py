@@ -48,7 +48,7 @@ examples:
   rankscope capture --ranks straggler+peer --steps 5       the slow rank, and a healthy one to compare it with
   rankscope capture team/pytorchjob-llama --steps 3 --operator HOST:9468 --token-file FILE   a run of a cluster
 
-Jobs started with KINETO_USE_DAEMON=1 TEARDOWN_CUPTI=1 are recorded by torch's own profiler; docs/captures.md tells
+Jobs started with KINETO_USE_DAEMON=1 TEARDOWN_CUPTI=1 are recorded by torch's own profiler; docs/captures.md describes
 what is done for the others. Ctrl-C cancels the capture. Exit code: 0 if every rank delivered, 1 if some did not, 2 if
 nothing could be asked for.
 """
@@ -162,7 +162,7 @@ class _Asked:
                 f"next: rankscope captures cancel {capture_id}{elsewhere(capture_id)}"
             )
         except (LostError, KeyboardInterrupt):
-            _warn(f"`rankscope captures show {capture_id}{elsewhere(capture_id)}` tells how it ended")
+            _warn(f"`rankscope captures show {capture_id}{elsewhere(capture_id)}` shows how it ended")
         self._tell(None)
 
     def _tell(self, fetched: Fetched | None) -> None:

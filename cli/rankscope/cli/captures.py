@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of this job only; with --operator NAMESPACE/RUN, or NAMESPACE/ for all runs of one",
     )
     listing.add_argument("--json", action="store_true", help="print one JSON object")
-    showing = actions.add_parser("show", help="tell what each rank of a capture did")
+    showing = actions.add_parser("show", help="show what each rank of a capture did")
     showing.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
     showing.add_argument("--json", action="store_true", help="print one JSON object")
     getting = actions.add_parser("get", help="download the recordings; what was begun is continued")
@@ -137,7 +137,7 @@ def _cancel(stub: CaptureServiceStub, arguments: argparse.Namespace) -> int:
         print(f"capture {capture.id} is over: {state_word(capture.state)}")
     else:
         command = f"rankscope captures show {capture.id}{elsewhere(capture.id)}"
-        print(f"capture {capture.id} was asked to stop; `{command}` tells how it ended")
+        print(f"capture {capture.id} was asked to stop; `{command}` shows how it ended")
     return 0
 
 

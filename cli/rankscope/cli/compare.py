@@ -18,7 +18,7 @@ from rankscope.cli.comparison.step_times import UNITS, StepFileError, read_runs
 from rankscope.cli.mfu_report.request import QuantityError
 
 NAME = "compare"
-HELP = "tell whether run B is slower than run A, and how sure that is"
+HELP = "report whether run B is slower than run A, and how certain that is"
 
 _EPILOG = """\
 examples:

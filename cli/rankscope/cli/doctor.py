@@ -12,7 +12,7 @@ from rankscope.cli.daemon import add_setting_arguments, read_settings
 from rankscope.daemon.config import ConfigError
 
 NAME = "doctor"
-HELP = "tell what will not work on this machine, and why"
+HELP = "report what does not work on this machine, and why"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

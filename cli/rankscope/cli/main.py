@@ -26,8 +26,8 @@ class Subcommand:
 
 SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand("daemon", "watch the training ranks of this machine", "daemon"),
-    Subcommand("doctor", "tell what will not work on this machine, and why", "daemon"),
-    Subcommand("run", "run a training command and tell what slows it down", "cli"),
+    Subcommand("doctor", "report what does not work on this machine, and why", "daemon"),
+    Subcommand("run", "run a training command and report what slows it down", "cli"),
     Subcommand("up", "watch this machine and judge its jobs", "daemon"),
     Subcommand("operator", "correlate the ranks of a Kubernetes cluster", "operator"),
     Subcommand("top", "show jobs and ranks as a live table", "cli"),
@@ -35,7 +35,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand("captures", "list, show, download, cancel and remove captures", "cli"),
     Subcommand("analyze", "read traces, timelines and collectives from files", "cli"),
     Subcommand("mfu", "compute MFU and HFU of a model on a device", "cli"),
-    Subcommand("compare", "tell whether run B is slower than run A, and how sure that is", "cli"),
+    Subcommand("compare", "report whether run B is slower than run A, and how certain that is", "cli"),
     Subcommand("demo", "run a real job with a fault and find it", "demo"),
 )
 _BY_NAME = {subcommand.name: subcommand for subcommand in SUBCOMMANDS}

@@ -33,7 +33,7 @@ from rankscope.daemon.server.sockets import ListenError
 from rankscope.operator.correlation.correlator import JobState
 
 NAME = "run"
-HELP = "run a training command and tell what slows it down"
+HELP = "run a training command and report what slows it down"
 
 # Marks the processes of this command among all ranks of the machine: every child inherits it.
 MARK = "RANKSCOPE_COMMAND"

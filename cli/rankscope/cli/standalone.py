@@ -56,7 +56,7 @@ def start_capture(target: str, wanted: Wanted) -> str:
             raise RefusedError(error.details()) from error
         raise FailedError(f"the daemon at {target}: {error.code().name}: {error.details()}") from error
     except StopIteration:
-        raise FailedError(f"the daemon at {target} told nothing about the capture") from None
+        raise FailedError(f"the daemon at {target} did not answer about the capture") from None
 
 
 @dataclass(frozen=True)

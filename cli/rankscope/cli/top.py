@@ -89,5 +89,5 @@ def _screen(jobs: Iterable[job_service_pb2.JobStatus], most_ranks: int, width: i
             parts.append(Text(f"… and {len(ordered) - len(shown)} more ranks (--ranks N shows more)", style="dim"))
         parts.append(Text(""))
     if not parts:
-        parts.append(Text("no training rank on this machine yet; `rankscope doctor` tells what can be seen", "dim"))
+        parts.append(Text("no training rank on this machine yet; `rankscope doctor` shows what can be seen", "dim"))
     return Group(*parts)

@@ -27,7 +27,7 @@ class Suspected:
 
 
 def choose_ranks(text: str, present: Collection[int], world_size: int, suspected: Suspected | None) -> list[int]:
-    """Rank numbers, sorted. Only "all" keeps to those that are present; the others are for the caller to tell."""
+    """Rank numbers, sorted. Only "all" keeps to those that are present; the caller reports the others."""
     wanted = text.strip() or "all"
     if len(wanted) > TEXT_LIMIT:
         raise ChoiceError(f"a list of ranks of {len(wanted)} characters; use ranges, as in 0-511")

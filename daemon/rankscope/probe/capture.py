@@ -216,14 +216,14 @@ class Captures:
                 self._end("cancelled")
             return
         if command.verb != ring_layout.VERB_CAPTURE or current is not None:
-            return  # the first one wins; the answer's number tells the other daemon that it is not about its command
+            return  # the first one wins; the answer's number shows the other daemon that its command was not taken
         answer = Answer(ring, command.number)
         here = threading.get_ident()
         wrong = refusal(command, time.time_ns())
         if wrong is None and here != training_thread_id():
             wrong = "steps end on a thread of autograd's own, where nothing else could be seen"
         if wrong is not None:
-            answer.tell(ring_layout.PHASE_FAILED, "the probe refused: " + wrong)
+            answer.report(ring_layout.PHASE_FAILED, "the probe refused: " + wrong)
             return
         self._now = Armed(Capture(command, answer, ring, here))
         self._after_step.install()
@@ -231,7 +231,7 @@ class Captures:
         if not self._at_exit:
             self._at_exit = True
             atexit.register(self._leave)
-        answer.tell(ring_layout.PHASE_ARMED)
+        answer.report(ring_layout.PHASE_ARMED)
 
     def _act(self, step: int) -> None:
         """At a boundary: what is due."""
@@ -269,7 +269,7 @@ class Captures:
             self._give_up(capture, "a profiler of the user's own began, and went first")
         elif not capture.was_held:
             self._now = replace(now, capture=replace(capture, was_held=True))
-            capture.answer.tell(ring_layout.PHASE_HELD)
+            capture.answer.report(ring_layout.PHASE_HELD)
 
     def _warm_up(self, now: Scheduled, step: int) -> None:
         capture = now.capture
@@ -297,7 +297,7 @@ class Captures:
         self._now = Recording(capture, now.profile, step + 1, started_ns + capture.command.length_ns)
         now.profile.annotate(step + 1)
         first = {"first_step": step + 1, "start_unix_ns": unix_ns} if is_first else {}
-        capture.answer.tell(ring_layout.PHASE_RUNNING, "", start_ns=windows.start_ns, steps=windows.steps, **first)
+        capture.answer.report(ring_layout.PHASE_RUNNING, "", start_ns=windows.start_ns, steps=windows.steps, **first)
 
     def _record(self, now: Recording, step: int) -> None:
         capture, command, windows = now.capture, now.capture.command, now.capture.windows
@@ -330,7 +330,7 @@ class Captures:
     def _hand_over(self, capture: Capture, text: str = "") -> None:
         answer, windows = capture.answer, capture.windows
         self._leave_for(IDLE)
-        answer.tell(
+        answer.report(
             ring_layout.PHASE_WRITING, text, steps=windows.steps, start_ns=windows.start_ns, stop_ns=windows.stop_ns
         )
 
@@ -350,7 +350,7 @@ class Captures:
         if profile is not None:
             profile.abandon()
         if capture is not None:
-            capture.answer.tell(ring_layout.PHASE_FAILED, why)
+            capture.answer.report(ring_layout.PHASE_FAILED, why)
 
     def _end_profiler(self, why: str) -> None:
         """End the capture if there is a profiler to stop, and this thread may."""
@@ -379,7 +379,7 @@ class Captures:
                 profile.abandon()
         if answer is not None:
             with contextlib.suppress(Exception):
-                answer.tell(ring_layout.PHASE_OFF, text)
+                answer.report(ring_layout.PHASE_OFF, text)
 
     def before_fork(self) -> None:
         """A child would go on recording, for ever: its copy of the profiler cannot be stopped safely."""

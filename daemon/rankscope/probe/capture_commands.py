@@ -82,7 +82,7 @@ class Answer:
             ("phase", "first_step", "start_unix_ns", "steps", "fd", "size", "start_ns", "stop_ns", "write_ns"), 0
         )
 
-    def tell(self, phase: int, text: str = "", **changes: Any) -> None:
+    def report(self, phase: int, text: str = "", **changes: Any) -> None:
         self._fields.update(changes, phase=phase)
         encoded = " ".join(text.split()).encode("utf-8", "replace")[: ring_layout.ANSWER_TEXT_BYTES]
         body = ring_layout.ANSWER.pack(self.number, *self._fields.values(), len(encoded))
@@ -128,7 +128,7 @@ class Handover:
             status = os.fstat(self._fd)
             self._inode = status.st_ino
             write_ns = time.monotonic_ns() - start_ns
-            answer.tell(ring_layout.PHASE_WRITTEN, text, fd=self._fd, size=status.st_size, write_ns=write_ns)
+            answer.report(ring_layout.PHASE_WRITTEN, text, fd=self._fd, size=status.st_size, write_ns=write_ns)
             _wait_until_unwanted(ring, answer.number)
         except Exception as error:
             failed(error)

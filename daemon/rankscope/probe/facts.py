@@ -11,7 +11,7 @@ from .failure import complain
 
 
 class Facts:
-    """Gathers the facts; a bad value of the user's is told once and left out."""
+    """Gathers the facts; an invalid value of the user's is reported once and left out."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch

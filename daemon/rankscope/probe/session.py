@@ -194,7 +194,7 @@ class Session:
             _thread.start_new_thread(self._watch_for_stalls, ())
 
     def _watch_for_stalls(self) -> None:
-        """The step hook of a hanging rank does not run, so the counters that tell who never entered the collective are
+        """The step hook of a hanging rank does not run, so the counters that show who never entered the collective are
         refreshed from here. Memory is not: the query of CUDA's allocator could block behind the hang, holding the
         GIL."""
         check_at_ns = 0

@@ -110,10 +110,10 @@ def test_files_that_say_the_same_rank_are_told_apart_by_their_names_or_refused(t
     assert reasons(loaded) == {"b.json": f"it is of rank 5, and so is {first}; give one trace per rank"}
 
 
-def test_a_trace_whose_rank_nobody_tells_stays_without_one(tmp_path: Path) -> None:
+def test_a_trace_whose_rank_is_not_known_stays_without_one(tmp_path: Path) -> None:
     loaded = load_traces([write_trace(tmp_path / "profile.json")])
     assert ranks(loaded) == [None]
-    assert loaded.traces[0].rank_reason == "neither the trace nor the file's name tells the rank"
+    assert loaded.traces[0].rank_reason == "neither the trace nor the file's name has the rank"
 
 
 def test_what_is_not_there_is_told(tmp_path: Path) -> None:

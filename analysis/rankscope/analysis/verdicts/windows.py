@@ -13,7 +13,7 @@ from rankscope.analysis.stats.robust import Bools, Floats, Ints
 # Phases of own work, in the order in which a step goes through them.
 WORK_PHASES = ("input", "forward", "backward", "optimizer", "checkpoint", "other")
 # Where a rank may be waiting for others. DDP waits for its buckets inside backward, where a Python stack cannot see it.
-# Python code that runs inside backward does not wait: stacks tell it apart as `backward_code`.
+# Python code that runs inside backward does not wait: in stacks it is `backward_code`.
 WAITING_PHASES = frozenset({"communication", "device_sync", "backward"})
 # The same for a rank that is known not to wait in backward.
 HOST_WAITING_PHASES = frozenset({"communication", "device_sync"})

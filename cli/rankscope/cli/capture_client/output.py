@@ -376,7 +376,7 @@ def follow_again(
             if time.monotonic() - silent_since > RECONNECT_SECONDS:
                 raise LostError(
                     f"the daemon has been away for {RECONNECT_SECONDS:g} s; when it is back, "
-                    f"`rankscope captures show {capture_id}` tells how the capture ended"
+                    f"`rankscope captures show {capture_id}` shows how the capture ended"
                 ) from error
         else:
             silent_since = time.monotonic()

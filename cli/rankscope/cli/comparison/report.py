@@ -23,7 +23,7 @@ def notes_of(result: Comparison) -> list[str]:
     if max(result.a.correlation_steps, result.b.correlation_steps) >= _ALIKE_STEPS:
         steps = max(result.a.correlation_steps, result.b.correlation_steps)
         notes.append(
-            f"steps go up and down together: about {steps:.0f} of them tell as much as one; the interval allows for it"
+            f"steps go up and down together: about {steps:.0f} of them count as one; the interval allows for it"
         )
     if result.mean.significant(result.confidence) and not result.significant:
         notes.append(f"the median hides slow steps: by the mean, {_words(result.mean, result.confidence)}")
@@ -33,7 +33,7 @@ def notes_of(result: Comparison) -> list[str]:
 def sentence(result: Comparison) -> str:
     shift = result.median
     if result.reason:
-        return f"Too few steps to tell: {_moved(shift)}, but {result.reason}"
+        return f"Too few steps to decide: {_moved(shift)}, but {result.reason}"
     if result.significant:
         return _words(shift, result.confidence)
     return f"No difference found: {_words(shift, result.confidence)}"

@@ -133,11 +133,11 @@ def read_json(path: Path, column: str | None, unit: str | None) -> Floats:
 
 def by_step(ranks: Iterable[dict[int, float]]) -> Floats:
     """Ranks of one job wait for each other: their step is one step, its time the median over ranks."""
-    told: dict[int, list[float]] = {}
+    by_number: dict[int, list[float]] = {}
     for steps in ranks:
         for number, seconds in steps.items():
-            told.setdefault(number, []).append(seconds)
-    return np.array([float(np.median(told[number])) for number in sorted(told)], dtype=np.float64)
+            by_number.setdefault(number, []).append(seconds)
+    return np.array([float(np.median(by_number[number])) for number in sorted(by_number)], dtype=np.float64)
 
 
 def _report(path: Path, ranks: list[Any]) -> Floats:

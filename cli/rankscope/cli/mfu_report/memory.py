@@ -120,17 +120,17 @@ def measure(path: Path, *, as_json: bool) -> int:
     if not loaded.traces:
         broken = loaded.broken[0]
         return _refuse(f"{broken.path}: {broken.reason}")
-    told = []
+    measured = []
     for one in loaded.traces:
         found = measure_memory(one.trace)
         # Host allocations beside a device are negligible.
-        told += [(one.path, m) for m in found if m.on_device or not any(other.on_device for other in found)]
-    if not told:
+        measured += [(one.path, m) for m in found if m.on_device or not any(other.on_device for other in found)]
+    if not measured:
         return _refuse(f"{path}: no allocator events; profile with profile_memory=True")
     if as_json:
-        print(json.dumps({"memory": [{"file": str(file), **asdict(memory)} for file, memory in told]}))
+        print(json.dumps({"memory": [{"file": str(file), **asdict(memory)} for file, memory in measured]}))
     else:
-        for file, memory in told:
+        for file, memory in measured:
             _print(file, memory)
     return 0
 

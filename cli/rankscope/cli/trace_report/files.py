@@ -52,7 +52,7 @@ def rank_in_name(path: Path) -> int | None:
 @dataclass(frozen=True)
 class Claim:
     path: Path
-    told: int | None  # according to the trace
+    stated: int | None  # according to the trace
     named: int | None  # according to the file name
 
 
@@ -65,19 +65,19 @@ class Assigned:
 def assign_ranks(claims: list[Claim]) -> Assigned:
     """The trace takes precedence over the file name, unless several traces give the same rank and their names
     differ: then each was profiled as a job of its own."""
-    told = Counter(claim.told for claim in claims if claim.told is not None)
+    stated = Counter(claim.stated for claim in claims if claim.stated is not None)
     names = Counter(claim.named for claim in claims if claim.named is not None)
     rank: dict[Path, int | None] = {}
     reason: dict[Path, str] = {}
     holder: dict[int, Path] = {}
     for claim in claims:
-        mine, why = claim.told, "the trace says so"
-        if claim.told is None:
+        mine, why = claim.stated, "the trace says so"
+        if claim.stated is None:
             mine, why = claim.named, "the file's name says so"
-        elif told[claim.told] > 1 and claim.named is not None and names[claim.named] == 1:
+        elif stated[claim.stated] > 1 and claim.named is not None and names[claim.named] == 1:
             mine, why = claim.named, "the file's name says so; several files say the same rank"
         if mine is None:
-            rank[claim.path], reason[claim.path] = None, "neither the trace nor the file's name tells the rank"
+            rank[claim.path], reason[claim.path] = None, "neither the trace nor the file's name has the rank"
         elif mine in holder:
             other = holder[mine]
             reason[claim.path] = f"it is of rank {mine}, and so is {other}; give one trace per rank"

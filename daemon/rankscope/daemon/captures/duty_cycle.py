@@ -189,7 +189,7 @@ class _Job:
     keys: Mapping[int, RankKey] = field(default_factory=dict)  # of the ranks being captured
     step_seconds: float | None = None  # of the last capture
     events_per_second: float | None = None
-    told: str = ""  # the last reason to skip, so that it is logged once
+    logged_reason: str = ""  # the last reason to skip, so that it is logged once
 
 
 @dataclass(frozen=True)
@@ -297,9 +297,9 @@ class DutyCycle:
         if reason is not None:
             self._results[SKIPPED] += 1
             self._skips[reason] += 1
-            if reason != job.told:
+            if reason != job.logged_reason:
                 log.info("duty cycle: job %r is not captured: %s", name[:128], reason)
-        job.told = reason or ""
+        job.logged_reason = reason or ""
 
     def _is_measured(self, ranks: Sequence[RankProcess], windows: Mapping[RankKey, RankWindow]) -> bool:
         """Whether the probe measures any rank: recorded steps and undisturbed steps must not be compared."""
@@ -356,13 +356,13 @@ class DutyCycle:
         if capture is not None and capture.state not in FINAL:
             return
         entries = [] if capture is None else list(capture.ranks)
-        told = {job.keys.get(entry.rank): breakdown_of(entry) for entry in entries}
+        measured_ranks = {job.keys.get(entry.rank): breakdown_of(entry) for entry in entries}
         until = self._unix_seconds() + SHOWN_PERIODS * job.settings.period_seconds
-        for key, breakdown in told.items():
+        for key, breakdown in measured_ranks.items():
             if key in self._windows_seen and breakdown is not None:  # the recorded process, not its successor
                 self._fresh[key] = breakdown
                 self._latest[key] = _Latest(breakdown, until)
-        is_done = bool(told) and all(breakdown is not None for breakdown in told.values())
+        is_done = bool(measured_ranks) and all(breakdown is not None for breakdown in measured_ranks.values())
         self._results[DONE if is_done else FAILED] += 1
         if not is_done:
             errors = [*(entry.error for entry in entries if entry.error), "too few whole steps were recorded"]

@@ -109,8 +109,8 @@ def _problem(
         return None
     if len(used) > 1:
         text = (
-            f"{who} uses {len(used)} GPUs ({_held(rank, used)}), so its GPU figures are not told; where one was meant, "
-            "call torch.cuda.set_device(local_rank) before anything else touches CUDA"
+            f"{who} uses {len(used)} GPUs ({_held(rank, used)}), so its GPU figures are not reported; where one was "
+            "meant, call torch.cuda.set_device(local_rank) before anything else touches CUDA"
         )
         return Problem(SOURCE, "several_gpus", text)
     claimed = claimed_gpu(rank.environment, rank.local_rank, gpus)

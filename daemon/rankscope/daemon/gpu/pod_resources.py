@@ -66,17 +66,17 @@ class KubeletPods:
         return self._pods
 
     def _run(self) -> None:
-        told = ""
+        logged = ""
         while not self._stopping.is_set():
             try:
                 self._pods = self._ask() if self._socket.is_socket() else NO_PODS
-                told = ""
+                logged = ""
             except (grpc.RpcError, MalformedAnswerError, OSError) as error:
                 self._pods = NO_PODS
                 reason = error.code().name if isinstance(error, grpc.RpcError) else str(error)
-                if reason != told:
+                if reason != logged:
                     log.warning("%s: pods of GPUs are not known: %s", self._socket, reason[:200])
-                told = reason
+                logged = reason
             self._stopping.wait(ASK_SECONDS)
 
     def _ask(self) -> Mapping[str, Pod]:

@@ -1,4 +1,4 @@
-"""The endpoint that Alertmanager notifies: POST /api/v1/alerts. GET tells what became of the latest alerts.
+"""The endpoint that Alertmanager notifies: POST /api/v1/alerts. GET returns the outcome of the latest alerts.
 
 Alertmanager tries again after a 5xx and drops the notification after a 4xx, so:
   200  every alert has an answer, be it that nothing will be captured: trying again changes nothing

@@ -84,7 +84,7 @@ KINDS: tuple[Kind, ...] = (
         short_names=("rcap",),
         spec=CaptureSpec,
         status=CaptureStatus,
-        description="Asks for a deep capture of some ranks of a run, and tells what came of it.",
+        description="Requests a deep capture of some ranks of a run, and reports its result.",
         columns=(
             ("Run", "string", ".spec.run"),
             ("Ranks", "string", ".spec.ranks"),

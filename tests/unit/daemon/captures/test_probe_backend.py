@@ -73,7 +73,7 @@ class Probe:
             time.sleep(0.005)
 
     def tell(self, phase: int, text: str = "", **fields: int) -> None:
-        Answer(self._ring, self.commands[0].number).tell(phase, text, **fields)
+        Answer(self._ring, self.commands[0].number).report(phase, text, **fields)
 
 
 class Capture:
@@ -271,7 +271,7 @@ def test_ranks_are_objected_to_by_what_their_ring_says(writer: Writer) -> None:
     assert backend.objection(RANK) is None
     assert "runs without the probe" in str(backend.objection(replace(RANK, pid=os.getppid())))
     assert "belongs to pid" in str(backend.objection(replace(RANK, namespace_pids=(1,))))
-    Answer(writer.ring, 1).tell(ring_layout.PHASE_OFF, "ValueError: broken")
+    Answer(writer.ring, 1).report(ring_layout.PHASE_OFF, "ValueError: broken")
     assert "ValueError: broken" in str(backend.objection(RANK))
     writer.ring.mark_disabled()
     assert "disabled itself" in str(backend.objection(RANK))
@@ -287,7 +287,7 @@ def test_a_ring_of_a_probe_from_before_captures_is_read_and_told_to_be_too_old(w
     "place", range(ring_layout.ANSWER_OFFSET, ring_layout.ANSWER_OFFSET + ring_layout.ANSWER.size + 8, 4)
 )
 def test_a_damaged_answer_is_none(place: int, writer: Writer) -> None:
-    Answer(writer.ring, 7).tell(ring_layout.PHASE_FAILED, "text")
+    Answer(writer.ring, 7).report(ring_layout.PHASE_FAILED, "text")
     assert commands.read_answer(writer.ring._fd) is not None
     writer.write[place : place + 4] = bytes(b ^ 0xFF for b in writer.write[place : place + 4])
     assert commands.read_answer(writer.ring._fd) is None
