@@ -43,9 +43,11 @@ class RankProcesses:
         command: Sequence[str | Path] = (),
     ) -> int:
         command = [*(("unshare", *namespaces) if namespaces else ()), *(command or (self.program, "600"))]
+        if uid:  # not by Popen, which would fork: gRPC may have threads in this process
+            command = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", *command]
         environment = {"PATH": os.environ["PATH"], **variables}
         # A session of its own: a shell ends with its children.
-        process = subprocess.Popen(command, env=environment, user=uid, group=uid, start_new_session=True)
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
         process.returncode = 0  # waited for by pid
         self._pids.append(process.pid)
         return process.pid

@@ -148,6 +148,7 @@ class RankDiscovery:
             environment=kept(procfs.Environment(folder)),
             pod=claimant.place.pod,
             shared_job=job.shared_name,
+            owner=claimant.place.owner,
         )
 
     def _problems(self, watched: Sequence[KnownProcess]) -> tuple[Problem, ...]:
