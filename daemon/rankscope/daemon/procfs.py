@@ -94,7 +94,7 @@ def parse_stat(line: bytes) -> ProcessStat:
         start_ticks=_count(fields[19]),
         resident_pages=_count(fields[21]),
         exec_mark=(_count(fields[23]), _count(fields[25])),
-        environ_bytes=_count(fields[48]) - _count(fields[47]) if len(fields) > 48 else 0,
+        environ_bytes=int(fields[48]) - int(fields[47]) if len(fields) > 48 else 0,
     )
 
 
@@ -108,6 +108,8 @@ def whole_number(text: bytes) -> int | None:
 
 def _count(text: bytes) -> int:
     """None of the fields that are read here is ever negative."""
+    if text.isdigit() and len(text) < _DIGITS:  # most of what a scan does
+        return int(text)
     number = whole_number(text)
     if number is None:
         raise ValueError(f"not a number of /proc/<pid>/stat: {text[:40]!r}")

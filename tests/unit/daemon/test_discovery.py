@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.daemon import procfs
-from rankscope.daemon.discovery.process_table import LARGE_BYTES_PER_SCAN, LOOK_AGAIN_SECONDS
+from rankscope.daemon.discovery.process_table import LARGE_BYTES_PER_SCAN, LOOK_AGAIN_SECONDS, LOOKS_PER_SCAN
 from rankscope.daemon.discovery.ranks import OWNERS_LIMIT, Discovered, RankDiscovery
 
 from .fake_proc import FakeProc, torchrun
@@ -282,3 +282,18 @@ def test_large_environments_take_turns_and_keep_nobody_else_waiting(proc: FakePr
         found.append(len(scanned))
     assert found[0] < large / 2
     assert found[-1] == large + 1
+
+
+def test_a_flood_of_processes_takes_turns_and_ranks_are_still_looked_at(proc: FakeProc) -> None:
+    discovery = RankDiscovery(proc.root)
+    proc.add(50, torchrun(0))
+    assert pids(discovery.scan()) == [50]
+    for pid in range(100, 100 + 3 * LOOKS_PER_SCAN):
+        proc.add(pid, torchrun(3), has_torch=False)
+    proc.add(5000, torchrun(1))
+    proc.remove(50)
+    proc.add(50, torchrun(2), started=200)
+    assert pids(discovery.scan()) == [50], "another process by now, and the newest has to wait"
+    for _ in range(3):
+        discovery.scan()
+    assert pids(discovery.scan()) == [5000, 50]

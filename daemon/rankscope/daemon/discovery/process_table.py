@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -18,7 +19,9 @@ from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, rea
 LOOK_AGAIN_SECONDS: Final = 30.0
 # How long a process that carries rank variables is asked in every scan whether it has loaded torch by now.
 IMPORT_PATIENCE_SECONDS: Final = 120.0
-# What is expensive to read in a scan takes turns: environments and maps that are larger than is usual.
+# Processes that are no candidates take turns if there are more to look at than this in a scan, so that nobody's
+# processes keep the daemon busy. So do environments and maps that are larger than is usual.
+LOOKS_PER_SCAN: Final = 256
 LARGE_ENVIRON_BYTES: Final = 32 << 10
 LARGE_MAPS_BYTES: Final = 512 << 10
 LARGE_BYTES_PER_SCAN: Final = 8 << 20
@@ -67,8 +70,9 @@ class ProcessTable:
         self._monotonic = monotonic
         self._own_pid = os.getpid()
         self._known: dict[int, KnownProcess] = {}
+        self._looks_left: float = 0
         self._large_bytes_left = 0
-        self._next_large_pid = 0
+        self._next_pid = 0  # of the first process that had to wait for the next scan
 
     def folder(self, pid: int) -> str:
         return f"{self._root}/{pid}"
@@ -103,22 +107,33 @@ class ProcessTable:
     def refresh(self) -> None:
         now = self._monotonic()
         with os.scandir(self._root) as entries:
-            alive = {int(entry.name): entry.inode() for entry in entries if entry.name.isdigit()}
+            alive = {int(name): entry.inode() for entry in entries if (name := entry.name).isdigit()}
         for pid in self._known.keys() - alive.keys():
             del self._known[pid]
+        self._looks_left = LOOKS_PER_SCAN if self._known else math.inf
         self._large_bytes_left = LARGE_BYTES_PER_SCAN
-        turn = self._next_large_pid  # that of the first process that had to wait last time
-        self._next_large_pid = 0
-        pids = alive if not turn else sorted(alive, key=lambda pid: (pid < turn, pid))
-        for pid in pids:
-            inode = alive[pid]
+        turn, self._next_pid = self._next_pid, 0
+        order = sorted(alive.items(), key=lambda entry: (entry[0] < turn, entry[0])) if turn else alive.items()
+        for pid, inode in order:
             known = self._known.get(pid)
             if known is not None and known.inode == inode and now < known.look_again_seconds:
                 continue
+            if known is None or not known.is_candidate:
+                if self._looks_left <= 0:
+                    self._next_pid = self._next_pid or pid
+                    continue
+                self._looks_left -= 1
             try:
                 self._look(pid, inode, now)
             except (*procfs.GONE, ValueError):
                 self.forget(pid)  # ended meanwhile
+
+    def _may_read(self, pid: int, large_bytes: int) -> bool:
+        if self._large_bytes_left <= 0:
+            self._next_pid = self._next_pid or pid
+            return False
+        self._large_bytes_left -= large_bytes
+        return True
 
     def _look(self, pid: int, inode: int, now: float) -> None:
         folder = self.folder(pid)
@@ -128,7 +143,7 @@ class ProcessTable:
             self.forget(pid)  # what it was before an exec
             known = KnownProcess(pid, inode, stat.start_ticks, stat.exec_mark, stat.parent_pid, now)
             if not stat.is_kernel_thread and not stat.is_dead:  # which would answer ESRCH
-                if not self._is_its_turn(pid, stat.environ_bytes, LARGE_ENVIRON_BYTES):
+                if stat.environ_bytes > LARGE_ENVIRON_BYTES and not self._may_read(pid, stat.environ_bytes):
                     return
                 _read_claim(known, folder)
             self._known[pid] = known
@@ -139,22 +154,14 @@ class ProcessTable:
             self._look_closer(known, stat.command)
         known.look_again_seconds = _look_again_seconds(known, now)
 
-    def _is_its_turn(self, pid: int, size_bytes: int, usual_bytes: int) -> bool:
-        if size_bytes <= usual_bytes:
-            return True
-        if self._large_bytes_left <= 0:
-            self._next_large_pid = self._next_large_pid or pid
-            return False
-        self._large_bytes_left -= size_bytes
-        return True
-
     def _look_closer(self, known: KnownProcess, command: str) -> None:
         folder = self.folder(known.pid)
         try:
             if known.claim is not None:
-                if not known.has_torch and self._is_its_turn(known.pid, known.maps_bytes, LARGE_MAPS_BYTES - 1):
-                    limit = procfs.MAPS_LIMIT_BYTES if known.maps_bytes >= LARGE_MAPS_BYTES else LARGE_MAPS_BYTES
-                    known.has_torch, known.maps_bytes = procfs.find_torch(folder, limit)
+                is_large = known.maps_bytes >= LARGE_MAPS_BYTES
+                if not known.has_torch and (not is_large or self._may_read(known.pid, known.maps_bytes)):
+                    limit_bytes = procfs.MAPS_LIMIT_BYTES if is_large else LARGE_MAPS_BYTES
+                    known.has_torch, known.maps_bytes = procfs.find_torch(folder, limit_bytes)
                 return
             if known.is_python is None:
                 known.is_python = procfs.is_python(folder, command)
