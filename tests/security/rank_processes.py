@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 NOBODY = 65534
+# Of this test process: others on the machine may have the same address.
+PORT = 20_000 + os.getpid() % 40_000
 
 
 def rank_variables(rank: int, world_size: int = 2, address: str = "10.9.8.7", **more: str) -> dict[str, str]:
@@ -20,7 +22,7 @@ def rank_variables(rank: int, world_size: int = 2, address: str = "10.9.8.7", **
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": address,
-        "MASTER_PORT": "29500",
+        "MASTER_PORT": str(PORT),
         "TORCHELASTIC_RUN_ID": "none",
         **more,
     }

@@ -13,9 +13,9 @@ import pytest
 from rankscope.daemon.discovery.ranks import RankDiscovery
 from rankscope.daemon.samples import RankProcess
 from tests.security.attacked import wait_for
-from tests.security.rank_processes import NOBODY, RankProcesses, rank_processes, rank_variables
+from tests.security.rank_processes import NOBODY, PORT, RankProcesses, rank_processes, rank_variables
 
-JOB = "10.9.8.7:29500/none"
+JOB = f"10.9.8.7:{PORT}/none"
 EVALUATION = """
 import os, subprocess, sys
 other = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}
@@ -97,7 +97,11 @@ def test_ranks_of_two_namespaces_with_torchruns_default_address_are_two_jobs(
         script = f'"{processes.program}" 600 & RANK=1 LOCAL_RANK=1 "{processes.program}" 600 & wait'
         flags = (namespace, "--fork", "--kill-child") if namespace == "--pid" else (namespace,)
         started.append(
-            processes.start(rank_variables(0, address="127.0.0.1"), namespaces=flags, command=["sh", "-c", script])
+            processes.start(
+                rank_variables(0, address="127.0.0.1", MASTER_PORT="29500"),
+                namespaces=flags,
+                command=["sh", "-c", script],
+            )
         )
     watch = Watch()
 
@@ -122,7 +126,7 @@ def test_nobody_gets_the_name_that_another_job_has_by_its_place(processes: RankP
     watch = Watch()
     local = processes.start(rank_variables(0, address="127.0.0.1"))
     ((_, named),) = watch.until(lambda found: local in found, local).items()
-    address, _, run_id = named.job.partition(":29500/")
+    address, _, run_id = named.job.partition(f":{PORT}/")
     forged = rank_variables(1, address=address, TORCHELASTIC_RUN_ID=run_id)
     squatter = processes.start(forged, uid=NOBODY)
     found = watch.until(lambda found: squatter in found, local, squatter)
@@ -147,6 +151,34 @@ def test_a_rank_stays_when_its_child_carries_other_rank_variables(processes: Ran
             rank.kill()
     assert (found[rank.pid].job, found[rank.pid].rank) == (JOB, 1)
     assert found[child].job == "10.9.8.7:1/none"
+
+
+def test_the_uids_of_a_user_namespace_are_its_makers(processes: RankProcesses) -> None:
+    script = f'read mapped; exec setpriv --reuid=7 --regid=7 --clear-groups "{processes.program}" 600'
+    command = [
+        "setpriv",
+        f"--reuid={NOBODY}",
+        f"--regid={NOBODY}",
+        "--clear-groups",
+        "unshare",
+        "--user",
+        "--keep-caps",
+    ]
+    with subprocess.Popen(
+        [*command, "sh", "-c", script], env={**rank_variables(0), "PATH": os.environ["PATH"]}, stdin=subprocess.PIPE
+    ) as other:
+        try:
+            own = Path("/proc/self/ns/user").readlink()
+            wait_for(lambda: Path(f"/proc/{other.pid}/ns/user").readlink() != own, str)
+            for name in ("uid_map", "gid_map"):
+                Path(f"/proc/{other.pid}/{name}").write_text("0 100000 1000\n")
+            assert other.stdin is not None
+            other.stdin.close()
+            found = Watch().until(lambda found: other.pid in found, other.pid)
+            assert Path(f"/proc/{other.pid}").stat().st_uid == 100007
+        finally:
+            other.kill()
+    assert found[other.pid].owner == f"uid {NOBODY}"
 
 
 def _pids(conflict: object) -> tuple[int, int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import stat
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -22,6 +24,8 @@ DESCRIPTORS_LIMIT: Final = 4096
 THREADS_LIMIT: Final = 4096
 RING_LINK_PREFIX: Final = "/memfd:rankscope-ring"
 
+_NS_GET_PARENT: Final = 0xB702
+_NS_GET_OWNER_UID: Final = 0xB704
 _PF_KTHREAD: Final = 0x00200000
 _DIGITS: Final = 20
 _CHUNK_BYTES: Final = 64 * 1024
@@ -230,6 +234,26 @@ def namespace_inode(process: str, kind: str) -> int:
         return 0
     number = link.partition("[")[2].rstrip("]")
     return int(number) if number.isdecimal() else 0
+
+
+def user_namespace_owner(process: str) -> int | None:
+    """The user who made the user namespace of a process, or the outermost one that it is in; None if that is ours or
+    cannot be read. Inside of it, that user may have thousands of uids."""
+    uid = None
+    try:
+        descriptor = os.open(f"{process}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        while True:
+            parent = fcntl.ioctl(descriptor, _NS_GET_PARENT)
+            uid = int.from_bytes(fcntl.ioctl(descriptor, _NS_GET_OWNER_UID, bytes(4)), sys.byteorder)
+            os.close(descriptor)
+            descriptor = parent
+    except OSError:
+        return uid  # ours has no parent that we can see
+    finally:
+        os.close(descriptor)
 
 
 def pod_uid(process: str) -> str | None:

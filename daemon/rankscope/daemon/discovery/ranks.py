@@ -125,13 +125,14 @@ class RankDiscovery:
 
     def _place_of(self, known: KnownProcess) -> Place:
         folder = self._table.folder(known.pid)
-        uid = procfs.read_status(folder).uid
+        status = procfs.read_status(folder)
         pod = procfs.pod_uid(folder)
         if pod is not None:
             return Place(pod)
+        owner = procfs.user_namespace_owner(folder)
         found = {kind: procfs.namespace_inode(folder, kind) for kind in self._home}
         network, pids = (0 if inode == self._home[kind] else inode for kind, inode in found.items())
-        return Place(None, uid, network, pids)
+        return Place(None, status.uid if owner is None else owner, network, pids)
 
     def _describe(self, claimant: Claimant) -> RankProcess:
         known, claim, job = claimant.process, claimant.claim, claimant.job
