@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 STOP_SECONDS = 1.0
 GRPC_GRACE_SECONDS = 0.3
 CONFLICTS_LOGGED = 32
+ARRIVALS_LOGGED = 64  # of a window
 
 
 @dataclass(frozen=True)
@@ -223,12 +224,13 @@ class Daemon:
     def _note_arrivals_and_departures(self, sampled: Sampled) -> tuple[RankIdentity, ...]:
         present = {rank.key: rank for rank in sampled.ranks}
         gone = [self._incarnations.pop(key) for key in self._incarnations.keys() - present.keys()]
-        for ended in gone:
-            log.info("rank %d of job %s (pid %d) ended", ended.rank.rank, _quoted(ended.rank), ended.rank.pid)
-        for key, rank in present.items():
-            if key not in self._incarnations:
-                self._incarnations[key] = _Incarnation(rank)
-                log.info("rank %d of job %s (pid %d) found", rank.rank, _quoted(rank), rank.pid)
+        arrived = {key: _Incarnation(rank) for key, rank in present.items() if key not in self._incarnations}
+        self._incarnations |= arrived
+        for what, incarnations in (("ended", gone), ("found", [*arrived.values()])):
+            for rank in (each.rank for each in incarnations[:ARRIVALS_LOGGED]):
+                log.info("rank %d of job %s (pid %d) %s", rank.rank, _quoted(rank), rank.pid, what)
+            if len(incarnations) > ARRIVALS_LOGGED:
+                log.info("%d more ranks %s", len(incarnations) - ARRIVALS_LOGGED, what)
         return tuple(identity_of(ended.rank, self.config.node) for ended in gone)
 
     def _assemble(self, incarnation: _Incarnation, samples: RankSamples, span: Span) -> RankWindow:
@@ -291,14 +293,15 @@ class Daemon:
         for name, failure in sampled.failures.items():
             self._problems.warn(("collector", name), f"{name} failed: {failure}")
         for conflict in sampled.conflicts[:CONFLICTS_LOGGED]:
-            self._problems.warn(conflict, conflict.text)
+            self._problems.warn(conflict, conflict.text, conflict.owner)
         for problem in sampled.discovery_problems:
-            self._problems.warn(("discovery", problem.kind, problem.text), f"discovery: {problem.text}")
+            key = ("discovery", problem.kind, problem.text)
+            self._problems.warn(key, f"discovery: {problem.text}", f"discovery ({problem.kind})")
         for rank in sampled.ranks:
             for problem in sampled.samples[rank.key].problems:
                 if problem.source not in sampled.failures:
                     key = (rank.key, problem.source, problem.kind)
-                    self._problems.warn(key, f"job {_quoted(rank)}: {problem.source}: {problem.text}")
+                    self._problems.warn(key, f"job {_quoted(rank)}: {problem.source}: {problem.text}", rank.owner)
 
 
 def _open_captures(config: Config, policies: PolicyBoard) -> NodeCaptures | None:

@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from rankscope.daemon.loop import Daemon
+from rankscope.daemon.problem_log import LINES_PER_OWNER, ProblemLog
 from rankscope.daemon.samples import Frame, Problem, RankProcess, Span, StallDump
 from rankscope.daemon.windows.broadcast import Tick
 from rankscope.daemon.windows.schedule import Ticker
@@ -199,3 +200,14 @@ def test_stacks_are_recorded_when_a_job_becomes_slower() -> None:
     pace["milliseconds"] = 80.0
     watching.tick(make.span(4))
     assert watching._collectors.stacks.hurried == [make.rank().job]
+
+
+def test_somebody_with_a_thousand_problems_does_not_hide_anothers(caplog: pytest.LogCaptureFixture) -> None:
+    clock = make.FakeClock()
+    problems = ProblemLog(logging.getLogger("test"), clock.monotonic_seconds)
+    for number in range(20_000):
+        problems.warn(number, f"problem {number}", "uid 1001")
+    problems.warn("ours", "a problem of ours", "uid 1000")
+    assert "a problem of ours" in caplog.text
+    assert len(caplog.records) == LINES_PER_OWNER + 2
+    assert caplog.text.count("uid 1001 has more problems, which are not logged for a minute") == 1

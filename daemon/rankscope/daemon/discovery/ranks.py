@@ -33,6 +33,7 @@ class Conflict:
     rank: int
     kept_pid: int
     ignored_pid: int
+    owner: str = ""
 
     @property
     def text(self) -> str:
@@ -87,7 +88,7 @@ class RankDiscovery:
                 self._table.forget(claimant.process.pid)  # ended meanwhile; found again if it did not
         ranks.sort(key=lambda rank: (rank.job, rank.rank))
         conflicts = [
-            Conflict(holder.job.name, holder.claim.rank, holder.process.pid, other.process.pid)
+            Conflict(holder.job.name, holder.claim.rank, holder.process.pid, other.process.pid, other.place.owner)
             for holder, other in settled.conflicts
             if holder.job is not None
         ]
