@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 1.0
 GRPC_GRACE_SECONDS = 0.3
+CONFLICTS_LOGGED = 32
+ARRIVALS_LOGGED = 64  # of a window
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Daemon:
         self.publisher = Publisher(config.watch_readers)
         self._clock = clock or RealClock()
         self._collectors = collectors or real_collectors(config)
-        self._sampler = Sampler(self._collectors, self._clock, config.max_ranks)
+        self._sampler = Sampler(self._collectors, self._clock)
         self._stalls = StallWatch(self._collectors.stacks.dump_all)
         self._paces = PaceWatch()
         self._budget = Budget(config.budget_ratio, config.stack_rate_hertz)
@@ -222,12 +224,13 @@ class Daemon:
     def _note_arrivals_and_departures(self, sampled: Sampled) -> tuple[RankIdentity, ...]:
         present = {rank.key: rank for rank in sampled.ranks}
         gone = [self._incarnations.pop(key) for key in self._incarnations.keys() - present.keys()]
-        for ended in gone:
-            log.info("rank %d of job %s (pid %d) ended", ended.rank.rank, _quoted(ended.rank), ended.rank.pid)
-        for key, rank in present.items():
-            if key not in self._incarnations:
-                self._incarnations[key] = _Incarnation(rank)
-                log.info("rank %d of job %s (pid %d) found", rank.rank, _quoted(rank), rank.pid)
+        arrived = {key: _Incarnation(rank) for key, rank in present.items() if key not in self._incarnations}
+        self._incarnations |= arrived
+        for what, incarnations in (("ended", gone), ("found", [*arrived.values()])):
+            for rank in (each.rank for each in incarnations[:ARRIVALS_LOGGED]):
+                log.info("rank %d of job %s (pid %d) %s", rank.rank, _quoted(rank), rank.pid, what)
+            if len(incarnations) > ARRIVALS_LOGGED:
+                log.info("%d more ranks %s", len(incarnations) - ARRIVALS_LOGGED, what)
         return tuple(identity_of(ended.rank, self.config.node) for ended in gone)
 
     def _assemble(self, incarnation: _Incarnation, samples: RankSamples, span: Span) -> RankWindow:
@@ -273,7 +276,7 @@ class Daemon:
             budget_used_ratio=self._budget.used_ratio,
             stack_rate_hertz=self._budget.recording_hertz,
             stack_recorded_ratio=self._collectors.stacks.recorded_ratio,
-            ranks=len(sampled.ranks) + sampled.ranks_cut,
+            ranks=len(sampled.ranks) + sum(sampled.ranks_cut.values()),
             ranks_cut=sampled.ranks_cut,
             rank_conflicts=len(sampled.conflicts),
             discovery_problems=len(sampled.discovery_problems),
@@ -289,15 +292,16 @@ class Daemon:
     def _log_problems(self, sampled: Sampled) -> None:
         for name, failure in sampled.failures.items():
             self._problems.warn(("collector", name), f"{name} failed: {failure}")
-        for conflict in sampled.conflicts:
-            self._problems.warn(conflict, conflict.text)
+        for conflict in sampled.conflicts[:CONFLICTS_LOGGED]:
+            self._problems.warn(conflict, conflict.text, conflict.owner)
         for problem in sampled.discovery_problems:
-            self._problems.warn(("discovery", problem.kind, problem.text), f"discovery: {problem.text}")
+            key = ("discovery", problem.kind, problem.text)
+            self._problems.warn(key, f"discovery: {problem.text}", f"discovery ({problem.kind})")
         for rank in sampled.ranks:
             for problem in sampled.samples[rank.key].problems:
                 if problem.source not in sampled.failures:
                     key = (rank.key, problem.source, problem.kind)
-                    self._problems.warn(key, f"job {_quoted(rank)}: {problem.source}: {problem.text}")
+                    self._problems.warn(key, f"job {_quoted(rank)}: {problem.source}: {problem.text}", rank.owner)
 
 
 def _open_captures(config: Config, policies: PolicyBoard) -> NodeCaptures | None:

@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from rankscope.daemon.loop import Daemon
+from rankscope.daemon.problem_log import LINES_PER_OWNER, ProblemLog
 from rankscope.daemon.samples import Frame, Problem, RankProcess, Span, StallDump
 from rankscope.daemon.windows.broadcast import Tick
 from rankscope.daemon.windows.schedule import Ticker
@@ -105,11 +106,11 @@ def test_a_restart_is_a_new_incarnation_with_its_own_sequence() -> None:
     assert [(identity.rank, identity.pid) for identity in tick.departed] == [(0, 4000)]
 
 
-def test_ranks_over_the_limit_are_counted_and_left_alone() -> None:
-    ranks = [make.rank(number) for number in range(5)]
-    watched = Daemon(make.config(max_ranks=3), collectors=make.collectors(*ranks), clock=make.FakeClock())
-    assert len(watched.tick(make.span()).windows) == 3
-    assert watched.snapshot().daemon.ranks_cut == 2
+def test_ranks_over_the_limit_are_counted_with_their_owner() -> None:
+    watched = daemon(None, make.rank(0))
+    watched._collectors.discovery.cut = {"uid 1000": 2}
+    assert len(watched.tick(make.span()).windows) == 1
+    assert (watched.snapshot().daemon.ranks, watched.snapshot().daemon.ranks_cut) == (3, {"uid 1000": 2})
 
 
 def test_a_stalled_rank_shows_its_stack_one_window_later() -> None:
@@ -199,3 +200,14 @@ def test_stacks_are_recorded_when_a_job_becomes_slower() -> None:
     pace["milliseconds"] = 80.0
     watching.tick(make.span(4))
     assert watching._collectors.stacks.hurried == [make.rank().job]
+
+
+def test_somebody_with_a_thousand_problems_does_not_hide_anothers(caplog: pytest.LogCaptureFixture) -> None:
+    clock = make.FakeClock()
+    problems = ProblemLog(logging.getLogger("test"), clock.monotonic_seconds)
+    for number in range(20_000):
+        problems.warn(number, f"problem {number}", "uid 1001")
+    problems.warn("ours", "a problem of ours", "uid 1000")
+    assert "a problem of ours" in caplog.text
+    assert len(caplog.records) == LINES_PER_OWNER + 2
+    assert caplog.text.count("uid 1001 has more problems, which are not logged for a minute") == 1
