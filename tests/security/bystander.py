@@ -225,6 +225,7 @@ class Bystander:
         self._correlator.listen(self._watched.judge)
         self._binding = Binding()
         self._streams = DaemonStreams(self._accept)
+        self._ends: list[Callable[[], object]] = []
         self.samples_per_second = 0.0  # before the attack
 
     def start(self) -> None:
@@ -243,6 +244,7 @@ class Bystander:
         enter = (*_PRIORITY, *self._node.enter, *self._launcher)
         with (self.folder / "log").open("wb") as log, self.node():
             self.process = subprocess.Popen([*enter, *command, *self._flags], stdout=log, stderr=log)
+        self._ends = [self.process.kill, self.process.wait]
         wait_until(lambda: _ANNOUNCED.search(self.log) or self.process.poll() is not None, lambda: self.log)
         announced = _ANNOUNCED.search(self.log)
         assert announced is not None, self.log
@@ -252,6 +254,7 @@ class Bystander:
         self._correlator.start()
         self._streams.start()
         self._streams.follow({"bystander": f"unix:{self.socket}"})
+        self._ends = [self._streams.stop, self._correlator.stop, self._channel.close, *self._ends]
         self.settle()
 
     def _follow(self) -> None:
@@ -281,12 +284,8 @@ class Bystander:
         self.samples_per_second = self._watched.rate()
 
     def stop(self) -> None:
-        self._streams.stop()
-        self._correlator.stop()
-        self._channel.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        for step in self._ends:
+            step()
 
     def node(self) -> contextlib.AbstractContextManager[None]:
         """Processes that are started inside are on the daemon's node. Threads cannot be started inside."""
@@ -386,8 +385,7 @@ def bystander_on_a_node() -> Iterator[Bystander]:
         bystander.start()
         yield bystander
     finally:
-        with contextlib.suppress(AttributeError):  # it was not started
-            bystander.stop()
+        bystander.stop()
         node.close()
         shutil.rmtree(folder, ignore_errors=True)
 
