@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rankscope.daemon import procfs
+from rankscope.daemon.discovery.ranks import RankDiscovery
+from tests.unit.daemon.fake_proc import FakeProc
+
+
+def test_a_process_that_is_not_python_is_read_rarely_from_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node may have thousands of them, and every read is taken from the budget of all ranks."""
+    proc = FakeProc(tmp_path / "proc")
+    proc.add(50, {}, command="sleep", has_torch=False)
+    proc.add(60, {}, command="python", has_torch=False)
+    reads: Counter[str] = Counter()
+    read_stat = procfs.read_stat
+
+    def count(process: str) -> procfs.ProcessStat:
+        reads[Path(process).name] += 1
+        return read_stat(process)
+
+    monkeypatch.setattr(procfs, "read_stat", count)
+    now = [0.0]
+    discovery = RankDiscovery(proc.root, monotonic=lambda: now[0])
+    while now[0] < 60.0:
+        discovery.scan()
+        now[0] += 1.0
+    assert reads["50"] <= 8
+    assert reads["60"] > 8, "a Python process may make a ring at any time"
