@@ -331,6 +331,11 @@ class Bystander:
         yield watch
         watch.check()
 
+    def wait_for_windows(self, count: int) -> None:
+        """For attacks that are noticed only at the end of a window."""
+        before = len(self._watched.granted)
+        wait_until(lambda: len(self._watched.granted) >= before + count, self.describe)
+
     def measure(self, seconds: float = OBSERVED_SECONDS) -> dict[str, float]:
         watched, start = self._watched, time.time()
         cpu_before, most_resident = cpu_seconds(self.process.pid), 0
