@@ -66,6 +66,8 @@ _ANNOUNCED = re.compile(
 _NAMESPACE = ("setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 _NAMESPACE += ("--propagation", "slave", "sh", "-c", "while :; do sleep 1000 & wait; done")
 _PRIORITY = ("nice", "-n", "-10")
+# Temporary files of the daemon: an attack may fill its disk and nobody else's.
+_ON_SMALL_DISK = 'mount -t tmpfs -o size=16m none "$TMPDIR" && exec "$@"'
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _CLONE_NEWPID = 0x20000000
 
@@ -230,6 +232,8 @@ class Bystander:
 
     def start(self) -> None:
         self.folder.mkdir(exist_ok=True)
+        disk = self.folder / "tmp"
+        disk.mkdir()
         settings = {
             "metrics-listen": "127.0.0.1:0",
             "grpc-listen": "127.0.0.1:0",
@@ -241,9 +245,11 @@ class Bystander:
         }
         command = [sys.executable, "-m", "rankscope.cli.main", "daemon"]
         command += [word for name, value in settings.items() for word in (f"--{name}", value)]
-        enter = (*_PRIORITY, *self._node.enter, *self._launcher)
+        enter = (*_PRIORITY, *self._node.enter, "unshare", "--mount", "sh", "-c", _ON_SMALL_DISK, "sh", *self._launcher)
+        environment = {**os.environ, "TMPDIR": str(disk)}
         with (self.folder / "log").open("wb") as log, self.node():
-            self.process = subprocess.Popen([*enter, *command, *self._flags], stdout=log, stderr=log)
+            command = [*enter, *command, *self._flags]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         self._ends = [self.process.kill, self.process.wait]
         wait_until(lambda: _ANNOUNCED.search(self.log) or self.process.poll() is not None, lambda: self.log)
         announced = _ANNOUNCED.search(self.log)
@@ -308,6 +314,11 @@ class Bystander:
     @property
     def _job_log(self) -> str:
         return (self._node.folder / "job-log").read_text(errors="replace")
+
+    @property
+    def temporary(self) -> Path:
+        """The daemon's TMPDIR, a small disk of its own."""
+        return Path(f"/proc/{self.process.pid}/root{self.folder}/tmp")
 
     @property
     def resident_bytes(self) -> int:
