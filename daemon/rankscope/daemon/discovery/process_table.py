@@ -15,7 +15,7 @@ from rankscope.daemon import procfs
 from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, read_claim
 
 # A process that is no candidate may still become one (exec, a ring), the less likely the older it is: it is looked at
-# again after a quarter of its age, and after this long at the latest.
+# again after a quarter of its age, or after its whole age if it is not Python, and after this long at the latest.
 LOOK_AGAIN_SECONDS: Final = 30.0
 # How long a process that carries rank variables is asked in every scan whether it has loaded torch by now.
 IMPORT_PATIENCE_SECONDS: Final = 120.0
@@ -185,4 +185,5 @@ def _look_again_seconds(known: KnownProcess, now: float) -> float:
     if known.is_candidate or (known.claim is not None and age_seconds < IMPORT_PATIENCE_SECONDS):
         return now
     # Spread by pid, so that what was first seen in one scan is not all looked at again in one scan.
-    return now + min(age_seconds / 4, LOOK_AGAIN_SECONDS) * (0.75 + known.pid % 16 / 32)
+    pause_seconds = age_seconds / 4 if known.is_python else max(1.0, age_seconds)
+    return now + min(pause_seconds, LOOK_AGAIN_SECONDS) * (0.75 + known.pid % 16 / 32)
