@@ -10,6 +10,8 @@ from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
 ACTIVE_LIMIT = 8
+# Of these, for tenants that have no capture under way.
+ACTIVE_SPARE = 4
 # Prefix of the note on a back end that was passed over.
 NOT_BY = "not by "
 # Prefix of the note on a back end that was used although it does not support schedules.
@@ -30,6 +32,7 @@ class Reservations:
         self._backends = backends
         self._lock = threading.Lock()
         self._cancelled: dict[str, threading.Event] = {}
+        self._tenants: dict[str, str] = {}  # by capture id
         self._taken: dict[tuple[str, int], str] = {}  # rank to capture id
 
     def begin(
@@ -38,14 +41,15 @@ class Reservations:
         numbers: Sequence[int],
         here: Mapping[int, RankProcess],
         options: Options = NO_OPTIONS,
+        tenant: str = "",
     ) -> list[tuple[RankProcess, Backend]]:
         """Reserve the ranks for a capture and add them to it; unavailable ranks are added as failed, with the
         reason."""
         reserved = []
         with self._lock:
-            if len(self._cancelled) >= ACTIVE_LIMIT:
-                raise CaptureError(f"{ACTIVE_LIMIT} captures are under way on {self._node}; wait for one or cancel it")
+            self._check_places(tenant)
             self._cancelled[capture.id] = threading.Event()
+            self._tenants[capture.id] = tenant
             for number in numbers:
                 entry = capture.ranks.add(rank=number, node=self._node, state=pb.CAPTURE_STATE_ACCEPTED)
                 try:
@@ -65,6 +69,7 @@ class Reservations:
     def end(self, capture_id: str) -> None:
         with self._lock:
             self._cancelled.pop(capture_id, None)
+            self._tenants.pop(capture_id, None)
             for place in [place for place, holder in self._taken.items() if holder == capture_id]:
                 del self._taken[place]
 
@@ -86,6 +91,16 @@ class Reservations:
         with self._lock:
             for event in self._cancelled.values():
                 event.set()
+
+    def _check_places(self, tenant: str) -> None:
+        own = [capture_id for capture_id, owner in self._tenants.items() if owner == tenant]
+        if len(self._tenants) >= ACTIVE_LIMIT:
+            raise CaptureError(f"{ACTIVE_LIMIT} captures are under way on {self._node}; wait for one or cancel it")
+        if own and len(self._tenants) >= ACTIVE_LIMIT - ACTIVE_SPARE:
+            raise CaptureError(
+                f"{len(self._tenants)} captures are under way on {self._node}, of {tenant}: {', '.join(own)}; the last "
+                f"{ACTIVE_SPARE} places are for others; wait for one or cancel it"
+            )
 
     def _take(self, job: str, number: int, here: Mapping[int, RankProcess]) -> RankProcess:
         if number not in here:

@@ -34,6 +34,7 @@ from rankscope.daemon.captures.request import (
     start_of,
 )
 from rankscope.daemon.captures.reservations import Reservations
+from rankscope.daemon.captures.tenants import tenant_of
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
@@ -130,6 +131,7 @@ class CaptureRunner:
         step_seconds: StepSecondsOf = lambda rank, start_unix_seconds, end_unix_seconds: None,
         unix_seconds: Callable[[], float] = time.time,
         audit: CaptureAudit | None = None,
+        tenant_of: Callable[[RankProcess], str] = tenant_of,
     ) -> None:
         self._node = node
         self.audit = audit or CaptureAudit(node, has_tls=False)
@@ -138,8 +140,9 @@ class CaptureRunner:
         self._earliest_start = earliest_start
         self._step_seconds = step_seconds
         self._unix_seconds = unix_seconds
+        self._tenant_of = tenant_of
         self.suspects_of: SuspectsOf = lambda job: None
-        self.records = Records(archive.save, archive.load())
+        self.records = Records(archive.save, archive.load(), archive.tenant)
         self.tally = CaptureTally()
         self._reservations = Reservations(node, backends)
         self._learned = LearnedSteps()
@@ -175,7 +178,8 @@ class CaptureRunner:
         )
         if request.ranks.strip() in ("", "all") and len(here) < world_size:
             capture.notes.append(f"{len(here)} of the job's {world_size} ranks run on {self._node}; these were asked")
-        reserved = self._reservations.begin(capture, numbers, here, options)
+        tenant = next((self._tenant_of(here[number]) for number in numbers if number in here), "")
+        reserved = self._reservations.begin(capture, numbers, here, options, tenant)
         try:
             together = [rank for rank, _ in reserved]
             start_seconds = start_of(request, self._earliest_start(together, now))
@@ -197,6 +201,7 @@ class CaptureRunner:
                 )
                 for rank, _ in reserved
             ]
+            self._archive.assign(capture.id, tenant)
             self.audit.asked(capture, request)
             self.records.add(capture)
             work = [(order, backend) for order, (_, backend) in zip(orders, reserved, strict=True)]

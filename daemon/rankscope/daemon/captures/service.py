@@ -28,6 +28,7 @@ from rankscope.daemon.captures.request import SuspectsOf
 from rankscope.daemon.captures.runner import CaptureRunner
 from rankscope.daemon.captures.stack_backend import StacksBackend
 from rankscope.daemon.captures.store import Quota, Store
+from rankscope.daemon.captures.tenants import tenant_of
 from rankscope.daemon.config import NONE, Config
 from rankscope.daemon.samples import RankKey, RankProcess
 from rankscope.daemon.server.grpc_server import Service
@@ -269,6 +270,7 @@ class NodeCaptures:
             earliest_start=partial(_earliest_start, kineto),
             step_seconds=self._steps,
             audit=audit,
+            tenant_of=partial(tenant_of, proc_root=proc_root),
         )
         self._earlier = self._runner.records.all()
         settings = DutySettings(config.duty_cycle_steps, config.duty_cycle_seconds, config.duty_cycle_budget_ratio)

@@ -11,7 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from rankscope.daemon.captures.orders import SECONDS_LIMIT, CancelledError, CaptureError, Order, Recording, Stage
+from rankscope.daemon.captures.fetch import ROOM_FACTOR
+from rankscope.daemon.captures.orders import (
+    SECONDS_LIMIT,
+    CancelledError,
+    CaptureError,
+    Order,
+    Recording,
+    Stage,
+    Workspace,
+)
 from rankscope.daemon.procfs import is_alive
 from rankscope.daemon.samples import RankProcess
 from rankscope.daemon.stacks import pyspy
@@ -50,7 +59,7 @@ class StacksBackend:
         return None
 
     def record(
-        self, order: Order, workspace: Path, report: Callable[[Stage], None], cancelled: threading.Event
+        self, order: Order, workspace: Workspace, report: Callable[[Stage], None], cancelled: threading.Event
     ) -> Recording:
         objection = self.objection(order.rank)
         if objection is not None or self._py_spy is None:
@@ -61,7 +70,8 @@ class StacksBackend:
             if cancelled.wait(min(TICK_SECONDS, left)):
                 raise CancelledError(f"{who}: cancelled")
         seconds = _seconds(order)
-        output, log = (workspace / f"rank{order.rank.rank}.{suffix}" for suffix in ("folded", "log"))
+        output, log = (workspace.folder / f"rank{order.rank.rank}.{suffix}" for suffix in ("folded", "log"))
+        workspace.reserve(output, ROOM_FACTOR * pyspy.OUTPUT_LIMIT_BYTES)
         start_unix_millis = round(time.time() * 1000)
         report(Stage.RUNNING)
         self._run(order, seconds, output, log, cancelled)

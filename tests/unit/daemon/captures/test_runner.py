@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.common.rank_selection import Suspected
-from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage
+from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage, Workspace
 from rankscope.daemon.captures.records import Delivered, Recorded
 from rankscope.daemon.captures.runner import PROCESSES_KEPT, CaptureRunner, LearnedSteps
 from rankscope.daemon.samples import RankProcess
@@ -36,7 +36,7 @@ class ScriptedBackend:
         return "not this one" if process.rank in self.unsuited else None
 
     def record(
-        self, order: Order, workspace: Path, report: Callable[[Stage], None], cancelled: threading.Event
+        self, order: Order, workspace: Workspace, report: Callable[[Stage], None], cancelled: threading.Event
     ) -> Recording:
         self.orders.append(order)
         report(Stage.ARMED)
@@ -46,7 +46,7 @@ class ScriptedBackend:
                 raise CancelledError("cancelled")
         if order.rank.rank in self.failing:
             raise self.failing[order.rank.rank]
-        return Recording(workspace / f"rank{order.rank.rank}", True, order.start_unix_millis + order.rank.rank)
+        return Recording(workspace.folder / f"rank{order.rank.rank}", True, order.start_unix_millis + order.rank.rank)
 
 
 @dataclass
@@ -58,11 +58,18 @@ class MemoryArchive:
     saved: list[pb.Capture] = field(default_factory=list)
     cleaned: list[str] = field(default_factory=list)
     known: Sequence[pb.Capture] = ()
+    tenants: dict[str, str] = field(default_factory=dict)
     slow: bool = False  # works until it is cancelled
     delivering: threading.Event = field(default_factory=threading.Event)
 
-    def workspace(self, capture_id: str) -> Path:
-        return self.root
+    def assign(self, capture_id: str, tenant: str) -> None:
+        self.tenants[capture_id] = tenant
+
+    def tenant(self, capture_id: str) -> str:
+        return self.tenants.get(capture_id, "")
+
+    def workspace(self, capture_id: str) -> Workspace:
+        return Workspace(self.root)
 
     def deliver(
         self, capture: pb.Capture, recorded: Recorded, steps: int | None, cancelled: threading.Event

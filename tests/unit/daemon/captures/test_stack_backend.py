@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Stage
+from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Stage, Workspace
 from rankscope.daemon.captures.stack_backend import StacksBackend
 from rankscope.daemon.procfs import read_stat
 from rankscope.daemon.samples import RankProcess
@@ -52,7 +52,7 @@ def test_a_recording_is_dense_and_names_the_work(rank: RankProcess, tmp_path: Pa
     backend, stages = StacksBackend(), list[Stage]()
     assert backend.objection(rank) is None
     asked = order(rank, seconds=2.0, ahead_seconds=0.3)
-    recording = backend.record(asked, tmp_path, stages.append, threading.Event())
+    recording = backend.record(asked, Workspace(tmp_path), stages.append, threading.Event())
     stacks = parse_recording(recording.path.read_text(), rank.namespace_pids).stacks
     assert stacks.total() > 20
     assert any(frame.function == "train" for stack in stacks for frame in stack)
@@ -64,7 +64,7 @@ def test_a_recording_is_dense_and_names_the_work(rank: RankProcess, tmp_path: Pa
 
 
 def test_steps_are_recorded_for_as_long_as_they_take(rank: RankProcess, tmp_path: Path) -> None:
-    recording = StacksBackend().record(order(rank, seconds=None), tmp_path, lambda stage: None, threading.Event())
+    recording = StacksBackend().record(order(rank, seconds=None), Workspace(tmp_path), lambda stage: None, threading.Event())
     assert "for 1 s" in recording.notes[0]
 
 
@@ -76,7 +76,7 @@ def test_cancelling_ends_py_spy_at_once(rank: RankProcess, tmp_path: Path) -> No
             threading.Timer(0.2, cancelled.set).start()
 
     with pytest.raises(CancelledError):
-        StacksBackend().record(order(rank, seconds=60.0), tmp_path, cancel_when_it_runs, cancelled)
+        StacksBackend().record(order(rank, seconds=60.0), Workspace(tmp_path), cancel_when_it_runs, cancelled)
 
 
 def test_a_process_that_ends_meanwhile_is_told(rank: RankProcess, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_process_that_ends_meanwhile_is_told(rank: RankProcess, tmp_path: Path
             os.kill(rank.pid, signal.SIGKILL)
 
     with pytest.raises(CaptureError, match=f"rank 2 \\(pid {rank.pid}\\)"):
-        StacksBackend().record(order(rank, ahead_seconds=0.3), tmp_path, kill, threading.Event())
+        StacksBackend().record(order(rank, ahead_seconds=0.3), Workspace(tmp_path), kill, threading.Event())
 
 
 def test_a_missing_py_spy_is_an_objection(rank: RankProcess, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def _store(folder: Path, disk: Disk = AMPLE, now: float = NOON + 60, **quota: fl
 
 
 def _finish(store: Store, capture_id: str, size_bytes: int = 1 << 20, rank: int = 0) -> None:
-    path = store.workspace(capture_id) / "artifact"
+    path = store.workspace(capture_id).folder / "artifact"
     path.write_bytes(b"\0" * size_bytes)
     store.keep(capture_id, path, f"rank{rank}.json.gz")
     store.clean(capture_id)
@@ -46,7 +46,7 @@ def test_the_oldest_captures_make_room_when_the_quota_is_reached(tmp_path: Path)
 def test_a_capture_that_does_not_fit_is_refused_in_words_and_takes_no_other_with_it(tmp_path: Path) -> None:
     store = _store(tmp_path, total_bytes=2_500_000)
     _finish(store, FIRST)
-    with pytest.raises(CaptureError, match="do not fit into the quota of 2500000 bytes; capture fewer steps or ranks"):
+    with pytest.raises(CaptureError, match="do not fit into the quota of 2500000 bytes, .* capture fewer steps or"):
         _finish(store, SECOND, 4 << 20)
     assert _has(store, FIRST) and not _has(store, SECOND)
 
@@ -102,15 +102,15 @@ def test_nothing_is_recorded_onto_a_disk_that_is_almost_full(tmp_path: Path) -> 
 
 def test_captures_go_until_others_have_their_part_of_the_disk() -> None:
     kept = [Kept(name, number, GIGABYTE, False) for number, name in enumerate("abc")]
-    usage = Usage(3 * GIGABYTE, 100 * GIGABYTE, 4 * GIGABYTE, 10.0)
+    usage = Usage(100 * GIGABYTE, 4 * GIGABYTE, 10.0)
     going, objection = choose_to_go(kept, usage, 0, Quota())
     assert [one.name for one in going] == ["a"] and objection is None
 
 
 def test_little_captures_do_not_pile_up_without_end() -> None:
     kept = [Kept(f"{number}", number, 0, False) for number in range(CAPTURES_LIMIT + 2)]
-    going, _ = choose_to_go(kept, Usage(0, 100, 100, 10.0), 0, Quota())
-    assert [one.name for one in going] == ["0", "1"]
+    going, _ = choose_to_go(kept, Usage(100, 100, 10.0), 0, Quota())
+    assert {one.name for one in going} == {"0", "1"}
 
 
 @pytest.mark.parametrize("capture_id", ["../../etc", "c-20261115-120000-abcdef/..", "", "c-20261115-120000-abcde\n"])
@@ -130,7 +130,7 @@ def test_a_daemon_that_died_lost_what_was_under_way_and_kept_what_was_delivered(
     partly.ranks.add(rank=1, state=pb.CAPTURE_STATE_WRITTEN)
     for capture in (pb.Capture(id=FIRST, job="j", state=pb.CAPTURE_STATE_CANCELLED), running, partly):
         store.save(capture)
-    (store.workspace(SECOND) / "rank0.json").write_bytes(b"{")
+    (store.workspace(SECOND).folder / "rank0.json").write_bytes(b"{")
     store.close()
 
     known = {capture.id: capture for capture in _store(tmp_path).load()}
@@ -185,5 +185,5 @@ def test_an_artifact_that_is_gone_is_told_as_such(tmp_path: Path) -> None:
 
 def test_a_capture_under_way_is_not_too_old_either() -> None:
     kept = [Kept("a", 0.0, GIGABYTE, True), Kept("b", 1.0, GIGABYTE, False)]
-    usage = Usage(2 * GIGABYTE, 100 * GIGABYTE, GIGABYTE, 1e9)
+    usage = Usage(100 * GIGABYTE, GIGABYTE, 1e9)
     assert [one.name for one in choose_to_go(kept, usage, 0, Quota(age_seconds=1.0))[0]] == ["b"]

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from rankscope.daemon.captures.orders import CancelledError, CaptureError, Recording
+from rankscope.daemon.captures.orders import CancelledError, CaptureError, Recording, Workspace
 from rankscope.daemon.captures.probe.commands import window_file
 from rankscope.daemon.captures.processing import messages as records
 from rankscope.daemon.captures.processing.sandbox import run_module
@@ -50,7 +50,13 @@ class LocalArchive:
         self._lock = threading.Lock()
         self._joins: dict[str, pb.JoinSummary] = {}
 
-    def workspace(self, capture_id: str) -> Path:
+    def assign(self, capture_id: str, tenant: str) -> None:
+        self._store.assign(capture_id, tenant)
+
+    def tenant(self, capture_id: str) -> str:
+        return self._store.tenant(capture_id)
+
+    def workspace(self, capture_id: str) -> Workspace:
         return self._store.workspace(capture_id)
 
     def deliver(
@@ -58,7 +64,7 @@ class LocalArchive:
     ) -> Iterator[tuple[int, Delivered | CaptureError]]:
         self._forget(capture.id)
         try:
-            folder = self._store.workspace(capture.id)
+            folder = self._store.workspace(capture.id).folder
             jobs = {rank: self._job(capture, folder, *pair) for rank, pair in recorded.items()}
             crash = self._process(folder, records.Job(steps, list(jobs.values())), cancelled)
         except (CaptureError, OSError) as error:
@@ -70,6 +76,7 @@ class LocalArchive:
             for _, recording in recorded.values():
                 for path in (recording.path, *recording.more_windows):
                     path.unlink(missing_ok=True)
+            self._store.release(capture.id)
         self._remember_join(capture.id, folder)
         kept: dict[int, Delivered] = {}
         for rank, (process, _) in recorded.items():
