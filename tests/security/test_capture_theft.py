@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,28 +21,13 @@ from rankscope.daemon.captures.kineto.config import LEAD_SECONDS, written_file
 from rankscope.daemon.captures.orders import CaptureError, Order, Workspace
 from rankscope.daemon.procfs import read_stat
 from rankscope.daemon.samples import RankProcess
-from tests.integration.kineto_peers import CLIENT, Peer, endpoint_for
+from tests.integration.kineto_peers import Peer, endpoint_for
+from tests.security.tenants import NOBODY, tenant, within
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a daemon that reads all users' files runs as root")
 
 SECRET = '{"password": "of root"}'
 TRACE = '{"traceEvents": []}'
-NOBODY = 65534
-# An ordinary user's process with user, mount and network namespaces of its own, in which it is root. The interpreter
-# may lie where that user cannot read: program and modules are read before.
-OWN_NAMESPACES = f"""
-import array, ctypes, json, os, socket, struct, sys, time
-program = open(sys.argv[1]).read()
-libc = ctypes.CDLL(None, use_errno=True)
-os.setgroups([]), os.setgid({NOBODY}), os.setuid({NOBODY})
-libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: or its own maps may not be written
-if libc.unshare(0x10000000 | 0x00020000 | 0x40000000):
-    sys.exit(os.strerror(ctypes.get_errno()))
-open("/proc/self/setgroups", "w").write("deny")
-open("/proc/self/uid_map", "w").write("0 {NOBODY} 1")
-open("/proc/self/gid_map", "w").write("0 {NOBODY} 1")
-exec(compile(program, sys.argv[1], "exec"))
-"""
 
 
 @pytest.fixture
@@ -55,26 +39,6 @@ def secret() -> Iterator[Path]:
         path.touch(mode=0o600)
         path.write_text(SECRET)
         yield path
-
-
-@contextmanager
-def tenant() -> Iterator[Peer]:
-    command = [sys.executable, "-I", "-S", "-c", OWN_NAMESPACES, str(CLIENT)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        peer = Peer(process)
-        within(peer, "mount -t tmpfs none /tmp && chmod 1777 /tmp")
-        yield peer
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def within(peer: Peer, script: str, *words: object) -> None:
-    """As the tenant, in its namespaces."""
-    enter = ["nsenter", "--target", str(peer.pid), "--user", "--mount", "sh", "-ec", script, "sh", *map(str, words)]
-    done = subprocess.run(enter, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def captured(peer: Peer, folder: Path, script: str, *words: object) -> Path:
@@ -100,7 +64,7 @@ def captured(peer: Peer, folder: Path, script: str, *words: object) -> Path:
 def test_a_file_mounted_over_the_trace_is_not_copied(secret: Path, tmp_path: Path) -> None:
     (tmp_path / "workspace").mkdir()
     with tenant() as peer:
-        with pytest.raises(CaptureError, match="another file is mounted at .*rankscope-c-theft"):
+        with pytest.raises(CaptureError, match=r"another file is mounted at .*rankscope-c-theft"):
             captured(peer, tmp_path / "workspace", 'touch "$1" && mount --bind "$2" "$1"', secret)
         assert not any((tmp_path / "workspace").iterdir())
 

@@ -77,9 +77,7 @@ def choose_to_go(
 ) -> tuple[set[Kept], str | None]:
     """The captures to remove, and why there is still no room for `needed_bytes` more of a tenant; None if there is. If
     there is no room, nothing is removed for it."""
-    removable = sorted(
-        (one for one in kept if not one.is_active), key=lambda one: (one.begun_unix_seconds, one.name)
-    )
+    removable = sorted((one for one in kept if not one.is_active), key=lambda one: (one.begun_unix_seconds, one.name))
     going = {one for one in removable if usage.now_unix_seconds - one.begun_unix_seconds > quota.age_seconds}
     left = [one for one in removable if one not in going]
     going.update(surplus(left, lambda one: one.tenant, CAPTURES_LIMIT - (len(kept) - len(removable))))
@@ -109,13 +107,13 @@ def choose_to_go(
         free_bytes += one.size_bytes
     if sizes.total() > quota.total_bytes:
         return going, (
-            f"{sizes.total()} bytes of captures do not fit into the quota of {quota.total_bytes} bytes, {sizes[tenant]} "
-            f"of {tenant or 'this tenant'}; {FEWER}"
+            f"{sizes.total()} bytes of captures do not fit into the quota of {quota.total_bytes} bytes, "
+            f"{sizes[tenant]} of {tenant or 'this tenant'}; {FEWER}"
         )
     if free_bytes < reserve_bytes:
         return going, (
-            f"the disk is almost full ({usage.free_bytes} of {usage.disk_bytes} bytes are free, {reserve_bytes:.0f} are "
-            f"left to others, {max(0, needed_bytes)} are needed); make room on it, or pass another --capture-dir"
+            f"the disk is almost full ({usage.free_bytes} of {usage.disk_bytes} bytes are free, {reserve_bytes:.0f} "
+            f"are left to others, {max(0, needed_bytes)} are needed); make room on it, or pass another --capture-dir"
         )
     return going | leaving, None
 

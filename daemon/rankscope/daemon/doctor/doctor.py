@@ -32,10 +32,35 @@ def ranks_are_visible(config: Config) -> Iterator[Finding]:
         yield rank_finding(rank, ring, wait_measured(Path(config.proc_root), rank.pid) if ring else None)
     if len(found.ranks) > RANKS_SHOWN:
         yield Finding("ranks", Level.OK, f"and {len(found.ranks) - RANKS_SHOWN} more ranks")
+    yield from taken_sockets(found.ranks, Path(config.proc_root), checks.daemon_pid(Path(config.socket)))
     for conflict in found.conflicts:
         yield Finding("ranks", Level.WARNING, conflict.text)
     for problem in found.problems:
         yield Finding("ranks", Level.WARNING, problem.text)
+
+
+def taken_sockets(ranks: Iterable[RankProcess], proc_root: Path, daemon_pid: int | None) -> Iterator[Finding]:
+    """Network namespaces in which another process than the daemon has libkineto's socket."""
+    from rankscope.daemon.captures.kineto.socket_holder import socket_holder
+    from rankscope.daemon.captures.kineto.sockets import network_namespace
+
+    seen: set[int] = set()
+    for rank in ranks:
+        try:
+            namespace = network_namespace(rank.pid, proc_root)
+        except OSError:
+            continue  # it has just ended
+        if not _uses_kineto(rank) or namespace in seen or len(seen) >= RANKS_SHOWN:
+            continue
+        seen.add(namespace)
+        holder = socket_holder(rank.pid, proc_root)
+        if holder is not None and (holder.pid is None or holder.pid != daemon_pid):
+            text = (
+                f"libkineto's socket in the network namespace of {rank} of job {rank.job!r} belongs to {holder}: "
+                "trainers there take configurations from it, and the daemon captures them by the probe only"
+            )
+            step = "stop it, unless it is your dynolog; start the job with RANKSCOPE_PROBE=1 for captures meanwhile"
+            yield Finding("kineto", Level.WARNING, text, step)
 
 
 @dataclass(frozen=True)
@@ -47,7 +72,7 @@ class WaitMeasured:
 
 
 def rank_finding(rank: RankProcess, ring: bool | None, wait: WaitMeasured | None = None) -> Finding:
-    kineto = rank.environment.get("KINETO_USE_DAEMON", "0") not in ("", "0")
+    kineto = _uses_kineto(rank)
     teardown = rank.environment.get("TEARDOWN_CUPTI", "0") not in ("", "0")
     missing = []
     if ring is None:
@@ -66,6 +91,10 @@ def rank_finding(rank: RankProcess, ring: bool | None, wait: WaitMeasured | None
     )
     text = f"rank {rank.rank} of {rank.world_size}, job {rank.job!r}, pid {rank.pid}: {', '.join(parts)}"
     return Finding("ranks", Level.WARNING if missing else Level.OK, text, "; ".join(missing))
+
+
+def _uses_kineto(rank: RankProcess) -> bool:
+    return rank.environment.get("KINETO_USE_DAEMON", "0") not in ("", "0")
 
 
 def has_ring(proc_root: Path, pid: int) -> bool | None:

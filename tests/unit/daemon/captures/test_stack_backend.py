@@ -64,7 +64,9 @@ def test_a_recording_is_dense_and_names_the_work(rank: RankProcess, tmp_path: Pa
 
 
 def test_steps_are_recorded_for_as_long_as_they_take(rank: RankProcess, tmp_path: Path) -> None:
-    recording = StacksBackend().record(order(rank, seconds=None), Workspace(tmp_path), lambda stage: None, threading.Event())
+    recording = StacksBackend().record(
+        order(rank, seconds=None), Workspace(tmp_path), lambda stage: None, threading.Event()
+    )
     assert "for 1 s" in recording.notes[0]
 
 

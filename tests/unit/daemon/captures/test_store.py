@@ -46,7 +46,7 @@ def test_the_oldest_captures_make_room_when_the_quota_is_reached(tmp_path: Path)
 def test_a_capture_that_does_not_fit_is_refused_in_words_and_takes_no_other_with_it(tmp_path: Path) -> None:
     store = _store(tmp_path, total_bytes=2_500_000)
     _finish(store, FIRST)
-    with pytest.raises(CaptureError, match="do not fit into the quota of 2500000 bytes, .* capture fewer steps or"):
+    with pytest.raises(CaptureError, match=r"do not fit into the quota of 2500000 bytes, .* capture fewer steps or"):
         _finish(store, SECOND, 4 << 20)
     assert _has(store, FIRST) and not _has(store, SECOND)
 
@@ -181,6 +181,67 @@ def test_an_artifact_that_is_gone_is_told_as_such(tmp_path: Path) -> None:
         assert len(artifact.read()) == size == 1 << 20
     with pytest.raises(CaptureError, match="no artifact of rank 4: the rank delivered none, or it made room"):
         store.open(FIRST, 4)
+
+
+def test_a_tenant_with_many_captures_takes_none_from_a_tenant_with_few(tmp_path: Path) -> None:
+    store = _store(tmp_path, total_bytes=5_000_000)
+    store.assign(FIRST, "pod few")
+    _finish(store, FIRST)
+    many = [f"c-20261115-1200{second}-abcdef" for second in range(10, 20)]
+    for capture_id in many:
+        store.assign(capture_id, "pod many")
+        _finish(store, capture_id)
+    assert _has(store, FIRST) and [_has(store, one) for one in many] == [False] * 7 + [True] * 3
+    store.close()
+    # Who is who survives a restart.
+    again = _store(tmp_path, total_bytes=3_000_000)
+    again.load()
+    assert _has(again, FIRST) and [_has(again, one) for one in many] == [False] * 9 + [True]
+
+
+def test_a_new_tenant_gets_room_from_the_one_that_has_most(tmp_path: Path) -> None:
+    store = _store(tmp_path, total_bytes=3_500_000)
+    for capture_id, tenant in ((FIRST, "uid 1"), (SECOND, "uid 1"), (THIRD, "uid 2")):
+        store.assign(capture_id, tenant)
+        _finish(store, capture_id)
+    assert _has(store, FIRST)
+    new = "c-20261115-120100-abcdef"
+    store.assign(new, "uid 3")
+    _finish(store, new)
+    assert [_has(store, one) for one in (FIRST, SECOND, THIRD, new)] == [False, True, True, True]
+
+
+def test_room_is_reserved_over_all_captures_before_anything_is_written(tmp_path: Path) -> None:
+    store = _store(tmp_path, total_bytes=10_000_000)
+    store.assign(FIRST, "uid 1")
+    store.assign(SECOND, "uid 2")
+    first, second = store.workspace(FIRST), store.workspace(SECOND)
+    first.reserve(first.folder / "rank0.json", 6_000_000)
+    first.reserve(first.folder / "rank0.json", 7_000_000)  # asked again: instead, not as well
+    with pytest.raises(
+        CaptureError, match=r"bytes of captures do not fit into the quota of 10000000 bytes, .* of uid 2"
+    ):
+        second.reserve(second.folder / "rank0.json", 4_000_000)
+    second.reserve(second.folder / "rank0.json", 2_500_000)
+    store.clean(FIRST)
+    second.reserve(second.folder / "rank1.json", 4_000_000)
+
+
+def test_what_one_tenant_has_under_way_leaves_a_part_of_the_quota_to_others(tmp_path: Path) -> None:
+    store = _store(tmp_path, total_bytes=10_000_000)
+    store.assign(FIRST, "uid 1")
+    place = store.workspace(FIRST)
+    place.reserve(place.folder / "rank0.json", 7_000_000)
+    with pytest.raises(CaptureError, match=r"of recordings of uid 1 at once .* \(75% of 10000000 bytes\)"):
+        place.reserve(place.folder / "rank1.json", 1_000_000)
+
+
+def test_room_that_is_reserved_and_not_written_counts_as_taken_from_the_disk(tmp_path: Path) -> None:
+    store = _store(tmp_path, Disk(100 * GIGABYTE, 92 * GIGABYTE, 8 * GIGABYTE))
+    first, second = store.workspace(FIRST), store.workspace(SECOND)
+    first.reserve(first.folder / "rank0.json", 2 * GIGABYTE)
+    with pytest.raises(CaptureError, match="the disk is almost full"):
+        second.reserve(second.folder / "rank0.json", 2 * GIGABYTE)
 
 
 def test_a_capture_under_way_is_not_too_old_either() -> None:
