@@ -35,7 +35,7 @@ def surplus(oldest_first: Sequence[Item], tenant: Callable[[Item], str], limit: 
     return [max(of_tenant.values(), key=len).popleft() for _ in range(len(oldest_first) - max(0, limit))]
 
 
-def fair_choice(items: Mapping[Item, str], limit: int, incumbents: Collection[Item]) -> set[Item]:
+def fair_choice(items: Mapping[Item, str], limit: int, incumbents: Collection[object]) -> set[Item]:
     """At most `limit` of the items, which have tenants: the first of each tenant, then the second of each, and so on.
     Incumbents come first, among those of a tenant and among tenants."""
     of_tenant: dict[str, list[Item]] = {}
