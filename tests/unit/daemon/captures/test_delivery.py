@@ -102,7 +102,7 @@ def test_a_second_recording_takes_the_place_of_the_first(store: Store) -> None:
 
 
 def test_what_was_done_before_the_process_died_counts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(module: str, folder: Path, *, seconds: float, what: str, cancelled: threading.Event) -> None:
+    def die(module: str, folder: Path, *, what: str, **more: Any) -> None:
         (folder / "rank0.json.gz").write_bytes(gzip.compress(b"{}"))
         leave(result_file(folder, 0), RankResult(0, steps=2))
         result_file(folder, 1).write_bytes(b'{"rank": 1, "steps": "../')
