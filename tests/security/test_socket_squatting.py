@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from rankscope.daemon.captures.kineto import sockets
+from rankscope.daemon.captures.kineto.enter_namespace import bind_at
+from rankscope.daemon.captures.kineto.sockets import bind_file
 from tests.integration.daemon_process import MAIN, serving
 from tests.integration.kineto_peers import peer
 from tests.security.forged_ranks import EMPTY, NOBODY, captured, forged_rank, job_of
@@ -53,3 +59,28 @@ def test_the_doctor_has_nothing_to_say_where_the_daemon_has_the_socket(tmp_path:
             job_of(daemon, RUN)
             daemon.wait_until(lambda: "@dynolog@" in Path(f"/proc/{other.pid}/net/unix").read_text())
             assert kineto_findings("--socket", daemon.grpc_target.removeprefix("unix:")) == []
+
+
+@pytest.mark.parametrize("replace", [Path.symlink_to, Path.hardlink_to])
+def test_a_link_in_place_of_the_file_socket_opens_nothing_to_others(
+    monkeypatch: pytest.MonkeyPatch, replace: Callable[[Path, Path], None]
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, bind_file(f"{folder}/theirs") as private:
+        other = Path(folder, "theirs", "dynolog")
+        other.chmod(0o600)
+
+        def bind_and_swap(name: str) -> socket.socket:
+            endpoint = bind_at(name)
+            Path(name).unlink()
+            replace(Path(name), other)
+            return endpoint
+
+        monkeypatch.setattr(sockets, "bind_at", bind_and_swap)
+        bind_file(f"{folder}/shared").close()
+        assert other.stat().st_mode & 0o777 == 0o600
+        assert private.fileno() >= 0
+
+
+def test_everybody_may_send_to_the_file_socket() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, bind_file(folder):
+        assert Path(folder, "dynolog").stat().st_mode & 0o777 == 0o666

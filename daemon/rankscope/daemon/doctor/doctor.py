@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from rankscope.daemon import procfs
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from rankscope.daemon.samples import RankProcess
 
 RANKS_SHOWN = 64
+# The longest check waits 20 s for py-spy, or for NVML.
+CHECK_SECONDS = 60.0
 
 
 def ranks_are_visible(config: Config) -> Iterator[Finding]:
@@ -165,12 +170,33 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def examine(config: Config, chosen: Sequence[Check] = CHECKS) -> Iterator[Finding]:
-    """All findings, each as soon as it is known. A check that breaks is a finding too."""
+def examine(
+    config: Config, chosen: Sequence[Check] = CHECKS, check_seconds: float = CHECK_SECONDS
+) -> Iterator[Finding]:
+    """All findings, each as soon as it is known. A check that breaks is a finding too, and so is one that does not
+    end: reading /proc of a process on a dead file system can block for ever."""
     for check in chosen:
+        found: SimpleQueue[Finding | None] = SimpleQueue()
+        threading.Thread(target=_run, args=(check, config, found), daemon=True).start()
+        give_up_at = time.monotonic() + check_seconds
         try:
-            yield from check(config)
-        except Exception as error:  # noqa: BLE001 - a broken check is reported; the others still run
-            name = getattr(check, "__name__", "check").replace("_", " ")
-            text = f"{name}: could not be checked: {type(error).__name__}: {error}"
-            yield Finding("doctor", Level.WARNING, text, "report this with the output of rankscope doctor --json")
+            while (finding := found.get(timeout=max(0.0, give_up_at - time.monotonic()))) is not None:
+                yield finding
+        except Empty:
+            text = f"{_name(check)}: does not end; a process that it looks at is blocked"
+            yield Finding("doctor", Level.WARNING, text, "look for processes in state D: ps -eo pid,stat,wchan,comm")
+
+
+def _run(check: Check, config: Config, found: SimpleQueue[Finding | None]) -> None:
+    try:
+        for finding in check(config):
+            found.put(finding)
+    except Exception as error:  # noqa: BLE001 - a broken check is reported; the others still run
+        text = f"{_name(check)}: could not be checked: {type(error).__name__}: {error}"
+        found.put(Finding("doctor", Level.WARNING, text, "report this with the output of rankscope doctor --json"))
+    finally:
+        found.put(None)
+
+
+def _name(check: Check) -> str:
+    return getattr(check, "__name__", "check").replace("_", " ")

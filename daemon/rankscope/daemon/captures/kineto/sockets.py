@@ -170,8 +170,19 @@ def bind_file(directory: str) -> socket.socket:
         reason = error.strerror or str(error)
         raise SocketError(f"{path} cannot be bound: {reason}; make the directory writable, its path short") from error
     with contextlib.suppress(OSError):
-        path.chmod(0o666)
+        _open_to_all(path)
     return endpoint
+
+
+def _open_to_all(path: Path) -> None:
+    """Only the socket that was just made: whoever may write to the directory can put a link in its place."""
+    descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1:
+            Path(f"/proc/self/fd/{descriptor}").chmod(0o666)
+    finally:
+        os.close(descriptor)
 
 
 def unbind_file(directory: str, endpoint: socket.socket) -> None:
