@@ -13,8 +13,10 @@ from rankscope.daemon import procfs
 from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, read_claim, select
 
 # A process that is no candidate may still become one (exec, a ring), the less likely the older it is: it is looked at
-# again after a quarter of its age, and after this long at the latest.
+# again after a quarter of its age, or after its whole age if it is not Python, and after this long at the latest.
 LOOK_AGAIN_SECONDS: Final = 30.0
+# Of those, in one scan: the processes of one user must not take the budget of all ranks.
+LOOKS_AGAIN_PER_SCAN: Final = 128
 # How long a process that carries rank variables is asked in every scan whether it has loaded torch by now.
 IMPORT_PATIENCE_SECONDS: Final = 120.0
 
@@ -84,14 +86,24 @@ class ProcessTable:
             alive = {int(entry.name): entry.inode() for entry in entries if entry.name.isdigit()}
         for pid in self._known.keys() - alive.keys():
             del self._known[pid]
+        postponed = self._postponed(now)
         for pid, inode in alive.items():
             known = self._known.get(pid)
-            if known is not None and known.inode == inode and now < known.look_again_seconds:
+            if known is not None and known.inode == inode and (now < known.look_again_seconds or pid in postponed):
                 continue
             try:
                 self._look(pid, inode, now)
             except (*procfs.GONE, ValueError):
                 self.forget(pid)  # ended meanwhile
+
+    def _postponed(self, now: float) -> set[int]:
+        """Processes that are due but have to wait. Those that have waited longest do not."""
+        due = [
+            (known.look_again_seconds, pid)
+            for pid, known in self._known.items()
+            if known.look_again_seconds <= now and known.claim is None and not known.is_candidate
+        ]
+        return {pid for _, pid in sorted(due)[LOOKS_AGAIN_PER_SCAN:]}
 
     def _look(self, pid: int, inode: int, now: float) -> None:
         folder = self.folder(pid)
@@ -138,4 +150,5 @@ def _look_again_seconds(known: KnownProcess, now: float) -> float:
     if known.is_candidate or (known.claim is not None and age_seconds < IMPORT_PATIENCE_SECONDS):
         return now
     # Spread by pid, so that what was first seen in one scan is not all looked at again in one scan.
-    return now + min(age_seconds / 4, LOOK_AGAIN_SECONDS) * (0.75 + known.pid % 16 / 32)
+    pause_seconds = age_seconds / 4 if known.is_python else max(1.0, age_seconds)
+    return now + min(pause_seconds, LOOK_AGAIN_SECONDS) * (0.75 + known.pid % 16 / 32)

@@ -192,7 +192,8 @@ def _unknown_method(request: object, context: grpc.ServicerContext) -> None:
     context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
 
 
-# For short calls (lists, health, reflection), beside the readers that each keep a thread.
+# For downloads and short calls (lists, health, reflection), beside the readers that each keep a thread.
+DOWNLOADS_LIMIT = 8
 SHORT_CALL_THREADS = 8
 # Silent and slow connections are closed, and cannot use up all file descriptors.
 OPTIONS = (
@@ -238,7 +239,7 @@ class RankServicer(rank_service_pb2_grpc.RankServiceServicer):
 
     def WatchRanks(self, request: WatchRanksRequest, context: grpc.ServicerContext) -> Iterator[WatchRanksResponse]:
         try:
-            reader = self._publisher.open_reader()
+            reader = self._publisher.open_reader(context.cancel)
         except TooManyReadersError as error:
             context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{error}; close one, or raise the daemon's --watch-readers"
@@ -295,7 +296,7 @@ class GrpcServer:
     for TCP with TLS to grpc.secure_channel."""
 
     def __init__(self, services: Sequence[Service], socket_lock: SocketLock | None, config: Config) -> None:
-        threads = config.watch_readers + SHORT_CALL_THREADS
+        threads = config.watch_readers + DOWNLOADS_LIMIT + SHORT_CALL_THREADS
         files = TlsFiles.of(config)
         arrivals = None if files is None else Arrivals()
         self._certificates = None if files is None or arrivals is None else Certificates(files, arrivals.came)
