@@ -20,6 +20,7 @@ from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 from tests.integration.daemon_process import Serving, serving
 from tests.integration.kineto_peers import Peer, peer
 from tests.integration.small_job import wait_for
+from tests.security.bystander import Bystander
 from tests.security.forged_ranks import EMPTY, NEVER, NOBODY, captured, forged_rank, job_of
 from tests.security.tenants import tenant
 
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="to see other users' j
 
 QUOTA_BYTES = 20_000_000
 HOLE_BYTES = 256 << 20
+# Fits into the quota by default.
+MANY_HOLES_BYTES = 3 << 30
 ACTIVE_LIMIT, ACTIVE_SPARE = 8, 4
 # Whatever else runs on this machine.
 RUN = f"forged-{os.getpid()}"
@@ -137,3 +140,28 @@ def test_namespaces_of_one_user_leave_sockets_for_others(
         failures = [endpoint.failure(each.namespace) for each in greedy]
         wait_for(lambda: len([one for one in failures if one]) == 3)
         assert "uid 65534 has ranks in 6 network namespaces; 4 are served on a node" in str(failures)
+
+
+def test_a_job_beside_keeps_its_windows_while_another_forges_traces_and_opens_namespaces(bystander: Bystander) -> None:
+    log = bystander.folder / "log"
+    daemon = Serving(bystander.process, bystander.metrics_url, f"unix:{bystander.socket}", log, log)  # type: ignore[arg-type]
+    done, failed = threading.Event(), list[str]()
+
+    def attack(job: str) -> None:
+        while not done.wait(0.2):
+            failed.extend(rank.error for rank in captured(daemon, job).ranks)
+
+    with bystander.under_attack() as watch, ExitStack() as stack:
+        with bystander.node():
+            stack.enter_context(forged_rank(RUN, MANY_HOLES_BYTES, uid=NOBODY))
+            for number in range(6):
+                own = {"enter": ("unshare", "--net"), "KINETO_USE_DAEMON": "1"}
+                stack.enter_context(forged_rank(f"netns-{number}", NEVER, uid=NOBODY, **own))  # type: ignore[arg-type]
+        attacker = threading.Thread(target=attack, args=(job_of(daemon, RUN),))
+        attacker.start()
+        try:
+            watch.observe()
+        finally:
+            done.set()
+            attacker.join()
+    assert failed and all("is no text; no profiler wrote it" in error for error in failed), failed
