@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rankscope.daemon.captures.orders import Backend, CaptureError, Options
 from rankscope.daemon.samples import RankProcess
@@ -46,6 +46,8 @@ class Reservations:
         """Reserve the ranks for a capture and add them to it; unavailable ranks are added as failed, with the
         reason."""
         reserved = []
+        # Not under the lock, which the daemon's loop takes as well: a process may be slow to look at.
+        suitable = {number: self._choose_backend(here[number], options) for number in numbers if number in here}
         with self._lock:
             self._check_places(tenant)
             self._cancelled[capture.id] = threading.Event()
@@ -54,7 +56,9 @@ class Reservations:
                 entry = capture.ranks.add(rank=number, node=self._node, state=pb.CAPTURE_STATE_ACCEPTED)
                 try:
                     rank = self._take(capture.job, number, here)
-                    backend, objections = self._choose_backend(rank, options)
+                    backend, objections = suitable[number]
+                    if backend is None:
+                        raise CaptureError(f"{rank} cannot be captured: {'; '.join(objections)}")
                 except CaptureError as error:
                     entry.state, entry.error = pb.CAPTURE_STATE_FAILED, str(error)
                     continue
@@ -66,12 +70,20 @@ class Reservations:
                 reserved.append((rank, backend))
         return reserved
 
-    def end(self, capture_id: str) -> None:
+    def end(self, capture_id: str, stuck: Collection[int] = ()) -> None:
+        """Ranks that are stuck stay reserved until they are released."""
         with self._lock:
-            self._cancelled.pop(capture_id, None)
+            cancelled = self._cancelled.pop(capture_id, None)
+            if stuck and cancelled is not None:
+                cancelled.set()
             self._tenants.pop(capture_id, None)
             for place in [place for place, holder in self._taken.items() if holder == capture_id]:
-                del self._taken[place]
+                if place[1] not in stuck:
+                    del self._taken[place]
+
+    def release(self, job: str, number: int) -> None:
+        with self._lock:
+            self._taken.pop((job, number), None)
 
     def is_busy(self, job: str) -> bool:
         with self._lock:
@@ -112,8 +124,8 @@ class Reservations:
             raise CaptureError(f"rank {number} is being captured already, by {other}; wait for that or cancel it")
         return here[number]
 
-    def _choose_backend(self, rank: RankProcess, options: Options) -> tuple[Backend, list[str]]:
-        """The first suitable back end, and why those before it are not. If a schedule is requested, a back end that
+    def _choose_backend(self, rank: RankProcess, options: Options) -> tuple[Backend | None, list[str]]:
+        """The first suitable back end, if any, and why those before it are not. If a schedule is requested, one that
         supports schedules is preferred."""
         objections: list[str] = []
         unfit: list[Backend] = []
@@ -126,6 +138,4 @@ class Reservations:
             else:
                 objections.extend(f"{better.name}: {NO_SCHEDULES}" for better in unfit)
                 return backend, objections
-        if unfit:
-            return unfit[0], objections
-        raise CaptureError(f"rank {rank.rank} (pid {rank.pid}) cannot be captured: {'; '.join(objections)}")
+        return (unfit[0] if unfit else None), objections
