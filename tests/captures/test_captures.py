@@ -35,7 +35,7 @@ pytestmark = [
 # Whatever else runs on this machine.
 RUN = f"captured-{os.getpid()}"
 SKEW_MILLIS, SKEW_TRIES = 50.0, 5
-QUOTA_BYTES = 1 << 20
+QUOTA_BYTES = 32 << 20
 
 
 @pytest.fixture(scope="module")

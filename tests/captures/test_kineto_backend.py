@@ -22,7 +22,7 @@ from rankscope.daemon.captures.kineto.backend import KinetoBackend
 from rankscope.daemon.captures.kineto.config import LEAD_SECONDS
 from rankscope.daemon.captures.kineto.endpoint import Endpoint
 from rankscope.daemon.captures.kineto.sockets import network_namespace
-from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage
+from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage, Workspace
 from rankscope.daemon.procfs import read_stat, read_status
 from rankscope.daemon.samples import RankProcess
 from tests.integration.private_tmp import PRIVATE_TMP
@@ -145,7 +145,7 @@ class Captures:
             order = Order(capture_id, rank, None, seconds, millis, start + patience_seconds)
             each = Capturing()
             each.future = self._threads.submit(
-                self._backend.record, order, self._folder, each.stages.append, each.cancelled
+                self._backend.record, order, Workspace(self._folder), each.stages.append, each.cancelled
             )
             begun.append(each)
         return begun

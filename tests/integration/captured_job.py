@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rankscope.daemon.captures.orders import CaptureError, Options, Order, Recording, Stage
+from rankscope.daemon.captures.orders import CaptureError, Options, Order, Recording, Stage, Workspace
 from rankscope.daemon.captures.probe.backend import ProbeBackend
 from rankscope.daemon.procfs import read_stat
 from rankscope.daemon.samples import RankProcess
@@ -116,7 +116,7 @@ class CapturedJob:
             try:
                 results[rank.rank] = self.backend.record(
                     order,
-                    workspace,
+                    Workspace(workspace),
                     lambda stage: running.set() if stage is Stage.RUNNING else None,
                     threading.Event(),
                 )

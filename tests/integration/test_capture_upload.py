@@ -125,7 +125,7 @@ def _client(port: int) -> Any:
 def _deliver(archive: LocalArchive, cancelled: threading.Event | None = None) -> dict[int, Delivered]:
     recorded = {}
     for rank in (0, 1):
-        path = archive.workspace(ID) / f"rank{rank}.json"
+        path = archive.workspace(ID).folder / f"rank{rank}.json"
         path.write_bytes(StepFile(pid=7 + rank).text())
         process = RankProcess("train-7b", rank, rank, 2, 9000 + rank, 1, (9000 + rank, 7 + rank))
         recorded[rank] = (process, Recording(path, is_trace=True))

@@ -156,6 +156,14 @@ def read_status(process: str) -> Status:
     )
 
 
+def real_uid(process: str) -> int | None:
+    """The user who started the process, in the daemon's user namespace."""
+    for line in read_bounded(process + "/status").splitlines():
+        if line.startswith(b"Uid:"):
+            return whole_number(line.split()[1])
+    return None
+
+
 def thread_ids(process: str, name_prefix: bytes) -> frozenset[int]:
     """Ids, in all their namespaces, of the threads whose names begin so."""
     found: set[int] = set()

@@ -3,10 +3,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rankscope.daemon.config import Config
 from rankscope.daemon.doctor import checks
 from rankscope.daemon.doctor.checks import Finding, Level
 from rankscope.daemon.doctor.doctor import CHECKS, WaitMeasured, examine, has_ring, rank_finding, wait_measured
@@ -162,3 +165,18 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:
     assert (first.level, second.level) == (Level.WARNING, Level.OK)
     assert "oops" in first.text
     assert len(CHECKS) >= 12
+
+
+def test_a_check_that_does_not_end_is_a_finding_and_the_others_go_on() -> None:
+    never = threading.Event()
+
+    def blocked(config: Config) -> Iterator[Finding]:
+        yield Finding("first", Level.OK, "")
+        never.wait()
+
+    try:
+        findings = list(examine(make.config(), (blocked, checks.python_is_new_enough), check_seconds=0.2))
+    finally:
+        never.set()
+    assert [finding.check for finding in findings] == ["first", "doctor", "python"]
+    assert findings[1].text == "blocked: does not end; a process that it looks at is blocked"

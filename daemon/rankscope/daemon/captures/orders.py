@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from rankscope.daemon.samples import RankProcess
 from rankscope.probe import ring_layout
@@ -65,6 +65,18 @@ class Stage(Enum):
     RUNNING = "running"
 
 
+# Makes room for a file of the workspace and what is made of it; raises CaptureError if there is none.
+Reserve: TypeAlias = Callable[[Path, int], object]
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where a capture's recordings lie until they are processed. Nothing is written there without a reservation."""
+
+    folder: Path
+    reserve: Reserve = lambda path, size_bytes: None
+
+
 @dataclass(frozen=True)
 class Recording:
     """A recording: a file of the daemon (never one that the training process can still reach), not yet compressed."""
@@ -97,5 +109,5 @@ class Backend(Protocol):
         ...
 
     def record(
-        self, order: Order, workspace: Path, report: Callable[[Stage], None], cancelled: threading.Event
+        self, order: Order, workspace: Workspace, report: Callable[[Stage], None], cancelled: threading.Event
     ) -> Recording: ...

@@ -9,11 +9,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-from rankscope.daemon.captures.orders import CaptureError, Recording
+from rankscope.daemon.captures.orders import CaptureError, Recording, Workspace
 from rankscope.daemon.captures.reservations import LASTING
+from rankscope.daemon.captures.tenants import surplus
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
@@ -28,8 +28,14 @@ Recorded = Mapping[int, tuple[RankProcess, Recording]]
 class Records:
     """Thread-safe."""
 
-    def __init__(self, save: Callable[[pb.Capture], None], known: Iterable[pb.Capture] = ()) -> None:
+    def __init__(
+        self,
+        save: Callable[[pb.Capture], None],
+        known: Iterable[pb.Capture] = (),
+        tenant: Callable[[str], str] = lambda capture_id: "",
+    ) -> None:
         self._save = save
+        self._tenant = tenant
         self._captures = OrderedDict((capture.id, capture) for capture in known)
         self._changed = threading.Condition()
 
@@ -37,7 +43,8 @@ class Records:
         with self._changed:
             self._captures[capture.id] = _copy(capture)
             finished = [key for key, known in self._captures.items() if known.state in FINAL]
-            for key in finished[: max(0, len(self._captures) - CAPTURES_REMEMBERED)]:
+            under_way = len(self._captures) - len(finished)
+            for key in surplus(finished, self._tenant, CAPTURES_REMEMBERED - under_way):
                 del self._captures[key]
             self._save(capture)
             self._changed.notify_all()
@@ -172,7 +179,13 @@ def fail(capture: pb.Capture, error: str) -> None:
 class Archive(Protocol):
     """Stores recordings and records. Any method may raise CaptureError."""
 
-    def workspace(self, capture_id: str) -> Path: ...
+    def assign(self, capture_id: str, tenant: str) -> None:
+        """What the capture takes counts for this tenant."""
+        ...
+
+    def tenant(self, capture_id: str) -> str: ...
+
+    def workspace(self, capture_id: str) -> Workspace: ...
 
     def deliver(
         self, capture: pb.Capture, recorded: Recorded, steps: int | None, cancelled: threading.Event

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rankscope.daemon.captures.orders import Backend, CaptureError, Options
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
 ACTIVE_LIMIT = 8
+# Of these, for tenants that have no capture under way.
+ACTIVE_SPARE = 4
 # Prefix of the note on a back end that was passed over.
 NOT_BY = "not by "
 # Prefix of the note on a back end that was used although it does not support schedules.
@@ -30,6 +32,7 @@ class Reservations:
         self._backends = backends
         self._lock = threading.Lock()
         self._cancelled: dict[str, threading.Event] = {}
+        self._tenants: dict[str, str] = {}  # by capture id
         self._taken: dict[tuple[str, int], str] = {}  # rank to capture id
 
     def begin(
@@ -38,19 +41,24 @@ class Reservations:
         numbers: Sequence[int],
         here: Mapping[int, RankProcess],
         options: Options = NO_OPTIONS,
+        tenant: str = "",
     ) -> list[tuple[RankProcess, Backend]]:
         """Reserve the ranks for a capture and add them to it; unavailable ranks are added as failed, with the
         reason."""
         reserved = []
+        # Not under the lock, which the daemon's loop takes as well: a process may be slow to look at.
+        suitable = {number: self._choose_backend(here[number], options) for number in numbers if number in here}
         with self._lock:
-            if len(self._cancelled) >= ACTIVE_LIMIT:
-                raise CaptureError(f"{ACTIVE_LIMIT} captures are under way on {self._node}; wait for one or cancel it")
+            self._check_places(tenant)
             self._cancelled[capture.id] = threading.Event()
+            self._tenants[capture.id] = tenant
             for number in numbers:
                 entry = capture.ranks.add(rank=number, node=self._node, state=pb.CAPTURE_STATE_ACCEPTED)
                 try:
                     rank = self._take(capture.job, number, here)
-                    backend, objections = self._choose_backend(rank, options)
+                    backend, objections = suitable[number]
+                    if backend is None:
+                        raise CaptureError(f"{rank} cannot be captured: {'; '.join(objections)}")
                 except CaptureError as error:
                     entry.state, entry.error = pb.CAPTURE_STATE_FAILED, str(error)
                     continue
@@ -62,11 +70,20 @@ class Reservations:
                 reserved.append((rank, backend))
         return reserved
 
-    def end(self, capture_id: str) -> None:
+    def end(self, capture_id: str, stuck: Collection[int] = ()) -> None:
+        """Ranks that are stuck stay reserved until they are released."""
         with self._lock:
-            self._cancelled.pop(capture_id, None)
+            cancelled = self._cancelled.pop(capture_id, None)
+            if stuck and cancelled is not None:
+                cancelled.set()
+            self._tenants.pop(capture_id, None)
             for place in [place for place, holder in self._taken.items() if holder == capture_id]:
-                del self._taken[place]
+                if place[1] not in stuck:
+                    del self._taken[place]
+
+    def release(self, job: str, number: int) -> None:
+        with self._lock:
+            self._taken.pop((job, number), None)
 
     def is_busy(self, job: str) -> bool:
         with self._lock:
@@ -87,6 +104,16 @@ class Reservations:
             for event in self._cancelled.values():
                 event.set()
 
+    def _check_places(self, tenant: str) -> None:
+        own = [capture_id for capture_id, owner in self._tenants.items() if owner == tenant]
+        if len(self._tenants) >= ACTIVE_LIMIT:
+            raise CaptureError(f"{ACTIVE_LIMIT} captures are under way on {self._node}; wait for one or cancel it")
+        if own and len(self._tenants) >= ACTIVE_LIMIT - ACTIVE_SPARE:
+            raise CaptureError(
+                f"{len(self._tenants)} captures are under way on {self._node}, of {tenant}: {', '.join(own)}; the last "
+                f"{ACTIVE_SPARE} places are for others; wait for one or cancel it"
+            )
+
     def _take(self, job: str, number: int, here: Mapping[int, RankProcess]) -> RankProcess:
         if number not in here:
             raise CaptureError(
@@ -97,8 +124,8 @@ class Reservations:
             raise CaptureError(f"rank {number} is being captured already, by {other}; wait for that or cancel it")
         return here[number]
 
-    def _choose_backend(self, rank: RankProcess, options: Options) -> tuple[Backend, list[str]]:
-        """The first suitable back end, and why those before it are not. If a schedule is requested, a back end that
+    def _choose_backend(self, rank: RankProcess, options: Options) -> tuple[Backend | None, list[str]]:
+        """The first suitable back end, if any, and why those before it are not. If a schedule is requested, one that
         supports schedules is preferred."""
         objections: list[str] = []
         unfit: list[Backend] = []
@@ -111,6 +138,4 @@ class Reservations:
             else:
                 objections.extend(f"{better.name}: {NO_SCHEDULES}" for better in unfit)
                 return backend, objections
-        if unfit:
-            return unfit[0], objections
-        raise CaptureError(f"rank {rank.rank} (pid {rank.pid}) cannot be captured: {'; '.join(objections)}")
+        return (unfit[0] if unfit else None), objections

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -34,6 +34,7 @@ from rankscope.daemon.captures.request import (
     start_of,
 )
 from rankscope.daemon.captures.reservations import Reservations
+from rankscope.daemon.captures.tenants import tenant_of
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
@@ -48,6 +49,12 @@ PROCESSES_KEPT: Final = 1024
 log = logging.getLogger(__name__)
 # Step time before and after a capture is averaged over this time.
 STEP_TIME_SECONDS = 6.0
+# From the request to the end of the recording: a start ahead, patience, the recording and its writing.
+LONGEST_SECONDS = 2400.0
+# What a back end needs at most to notice that it is cancelled.
+STUCK_SECONDS = 30.0
+AWAIT_SECONDS = 0.2
+STUCK = "its file system or its memory does not answer; it is left alone until it does"
 _STATES = {Stage.ARMED: pb.CAPTURE_STATE_ARMED, Stage.RUNNING: pb.CAPTURE_STATE_RUNNING}
 
 
@@ -130,6 +137,7 @@ class CaptureRunner:
         step_seconds: StepSecondsOf = lambda rank, start_unix_seconds, end_unix_seconds: None,
         unix_seconds: Callable[[], float] = time.time,
         audit: CaptureAudit | None = None,
+        tenant_of: Callable[[RankProcess], str] = tenant_of,
     ) -> None:
         self._node = node
         self.audit = audit or CaptureAudit(node, has_tls=False)
@@ -138,8 +146,9 @@ class CaptureRunner:
         self._earliest_start = earliest_start
         self._step_seconds = step_seconds
         self._unix_seconds = unix_seconds
+        self._tenant_of = tenant_of
         self.suspects_of: SuspectsOf = lambda job: None
-        self.records = Records(archive.save, archive.load())
+        self.records = Records(archive.save, archive.load(), archive.tenant)
         self.tally = CaptureTally()
         self._reservations = Reservations(node, backends)
         self._learned = LearnedSteps()
@@ -175,7 +184,8 @@ class CaptureRunner:
         )
         if request.ranks.strip() in ("", "all") and len(here) < world_size:
             capture.notes.append(f"{len(here)} of the job's {world_size} ranks run on {self._node}; these were asked")
-        reserved = self._reservations.begin(capture, numbers, here, options)
+        tenant = next((self._tenant_of(here[number]) for number in numbers if number in here), "")
+        reserved = self._reservations.begin(capture, numbers, here, options, tenant)
         try:
             together = [rank for rank, _ in reserved]
             start_seconds = start_of(request, self._earliest_start(together, now))
@@ -197,6 +207,7 @@ class CaptureRunner:
                 )
                 for rank, _ in reserved
             ]
+            self._archive.assign(capture.id, tenant)
             self.audit.asked(capture, request)
             self.records.add(capture)
             work = [(order, backend) for order, (_, backend) in zip(orders, reserved, strict=True)]
@@ -221,12 +232,13 @@ class CaptureRunner:
         self._reservations.cancel_all()
 
     def _conduct(self, capture_id: str, work: Sequence[tuple[Order, Backend]], is_sure: bool) -> None:
+        stuck: set[int] = set()
         try:
-            learned = self._attempt(capture_id, work)
+            learned = self._attempt(capture_id, work, stuck)
             if learned and not is_sure and not self._reservations.cancelled(capture_id).is_set():
                 # The step time was unknown and too few steps were recorded. Now it is known.
                 self.records.change(capture_id, forget_first_attempt)
-                self._attempt(capture_id, self._with_step_time(work, learned))
+                self._attempt(capture_id, self._with_step_time(work, learned), stuck)
             self._measure_aftermath(capture_id, [order for order, _ in work])
             self._conclude(capture_id)
         except Exception as error:  # any failure: followers must see the end
@@ -234,10 +246,10 @@ class CaptureRunner:
             self.records.change(capture_id, partial(fail, error=f"unexpected: {error}; please report this"))
         finally:
             self.audit.ended(self.records.get(capture_id))
-            self._reservations.end(capture_id)
+            self._reservations.end(capture_id, stuck)
             self._archive.clean(capture_id)
 
-    def _attempt(self, capture_id: str, work: Sequence[tuple[Order, Backend]]) -> dict[int, float]:
+    def _attempt(self, capture_id: str, work: Sequence[tuple[Order, Backend]], stuck: set[int]) -> dict[int, float]:
         """Record all ranks at once and deliver the results. Returns the step time of ranks that recorded too few
         steps because their step time was unknown or underestimated."""
         if not work:
@@ -245,14 +257,16 @@ class CaptureRunner:
         recorded: dict[int, tuple[RankProcess, Recording]] = {}
         threads = [
             threading.Thread(
-                target=self._record, args=(*each, recorded), name=f"rankscope-rank-{each[0].rank.rank}", daemon=True
+                target=self._record,
+                args=(*each, recorded, stuck),
+                name=f"rankscope-rank-{each[0].rank.rank}",
+                daemon=True,
             )
             for each in work
         ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        self._await(capture_id, dict(zip([order.rank.rank for order, _ in work], threads, strict=True)), stuck)
         capture = self.records.get(capture_id)
         assert capture is not None  # it is active
         learned = {}
@@ -277,6 +291,24 @@ class CaptureRunner:
                 learned[rank] = delivered.step_seconds
         return learned
 
+    def _await(self, capture_id: str, threads: Mapping[int, threading.Thread], stuck: set[int]) -> None:
+        """Until all ranks are recorded. A rank whose file system never answers is given up when the capture takes too
+        long, or some time after it is cancelled; its thread ends when the file system does."""
+        cancelled, give_up_at = self._reservations.cancelled(capture_id), time.monotonic() + LONGEST_SECONDS
+        while (alive := [number for number, thread in threads.items() if thread.is_alive()]) and (
+            time.monotonic() < give_up_at
+        ):
+            threads[alive[0]].join(AWAIT_SECONDS)
+            if cancelled.is_set():
+                give_up_at = min(give_up_at, time.monotonic() + STUCK_SECONDS)
+        stuck.update(alive)
+        for number in alive:
+            threads[number].join(AWAIT_SECONDS)  # it may just have ended, without having seen that it is stuck
+            if not threads[number].is_alive():
+                stuck.remove(number)
+            log.warning("capture %s: rank %d: %s", capture_id, number, STUCK)
+            self._enter(capture_id, number, pb.CAPTURE_STATE_FAILED, f"rank {number}: {STUCK}")
+
     def _with_step_time(
         self, work: Sequence[tuple[Order, Backend]], learned: Mapping[int, float]
     ) -> list[tuple[Order, Backend]]:
@@ -294,9 +326,19 @@ class CaptureRunner:
 
         self.records.change_rank(capture_id, rank, edit)
 
-    def _record(self, order: Order, backend: Backend, recorded: dict[int, tuple[RankProcess, Recording]]) -> None:
+    def _record(
+        self,
+        order: Order,
+        backend: Backend,
+        recorded: dict[int, tuple[RankProcess, Recording]],
+        stuck: Collection[int],
+    ) -> None:
         number = order.rank.rank
-        enter = partial(self._enter, order.capture_id, number)
+
+        def enter(state: pb.CaptureState.ValueType, error: str = "") -> None:
+            if number not in stuck:
+                self._enter(order.capture_id, number, state, error)
+
         try:
             recording = backend.record(
                 order,
@@ -315,6 +357,9 @@ class CaptureRunner:
         except Exception as error:  # a failure of one rank does not affect the others
             log.exception("capture %s of rank %d", order.capture_id, number)
             enter(pb.CAPTURE_STATE_FAILED, f"unexpected: {type(error).__name__}: {error}; please report this")
+        finally:
+            if number in stuck:
+                self._reservations.release(order.rank.job, number)
 
     def _measure_aftermath(self, capture_id: str, orders: Sequence[Order]) -> None:
         """Step time before, during and after the capture: a capture may leave its process slower."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +29,7 @@ from rankscope.daemon.captures.request import SuspectsOf
 from rankscope.daemon.captures.runner import CaptureRunner
 from rankscope.daemon.captures.stack_backend import StacksBackend
 from rankscope.daemon.captures.store import Quota, Store
+from rankscope.daemon.captures.tenants import tenant_of
 from rankscope.daemon.config import NONE, Config
 from rankscope.daemon.samples import RankKey, RankProcess
 from rankscope.daemon.server.grpc_server import DOWNLOADS_LIMIT, Service
@@ -302,6 +303,7 @@ class NodeCaptures:
         socket_dir = None if config.kineto_socket_dir == NONE else config.kineto_socket_dir
         self._endpoint = Endpoint(socket_directory=socket_dir, proc_root=proc_root)
         self._kineto = kineto = KinetoBackend(self._endpoint, proc_root)
+        self._tenants: dict[RankKey, str] = {}
         self._met: set[RankKey] = set()  # ranks already searched for leftovers of an earlier daemon
         # In order of preference.
         probe = ProbeBackend(proc_root)
@@ -315,6 +317,7 @@ class NodeCaptures:
             earliest_start=partial(_earliest_start, kineto),
             step_seconds=self._steps,
             audit=audit,
+            tenant_of=partial(tenant_of, proc_root=proc_root),
         )
         self._earlier = self._runner.records.all()
         settings = DutySettings(config.duty_cycle_steps, config.duty_cycle_seconds, config.duty_cycle_budget_ratio)
@@ -356,20 +359,35 @@ class NodeCaptures:
         strangers = [rank for rank in ranks if rank.key not in self._met]
         if strangers:
             self._met = {rank.key for rank in ranks}
+            self._tenants = {key: tenant for key, tenant in self._tenants.items() if key in self._met}
             self._kineto.remove_leftovers(self._earlier, strangers)
         self._steps.add(windows)
-        namespaces: dict[int, int] = {}
-        for rank in ranks:
-            if "KINETO_USE_DAEMON" in rank.environment:
-                try:
-                    namespaces.setdefault(network_namespace(rank.pid, self._proc_root), rank.pid)
-                except OSError:
-                    continue  # it has just ended
-        self._endpoint.watch(namespaces)
+        self._watch([rank for rank in ranks if "KINETO_USE_DAEMON" in rank.environment])
         self._duty.observe(ranks, windows)
         if time.monotonic() >= self._sweep_at:
             self._sweep_at = time.monotonic() + SWEEP_SECONDS
             self._store.sweep()
+
+    def _watch(self, ranks: Sequence[RankProcess]) -> None:
+        pids: dict[int, int] = {}
+        tenants: dict[int, set[str]] = {}
+        for rank in ranks:
+            try:
+                namespace = network_namespace(rank.pid, self._proc_root)
+            except OSError:
+                continue  # it has just ended
+            pids.setdefault(namespace, rank.pid)
+            tenants.setdefault(namespace, set()).add(self._tenant_of(rank))
+        # A namespace that several share counts for the one that has the fewest.
+        counts = Counter(tenant for several in tenants.values() for tenant in several)
+        self._endpoint.watch(
+            pids, {key: min(several, key=lambda one: (counts[one], one)) for key, several in tenants.items()}
+        )
+
+    def _tenant_of(self, rank: RankProcess) -> str:
+        if rank.key not in self._tenants:
+            self._tenants[rank.key] = tenant_of(rank, self._proc_root)
+        return self._tenants[rank.key]
 
     @property
     def status(self) -> CaptureStatus:

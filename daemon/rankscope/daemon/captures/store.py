@@ -13,16 +13,19 @@ import stat
 import tempfile
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from google.protobuf import json_format
 
-from rankscope.daemon.captures.orders import CaptureError
+from rankscope.daemon.captures.orders import CaptureError, Workspace
 from rankscope.daemon.captures.probe.commands import window_file
 from rankscope.daemon.captures.records import CAPTURES_REMEMBERED, FINAL
+from rankscope.daemon.captures.tenants import surplus
 from rankscope.v1 import capture_service_pb2 as pb
 
 CAPTURES_LIMIT = 2000
@@ -33,10 +36,13 @@ _OURS: Final = re.compile(r"c-([0-9]{8}-[0-9]{6})-[0-9a-f]{6}")
 RECORD: Final = "capture.json"
 WORKSPACE: Final = "recording"
 RECORD_LIMIT_BYTES: Final = 16 << 20
+TENANT: Final = "tenant"
+TENANT_LIMIT_BYTES: Final = 1024
+FEWER: Final = "capture fewer steps or ranks, or raise --capture-quota-bytes"
 LOST: Final = "the daemon restarted during this capture; ask again"
 
 
-# Which captures are removed when space is short: expired ones, those above the count limit, then the oldest until the
+# Which captures are removed when space is short: expired ones, then the oldest of the tenant that has most, until the
 # rest fits.
 
 
@@ -46,53 +52,70 @@ class Quota:
     age_seconds: float = 7 * 86400.0
     # Kept free on the disk regardless of the quota: others use it too.
     free_ratio: float = 0.05
+    # Of the quota, for what one tenant has under way, which cannot be removed.
+    active_ratio: float = 0.75
 
 
 @dataclass(frozen=True)
 class Kept:
     name: str
     begun_unix_seconds: float
-    size_bytes: int
+    size_bytes: int  # with the room that is reserved for it
     is_active: bool  # never removed
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
 class Usage:
-    used_bytes: int  # by everything that is kept
     disk_bytes: int
-    free_bytes: int
+    free_bytes: int  # less what is reserved and not written yet
     now_unix_seconds: float
 
 
-def choose_to_go(kept: Sequence[Kept], usage: Usage, needed_bytes: int, quota: Quota) -> tuple[list[Kept], str | None]:
-    """The captures to remove, and why there is still no room for `needed_bytes` more, which are on this disk
-    already; None if there is."""
-    reserve = quota.free_ratio * usage.disk_bytes
-    used, free = usage.used_bytes, usage.free_bytes
-    going: list[Kept] = []
-    # A file that does not fit even alone removes nothing.
-    at_least = needed_bytes + sum(one.size_bytes for one in kept if one.is_active)
-    oldest_first = sorted(
-        (one for one in kept if not one.is_active), key=lambda one: (one.begun_unix_seconds, one.name)
-    )
-    for one in oldest_first:
-        is_old = usage.now_unix_seconds - one.begun_unix_seconds > quota.age_seconds
-        too_many = len(kept) - len(going) > CAPTURES_LIMIT
-        too_much = used + needed_bytes > quota.total_bytes and at_least <= quota.total_bytes
-        if is_old or too_many or too_much or free < reserve:
-            going.append(one)
-            used, free = used - one.size_bytes, free + one.size_bytes
-    if used + needed_bytes > quota.total_bytes:
+def choose_to_go(
+    kept: Sequence[Kept], usage: Usage, needed_bytes: int, quota: Quota, tenant: str = ""
+) -> tuple[set[Kept], str | None]:
+    """The captures to remove, and why there is still no room for `needed_bytes` more of a tenant; None if there is. If
+    there is no room, nothing is removed for it."""
+    removable = sorted((one for one in kept if not one.is_active), key=lambda one: (one.begun_unix_seconds, one.name))
+    going = {one for one in removable if usage.now_unix_seconds - one.begun_unix_seconds > quota.age_seconds}
+    left = [one for one in removable if one not in going]
+    going.update(surplus(left, lambda one: one.tenant, CAPTURES_LIMIT - (len(kept) - len(removable))))
+    reserve_bytes = quota.free_ratio * usage.disk_bytes
+    sizes = Counter({tenant: needed_bytes})
+    queues: dict[str, deque[Kept]] = {}
+    for one in kept:
+        sizes[one.tenant] += 0 if one in going else one.size_bytes
+    for one in removable:
+        if one not in going:
+            queues.setdefault(one.tenant, deque()).append(one)
+    free_bytes = usage.free_bytes - needed_bytes + sum(one.size_bytes for one in going)
+    active_bytes = needed_bytes + sum(one.size_bytes for one in kept if one.is_active and one.tenant == tenant)
+    if needed_bytes > 0 and active_bytes > quota.active_ratio * quota.total_bytes:
         return going, (
-            f"{needed_bytes} bytes more do not fit into the quota of {quota.total_bytes} bytes; capture fewer steps or "
-            "ranks, or raise --capture-quota-bytes"
+            f"{active_bytes} bytes of recordings of {tenant or 'one tenant'} at once do not fit into their part of the "
+            f"quota ({quota.active_ratio:.0%} of {quota.total_bytes} bytes); {FEWER}"
         )
-    if free < reserve:
+    leaving: set[Kept] = set()
+    while sizes.total() > quota.total_bytes or free_bytes < reserve_bytes:
+        largest = max((one for one in queues if queues[one]), key=sizes.__getitem__, default=None)
+        if largest is None or sizes[largest] < sizes[tenant]:
+            break
+        one = queues[largest].popleft()
+        leaving.add(one)
+        sizes[largest] -= one.size_bytes
+        free_bytes += one.size_bytes
+    if sizes.total() > quota.total_bytes:
         return going, (
-            f"the disk is almost full ({free} of {usage.disk_bytes} bytes are free, {reserve:.0f} are left to others); "
-            "make room on it, or pass another --capture-dir"
+            f"{sizes.total()} bytes of captures do not fit into the quota of {quota.total_bytes} bytes, "
+            f"{sizes[tenant]} of {tenant or 'this tenant'}; {FEWER}"
         )
-    return going, None
+    if free_bytes < reserve_bytes:
+        return going, (
+            f"the disk is almost full ({usage.free_bytes} of {usage.disk_bytes} bytes are free, {reserve_bytes:.0f} "
+            f"are left to others, {max(0, needed_bytes)} are needed); make room on it, or pass another --capture-dir"
+        )
+    return going | leaving, None
 
 
 class Store:
@@ -112,6 +135,8 @@ class Store:
         self._disk_usage = disk_usage
         self._on_lost = on_lost
         self._room = threading.Lock()
+        self._reserved: dict[str, dict[str, int]] = {}  # by capture and file, in bytes
+        self._tenants: dict[str, str] = {}
         self._descriptor = _claim(folder)
 
     def close(self) -> None:
@@ -119,7 +144,22 @@ class Store:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def workspace(self, capture_id: str) -> Path:
+    def assign(self, capture_id: str, tenant: str) -> None:
+        """Count a capture for a tenant, from its beginning until it is removed."""
+        path = self._of(capture_id)
+        self._tenants[capture_id] = tenant
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (path / TENANT).write_text(tenant)
+        except OSError as error:
+            raise CaptureError(f"{path} cannot be made: {error.strerror}; pass another --capture-dir") from error
+
+    def tenant(self, capture_id: str) -> str:
+        if capture_id not in self._tenants:
+            self._tenants[capture_id] = _read_tenant(self._of(capture_id) / TENANT)
+        return self._tenants[capture_id]
+
+    def workspace(self, capture_id: str) -> Workspace:
         """A private directory for a recording in progress; removed when the capture ends. Raises CaptureError if the
         disk has no room for a recording."""
         path = self._of(capture_id) / WORKSPACE
@@ -127,32 +167,44 @@ class Store:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise CaptureError(f"{path} cannot be made: {error.strerror}; pass another --capture-dir") from error
-        self.make_room(0, capture_id)
-        return path
+        with self._room:
+            self._make_room(0, capture_id)
+        return Workspace(path, partial(self._reserve, capture_id))
+
+    def _reserve(self, capture_id: str, path: Path, size_bytes: int) -> None:
+        with self._room:
+            reserved = self._reserved.setdefault(capture_id, {})
+            reserved.pop(path.name, None)  # of an earlier attempt
+            self._make_room(size_bytes, capture_id)
+            reserved[path.name] = size_bytes
+
+    def release(self, capture_id: str) -> None:
+        """What is in the workspace counts by its size from now on: nothing more is written."""
+        with self._room:
+            self._reserved.pop(capture_id, None)
 
     def clean(self, capture_id: str) -> None:
         shutil.rmtree(self._of(capture_id) / WORKSPACE, ignore_errors=True)
+        self.release(capture_id)
 
     def remove(self, capture_id: str) -> None:
         with self._room:
-            shutil.rmtree(self._of(capture_id), ignore_errors=True)
+            self._remove(capture_id)
 
     def sweep(self) -> None:
         """Remove what exceeds the quota."""
         with self._room, contextlib.suppress(CaptureError):
             self._make_room(0, None)
 
-    def make_room(self, needed_bytes: int, capture_id: str) -> None:
-        """Remove the oldest captures until that much more of this one fits."""
-        with self._room:
-            self._make_room(needed_bytes, capture_id)
-
     def keep(self, capture_id: str, path: Path, name: str) -> int:
         """Move a file out of the workspace into the store if the quota allows; returns its size in bytes."""
         with self._room:
+            kept = self._of(capture_id) / name
             size = path.stat().st_size
-            self._make_room(size, capture_id, replaced=name)
-            path.replace(self._of(capture_id) / name)
+            # The rest of the workspace is about to be removed.
+            left = _size(kept) + sum(_sizes(path.parent).values())
+            self._make_room(_size(path) - left, capture_id)
+            path.replace(kept)
             return size
 
     def open(self, capture_id: str, rank: int, window: int = 0) -> tuple[BinaryIO, int]:
@@ -190,8 +242,10 @@ class Store:
             shutil.rmtree(path / WORKSPACE, ignore_errors=True)
         self.sweep()
         known = []
-        for path in sorted(self._captures(), key=_made_unix_seconds)[-CAPTURES_REMEMBERED:]:
-            capture = self._read(path)
+        oldest_first = sorted(self._captures(), key=_made_unix_seconds)
+        forgotten = set(surplus(oldest_first, lambda path: self.tenant(path.name), CAPTURES_REMEMBERED))
+        for path in oldest_first:
+            capture = None if path in forgotten else self._read(path)
             if capture is None:
                 continue
             if capture.state not in FINAL:
@@ -214,28 +268,35 @@ class Store:
             return None
         return capture
 
-    def _make_room(self, needed_bytes: int, capture_id: str | None, replaced: str = "") -> None:
+    def _make_room(self, needed_bytes: int, capture_id: str | None) -> None:
         total, _, free = self._disk_usage(self.folder)
-        kept = [self._kept(path, active=path.name == capture_id) for path in self._captures()]
-        used = sum(one.size_bytes for one in kept)
-        if capture_id is not None and replaced:
-            used -= _size(self._of(capture_id) / replaced)
-        usage = Usage(used, total, free, self._unix_seconds())
-        going, objection = choose_to_go(kept, usage, needed_bytes, self._quota)
+        kept = []
+        for path in self._captures():
+            one, unwritten = self._kept(path, active=path.name == capture_id)
+            kept.append(one)
+            free -= unwritten
+        tenant = "" if capture_id is None else self.tenant(capture_id)
+        usage = Usage(total, free, self._unix_seconds())
+        going, objection = choose_to_go(kept, usage, needed_bytes, self._quota, tenant)
         for one in going:
-            log.info("capture %s makes room", one.name)
-            shutil.rmtree(self.folder / one.name, ignore_errors=True)
+            log.info("capture %s of %s makes room", one.name, one.tenant or "an unknown tenant")
+            self._remove(one.name)
         if objection:
             raise CaptureError(f"{self.folder}: {objection}")
 
-    def _kept(self, path: Path, active: bool) -> Kept:
-        """Workspaces are not counted; a capture with a workspace is active."""
-        size = 0
-        with contextlib.suppress(FileNotFoundError):
-            for child in path.iterdir():
-                active = active or child.name == WORKSPACE
-                size += 0 if child.name == WORKSPACE else _size(child)
-        return Kept(path.name, _made_unix_seconds(path), size, active)
+    def _remove(self, capture_id: str) -> None:
+        shutil.rmtree(self._of(capture_id), ignore_errors=True)
+        self._tenants.pop(capture_id, None)
+
+    def _kept(self, path: Path, active: bool) -> tuple[Kept, int]:
+        """With the bytes that are reserved and not written yet. A capture with a workspace is active."""
+        workspace = _sizes(path / WORKSPACE)
+        written = sum(workspace.values())
+        reserved = max(written, sum(self._reserved.get(path.name, {}).values()))
+        stored = _sizes(path)
+        active = active or WORKSPACE in stored
+        size = sum(stored.values()) - stored.get(WORKSPACE, 0) + reserved
+        return Kept(path.name, _made_unix_seconds(path), size, active, self.tenant(path.name)), reserved - written
 
     def _captures(self) -> list[Path]:
         try:
@@ -307,6 +368,13 @@ def _seconds(stamp: str) -> float:
         return 0.0  # not created by us: removed first
 
 
+def _sizes(folder: Path) -> dict[str, int]:
+    try:
+        return {child.name: _size(child) for child in folder.iterdir()}
+    except OSError:
+        return {}  # none, or just removed
+
+
 def _size(path: Path) -> int:
     """On the disk, where a small file takes a whole block."""
     try:
@@ -314,3 +382,11 @@ def _size(path: Path) -> int:
     except FileNotFoundError:
         return 0
     return max(status.st_size, status.st_blocks * 512)
+
+
+def _read_tenant(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(TENANT_LIMIT_BYTES).decode(errors="replace")
+    except OSError:
+        return ""  # of an earlier version

@@ -290,8 +290,18 @@ def addresses_are_free(config: Config) -> Iterator[Finding]:
         yield _socket_finding(Path(config.socket))
 
 
+def daemon_pid(path: Path) -> int | None:
+    """The daemon that has this socket, by its lock."""
+    text = _read(_lock_of(path))
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
+
+
 def _socket_finding(path: Path) -> Finding:
-    lock = path.with_name(path.name + ".lock")
+    lock = _lock_of(path)
     if lock.exists():
         try:
             with lock.open() as file:

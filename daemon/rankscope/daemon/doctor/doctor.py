@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from rankscope.daemon import procfs
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from rankscope.daemon.samples import RankProcess
 
 RANKS_SHOWN = 64
+# The longest check waits 20 s for py-spy, or for NVML.
+CHECK_SECONDS = 60.0
 
 
 def ranks_are_visible(config: Config) -> Iterator[Finding]:
@@ -32,10 +37,35 @@ def ranks_are_visible(config: Config) -> Iterator[Finding]:
         yield rank_finding(rank, ring, wait_measured(Path(config.proc_root), rank.pid) if ring else None)
     if len(found.ranks) > RANKS_SHOWN:
         yield Finding("ranks", Level.OK, f"and {len(found.ranks) - RANKS_SHOWN} more ranks")
+    yield from taken_sockets(found.ranks, Path(config.proc_root), checks.daemon_pid(Path(config.socket)))
     for conflict in found.conflicts:
         yield Finding("ranks", Level.WARNING, conflict.text)
     for problem in found.problems:
         yield Finding("ranks", Level.WARNING, problem.text)
+
+
+def taken_sockets(ranks: Iterable[RankProcess], proc_root: Path, daemon_pid: int | None) -> Iterator[Finding]:
+    """Network namespaces in which another process than the daemon has libkineto's socket."""
+    from rankscope.daemon.captures.kineto.socket_holder import socket_holder
+    from rankscope.daemon.captures.kineto.sockets import network_namespace
+
+    seen: set[int] = set()
+    for rank in ranks:
+        try:
+            namespace = network_namespace(rank.pid, proc_root)
+        except OSError:
+            continue  # it has just ended
+        if not _uses_kineto(rank) or namespace in seen or len(seen) >= RANKS_SHOWN:
+            continue
+        seen.add(namespace)
+        holder = socket_holder(rank.pid, proc_root)
+        if holder is not None and (holder.pid is None or holder.pid != daemon_pid):
+            text = (
+                f"libkineto's socket in the network namespace of {rank} of job {rank.job!r} belongs to {holder}: "
+                "trainers there take configurations from it, and the daemon captures them by the probe only"
+            )
+            step = "stop it, unless it is your dynolog; start the job with RANKSCOPE_PROBE=1 for captures meanwhile"
+            yield Finding("kineto", Level.WARNING, text, step)
 
 
 @dataclass(frozen=True)
@@ -47,7 +77,7 @@ class WaitMeasured:
 
 
 def rank_finding(rank: RankProcess, ring: bool | None, wait: WaitMeasured | None = None) -> Finding:
-    kineto = rank.environment.get("KINETO_USE_DAEMON", "0") not in ("", "0")
+    kineto = _uses_kineto(rank)
     teardown = rank.environment.get("TEARDOWN_CUPTI", "0") not in ("", "0")
     missing = []
     if ring is None:
@@ -66,6 +96,10 @@ def rank_finding(rank: RankProcess, ring: bool | None, wait: WaitMeasured | None
     )
     text = f"rank {rank.rank} of {rank.world_size}, job {rank.job!r}, pid {rank.pid}: {', '.join(parts)}"
     return Finding("ranks", Level.WARNING if missing else Level.OK, text, "; ".join(missing))
+
+
+def _uses_kineto(rank: RankProcess) -> bool:
+    return rank.environment.get("KINETO_USE_DAEMON", "0") not in ("", "0")
 
 
 def has_ring(proc_root: Path, pid: int) -> bool | None:
@@ -136,12 +170,33 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def examine(config: Config, chosen: Sequence[Check] = CHECKS) -> Iterator[Finding]:
-    """All findings, each as soon as it is known. A check that breaks is a finding too."""
+def examine(
+    config: Config, chosen: Sequence[Check] = CHECKS, check_seconds: float = CHECK_SECONDS
+) -> Iterator[Finding]:
+    """All findings, each as soon as it is known. A check that breaks is a finding too, and so is one that does not
+    end: reading /proc of a process on a dead file system can block for ever."""
     for check in chosen:
+        found: SimpleQueue[Finding | None] = SimpleQueue()
+        threading.Thread(target=_run, args=(check, config, found), daemon=True).start()
+        give_up_at = time.monotonic() + check_seconds
         try:
-            yield from check(config)
-        except Exception as error:  # noqa: BLE001 - a broken check is reported; the others still run
-            name = getattr(check, "__name__", "check").replace("_", " ")
-            text = f"{name}: could not be checked: {type(error).__name__}: {error}"
-            yield Finding("doctor", Level.WARNING, text, "report this with the output of rankscope doctor --json")
+            while (finding := found.get(timeout=max(0.0, give_up_at - time.monotonic()))) is not None:
+                yield finding
+        except Empty:
+            text = f"{_name(check)}: does not end; a process that it looks at is blocked"
+            yield Finding("doctor", Level.WARNING, text, "look for processes in state D: ps -eo pid,stat,wchan,comm")
+
+
+def _run(check: Check, config: Config, found: SimpleQueue[Finding | None]) -> None:
+    try:
+        for finding in check(config):
+            found.put(finding)
+    except Exception as error:  # noqa: BLE001 - a broken check is reported; the others still run
+        text = f"{_name(check)}: could not be checked: {type(error).__name__}: {error}"
+        found.put(Finding("doctor", Level.WARNING, text, "report this with the output of rankscope doctor --json"))
+    finally:
+        found.put(None)
+
+
+def _name(check: Check) -> str:
+    return getattr(check, "__name__", "check").replace("_", " ")

@@ -17,6 +17,8 @@ def main(folder: Path) -> None:
         os.abort()
     if what == "memory":
         bytearray(2 << 30)
+    if what == "little memory":
+        bytearray(256 << 20)
     if what == "disk":
         (folder / "large").write_bytes(bytes(2 << 20))
     if what == "hang":

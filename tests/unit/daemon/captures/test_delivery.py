@@ -47,7 +47,7 @@ def _deliver(
 ) -> dict[int, Delivered | CaptureError]:
     recorded = {}
     for rank, data in enumerate(recordings):
-        path = archive.workspace(ID) / f"rank{rank}.json"
+        path = archive.workspace(ID).folder / f"rank{rank}.json"
         with path.open("xb") as file:
             file.write(data)
         recorded[rank] = (_process(rank, len(recordings), environment), Recording(path, is_trace=True))
@@ -102,7 +102,7 @@ def test_a_second_recording_takes_the_place_of_the_first(store: Store) -> None:
 
 
 def test_what_was_done_before_the_process_died_counts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(module: str, folder: Path, *, seconds: float, what: str, cancelled: threading.Event) -> None:
+    def die(module: str, folder: Path, *, what: str, **more: Any) -> None:
         (folder / "rank0.json.gz").write_bytes(gzip.compress(b"{}"))
         leave(result_file(folder, 0), RankResult(0, steps=2))
         result_file(folder, 1).write_bytes(b'{"rank": 1, "steps": "../')
@@ -117,15 +117,24 @@ def test_what_was_done_before_the_process_died_counts(store: Store, monkeypatch:
         )
 
 
-def test_a_quota_that_is_reached_fails_the_rank_that_reached_it_in_words(tmp_path: Path) -> None:
-    store = Store(tmp_path / "captures", Quota(total_bytes=6000))
+def test_a_quota_that_is_reached_fails_the_rank_that_reached_it_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "captures", Quota(total_bytes=40_000))
+    run = delivery.run_module
+
+    def run_beside_another_capture(*words: Any, **more: Any) -> None:
+        run(*words, **more)
+        (store.workspace(ID.replace("a", "b")).folder / "rank0.json").write_bytes(bytes(30_000))
+
+    monkeypatch.setattr(delivery, "run_module", run_beside_another_capture)
     recordings = [StepFile(pid=7).text(), StepFile(pid=8).text(), StepFile(pid=9).text()]
     delivered = _deliver(LocalArchive(store, "n"), recordings, None)
     assert isinstance(delivered[0], Delivered)
     failed = [one for one in delivered.values() if isinstance(one, CaptureError)]
-    assert failed and all("quota of 6000 bytes; capture fewer steps or ranks" in str(one) for one in failed)
+    assert failed and all("do not fit into the quota of 40000 bytes" in str(one) for one in failed)
     used = sum(path.stat().st_size for path in (store.folder / ID).iterdir() if path.is_file())
-    assert 0 < used <= 6000
+    assert 0 < used <= 8_000
 
 
 def test_artifacts_are_uploaded_and_stay(store: Store, tmp_path: Path) -> None:
@@ -149,7 +158,7 @@ def test_an_upload_that_fails_is_a_note_and_the_artifact_stays(store: Store, tmp
 
 def test_stacks_are_kept_with_their_notes_beside(store: Store, tmp_path: Path) -> None:
     archive = LocalArchive(store, "n", upload_url=f"file://{tmp_path}/bucket")
-    path = archive.workspace(ID) / "rank0.folded"
+    path = archive.workspace(ID).folder / "rank0.folded"
     path.write_bytes(b"main;train 7\n")
     recording = Recording(path, is_trace=False, start_unix_millis=5, notes=("from py-spy",))
     ((_, one),) = archive.deliver(_capture(1), {0: (_process(0, 1), recording)}, 2, threading.Event())
@@ -169,4 +178,4 @@ def test_a_disk_that_fills_up_fails_every_rank_in_words(store: Store, monkeypatc
     for rank, one in delivered.items():
         assert isinstance(one, CaptureError)
         assert str(one).startswith(f"rank {rank}: its recording cannot be worked on") and "No space left" in str(one)
-    assert not list(store.workspace(ID).glob("rank*.json"))
+    assert not list(store.workspace(ID).folder.glob("rank*.json"))

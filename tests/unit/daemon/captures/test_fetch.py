@@ -6,14 +6,15 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rankscope.daemon.captures import fetch
-from rankscope.daemon.captures.fetch import NotThereError, remove_file, take_file
+from rankscope.daemon.captures.fetch import NotThereError, copy_file, remove_file, take_file
 from rankscope.daemon.captures.orders import CaptureError
 
 PID = 7
@@ -35,9 +36,16 @@ class Box:
         (self.host / "shadow").write_text(SECRET)
         (self.proc_root / str(PID) / "root").symlink_to(self.root)
         self.trace = self.root / TRACE[1:]
+        (self.proc_root / str(PID) / "status").write_text(f"Name:\tpython\nUid:\t{os.getuid()}\t0\t0\t0\n")
+        self.when_reserving: Callable[[], object] = lambda: None
+        self.reserved: list[tuple[Path, int]] = []
+
+    def reserve(self, path: Path, size_bytes: int) -> None:
+        self.reserved.append((path, size_bytes))
+        self.when_reserving()
 
     def take(self, **more: int) -> int:
-        return take_file(PID, TRACE, self.target, self.proc_root, **more)
+        return take_file(PID, TRACE, self.target, self.reserve, self.proc_root, **more)
 
     def refuses(self, words: str, **more: int) -> None:
         with pytest.raises(CaptureError, match=words) as refusal:
@@ -72,7 +80,7 @@ def test_a_file_that_is_not_there_yet_is_told_from_every_other_trouble(box: Box)
 
 def test_a_process_that_is_gone_has_no_file_system(box: Box) -> None:
     with pytest.raises(CaptureError, match="the file system of pid 8 cannot be entered"):
-        take_file(8, TRACE, box.target, box.proc_root)
+        take_file(8, TRACE, box.target, box.reserve, box.proc_root)
     assert not remove_file(8, TRACE, box.proc_root)
 
 
@@ -113,7 +121,7 @@ def test_a_way_through_proc_is_refused(box: Box) -> None:
         (box.proc_root / str(PID) / "root").unlink()
         (box.proc_root / str(PID) / "root").symlink_to("/")
         with pytest.raises(CaptureError, match="cannot be reached"):
-            take_file(PID, take_from, box.target, box.proc_root)
+            take_file(PID, take_from, box.target, box.reserve, box.proc_root)
     finally:
         os.close(descriptor)
 
@@ -167,26 +175,13 @@ def test_a_file_with_a_second_name_is_refused(box: Box) -> None:
 def test_a_file_that_keeps_growing_is_given_up(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     box.trace.write_bytes(b"x" * 1000)
     monkeypatch.setattr(fetch, "CHUNK_BYTES", 100)
-    disk_usage = fetch.shutil.disk_usage
-
-    def growing(place: str) -> object:
-        with box.trace.open("ab") as file:
-            file.write(b"x" * 1000)
-        return disk_usage(place)
-
-    monkeypatch.setattr(fetch.shutil, "disk_usage", growing)
+    box.when_reserving = lambda: box.trace.write_bytes(b"x" * 2000)
     box.refuses("had 1000 bytes and changed while it was read")
 
 
-def test_a_file_that_shrinks_is_given_up(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_shrinks_is_given_up(box: Box) -> None:
     box.trace.write_bytes(b"x" * 1000)
-    disk_usage = fetch.shutil.disk_usage
-
-    def shrinking(place: str) -> object:
-        os.truncate(box.trace, 10)
-        return disk_usage(place)
-
-    monkeypatch.setattr(fetch.shutil, "disk_usage", shrinking)
+    box.when_reserving = lambda: os.truncate(box.trace, 10)
     box.refuses("had 1000 bytes and changed while it was read")
 
 
@@ -199,17 +194,40 @@ def test_a_huge_file_of_holes_costs_no_disk(box: Box) -> None:
     box.refuses("is no text")
 
 
-def test_a_file_beyond_the_limit_or_half_the_free_disk_is_refused(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_beyond_the_limit_or_without_room_for_it_and_its_artifact_is_refused(box: Box) -> None:
     box.trace.write_text("{}" * 100)
     box.refuses("200 bytes; 199 at most are taken", limit_bytes=199)
+    assert box.reserved == []
 
-    class Usage:
-        free = 399
+    def full() -> None:
+        raise CaptureError("do not fit into the quota")
 
-    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda place: Usage)
-    box.refuses("half of what is free")
-    Usage.free = 400
-    assert box.take() == 200
+    box.when_reserving = full
+    box.refuses("do not fit into the quota")
+    assert box.reserved == [(box.target, 400)]
+
+
+def test_a_full_disk_is_the_reason_given_and_leaves_nothing(box: Box) -> None:
+    box.trace.write_text("{}" * 100)
+    with box.trace.open("rb", buffering=0) as source, pytest.raises(CaptureError, match="No space left on device"):
+        copy_file(source, FullDisk(box.target), 200, "the trace", box.reserve)
+    assert not box.target.exists()
+
+
+class FullDisk(type(Path())):  # type: ignore[misc]
+    def open(self, *mode: str) -> Any:
+        super().open(*mode).close()
+        return Path("/dev/full").open("wb", buffering=0)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="to give a file to another user needs root")
+def test_a_file_of_another_user_is_refused_unless_everybody_may_read_it(box: Box) -> None:
+    box.trace.write_text("{}")
+    box.trace.chmod(0o640)
+    os.chown(box.trace, 12345, 12345)
+    box.refuses("belongs to uid 12345 and the process runs as uid 0, which may not read it")
+    box.trace.chmod(0o644)  # as on NFS, where root becomes nobody
+    assert box.take() == 2
 
 
 def test_a_copy_never_replaces_a_file_of_ours(box: Box) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.captures.orders import CancelledError, CaptureError, Options, Order, Recording, Stage
+from rankscope.daemon.captures.orders import CancelledError, CaptureError, Options, Order, Recording, Stage, Workspace
 from rankscope.daemon.captures.probe import backend as probe_backend
 from rankscope.daemon.captures.probe import commands
 from rankscope.daemon.captures.probe.backend import ProbeBackend
@@ -86,7 +86,7 @@ class Capture:
 
         def record() -> None:
             try:
-                self.result = ProbeBackend().record(asked, workspace, self.stages.append, self.cancelled)
+                self.result = ProbeBackend().record(asked, Workspace(workspace), self.stages.append, self.cancelled)
             except CaptureError as error:
                 self.result = error
 
@@ -197,7 +197,7 @@ def test_a_forged_descriptor_is_an_error_and_nothing_else(fd: int, writer: Write
 
 
 def test_a_trace_beyond_the_limit_is_refused(writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_backend, "SIZE_LIMIT_BYTES", 4)
+    monkeypatch.setattr(commands, "SIZE_LIMIT_BYTES", 4)
     probe, capture = Probe(writer), Capture(tmp_path, order())
     probe.next_command()
     with sealed(b"12345") as fd:

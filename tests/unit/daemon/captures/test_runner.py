@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rankscope.common.rank_selection import Suspected
-from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage
+from rankscope.daemon.captures import runner as runner_module
+from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Recording, Stage, Workspace
 from rankscope.daemon.captures.records import Delivered, Recorded
 from rankscope.daemon.captures.runner import PROCESSES_KEPT, CaptureRunner, LearnedSteps
 from rankscope.daemon.samples import RankProcess
@@ -31,14 +33,17 @@ class ScriptedBackend:
     gate: threading.Event | None = None  # records only when this is set
     orders: list[Order] = field(default_factory=list)
     keeps_schedules: bool = False
+    blocked: dict[int, threading.Event] = field(default_factory=dict)  # ranks that answer nobody until then
 
     def objection(self, process: RankProcess) -> str | None:
         return "not this one" if process.rank in self.unsuited else None
 
     def record(
-        self, order: Order, workspace: Path, report: Callable[[Stage], None], cancelled: threading.Event
+        self, order: Order, workspace: Workspace, report: Callable[[Stage], None], cancelled: threading.Event
     ) -> Recording:
         self.orders.append(order)
+        if order.rank.rank in self.blocked:
+            self.blocked[order.rank.rank].wait(PATIENCE_SECONDS)
         report(Stage.ARMED)
         report(Stage.RUNNING)
         while self.gate is not None and not self.gate.wait(0.01):
@@ -46,7 +51,7 @@ class ScriptedBackend:
                 raise CancelledError("cancelled")
         if order.rank.rank in self.failing:
             raise self.failing[order.rank.rank]
-        return Recording(workspace / f"rank{order.rank.rank}", True, order.start_unix_millis + order.rank.rank)
+        return Recording(workspace.folder / f"rank{order.rank.rank}", True, order.start_unix_millis + order.rank.rank)
 
 
 @dataclass
@@ -58,11 +63,18 @@ class MemoryArchive:
     saved: list[pb.Capture] = field(default_factory=list)
     cleaned: list[str] = field(default_factory=list)
     known: Sequence[pb.Capture] = ()
+    tenants: dict[str, str] = field(default_factory=dict)
     slow: bool = False  # works until it is cancelled
     delivering: threading.Event = field(default_factory=threading.Event)
 
-    def workspace(self, capture_id: str) -> Path:
-        return self.root
+    def assign(self, capture_id: str, tenant: str) -> None:
+        self.tenants[capture_id] = tenant
+
+    def tenant(self, capture_id: str) -> str:
+        return self.tenants.get(capture_id, "")
+
+    def workspace(self, capture_id: str) -> Workspace:
+        return Workspace(self.root)
 
     def deliver(
         self, capture: pb.Capture, recorded: Recorded, steps: int | None, cancelled: threading.Event
@@ -293,6 +305,49 @@ def test_what_cannot_be_begun_leaves_no_rank_taken(archive: MemoryArchive) -> No
         conducted.start(pb.StartCaptureRequest(steps=1, start_unix_millis=5))
     assert ended(conducted, conducted.start(pb.StartCaptureRequest(steps=1))).state == pb.CAPTURE_STATE_ANALYSED
     assert len(conducted.records.all()) == 1
+
+
+def test_a_rank_that_never_answers_is_left_and_the_capture_ends(
+    archive: MemoryArchive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "STUCK_SECONDS", 0.1)
+    monkeypatch.setattr(runner_module, "AWAIT_SECONDS", 0.05)
+    answers = threading.Event()
+    backend = ScriptedBackend(blocked={1: answers})
+    conducted = runner(backend, archive, ranks=2)
+    capture_id = conducted.start(pb.StartCaptureRequest(steps=1))
+    conducted.cancel(capture_id)
+    capture = ended(conducted, capture_id)
+    assert "does not answer; it is left alone until it does" in capture.ranks[1].error
+    # It is not asked again before, and nothing that it does later changes the record.
+    again = ended(conducted, conducted.start(pb.StartCaptureRequest(steps=1)))
+    assert [rank.state for rank in again.ranks] == [pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED]
+    assert f"is being captured already, by {capture_id}" in again.ranks[1].error
+    answers.set()
+    give_up_at = time.monotonic() + PATIENCE_SECONDS
+    while conducted.is_busy("job"):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+    assert conducted.records.get(capture_id) == capture
+    assert ended(conducted, conducted.start(pb.StartCaptureRequest(steps=1))).ranks[1].error == ""
+
+
+def test_a_process_that_is_slow_to_look_at_keeps_nobody_waiting(archive: MemoryArchive) -> None:
+    backend, asked = ScriptedBackend(), threading.Event()
+    answers = threading.Event()
+
+    def objection(process: RankProcess) -> None:
+        asked.set()
+        answers.wait(PATIENCE_SECONDS)
+
+    backend.objection = objection  # type: ignore[assignment]
+    conducted = runner(backend, archive, ranks=1)
+    starting = threading.Thread(target=lambda: conducted.start(pb.StartCaptureRequest(steps=1)))
+    starting.start()
+    assert asked.wait(PATIENCE_SECONDS)
+    assert not conducted.is_busy("job")  # as the daemon's loop asks
+    answers.set()
+    starting.join()
 
 
 def test_every_change_of_state_is_saved_and_the_workspace_is_left_clean(archive: MemoryArchive) -> None:

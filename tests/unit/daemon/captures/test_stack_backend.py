@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Stage
+from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order, Stage, Workspace
 from rankscope.daemon.captures.stack_backend import StacksBackend
 from rankscope.daemon.procfs import read_stat
 from rankscope.daemon.samples import RankProcess
@@ -52,7 +52,7 @@ def test_a_recording_is_dense_and_names_the_work(rank: RankProcess, tmp_path: Pa
     backend, stages = StacksBackend(), list[Stage]()
     assert backend.objection(rank) is None
     asked = order(rank, seconds=2.0, ahead_seconds=0.3)
-    recording = backend.record(asked, tmp_path, stages.append, threading.Event())
+    recording = backend.record(asked, Workspace(tmp_path), stages.append, threading.Event())
     stacks = parse_recording(recording.path.read_text(), rank.namespace_pids).stacks
     assert stacks.total() > 20
     assert any(frame.function == "train" for stack in stacks for frame in stack)
@@ -64,7 +64,9 @@ def test_a_recording_is_dense_and_names_the_work(rank: RankProcess, tmp_path: Pa
 
 
 def test_steps_are_recorded_for_as_long_as_they_take(rank: RankProcess, tmp_path: Path) -> None:
-    recording = StacksBackend().record(order(rank, seconds=None), tmp_path, lambda stage: None, threading.Event())
+    recording = StacksBackend().record(
+        order(rank, seconds=None), Workspace(tmp_path), lambda stage: None, threading.Event()
+    )
     assert "for 1 s" in recording.notes[0]
 
 
@@ -76,7 +78,7 @@ def test_cancelling_ends_py_spy_at_once(rank: RankProcess, tmp_path: Path) -> No
             threading.Timer(0.2, cancelled.set).start()
 
     with pytest.raises(CancelledError):
-        StacksBackend().record(order(rank, seconds=60.0), tmp_path, cancel_when_it_runs, cancelled)
+        StacksBackend().record(order(rank, seconds=60.0), Workspace(tmp_path), cancel_when_it_runs, cancelled)
 
 
 def test_a_process_that_ends_meanwhile_is_told(rank: RankProcess, tmp_path: Path) -> None:
@@ -85,12 +87,30 @@ def test_a_process_that_ends_meanwhile_is_told(rank: RankProcess, tmp_path: Path
             os.kill(rank.pid, signal.SIGKILL)
 
     with pytest.raises(CaptureError, match=f"rank 2 \\(pid {rank.pid}\\)"):
-        StacksBackend().record(order(rank, ahead_seconds=0.3), tmp_path, kill, threading.Event())
+        StacksBackend().record(order(rank, ahead_seconds=0.3), Workspace(tmp_path), kill, threading.Event())
 
 
 def test_a_missing_py_spy_is_an_objection(rank: RankProcess, tmp_path: Path) -> None:
     objection = StacksBackend(tmp_path / "py-spy").objection(rank)
     assert objection is not None and "pip install py-spy" in objection
+
+
+def test_a_process_that_blocks_who_looks_at_it_is_an_objection_and_holds_nobody_up(tmp_path: Path) -> None:
+    memory = tmp_path / "1" / "mem"
+    memory.parent.mkdir()
+    os.mkfifo(memory)  # blocks whoever opens it, as an exec on a dead file system does
+    backend, rank = StacksBackend(proc_root=tmp_path), RankProcess("job", 0, 0, 1, 1, 1, (1,))
+    for _ in range(3):
+        assert (
+            backend.objection(rank) == "rank 0 (pid 1) does not answer: it is blocked in an exec on a dead file system"
+        )
+    assert len([thread for thread in threading.enumerate() if "_open_memory" in thread.name]) == 1
+    memory.rename(tmp_path / "blocking")
+    memory.touch()
+    (tmp_path / "blocking").open("wb").close()
+    give_up_at = time.monotonic() + 60
+    while backend.objection(rank) is not None:
+        assert time.monotonic() < give_up_at
 
 
 def test_memory_that_may_not_be_read_is_an_objection(tmp_path: Path) -> None:

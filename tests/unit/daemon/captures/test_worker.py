@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,12 @@ from rankscope.daemon.captures.processing.messages import (
     leave,
     result_file,
 )
-from rankscope.daemon.captures.processing.sandbox import run_module
+from rankscope.daemon.captures.processing.sandbox import (
+    LEAST_MEMORY_BYTES,
+    SHARE_OF_MEMORY,
+    MemoryShares,
+    run_module,
+)
 from rankscope.daemon.cgroups import memory_left_bytes
 from tests.shared_data import H200, ROOT
 from tests.unit.analysis.traces.step_files import StepFile
@@ -243,12 +250,42 @@ def test_stacks_are_compressed_and_annotated_beside(tmp_path: Path) -> None:
 def test_whatever_becomes_of_a_confined_process_the_daemon_only_hears_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, reason: str
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     (tmp_path / "what").write_text(what)
     with pytest.raises(CaptureError, match=reason):
         run_module(
             "tests.unit.daemon.captures.misbehaving", tmp_path, seconds=3 if what == "hang" else 60, what="testing"
         )
+
+
+def test_processes_of_several_tenants_get_no_more_memory_than_there_is() -> None:
+    shares, never = MemoryShares(lambda: 2 << 30), threading.Event()
+    with ExitStack() as stack:
+        granted = [stack.enter_context(shares.share(f"pod {number}", 9.0, never)) for number in range(3)]
+        assert all(one is not None and one >= LEAST_MEMORY_BYTES for one in granted)
+        assert sum(one or 0 for one in granted) < 2 << 30
+        # The next one, and a second one of the same tenant, wait until there is enough.
+        for tenant in ("pod 0", "pod 3"):
+            with pytest.raises(CaptureError, match="other captures were worked on"):
+                stack.enter_context(shares.share(tenant, 0.1, never))
+    with shares.share("pod 0", 9.0, never) as alone:
+        assert alone == int(SHARE_OF_MEMORY * (2 << 30))
+
+
+def test_waiting_for_memory_ends_when_the_capture_is_cancelled() -> None:
+    shares, cancelled = MemoryShares(lambda: None), threading.Event()
+    with shares.share("pod 0", 9.0, cancelled) as unlimited, shares.share("pod 1", 9.0, cancelled):
+        assert unlimited is None
+        cancelled.set()
+        with pytest.raises(CancelledError), shares.share("pod 0", 9.0, cancelled):
+            pass
+
+
+def test_a_process_has_the_memory_that_it_was_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    (tmp_path / "what").write_text("little memory")
+    with pytest.raises(CaptureError, match="MemoryError"):
+        run_module("tests.unit.daemon.captures.misbehaving", tmp_path, seconds=60, what="testing", memory_bytes=1 << 20)
 
 
 def test_a_container_with_little_memory_left_gives_its_process_less(tmp_path: Path) -> None:

@@ -25,7 +25,16 @@ from rankscope.daemon.captures.kineto.config import (
 )
 from rankscope.daemon.captures.kineto.endpoint import Endpoint, Offer
 from rankscope.daemon.captures.kineto.sockets import network_namespace
-from rankscope.daemon.captures.orders import SECONDS_LIMIT, CancelledError, CaptureError, Order, Recording, Stage
+from rankscope.daemon.captures.orders import (
+    SECONDS_LIMIT,
+    CancelledError,
+    CaptureError,
+    Order,
+    Recording,
+    Reserve,
+    Stage,
+    Workspace,
+)
 from rankscope.daemon.procfs import is_alive
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
@@ -153,7 +162,8 @@ class Attempt:
         self._written = written_file(self._path, order.rank.namespace_pids[-1])
         self._seconds = seconds_to_record(order)
 
-    def run(self, target: Path) -> Recording:
+    def run(self, workspace: Workspace) -> Recording:
+        target = workspace.folder / f"rank{self._rank.rank}.json"
         target.unlink(missing_ok=True)  # left by an earlier attempt
         asked = start = self._order.start_unix_millis / 1000
         notes: list[str] = []
@@ -164,7 +174,7 @@ class Attempt:
                 self._wait_until(window.start)
                 self._report(Stage.RUNNING)
                 self._wait_until(window.end)
-                was_recorded = self._fetch(window, target)
+                was_recorded = self._fetch(window, target, workspace.reserve)
             except BaseException:
                 # The process continues recording; a cancelled capture leaves nothing in the container.
                 self._leftovers.expect(self._rank.pid, self._rank.start_ticks, self._written)
@@ -260,13 +270,13 @@ class Attempt:
             self._check()
             self._cancelled.wait(min(TICK_SECONDS, left))
 
-    def _fetch(self, window: _Window, target: Path) -> bool:
+    def _fetch(self, window: _Window, target: Path, reserve: Reserve) -> bool:
         """Whether there was a file. A process that recorded is not ready again before its file exists."""
         while True:
             client = self._endpoint.client(self._rank.pid)  # read before looking for the file
             polled = time.time() - (time.monotonic() - client.polled_at) if client is not None else 0.0
             try:
-                take_file(self._rank.pid, self._written, target, self._proc_root)
+                take_file(self._rank.pid, self._written, target, reserve, self._proc_root)
                 break
             except NotThereError:
                 pass
@@ -353,10 +363,10 @@ class KinetoBackend:
         return common_start(earliest_unix_seconds, [look for look in looks if look is not None])
 
     def record(
-        self, order: Order, workspace: Path, report: Callable[[Stage], None], cancelled: threading.Event
+        self, order: Order, workspace: Workspace, report: Callable[[Stage], None], cancelled: threading.Event
     ) -> Recording:
         objection = slowdown_objection(order.rank, order.options, self._proc_root)
         if objection is not None:
             raise CaptureError(objection)
         attempt = Attempt(self._endpoint, self._pasts, self._leftovers, self._proc_root, order, report, cancelled)
-        return attempt.run(workspace / f"rank{order.rank.rank}.json")
+        return attempt.run(workspace)

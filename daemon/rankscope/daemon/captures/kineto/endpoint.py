@@ -26,7 +26,14 @@ from rankscope.daemon import procfs
 from rankscope.daemon.captures.kineto import datagrams
 from rankscope.daemon.captures.kineto.clients import CLIENTS_LIMIT, Address, Client, Clients
 from rankscope.daemon.captures.kineto.datagrams import Datagram, receive
-from rankscope.daemon.captures.kineto.sockets import Binder, Key, belongs_to_client, network_namespace, unbind_file
+from rankscope.daemon.captures.kineto.sockets import (
+    NO_TENANTS,
+    Binder,
+    Key,
+    belongs_to_client,
+    network_namespace,
+    unbind_file,
+)
 
 # A job polls at most once a second. Datagrams above this rate on one socket wait, so that a flood costs the daemon a
 # few hundredths of a core and other namespaces nothing.
@@ -156,9 +163,10 @@ class Endpoint:
         self._wake_reader.close()
         self._wake_writer.close()
 
-    def watch(self, namespaces: Mapping[int, int]) -> None:
-        """The network namespaces to serve, each with a process that lives there. Returns at once."""
-        self._binder.want(namespaces)
+    def watch(self, namespaces: Mapping[int, int], tenants: Mapping[int, str] = NO_TENANTS) -> None:
+        """The network namespaces to serve, each with a process that lives there and the tenant that it is for. Returns
+        at once."""
+        self._binder.want(namespaces, tenants)
 
     def offer(self, pid: int, offer: Offer) -> None:
         with self._lock:

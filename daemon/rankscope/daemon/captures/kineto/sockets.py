@@ -14,14 +14,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
+from rankscope.common.token_bucket import KeyedTokenBuckets
 from rankscope.daemon.captures.kineto import enter_namespace
 from rankscope.daemon.captures.kineto.enter_namespace import bind_at
+from rankscope.daemon.captures.kineto.socket_holder import socket_holder
+from rankscope.daemon.captures.tenants import fair_choice
 
 CHILD_SECONDS: Final = 10.0
 NAME: Final = "dynolog"
@@ -36,6 +40,14 @@ SETTLE_SECONDS: Final = 1.0
 SWEEP_SECONDS: Final = 60.0
 # Per node. A container can create thousands of namespaces, each with a process that looks like a rank.
 NAMESPACES_LIMIT: Final = 256
+NO_TENANTS: Final[Mapping[int, str]] = {}
+TAKEN: Final = (
+    "and trainers there take configurations from it: another profiling daemon (dynolog), or a process that should not; "
+    "stop it and Rankscope serves them; until then the probe takes captures (RANKSCOPE_PROBE=1)"
+)
+# Sockets bound for a tenant, each by a process of its own that enters the namespace.
+BINDS_BURST: Final = 32
+BINDS_PER_SECOND: Final = 0.2
 # A network namespace, or the directory of a file socket.
 Key: TypeAlias = int | str
 
@@ -46,6 +58,10 @@ Key: TypeAlias = int | str
 
 class SocketError(Exception):
     """A socket is not available: where, why and what to do."""
+
+
+class TakenError(SocketError):
+    """Another process has the name."""
 
 
 class SlowError(SocketError):
@@ -62,7 +78,7 @@ def bind_here() -> socket.socket:
     try:
         return enter_namespace.bind_at(enter_namespace.ABSTRACT_NAME)
     except OSError as error:
-        raise _bind_error("the daemon's own network namespace", error.strerror) from error
+        raise _bind_error("the daemon's own network namespace", error.errno or 0, None) from error
 
 
 def bind_in(pid: int, namespace: int, proc_root: Path = Path("/proc")) -> socket.socket:
@@ -78,6 +94,8 @@ def bind_in(pid: int, namespace: int, proc_root: Path = Path("/proc")) -> socket
         if os.fstat(descriptor).st_ino != namespace:
             raise SocketError(f"{where} is another by now")
         return _bind_by_child(descriptor, where)
+    except TakenError as error:
+        raise _bind_error(where, errno.EADDRINUSE, pid, proc_root) from error
     finally:
         os.close(descriptor)
 
@@ -113,18 +131,22 @@ def _receive(channel: socket.socket, where: str) -> socket.socket:
         return endpoint
     stage, _, number = message.decode().partition(":")
     reason = os.strerror(int(number)) if number else "the helper process died"
+    if stage == "bind" and int(number) == errno.EADDRINUSE:
+        raise TakenError(where)
     if stage == "bind":
-        raise _bind_error(where, reason)
+        raise _bind_error(where, int(number))
     raise SocketError(
         f"{where} cannot be entered: {reason}; give the daemon CAP_SYS_ADMIN, or use file sockets "
         "(KINETO_IPC_SOCKET_DIR, see docs/captures.md)"
     )
 
 
-def _bind_error(where: str, reason: str | None) -> SocketError:
-    return SocketError(
-        f"libkineto's socket cannot be bound in {where}: {reason}; is another profiling daemon (dynolog) running there?"
-    )
+def _bind_error(where: str, number: int, pid: int | None = None, proc_root: Path = Path("/proc")) -> SocketError:
+    text = f"libkineto's socket cannot be bound in {where}: {os.strerror(number)}"
+    if number != errno.EADDRINUSE:
+        return SocketError(text)
+    holder = socket_holder(pid, proc_root) or "a process that has just left it"
+    return SocketError(f"{text}; it belongs to {holder}, {TAKEN}")
 
 
 # libkineto's daemon socket as a file, for daemons that may not enter namespaces: trainers with KINETO_IPC_SOCKET_DIR
@@ -148,8 +170,19 @@ def bind_file(directory: str) -> socket.socket:
         reason = error.strerror or str(error)
         raise SocketError(f"{path} cannot be bound: {reason}; make the directory writable, its path short") from error
     with contextlib.suppress(OSError):
-        path.chmod(0o666)
+        _open_to_all(path)
     return endpoint
+
+
+def _open_to_all(path: Path) -> None:
+    """Only the socket that was just made: whoever may write to the directory can put a link in its place."""
+    descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1:
+            Path(f"/proc/self/fd/{descriptor}").chmod(0o666)
+    finally:
+        os.close(descriptor)
 
 
 def unbind_file(directory: str, endpoint: socket.socket) -> None:
@@ -228,9 +261,11 @@ class Binder:
         self._proc_root = proc_root
         self._monotonic = monotonic
         self._wanted: Mapping[int, int] = {}
+        self._tenants: Mapping[int, str] = {}
         self._bound: set[Key] = set()
         self._failures: dict[Key, _Failure] = {}
         self._swept_at = float("-inf")
+        self._binds = KeyedTokenBuckets(BINDS_BURST, BINDS_PER_SECOND, monotonic=monotonic)
         self._woken = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="rankscope-binder", daemon=True)
@@ -244,9 +279,10 @@ class Binder:
         if self._thread.ident is not None:
             self._thread.join(2.0)
 
-    def want(self, namespaces: Mapping[int, int]) -> None:
-        """The network namespaces to serve, each with a process that lives there. Returns at once."""
-        self._wanted = dict(namespaces)
+    def want(self, namespaces: Mapping[int, int], tenants: Mapping[int, str] = NO_TENANTS) -> None:
+        """The network namespaces to serve, each with a process that lives there and the tenant that it is for. Returns
+        at once."""
+        self._tenants, self._wanted = dict(tenants), dict(namespaces)
         self._woken.set()
 
     def failure(self, namespace: int) -> str | None:
@@ -269,22 +305,42 @@ class Binder:
         if self._socket_directory is not None:
             self._ensure(self._socket_directory, None)
             self._sweep(self._socket_directory)
-        wanted = self._wanted
+        wanted = self._choose(self._wanted, self._tenants)
         for key in [key for key in self._bound if isinstance(key, int) and key not in wanted]:
             self._bound.remove(key)
             self._keeper.unwanted(key)
-        for gone in [key for key in self._failures if isinstance(key, int) and key not in wanted]:
+        for gone in [key for key in self._failures if isinstance(key, int) and key not in self._wanted]:
             del self._failures[gone]
         for namespace, pid in wanted.items():
             if self._stopping:
                 return
             self._ensure(namespace, pid)
 
+    def _choose(self, wanted: Mapping[int, int], tenants: Mapping[int, str]) -> Mapping[int, int]:
+        owners = {namespace: tenants.get(namespace, "") for namespace in wanted}
+        chosen = fair_choice(owners, NAMESPACES_LIMIT, self._bound)
+        counts = Counter(owners.values())
+        for namespace in wanted.keys() - chosen:
+            owner = owners[namespace]
+            text = (
+                f"{owner or 'one tenant'} has ranks in {counts[owner]} network namespaces; {NAMESPACES_LIMIT} are "
+                "served on a node, shared between its tenants; run them in fewer, or with the probe"
+            )
+            if namespace not in self._failures:
+                log.warning("captures: %s", text)
+            self._failures[namespace] = _Failure(text, None, self._monotonic(), 0.0)
+        return {namespace: pid for namespace, pid in wanted.items() if namespace in chosen}
+
     def _ensure(self, key: Key, pid: int | None) -> None:
         if key in self._bound:
             return
         failed, now = self._failures.get(key), self._monotonic()
         if failed is not None and failed.pid == pid and now - failed.failed_at < failed.retry_seconds:
+            return
+        tenant = self._tenants.get(key, "") if isinstance(key, int) else ""
+        if pid is not None and not self._binds.take(tenant):
+            slow = f"{tenant or 'a tenant'} opens network namespaces too fast; this one is served later"
+            self._failures[key] = _Failure(failed.text if failed else slow, pid, now, RETRY_SLOW_SECONDS)
             return
         try:
             endpoint = self._bind(key, pid)
@@ -301,8 +357,6 @@ class Binder:
     def _bind(self, key: Key, pid: int | None) -> socket.socket:
         if isinstance(key, str) or pid is None:
             return bind_file(str(key))
-        if len(self._bound) >= NAMESPACES_LIMIT:
-            raise SocketError(f"ranks in more than {NAMESPACES_LIMIT} network namespaces; the first ones are served")
         if key == network_namespace(proc_root=self._proc_root):
             return bind_here()
         return bind_in(pid, key, self._proc_root)

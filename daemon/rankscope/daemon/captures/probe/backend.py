@@ -15,8 +15,15 @@ from typing import Final
 import numpy as np
 
 from rankscope.daemon.captures.cupti import slowdown_objection, uses_cuda
-from rankscope.daemon.captures.fetch import SIZE_LIMIT_BYTES
-from rankscope.daemon.captures.orders import SECONDS_LIMIT, CancelledError, CaptureError, Order, Recording, Stage
+from rankscope.daemon.captures.orders import (
+    SECONDS_LIMIT,
+    CancelledError,
+    CaptureError,
+    Order,
+    Recording,
+    Stage,
+    Workspace,
+)
 from rankscope.daemon.captures.probe import commands
 from rankscope.daemon.captures.probe.commands import Answer, Command, take_apart
 from rankscope.daemon.procfs import is_alive
@@ -73,7 +80,7 @@ class ProbeBackend:
         return None
 
     def record(
-        self, order: Order, workspace: Path, report: Callable[[Stage], None], cancelled: threading.Event
+        self, order: Order, workspace: Workspace, report: Callable[[Stage], None], cancelled: threading.Event
     ) -> Recording:
         objection = self.objection(order.rank) or slowdown_objection(order.rank, order.options, self._proc_root)
         if objection is not None:
@@ -145,7 +152,7 @@ class _Attempt:
         proc_root: Path,
         order: Order,
         ring: int,
-        workspace: Path,
+        workspace: Workspace,
         report: Callable[[Stage], None],
         cancelled: threading.Event,
     ) -> None:
@@ -190,9 +197,13 @@ class _Attempt:
         commands.write_command(self._ring, self._command)
         try:
             answer = self._follow()
-            target = self._workspace / f"rank{self._order.rank.rank}.json"
-            commands.take_trace(self._order.rank, answer, target, SIZE_LIMIT_BYTES, self._proc_root)
+            target = self._workspace.folder / f"rank{self._order.rank.rank}.json"
+            commands.take_trace(self._order.rank, answer, target, self._workspace.reserve, self._proc_root)
             windows = take_apart(target, self._command.windows, self._who) if self._command.windows > 1 else (target,)
+        except BaseException:
+            for path in self._workspace.folder.glob(f"rank{self._order.rank.rank}.*"):
+                path.unlink()
+            raise
         finally:
             # Fetched, failed, cancelled or late: the process is done with it.
             commands.drop(self._ring, self._command)

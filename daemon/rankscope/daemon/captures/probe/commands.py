@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.common.text import printable
-from rankscope.daemon.captures.orders import CaptureError, Options
+from rankscope.daemon.captures.fetch import SIZE_LIMIT_BYTES, copy_file
+from rankscope.daemon.captures.orders import CaptureError, Options, Reserve
 from rankscope.daemon.samples import RankProcess
 from rankscope.daemon.steps import ring_reader
 from rankscope.daemon.steps.ring_reader import Header, RingError
@@ -137,7 +138,7 @@ def plausible(answer: Answer) -> bool:
     )
 
 
-def take_trace(rank: RankProcess, answer: Answer, target: Path, limit_bytes: int, proc_root: Path) -> None:
+def take_trace(rank: RankProcess, answer: Answer, target: Path, reserve: Reserve, proc_root: Path) -> None:
     """Copy the trace that the probe holds in memory; it is sealed and cannot change."""
     who = f"rank {rank.rank} (pid {rank.pid})"
     if not 0 <= answer.fd < 1 << 30:
@@ -150,17 +151,15 @@ def take_trace(rank: RankProcess, answer: Answer, target: Path, limit_bytes: int
         source = ring_reader.open_memfd(link)
     except (OSError, RingError) as error:
         raise CaptureError(f"{who}: the trace cannot be fetched: {error}") from error
-    try:
+    with os.fdopen(source, "rb", buffering=0) as trace:
         if ring_reader.seals_of(source) & needed != needed:
             raise CaptureError(f"{who}: {link} is not sealed; it was not written by the probe; not touched")
-        left = os.fstat(source).st_size
-        if left > limit_bytes:
-            raise CaptureError(f"{who}: the trace has {left} bytes, {limit_bytes} are allowed; capture fewer steps")
-        with target.open("xb") as copy:
-            while left > 0 and (sent := os.sendfile(copy.fileno(), source, None, left)) > 0:
-                left -= sent
-    finally:
-        os.close(source)
+        status = os.fstat(source)
+        if status.st_size > SIZE_LIMIT_BYTES:
+            raise CaptureError(
+                f"{who}: the trace has {status.st_size} bytes, {SIZE_LIMIT_BYTES} are allowed; capture fewer steps"
+            )
+        copy_file(trace, target, status.st_size, f"{who}: the trace of the probe", reserve)
 
 
 # Splits several windows that the probe packed into one trace. The sizes in it are hostile input too.

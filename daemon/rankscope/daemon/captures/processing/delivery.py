@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import msgspec
 
-from rankscope.daemon.captures.orders import CancelledError, CaptureError, Recording
+from rankscope.daemon.captures.orders import CancelledError, CaptureError, Recording, Workspace
 from rankscope.daemon.captures.probe.commands import window_file
 from rankscope.daemon.captures.processing import messages as records
-from rankscope.daemon.captures.processing.sandbox import run_module
+from rankscope.daemon.captures.processing.sandbox import MemoryShares, run_module
 from rankscope.daemon.captures.processing.upload import (
     Order,
     Upload,
@@ -49,8 +49,15 @@ class LocalArchive:
         self._boot_id = _boot_id(proc_root)
         self._lock = threading.Lock()
         self._joins: dict[str, pb.JoinSummary] = {}
+        self._memory = MemoryShares()
 
-    def workspace(self, capture_id: str) -> Path:
+    def assign(self, capture_id: str, tenant: str) -> None:
+        self._store.assign(capture_id, tenant)
+
+    def tenant(self, capture_id: str) -> str:
+        return self._store.tenant(capture_id)
+
+    def workspace(self, capture_id: str) -> Workspace:
         return self._store.workspace(capture_id)
 
     def deliver(
@@ -58,9 +65,10 @@ class LocalArchive:
     ) -> Iterator[tuple[int, Delivered | CaptureError]]:
         self._forget(capture.id)
         try:
-            folder = self._store.workspace(capture.id)
+            folder = self._store.workspace(capture.id).folder
             jobs = {rank: self._job(capture, folder, *pair) for rank, pair in recorded.items()}
-            crash = self._process(folder, records.Job(steps, list(jobs.values())), cancelled)
+            job = records.Job(steps, list(jobs.values()))
+            crash = self._process(folder, job, self._store.tenant(capture.id), cancelled)
         except (CaptureError, OSError) as error:
             for rank in recorded:
                 yield rank, CaptureError(f"rank {rank}: its recording cannot be worked on: {error}")
@@ -70,6 +78,7 @@ class LocalArchive:
             for _, recording in recorded.values():
                 for path in (recording.path, *recording.more_windows):
                     path.unlink(missing_ok=True)
+            self._store.release(capture.id)
         self._remember_join(capture.id, folder)
         kept: dict[int, Delivered] = {}
         for rank, (process, _) in recorded.items():
@@ -130,20 +139,22 @@ class LocalArchive:
             "clock": {"name": "CLOCK_REALTIME", "boot_id": self._boot_id, "unix_seconds": time.time()},
         }
 
-    def _process(self, folder: Path, job: records.Job, cancelled: threading.Event) -> CaptureError | None:
+    def _process(self, folder: Path, job: records.Job, tenant: str, cancelled: threading.Event) -> CaptureError | None:
         """What ended it early, if anything: answers written until then count."""
         for one in job.ranks:
             records.result_file(folder, one.rank).unlink(missing_ok=True)
         records.join_file(folder).unlink(missing_ok=True)
         records.leave(records.job_file(folder), job)
         try:
-            run_module(
-                "rankscope.daemon.captures.processing.worker",
-                folder,
-                seconds=PROCESSING_SECONDS_LIMIT,
-                what="working on the traces",
-                cancelled=cancelled,
-            )
+            with self._memory.share(tenant, PROCESSING_SECONDS_LIMIT, cancelled) as memory_bytes:
+                run_module(
+                    "rankscope.daemon.captures.processing.worker",
+                    folder,
+                    seconds=PROCESSING_SECONDS_LIMIT,
+                    what="working on the traces",
+                    cancelled=cancelled,
+                    memory_bytes=memory_bytes,
+                )
         except CaptureError as error:
             return error
         return None

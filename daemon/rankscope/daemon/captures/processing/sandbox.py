@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Final
 
@@ -23,17 +24,69 @@ NICENESS: Final = 10
 # Of the memory that the container has left; the daemon grows, too.
 SHARE_OF_MEMORY: Final = 0.6
 MESSAGE_LIMIT: Final = 300
+# Less than this is not worth beginning with while others will give theirs back.
+LEAST_MEMORY_BYTES: Final = 192 << 20
 TICK_SECONDS: Final = 0.05
+_MEMORY_VARIABLE: Final = "RANKSCOPE_WORKER_MEMORY_BYTES"
+
+
+class MemoryShares:
+    """What the container has left, for processes that run at the same time: together they must not take more, or the
+    kernel kills the container. One process for each tenant, so that one tenant's traces do not keep others waiting.
+    Thread-safe."""
+
+    def __init__(self, left_bytes: Callable[[], int | None] = memory_left_bytes) -> None:
+        self._left_bytes = left_bytes
+        self._changed = threading.Condition()
+        self._held: dict[str, int] = {}  # by tenant
+
+    @contextlib.contextmanager
+    def share(self, tenant: str, seconds: float, cancelled: threading.Event) -> Iterator[int | None]:
+        """None without a limit. Waits for its turn."""
+        give_up_at = time.monotonic() + seconds
+        with self._changed:
+            while not self._is_next(tenant):
+                self._changed.wait(TICK_SECONDS)
+                if cancelled.is_set():
+                    raise CancelledError("cancelled")
+                if time.monotonic() > give_up_at:
+                    raise CaptureError(f"other captures were worked on for {seconds:g} s; ask again later")
+            granted = self._free_bytes()
+            self._held[tenant] = granted or 0
+        try:
+            yield granted
+        finally:
+            with self._changed:
+                del self._held[tenant]
+                self._changed.notify_all()
+
+    def _is_next(self, tenant: str) -> bool:
+        free_bytes = self._free_bytes()
+        is_enough = not self._held or free_bytes is None or free_bytes >= LEAST_MEMORY_BYTES
+        return tenant not in self._held and is_enough
+
+    def _free_bytes(self) -> int | None:
+        left_bytes = self._left_bytes()
+        # What others have taken of theirs by now counts twice: too little is safe.
+        return None if left_bytes is None else int(SHARE_OF_MEMORY * max(0, left_bytes - sum(self._held.values())))
 
 
 def run_module(
-    module: str, folder: Path, *, seconds: float, what: str, cancelled: threading.Event | None = None
+    module: str,
+    folder: Path,
+    *,
+    seconds: float,
+    what: str,
+    cancelled: threading.Event | None = None,
+    memory_bytes: int | None = None,
 ) -> None:
     """Run the module in a directory that holds its orders and receives its results. Raises CaptureError if it fails,
     is killed or takes too long, CancelledError if it is cancelled; results written until then remain."""
     cancelled = cancelled or threading.Event()
     # Numeric threads would each reserve address space, which is limited, and take CPU from others.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    if memory_bytes is not None:
+        environment[_MEMORY_VARIABLE] = str(memory_bytes)
     with tempfile.TemporaryFile(dir=folder) as messages:
         try:
             child = subprocess.Popen(
@@ -77,9 +130,11 @@ def _last_line(messages: IO[bytes]) -> str:
 def confine(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
     """Called by such a process before it reads anything. It gets less memory where its container has less."""
     os.nice(NICENESS)
-    left = memory_left_bytes()
-    if left is not None:
-        memory_bytes = min(memory_bytes, _address_space_bytes() + int(SHARE_OF_MEMORY * left))
+    granted = os.environ.get(_MEMORY_VARIABLE)
+    left_bytes = memory_left_bytes() if granted is None else None
+    if granted is not None or left_bytes is not None:
+        share_bytes = int(granted or SHARE_OF_MEMORY * (left_bytes or 0))
+        memory_bytes = min(memory_bytes, _address_space_bytes() + share_bytes)
     for limit, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CPU, cpu_seconds),

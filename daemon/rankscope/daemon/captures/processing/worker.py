@@ -65,6 +65,7 @@ _COUNT_LIMIT = (1 << 32) - 1
 MEMORY_LIMIT_BYTES: Final = 6 << 30
 CPU_LIMIT_SECONDS: Final = 600
 FILE_LIMIT_BYTES: Final = 4 << 30
+NOTES_BYTES: Final = 1 << 20
 COMPRESSION: Final = 5
 NOTES_LIMIT: Final = 8
 # Relative to the shortest recording: a smaller overlap does not describe what each recorded.
@@ -307,10 +308,14 @@ def _keep_stacks(one: RankJob) -> RankResult:
 
 
 def _compress(one: RankJob, pieces: Iterable[bytes]) -> None:
+    """Room is reserved for an artifact as large as its recording."""
+    limit_bytes = Path(one.recording).stat().st_size + NOTES_BYTES
     try:
         with Path(one.artifact).open("wb") as file, gzip.GzipFile("", "wb", COMPRESSION, file, mtime=0) as artifact:
             for piece in pieces:
                 artifact.write(piece)
+                if file.tell() > limit_bytes:
+                    raise OSError(f"it is larger than the recording, by more than {NOTES_BYTES} bytes")
     except OSError as error:
         Path(one.artifact).unlink(missing_ok=True)
         raise RefusedError(f"the artifact cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,71 @@
+"""Which process holds libkineto's daemon socket in a network namespace. Any process there may bind the name first, and
+trainers then take configurations from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from rankscope.common.text import printable
+from rankscope.daemon import procfs
+
+TABLE_LIMIT_BYTES: Final = 4 << 20
+PROCESSES_LIMIT: Final = 16_384
+DESCRIPTORS_LIMIT: Final = 1024  # of one process
+LINKS_LIMIT: Final = 16_384  # of all
+# As the kernel shows libkineto's abstract name in /proc/<pid>/net/unix: NULs become @.
+SHOWN_NAME: Final = b"@dynolog@"
+
+
+@dataclass(frozen=True)
+class Holder:
+    pid: int | None  # None if it is not found among the processes that can be read
+    uid: int | None = None
+    command: str = ""
+
+    def __str__(self) -> str:
+        return "a process that is not found" if self.pid is None else f"pid {self.pid} ({self.command}, uid {self.uid})"
+
+
+def socket_holder(pid: int | None, proc_root: Path = Path("/proc")) -> Holder | None:
+    """None if nobody holds the name in the network namespace of a process, by default the daemon's own."""
+    process = proc_root / ("self" if pid is None else str(pid))
+    try:
+        table = procfs.read_bounded(f"{process}/net/unix", TABLE_LIMIT_BYTES)
+    except OSError:
+        return None
+    rows = (line.split(None, 7) for line in table.splitlines())
+    inode = next((row[6].decode() for row in rows if len(row) == 8 and row[7] == SHOWN_NAME), None)
+    if inode is None:
+        return None
+    links = islice(_descriptors(process, proc_root), LINKS_LIMIT)
+    holder = next((holder for holder, link in links if link == f"socket:[{inode}]"), None)
+    if holder is None:
+        return Holder(None)
+    with suppress(OSError):
+        command = printable(procfs.read_bounded(f"{proc_root}/{holder}/comm").decode(errors="replace").strip(), 32)
+        return Holder(holder, procfs.real_uid(f"{proc_root}/{holder}"), command)
+    return Holder(holder)
+
+
+def _descriptors(neighbour: Path, proc_root: Path) -> Iterator[tuple[int, str]]:
+    """Of the processes in the namespace first: a process outside is a daemon that has entered it."""
+    namespace = _network(neighbour)
+    pids = [int(entry.name) for entry in islice(os.scandir(proc_root), PROCESSES_LIMIT) if entry.name.isdigit()]
+    for pid in sorted(pids, key=lambda pid: _network(proc_root / str(pid)) != namespace):
+        with suppress(OSError):  # it has ended, or may not be read
+            for link in islice(os.scandir(f"{proc_root}/{pid}/fd"), DESCRIPTORS_LIMIT):
+                with suppress(OSError):
+                    yield pid, str(Path(link.path).readlink())
+
+
+def _network(process: Path) -> int | None:
+    try:
+        return (process / "ns" / "net").stat().st_ino
+    except OSError:
+        return None
