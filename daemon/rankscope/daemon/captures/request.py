@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, Suspected
 from rankscope.common.rank_selection import choose_ranks as chosen
@@ -21,6 +21,7 @@ from rankscope.daemon.captures.orders import (
     CaptureError,
     Options,
 )
+from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
 START_AHEAD_LIMIT_SECONDS = 600.0
@@ -126,6 +127,15 @@ def choose_job(wanted: str, jobs: Collection[str], names_others: bool = True) ->
         known = f": {', '.join(sorted(jobs))}" if names_others else ""
         raise CaptureError(f"several jobs run on this node; name one with --job{known}")
     return next(iter(jobs))
+
+
+def choose_processes(ranks: Iterable[RankProcess], job: str, pods: Mapping[int, str]) -> dict[int, RankProcess]:
+    """The job's ranks on this node. `pods` (rank to the uid of its pod), if not empty, excludes all other processes: the
+    job of another tenant may have the same name, and a rank may have moved since the caller looked."""
+    here = {rank.rank: rank for rank in ranks if rank.job == job and (not pods or pods.get(rank.rank, "") == rank.pod)}
+    if not here:
+        raise CaptureError("no rank of the job runs in the named pods any more; look for them and ask again")
+    return here
 
 
 def choose_ranks(text: str, job: str, here: Collection[int], world_size: int, suspects_of: SuspectsOf) -> list[int]:

@@ -25,6 +25,7 @@ from rankscope.daemon.captures.records import (
 from rankscope.daemon.captures.request import (
     SuspectsOf,
     choose_job,
+    choose_processes,
     choose_ranks,
     id_of,
     kept_text,
@@ -159,7 +160,7 @@ class CaptureRunner:
         ranks = self._ranks()
         is_elsewhere = requested_by.startswith(("ipv4:", "ipv6:"))
         job = choose_job(request.job, {rank.job for rank in ranks}, names_others=not is_elsewhere)
-        here = {rank.rank: rank for rank in ranks if rank.job == job}
+        here = choose_processes(ranks, job, request.pods)
         world_size = max(rank.world_size for rank in here.values())
         numbers = choose_ranks(request.ranks, job, here.keys(), world_size, self.suspects_of)
         steps, seconds = length_of(request)

@@ -63,14 +63,14 @@ class Traces:
     def download(
         self, thing: CaptureObject, request: pb.DownloadArtifactRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.DownloadArtifactResponse]:
-        rank = next((one for one in thing.status.ranks if one.rank == request.rank), None)
-        if rank is None or not isinstance(rank.node, str) or not isinstance(thing.status.capture_id, str):
+        rank = next((one for one in thing.captured_ranks if one.rank == request.rank), None)
+        if rank is None or not isinstance(rank.node, str):
             raise RefusedError(Code.NOT_FOUND, f"rank {request.rank} is not part of this capture")
         address = self._addresses().get(rank.node)
         if address is None:
             raise RefusedError(Code.UNAVAILABLE, f"there is no daemon on {rank.node} now; its traces wait there")
         asked = pb.DownloadArtifactRequest(
-            id=thing.status.capture_id, rank=request.rank, offset=request.offset, window=request.window
+            id=thing.capture_id, rank=request.rank, offset=request.offset, window=request.window
         )
         try:
             with self._calls.channel(address) as channel:
@@ -90,14 +90,12 @@ class Traces:
     def _each(
         self, thing: CaptureObject, ask: Callable[[str, str], pb.Capture | None]
     ) -> list[tuple[str, pb.Capture | None]]:
-        capture_id, addresses = thing.status.capture_id, self._addresses()
-        nodes = sorted({rank.node for rank in thing.status.ranks if isinstance(rank.node, str)} & addresses.keys())
-        if not isinstance(capture_id, str):
-            return []
+        addresses = self._addresses()
+        nodes = [node for node in thing.nodes if node in addresses]
 
         def safely(node: str) -> pb.Capture | None:
             try:
-                return ask(addresses[node], capture_id)
+                return ask(addresses[node], thing.capture_id)
             except (DaemonAwayError, DaemonRefusedError, OSError) as error:
                 log.debug("%s/%s: %s: %s", thing.namespace, thing.name, node, error)
                 return None

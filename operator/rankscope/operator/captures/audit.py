@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from rankscope.common.audit import LOGGER, AuditRecord, Via, audit_line
 from rankscope.operator.captures.automatic import BY_ALERT, BY_POLICY, POLICY, TRIGGER
@@ -60,12 +60,20 @@ class CaptureAudit:
             while len(self._vouched) > REMEMBERED:
                 self._vouched.popitem(last=False)
 
-    def begun(self, thing: CaptureObject, status: CaptureStatus) -> None:
-        """Called before the object is written, as `ended` is: after a crash in between the record is written twice, but
-        never missing."""
-        self._once(thing, self._record(thing, status))
+    def asked(self, thing: CaptureObject) -> None:
+        """Of an object that the API server has: reviews at the webhook prove nothing, because anybody may send them.
+        Called before the first write of the status, which tells the next operator that the record exists. Requests of
+        users and our own decisions are recorded where they are made."""
+        if via_of(thing) == "kubectl" and thing.status.phase is UNSET:
+            self._once(thing, replace(self._record(thing, thing.status), event="asked"))
+
+    def begun(self, thing: CaptureObject) -> None:
+        """Called before a daemon is asked to record."""
+        self._once(thing, self._record(thing, thing.status))
 
     def ended(self, thing: CaptureObject, status: CaptureStatus, result: str = "") -> None:
+        """Called before the object is written: after a crash in between the record is written twice, but never
+        missing."""
         record = self._record(thing, status)
         message = status.message if isinstance(status.message, str) else ""
         delivered = status.delivered if isinstance(status.delivered, str) else ""
@@ -103,7 +111,7 @@ class CaptureAudit:
             verified=verified and bool(user),
             namespace=thing.namespace,
             capture=thing.name,
-            id=status.capture_id if isinstance(status.capture_id, str) else "",
+            id=thing.capture_id,
         )
         if thing.spec is not None:
             record = asked_for(record, thing.spec)
