@@ -4,13 +4,18 @@ somebody asks for with one. The operator is a process of its own, with the chart
 from __future__ import annotations
 
 import base64
+import contextlib
+import http.client
 import json
+import ssl
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import pytest
@@ -50,6 +55,7 @@ class Place:
     secret: ScriptedRun  # of the other namespace
     capture: subprocess.Popen[str]  # ada's, by the command line, begun before the tests
     traces: Path
+    webhook_url: str
 
     def calls(self, token: str | None) -> CaptureServiceStub:
         credentials = grpc.ssl_channel_credentials(self.authority.read_bytes())
@@ -199,6 +205,7 @@ def place(server: ApiServer, operator_user: User, tmp_path_factory: pytest.TempP
                     secret,
                     capture,
                     folder / "traces",
+                    url,
                 )
             finally:
                 capture.kill()
@@ -349,6 +356,65 @@ def test_who_asks_by_kubectl_is_recorded_and_cannot_say_they_are_another(place: 
     assert {(record["via"], record["user"], record["verified"]) for record in of_it} == {("kubectl", name, True)}
     assert of_it[-1]["result"] == "Failed" and of_it[-1]["message"]
     assert of_it[0]["reason"] == evil
+
+
+def test_reviews_that_are_not_the_api_servers_leave_no_record_and_are_limited(place: Place) -> None:
+    """Any pod reaches the webhook's port, and can send what the API server sends."""
+    before = place.records()
+    tls = ssl.create_default_context()
+    tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    address = urlsplit(place.webhook_url)
+    answers = Counter()
+    caller = http.client.HTTPSConnection(str(address.hostname), address.port, timeout=CALL_SECONDS, context=tls)
+    for number in range(200):
+        for path, spec in (("/stamp", {"run": "x"}), ("/validate", {"run": "x", "steps": 1})):
+            request = {
+                "uid": str(number),
+                "operation": "CREATE",
+                "resource": {"group": "rankscope.dev", "version": "v1alpha1", "resource": "captures"},
+                "namespace": TEAM,
+                "userInfo": {"username": "admin", "groups": ["system:masters"]},
+                "object": {"metadata": {"name": f"forged-{number}", "uid": f"u-{number}"}, "spec": spec},
+            }
+            body = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
+            caller.request("POST", path, json.dumps(body).encode())
+            answer = caller.getresponse()
+            answer.read()
+            answers[answer.status] += 1
+    assert answers[200] > 0
+    # Large ones count for more: a flood is refused before its bodies are read.
+    for _ in range(100):
+        caller = http.client.HTTPSConnection(str(address.hostname), address.port, timeout=CALL_SECONDS, context=tls)
+        caller.putrequest("POST", "/validate")
+        caller.putheader("Content-Length", str(3 << 20))
+        caller.endheaders(b"{")
+        caller.sock.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):
+            answers[caller.getresponse().status] += 1
+        caller.close()
+        if answers[429]:
+            break
+    assert answers[429] == 1
+    # A true one afterwards: the records are in order, so nothing of the forged ones is still to come.
+    ada = User(place.server, "ada", token_of(place.server, TEAM, "ada"))
+    body = {"apiVersion": "rankscope.dev/v1alpha1", "kind": "Capture", "metadata": {"name": "true-one"}}
+    spec = {"run": place.run.object_name, "ranks": "7", "steps": 3}
+
+    def is_made() -> bool:
+        try:
+            ada.create(f"{BASE}/{TEAM}/captures", {**body, "spec": spec})
+        except ApiError as error:
+            assert "429" in error.body  # the API server has the same address here
+            return False
+        return True
+
+    place.server.wait_for(is_made)
+    fresh = lambda: place.records()[len(before) :]  # noqa: E731
+    place.server.wait_for(lambda: any(record["event"] == "ended" for record in fresh()))
+    assert {(record["user"], record["capture"]) for record in fresh()} == {
+        (f"system:serviceaccount:{TEAM}:ada", "true-one")
+    }
+    assert 'result="limited",webhook="validate"' in place.operator.get("/metrics")
 
 
 def test_cancelling_ends_a_capture_and_keeps_its_object(place: Place) -> None:
