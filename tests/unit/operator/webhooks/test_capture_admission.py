@@ -83,29 +83,25 @@ def test_what_was_not_stamped_is_refused_if_it_claims_an_origin() -> None:
     assert not response["allowed"] and f"{VIA} is set by Rankscope" in response["status"]["message"]
 
 
-def test_who_asks_by_kubectl_is_recorded_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_review_that_passes_leaves_no_record(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "rankscope.audit")
-    made = admission()
-    stamped(made, "ada", None)
-    made.answer("/validate", review("ada", {BY: "ada"}, dryRun=True))
-    made.answer("/validate", review("ada", {BY: "ada"}, {BY: "ada"}))
-    stamped(made, OPERATOR, {BY: "bob", VIA: "api"})
-    (record,) = [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
-    del record["time"]
-    assert record == {
-        "event": "asked",
-        "via": "kubectl",
-        "user": "ada",
-        "groups": ["team"],
-        "verified": True,
-        "namespace": "lab",
-        "run": "llama",
-        "capture": "c",
-        "id": "k-u-9",
-        "ranks": "straggler+peer",
-        "steps": 3,
-        "reason": "why not",
-    }
+    stamped(admission(), "ada", None)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("resource", ["captures", "trainingruns", "profilingpolicies"])
+def test_only_the_operator_writes_a_status(resource: str) -> None:
+    place = {"resource": {"group": "rankscope.dev", "version": "v1alpha1", "resource": resource}}
+
+    def is_allowed(made: Admission, user: str, subresource: str = "status") -> bool:
+        body = review(user, {}, {}, subResource=subresource, **place)
+        return bool(json.loads(made.answer("/status", body)[1])["response"]["allowed"])
+
+    assert is_allowed(admission(), OPERATOR)
+    assert not is_allowed(admission(), "mallory")
+    assert is_allowed(admission(), "mallory", "scale")
+    # An operator that does not know its own name must not refuse itself.
+    assert is_allowed(admission(None), OPERATOR)
 
 
 def test_a_refused_capture_is_recorded_with_the_mistake(caplog: pytest.LogCaptureFixture) -> None:
