@@ -96,6 +96,7 @@ COMBINATIONS: dict[str, Values] = {
             "nodeSelector": {"pool": "gpu"},
         },
         "alerts": {"enabled": True},
+        "webhooks": {"clientAuthority": "api-server-client-ca"},
         "networkPolicy": {"enabled": True, "metricsFrom": _PEERS, "alertsFrom": _PEERS},
     },
 }

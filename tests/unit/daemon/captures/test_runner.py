@@ -168,6 +168,22 @@ def test_a_rank_elsewhere_and_a_rank_no_back_end_suits_fail_with_the_reason(arch
     assert "rank 2 does not run on node-1" in capture.ranks[2].error
 
 
+def test_only_processes_of_the_named_pods_are_captured(archive: MemoryArchive) -> None:
+    """Two tenants have jobs of one name on the node, and a rank may have moved to another pod since it was chosen."""
+    pods = ("mine", "theirs", None)
+    here = [replace(rank(number), pod=pod) for number, pod in enumerate(pods)]
+    backend = ScriptedBackend()
+    conducted = CaptureRunner("node-1", [backend], archive, lambda: here)
+    request = pb.StartCaptureRequest(ranks="0-2", steps=1, pods={0: "mine", 1: "mine"})
+    capture = ended(conducted, conducted.start(request))
+    assert [order.rank.rank for order in backend.orders] == [0]
+    assert [entry.state for entry in capture.ranks] == [pb.CAPTURE_STATE_ANALYSED] + [pb.CAPTURE_STATE_FAILED] * 2
+    for wanted in ({0: "gone"}, {3: "mine"}):
+        with pytest.raises(CaptureError, match="named pods"):
+            conducted.start(pb.StartCaptureRequest(ranks="0", steps=1, pods=wanted))
+    assert len(backend.orders) == 1
+
+
 def test_a_capture_of_ranks_that_can_all_not_be_asked_ends_with_their_reasons(
     archive: MemoryArchive, caplog: pytest.LogCaptureFixture
 ) -> None:
