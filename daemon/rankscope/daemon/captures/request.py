@@ -130,8 +130,8 @@ def choose_job(wanted: str, jobs: Collection[str], names_others: bool = True) ->
 
 
 def choose_processes(ranks: Iterable[RankProcess], job: str, pods: Mapping[int, str]) -> dict[int, RankProcess]:
-    """The job's ranks on this node. `pods` (rank to the uid of its pod), if not empty, excludes all other processes: the
-    job of another tenant may have the same name, and a rank may have moved since the caller looked."""
+    """The job's ranks on this node. `pods` (rank to the uid of its pod), if not empty, excludes all other processes:
+    the job of another tenant may have the same name, and a rank may have moved since the caller looked."""
     here = {rank.rank: rank for rank in ranks if rank.job == job and (not pods or pods.get(rank.rank, "") == rank.pod)}
     if not here:
         raise CaptureError("no rank of the job runs in the named pods any more; look for them and ask again")
