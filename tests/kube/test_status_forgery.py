@@ -141,3 +141,28 @@ def test_a_capture_names_the_pods_of_its_own_run_even_where_another_job_has_the_
     uid = scene.server.admin.get(path)["metadata"]["uid"]
     assert (request.id, request.job) == (f"k-{uid}", scene.victim.job)
     assert dict(request.pods) == dict.fromkeys((0, 1), scene.thief.pods[0])
+
+
+@pytest.mark.timeout(300)
+def test_times_that_are_none_stop_nothing_for_others(scene: Scene) -> None:
+    """A time that the API server takes and Python does not: year 0."""
+    server, others = scene.server, scene.thief.namespace
+    never = "0000-01-01T00:00:00Z"
+    run = {
+        "apiVersion": "rankscope.dev/v1alpha1",
+        "kind": "TrainingRun",
+        "metadata": {"name": "gone", "labels": {"app.kubernetes.io/managed-by": "rankscope"}},
+        "spec": {"workload": {"kind": "Job", "name": "gone"}},
+    }
+    scene.mallory.create(f"{BASE}/{others}/trainingruns", run)
+    ended = {"type": "Ended", "status": "True", "reason": "x", "message": "", "lastTransitionTime": never}
+    path = scene.make_capture("never", "none", ttlSecondsAfterFinished=10**6)
+    scene.mallory.merge(f"{path}/status", {"status": {"phase": "Succeeded", "finishedAt": never}})
+    scene.mallory.merge(f"{BASE}/{others}/trainingruns/gone/status", {"status": {"conditions": [ended]}})
+    # What came after: another tenant's run is seen, and captured.
+    late = ScriptedRun(server, scene.victim.namespace, "late", [scene.daemon], job="10.0.0.5:29500/none")
+    late.pods.append(late.make_pod(0))
+    scene.daemon.ranks = [*scene.daemon.ranks, *(Spoken(late.pods[0], rank, 2, late.job) for rank in (0, 1))]
+    server.wait_for(lambda: late.status.get("ranks", {}).get("seen") == 2, 60)
+    late.make_capture("late", ranks="0")
+    server.wait_for(lambda: scene.daemon.captures, 60)

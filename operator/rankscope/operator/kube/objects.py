@@ -225,4 +225,9 @@ def timestamp(unix_seconds: float) -> str:
 
 
 def unix_seconds(text: str) -> float:
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    """0 for what is no time here: users may write a status, and the API server takes more than Python, year 0 for
+    example."""
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0

@@ -11,7 +11,7 @@ import grpc
 from msgspec import UNSET
 
 from rankscope.analysis.verdicts.thresholds import Policy
-from rankscope.operator.captures.automatic import NEVER, AutomaticCaptureMaker, captures_lately
+from rankscope.operator.captures.automatic import NEVER, AutomaticCaptureMaker, captures_today
 from rankscope.operator.kube.api_client import Api
 from rankscope.operator.kube.events import Events, Target
 from rankscope.operator.kube.leader_election import ShardLeases
@@ -214,11 +214,12 @@ class PoliciesController:
             for rival in matched.rivals:
                 lost.setdefault(rival.uid, []).append((name.partition("/")[2], matched.policy.name))
         now = self._clock()
+        today = captures_today(captures, now)
         for policy in (policy for group in policies.values() for policy in group):
             if not self._leases.holds(policy.place):
                 continue
-            today = captures_lately(captures, policy, now)
-            status = policy_status(policy, runs.get(policy.uid, 0), lost.get(policy.uid, []), today, now)
+            made = today[policy.namespace, policy.name]
+            status = policy_status(policy, runs.get(policy.uid, 0), lost.get(policy.uid, []), made, now)
             if status != policy.status:
                 self._writer.queue_status(policy, status)
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from rankscope.common.audit import AuditRecord
-from rankscope.operator.captures.audit import CaptureAudit
+from rankscope.operator.captures.audit import REFUSALS_AT_ONCE, CaptureAudit
 from rankscope.operator.captures.controller import CapturesController
 from rankscope.operator.captures.daemon_calls import CaptureRequests, DaemonCalls, Target
 from rankscope.operator.kube.leader_election import ShardLeases
@@ -132,6 +132,18 @@ def test_the_same_refusal_is_told_once_a_minute(audited: Records) -> None:
     now[0] = 61.0
     audit.refused(record)
     assert [told["namespace"] for told in audited()] == ["lab", "other", "lab"]
+
+
+def test_a_caller_who_is_refused_something_else_each_time_does_not_fill_the_log(audited: Records) -> None:
+    audit = CaptureAudit(monotonic_seconds=lambda: 0.0)
+    record = AuditRecord("refused", "api", "mallory", address="10.0.0.7", result="PermissionDenied")
+    for number in range(1000):
+        audit.refused(replace(record, namespace=f"n-{number}"))
+    audit.refused(replace(record, user="ada", namespace="lab"))
+    told = audited()
+    assert len(told) == REFUSALS_AT_ONCE + 2
+    assert (told[-2]["user"], told[-2]["result"]) == ("mallory", "TooMany")
+    assert (told[-1]["user"], told[-1]["result"]) == ("ada", "PermissionDenied")
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from rankscope.operator.captures.audit import CaptureAudit
-from rankscope.operator.kube.api_client import Api, UnreachableError
+from rankscope.operator.kube.api_client import Api, MissingError, UnreachableError
 from rankscope.operator.kube.ownership import OwnName, account_in
 from rankscope.operator.webhooks.admission import Admission
 
@@ -118,11 +118,16 @@ def test_a_refused_capture_is_recorded_with_the_mistake(caplog: pytest.LogCaptur
 class _Api:
     def __init__(self, token: str | None, answer: Any) -> None:
         self._token, self.answer, self.asked = token, answer, 0
+        self.self_review: str | None = None
 
     def token(self) -> str | None:
         return self._token
 
     def create(self, path: str, body: Any) -> Any:
+        if body["kind"] == "SelfSubjectReview":
+            if self.self_review is None:
+                raise MissingError(404, "NotFound", "an older API server")
+            return {"status": {"userInfo": {"username": self.self_review}}}
         self.asked += 1
         if isinstance(self.answer, Exception):
             raise self.answer
@@ -151,4 +156,7 @@ def test_another_token_is_asked_about_again_until_it_is_known() -> None:
     api.answer = {"status": {"authenticated": True, "user": {"username": "op"}}}
     assert own() == "op" and own() == "op" and api.asked == 2
     assert OwnName(cast(Api, _Api(None, None)))() is None
+    newer = _Api(None, None)
+    newer.self_review = "kubernetes-admin"  # by a certificate
+    assert OwnName(cast(Api, newer))() == "kubernetes-admin" and newer.asked == 0
     assert OwnName(cast(Api, _Api("x", {"status": {"user": {"username": "op"}}})))() is None
