@@ -172,8 +172,8 @@ def test_of_two_processes_that_claim_one_rank_the_older_is_watched_and_the_young
         daemon.wait_until(lambda: (daemon.value("rankscope_daemon_rank_conflicts") or 0) >= 2)
         daemon.wait_for_words(
             f"rank 0 of job {name} is claimed by pid {older.pid} and pid {younger.pid}; "
-            f"pid {younger.pid} started later and is not watched; give each launch its own MASTER_PORT or run id",
-            f"pid {impostor.pid} started later and is not watched",
+            f"pid {younger.pid} came later and is not watched; give each launch its own MASTER_PORT or run id",
+            f"pid {impostor.pid} came later and is not watched",
         )
         assert [watched_pid(job.job_name, rank) for rank in range(2)] == job.pids
         assert_the_others_go_on(daemon, job)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.security.attacked import Attacked
+from tests.security.bystander import Bystander, bystander_on_a_node
 
 
 @pytest.fixture(scope="session")
@@ -17,9 +18,19 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
         made.stop()
 
 
+@pytest.fixture(scope="session")
+def bystander() -> Iterator[Bystander]:
+    with bystander_on_a_node() as made:
+        yield made
+
+
 @pytest.fixture(autouse=True)
-def honest_callers_are_served_afterwards(attacked: Attacked) -> Iterator[None]:
+def honest_callers_are_served_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
     """Whatever was tried: an operator is answered, and neither memory nor descriptors are gone for good."""
+    if "attacked" not in request.fixturenames:
+        yield
+        return
+    attacked: Attacked = request.getfixturevalue("attacked")
     before = attacked.resident_bytes
     yield
     attacked.wait_until_served()

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 1.0
 GRPC_GRACE_SECONDS = 0.3
+CONFLICTS_LOGGED = 32
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Daemon:
         self.publisher = Publisher(config.watch_readers)
         self._clock = clock or RealClock()
         self._collectors = collectors or real_collectors(config)
-        self._sampler = Sampler(self._collectors, self._clock, config.max_ranks)
+        self._sampler = Sampler(self._collectors, self._clock)
         self._stalls = StallWatch(self._collectors.stacks.dump_all)
         self._paces = PaceWatch()
         self._budget = Budget(config.budget_ratio, config.stack_rate_hertz)
@@ -273,7 +274,7 @@ class Daemon:
             budget_used_ratio=self._budget.used_ratio,
             stack_rate_hertz=self._budget.recording_hertz,
             stack_recorded_ratio=self._collectors.stacks.recorded_ratio,
-            ranks=len(sampled.ranks) + sampled.ranks_cut,
+            ranks=len(sampled.ranks) + sum(sampled.ranks_cut.values()),
             ranks_cut=sampled.ranks_cut,
             rank_conflicts=len(sampled.conflicts),
             discovery_problems=len(sampled.discovery_problems),
@@ -289,7 +290,7 @@ class Daemon:
     def _log_problems(self, sampled: Sampled) -> None:
         for name, failure in sampled.failures.items():
             self._problems.warn(("collector", name), f"{name} failed: {failure}")
-        for conflict in sampled.conflicts:
+        for conflict in sampled.conflicts[:CONFLICTS_LOGGED]:
             self._problems.warn(conflict, conflict.text)
         for problem in sampled.discovery_problems:
             self._problems.warn(("discovery", problem.kind, problem.text), f"discovery: {problem.text}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +15,7 @@ from typing import Final
 GONE: Final = (FileNotFoundError, ProcessLookupError)
 
 ENVIRON_LIMIT_BYTES: Final = 256 * 1024
+VALUE_LIMIT_BYTES: Final = 8192
 MAPS_LIMIT_BYTES: Final = 16 * 1024 * 1024
 SMALL_FILE_LIMIT_BYTES: Final = 16 * 1024
 DESCRIPTORS_LIMIT: Final = 4096
@@ -45,6 +45,7 @@ class ProcessStat:
     start_ticks: int
     resident_pages: int
     exec_mark: tuple[int, int]
+    environ_bytes: int
 
     @property
     def is_dead(self) -> bool:
@@ -57,6 +58,7 @@ class ProcessStat:
 
 @dataclass(frozen=True)
 class Status:
+    uid: int  # the real one
     namespace_pids: tuple[int, ...]
     voluntary_switches: int | None
     involuntary_switches: int | None
@@ -92,6 +94,7 @@ def parse_stat(line: bytes) -> ProcessStat:
         start_ticks=_count(fields[19]),
         resident_pages=_count(fields[21]),
         exec_mark=(_count(fields[23]), _count(fields[25])),
+        environ_bytes=_count(fields[48]) - _count(fields[47]) if len(fields) > 48 else 0,
     )
 
 
@@ -136,7 +139,9 @@ def read_status(process: str) -> Status:
     def number(name: bytes) -> int | None:
         return whole_number(found.get(name, b"").strip())
 
+    uids = found.get(b"Uid", b"").split()
     return Status(
+        uid=(whole_number(uids[0]) if uids else None) or 0,
         namespace_pids=tuple(
             pid for text in found.get(b"NSpid", b"").split() if (pid := whole_number(text)) is not None
         ),
@@ -155,30 +160,38 @@ def thread_ids(process: str, name_prefix: bytes) -> frozenset[int]:
     return frozenset(found)
 
 
-def read_environment(process: str) -> Iterator[tuple[str, str]]:
-    """Name and value of each variable the process was started with."""
-    data = read_bounded(process + "/environ", ENVIRON_LIMIT_BYTES)
-    items = data.split(b"\0")
-    if len(data) >= ENVIRON_LIMIT_BYTES:
-        items.pop()  # cut in the middle
-    for item in items:
-        name, separator, value = item.partition(b"=")
-        if separator:
-            yield name.decode("utf-8", "replace"), value.decode("utf-8", "replace")
+class Environment:
+    """The variables that a process was started with. They are searched for, since a process may have any number."""
+
+    def __init__(self, process: str) -> None:
+        data = read_bounded(process + "/environ", ENVIRON_LIMIT_BYTES)
+        if len(data) >= ENVIRON_LIMIT_BYTES:
+            data = data[: data.rfind(b"\0")]  # cut in the middle
+        self._data = b"\0" + data + b"\0"
+
+    def get(self, name: str) -> str | None:
+        """The first of that name, as with getenv, up to a bound."""
+        start = self._data.find(f"\0{name}=".encode())
+        if start < 0:
+            return None
+        start += len(name) + 2
+        end = min(self._data.index(b"\0", start), start + VALUE_LIMIT_BYTES)
+        return self._data[start:end].decode("utf-8", "replace")
 
 
-def has_loaded_torch(process: str) -> bool:
+def find_torch(process: str, limit_bytes: int = MAPS_LIMIT_BYTES) -> tuple[bool, int]:
+    """Whether the process has loaded torch, and how many bytes were read to see it."""
     descriptor = os.open(process + "/maps", os.O_RDONLY | os.O_CLOEXEC)
     try:
         tail = b""
         read_bytes = 0
-        while read_bytes < MAPS_LIMIT_BYTES and (chunk := os.read(descriptor, _CHUNK_BYTES)):
+        while read_bytes < limit_bytes and (chunk := os.read(descriptor, _CHUNK_BYTES)):
             read_bytes += len(chunk)
             text = tail + chunk
             if any(mapping in text for mapping in _TORCH_MAPPINGS):
-                return True
+                return True, read_bytes
             tail = chunk[-16:]
-        return False
+        return False, read_bytes
     finally:
         os.close(descriptor)
 
@@ -205,6 +218,16 @@ def ring_inode(process: str) -> int | None:
         except OSError:
             continue  # closed in between
     return None
+
+
+def namespace_inode(process: str, kind: str) -> int:
+    """0 where it cannot be read."""
+    try:
+        link = str(Path(process, "ns", kind).readlink())
+    except OSError:
+        return 0
+    number = link.partition("[")[2].rstrip("]")
+    return int(number) if number.isdecimal() else 0
 
 
 def pod_uid(process: str) -> str | None:

@@ -50,7 +50,7 @@ class Collectors:
 def real_collectors(config: Config) -> Collectors:
     made = (collector.from_config(config) for collector in COLLECTORS)
     registered = tuple(collector for collector in made if collector is not None)
-    return Collectors(RankDiscovery(Path(config.proc_root), config.node), registered)
+    return Collectors(RankDiscovery(Path(config.proc_root), config.node, config.max_ranks), registered)
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,14 @@ class Sampled:
     failures: Mapping[str, str] = field(default_factory=dict)
     conflicts: tuple[Conflict, ...] = ()
     discovery_problems: tuple[Problem, ...] = ()
-    ranks_cut: int = 0
+    ranks_cut: Mapping[str, int] = field(default_factory=dict)  # by the pod or user they are of
 
 
 class Sampler:
     """Asks every collector once a window. One that fails costs its own measurements and nothing else."""
 
-    def __init__(self, collectors: Collectors, clock: Clock, max_ranks: int) -> None:
+    def __init__(self, collectors: Collectors, clock: Clock) -> None:
         self._clock = clock
-        self._max_ranks = max_ranks
         self._discovery = collectors.discovery
         self._known = Discovered(())
         self._supervised = [Supervised(collector, clock.monotonic_seconds) for collector in collectors.registered]
@@ -94,7 +93,7 @@ class Sampler:
             failures["discovery"] = failure
         duration_seconds = self._clock.monotonic_seconds() - started
         statuses["discovery"] = CollectorStatus(duration_seconds, failure is None)
-        ranks = tuple(self._known.ranks)[: self._max_ranks]
+        ranks = self._known.ranks
         collected = [supervised.collect(ranks, span) for supervised in self._supervised]
         for each in collected:
             statuses[each.collector] = each.status
@@ -110,7 +109,7 @@ class Sampler:
             samples=samples,
             collectors=statuses,
             failures=failures,
-            conflicts=tuple(self._known.conflicts),
-            discovery_problems=tuple(self._known.problems),
-            ranks_cut=len(self._known.ranks) - len(ranks),
+            conflicts=self._known.conflicts,
+            discovery_problems=self._known.problems,
+            ranks_cut=self._known.cut,
         )

@@ -24,10 +24,13 @@ class RankProcess:
     start_ticks: int
     # The process' ids from the outermost pid namespace to its own; the last is what the process calls itself.
     namespace_pids: tuple[int, ...]
-    # RANKSCOPE_*, KINETO_*, TEARDOWN_CUPTI and the like; never the whole environment, which holds secrets.
+    # KINETO_USE_DAEMON, TEARDOWN_CUPTI and the like; never the whole environment, which holds secrets.
     environment: Mapping[str, str] = field(default_factory=dict)
     pod: str | None = None
     namespace: str | None = None
+    # What ranks of the job on other nodes call it; `job` differs where somebody else here has that name.
+    shared_job: str = ""
+    owner: str = ""  # the pod or user whose it is, to share fairly between them
 
     @property
     def key(self) -> tuple[str, int, int, int]:

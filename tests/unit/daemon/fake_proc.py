@@ -31,20 +31,26 @@ class FakeProc:
         namespace_pids: str = "",
         run_delay_nanos: int = 0,
         switches: int = 0,
+        uid: int = 0,
+        network: int = 0,
     ) -> Path:
         folder = self.root / str(pid)
         (folder / "fd").mkdir(parents=True, exist_ok=True)
         fields = [state, parent, 0, 0, 0, 0, 0, 0, 0, 0, 0, cpu_ticks, 0, 0, 0, 20, 0, 7, 0, started, 1 << 30, 256, 0]
-        fields += [exec_mark, 0, exec_mark, *[0] * 24]
-        (folder / "stat").write_text(f"{pid} ({command}) {' '.join(map(str, fields))}\n")
         variables = "".join(f"{name}={value}\0" for name, value in (environment or {}).items())
         (folder / "environ").write_text(variables)
+        fields += [exec_mark, 0, exec_mark, *[0] * 22, len(variables), 0]
+        (folder / "stat").write_text(f"{pid} ({command}) {' '.join(map(str, fields))}\n")
         (folder / "maps").write_text(PLAIN_MAPS + (TORCH_MAPS if has_torch else ""))
         (folder / "status").write_text(
-            f"Name:\tx\nNSpid:\t{namespace_pids or pid}\nvoluntary_ctxt_switches:\t{switches}\n"
+            f"Name:\tx\nUid:\t{uid}\t0\t0\t0\nNSpid:\t{namespace_pids or pid}\nvoluntary_ctxt_switches:\t{switches}\n"
             f"nonvoluntary_ctxt_switches:\t{2 * switches}\n"
         )
         (folder / "cgroup").write_text(cgroup)
+        if network:
+            (folder / "ns").mkdir(exist_ok=True)
+            (folder / "ns" / "net").unlink(missing_ok=True)
+            (folder / "ns" / "net").symlink_to(f"net:[{network}]")
         (folder / "schedstat").write_text(f"5 {run_delay_nanos} 9\n")
         return folder
 

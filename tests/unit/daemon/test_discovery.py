@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.discovery.process_table import LOOK_AGAIN_SECONDS
-from rankscope.daemon.discovery.ranks import Discovered, RankDiscovery
+from rankscope.daemon import procfs
+from rankscope.daemon.discovery.process_table import LARGE_BYTES_PER_SCAN, LOOK_AGAIN_SECONDS
+from rankscope.daemon.discovery.ranks import OWNERS_LIMIT, Discovered, RankDiscovery
 
 from .fake_proc import FakeProc, torchrun
 
@@ -28,7 +30,7 @@ def test_a_rank_carries_identity_namespaces_and_pod_but_no_secrets(proc: FakePro
     slice_name = f"kubepods-burstable-pod{uid.replace('-', '_')}.slice"
     proc.add(
         50,
-        torchrun(3, AWS_SECRET="x", KINETO_USE_DAEMON="1", TEARDOWN_CUPTI="1", RANKSCOPE_PROBE="1"),
+        torchrun(3, AWS_SECRET="x", KINETO_USE_DAEMON="1", TEARDOWN_CUPTI="1", RANKSCOPE_X="1"),
         started=77,
         namespace_pids="50\t9",
         cgroup=f"0::/kubepods.slice/kubepods-burstable.slice/{slice_name}/cri-containerd-ab.scope\n",
@@ -36,7 +38,7 @@ def test_a_rank_carries_identity_namespaces_and_pod_but_no_secrets(proc: FakePro
     (rank,) = scan(proc).ranks
     assert rank.key == ("10.0.0.1:29500/run7", 3, 50, 77)
     assert (rank.local_rank, rank.world_size, rank.namespace_pids, rank.pod) == (3, 4, (50, 9), uid)
-    assert rank.environment == {"KINETO_USE_DAEMON": "1", "TEARDOWN_CUPTI": "1", "RANKSCOPE_PROBE": "1"}
+    assert rank.environment == {"KINETO_USE_DAEMON": "1", "TEARDOWN_CUPTI": "1"}
 
 
 def test_a_data_loader_worker_is_not_a_rank_even_after_its_rank_died(proc: FakeProc) -> None:
@@ -176,3 +178,107 @@ def test_a_huge_environment_is_read_only_to_its_bound(proc: FakeProc) -> None:
     proc.add(50, {"PADDING": "x" * 300_000, **torchrun(0)})
     proc.add(51, {**torchrun(1), "PADDING": "x" * 300_000})
     assert pids(scan(proc)) == [51]
+
+
+def in_pod(letter: str) -> str:
+    return f"0::/kubepods/pod{letter * 32}/c1\n"
+
+
+def test_pods_that_share_an_address_are_one_job(proc: FakeProc) -> None:
+    proc.add(50, torchrun(0), cgroup=in_pod("a"))
+    proc.add(51, torchrun(1), cgroup=in_pod("b"))
+    assert {(rank.job, rank.shared_job) for rank in scan(proc).ranks} == {
+        ("10.0.0.1:29500/run7", "10.0.0.1:29500/run7")
+    }
+
+
+def test_a_second_job_of_the_same_name_is_a_job_of_its_own_that_other_nodes_still_know(proc: FakeProc) -> None:
+    discovery = RankDiscovery(proc.root)
+    proc.add(50, torchrun(1), cgroup=in_pod("a"), started=200)
+    discovery.scan()
+    proc.add(40, torchrun(0), cgroup=in_pod("b"), started=100)
+    proc.add(41, torchrun(1), cgroup=in_pod("b"), started=100)
+    expected = {50: "10.0.0.1:29500/run7", **dict.fromkeys((40, 41), f"10.0.0.1:29500/run7@{'b' * 32}")}
+    found = discovery.scan()
+    assert {rank.pid: rank.job for rank in found.ranks} == expected
+    assert {rank.shared_job for rank in found.ranks} == {"10.0.0.1:29500/run7"}
+    assert not found.conflicts
+    proc.remove(50)
+    assert {rank.job for rank in discovery.scan().ranks} == {expected[40]}, "a job that runs is not renamed"
+
+
+def test_loopback_with_a_run_id_is_one_job_in_a_network_namespace_and_two_in_two(proc: FakeProc) -> None:
+    proc.add(1, network=7)
+    for pid, rank, network in ((50, 0, 7), (51, 1, 7), (52, 2, 8)):
+        proc.add(pid, torchrun(rank, MASTER_ADDR="127.0.0.1"), network=network)
+    jobs = {rank.pid: rank.job for rank in scan(proc, "gpu-17").ranks}
+    assert jobs[50] == jobs[51] == "127.0.0.1:29500/run7"
+    assert jobs[52] == "127.0.0.1:29500/run7@uid0-net8"
+
+
+def test_a_launchers_ring_shows_that_it_trains(proc: FakeProc, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0"}
+    folder = proc.add(40, slurm)
+    proc.add(41, {**slurm, **torchrun(0, 1)}, parent=40)
+    assert pids(scan(proc)) == [41]
+    # A plain folder has no link to a memfd that can be opened.
+    monkeypatch.setattr(procfs, "ring_inode", lambda process: 7 if process == str(folder) else None)
+    assert sorted(pids(scan(proc))) == [40, 41]
+
+
+def job_of(uid: int, rank: int) -> dict[str, str]:
+    # The largest uid's job is the first by name.
+    return torchrun(rank, 64, TORCHELASTIC_RUN_ID=f"run{9999 - uid}")
+
+
+def by_uid(proc: FakeProc, discovered: Discovered) -> dict[int, int]:
+    text = [(proc.root / str(rank.pid) / "status").read_text() for rank in discovered.ranks]
+    return Counter(int(status.partition("Uid:\t")[2].split()[0]) for status in text)
+
+
+def test_whoever_has_more_ranks_than_there_is_room_for_leaves_the_others_theirs(proc: FakeProc) -> None:
+    discovery = RankDiscovery(proc.root, max_ranks=12)
+    for rank in range(20):
+        proc.add(100 + rank, job_of(2000, rank), uid=2000)
+    first = discovery.scan()
+    assert (by_uid(proc, first), first.cut) == ({2000: 12}, {"uid 2000": 8})
+    for rank in range(4):
+        proc.add(200 + rank, job_of(1000, rank), uid=1000)
+    for _ in range(2):
+        second = discovery.scan()
+        assert (by_uid(proc, second), second.cut) == ({1000: 4, 2000: 8}, {"uid 2000": 12})
+    assert set(pids(second)) - set(range(200, 204)) <= set(pids(first)), "those that were watched stay"
+    (problem,) = second.problems
+    assert problem.kind == "quota"
+    assert "ranks of uid 2000 are not watched" in problem.text
+    for rank in range(12):
+        proc.remove(100 + rank)
+    assert by_uid(proc, discovery.scan()) == {1000: 4, 2000: 8}
+
+
+def test_any_number_of_users_with_a_rank_each_take_no_rank_that_is_watched(proc: FakeProc) -> None:
+    discovery = RankDiscovery(proc.root, max_ranks=12)
+    for rank in range(8):
+        proc.add(100 + rank, job_of(1000, rank), uid=1000)
+    discovery.scan()
+    for uid in range(2000, 2030):
+        proc.add(uid, job_of(uid, 0), uid=uid)
+    found = discovery.scan()
+    assert by_uid(proc, found)[1000] == 8
+    assert sum(found.cut.values()) == 26
+    assert len(found.cut) == OWNERS_LIMIT + 1
+
+
+def test_large_environments_take_turns_and_keep_nobody_else_waiting(proc: FakeProc) -> None:
+    large = 4 * LARGE_BYTES_PER_SCAN // procfs.ENVIRON_LIMIT_BYTES
+    for pid in range(100, 100 + large):
+        proc.add(pid, {**torchrun(pid, 1000), "PADDING": "x" * (procfs.ENVIRON_LIMIT_BYTES - 1000)})
+    proc.add(5000, torchrun(0, 1000))
+    discovery = RankDiscovery(proc.root)
+    found: list[int] = []
+    for _ in range(6):
+        scanned = pids(discovery.scan())
+        assert 5000 in scanned
+        found.append(len(scanned))
+    assert found[0] < large / 2
+    assert found[-1] == large + 1

@@ -105,11 +105,11 @@ def test_a_restart_is_a_new_incarnation_with_its_own_sequence() -> None:
     assert [(identity.rank, identity.pid) for identity in tick.departed] == [(0, 4000)]
 
 
-def test_ranks_over_the_limit_are_counted_and_left_alone() -> None:
-    ranks = [make.rank(number) for number in range(5)]
-    watched = Daemon(make.config(max_ranks=3), collectors=make.collectors(*ranks), clock=make.FakeClock())
-    assert len(watched.tick(make.span()).windows) == 3
-    assert watched.snapshot().daemon.ranks_cut == 2
+def test_ranks_over_the_limit_are_counted_with_their_owner() -> None:
+    watched = daemon(None, make.rank(0))
+    watched._collectors.discovery.cut = {"uid 1000": 2}
+    assert len(watched.tick(make.span()).windows) == 1
+    assert (watched.snapshot().daemon.ranks, watched.snapshot().daemon.ranks_cut) == (3, {"uid 1000": 2})
 
 
 def test_a_stalled_rank_shows_its_stack_one_window_later() -> None:

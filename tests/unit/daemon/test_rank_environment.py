@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 
 from rankscope.daemon.discovery.rank_environment import (
     JOB_LENGTH_LIMIT,
+    KEPT_LENGTH_LIMIT,
     SCHEMES,
     Claim,
     InvalidClaim,
     kept,
     read_claim,
-    select,
 )
 
 OMPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"}
@@ -25,11 +25,11 @@ def claim(environment: dict[str, str]) -> Claim:
 
 def test_each_launcher_is_understood() -> None:
     torch = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    assert claim(torch) == Claim("h:1", 1, 0, 2, False)
+    assert claim(torch) == Claim("h:1", 1, 0, 2, is_loopback=False)
     assert claim({**torch, "TORCHELASTIC_RUN_ID": "r"}).job == "h:1/r"
-    assert claim({**OMPI, "MASTER_ADDR": "h", "MASTER_PORT": "1"}) == Claim("h:1", 5, 1, 8, False)
+    assert claim({**OMPI, "MASTER_ADDR": "h", "MASTER_PORT": "1"}) == Claim("h:1", 5, 1, 8, is_loopback=False)
     assert claim({**OMPI, "PMIX_NAMESPACE": "prterun-a-1@1"}).job == "ompi-prterun-a-1@1"
-    assert claim(SLURM) == Claim("slurm-77.3", 6, 2, 16, False)
+    assert claim(SLURM) == Claim("slurm-77.3", 6, 2, 16, is_loopback=False, has_run_id=True)
     assert claim({**SLURM, **OMPI, **torch}).job == "h:1"
 
 
@@ -46,10 +46,17 @@ def test_long_names_of_different_jobs_stay_different() -> None:
     assert len(first) == JOB_LENGTH_LIMIT
 
 
-def test_the_first_value_of_a_repeated_variable_counts_and_secrets_are_left_behind() -> None:
-    selected = select([("RANK", "1"), ("RANK", "2"), ("HF_TOKEN", "secret"), ("KINETO_CONFIG", "/c")])
-    assert selected == {"RANK": "1", "KINETO_CONFIG": "/c"}
-    assert kept(selected) == {"KINETO_CONFIG": "/c"}
+def test_a_launcher_is_less_deep_than_the_ranks_it_starts() -> None:
+    pod = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    launched = {**pod, "LOCAL_RANK": "0"}
+    depths = [claim(variables).launch_depth for variables in (SLURM, OMPI, pod, {**SLURM, **launched})]
+    assert depths == sorted(set(depths))
+
+
+def test_only_a_few_bounded_variables_are_kept() -> None:
+    long = "x" * (KEPT_LENGTH_LIMIT + 1)
+    environment = {"HF_TOKEN": "secret", "RANKSCOPE_PROBE": "1", "KINETO_USE_DAEMON": "1", "CUDA_VISIBLE_DEVICES": long}
+    assert kept(environment) == {"KINETO_USE_DAEMON": "1"}
 
 
 # Full Unicode takes seconds to set up; these are the characters that could matter.

@@ -29,8 +29,8 @@ FAIL = "echo 'Error: nope' >&2; exit 1"
 SUCCEED = f'while [ "$1" != --output ]; do shift; done; echo "thread ({ME});f (/t.py:1) 20" > "$2"'
 
 
-def rank(number: int, job: str = "job") -> RankProcess:
-    return RankProcess(job, number, number, 8, ME, procfs.read_stat(f"/proc/{ME}").start_ticks, (ME,))
+def rank(number: int, job: str = "job", owner: str = "") -> RankProcess:
+    return RankProcess(job, number, number, 8, ME, procfs.read_stat(f"/proc/{ME}").start_ticks, (ME,), owner=owner)
 
 
 @contextmanager
@@ -196,6 +196,29 @@ def test_more_ranks_than_may_be_recorded_at_once_take_turns() -> None:
     assert recorded[16] >= 8
     assert abs(recorded[5] - recorded[16]) <= 2, "each has its share"
     assert node.source.recorded_ratio == pytest.approx(0.5, abs=0.15)
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("ranks_of_a_job", [1, 16, 200])
+def test_a_users_ranks_are_recorded_as_before_however_many_ranks_another_has(
+    ranks_of_a_job: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SimulatedRecorder, "overrun_seconds", dict.fromkeys(range(202), 0.2))
+    ours = [rank(number, owner="us") for number in (0, 1)]
+    theirs = [rank(number, f"job {number // ranks_of_a_job}", "them") for number in range(2, 202)]
+    alone = Counter(number for _, number, _ in SimulatedNode(ours).run(60))
+    beside = Counter(number for _, number, _ in SimulatedNode([*theirs, *ours]).run(60))
+    assert beside[1] >= 0.8 * alone[1]
+    assert len(beside) > 100, "they have their turns as well"
+
+
+@pytest.mark.usefixtures("simulated")
+def test_recordings_that_fail_at_once_are_not_made_more_often_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [rank(number) for number in range(200)]
+    monkeypatch.setattr(SimulatedRecorder, "overrun_seconds", dict.fromkeys(range(200), 0.2))
+    recording = len(SimulatedNode(ranks).run(20))
+    monkeypatch.setattr(SimulatedRecorder, "overrun_seconds", dict.fromkeys(range(200), -math.inf))
+    assert len(SimulatedNode(ranks).run(20)) <= 1.5 * recording
 
 
 @pytest.mark.usefixtures("simulated")

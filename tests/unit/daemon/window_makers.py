@@ -114,9 +114,10 @@ class FakeClock:
 class FakeDiscovery:
     def __init__(self, *ranks: RankProcess) -> None:
         self.ranks = ranks
+        self.cut: dict[str, int] = {}
 
     def scan(self) -> Discovered:
-        return Discovered(self.ranks)
+        return Discovered(self.ranks, cut=self.cut)
 
 
 class FakeSource(Collector[object]):

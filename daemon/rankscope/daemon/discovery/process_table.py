@@ -5,23 +5,29 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from rankscope.daemon import procfs
-from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, read_claim, select
+from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, read_claim
 
 # A process that is no candidate may still become one (exec, a ring), the less likely the older it is: it is looked at
 # again after a quarter of its age, and after this long at the latest.
 LOOK_AGAIN_SECONDS: Final = 30.0
 # How long a process that carries rank variables is asked in every scan whether it has loaded torch by now.
 IMPORT_PATIENCE_SECONDS: Final = 120.0
+# What is expensive to read in a scan takes turns: environments and maps that are larger than is usual.
+LARGE_ENVIRON_BYTES: Final = 32 << 10
+LARGE_MAPS_BYTES: Final = 512 << 10
+LARGE_BYTES_PER_SCAN: Final = 8 << 20
 
 
-@dataclass
+@dataclass(slots=True)
 class KnownProcess:
-    """What is remembered of one process between scans. An exec makes it another one."""
+    """What is remembered of one process between scans. An exec makes it another one. Nothing of its environment is
+    kept but the claim: a node may have any number of processes."""
 
     pid: int
     inode: int  # of /proc/<pid>: a new one means that the pid was reused, and costs no read to see
@@ -32,11 +38,12 @@ class KnownProcess:
     look_again_seconds: float = 0.0
     is_dead: bool = False
     is_denied: bool = False
-    environment: dict[str, str] = field(default_factory=dict)
     claim: Claim | InvalidClaim | None = None
     has_torch: bool = False
+    maps_bytes: int = 0  # that were read in vain to find torch
     is_python: bool | None = None  # not looked at yet
     ring_inode: int | None = None
+    ring_look_seconds: float = 0.0
     # Stays once seen: a data-loader worker that outlives its rank does not take its place.
     is_helper: bool = False
 
@@ -49,6 +56,10 @@ class KnownProcess:
     def is_candidate(self) -> bool:
         return not self.is_dead and self.identity is not None and (self.has_torch or self.ring_inode is not None)
 
+    @property
+    def launch_depth(self) -> int:
+        return self.claim.launch_depth if isinstance(self.claim, Claim) else -1
+
 
 class ProcessTable:
     def __init__(self, proc_root: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -56,6 +67,8 @@ class ProcessTable:
         self._monotonic = monotonic
         self._own_pid = os.getpid()
         self._known: dict[int, KnownProcess] = {}
+        self._large_bytes_left = 0
+        self._next_large_pid = 0
 
     def folder(self, pid: int) -> str:
         return f"{self._root}/{pid}"
@@ -78,13 +91,27 @@ class ProcessTable:
         known = self._known.get(pid)
         return None if known is None else known.parent_pid
 
+    def trains(self, known: KnownProcess) -> bool:
+        """Whether a process that looks like a launcher has made a ring, as only a process that trains does."""
+        now = self._monotonic()
+        if known.ring_inode is None and now >= known.ring_look_seconds:
+            known.ring_look_seconds = now + min((now - known.first_seen_seconds) / 4, LOOK_AGAIN_SECONDS)
+            with suppress(OSError):
+                known.ring_inode = procfs.ring_inode(self.folder(known.pid))
+        return known.ring_inode is not None
+
     def refresh(self) -> None:
         now = self._monotonic()
         with os.scandir(self._root) as entries:
             alive = {int(entry.name): entry.inode() for entry in entries if entry.name.isdigit()}
         for pid in self._known.keys() - alive.keys():
             del self._known[pid]
-        for pid, inode in alive.items():
+        self._large_bytes_left = LARGE_BYTES_PER_SCAN
+        turn = self._next_large_pid  # that of the first process that had to wait last time
+        self._next_large_pid = 0
+        pids = alive if not turn else sorted(alive, key=lambda pid: (pid < turn, pid))
+        for pid in pids:
+            inode = alive[pid]
             known = self._known.get(pid)
             if known is not None and known.inode == inode and now < known.look_again_seconds:
                 continue
@@ -98,38 +125,51 @@ class ProcessTable:
         stat = procfs.read_stat(folder)
         known = self._known.get(pid)
         if known is None or (known.start_ticks, known.exec_mark) != (stat.start_ticks, stat.exec_mark):
+            self.forget(pid)  # what it was before an exec
             known = KnownProcess(pid, inode, stat.start_ticks, stat.exec_mark, stat.parent_pid, now)
             if not stat.is_kernel_thread and not stat.is_dead:  # which would answer ESRCH
-                _read_environment(known, folder)
+                if not self._is_its_turn(pid, stat.environ_bytes, LARGE_ENVIRON_BYTES):
+                    return
+                _read_claim(known, folder)
             self._known[pid] = known
         elif known.is_denied:
-            _read_environment(known, folder)
+            _read_claim(known, folder)
         known.inode, known.parent_pid, known.is_dead = inode, stat.parent_pid, stat.is_dead
         if not known.is_dead and not known.is_denied and pid != self._own_pid:
-            _look_closer(known, folder, stat.command)
+            self._look_closer(known, stat.command)
         known.look_again_seconds = _look_again_seconds(known, now)
 
+    def _is_its_turn(self, pid: int, size_bytes: int, usual_bytes: int) -> bool:
+        if size_bytes <= usual_bytes:
+            return True
+        if self._large_bytes_left <= 0:
+            self._next_large_pid = self._next_large_pid or pid
+            return False
+        self._large_bytes_left -= size_bytes
+        return True
 
-def _read_environment(known: KnownProcess, folder: str) -> None:
+    def _look_closer(self, known: KnownProcess, command: str) -> None:
+        folder = self.folder(known.pid)
+        try:
+            if known.claim is not None:
+                if not known.has_torch and self._is_its_turn(known.pid, known.maps_bytes, LARGE_MAPS_BYTES - 1):
+                    limit = procfs.MAPS_LIMIT_BYTES if known.maps_bytes >= LARGE_MAPS_BYTES else LARGE_MAPS_BYTES
+                    known.has_torch, known.maps_bytes = procfs.find_torch(folder, limit)
+                return
+            if known.is_python is None:
+                known.is_python = procfs.is_python(folder, command)
+            if known.is_python and known.ring_inode is None:
+                known.ring_inode = procfs.ring_inode(folder)
+        except PermissionError:
+            # The environment was readable and this is not: a process that made itself undumpable in between.
+            known.is_denied = True
+
+
+def _read_claim(known: KnownProcess, folder: str) -> None:
     try:
-        known.environment = select(procfs.read_environment(folder))
+        known.claim = read_claim(procfs.Environment(folder))
         known.is_denied = False
     except PermissionError:
-        known.is_denied = True
-    known.claim = read_claim(known.environment)
-
-
-def _look_closer(known: KnownProcess, folder: str, command: str) -> None:
-    try:
-        if known.claim is not None:
-            known.has_torch = known.has_torch or procfs.has_loaded_torch(folder)
-            return
-        if known.is_python is None:
-            known.is_python = procfs.is_python(folder, command)
-        if known.is_python and known.ring_inode is None:
-            known.ring_inode = procfs.ring_inode(folder)
-    except PermissionError:
-        # The environment was readable and this is not: a process that made itself undumpable in between.
         known.is_denied = True
 
 

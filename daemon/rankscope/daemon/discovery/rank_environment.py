@@ -4,20 +4,27 @@ The environment belongs to the training process, so every value is checked befor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 from rankscope.common.text import printable, printable_name
 
 JOB_LENGTH_LIMIT: Final = 128
 WORLD_SIZE_LIMIT: Final = 10_000_000
-VALUE_LENGTH_LIMIT: Final = 4096
+KEPT_LENGTH_LIMIT: Final = 4096  # of all values together
 
-# The only variables that leave this module with a RankProcess: an environment holds secrets.
-_KEPT_NAMES: Final = ("TEARDOWN_CUPTI", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES")
-_KEPT_PREFIXES: Final = ("RANKSCOPE_", "KINETO_")
+# The only variables that leave this module with a RankProcess: an environment holds secrets, and has no bounds.
+KEPT_NAMES: Final = (
+    *("KINETO_USE_DAEMON", "TEARDOWN_CUPTI", "CUDA_DEVICE_ORDER"),
+    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "KINETO_ONDEMAND_TRACE_DIR"),
+)
 _NO_MASTER: Final = "unnamed"
+
+
+class Variables(Protocol):
+    """An environment: a process', or a dict."""
+
+    def get(self, name: str, /) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -37,14 +44,6 @@ SCHEMES: Final = (
     Scheme("slurm", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
 )
 
-_JOB_NAMES: Final = (
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
-    *("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-)
-_READ_NAMES: Final = frozenset(
-    (*_JOB_NAMES, *(name for scheme in SCHEMES for name in (scheme.rank, scheme.local_rank, scheme.world_size)))
-)
-
 
 @dataclass(frozen=True)
 class Claim:
@@ -54,8 +53,16 @@ class Claim:
     rank: int
     local_rank: int
     world_size: int
-    # The job's name may be another job's on another machine or in another pod: a loopback address and no run id.
-    is_local_name: bool
+    is_loopback: bool  # the master's address is this machine's own, or there is none
+    has_run_id: bool = False
+    # A launcher has fewer of the variables than the ranks it starts: torchrun is started with RANK by a pod or with
+    # SLURM_PROCID by SLURM, and adds LOCAL_RANK.
+    launch_depth: int = field(default=0, compare=False)
+
+    @property
+    def is_local_name(self) -> bool:
+        """The job's name may be another job's on another machine or in another pod."""
+        return self.is_loopback and not self.has_run_id
 
 
 @dataclass(frozen=True)
@@ -63,44 +70,49 @@ class InvalidClaim:
     reason: str
 
 
-def select(variables: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The few variables that matter, out of a whole environment. The first of a name counts, as with getenv."""
-    selected: dict[str, str] = {}
-    for name, value in variables:
-        if name in _READ_NAMES or _is_kept(name):
-            selected.setdefault(name, value[:VALUE_LENGTH_LIMIT])
-    return selected
+def kept(environment: Variables) -> dict[str, str]:
+    """A value that is too long is left out rather than cut: half a path is another path."""
+    found: dict[str, str] = {}
+    left = KEPT_LENGTH_LIMIT
+    for name in KEPT_NAMES:
+        value = environment.get(name)
+        if value is not None and len(value) <= left:
+            found[name] = value
+            left -= len(value)
+    return found
 
 
-def kept(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if _is_kept(name)}
-
-
-def _is_kept(name: str) -> bool:
-    return name in _KEPT_NAMES or name.startswith(_KEPT_PREFIXES)
-
-
-def read_claim(environment: Mapping[str, str]) -> Claim | InvalidClaim | None:
+def read_claim(environment: Variables) -> Claim | InvalidClaim | None:
     for scheme in SCHEMES:
+        rank, world_size = environment.get(scheme.rank), environment.get(scheme.world_size)
         # One of the two alone is somebody else's variable; env:// needs both.
-        if scheme.rank in environment and scheme.world_size in environment:
-            return _claim(scheme, environment)
+        if rank is not None and world_size is not None:
+            return _claim(scheme, rank, world_size, environment)
     return None
 
 
-def _claim(scheme: Scheme, environment: Mapping[str, str]) -> Claim | InvalidClaim:
-    world_size = _number(environment[scheme.world_size])
+def _claim(scheme: Scheme, rank_text: str, world_text: str, environment: Variables) -> Claim | InvalidClaim:
+    world_size = _number(world_text)
     if world_size is None or world_size < 1:
-        return _invalid(scheme.world_size, environment, f"not a number from 1 to {WORLD_SIZE_LIMIT}")
-    rank = _number(environment[scheme.rank])
+        return _invalid(scheme.world_size, world_text, f"not a number from 1 to {WORLD_SIZE_LIMIT}")
+    rank = _number(rank_text)
     if rank is None or rank >= world_size:
-        return _invalid(scheme.rank, environment, f"not a number from 0 to {world_size - 1} ({scheme.world_size} - 1)")
+        return _invalid(scheme.rank, rank_text, f"not a number from 0 to {world_size - 1} ({scheme.world_size} - 1)")
     # One process per container comes without a local rank.
-    local_rank = _number(environment.get(scheme.local_rank, "0"))
+    local_text = environment.get(scheme.local_rank)
+    local_rank = 0 if local_text is None else _number(local_text)
     if local_rank is None or local_rank >= world_size:
-        return _invalid(scheme.local_rank, environment, f"not a number from 0 to {world_size - 1}")
-    job, is_local_name = _job(scheme, environment)
-    return Claim(printable_name(job, JOB_LENGTH_LIMIT), rank, local_rank, world_size, is_local_name)
+        return _invalid(scheme.local_rank, local_text or "", f"not a number from 0 to {world_size - 1}")
+    job, is_loopback, has_run_id = _job(scheme, environment)
+    return Claim(
+        printable_name(job, JOB_LENGTH_LIMIT),
+        rank,
+        local_rank,
+        world_size,
+        is_loopback,
+        has_run_id,
+        launch_depth=2 * (len(SCHEMES) - SCHEMES.index(scheme)) + (local_text is not None),
+    )
 
 
 def _number(text: str) -> int | None:
@@ -112,26 +124,31 @@ def _number(text: str) -> int | None:
     return number if number <= WORLD_SIZE_LIMIT else None
 
 
-def _invalid(name: str, environment: Mapping[str, str], reason: str) -> InvalidClaim:
-    return InvalidClaim(f"{name}={printable(environment[name], 40)!r} is {reason}")
+def _invalid(name: str, text: str, reason: str) -> InvalidClaim:
+    return InvalidClaim(f"{name}={printable(text, 40)!r} is {reason}")
 
 
-def _job(scheme: Scheme, environment: Mapping[str, str]) -> tuple[str, bool]:
-    if scheme.name == "slurm" and (slurm_job := environment.get("SLURM_JOB_ID")):
-        step = environment.get("SLURM_STEP_ID")
-        return (f"slurm-{slurm_job}.{step}" if step else f"slurm-{slurm_job}"), False
-    address = environment.get("MASTER_ADDR", "").strip()
+def _job(scheme: Scheme, environment: Variables) -> tuple[str, bool, bool]:
+    """Name, whether its address is this machine's or missing, and whether the launch has a name of its own."""
+
+    def text(name: str) -> str:
+        return environment.get(name) or ""
+
+    if scheme.name == "slurm" and (slurm_job := text("SLURM_JOB_ID")):
+        step = text("SLURM_STEP_ID")
+        return (f"slurm-{slurm_job}.{step}" if step else f"slurm-{slurm_job}"), False, True
+    address = text("MASTER_ADDR").strip()
     if scheme.name == "ompi" and not address:
-        launch = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")
-        return (f"ompi-{launch}", False) if launch else (f"ompi-{_NO_MASTER}", True)
+        launch = text("PMIX_NAMESPACE") or text("OMPI_MCA_ess_base_jobid")
+        return f"ompi-{launch or _NO_MASTER}", not launch, bool(launch)
     job = address or _NO_MASTER
-    if port := environment.get("MASTER_PORT"):
+    if port := text("MASTER_PORT"):
         job += f":{port}"
-    run_id = environment.get("TORCHELASTIC_RUN_ID", "")
+    run_id = text("TORCHELASTIC_RUN_ID")
     if run_id:
         job += f"/{run_id}"
     # "none" is torchrun's default.
-    return job, run_id in ("", "none") and (not address or _is_loopback(address))
+    return job, not address or _is_loopback(address), run_id not in ("", "none")
 
 
 def _is_loopback(address: str) -> bool:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from rankscope.common.text import printable_name
 from rankscope.daemon import procfs
+from rankscope.daemon.discovery.job_names import Claimant, JobNames, Place
 from rankscope.daemon.discovery.process_table import KnownProcess, ProcessTable
-from rankscope.daemon.discovery.rank_environment import JOB_LENGTH_LIMIT, Claim, InvalidClaim, kept
+from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, kept
 from rankscope.daemon.samples import Problem, RankProcess
 
 INIT_PID: Final = 1
 PROBLEMS_LIMIT: Final = 32
+OWNERS_LIMIT: Final = 16
 GENERATIONS_LIMIT: Final = 64
+MAX_RANKS: Final = 1024
+# So many ranks of a pod or user that are watched already are not given up for newcomers: a node's GPUs.
+KEPT_PER_OWNER: Final = 8
+OTHER_OWNERS: Final = "others"
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two processes that claim one rank. The one that started first is kept."""
+    """Two processes of one place that claim one rank. The one that came first is kept."""
 
     job: str
     rank: int
@@ -32,7 +38,7 @@ class Conflict:
     def text(self) -> str:
         return (
             f"rank {self.rank} of job {self.job} is claimed by pid {self.kept_pid} and pid {self.ignored_pid}; "
-            f"pid {self.ignored_pid} started later and is not watched; give each launch its own MASTER_PORT or run id"
+            f"pid {self.ignored_pid} came later and is not watched; give each launch its own MASTER_PORT or run id"
         )
 
 
@@ -41,39 +47,52 @@ class Discovered:
     ranks: tuple[RankProcess, ...]  # by job, then rank
     conflicts: tuple[Conflict, ...] = ()
     problems: tuple[Problem, ...] = ()
+    cut: Mapping[str, int] = field(default_factory=dict)  # ranks that are not watched, by the pod or user they are of
 
 
 class RankDiscovery:
-    """`scan` returns the ranks that are alive now.
-
-    A job with nothing but a loopback address for a name gets its pod added, or outside of pods `node_name`, since other
-    jobs have the same address: "127.0.0.1:29500/none@gpu-17"."""
+    """`scan` returns the ranks that are alive now, `max_ranks` of them at most."""
 
     def __init__(
         self,
         proc_root: Path = Path("/proc"),
         node_name: str = "",
+        max_ranks: int = MAX_RANKS,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._node_name = node_name
+        self._max_ranks = max_ranks
         self._table = ProcessTable(proc_root, monotonic)
-        self._ranks: dict[tuple[int, int, object], RankProcess] = {}
+        self._names = JobNames(node_name)
+        self._claimants: dict[int, Claimant] = {}
+        # Those of the node's init, or our own where that cannot be read.
+        self._home = {
+            kind: procfs.namespace_inode(self._table.folder(INIT_PID), kind)
+            or procfs.namespace_inode(f"{proc_root}/self", kind)
+            for kind in ("net", "pid")
+        }
 
     def scan(self) -> Discovered:
         self._table.refresh()
         watched = self._without_relatives()
-        ranks: dict[tuple[int, int, object], RankProcess] = {}
-        for known in watched:
-            if isinstance(known.claim, InvalidClaim):
-                continue
-            incarnation = (known.pid, known.start_ticks, known.identity)
+        settled = self._names.settle(self._read_claimants(watched))
+        kept_claimants, cut_claimants = share(settled.ranks, self._max_ranks)
+        for claimant in cut_claimants:
+            claimant.rank = None
+        ranks = []
+        for claimant in kept_claimants:
             try:
-                ranks[incarnation] = self._ranks.get(incarnation) or self._describe(known)
+                claimant.rank = claimant.rank or self._describe(claimant)
+                ranks.append(claimant.rank)
             except OSError:
-                self._table.forget(known.pid)  # ended meanwhile; found again if it did not
-        self._ranks = ranks
-        settled, conflicts = _settle(sorted(ranks.values(), key=lambda rank: (rank.start_ticks, rank.pid)))
-        return Discovered(settled, conflicts, self._problems(watched))
+                self._table.forget(claimant.process.pid)  # ended meanwhile; found again if it did not
+        ranks.sort(key=lambda rank: (rank.job, rank.rank))
+        conflicts = [
+            Conflict(holder.job.name, holder.claim.rank, holder.process.pid, other.process.pid)
+            for holder, other in settled.conflicts
+            if holder.job is not None
+        ]
+        cut = _by_owner(cut_claimants)
+        return Discovered(tuple(ranks), tuple(conflicts), (*self._problems(watched), *self._cut_problems(cut)), cut)
 
     def _without_relatives(self) -> list[KnownProcess]:
         """The candidates that are neither launchers nor helpers."""
@@ -82,26 +101,54 @@ class RankDiscovery:
         watched = []
         for known in bearers:
             known.is_helper = known.is_helper or known.pid in helpers
-            if known.is_candidate and not known.is_helper and known.pid not in launchers:
+            is_launcher = known.pid in launchers and not self._table.trains(known)
+            if known.is_candidate and not known.is_helper and not is_launcher:
                 watched.append(known)
         return watched
 
-    def _describe(self, known: KnownProcess) -> RankProcess:
+    def _read_claimants(self, watched: Sequence[KnownProcess]) -> list[Claimant]:
+        claimants = []
+        for known in sorted(watched, key=lambda known: (known.first_seen_seconds, known.start_ticks, known.pid)):
+            if isinstance(known.claim, InvalidClaim):
+                continue
+            claimant = self._claimants.get(known.pid)
+            try:
+                if claimant is None or claimant.process is not known:
+                    # A ring without rank variables: a program that trains alone.
+                    claim = known.claim or Claim(f"local/{known.pid}", 0, 0, 1, is_loopback=True)
+                    claimant = Claimant(known, claim, self._place_of(known))
+                claimants.append(claimant)
+            except OSError:
+                self._table.forget(known.pid)
+        self._claimants = {claimant.process.pid: claimant for claimant in claimants}
+        return claimants
+
+    def _place_of(self, known: KnownProcess) -> Place:
         folder = self._table.folder(known.pid)
+        uid = procfs.read_status(folder).uid
         pod = procfs.pod_uid(folder)
-        # A ring without rank variables: a program that trains alone.
-        claim = known.claim if isinstance(known.claim, Claim) else Claim(f"local/{known.pid}", 0, 0, 1, True)
-        scope = (pod or self._node_name) if claim.is_local_name else ""
+        if pod is not None:
+            return Place(pod)
+        found = {kind: procfs.namespace_inode(folder, kind) for kind in self._home}
+        network, pids = (0 if inode == self._home[kind] else inode for kind, inode in found.items())
+        return Place(None, uid, network, pids)
+
+    def _describe(self, claimant: Claimant) -> RankProcess:
+        known, claim, job = claimant.process, claimant.claim, claimant.job
+        assert job is not None, "only those with a job are watched"
+        folder = self._table.folder(known.pid)
         return RankProcess(
-            job=printable_name(f"{claim.job}@{scope}", JOB_LENGTH_LIMIT) if scope else claim.job,
+            job=job.name,
             rank=claim.rank,
             local_rank=claim.local_rank,
             world_size=claim.world_size,
             pid=known.pid,
             start_ticks=known.start_ticks,
             namespace_pids=procfs.read_status(folder).namespace_pids or (known.pid,),
-            environment=kept(known.environment),
-            pod=pod,
+            environment=kept(procfs.Environment(folder)),
+            pod=claimant.place.pod,
+            shared_job=job.shared_name,
+            owner=claimant.place.owner,
         )
 
     def _problems(self, watched: Sequence[KnownProcess]) -> tuple[Problem, ...]:
@@ -121,20 +168,39 @@ class RankDiscovery:
             problems.append(Problem("discovery", "permission", text))
         return tuple(problems)
 
+    def _cut_problems(self, cut: Mapping[str, int]) -> list[Problem]:
+        reason = f"this node has more than max_ranks = {self._max_ranks} ranks; end some, or raise max_ranks"
+        return [Problem("discovery", "quota", f"ranks of {owner} are not watched: {reason}") for owner in cut]
 
-def _settle(oldest_first: Sequence[RankProcess]) -> tuple[tuple[RankProcess, ...], tuple[Conflict, ...]]:
-    holders: dict[tuple[str, int], RankProcess] = {}
-    conflicts = []
-    for rank in oldest_first:
-        holder = holders.setdefault((rank.job, rank.rank), rank)
-        if holder is not rank:
-            conflicts.append(Conflict(rank.job, rank.rank, holder.pid, rank.pid))
-    return tuple(holders[place] for place in sorted(holders)), tuple(conflicts)
+
+def share(ranks: Sequence[Claimant], limit: int) -> tuple[Sequence[Claimant], Sequence[Claimant]]:
+    """The ranks that are watched, and those over the limit. Pods and users take turns, so that nobody's ranks take the
+    place of everybody else's. Ranks that are watched already stay, as far as this leaves room."""
+    if len(ranks) <= limit:
+        return ranks, ()
+    taken: Counter[str] = Counter()
+    order = []
+    for number, claimant in enumerate(sorted(ranks, key=lambda each: each.rank is None)):
+        is_new, turn = claimant.rank is None, taken[claimant.place.owner]
+        taken[claimant.place.owner] += 1
+        order.append(((is_new or turn >= KEPT_PER_OWNER, turn, is_new, number), claimant))
+    order.sort(key=lambda entry: entry[0])
+    claimants = [claimant for _, claimant in order]
+    return claimants[:limit], claimants[limit:]
+
+
+def _by_owner(claimants: Sequence[Claimant]) -> Mapping[str, int]:
+    counts = Counter(claimant.place.owner for claimant in claimants).most_common()
+    by_owner = dict(counts[:OWNERS_LIMIT])
+    if rest := sum(number for _, number in counts[OWNERS_LIMIT:]):
+        by_owner[OTHER_OWNERS] = rest
+    return by_owner
 
 
 def relatives(bearers: Collection[KnownProcess], parent_of: Callable[[int], int | None]) -> tuple[set[int], set[int]]:
     """The helpers of ranks, below a process of the same identity that loaded torch (data-loader workers, forks), and
-    their launchers, above a process of another identity (torchrun under SLURM)."""
+    their launchers, above a process that has more of a launcher's variables (torchrun under SLURM). A rank may start
+    another job: that does not make it a launcher."""
     by_pid = {bearer.pid: bearer for bearer in bearers}
     helpers: set[int] = set()
     launchers: set[int] = set()
@@ -146,7 +212,8 @@ def relatives(bearers: Collection[KnownProcess], parent_of: Callable[[int], int 
             elder = by_pid.get(ancestor)
             if elder is not None and elder.identity != bearer.identity:
                 # A child shows its identity from its first instant, long before it has loaded torch.
-                launchers.add(elder.pid)
+                if elder.launch_depth < bearer.launch_depth:
+                    launchers.add(elder.pid)
             elif elder is not None and elder.is_candidate:
                 helpers.add(bearer.pid)
             ancestor = parent_of(ancestor)

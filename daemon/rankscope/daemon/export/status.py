@@ -30,7 +30,7 @@ class DaemonStatus:
     stack_rate_hertz: float = 0.0
     stack_recorded_ratio: float | None = None
     ranks: int = 0
-    ranks_cut: int = 0
+    ranks_cut: Mapping[str, int] = field(default_factory=dict)
     rank_conflicts: int = 0
     discovery_problems: int = 0
     windows_total: int = 0

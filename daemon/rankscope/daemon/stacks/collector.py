@@ -3,9 +3,10 @@ they are compared with each other. The target is never stopped."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,14 @@ class _Turn:
     @property
     def due_seconds(self) -> float:
         return max(recorder.due_seconds for recorder in self.recorders)
+
+    @property
+    def owners(self) -> set[str]:
+        return {recorder.rank.owner for recorder in self.recorders}
+
+    def served_seconds(self, by_owner: Mapping[str, float]) -> float:
+        """When a recording of one of their owners was last started."""
+        return max(by_owner.get(owner, -math.inf) for owner in self.owners)
 
     def ready(self, now_seconds: float) -> list[RankRecorder]:
         """The ranks to record now; none if it is too early, or if some are still being recorded."""
@@ -82,6 +91,8 @@ class StacksCollector(Collector[StackSample]):
         self._plan = plan_at(rate_hz)
         self._plans_of: dict[RankKey, Plan | None] = {}
         self._turns: list[_Turn] | None = None  # None: not arranged yet
+        self._occupied_until: dict[RankKey, float] = {}
+        self._served: dict[str, float] = {}  # when a recording was last started, by owner
         self._hurried: dict[str, float] = {}  # when each job was last recorded out of turn
         # Time, rank-seconds recorded, and rank-seconds that could have been.
         self._recorded: deque[tuple[float, float, float]] = deque()
@@ -137,17 +148,32 @@ class StacksCollector(Collector[StackSample]):
         self._note_recorded(now_monotonic)
         if self._turns is None:
             self._turns = self._arrange(now_monotonic)
-        free = self._max_concurrent - self.running
-        for turn in sorted(self._turns, key=lambda turn: turn.due_seconds):
+        # A recording that failed holds its place until its time is over: failing costs more than recording.
+        occupied = Counter(
+            recorder.rank.owner
+            for key, recorder in self._recorders.items()
+            if recorder.is_running or now_monotonic < self._occupied_until.get(key, -math.inf)
+        )
+        waiting: set[str] = set()
+        # Pods and users take turns, however many ranks they have: one of whom nothing is recorded need not wait.
+        for turn in sorted(self._turns, key=lambda turn: (turn.served_seconds(self._served), turn.due_seconds)):
+            if not turn.owners.isdisjoint(waiting):
+                continue
             ready = turn.ready(now_monotonic)
-            if len(ready) > free:
-                break  # those that have waited longest come first, even if fewer would fit
+            places = self._max_concurrent * (1 if any(occupied[owner] for owner in turn.owners) else 2)
+            if len(ready) > places - occupied.total():
+                waiting |= turn.owners  # its turn comes first, even if a later one of the same owners would fit
+                continue
             due_seconds = now_monotonic + self._seconds_to_next(turn.plan)
             for recorder in ready:
                 recorder.start(turn.plan, now_monotonic, due_seconds)
-            free -= len(ready)
+                self._occupied_until[recorder.rank.key] = now_monotonic + turn.plan.seconds
+                self._served[recorder.rank.owner] = now_monotonic
+                occupied[recorder.rank.owner] += 1
 
     def _arrange(self, now_seconds: float) -> list[_Turn]:
+        owners = {recorder.rank.owner for recorder in self._recorders.values()}
+        self._served = {owner: at for owner, at in self._served.items() if owner in owners}
         by_plan: dict[tuple[str, Plan], list[RankRecorder]] = {}
         for key, recorder in sorted(self._recorders.items()):
             plan = self._plans_of.get(key, self._plan)
@@ -183,6 +209,7 @@ class StacksCollector(Collector[StackSample]):
             return dict.fromkeys((rank.key for rank in ranks), self._tools)
         for key in self._recorders.keys() - {rank.key for rank in ranks}:
             self._account(self._recorders.pop(key).close())
+            self._occupied_until.pop(key, None)
             self._turns = None
         for rank in ranks:
             if rank.key not in self._recorders:

@@ -169,6 +169,7 @@ def identity_of(rank: RankProcess, node: str, steps: StepSample | None = None) -
         namespace=None if rank.namespace is None else printable(rank.namespace, NAME_CHARACTERS),
         pid=rank.pid,
         incarnation=rank.start_ticks,
+        shared_job=None if rank.shared_job in ("", rank.job) else printable(rank.shared_job, NAME_CHARACTERS),
     )
     if steps is not None:
         place = {name: getattr(steps.facts, name) for name in ("pipeline", "tensor", "data")}

@@ -99,7 +99,8 @@ class Known:
 
     def __init__(self, identity: RankIdentity) -> None:
         self.identity = identity  # as reported by the daemon
-        self.sought = (identity.pod, identity.job)
+        # A run's ranks have its pods, whatever else on a node has the job's name.
+        self.sought = (identity.pod, identity.shared_job or identity.job)
         self.rank = identity.rank
         self.key = (identity.pod, identity.rank)
         self.is_possible = 0 <= identity.rank < identity.world_size
@@ -113,6 +114,7 @@ class Known:
             renamed.CopyFrom(self.identity)
             if names is not None:
                 renamed.job, renamed.node, renamed.namespace, renamed.pod_name = names
+                renamed.ClearField("shared_job")
             self.names, self.seen = names, RankSeen(renamed)
         return self.seen
 

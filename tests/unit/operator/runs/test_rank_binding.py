@@ -102,6 +102,16 @@ def test_a_restarted_job_with_another_port_keeps_the_runs_name_and_a_second_job_
     assert bind(binding, message(0, job="a:3/x"), "node-a").windows[0].identity.job == first
 
 
+def test_a_job_whose_name_is_taken_on_one_of_its_nodes_is_one_job(inventory: Inventory) -> None:
+    binding = Binding(inventory, Clock())
+    first = bind(binding, message(0), "node-a").windows[0].identity
+    crowded = message(1, pod="pod-1", job="10.0.0.1:29500/none@pod-1")
+    crowded.windows[0].identity.shared_job = "10.0.0.1:29500/none"
+    second = bind(binding, crowded, "node-b").windows[0].identity
+    assert first.job == second.job == "team/pytorchjob-llama"
+    assert not second.HasField("shared_job")
+
+
 def test_a_pod_that_merely_has_an_owner_is_a_run_once_ranks_are_seen_in_it() -> None:
     inventory = Inventory()
     owner = Owner("apps/v1", "StatefulSet", "trainer", "o")

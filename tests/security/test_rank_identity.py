@@ -1,0 +1,162 @@
+"""Nobody takes over, splits, joins or hides somebody else's ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rankscope.daemon.discovery.ranks import RankDiscovery
+from rankscope.daemon.samples import RankProcess
+from tests.security.attacked import wait_for
+from tests.security.rank_processes import NOBODY, RankProcesses, rank_processes, rank_variables
+
+JOB = "10.9.8.7:29500/none"
+EVALUATION = """
+import os, subprocess, sys
+other = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}
+child = subprocess.Popen([sys.argv[1], "600"], env={**os.environ, **other})
+print(child.pid, flush=True)
+os.execv(sys.argv[1], [sys.argv[1], "600"])
+"""
+
+
+@pytest.fixture
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    # Other users have to reach it.
+    folder = tmp_path_factory.mktemp("ranks")
+    folder.parent.chmod(0o755)
+    folder.parent.parent.chmod(0o755)
+    with rank_processes(folder) as made:
+        yield made
+
+
+class Watch:
+    """The ranks among some processes: other tests and jobs may run here."""
+
+    def __init__(self) -> None:
+        self.discovery = RankDiscovery(node_name="node")
+
+    def of(self, *pids: int) -> dict[int, RankProcess]:
+        return {rank.pid: rank for rank in self.discovery.scan().ranks if rank.pid in pids}
+
+    def until(self, condition: Callable[[dict[int, RankProcess]], object], *pids: int) -> dict[int, RankProcess]:
+        wait_for(lambda: condition(self.of(*pids)), lambda: self.of(*pids))
+        return self.of(*pids)
+
+
+def test_an_older_process_that_takes_on_a_ranks_variables_does_not_evict_it(processes: RankProcesses) -> None:
+    variables = [f"{name}={value}" for name, value in rank_variables(0).items()]
+    command = ["sh", "-c", 'read trigger; exec env "$@"', "sh", *variables, str(processes.program), "600"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, user=NOBODY, group=NOBODY) as older:
+        try:
+            assert older.stdin is not None
+            victim = processes.start(rank_variables(0))
+            watch = Watch()
+            (before,) = watch.until(lambda found: victim in found, victim).values()
+            older.stdin.close()
+            found = watch.until(lambda found: older.pid in found, older.pid, victim)
+        finally:
+            older.kill()
+    assert found[victim] == before
+    assert found[victim].job == JOB
+    assert found[older.pid].job == f"{JOB}@uid{NOBODY}"
+
+
+def test_of_one_users_processes_the_one_that_came_first_is_the_rank(processes: RankProcesses) -> None:
+    first = processes.start(rank_variables(0))
+    watch = Watch()
+    watch.until(lambda found: first in found, first)
+    second = processes.start(rank_variables(0))
+    wait_for(lambda: {first, second} <= {pid for c in watch.discovery.scan().conflicts for pid in _pids(c)}, str)
+    assert set(watch.of(first, second)) == {first}
+    processes.end(first)
+    (found,) = watch.until(lambda found: second in found, second).values()
+    assert found.job == JOB
+
+
+def test_two_users_with_one_address_have_two_jobs_though_their_ranks_differ(processes: RankProcesses) -> None:
+    watch = Watch()
+    ours = processes.start(rank_variables(0))
+    watch.until(lambda found: ours in found, ours)
+    theirs = processes.start(rank_variables(1), uid=NOBODY)
+    found = watch.until(lambda found: theirs in found, ours, theirs)
+    assert {pid: rank.job for pid, rank in found.items()} == {ours: JOB, theirs: f"{JOB}@uid{NOBODY}"}
+
+
+@pytest.mark.parametrize("namespace", ["--net", "--pid"])
+def test_ranks_of_two_namespaces_with_torchruns_default_address_are_two_jobs(
+    processes: RankProcesses, namespace: str
+) -> None:
+    started = []
+    for _ in range(2):
+        script = f'"{processes.program}" 600 & RANK=1 LOCAL_RANK=1 "{processes.program}" 600 & wait'
+        flags = (namespace, "--fork", "--kill-child") if namespace == "--pid" else (namespace,)
+        started.append(
+            processes.start(rank_variables(0, address="127.0.0.1"), namespaces=flags, command=["sh", "-c", script])
+        )
+    watch = Watch()
+
+    def ranks() -> list[list[RankProcess]]:
+        all_ranks = watch.discovery.scan().ranks
+        return [[rank for rank in all_ranks if _is_below(rank.pid, shell)] for shell in started]
+
+    wait_for(lambda: [len(each) for each in ranks()] == [2, 2], ranks)
+    first, second = ranks()
+    assert [rank.rank for rank in first] == [rank.rank for rank in second] == [0, 1]
+    assert len({rank.job for rank in first}) == len({rank.job for rank in second}) == 1
+    assert first[0].job != second[0].job
+
+
+def test_ranks_of_two_network_namespaces_with_a_real_address_are_one_job(processes: RankProcesses) -> None:
+    pids = [processes.start(rank_variables(rank), namespaces=["--net"]) for rank in (0, 1)]
+    found = Watch().until(lambda found: len(found) == 2, *pids)
+    assert {rank.job for rank in found.values()} == {JOB}
+
+
+def test_nobody_gets_the_name_that_another_job_has_by_its_place(processes: RankProcesses) -> None:
+    watch = Watch()
+    local = processes.start(rank_variables(0, address="127.0.0.1"))
+    ((_, named),) = watch.until(lambda found: local in found, local).items()
+    address, _, run_id = named.job.partition(":29500/")
+    forged = rank_variables(1, address=address, TORCHELASTIC_RUN_ID=run_id)
+    squatter = processes.start(forged, uid=NOBODY)
+    found = watch.until(lambda found: squatter in found, local, squatter)
+    assert found[local].job == named.job
+    assert found[squatter].job != named.job
+
+
+def test_a_rank_stays_when_its_child_carries_other_rank_variables(processes: RankProcesses) -> None:
+    watch = Watch()
+    with subprocess.Popen(
+        [sys.executable, "-c", EVALUATION, processes.program],
+        env={**rank_variables(1), "PATH": os.environ["PATH"]},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as rank:
+        assert rank.stdout is not None
+        child = int(rank.stdout.readline())
+        try:
+            found = watch.until(lambda found: {rank.pid, child} <= found.keys(), rank.pid, child)
+        finally:
+            os.kill(child, 9)
+            rank.kill()
+    assert (found[rank.pid].job, found[rank.pid].rank) == (JOB, 1)
+    assert found[child].job == "10.9.8.7:1/none"
+
+
+def _pids(conflict: object) -> tuple[int, int]:
+    return conflict.kept_pid, conflict.ignored_pid  # type: ignore[attr-defined]
+
+
+def _is_below(pid: int, ancestor: int) -> bool:
+    while pid > 1 and pid != ancestor:
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return pid == ancestor
