@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection
 
 from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, Suspected
 from rankscope.common.rank_selection import choose_ranks as chosen
@@ -129,10 +129,19 @@ def choose_job(wanted: str, jobs: Collection[str], names_others: bool = True) ->
     return next(iter(jobs))
 
 
-def choose_processes(ranks: Iterable[RankProcess], job: str, pods: Mapping[int, str]) -> dict[int, RankProcess]:
-    """The job's ranks on this node. `pods` (rank to the uid of its pod), if not empty, excludes all other processes:
-    the job of another tenant may have the same name, and a rank may have moved since the caller looked."""
-    here = {rank.rank: rank for rank in ranks if rank.job == job and (not pods or pods.get(rank.rank, "") == rank.pod)}
+def choose_processes(
+    request: pb.StartCaptureRequest, ranks: Collection[RankProcess], names_others: bool = True
+) -> dict[int, RankProcess]:
+    """The job's ranks on this node, by number. With `pods`, they are found by their pods: the job of another tenant may
+    have the same name, and a rank may have moved since the caller looked."""
+    if not request.pods:
+        job = choose_job(request.job, {rank.job for rank in ranks}, names_others)
+        return {rank.rank: rank for rank in ranks if rank.job == job}
+    here = {
+        rank.rank: rank
+        for rank in ranks
+        if request.job in (rank.job, rank.shared_job) and request.pods.get(rank.rank, "") == rank.pod
+    }
     if not here:
         raise CaptureError("no rank of the job runs in the named pods any more; look for them and ask again")
     return here
