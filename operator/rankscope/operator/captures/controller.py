@@ -97,11 +97,16 @@ def by_node(ranks: Mapping[int, CapturedRank]) -> dict[str, list[int]]:
     return nodes
 
 
+def _share(thing: CaptureObject) -> tuple[str, bool]:
+    return thing.namespace, thing.is_begun
+
+
 log = logging.getLogger(__name__)
 
 WORKERS = 32
 RUNNING_LIMIT = 32
-# Running captures of a namespace, and captures of it that are attended to at a time: no namespace takes up all of them.
+# Of one namespace: captures that run, and those that are attended to at a time, running and others. No namespace takes
+# all workers.
 NAMESPACE_LIMIT = 8
 # Until a capture ends: recording, writing, cutting, uploading.
 LONGEST_SECONDS = 1800.0
@@ -169,12 +174,11 @@ class CapturesController:
     def reconcile(self) -> None:
         with self._lock:
             due = [thing for uid, thing in self._objects.items() if uid not in self._busy and self._is_due(thing)]
-            busy = Counter(self._objects[uid].namespace for uid in self._busy & self._objects.keys())
-            # Those under way first, and then those that have waited longest.
-            due.sort(key=lambda thing: (not thing.is_begun, self._attended_at.get(thing.uid, 0.0)))
+            busy = Counter(_share(self._objects[uid]) for uid in self._busy & self._objects.keys())
+            due.sort(key=lambda thing: self._attended_at.get(thing.uid, 0.0))
         for thing in due:
-            if busy[thing.namespace] < NAMESPACE_LIMIT and self._holds(thing):
-                busy[thing.namespace] += 1
+            if busy[_share(thing)] < NAMESPACE_LIMIT and self._holds(thing):
+                busy[_share(thing)] += 1
                 with self._lock:
                     self._busy.add(thing.uid)
                     self._attended_at[thing.uid] = self._clock()
@@ -312,27 +316,26 @@ class CapturesController:
         return None
 
     def _follow(self, thing: CaptureObject) -> None:
-        status = structs.replace(thing.status, ranks=list(thing.captured_ranks))
         since = self._followed_since.setdefault(thing.uid, self._clock())
         if thing.spec is None:
             self._refuse(thing, "Invalid", thing.mistake)
             return
-        open_ranks = {rank.rank: rank for rank in status.ranks if not is_ended(rank)}
+        open_ranks = {rank.rank: rank for rank in thing.captured_ranks if not is_ended(rank)}
         answers = self._requests.progress(thing, by_node(open_ranks))
         reported = {node: answer for node, answer in answers.items() if isinstance(answer, pb.Capture)}
-        ranks = updated_ranks(status.ranks, reported)
+        ranks = updated_ranks(thing.captured_ranks, reported)
         for node, answer in answers.items():
             if isinstance(answer, str):
                 ranks = failed_ranks(ranks, node, answer)
         if self._clock() - since > LONGEST_SECONDS:
             for node in by_node(open_ranks):
                 ranks = failed_ranks(ranks, node, f"nothing came of it in {LONGEST_SECONDS / 60:.0f} minutes")
-        after = summarised(structs.replace(status, ranks=ranks))
+        after = summarised(structs.replace(thing.status, ranks=ranks))
         if after.phase != "Running":
             after = structs.replace(after, findings=self._findings(thing, reported))
             after = concluded(after, "", "", thing.generation, self._clock())
             self._audit.ended(thing, after)
-        if after != status:
+        if after != thing.status:
             self._write(thing, after)
 
     def _findings(self, thing: CaptureObject, reported: Mapping[str, pb.Capture]) -> list[str]:

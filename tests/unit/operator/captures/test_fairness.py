@@ -53,6 +53,9 @@ def test_a_namespace_full_of_captures_that_run_for_ever_holds_up_no_other() -> N
     forged = {"phase": "Running", "captureId": "x", "startUnixMs": 1 << 52}
     forged |= {"ranks": [{"rank": 0, "node": "a", "state": "accepted"}]}
     for number in range(200):
+        # Of each kind more than there are workers; the second waits for its turn.
+        waiting = capture("mallory", f"w-{number}", {"phase": "Pending"})
+        controller.changed(waiting.uid, waiting)
         controller.changed(f"m-{number}", capture("mallory", f"m-{number}", forged))
     controller.changed("mine", capture("lab", "mine", {}))
     try:
