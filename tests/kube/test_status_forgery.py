@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,11 +16,13 @@ from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 from tests.certificates import Authority
 from tests.kube.accounts import granted
 from tests.kube.api_server import ApiServer, User
-from tests.kube.conftest import QUICK, StartDaemon, StartOperator
+from tests.kube.conftest import QUICK
+from tests.kube.operator_process import OperatorProcess
 from tests.kube.scripted_daemon import ScriptedDaemon, Spoken
 from tests.kube.scripted_run import BASE, ScriptedRun
 from tests.kube.test_user_api import CALL_SECONDS, NAME, account, refused, token_of
 
+TEAM, OTHERS = "forgery-team", "forgery-thief"
 RBAC = "/apis/rbac.authorization.k8s.io/v1/namespaces"
 Code = grpc.StatusCode
 
@@ -34,6 +35,9 @@ class Scene:
     thief: ScriptedRun
     mallory: User
     calls: CaptureServiceStub  # of mallory
+
+    def id_of(self, path: str) -> str:
+        return f"k-{self.server.admin.get(path)['metadata']['uid']}"
 
     def make_capture(self, name: str, run: str, **spec: Any) -> str:
         body = {"apiVersion": "rankscope.dev/v1alpha1", "kind": "Capture", "metadata": {"name": name}}
@@ -54,52 +58,56 @@ class Scene:
         self.mallory.merge(f"{path}/status", {"status": status})
 
 
-@pytest.fixture
-def scene(
-    server: ApiServer, namespace: str, tmp_path: Path, start_daemon: StartDaemon, start_operator: StartOperator
-) -> Iterator[Scene]:
-    others = f"{namespace}-thief"
-    server.admin.create("/api/v1/namespaces", {"metadata": {"name": others}})
-    account(server, others, "mallory")
+@pytest.fixture(scope="module")
+def scene(server: ApiServer, operator_user: User, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    folder = tmp_path_factory.mktemp("forgery")
+    for namespace in (TEAM, OTHERS):
+        server.admin.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
+    account(server, OTHERS, "mallory")
     everything = {"rules": [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}]}
-    server.admin.create(f"{RBAC}/{others}/roles", {"metadata": {"name": "all"}, **everything})
+    server.admin.create(f"{RBAC}/{OTHERS}/roles", {"metadata": {"name": "all"}, **everything})
     binding = {
         "metadata": {"name": "all"},
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "all"},
-        "subjects": [{"kind": "ServiceAccount", "name": "mallory", "namespace": others}],
+        "subjects": [{"kind": "ServiceAccount", "name": "mallory", "namespace": OTHERS}],
     }
-    server.admin.create(f"{RBAC}/{others}/rolebindings", binding)
-    daemon = start_daemon(f"{namespace}-shared")
-    victim = ScriptedRun(server, namespace, "secret", [daemon])
-    victim.start()
-    # Mallory's processes have the victim's MASTER_ADDR and run id: one name for two jobs on the node.
-    thief = ScriptedRun(server, others, "mine", [daemon], job=victim.job)
-    thief.pods.append(thief.make_pod(0))
-    daemon.ranks = [*daemon.ranks, *(Spoken(thief.pods[0], rank, 2, thief.job) for rank in (0, 1))]
-    authority = Authority(tmp_path / "authority")
+    server.admin.create(f"{RBAC}/{OTHERS}/rolebindings", binding)
+    authority = Authority(folder / "authority")
     pair = authority.issue("api", NAME)
     flags = ("--api-listen", "127.0.0.1:0", "--api-certificate", str(pair.certificate), "--api-key", str(pair.key))
-    with granted(server, "api"):
-        operator = start_operator("operator-0", *QUICK, *flags)
-        address = operator.log.rpartition(" api ")[2].split()[0]
-        for run in (victim, thief):
-            server.wait_for(lambda run=run: run.status.get("ranks", {}).get("seen") == 2)
-        credentials = grpc.composite_channel_credentials(
-            grpc.ssl_channel_credentials(authority.certificate.read_bytes()),
-            grpc.access_token_call_credentials(token_of(server, others, "mallory", "rankscope")),
-        )
-        with grpc.secure_channel(address, credentials, [("grpc.ssl_target_name_override", NAME)]) as channel:
-            mallory = User(server, "mallory", token_of(server, others, "mallory"))
-            yield Scene(server, daemon, victim, thief, mallory, CaptureServiceStub(channel))
+    operator = OperatorProcess(operator_user, folder, "forgery-0", (*QUICK, *flags))
+    daemon = ScriptedDaemon(server, "forgery-shared")
+    daemon.start()
+    victim = ScriptedRun(server, TEAM, "secret", [daemon])
+    # Mallory's processes have the victim's MASTER_ADDR and run id: one name for two jobs on the node.
+    thief = ScriptedRun(server, OTHERS, "mine", [daemon], job=victim.job)
+    try:
+        victim.start()
+        thief.pods.append(thief.make_pod(0))
+        daemon.ranks = [*daemon.ranks, *(Spoken(thief.pods[0], rank, 2, thief.job) for rank in (0, 1))]
+        with granted(server, "api"):
+            operator.start()
+            address = operator.log.rpartition(" api ")[2].split()[0]
+            for run in (victim, thief):
+                server.wait_for(lambda run=run: run.status.get("ranks", {}).get("seen") == 2)
+            credentials = grpc.composite_channel_credentials(
+                grpc.ssl_channel_credentials(authority.certificate.read_bytes()),
+                grpc.access_token_call_credentials(token_of(server, OTHERS, "mallory", "rankscope")),
+            )
+            with grpc.secure_channel(address, credentials, [("grpc.ssl_target_name_override", NAME)]) as channel:
+                mallory = User(server, "mallory", token_of(server, OTHERS, "mallory"))
+                yield Scene(server, daemon, victim, thief, mallory, CaptureServiceStub(channel))
+    finally:
+        operator.stop()
+        daemon.stop()
 
 
 @pytest.mark.timeout(300)
 def test_a_forged_status_takes_serves_cancels_and_deletes_nothing_of_another_namespace(scene: Scene) -> None:
     server, daemon, thief = scene.server, scene.daemon, scene.thief
     theirs = scene.victim.make_capture("theirs", ranks="0")
-    uid = server.admin.get(theirs)["metadata"]["uid"]
-    server.wait_for(lambda: daemon.captures)
-    assert list(daemon.captures) == [f"k-{uid}"]
+    victims = scene.id_of(theirs)
+    server.wait_for(lambda: victims in daemon.captures)
 
     # A capture of the victim's job that nobody of the victim's asked for.
     taken = scene.make_capture("taken", "none")
@@ -107,12 +115,12 @@ def test_a_forged_status_takes_serves_cancels_and_deletes_nothing_of_another_nam
     # The victim's capture, under Mallory's name: to cancel it, to read it, to delete it.
     held = scene.make_capture("held", "none", deleteArtifacts=True)
     scene.mallory.merge(held, {"metadata": {"finalizers": ["rankscope.dev/capture"]}})
-    scene.forge(held, f"k-{uid}", "Running", "running")
+    scene.forge(held, victims, "Running", "running")
     scene.mallory.delete(held)
     server.wait_for(lambda: not server.admin.is_served(held))
     assert scene.victim.finished_capture(theirs)["phase"] == "Succeeded"
     read = scene.make_capture("read", "none", deleteArtifacts=True)
-    scene.forge(read, f"k-{uid}", "Succeeded", "analysed")
+    scene.forge(read, victims, "Succeeded", "analysed")
     name = f"{thief.namespace}/read"
     seen: list[pb.Capture] = []
 
@@ -128,25 +136,24 @@ def test_a_forged_status_takes_serves_cancels_and_deletes_nothing_of_another_nam
     server.wait_for(lambda: not server.admin.is_served(read))
 
     assert thief.finished_capture(taken)["phase"] == "Failed"
-    assert {request.id for request in daemon.starts} == {f"k-{uid}"}
-    assert f"k-{uid}" not in daemon.cancelled and f"k-{uid}" not in daemon.deleted
-    assert list(daemon.captures) == [f"k-{uid}"]
+    assert [request.id for request in daemon.starts] == [victims]
+    assert victims not in daemon.cancelled and victims not in daemon.deleted
+    assert list(daemon.captures) == [victims]
 
 
 @pytest.mark.timeout(300)
 def test_a_capture_names_the_pods_of_its_own_run_even_where_another_job_has_the_same_name(scene: Scene) -> None:
-    path = scene.make_capture("mine", scene.thief.object_name, ranks="0,1")
-    scene.server.wait_for(lambda: scene.daemon.starts)
-    (request,) = scene.daemon.starts
-    uid = scene.server.admin.get(path)["metadata"]["uid"]
-    assert (request.id, request.job) == (f"k-{uid}", scene.victim.job)
+    mine = scene.id_of(scene.make_capture("mine", scene.thief.object_name, ranks="0,1"))
+    scene.server.wait_for(lambda: mine in scene.daemon.captures)
+    (request,) = (each for each in scene.daemon.starts if each.id == mine)
+    assert request.job == scene.victim.job
     assert dict(request.pods) == dict.fromkeys((0, 1), scene.thief.pods[0])
 
 
 @pytest.mark.timeout(300)
 def test_times_that_are_none_stop_nothing_for_others(scene: Scene) -> None:
     """A time that the API server takes and Python does not: year 0."""
-    server, others = scene.server, scene.thief.namespace
+    server = scene.server
     never = "0000-01-01T00:00:00Z"
     run = {
         "apiVersion": "rankscope.dev/v1alpha1",
@@ -154,15 +161,15 @@ def test_times_that_are_none_stop_nothing_for_others(scene: Scene) -> None:
         "metadata": {"name": "gone", "labels": {"app.kubernetes.io/managed-by": "rankscope"}},
         "spec": {"workload": {"kind": "Job", "name": "gone"}},
     }
-    scene.mallory.create(f"{BASE}/{others}/trainingruns", run)
+    scene.mallory.create(f"{BASE}/{OTHERS}/trainingruns", run)
     ended = {"type": "Ended", "status": "True", "reason": "x", "message": "", "lastTransitionTime": never}
     path = scene.make_capture("never", "none", ttlSecondsAfterFinished=10**6)
     scene.mallory.merge(f"{path}/status", {"status": {"phase": "Succeeded", "finishedAt": never}})
-    scene.mallory.merge(f"{BASE}/{others}/trainingruns/gone/status", {"status": {"conditions": [ended]}})
+    scene.mallory.merge(f"{BASE}/{OTHERS}/trainingruns/gone/status", {"status": {"conditions": [ended]}})
     # What came after: another tenant's run is seen, and captured.
-    late = ScriptedRun(server, scene.victim.namespace, "late", [scene.daemon], job="10.0.0.5:29500/none")
+    late = ScriptedRun(server, TEAM, "late", [scene.daemon], job="10.0.0.5:29500/none")
     late.pods.append(late.make_pod(0))
     scene.daemon.ranks = [*scene.daemon.ranks, *(Spoken(late.pods[0], rank, 2, late.job) for rank in (0, 1))]
     server.wait_for(lambda: late.status.get("ranks", {}).get("seen") == 2, 60)
-    late.make_capture("late", ranks="0")
-    server.wait_for(lambda: scene.daemon.captures, 60)
+    wanted = scene.id_of(late.make_capture("late", ranks="0"))
+    server.wait_for(lambda: wanted in scene.daemon.captures, 60)
