@@ -97,6 +97,11 @@ COMBINATIONS: dict[str, Values] = {
         },
         "alerts": {"enabled": True},
         "webhooks": {"clientAuthority": "api-server-client-ca"},
-        "networkPolicy": {"enabled": True, "metricsFrom": _PEERS, "alertsFrom": _PEERS},
+        "networkPolicy": {
+            "enabled": True,
+            "metricsFrom": _PEERS,
+            "alertsFrom": _PEERS,
+            "webhooksFrom": [{"ipBlock": {"cidr": "10.0.0.0/28"}}],
+        },
     },
 }

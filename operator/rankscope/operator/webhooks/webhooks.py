@@ -114,7 +114,9 @@ class Webhooks:
     def _check(self, request: Request) -> Response | None:
         """Before the body is read. The API server follows the webhook's failurePolicy after a refusal."""
         webhook = request.path.split("/")[1]
-        if self._is_authenticated and not request.certificate:
+        if self._is_authenticated:
+            if request.certificate:
+                return None
             self.admission.counts[webhook, "unauthenticated"] += 1
             return Response(403, b"a certificate of --webhook-client-authority is needed, see docs/injection.md\n")
         if not self._rates.take(request.address, 1 + body_length(request.headers, BODY_BYTES) // PART_BYTES):
