@@ -20,6 +20,7 @@ from typing import Any
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+from tests.certificates import Authority
 from tests.free_ports import free_port
 
 VERSION = "1.20.2"
@@ -125,6 +126,7 @@ class ApiServer:
         self._tokens = {"admin": secrets.token_hex(16), **{name: secrets.token_hex(16) for name in self.users}}
         self._write_tokens()
         self._write_keys()
+        self._write_admission()
         self.tls = ssl.create_default_context()
 
     def start(self) -> None:
@@ -166,6 +168,7 @@ class ApiServer:
             "--disable-admission-plugins=ServiceAccount",
             "--allow-privileged=true",
             "--endpoint-reconciler-type=none",
+            f"--admission-control-config-file={folder / 'admission.yaml'}",
         ]
         self._api = self._run(command, "kube-apiserver.log")
         certificate = folder / "certificates" / "apiserver.crt"
@@ -245,6 +248,27 @@ class ApiServer:
             serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
         )
         (self.folder / "accounts.key").write_bytes(pem)
+
+    def _write_admission(self) -> None:
+        """The certificate that it shows to webhooks which ask for one; `webhook_clients` signs it."""
+        authority = Authority(self.folder / "webhook-clients")
+        pair = authority.issue("api-server", "kube-apiserver")
+        self.webhook_clients = authority.certificate
+        user = {"client-certificate": str(pair.certificate), "client-key": str(pair.key)}
+        kubeconfig = {"apiVersion": "v1", "kind": "Config", "users": [{"name": "*", "user": user}]}
+        (self.folder / "webhooks.kubeconfig").write_text(json.dumps(kubeconfig))
+        settings = {
+            "apiVersion": "apiserver.config.k8s.io/v1",
+            "kind": "WebhookAdmissionConfiguration",
+            "kubeConfigFile": str(self.folder / "webhooks.kubeconfig"),
+        }
+        plugins = ("MutatingAdmissionWebhook", "ValidatingAdmissionWebhook")
+        document = {
+            "apiVersion": "apiserver.config.k8s.io/v1",
+            "kind": "AdmissionConfiguration",
+            "plugins": [{"name": name, "configuration": settings} for name in plugins],
+        }
+        (self.folder / "admission.yaml").write_text(json.dumps(document))
 
     def _run(
         self, command: list[str], log: str, environment: Mapping[str, str] | None = None

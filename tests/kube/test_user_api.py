@@ -4,13 +4,16 @@ somebody asks for with one. The operator is a process of its own, with the chart
 from __future__ import annotations
 
 import base64
+import http.client
 import json
+import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import pytest
@@ -50,6 +53,7 @@ class Place:
     secret: ScriptedRun  # of the other namespace
     capture: subprocess.Popen[str]  # ada's, by the command line, begun before the tests
     traces: Path
+    webhook_url: str
 
     def calls(self, token: str | None) -> CaptureServiceStub:
         credentials = grpc.ssl_channel_credentials(self.authority.read_bytes())
@@ -199,6 +203,7 @@ def place(server: ApiServer, operator_user: User, tmp_path_factory: pytest.TempP
                     secret,
                     capture,
                     folder / "traces",
+                    url,
                 )
             finally:
                 capture.kill()
@@ -349,6 +354,67 @@ def test_who_asks_by_kubectl_is_recorded_and_cannot_say_they_are_another(place: 
     assert {(record["via"], record["user"], record["verified"]) for record in of_it} == {("kubectl", name, True)}
     assert of_it[-1]["result"] == "Failed" and of_it[-1]["message"]
     assert of_it[0]["reason"] == evil
+
+
+def forged_review(name: str, spec: dict[str, Any]) -> bytes:
+    """As the API server would send it when an administrator makes a Capture."""
+    request = {
+        "uid": name,
+        "operation": "CREATE",
+        "resource": {"group": "rankscope.dev", "version": "v1alpha1", "resource": "captures"},
+        "namespace": TEAM,
+        "userInfo": {"username": "admin", "groups": ["system:masters"]},
+        "object": {"metadata": {"name": name, "uid": name}, "spec": spec},
+    }
+    return json.dumps({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}).encode()
+
+
+def webhook_caller(place: Place) -> http.client.HTTPSConnection:
+    """Any pod reaches the webhook's port."""
+    tls = ssl.create_default_context()
+    tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    address = urlsplit(place.webhook_url)
+    return http.client.HTTPSConnection(str(address.hostname), address.port, timeout=CALL_SECONDS, context=tls)
+
+
+def test_reviews_that_are_not_the_api_servers_leave_no_record(place: Place) -> None:
+    before = len(place.records())
+    caller = webhook_caller(place)
+    for number in range(200):
+        for path, spec in (("/stamp", {"run": "x"}), ("/validate", {"run": "x", "steps": 1})):
+            caller.request("POST", path, forged_review(f"forged-{number}", spec))
+            answer = caller.getresponse()
+            assert answer.status == 200 and b'"allowed"' in answer.read()
+    caller.close()
+    # A true one afterwards: the records are in order, so nothing of the forged ones is still to come.
+    ada = User(place.server, "ada", token_of(place.server, TEAM, "ada"))
+    body = {"apiVersion": "rankscope.dev/v1alpha1", "kind": "Capture", "metadata": {"name": "true-one"}}
+    ada.create(f"{BASE}/{TEAM}/captures", {**body, "spec": {"run": place.run.object_name, "ranks": "7", "steps": 3}})
+
+    def is_over() -> bool:
+        return any((each["event"], each.get("capture")) == ("ended", "true-one") for each in place.records())
+
+    place.server.wait_for(is_over)
+    records = place.records()[before:]
+    assert not [each for each in records if each.get("capture", "").startswith("forged") or each["user"] == "admin"]
+    of_it = [each for each in records if each.get("capture") == "true-one"]
+    assert [each["event"] for each in of_it] == ["asked", "ended"]
+    assert {(each["user"], each["verified"]) for each in of_it} == {(f"system:serviceaccount:{TEAM}:ada", True)}
+
+
+def test_a_flood_of_large_reviews_is_refused_before_its_bodies_are_read(place: Place) -> None:
+    limited = 'rankscope_operator_reviews_total{result="limited",webhook="validate"}'
+    for _ in range(100):
+        caller = webhook_caller(place)
+        caller.putrequest("POST", "/validate")
+        caller.putheader("Content-Length", str(3 << 20))
+        caller.endheaders(b"{")
+        caller.close()
+        if limited in place.operator.get("/metrics"):
+            break
+    assert limited in place.operator.get("/metrics")
+    # Small ones, as the API server sends, still pass: here both have the same address.
+    assert _is_admitted(place.server)
 
 
 def test_cancelling_ends_a_capture_and_keeps_its_object(place: Place) -> None:

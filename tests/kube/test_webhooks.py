@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import itertools
 import json
 import socket
@@ -267,6 +268,60 @@ def test_a_capture_tells_who_asked_and_stays_as_it_was_asked_for(
     for spec, says in (({"steps": 1, "seconds": 2.0}, "exclude each other"), ({}, "how long to record")):
         with pytest.raises(ApiError, match=says):
             server.admin.create(captures(namespace), capture(**spec))
+
+
+def test_only_the_operator_writes_a_status_and_nobody_does_while_it_is_away(
+    server: ApiServer, namespace: str, webhooks: Webhooks
+) -> None:
+    role = {"metadata": {"name": "all"}, "rules": [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}]}
+    rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}"
+    server.admin.create(f"{rbac}/roles", role)
+    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "all"}
+    subject = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": RESEARCHER}
+    binding = {"metadata": {"name": "all"}, "roleRef": reference, "subjects": [subject]}
+    server.admin.create(f"{rbac}/rolebindings", binding)
+    user = server.user(RESEARCHER)
+    body = {"apiVersion": "rankscope.dev/v1alpha1", "metadata": {"name": "x"}}
+    specs = {
+        ("captures", "Capture"): ({"run": "r", "steps": 1}, {"phase": "Running"}),
+        ("trainingruns", "TrainingRun"): ({"workload": {"kind": "Job", "name": "x"}}, {"phase": "Running"}),
+        ("profilingpolicies", "ProfilingPolicy"): ({}, {"runs": 7}),
+    }
+    paths = {}
+    for (plural, kind), (spec, status) in specs.items():
+        collection = f"/apis/rankscope.dev/v1alpha1/namespaces/{namespace}/{plural}"
+        user.create(collection, {**body, "kind": kind, "spec": spec})
+        paths[f"{collection}/x"] = status
+    for path, status in paths.items():
+        with pytest.raises(ApiError, match="is written by the operator"):
+            user.merge(f"{path}/status", {"status": status})
+        # As the administrator, who is the operator here.
+        assert status.items() <= server.admin.merge(f"{path}/status", {"status": status})["status"].items()
+    path = next(iter(paths))
+    user.merge(path, {"metadata": {"annotations": {"note": "x"}}})
+    webhooks.stop()
+    for changed in ("/status", ""):
+        forged = {"status": {"phase": "Succeeded"}, "metadata": {"annotations": {REQUESTED_BY: "root"}}}
+        with pytest.raises(ApiError, match="failed calling webhook"):
+            user.merge(f"{path}{changed}", forged)
+    user.delete(path)
+    assert not server.admin.is_served(path)
+
+
+def test_with_an_authority_of_callers_the_api_server_is_answered_and_nobody_else(
+    server: ApiServer, namespace: str, make: Make
+) -> None:
+    webhooks = make(client_authority=server.webhook_clients)
+    wait_until_asked(server, namespace)
+    held = webhooks.certificates.client("rankscope-webhook")()
+    assert held is not None
+    trusting = ssl.create_default_context(cadata=held.authorities.decode())
+    for path in webhooks.admission.paths:
+        caller = http.client.HTTPSConnection("127.0.0.1", webhooks.server.port, timeout=30, context=trusting)
+        caller.request("POST", path, b"{}")
+        assert caller.getresponse().status == 403
+        caller.close()
+    assert env(create(server, namespace, pod("kineto"))) == LEVEL_1
 
 
 def test_a_policy_without_sense_is_refused_in_words(server: ApiServer, namespace: str, webhooks: Webhooks) -> None:

@@ -31,6 +31,10 @@ class TextField:
                 setattr(made, name, value)
         inner = made
         for step in self.path[:-1]:
+            if step.message_type.GetOptions().map_entry:
+                assert self.path[-1].name == "value", "a map with texts as keys is not attacked yet"
+                getattr(inner, step.name)[0] = text
+                return made
             inner = getattr(inner, step.name).add() if step.is_repeated else getattr(inner, step.name)
         last = self.path[-1]
         value = text.encode() if last.type == FieldDescriptor.TYPE_BYTES else text

@@ -96,6 +96,12 @@ COMBINATIONS: dict[str, Values] = {
             "nodeSelector": {"pool": "gpu"},
         },
         "alerts": {"enabled": True},
-        "networkPolicy": {"enabled": True, "metricsFrom": _PEERS, "alertsFrom": _PEERS},
+        "webhooks": {"clientAuthority": "api-server-client-ca"},
+        "networkPolicy": {
+            "enabled": True,
+            "metricsFrom": _PEERS,
+            "alertsFrom": _PEERS,
+            "webhooksFrom": [{"ipBlock": {"cidr": "10.0.0.0/28"}}],
+        },
     },
 }

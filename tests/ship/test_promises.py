@@ -19,7 +19,7 @@ from rankscope.operator.webhooks.configuration import MADE_BY, Address, configur
 from rankscope.operator.webhooks.webhooks import WebhookSettings
 from tests.kube.accounts import CLUSTER_ROLES, NAMESPACE_ROLES, PEOPLES_ROLES
 from tests.ship.combinations import COMBINATIONS
-from tests.ship.conftest import Rendered
+from tests.ship.conftest import NEW, OLD, Rendered
 from tests.ship.helm import NAMESPACE, ROOT, Document
 
 # What a kubelet fills in.
@@ -127,6 +127,19 @@ def test_roles_are_bound_to_the_operator_alone_and_are_those_that_the_tests_run_
     for binding in (*rendered[name].all("ClusterRoleBinding"), *rendered[name].all("RoleBinding")):
         assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) in roles
         assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "rankscope-operator", "namespace": NAMESPACE}]
+
+
+def test_where_it_can_the_api_server_asks_nobody_about_a_status_that_the_operator_writes(
+    all_rendered: dict[tuple[str, str], Rendered],
+) -> None:
+    conditions = {}
+    for version in (OLD, NEW):
+        made = all_rendered["default", version].one("ValidatingWebhookConfiguration", "rankscope")
+        conditions[version] = {webhook["name"]: webhook.get("matchConditions") for webhook in made["webhooks"]}
+    operator = f"system:serviceaccount:{NAMESPACE}:rankscope-operator"
+    (condition,) = conditions[NEW].pop("status.rankscope.dev")
+    assert condition["expression"] == f'request.userInfo.username != "{operator}"'
+    assert {*conditions[NEW].values(), *conditions[OLD].values()} == {None}
 
 
 def test_kinds_webhooks_and_rules_are_those_of_the_code(rendered: dict[str, Rendered]) -> None:

@@ -80,7 +80,14 @@ def test_every_command_in_a_document_exists(path: Path) -> None:
 def test_every_flag_in_a_document_exists(path: Path) -> None:
     others = re.compile("docker|^helm |kubectl ", re.IGNORECASE)
     lines = [line for line in path.read_text().splitlines() if not others.search(line)]
-    foreign = {"--nproc-per-node", "--nonblocking", "--strict", "--pid", "--audience"}
+    foreign = {
+        "--admission-control-config-file",
+        "--nproc-per-node",
+        "--nonblocking",
+        "--strict",
+        "--pid",
+        "--audience",
+    }
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", "\n".join(lines))) - foreign
     known = {setting.flag for setting in SETTINGS}
     for source in (*(ROOT / "cli").glob("rankscope/cli/**/*.py"), ROOT / "tests" / "fuzz" / "__main__.py"):

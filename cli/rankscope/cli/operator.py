@@ -176,6 +176,12 @@ def _add_webhook_arguments(parser: argparse.ArgumentParser) -> None:
         help="CA of that certificate, which the operator registers with the API server",
     )
     webhooks.add_argument(
+        "--webhook-client-authority",
+        type=Path,
+        metavar="FILE",
+        help="CA of the API server's client certificate; other callers are refused (default: anybody may call)",
+    )
+    webhooks.add_argument(
         "--probe-image",
         metavar="IMAGE",
         help="image of the init container that copies the probe into pods (default: no injection)",
@@ -237,6 +243,7 @@ def _webhooks(arguments: argparse.Namespace) -> WebhookSettings | None:
         certificate=arguments.webhook_certificate,
         key=arguments.webhook_key,
         authority=arguments.webhook_authority,
+        client_authority=arguments.webhook_client_authority,
     )
 
 

@@ -65,10 +65,10 @@ class KeyedTokenBuckets:
         self._lock = threading.Lock()
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
-    def take(self, key: str) -> bool:
+    def take(self, key: str, tokens: float = 1.0) -> bool:
         with self._lock:
             bucket = self._buckets.get(key) or TokenBucket(self._burst, self._per_second)
-            taken = bucket.take(self._monotonic())
+            taken = bucket.take(self._monotonic(), tokens)
             self._keep(key, bucket)
             return taken
 

@@ -142,7 +142,7 @@ OPERATOR: Section[OperatorView] = Section((), (
 
 WEBHOOKS: Section[Webhooks] = Section((), (
     Counter("rankscope_operator_reviews_total",
-        "Admission reviews, by webhook (inject, stamp, validate) and result.",
+        "Admission reviews, by webhook (inject, stamp, status, validate) and result.",
         lambda webhooks: webhooks.admission.counts.copy(), {"webhook": ANY, "result": ANY}),
     Gauge("rankscope_operator_certificate_expiry_timestamp_seconds",
         "When the webhook certificate expires.", lambda webhooks: webhooks.expires_unix),

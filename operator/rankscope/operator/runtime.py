@@ -245,14 +245,19 @@ class Operator:
         return self.streams.connected
 
     def reconcile(self) -> None:
+        parts = [self._follow_daemons, self.runs.reconcile, self.captures.reconcile, self.policies.reconcile]
+        if self.slow_nodes is not None:
+            parts.append(self.slow_nodes.reconcile)
+        for reconcile in parts:
+            try:
+                reconcile()
+            except Exception:  # of one part: the others go on
+                log.exception("a part of the pulse failed; the next pulse tries again")
+
+    def _follow_daemons(self) -> None:
         addresses = self.addresses()
         self.streams.follow(addresses, self._own_pods())
         self.binding.forget_all_but(set(self.inventory.runs()), set(addresses))
-        self.runs.reconcile()
-        self.captures.reconcile()
-        if self.slow_nodes is not None:
-            self.slow_nodes.reconcile()
-        self.policies.reconcile()
 
     def _accept(self, messages: Sequence[DaemonMessage]) -> None:
         """In the streams' thread. Windows of runs in shards that others hold are dropped."""
@@ -303,7 +308,4 @@ class _Pulse:
 
     def _run(self) -> None:
         while not self._stopping.wait(PULSE_SECONDS):
-            try:
-                self._operator.reconcile()
-            except Exception:
-                log.exception("a pulse failed; the next one tries again")
+            self._operator.reconcile()

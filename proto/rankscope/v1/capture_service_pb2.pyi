@@ -490,6 +490,26 @@ Global___Capture: _TypeAlias = Capture  # noqa: Y015
 class StartCaptureRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class PodsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     JOB_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
@@ -499,6 +519,7 @@ class StartCaptureRequest(_message.Message):
     START_UNIX_MILLIS_FIELD_NUMBER: _builtins.int
     PATIENCE_SECONDS_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
+    PODS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     ranks: _builtins.str
     """"all", "0,3-5", "straggler", "straggler+peer" """
@@ -515,6 +536,12 @@ class StartCaptureRequest(_message.Message):
     """
     @_builtins.property
     def options(self) -> Global___CaptureOptions: ...
+    @_builtins.property
+    def pods(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
+        """Rank to the uid of its pod. If given, no other process is captured: jobs of two tenants may have the same name, and a
+        rank may have moved to another pod.
+        """
+
     def __init__(
         self,
         *,
@@ -527,10 +554,11 @@ class StartCaptureRequest(_message.Message):
         start_unix_millis: _builtins.int | None = ...,
         patience_seconds: _builtins.float | None = ...,
         id: _builtins.str = ...,
+        pods: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_patience_seconds", b"_patience_seconds", "_start_unix_millis", b"_start_unix_millis", "length", b"length", "options", b"options", "patience_seconds", b"patience_seconds", "seconds", b"seconds", "start_unix_millis", b"start_unix_millis", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patience_seconds", b"_patience_seconds", "_start_unix_millis", b"_start_unix_millis", "id", b"id", "job", b"job", "length", b"length", "options", b"options", "patience_seconds", b"patience_seconds", "ranks", b"ranks", "reason", b"reason", "seconds", b"seconds", "start_unix_millis", b"start_unix_millis", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patience_seconds", b"_patience_seconds", "_start_unix_millis", b"_start_unix_millis", "id", b"id", "job", b"job", "length", b"length", "options", b"options", "patience_seconds", b"patience_seconds", "pods", b"pods", "ranks", b"ranks", "reason", b"reason", "seconds", b"seconds", "start_unix_millis", b"start_unix_millis", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__patience_seconds: _TypeAlias = _typing.Literal["patience_seconds"]  # noqa: Y015
     _WhichOneofArgType__patience_seconds: _TypeAlias = _typing.Literal["_patience_seconds", b"_patience_seconds"]  # noqa: Y015

@@ -21,6 +21,7 @@ from rankscope.daemon.captures.orders import (
     CaptureError,
     Options,
 )
+from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
 START_AHEAD_LIMIT_SECONDS = 600.0
@@ -126,6 +127,24 @@ def choose_job(wanted: str, jobs: Collection[str], names_others: bool = True) ->
         known = f": {', '.join(sorted(jobs))}" if names_others else ""
         raise CaptureError(f"several jobs run on this node; name one with --job{known}")
     return next(iter(jobs))
+
+
+def choose_processes(
+    request: pb.StartCaptureRequest, ranks: Collection[RankProcess], names_others: bool = True
+) -> dict[int, RankProcess]:
+    """The job's ranks on this node, by number. With `pods`, they are found by their pods: the job of another tenant may
+    have the same name, and a rank may have moved since the caller looked."""
+    if not request.pods:
+        job = choose_job(request.job, {rank.job for rank in ranks}, names_others)
+        return {rank.rank: rank for rank in ranks if rank.job == job}
+    here = {
+        rank.rank: rank
+        for rank in ranks
+        if request.job in (rank.job, rank.shared_job) and request.pods.get(rank.rank, "") == rank.pod
+    }
+    if not here:
+        raise CaptureError("no rank of the job runs in the named pods any more; look for them and ask again")
+    return here
 
 
 def choose_ranks(text: str, job: str, here: Collection[int], world_size: int, suspects_of: SuspectsOf) -> list[int]:

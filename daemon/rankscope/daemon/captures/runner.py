@@ -24,7 +24,7 @@ from rankscope.daemon.captures.records import (
 )
 from rankscope.daemon.captures.request import (
     SuspectsOf,
-    choose_job,
+    choose_processes,
     choose_ranks,
     id_of,
     kept_text,
@@ -167,8 +167,8 @@ class CaptureRunner:
     def _start(self, request: pb.StartCaptureRequest, requested_by: str, usual_step_seconds: float | None) -> str:
         ranks = self._ranks()
         is_elsewhere = requested_by.startswith(("ipv4:", "ipv6:"))
-        job = choose_job(request.job, {rank.job for rank in ranks}, names_others=not is_elsewhere)
-        here = {rank.rank: rank for rank in ranks if rank.job == job}
+        here = choose_processes(request, ranks, names_others=not is_elsewhere)
+        job = next(rank.job for rank in here.values())
         world_size = max(rank.world_size for rank in here.values())
         numbers = choose_ranks(request.ranks, job, here.keys(), world_size, self.suspects_of)
         steps, seconds = length_of(request)

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import grpc
 
@@ -24,10 +25,16 @@ DOWNLOAD_SECONDS = 3600.0
 CALLS_AT_ONCE = 16
 TEXT_CHARACTERS = 300
 CACHED_SECONDS = 30.0
-CACHED_MOST = 64
-CACHED_BYTES = 4 << 20
+CACHED_BYTES = 16 << 20  # of all captures: a daemon's report is hostile input
 Code = grpc.StatusCode
 _PASSED_ON = (Code.NOT_FOUND, Code.OUT_OF_RANGE, Code.FAILED_PRECONDITION, Code.INVALID_ARGUMENT)
+
+
+@dataclass(frozen=True)
+class _Details:
+    at: float
+    found: Mapping[str, pb.Capture]
+    size_bytes: int
 
 
 class Traces:
@@ -35,7 +42,8 @@ class Traces:
         self._calls = calls
         self._addresses = addresses
         self._lock = threading.Lock()
-        self._cached: OrderedDict[str, tuple[float, Mapping[str, pb.Capture]]] = OrderedDict()  # by uid
+        self._cached: OrderedDict[str, _Details] = OrderedDict()  # by uid, the oldest first
+        self._cached_bytes = 0
         self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="rankscope-traces")
 
     def stop(self) -> None:
@@ -47,15 +55,22 @@ class Traces:
         now = time.monotonic()
         with self._lock:
             known = self._cached.get(thing.uid)
-            if known is not None and now - known[0] < CACHED_SECONDS:
-                return known[1]
+            if known is not None and now - known.at < CACHED_SECONDS:
+                return known.found
         found = {node: capture for node, capture in self._each(thing, self._calls.get) if capture is not None}
-        if thing.is_finished and sum(capture.ByteSize() for capture in found.values()) <= CACHED_BYTES:
-            with self._lock:
-                self._cached[thing.uid] = (now, found)
-                while len(self._cached) > CACHED_MOST:
-                    self._cached.popitem(last=False)
+        if thing.is_finished:
+            self._cache(thing.uid, _Details(now, found, sum(capture.ByteSize() for capture in found.values())))
         return found
+
+    def _cache(self, uid: str, details: _Details) -> None:
+        with self._lock:
+            before = self._cached.pop(uid, None)
+            self._cached_bytes += details.size_bytes - (0 if before is None else before.size_bytes)
+            self._cached[uid] = details
+            while self._cached and (
+                self._cached_bytes > CACHED_BYTES or details.at - next(iter(self._cached.values())).at > CACHED_SECONDS
+            ):
+                self._cached_bytes -= self._cached.popitem(last=False)[1].size_bytes
 
     def remove(self, thing: CaptureObject) -> None:
         self._each(thing, self._calls.delete)
@@ -63,14 +78,14 @@ class Traces:
     def download(
         self, thing: CaptureObject, request: pb.DownloadArtifactRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.DownloadArtifactResponse]:
-        rank = next((one for one in thing.status.ranks if one.rank == request.rank), None)
-        if rank is None or not isinstance(rank.node, str) or not isinstance(thing.status.capture_id, str):
+        rank = next((one for one in thing.captured_ranks if one.rank == request.rank), None)
+        if rank is None or not isinstance(rank.node, str):
             raise RefusedError(Code.NOT_FOUND, f"rank {request.rank} is not part of this capture")
         address = self._addresses().get(rank.node)
         if address is None:
             raise RefusedError(Code.UNAVAILABLE, f"there is no daemon on {rank.node} now; its traces wait there")
         asked = pb.DownloadArtifactRequest(
-            id=thing.status.capture_id, rank=request.rank, offset=request.offset, window=request.window
+            id=thing.capture_id, rank=request.rank, offset=request.offset, window=request.window
         )
         try:
             with self._calls.channel(address) as channel:
@@ -90,14 +105,12 @@ class Traces:
     def _each(
         self, thing: CaptureObject, ask: Callable[[str, str], pb.Capture | None]
     ) -> list[tuple[str, pb.Capture | None]]:
-        capture_id, addresses = thing.status.capture_id, self._addresses()
-        nodes = sorted({rank.node for rank in thing.status.ranks if isinstance(rank.node, str)} & addresses.keys())
-        if not isinstance(capture_id, str):
-            return []
+        addresses = self._addresses()
+        nodes = [node for node in thing.nodes if node in addresses]
 
         def safely(node: str) -> pb.Capture | None:
             try:
-                return ask(addresses[node], capture_id)
+                return ask(addresses[node], thing.capture_id)
             except (DaemonAwayError, DaemonRefusedError, OSError) as error:
                 log.debug("%s/%s: %s: %s", thing.namespace, thing.name, node, error)
                 return None

@@ -9,9 +9,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from rankscope.common.audit import LOGGER, AuditRecord, Via, audit_line
+from rankscope.common.token_bucket import KeyedTokenBuckets
 from rankscope.operator.captures.automatic import BY_ALERT, BY_POLICY, POLICY, TRIGGER
 from rankscope.operator.kube.objects import CaptureObject
 from rankscope.operator.kube.resources import CaptureSpec, CaptureStatus
@@ -23,6 +24,7 @@ VIA = "rankscope.dev/via"
 BY_API = "api"
 # The same record of the same caller is written again after this: one for every attempt would fill a disk.
 REPEAT_SECONDS = 60.0
+REFUSALS_AT_ONCE, REFUSALS_PER_SECOND = 60.0, 0.5
 REMEMBERED = 4096
 
 
@@ -40,18 +42,27 @@ class CaptureAudit:
         self._monotonic_seconds = monotonic_seconds
         self._lock = threading.Lock()
         self._written: OrderedDict[Hashable, float] = OrderedDict()
+        self._refusals = KeyedTokenBuckets(REFUSALS_AT_ONCE, REFUSALS_PER_SECOND, monotonic_seconds)  # by caller
         self._vouched: OrderedDict[str, None] = OrderedDict()  # uids of objects of authenticated callers
 
     def write(self, record: AuditRecord) -> None:
         audit_log.info("%s", audit_line(record, self._unix_seconds()))
 
     def refused(self, record: AuditRecord) -> None:
-        self.write_once_a_minute(replace(record, event="refused"))
+        """A caller's refusals are limited: each may name something else, and fill the log."""
+        record = replace(record, event="refused")
+        if not self._is_news_of_the_minute(record):
+            return
+        if self._refusals.take(record.user or record.address):
+            self.write(record)
+        else:
+            text = "more refusals of this caller are not recorded"
+            who = AuditRecord("refused", record.via, record.user, record.groups, record.verified, record.address)
+            self.write_once_a_minute(replace(who, result="TooMany", message=text))
 
     def write_once_a_minute(self, record: AuditRecord) -> None:
         """The same of the same caller at most once a minute."""
-        what = (record.namespace, record.capture, record.ranks, record.result, record.message)
-        if self._is_news((record.event, record.user, record.address, *what), self._monotonic_seconds(), REPEAT_SECONDS):
+        if self._is_news_of_the_minute(record):
             self.write(record)
 
     def vouch_for(self, uid: str) -> None:
@@ -60,12 +71,20 @@ class CaptureAudit:
             while len(self._vouched) > REMEMBERED:
                 self._vouched.popitem(last=False)
 
-    def begun(self, thing: CaptureObject, status: CaptureStatus) -> None:
-        """Called before the object is written, as `ended` is: after a crash in between the record is written twice, but
-        never missing."""
-        self._once(thing, self._record(thing, status))
+    def asked(self, thing: CaptureObject) -> None:
+        """Of an object that the API server has: reviews at the webhook prove nothing, because anybody may send them.
+        Called before the first write of the status, which tells the next operator that the record exists. Requests of
+        users and our own decisions are recorded where they are made."""
+        if via_of(thing) == "kubectl" and thing.status.phase is UNSET:
+            self._once(thing, replace(self._record(thing, thing.status), event="asked"))
+
+    def begun(self, thing: CaptureObject) -> None:
+        """Called before a daemon is asked to record. Another start, as a status may ask for it, is another record."""
+        self._once(thing, self._record(thing, thing.status), thing.status.start_unix_ms)
 
     def ended(self, thing: CaptureObject, status: CaptureStatus, result: str = "") -> None:
+        """Called before the object is written: after a crash in between the record is written twice, but never
+        missing."""
         record = self._record(thing, status)
         message = status.message if isinstance(status.message, str) else ""
         delivered = status.delivered if isinstance(status.delivered, str) else ""
@@ -73,9 +92,14 @@ class CaptureAudit:
         text = "; ".join(part for part in (f"{delivered} ranks delivered" if delivered else "", message) if part)
         self._once(thing, replace(record, event="ended", result=said, message=text))
 
-    def _once(self, thing: CaptureObject, record: AuditRecord) -> None:
-        if self._is_news((thing.uid, record.event), 0.0, float("inf")):
+    def _once(self, thing: CaptureObject, record: AuditRecord, occasion: Hashable = None) -> None:
+        if self._is_news((thing.uid, record.event, occasion), 0.0, float("inf")):
             self.write(record)
+
+    def _is_news_of_the_minute(self, record: AuditRecord) -> bool:
+        what = (record.namespace, record.capture, record.ranks, record.result, record.message)
+        who = (record.event, record.user, record.address)
+        return self._is_news((*who, *what), self._monotonic_seconds(), REPEAT_SECONDS)
 
     def _is_news(self, key: Hashable, now: float, seconds: float) -> bool:
         with self._lock:
@@ -103,7 +127,7 @@ class CaptureAudit:
             verified=verified and bool(user),
             namespace=thing.namespace,
             capture=thing.name,
-            id=status.capture_id if isinstance(status.capture_id, str) else "",
+            id=thing.capture_id,
         )
         if thing.spec is not None:
             record = asked_for(record, thing.spec)

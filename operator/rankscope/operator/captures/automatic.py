@@ -10,6 +10,7 @@ import hashlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -81,9 +82,13 @@ def wants_capture(spec: AutomaticCaptures, state: JobState) -> bool:
     return state.verdict.is_alarm and state.verdict.kind not in NEVER and state.verdict.kind in spec.on
 
 
-def captures_lately(captures: Iterable[CaptureObject], policy: PolicyObject, now_unix_seconds: float) -> int:
-    """Of the policy, in the last 24 hours."""
-    return sum(now_unix_seconds - capture.created_unix_seconds < DAY_SECONDS for capture in _of(captures, policy))
+def captures_today(captures: Iterable[CaptureObject], now_unix_seconds: float) -> Counter[tuple[str, str]]:
+    """By namespace and policy, in the last 24 hours."""
+    return Counter(
+        (capture.namespace, capture.annotations[POLICY])
+        for capture in captures
+        if POLICY in capture.annotations and now_unix_seconds - capture.created_unix_seconds < DAY_SECONDS
+    )
 
 
 def objection(
@@ -114,7 +119,7 @@ def objection(
         if last.finding == finding and not recovered:
             return "this finding has had its capture"
     known = list(captures)
-    if captures_lately(known, policy, now_unix_seconds) >= spec.per_day:
+    if captures_today(known, now_unix_seconds)[policy.namespace, policy.name] >= spec.per_day:
         return f"the policy's {spec.per_day} captures a day are used up"
     running = sum(not capture.is_finished and not capture.deleting for capture in _of(known, policy))
     return f"{running} captures of the policy are under way" if running >= spec.concurrent else None

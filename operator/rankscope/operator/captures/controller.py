@@ -1,13 +1,17 @@
 """Controller of Capture objects: planned once, requested from the daemons, followed to their end, also over restarts.
 
 The plan is written to the object before any daemon is asked, with the version that was read as a condition, and the
-capture's id is made of the object's uid: a second operator, or one after a restart, requests the same capture."""
+capture's id is made of the object's uid: a second operator, or one after a restart, requests the same capture.
+
+A user may write the status of their own objects. It says how far a capture is, and where to look for it; what is
+captured is derived from the run's own pods whenever a daemon is asked to record."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +22,7 @@ from msgspec import structs
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, Suspected, choose_ranks
 from rankscope.operator.captures.audit import CaptureAudit
-from rankscope.operator.captures.daemon_calls import CaptureRequests, DaemonCalls
+from rankscope.operator.captures.daemon_calls import CaptureRequests, DaemonCalls, Target
 from rankscope.operator.captures.status import concluded, failed_ranks, findings_of, is_ended, summarised, updated_ranks
 from rankscope.operator.correlation.correlator import JobState, suspects
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Document, MissingError, UnreachableError
@@ -26,6 +30,7 @@ from rankscope.operator.kube.leader_election import ShardLeases
 from rankscope.operator.kube.object_writer import ObjectWriter
 from rankscope.operator.kube.objects import (
     FINALIZER,
+    RANKS_LIMIT,
     CaptureObject,
     collection,
     read_capture_object,
@@ -92,12 +97,18 @@ def by_node(ranks: Mapping[int, CapturedRank]) -> dict[str, list[int]]:
     return nodes
 
 
+def _share(thing: CaptureObject) -> tuple[str, bool]:
+    return thing.namespace, thing.is_begun
+
+
 log = logging.getLogger(__name__)
 
-WORKERS = 16
+WORKERS = 32
 RUNNING_LIMIT = 32
-RANKS_LIMIT = 64
-# From a capture's start to its end: recording, writing, cutting, uploading.
+# Of one namespace: captures that run, and those that are attended to at a time, running and others. No namespace takes
+# all workers.
+NAMESPACE_LIMIT = 8
+# Until a capture ends: recording, writing, cutting, uploading.
 LONGEST_SECONDS = 1800.0
 
 
@@ -128,8 +139,10 @@ class CapturesController:
         self._lock = threading.Lock()
         self._objects: dict[str, CaptureObject] = {}  # by uid
         self._busy: set[str] = set()
+        self._attended_at: dict[str, float] = {}
+        self._followed_since: dict[str, float] = {}
         self._beginning: set[tuple[str, str]] = set()  # namespace, run
-        self._requests = CaptureRequests(calls, addresses, clock)
+        self._requests = CaptureRequests(calls, addresses, self._target, self._audit.begun, clock)
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="rankscope-captures")
         self.watched = Watched(api, collection(CaptureObject.plural), read_capture_object, self)
 
@@ -140,8 +153,11 @@ class CapturesController:
     def deleted(self, uid: str) -> None:
         with self._lock:
             thing = self._objects.pop(uid, None)
+            self._attended_at.pop(uid, None)
+            self._followed_since.pop(uid, None)
         self._requests.forget(uid)
         if thing is not None and not thing.is_finished and self._holds(thing):
+            self._audit.asked(thing)
             self._audit.ended(thing, thing.status, "Deleted")
 
     def last_captures(self) -> Mapping[tuple[str, str], str]:
@@ -157,11 +173,15 @@ class CapturesController:
 
     def reconcile(self) -> None:
         with self._lock:
-            idle = [thing for uid, thing in self._objects.items() if uid not in self._busy]
-        for thing in idle:
-            if self._holds(thing) and self._is_due(thing):
+            due = [thing for uid, thing in self._objects.items() if uid not in self._busy and self._is_due(thing)]
+            busy = Counter(_share(self._objects[uid]) for uid in self._busy & self._objects.keys())
+            due.sort(key=lambda thing: self._attended_at.get(thing.uid, 0.0))
+        for thing in due:
+            if busy[_share(thing)] < NAMESPACE_LIMIT and self._holds(thing):
+                busy[_share(thing)] += 1
                 with self._lock:
                     self._busy.add(thing.uid)
+                    self._attended_at[thing.uid] = self._clock()
                 self._pool.submit(self._attend_safely, thing)
 
     def _holds(self, thing: CaptureObject) -> bool:
@@ -205,6 +225,7 @@ class CapturesController:
             self._begin(thing)
 
     def _begin(self, thing: CaptureObject) -> None:
+        self._audit.asked(thing)
         if thing.spec is None:
             self._refuse(thing, "Invalid", thing.mistake)
             return
@@ -226,14 +247,16 @@ class CapturesController:
             if FINALIZER not in thing.finalizers:
                 metadata = {"finalizers": [*thing.finalizers, FINALIZER], "resourceVersion": thing.version}
                 thing = self._taken(self._api.merge(thing.path, {"metadata": metadata}))
-            status = self._begun_status(thing, planned)
-            self._audit.begun(thing, status)
-            begun = self._write(thing, status)
+            begun = self._write(thing, self._begun_status(thing, planned))
         self._follow(begun)
 
     def _plan(self, thing: CaptureObject) -> Plan:
         assert thing.spec is not None
         return plan(thing.spec, thing.spec.run, self._states().get(thing.job), self._daemon_job(thing.job), RANKS_LIMIT)
+
+    def _target(self, thing: CaptureObject) -> Target | None:
+        state, job = self._states().get(thing.job), self._daemon_job(thing.job)
+        return None if state is None or job is None else Target(job, state.identities)
 
     def _may_change(self, thing: CaptureObject, error: PlanError) -> bool:
         """Ranks may still appear, and after a restart the straggler is not known yet."""
@@ -251,7 +274,7 @@ class CapturesController:
             phase="Running",
             message="",
             job=planned.job[:256],
-            capture_id=f"k-{thing.uid}",
+            capture_id=thing.capture_id,
             start_unix_ms=round((now + START_AHEAD_SECONDS) * 1000),
             started_at=timestamp(now),
             ranks=list(planned.ranks),
@@ -285,34 +308,39 @@ class CapturesController:
                 return f"waits for capture {other.name} of the same run"
         if place in self._beginning:
             return "waits for another capture of the same run"
-        if len(running) + len(self._beginning) >= RUNNING_LIMIT:
+        counts = Counter([other.namespace for other in running] + [namespace for namespace, _ in self._beginning])
+        if counts[place[0]] >= NAMESPACE_LIMIT:
+            return f"waits: {NAMESPACE_LIMIT} captures of the namespace are under way"
+        if sum(min(count, NAMESPACE_LIMIT) for count in counts.values()) >= RUNNING_LIMIT:
             return f"waits: {RUNNING_LIMIT} captures are under way"
         return None
 
     def _follow(self, thing: CaptureObject) -> None:
-        status = thing.status
-        assert isinstance(status.start_unix_ms, int)
-        open_ranks = {rank.rank: rank for rank in status.ranks if not is_ended(rank)}
+        since = self._followed_since.setdefault(thing.uid, self._clock())
+        if thing.spec is None:
+            self._refuse(thing, "Invalid", thing.mistake)
+            return
+        open_ranks = {rank.rank: rank for rank in thing.captured_ranks if not is_ended(rank)}
         answers = self._requests.progress(thing, by_node(open_ranks))
         reported = {node: answer for node, answer in answers.items() if isinstance(answer, pb.Capture)}
-        ranks = updated_ranks(status.ranks, reported)
+        ranks = updated_ranks(thing.captured_ranks, reported)
         for node, answer in answers.items():
             if isinstance(answer, str):
                 ranks = failed_ranks(ranks, node, answer)
-        if self._clock() - status.start_unix_ms / 1000 > LONGEST_SECONDS:
+        if self._clock() - since > LONGEST_SECONDS:
             for node in by_node(open_ranks):
                 ranks = failed_ranks(ranks, node, f"nothing came of it in {LONGEST_SECONDS / 60:.0f} minutes")
-        after = summarised(structs.replace(status, ranks=ranks))
+        after = summarised(structs.replace(thing.status, ranks=ranks))
         if after.phase != "Running":
             after = structs.replace(after, findings=self._findings(thing, reported))
             after = concluded(after, "", "", thing.generation, self._clock())
             self._audit.ended(thing, after)
-        if after != status:
+        if after != thing.status:
             self._write(thing, after)
 
     def _findings(self, thing: CaptureObject, reported: Mapping[str, pb.Capture]) -> list[str]:
         """Of all nodes together: those that finished earlier are asked once more."""
-        analysed = [rank for rank in thing.status.ranks if rank.state == "analysed"]
+        analysed = [rank for rank in thing.captured_ranks if rank.state == "analysed"]
         again = self._requests.progress(thing, by_node({r.rank: r for r in analysed if r.node not in reported}))
         every = {**reported, **{node: one for node, one in again.items() if isinstance(one, pb.Capture)}}
         return findings_of(every, self._policy_of(thing.job))
@@ -325,10 +353,8 @@ class CapturesController:
 
     def _clear(self, thing: CaptureObject) -> None:
         """Cancels the capture, deletes its traces if requested, and removes the finalizer."""
-        capture_id = thing.status.capture_id
-        if isinstance(capture_id, str):
-            nodes = sorted({rank.node for rank in thing.status.ranks if isinstance(rank.node, str)})
-            if not self._requests.clear(thing, capture_id, nodes):
+        if thing.is_begun:
+            if not self._requests.clear(thing):
                 return  # tried again at the next pulse
             if not thing.is_finished:
                 self._audit.ended(thing, thing.status, "Deleted")

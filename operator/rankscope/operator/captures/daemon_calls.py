@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import grpc
 
@@ -17,6 +18,7 @@ from rankscope.operator.kube.objects import CaptureObject
 from rankscope.operator.kube.resources import CaptureSpec
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
+from rankscope.v1.identity_pb2 import RankIdentity
 
 CALL_SECONDS = 10.0
 _REFUSALS = frozenset(
@@ -47,16 +49,18 @@ class DaemonCalls:
         address: str,
         capture_id: str,
         job: str,
-        ranks: list[int],
+        pods: Mapping[int, str],
         spec: CaptureSpec,
         start_unix_millis: int,
         why: str,
     ) -> pb.Capture:
-        """The same id again is the same capture: a restarted operator may request it twice."""
+        """`pods` is the rank to its pod's uid. The same id again is the same capture: a restarted operator may request
+        it twice."""
         request = pb.StartCaptureRequest(
             id=capture_id,
             job=job,
-            ranks=",".join(map(str, ranks)),
+            ranks=",".join(map(str, sorted(pods))),
+            pods=pods,
             options=pb.CaptureOptions(
                 shapes=spec.options.shapes,
                 stacks=spec.options.stacks,
@@ -136,11 +140,21 @@ log = logging.getLogger(__name__)
 AWAY_SECONDS = 120.0
 # A start that is nearer than this is no longer requested: the daemon would refuse it.
 LAST_CALL_SECONDS = 4.0
+# For so long before that, ranks that have not reported for a moment are waited for.
+WAITING_SECONDS = 2.0
 CALLS_AT_ONCE = 64
 
-CANCELLED = pb.CAPTURE_STATE_CANCELLED
-FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, CANCELLED})
+CANCELLED, FAILED = pb.CAPTURE_STATE_CANCELLED, pb.CAPTURE_STATE_FAILED
+FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, FAILED, CANCELLED})
 UNBEGUN = "cancelled before the daemon was asked"
+
+
+@dataclass(frozen=True)
+class Target:
+    """The job of a run as it is now, from its own pods."""
+
+    job: str  # as the daemons call it
+    identities: Mapping[int, RankIdentity]
 
 
 class CaptureRequests:
@@ -148,10 +162,18 @@ class CaptureRequests:
     their common start. Thread-safe. Remembers only since when a daemon is away."""
 
     def __init__(
-        self, calls: DaemonCalls, addresses: Callable[[], Mapping[str, str]], clock: Callable[[], float] = time.time
+        self,
+        calls: DaemonCalls,
+        addresses: Callable[[], Mapping[str, str]],
+        target_of: Callable[[CaptureObject], Target | None],
+        starts: Callable[[CaptureObject], None],
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """`starts` is called before a daemon is asked to record."""
         self._calls = calls
         self._addresses = addresses
+        self._target_of = target_of
+        self._starts = starts
         self._clock = clock
         self._lock = threading.Lock()
         self._away_since: dict[tuple[str, str], float] = {}  # uid of the capture, node
@@ -162,9 +184,9 @@ class CaptureRequests:
         answers = zip(nodes, self._pool.map(lambda item: self._progress_of(thing, *item), nodes.items()), strict=True)
         return {node: answer for node, answer in answers if answer is not None}
 
-    def clear(self, thing: CaptureObject, capture_id: str, nodes: Sequence[str]) -> bool:
+    def clear(self, thing: CaptureObject) -> bool:
         """Cancels the capture and deletes its traces if requested. False: a daemon has to be asked again."""
-        return all(list(self._pool.map(lambda node: self._is_cleared(thing, node, capture_id), nodes)))
+        return all(list(self._pool.map(lambda node: self._is_cleared(thing, node), thing.nodes)))
 
     def forget(self, uid: str) -> None:
         with self._lock:
@@ -176,7 +198,7 @@ class CaptureRequests:
 
     def _progress_of(self, thing: CaptureObject, node: str, ranks: Sequence[int]) -> pb.Capture | str | None:
         try:
-            capture = self._ask(thing, self._address(node), ranks)
+            capture = self._ask(thing, node, ranks)
         except DaemonRefusedError as error:
             return str(error)
         except DaemonAwayError as error:
@@ -185,33 +207,44 @@ class CaptureRequests:
             self._away_since.pop((thing.uid, node), None)
         return capture
 
-    def _ask(self, thing: CaptureObject, address: str, ranks: Sequence[int]) -> pb.Capture:
-        status, spec = thing.status, thing.spec
-        assert spec is not None and isinstance(status.capture_id, str) and isinstance(status.start_unix_ms, int)
-        known = self._calls.get(address, status.capture_id)
+    def _ask(self, thing: CaptureObject, node: str, ranks: Sequence[int]) -> pb.Capture | None:
+        spec, start_unix_millis, address = thing.spec, thing.status.start_unix_ms, self._address(node)
+        assert spec is not None and isinstance(start_unix_millis, int)
+        known = self._calls.get(address, thing.capture_id)
         if known is not None:
             if thing.is_cancelled and known.state not in FINAL:
-                self._calls.cancel(address, status.capture_id)
+                self._calls.cancel(address, thing.capture_id)
             return known
         if thing.is_cancelled:
             return pb.Capture(ranks=[pb.RankCapture(rank=rank, state=CANCELLED, error=UNBEGUN) for rank in ranks])
-        if self._clock() > status.start_unix_ms / 1000 - LAST_CALL_SECONDS:
+        left_seconds = start_unix_millis / 1000 - LAST_CALL_SECONDS - self._clock()
+        if left_seconds < 0:
             raise DaemonRefusedError("the daemon does not have it: it was away when the capture had to be requested")
+        target = self._target_of(thing)
+        pods = {} if target is None else {rank: pod for rank in ranks if (pod := _pod_on(target, rank, node))}
+        if target is None or len(pods) < len(ranks):
+            if left_seconds > WAITING_SECONDS:
+                return None
+            if target is None or not pods:
+                raise DaemonRefusedError(f"no rank of the capture runs on {node} any more; start another capture")
         why = f"Capture {thing.namespace}/{thing.name}"
         if thing.requested_by:
             why += f" by {thing.requested_by}"
         if isinstance(spec.reason, str) and spec.reason:
             why += f": {spec.reason}"
-        job = status.job if isinstance(status.job, str) else ""
-        return self._calls.start(address, status.capture_id, job, list(ranks), spec, status.start_unix_ms, why)
+        self._starts(thing)
+        capture = self._calls.start(address, thing.capture_id, target.job, pods, spec, start_unix_millis, why)
+        gone = [rank for rank in ranks if rank not in pods]
+        capture.ranks.extend(pb.RankCapture(rank=rank, state=FAILED, error=f"not on {node} any more") for rank in gone)
+        return capture
 
-    def _is_cleared(self, thing: CaptureObject, node: str, capture_id: str) -> bool:
+    def _is_cleared(self, thing: CaptureObject, node: str) -> bool:
         try:
             address = self._address(node)
             if not thing.is_finished:
-                self._calls.cancel(address, capture_id)
+                self._calls.cancel(address, thing.capture_id)
             if thing.spec is not None and thing.spec.delete_artifacts:
-                self._calls.delete(address, capture_id)
+                self._calls.delete(address, thing.capture_id)
         except DaemonAwayError as error:
             if not self._is_given_up(thing, node):
                 return False
@@ -230,3 +263,9 @@ class CaptureRequests:
         with self._lock:
             since = self._away_since.setdefault((thing.uid, node), self._clock())
         return self._clock() - since > AWAY_SECONDS
+
+
+def _pod_on(target: Target, rank: int, node: str) -> str:
+    """The uid of the rank's pod; empty if the rank is not on the node."""
+    identity = target.identities.get(rank)
+    return identity.pod if identity is not None and identity.node == node else ""

@@ -56,7 +56,8 @@ class Events:
             "count": 1,
         }
         path = f"/api/v1/namespaces/{target.namespace}/events"
-        self._outbox.put(Write(f"event {target.namespace}/{name}", message, lambda: self._create(path, body)))
+        key = f"event {target.namespace}/{name}"
+        self._outbox.put(Write(key, message, lambda: self._create(path, body), target.namespace))
 
     def _create(self, path: str, body: Document) -> None:
         try:

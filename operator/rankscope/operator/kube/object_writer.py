@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 WRITES_PER_SECOND = 20.0
 BURST_WRITES = 100
 WAITING_LIMIT = 50_000
+NAMESPACES_REMEMBERED = 10_000
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 15.0
 # A refused write is tried again, later and later: an API server that has just started refuses everything until it has
@@ -35,11 +36,13 @@ LONGEST_REFUSED_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Write:
-    """`send` writes `content`, which is compared so that the same thing is not written twice."""
+    """`send` writes `content`, which is compared so that the same thing is not written twice. Namespaces take turns:
+    one whose objects change all the time does not hold up the others."""
 
     key: str
     content: object = field(repr=False)
     send: Callable[[], object] = field(repr=False)
+    namespace: str = ""
 
 
 class Outbox:
@@ -52,6 +55,8 @@ class Outbox:
         self._waiting: OrderedDict[str, Write] = OrderedDict()
         self._written: OrderedDict[str, object] = OrderedDict()
         self._refused: dict[str, tuple[float, float]] = {}  # until when, and how long it was put off
+        self._served: OrderedDict[str, int] = OrderedDict()  # namespace to the number of its last turn
+        self._turns = 0
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -115,11 +120,22 @@ class Outbox:
         with self._changed:
             while not self._stopping:
                 now = time.monotonic()
-                for key in self._waiting:
-                    if self._refused.get(key, (0.0, 0.0))[0] <= now:
-                        return self._waiting[key]
+                first: dict[str, Write] = {}
+                for key, write in self._waiting.items():
+                    if write.namespace not in first and self._refused.get(key, (0.0, 0.0))[0] <= now:
+                        first[write.namespace] = write
+                if first:
+                    return self._turn_of(min(first, key=lambda namespace: self._served.get(namespace, 0)), first)
                 self._changed.wait(1.0)
             return None
+
+    def _turn_of(self, namespace: str, first: Mapping[str, Write]) -> Write:
+        self._turns += 1
+        self._served[namespace] = self._turns
+        self._served.move_to_end(namespace)
+        if len(self._served) > NAMESPACES_REMEMBERED:
+            self._served.popitem(last=False)
+        return first[namespace]
 
     def _send(self, write: Write) -> bool:
         """False if the API server is away: everything waits."""
@@ -180,7 +196,7 @@ class ObjectWriter:
                 raise ConflictError(409, "NotHeld", f"another replica may act for {place}")
             send()
 
-        self._outbox.put(Write(key, content, send_if_held))
+        self._outbox.put(Write(key, content, send_if_held, place.partition("/")[0]))
 
     def queue_status(self, thing: KubeObject, status: msgspec.Struct) -> None:
         body = status_patch(thing, status)

@@ -14,6 +14,7 @@ from rankscope.operator.kube.api_client import Document
 from rankscope.operator.kube.resources import (
     API_VERSION,
     GROUP,
+    CapturedRank,
     CaptureSpec,
     CaptureStatus,
     Condition,
@@ -30,6 +31,7 @@ CANCEL = "rankscope.dev/cancel"
 TEXT_CHARACTERS = 1024
 FINALIZER = "rankscope.dev/capture"
 FINISHED = frozenset({"Succeeded", "Failed", "Cancelled"})
+RANKS_LIMIT = 64  # of a capture
 
 Read = TypeVar("Read")
 
@@ -105,7 +107,23 @@ class CaptureObject(KubeObject):
 
     @property
     def is_begun(self) -> bool:
-        return isinstance(self.status.capture_id, str)
+        return isinstance(self.status.start_unix_ms, int)
+
+    # What follows leads to the daemons. Users may have written the status: it never names a capture.
+
+    @property
+    def capture_id(self) -> str:
+        """At the daemons. Nobody can choose a uid, so nobody can name the capture of another."""
+        return f"k-{self.uid}"
+
+    @property
+    def captured_ranks(self) -> Sequence[CapturedRank]:
+        return self.status.ranks[:RANKS_LIMIT]
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """Where the capture may be known."""
+        return sorted({rank.node for rank in self.captured_ranks if isinstance(rank.node, str)})
 
 
 def read_run_object(document: Document) -> RunObject | None:
@@ -207,4 +225,9 @@ def timestamp(unix_seconds: float) -> str:
 
 
 def unix_seconds(text: str) -> float:
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    """0 for what is no time here: users may write a status, and the API server takes more than Python, year 0 for
+    example."""
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0

@@ -17,10 +17,11 @@ from rankscope.operator.kube.api_client import TOKEN_REVIEWS, Api, ApiError, Doc
 TOKEN_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 ACCOUNT = "system:serviceaccount:"
 AGAIN_SECONDS = 10.0
+SELF_REVIEWS = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
 
 
 class OwnName:
-    """Our name for the API server; None while it is not known, and with a client certificate in place of a token."""
+    """Our name for the API server; None while it is not known, and before Kubernetes 1.28 for a client certificate."""
 
     def __init__(self, api: Api, monotonic_seconds: Callable[[], float] = time.monotonic) -> None:
         self._api = api
@@ -38,18 +39,22 @@ class OwnName:
 
     def _asked(self) -> str | None:
         token = self._api.token()
-        if token is None:
-            return None
-        named = account_in(token)
+        named = None if token is None else account_in(token)
         if named is not None:
             return named
+        status = self._status(SELF_REVIEWS, "SelfSubjectReview")
+        name = (status.get("userInfo") or {}).get("username")
+        if name is None and token is not None:  # before 1.28, with the chart's role api
+            status = self._status(TOKEN_REVIEWS, "TokenReview", spec={"token": token})
+            name = (status.get("user") or {}).get("username") if status.get("authenticated") is True else None
+        return str(name) if name else None
+
+    def _status(self, path: str, kind: str, **content: Any) -> Document:
         try:
-            body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview", "spec": {"token": token}}
-            status = self._api.create(TOKEN_REVIEWS, body).get("status") or {}
+            answer = self._api.create(path, {"apiVersion": "authentication.k8s.io/v1", "kind": kind, **content})
         except (ApiError, UnreachableError):
-            return None
-        name = (status.get("user") or {}).get("username")
-        return str(name) if status.get("authenticated") is True and name else None
+            return {}
+        return answer.get("status") or {}
 
 
 def account_in(token: str) -> str | None:

@@ -154,7 +154,8 @@ class CaptureStatus(Struct, rename="camel", kw_only=True):
     observed_generation: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
     phase: CapturePhase | UnsetType = UNSET
     message: Text | UnsetType = UNSET
-    # Written before any daemon is asked, so that a restarted operator asks for the very same thing.
+    # Written before any daemon is asked, so that a restarted operator follows the same capture. Job and id are for
+    # people: the operator derives them itself, because users may be able to write here.
     job: Annotated[str, Meta(max_length=256)] | UnsetType = UNSET
     capture_id: Text | UnsetType = UNSET
     start_unix_ms: int | UnsetType = UNSET

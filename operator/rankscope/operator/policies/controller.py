@@ -6,12 +6,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import grpc
 from msgspec import UNSET
 
 from rankscope.analysis.verdicts.thresholds import Policy
-from rankscope.operator.captures.automatic import NEVER, AutomaticCaptureMaker, captures_lately
+from rankscope.operator.captures.automatic import NEVER, AutomaticCaptureMaker, captures_today
 from rankscope.operator.kube.api_client import Api
 from rankscope.operator.kube.events import Events, Target
 from rankscope.operator.kube.leader_election import ShardLeases
@@ -35,6 +36,7 @@ from rankscope.operator.kube.resources import (
 )
 from rankscope.operator.kube.watch_cache import Watched
 from rankscope.operator.policies.policy import (
+    POLICIES_LIMIT,
     Match,
     RunThresholds,
     by_namespace,
@@ -48,6 +50,7 @@ from rankscope.operator.runs.inventory import Inventory, Run
 from rankscope.v1.policy_service_pb2 import RunPolicy
 
 NAMES_SHOWN = 3
+TOO_MANY = f"the namespace has more than {POLICIES_LIMIT} policies, of which those of the highest priority are in force"
 
 
 def policy_status(
@@ -152,7 +155,8 @@ class PoliciesController:
         # A new workload with the name of an old one has the run's name: the newer pods count.
         ordered = sorted(self._inventory.runs().values(), key=lambda run: run.last_created)
         runs = {f"{run.key.namespace}/{run.key.object_name}": run for run in ordered}
-        found = {name: match(policies.get(run.key.namespace, ()), run) for name, run in runs.items()}
+        in_force = {namespace: group[:POLICIES_LIMIT] for namespace, group in policies.items()}
+        found = {name: match(in_force.get(run.key.namespace, ()), run) for name, run in runs.items()}
         self._matches = {name: matched for name, matched in found.items() if matched is not None}
         self._set_thresholds(runs)
         connected = self._connected()
@@ -214,13 +218,17 @@ class PoliciesController:
             for rival in matched.rivals:
                 lost.setdefault(rival.uid, []).append((name.partition("/")[2], matched.policy.name))
         now = self._clock()
-        for policy in (policy for group in policies.values() for policy in group):
-            if not self._leases.holds(policy.place):
-                continue
-            today = captures_lately(captures, policy, now)
-            status = policy_status(policy, runs.get(policy.uid, 0), lost.get(policy.uid, []), today, now)
-            if status != policy.status:
-                self._writer.queue_status(policy, status)
+        today = captures_today(captures, now)
+        for group in policies.values():
+            for number, policy in enumerate(group[: 2 * POLICIES_LIMIT]):
+                if number >= POLICIES_LIMIT:
+                    policy = replace(policy, spec=None, mistake=TOO_MANY)
+                if not self._leases.holds(policy.place):
+                    continue
+                made = today[policy.namespace, policy.name]
+                status = policy_status(policy, runs.get(policy.uid, 0), lost.get(policy.uid, []), made, now)
+                if status != policy.status:
+                    self._writer.queue_status(policy, status)
 
 
 def _rates_of(name: str, spec: ProfilingPolicySpec, pods: list[str]) -> RunPolicy:

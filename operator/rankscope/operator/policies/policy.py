@@ -11,6 +11,9 @@ from rankscope.operator.kube.resources import Thresholds
 from rankscope.operator.runs.inventory import Run
 from rankscope.operator.runs.pods import MFU_TARGET, read_annotations
 
+# Every run of a namespace is compared with so many of its policies.
+POLICIES_LIMIT = 64
+
 
 @dataclass(frozen=True)
 class Match:
@@ -98,10 +101,11 @@ class RunThresholds:
 
 
 def by_namespace(policies: Iterable[PolicyObject]) -> Mapping[str, list[PolicyObject]]:
+    """The highest priority first; of each namespace the first POLICIES_LIMIT are in force."""
     found: dict[str, list[PolicyObject]] = {}
     for policy in policies:
         found.setdefault(policy.namespace, []).append(policy)
-    return found
+    return {namespace: sorted(group, key=_order) for namespace, group in found.items()}
 
 
 def _priority(policy: PolicyObject) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from msgspec import UNSET, UnsetType
 
@@ -80,16 +81,9 @@ class RunsController:
         states, captured = self._states(), self._last_captures()
         runs = self._runs_by_place()
         for place, run in runs.items():
-            if not self._leases.holds("/".join(place)):
-                continue
-            found = self.object_of(*place)
-            if found is None:
-                self._create(run.key)
-            elif not found.deleting and found.is_ours and found.workload_uid != run.key.uid:
-                self._delete(found)  # of a deleted workload of the same name; created again afterwards
-            elif not found.deleting:
-                self._update(found, run, states.get("/".join(place)), captured.get(place, UNSET))
-            self._report_mistakes(run)
+            if self._leases.holds("/".join(place)):
+                with _contained(place):
+                    self._follow(place, run, states.get("/".join(place)), captured.get(place, UNSET))
         if self._reported:
             pods = {uid for run in runs.values() for uid in run.pods}
             self._reported = {reported for reported in self._reported if reported[0] in pods}
@@ -97,7 +91,18 @@ class RunsController:
             left = [thing for place, thing in self._objects.items() if place not in runs and thing.is_ours]
         for thing in left:
             if self._leases.holds(thing.place) and not thing.deleting:
-                self._end(thing)
+                with _contained((thing.namespace, thing.name)):
+                    self._end(thing)
+
+    def _follow(self, place: tuple[str, str], run: Run, state: JobState | None, captured: str | UnsetType) -> None:
+        found = self.object_of(*place)
+        if found is None:
+            self._create(run.key)
+        elif not found.deleting and found.is_ours and found.workload_uid != run.key.uid:
+            self._delete(found)  # of a deleted workload of the same name; created again afterwards
+        elif not found.deleting:
+            self._update(found, run, state, captured)
+        self._report_mistakes(run)
 
     def _runs_by_place(self) -> Mapping[tuple[str, str], Run]:
         """A new workload may have the name of an old one: the newest counts, the other's pods are terminating."""
@@ -180,6 +185,15 @@ class RunsController:
                     self._reported.add((pod.uid, mistake))
                     target = Target("v1", "Pod", pod.namespace, pod.name, pod.uid)
                     self._events.emit(target, "Warning", "BadAnnotation", mistake, mistake)
+
+
+@contextmanager
+def _contained(place: tuple[str, str]) -> Iterator[None]:
+    """One odd object, which its owner may have written, must not hold up the others."""
+    try:
+        yield
+    except Exception:
+        log.exception("run %s/%s", *place)
 
 
 def _meaning(status: TrainingRunStatus) -> object:

@@ -29,6 +29,7 @@ Document = dict[str, Any]
 INJECT_PATH = "/inject"  # by the pod's label; INJECT_PATH/MODE by its namespace's
 STAMP_PATH = "/stamp"
 VALIDATE_PATH = "/validate"
+STATUS_PATH = "/status"
 # Annotations with the origin of a Capture.
 REQUESTED_BY = "rankscope.dev/requested-by"
 ORIGIN = (REQUESTED_BY, VIA, TRIGGER)
@@ -110,7 +111,7 @@ def write_answer(request: Request, answer: Answer) -> bytes:
 class CaptureAdmission:
     """Sees to it that the origin in a Capture is true: it is replaced by the name that the API server knows. Only the
     operator may create Captures for others, after it has seen their token. `own_name` is the operator's own; while it
-    is not known, nobody may."""
+    is not known, nobody may. `audit` records refusals; it is given only if all reviews are the API server's."""
 
     def __init__(self, own_name: Callable[[], str | None], audit: CaptureAudit | None) -> None:
         self._own_name = own_name
@@ -140,8 +141,6 @@ class CaptureAdmission:
         mistakes += [f"{name} is set by Rankscope" for name, value in given.items() if value != truth.get(name)]
         if mistakes:
             return self._refused(request, mistakes)
-        if self._audit is not None and self._is_news(request):
-            self._audit.write(_record(request))
         return Answer()
 
     def _truth(self, request: Request) -> dict[str, str]:
@@ -204,13 +203,6 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-log = logging.getLogger(__name__)
-
-INJECT_PATH = "/inject"  # by the pod's label; INJECT_PATH/WISH by its namespace's
-STAMP_PATH = "/stamp"
-VALIDATE_PATH = "/validate"
-
-
 class Admission:
     """Answers reviews, independent of HTTP and TLS."""
 
@@ -222,11 +214,13 @@ class Admission:
     ) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()  # webhook and result
         self._probe_image = probe_image
+        self._own_name = own_name
         self._captures = CaptureAdmission(own_name, audit)
         self._routes: dict[str, Callable[[Request], Answer]] = {
             INJECT_PATH: self._inject_by_label,
             STAMP_PATH: self._stamp,
             VALIDATE_PATH: lambda request: validate(request, self._captures),
+            STATUS_PATH: self._guard_status,
             **{f"{INJECT_PATH}/{mode}": self._injector(mode) for mode in MODES},
         }
 
@@ -259,6 +253,15 @@ class Admission:
     def _stamp(self, request: Request) -> Answer:
         place = (request.resource.group, request.resource.resource, request.sub_resource)
         return Answer() if place != (GROUP, "captures", "") or request.object is None else self._captures.stamp(request)
+
+    def _guard_status(self, request: Request) -> Answer:
+        """Only the operator writes what became of a run, capture or policy. Everybody may if it does not know its own
+        name."""
+        if request.resource.group != GROUP or request.sub_resource != "status":
+            return Answer()
+        if self._own_name() in (None, request.user_info.username):
+            return Answer()
+        return Answer(refusal=f"the status of {request.resource.resource} is written by the operator")
 
     def _inject_by_label(self, request: Request) -> Answer:
         labels = _mapping(_mapping((request.object or {}).get("metadata")).get("labels"))

@@ -12,7 +12,7 @@ from typing import Any
 
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Document, MissingError
 from rankscope.operator.kube.resources import GROUP, VERSION
-from rankscope.operator.webhooks.admission import INJECT_PATH, STAMP_PATH, VALIDATE_PATH
+from rankscope.operator.webhooks.admission import INJECT_PATH, STAMP_PATH, STATUS_PATH, VALIDATE_PATH
 from rankscope.operator.webhooks.pod_injection import INJECT, MODES
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def configurations(address: Address, name: str = NAME) -> tuple[Document, ...]:
     """Without the authorities."""
     return (
         _configuration("MutatingWebhookConfiguration", name, [*_injecting(address), *_stamping(address)]),
-        _configuration("ValidatingWebhookConfiguration", name, [_validating(address)]),
+        _configuration("ValidatingWebhookConfiguration", name, [_validating(address), _guarding(address)]),
     )
 
 
@@ -88,13 +88,11 @@ def _pods(address: Address, name: str, path: str, selectors: Mapping[str, Any]) 
 
 
 def _stamping(address: Address) -> list[Document]:
-    """A capture without a requester is not allowed, so without us none is created. Changes pass: otherwise nobody could
-    remove the finalizer of a Capture after we were uninstalled."""
-    made = []
-    for operation, policy in (("CREATE", "Fail"), ("UPDATE", "Ignore")):
-        webhook = _webhook(address, f"{operation.lower()}.captures.{GROUP}", STAMP_PATH, _rule(operation, "captures"))
-        made.append({**webhook, "reinvocationPolicy": "IfNeeded", "failurePolicy": policy})
-    return made
+    """A capture without a requester is not allowed, and nobody may change the requester: without us no Capture is
+    created or changed. It can be deleted; its finalizer can be removed once this configuration is deleted."""
+    rule = {**_rule("CREATE", "captures"), "operations": ["CREATE", "UPDATE"]}
+    webhook = _webhook(address, f"stamp.captures.{GROUP}", STAMP_PATH, rule)
+    return [{**webhook, "reinvocationPolicy": "IfNeeded", "failurePolicy": "Fail"}]
 
 
 def _validating(address: Address) -> Document:
@@ -102,6 +100,12 @@ def _validating(address: Address) -> Document:
     rule["operations"] = ["CREATE", "UPDATE"]
     # Objects that pass while we are away are checked again when they are read.
     return {**_webhook(address, f"validate.{GROUP}", VALIDATE_PATH, rule), "failurePolicy": "Ignore"}
+
+
+def _guarding(address: Address) -> Document:
+    """Only the operator writes a status. While it is away nobody does."""
+    rule = _rule("UPDATE", *(f"{plural}/status" for plural in ("captures", "trainingruns", "profilingpolicies")))
+    return {**_webhook(address, f"status.{GROUP}", STATUS_PATH, rule), "failurePolicy": "Fail"}
 
 
 def _webhook(address: Address, name: str, path: str, rule: Document) -> Document:

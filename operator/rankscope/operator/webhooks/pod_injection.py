@@ -78,6 +78,8 @@ PYTHONPATH = "PYTHONPATH"
 GIVEN_PYTHONPATH = "RANKSCOPE_GIVEN_PYTHONPATH"
 NOTE_CHARACTERS = 200
 NOTES_KEPT = 8
+# Of a pod that is injected: a review has no end of them, and the API server applies our patch one by one.
+CONTAINERS_LIMIT = 128
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class _Work:
     probe_image: str | None
     patch: list[Document] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    volume: Literal["ours", "other"] | None = None  # that has the name of ours
     kineto: list[str] = field(default_factory=list)
     probe: list[str] = field(default_factory=list)
 
@@ -124,6 +127,7 @@ def mode_of(text: str) -> Mode | None:
 
 def inject(pod: Mapping[str, Any], mode: Mode, probe_image: str | None) -> Injection:
     work = _Work(pod, mode, probe_image)
+    work.volume = _volume(work)
     why_not = _unfit(work)
     if why_not:
         return Injection(notes=(why_not,))
@@ -138,7 +142,7 @@ def inject(pod: Mapping[str, Any], mode: Mode, probe_image: str | None) -> Injec
     if probed:
         _add_source(work, probed[0])
     _annotate(work)
-    return Injection(tuple(work.patch), tuple(work.notes[:NOTES_KEPT]))
+    return Injection(tuple(work.patch), tuple(work.notes))
 
 
 def _unfit(work: _Work) -> str:
@@ -148,6 +152,8 @@ def _unfit(work: _Work) -> str:
     selected = _mapping(work.spec.get("nodeSelector")).get("kubernetes.io/os")
     if "windows" in (system, selected):
         return "Rankscope does not run on Windows"
+    if len(_items(work.spec.get("containers"))) > CONTAINERS_LIMIT:
+        return f"the pod has more than {CONTAINERS_LIMIT} containers"
     return ""
 
 
@@ -185,7 +191,7 @@ def _add_probe(work: _Work, index: int, container: Mapping[str, Any]) -> bool:
         return False
     mounts = container.get("volumeMounts")
     mounted = _mount(mounts)
-    if mounted == "other" or _volume(work) == "other":
+    if mounted == "other" or work.volume == "other":
         _note(work, f"{name}: no probe: the pod has something else at {FOLDER}, or its own volume {VOLUME}")
         return False
     if not _prepend(work, index, container):
@@ -236,7 +242,7 @@ def _prepend(work: _Work, index: int, container: Mapping[str, Any]) -> bool:
 
 def _add_source(work: _Work, container: Mapping[str, Any]) -> None:
     spec = work.spec
-    if _volume(work) is None:
+    if work.volume is None:
         volume = {"name": VOLUME, "emptyDir": {"sizeLimit": "16Mi"}}
         work.append("/spec/volumes", spec.get("volumes"), [volume])
     present = spec.get("initContainers")
@@ -251,7 +257,7 @@ def _annotate(work: _Work) -> None:
         injected.append(f"kineto={','.join(work.kineto)}")
     if work.probe:
         injected.append(f"probe={','.join(work.probe)}")
-    wanted = {INJECTED: " ".join(injected), NOT_INJECTED: "; ".join(work.notes[:NOTES_KEPT])}
+    wanted = {INJECTED: " ".join(injected), NOT_INJECTED: "; ".join(work.notes)}
     given = {name: text for name, text in wanted.items() if text and work.annotations.get(name) != text}
     if not given or not isinstance(work.pod.get("metadata"), Mapping):
         return
@@ -293,7 +299,7 @@ def _mount(mounts: object) -> Literal["ours", "other"] | None:
 
 
 def _note(work: _Work, text: str) -> None:
-    if text[:NOTE_CHARACTERS] not in work.notes:
+    if len(work.notes) < NOTES_KEPT and text[:NOTE_CHARACTERS] not in work.notes:
         work.notes.append(text[:NOTE_CHARACTERS])
 
 

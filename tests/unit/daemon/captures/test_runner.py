@@ -180,6 +180,33 @@ def test_a_rank_elsewhere_and_a_rank_no_back_end_suits_fail_with_the_reason(arch
     assert "rank 2 does not run on node-1" in capture.ranks[2].error
 
 
+def test_only_processes_of_the_named_pods_are_captured(archive: MemoryArchive) -> None:
+    """Two tenants have jobs of one name on the node, and a rank may have moved to another pod since it was chosen."""
+    pods = ("mine", "theirs", None)
+    here = [replace(rank(number), pod=pod) for number, pod in enumerate(pods)]
+    backend = ScriptedBackend()
+    conducted = CaptureRunner("node-1", [backend], archive, lambda: here)
+    request = pb.StartCaptureRequest(job="job", ranks="0-2", steps=1, pods={0: "mine", 1: "mine"})
+    capture = ended(conducted, conducted.start(request))
+    assert [order.rank.rank for order in backend.orders] == [0]
+    assert [entry.state for entry in capture.ranks] == [pb.CAPTURE_STATE_ANALYSED] + [pb.CAPTURE_STATE_FAILED] * 2
+    for wanted in ({0: "gone"}, {3: "mine"}):
+        with pytest.raises(CaptureError, match="named pods"):
+            conducted.start(pb.StartCaptureRequest(job="job", ranks="0", steps=1, pods=wanted))
+    assert len(backend.orders) == 1
+
+
+def test_a_job_that_has_another_name_here_is_found_by_the_one_that_all_nodes_know(archive: MemoryArchive) -> None:
+    theirs = replace(rank(0), pod="theirs", shared_job="job")
+    mine = replace(rank(0, job="job@mine"), pid=200, pod="mine", shared_job="job")
+    backend = ScriptedBackend()
+    conducted = CaptureRunner("node-1", [backend], archive, lambda: [theirs, mine])
+    for pod, process in (("mine", mine), ("theirs", theirs)):
+        request = pb.StartCaptureRequest(job="job", ranks="0", steps=1, pods={0: pod})
+        assert ended(conducted, conducted.start(request)).job == process.job
+        assert backend.orders.pop().rank is process
+
+
 def test_a_capture_of_ranks_that_can_all_not_be_asked_ends_with_their_reasons(
     archive: MemoryArchive, caplog: pytest.LogCaptureFixture
 ) -> None:

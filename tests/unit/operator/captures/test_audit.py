@@ -10,13 +10,14 @@ from typing import Any, cast
 import pytest
 
 from rankscope.common.audit import AuditRecord
-from rankscope.operator.captures.audit import CaptureAudit
+from rankscope.operator.captures.audit import REFUSALS_AT_ONCE, CaptureAudit
 from rankscope.operator.captures.controller import CapturesController
-from rankscope.operator.captures.daemon_calls import CaptureRequests, DaemonCalls
+from rankscope.operator.captures.daemon_calls import CaptureRequests, DaemonCalls, Target
 from rankscope.operator.kube.leader_election import ShardLeases
 from rankscope.operator.kube.objects import CaptureObject, read_capture_object
 from rankscope.operator.kube.resources import CaptureStatus
 from rankscope.v1 import capture_service_pb2 as pb
+from rankscope.v1.identity_pb2 import RankIdentity
 
 Records = Callable[[], list[dict[str, Any]]]
 
@@ -55,7 +56,7 @@ def capture(uid: str = "u1", **annotations: str) -> CaptureObject:
 def test_what_began_and_ended_is_told_once_with_what_was_asked_and_chosen(audited: Records) -> None:
     audit, thing = CaptureAudit(names_are_stamped=True), capture(requested_by="ada")
     for _ in range(3):
-        audit.begun(thing, thing.status)
+        audit.begun(thing)
         audit.ended(thing, thing.status)
     begun, ended = audited()
     assert begun.pop("event") == "begun" and ended.pop("event") == "ended"
@@ -106,6 +107,21 @@ def test_without_the_webhooks_only_names_that_we_wrote_ourselves_are_vouched_for
     assert [record["verified"] for record in audited()] == [True, False]
 
 
+def test_who_asks_by_kubectl_is_recorded_once_and_before_anything_is_written(audited: Records) -> None:
+    audit = CaptureAudit(names_are_stamped=True)
+    fresh = replace(capture(requested_by="ada"), status=CaptureStatus())
+    for _ in range(3):
+        audit.asked(fresh)
+    (record,) = audited()
+    assert (record["event"], record["user"], record["verified"]) == ("asked", "ada", True)
+    assert (record["id"], record["ranks"]) == ("k-u1", "straggler")
+    # The API, policies and alerts have their own records; a status was written by an operator that recorded it.
+    for origin in ({"via": "api"}, {"trigger": "policy"}, {"trigger": "alert"}):
+        audit.asked(replace(capture("u2", requested_by="ada", **origin), status=CaptureStatus()))
+    audit.asked(replace(fresh, uid="u3", status=CaptureStatus(phase="Pending")))
+    assert len(audited()) == 1
+
+
 def test_the_same_refusal_is_told_once_a_minute(audited: Records) -> None:
     now = [0.0]
     audit = CaptureAudit(monotonic_seconds=lambda: now[0])
@@ -116,6 +132,18 @@ def test_the_same_refusal_is_told_once_a_minute(audited: Records) -> None:
     now[0] = 61.0
     audit.refused(record)
     assert [told["namespace"] for told in audited()] == ["lab", "other", "lab"]
+
+
+def test_a_caller_who_is_refused_something_else_each_time_does_not_fill_the_log(audited: Records) -> None:
+    audit = CaptureAudit(monotonic_seconds=lambda: 0.0)
+    record = AuditRecord("refused", "api", "mallory", address="10.0.0.7", result="PermissionDenied")
+    for number in range(1000):
+        audit.refused(replace(record, namespace=f"n-{number}"))
+    audit.refused(replace(record, user="ada", namespace="lab"))
+    told = audited()
+    assert len(told) == REFUSALS_AT_ONCE + 2
+    assert (told[-2]["user"], told[-2]["result"]) == ("mallory", "TooMany")
+    assert (told[-1]["user"], told[-1]["result"]) == ("ada", "PermissionDenied")
 
 
 @dataclass
@@ -142,10 +170,17 @@ def test_a_cancelled_capture_is_cancelled_where_it_runs_and_not_begun_where_it_d
         (running, "", []),
         (over, "ada", []),
         (None, "ada", []),
-        (None, "", ["start"]),
+        (None, "", ["recorded", "start"]),
     ):
         calls = FakeCalls(known)
-        asking = CaptureRequests(cast(DaemonCalls, calls), lambda: {"a": "10.0.0.1:1"}, clock=lambda: -100.0)
+        target = Target("10.0.0.1:29500/none", {2: RankIdentity(rank=2, node="a", pod="p")})
+        asking = CaptureRequests(
+            cast(DaemonCalls, calls),
+            lambda: {"a": "10.0.0.1:1"},
+            lambda thing, target=target: target,
+            lambda thing, calls=calls: calls.done.append("recorded"),
+            clock=lambda: -100.0,
+        )
         thing = capture(**({"cancel": cancel} if cancel else {}))
         answer = asking.progress(thing, {"a": [2]})["a"]
         asking.stop()

@@ -78,3 +78,16 @@ def test_one_write_that_is_refused_for_ever_does_not_hold_up_the_others(outbox: 
 
 def void(_: object) -> None:
     pass
+
+
+def test_a_namespace_with_a_thousand_writes_does_not_hold_up_another(outbox: Outbox) -> None:
+    server, gate = Server(), threading.Event()
+    outbox.put(Write("gate", "g", lambda: void(gate.wait(60))))
+    for number in range(1000):
+        name = f"busy-{number}"
+        outbox.put(Write(name, name, lambda name=name: server.send(name), "busy"))  # type: ignore[misc]
+    for name in ("quiet-0", "quiet-1"):
+        outbox.put(Write(name, name, lambda name=name: server.send(name), "quiet"))  # type: ignore[misc]
+    gate.set()
+    wait_for(lambda: len(server.taken) >= 4)
+    assert server.taken[:4] == ["busy-0", "quiet-0", "busy-1", "quiet-1"]

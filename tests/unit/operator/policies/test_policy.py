@@ -4,7 +4,7 @@ import pytest
 
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
 from rankscope.operator.policies.controller import policy_status
-from rankscope.operator.policies.policy import match, mfu_target_of, selects, thresholds
+from rankscope.operator.policies.policy import by_namespace, match, mfu_target_of, selects, thresholds
 from rankscope.operator.runs.pods import MFU_TARGET
 from tests.unit.operator.policies.policy_objects import NOW, pod, policy, run
 
@@ -80,3 +80,11 @@ def test_the_status_tells_conflicts_budget_and_kinds_that_cause_nothing() -> Non
     assert "hang in automaticCaptures.on causes no capture" in told["Accepted"].message
     assert (told["Conflict"].status, "run-a (by older)" in told["Conflict"].message) == ("True", True)
     assert (told["CapturesLeft"].status, told["CapturesLeft"].reason) == ("False", "BudgetSpent")
+
+
+def test_of_more_policies_than_can_be_compared_the_highest_and_the_oldest_come_first() -> None:
+    many = [policy(f"p-{number}", created=NOW - number) for number in range(200)]
+    other = policy("theirs", namespace="other")
+    found = by_namespace([*many, policy("high", priority=1), other])
+    assert found["other"] == [other]
+    assert [each.name for each in found["team"][:3]] == ["high", "p-199", "p-198"]

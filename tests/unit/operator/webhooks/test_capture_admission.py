@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from rankscope.operator.captures.audit import CaptureAudit
-from rankscope.operator.kube.api_client import Api, UnreachableError
+from rankscope.operator.kube.api_client import Api, MissingError, UnreachableError
 from rankscope.operator.kube.ownership import OwnName, account_in
 from rankscope.operator.webhooks.admission import Admission
 
@@ -83,29 +83,25 @@ def test_what_was_not_stamped_is_refused_if_it_claims_an_origin() -> None:
     assert not response["allowed"] and f"{VIA} is set by Rankscope" in response["status"]["message"]
 
 
-def test_who_asks_by_kubectl_is_recorded_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_review_that_passes_leaves_no_record(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "rankscope.audit")
-    made = admission()
-    stamped(made, "ada", None)
-    made.answer("/validate", review("ada", {BY: "ada"}, dryRun=True))
-    made.answer("/validate", review("ada", {BY: "ada"}, {BY: "ada"}))
-    stamped(made, OPERATOR, {BY: "bob", VIA: "api"})
-    (record,) = [json.loads(record.message) for record in caplog.records if record.name == "rankscope.audit"]
-    del record["time"]
-    assert record == {
-        "event": "asked",
-        "via": "kubectl",
-        "user": "ada",
-        "groups": ["team"],
-        "verified": True,
-        "namespace": "lab",
-        "run": "llama",
-        "capture": "c",
-        "id": "k-u-9",
-        "ranks": "straggler+peer",
-        "steps": 3,
-        "reason": "why not",
-    }
+    stamped(admission(), "ada", None)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("resource", ["captures", "trainingruns", "profilingpolicies"])
+def test_only_the_operator_writes_a_status(resource: str) -> None:
+    place = {"resource": {"group": "rankscope.dev", "version": "v1alpha1", "resource": resource}}
+
+    def is_allowed(made: Admission, user: str, subresource: str = "status") -> bool:
+        body = review(user, {}, {}, subResource=subresource, **place)
+        return bool(json.loads(made.answer("/status", body)[1])["response"]["allowed"])
+
+    assert is_allowed(admission(), OPERATOR)
+    assert not is_allowed(admission(), "mallory")
+    assert is_allowed(admission(), "mallory", "scale")
+    # An operator that does not know its own name must not refuse itself.
+    assert is_allowed(admission(None), OPERATOR)
 
 
 def test_a_refused_capture_is_recorded_with_the_mistake(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,11 +118,16 @@ def test_a_refused_capture_is_recorded_with_the_mistake(caplog: pytest.LogCaptur
 class _Api:
     def __init__(self, token: str | None, answer: Any) -> None:
         self._token, self.answer, self.asked = token, answer, 0
+        self.self_review: str | None = None
 
     def token(self) -> str | None:
         return self._token
 
     def create(self, path: str, body: Any) -> Any:
+        if body["kind"] == "SelfSubjectReview":
+            if self.self_review is None:
+                raise MissingError(404, "NotFound", "an older API server")
+            return {"status": {"userInfo": {"username": self.self_review}}}
         self.asked += 1
         if isinstance(self.answer, Exception):
             raise self.answer
@@ -155,4 +156,7 @@ def test_another_token_is_asked_about_again_until_it_is_known() -> None:
     api.answer = {"status": {"authenticated": True, "user": {"username": "op"}}}
     assert own() == "op" and own() == "op" and api.asked == 2
     assert OwnName(cast(Api, _Api(None, None)))() is None
+    newer = _Api(None, None)
+    newer.self_review = "kubernetes-admin"  # by a certificate
+    assert OwnName(cast(Api, newer))() == "kubernetes-admin" and newer.asked == 0
     assert OwnName(cast(Api, _Api("x", {"status": {"user": {"username": "op"}}})))() is None

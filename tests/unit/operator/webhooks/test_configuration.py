@@ -6,7 +6,7 @@ from rankscope.operator.webhooks.configuration import Address, configurations
 def test_nothing_waits_for_us_but_who_asked_and_every_name_is_told_once() -> None:
     webhooks = [webhook for document in configurations(Address(url="https://x")) for webhook in document["webhooks"]]
     failing = {webhook["name"] for webhook in webhooks if webhook["failurePolicy"] == "Fail"}
-    assert failing == {"create.captures.rankscope.dev"}
+    assert failing == {"stamp.captures.rankscope.dev", "status.rankscope.dev"}
     assert len({webhook["name"] for webhook in webhooks}) == len(webhooks)
     for webhook in webhooks:
         assert webhook["sideEffects"] == "None"

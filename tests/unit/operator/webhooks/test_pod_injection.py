@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -314,3 +315,32 @@ def test_what_is_injected_starts_the_probe_in_a_python_that_has_no_rankscope(tmp
     python = Path(sys.base_prefix) / "bin" / "python3"
     done = subprocess.run([python, "-c", program], env=variables, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("training code True\n", "")
+
+
+def test_a_pod_of_sixteen_thousand_containers_is_left_alone() -> None:
+    many = pod(*({"name": f"c{number}"} for number in range(16_000)))
+    assert inject(many, "true", IMAGE) == Injection(notes=("the pod has more than 128 containers",))
+
+
+def test_the_work_grows_with_the_size_of_the_review() -> None:
+    """Counted, not timed: how often an entry of the pod's lists is looked at."""
+
+    class Counted(list[Any]):
+        looks = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            for item in super().__iter__():
+                Counted.looks += 1
+                yield item
+
+    def looks(size: int) -> int:
+        env = [{"name": f"v{number}", "value": "x"} for number in range(size)]
+        containers = [{"name": f"c{number}", "env": Counted(env), "volumeMounts": Counted()} for number in range(size)]
+        volumes = [{"name": f"v{number}", "emptyDir": {}} for number in range(size * size)]
+        Counted.looks = 0
+        spec = {"containers": Counted(containers), "volumes": Counted(volumes)}
+        assert inject({"metadata": {"name": "p"}, "spec": spec}, "true", IMAGE).notes
+        return Counted.looks
+
+    # Four times as many entries in all: containers, their variables and volumes.
+    assert looks(64) <= 4.5 * looks(32)
