@@ -143,7 +143,8 @@ class NameTable(dict[Any, int]):
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self._calls = np.zeros(0, dtype=bool)
+        self._calls = np.zeros(0, dtype=bool)  # grows by doubling
+        self._matched = 0
 
     def __missing__(self, name: Any) -> int:
         if isinstance(name, str):
@@ -156,9 +157,13 @@ class NameTable(dict[Any, int]):
 
     def communication_calls(self) -> Bools:
         """Per string, whether it is a call of a communication library."""
-        fresh = [COMMUNICATION_CALL.match(text) is not None for text in self.texts[len(self._calls) :]]
-        self._calls = np.append(self._calls, np.array(fresh, dtype=bool))
-        return self._calls
+        count = len(self.texts)
+        if count > len(self._calls):
+            self._calls = np.concatenate((self._calls, np.zeros(count, dtype=bool)))
+        fresh = [COMMUNICATION_CALL.match(text) is not None for text in self.texts[self._matched :]]
+        self._calls[self._matched : count] = fresh
+        self._matched = count
+        return self._calls[:count]
 
 
 class CategoryTable(dict[Any, int]):
