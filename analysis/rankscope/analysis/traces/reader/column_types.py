@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from rankscope.analysis.stats.robust import Bools, Ints
 from rankscope.analysis.traces.trace import ABSENT, Category
+from rankscope.common.text import printable
 
 # Below this, a float of microseconds distinguishes nanoseconds: half its spacing is less than half of 0.001.
 _FLOAT_LIMIT_US = float(1 << 43)
@@ -138,8 +139,8 @@ def _float(value: Any) -> float:
 
 
 class NameTable(dict[Any, int]):
-    """Numbers strings in order of appearance, so that each name is stored and matched once. Other values are
-    converted to strings."""
+    """Numbers strings in order of appearance, so that each name is stored and matched once. Texts are printable; other
+    values are converted to strings."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -149,7 +150,7 @@ class NameTable(dict[Any, int]):
     def __missing__(self, name: Any) -> int:
         if isinstance(name, str):
             number = len(self.texts)
-            self.texts.append(name)
+            self.texts.append(printable(name))
         else:
             number = self["" if name is None else str(name)]
         self[name] = number

@@ -23,6 +23,7 @@ from rankscope.analysis.traces.reader.column_types import (
 from rankscope.analysis.traces.reader.events import DECODE_ERRORS, Arguments, Batch, Event
 from rankscope.analysis.traces.reader.metadata import Membership, whole
 from rankscope.analysis.traces.trace import ABSENT, Category, CollectiveColumns, Repairs
+from rankscope.common.text import printable
 
 _NO_TENSOR = ("", "Scalar", "ScalarList", "GenericList", "int", "bool")
 _LONGEST_DIMS_BYTES = 1 << 20
@@ -212,8 +213,8 @@ def _switch(value: Any) -> int:
 def _membership(each: Arguments) -> Membership:
     size, start, stride, place = integers([each.group_size, each.group_start, each.group_stride, each.group_rank])
     return Membership(
-        name=str(each.group),
-        description=str(each.group_description or ""),
+        name=printable(str(each.group)),
+        description=printable(str(each.group_description or "")),
         ranks=str(each.group_ranks or ""),
         size=int(size),
         start=int(start),

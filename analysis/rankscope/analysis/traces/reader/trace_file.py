@@ -27,6 +27,7 @@ from rankscope.analysis.traces.reader.json_stream import (
 )
 from rankscope.analysis.traces.reader.metadata import Description
 from rankscope.analysis.traces.trace import CollectiveColumns, MemoryColumns, Repairs, Trace, TraceError
+from rankscope.common.text import printable
 
 __all__ = ["TraceError", "read_trace"]
 
@@ -129,7 +130,7 @@ def _without_events(text: Text) -> TraceError:
         reason = "it was cut off before its events" if "truncated" in str(error) else explain(error)
         place = text.offset + (place_of(error) or len(text.held))
         return TraceError(f"no traceEvents found, and what is there is not valid JSON: {reason}", byte=place)
-    listed = ", ".join(key[:40] for key in keys[:5]) + (", …" if len(keys) > 5 else "")
+    listed = ", ".join(printable(key, 40) for key in keys[:5]) + (", …" if len(keys) > 5 else "")
     return TraceError(f"JSON without traceEvents (its keys: {listed or 'none'}): not a Kineto trace")
 
 
