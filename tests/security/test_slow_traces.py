@@ -10,9 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+from numpy.lib.stride_tricks import sliding_window_view
 
-from rankscope.analysis.traces.cut import cut
+from rankscope.analysis.traces.cut import WholeSteps, common_run, cut
+from rankscope.analysis.traces.device_memory import measure_memory
+from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto
 from rankscope.analysis.traces.reader import json_stream
 from rankscope.analysis.traces.reader.events import Layout, lay_out
 from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
@@ -49,6 +53,46 @@ def endless_dimensions(size: int) -> bytes:
     return json.dumps({"traceEvents": [{**event, "args": {"Input Dims": dims, "Input type": ["float"]}}]}).encode()
 
 
+# Analysis: as many threads, devices or levels as events.
+
+
+def _event(**fields: object) -> dict[str, object]:
+    return {"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": 1, "tid": 1, "ts": 1, "dur": 1, **fields}
+
+
+def _allocation(ts: int, device: int) -> dict[str, object]:
+    arguments = {"Bytes": 8, "Total Allocated": 8, "Total Reserved": 8, "Device Type": 1, "Device Id": device}
+    return {"ph": "i", "name": "[memory]", "ts": ts, "pid": 1, "tid": 1, "args": arguments}
+
+
+def _written(events: list[dict[str, object]]) -> bytes:
+    return json.dumps({"traceEvents": events}).encode()
+
+
+def threads_and_devices(size: int) -> bytes:
+    count = 150 * size
+    work = [_event(tid=number, ts=2 * number) for number in range(count)]
+    return _written(work + [_allocation(2 * number, number) for number in range(count)])
+
+
+def deep_nesting(size: int) -> bytes:
+    count = 4000 * size
+    nested = [_event(ts=number, dur=4 * count - 2 * number) for number in range(count)]
+    return _written(nested + [_allocation(5 * count + number, 0) for number in range(count)])
+
+
+def named_threads(size: int) -> bytes:
+    return _written([_event(tid=f"thread {number}", ts=number) for number in range(3000 * size)])
+
+
+def _measure(data: bytes) -> None:
+    measure_memory(read_trace(data))
+
+
+def _merge(data: bytes) -> None:
+    deque(merge_for_perfetto([(0, data)], {}), maxlen=0)
+
+
 def _read(data: bytes) -> None:
     with contextlib.suppress(TraceError):  # refusing it is as good
         read_trace(data)
@@ -78,6 +122,33 @@ def assert_in_proportion(act: Callable[[bytes], None], made: Callable[[int], byt
 )
 def test_reading_takes_time_in_proportion_to_the_size(made: Callable[[int], bytes]) -> None:
     assert_in_proportion(_read, made)
+
+
+@pytest.mark.parametrize(
+    ("act", "made"),
+    [(_measure, threads_and_devices), (_measure, deep_nesting), (_merge, named_threads)],
+    ids=lambda each: each.__name__,
+)
+def test_analysis_takes_time_in_proportion_to_the_size(
+    act: Callable[[bytes], None], made: Callable[[int], bytes]
+) -> None:
+    assert_in_proportion(act, made)
+
+
+def test_ranks_without_a_common_step_are_found_out_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = np.arange(200_000, dtype=np.int64) * 1000
+    near = WholeSteps(0, starts, starts + 900, np.full(len(starts), 900))
+    far = WholeSteps(10**15, starts, starts + 900, np.full(len(starts), 900))
+    seen = 0
+
+    def counted(values: np.ndarray, length: int) -> np.ndarray:
+        nonlocal seen
+        seen += len(values)
+        assert seen < 100 * len(starts)
+        return sliding_window_view(values, length)
+
+    monkeypatch.setattr(np.lib.stride_tricks, "sliding_window_view", counted)
+    assert common_run({0: near, 1: far}, 3) is None
 
 
 @pytest.mark.parametrize("made", [decoys, decoys_in_a_text], ids=lambda made: made.__name__)

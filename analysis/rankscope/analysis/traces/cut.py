@@ -21,6 +21,10 @@ from rankscope.analysis.traces.trace import ABSENT, Category, Repairs, Trace, Tr
 
 # What a profiler writes before its events takes a few kilobytes, with a long list of process groups some hundred.
 HEAD_LIMIT_BYTES = 8 << 20
+# Ranks that share no step among so many share none.
+MOST_RUNS = 1024
+# The nearest run begins among the steps around the same moment.
+RUNS_AROUND = 3
 _SECOND_NS = 1_000_000_000
 # Written again from other sources.
 _REPLACED = ("traceEvents", "distributedInfo", "")
@@ -234,19 +238,22 @@ def common_run(steps_of: Mapping[int, WholeSteps], count: int) -> dict[int, int]
     if not steps_of or any(len(steps) < count for steps in steps_of.values()):
         return None
     reference = max(steps_of.values(), key=lambda steps: int(steps.unix_ns[0]))
-    for position in range(len(reference) - count + 1):
+    usual_ns = {rank: float(np.median(steps.end_ns - steps.start_ns)) for rank, steps in steps_of.items()}
+    for position in range(min(len(reference) - count + 1, MOST_RUNS)):
         moments = reference.unix_ns[position : position + count]
-        nearest = {rank: _nearest_run(steps, moments) for rank, steps in steps_of.items()}
+        nearest = {rank: _nearest_run(steps, moments, usual_ns[rank]) for rank, steps in steps_of.items()}
         if all(place is not None for place in nearest.values()):
             return {rank: place for rank, place in nearest.items() if place is not None}
     return None
 
 
-def _nearest_run(steps: WholeSteps, moments: Ints) -> int | None:
+def _nearest_run(steps: WholeSteps, moments: Ints, usual_ns: float) -> int | None:
     """None if a run that was not recorded would be nearer."""
-    starts = np.lib.stride_tricks.sliding_window_view(steps.unix_ns, len(moments))
+    last = len(steps) - len(moments)
+    near = int(np.searchsorted(steps.unix_ns, moments[0]))
+    first = min(max(near - RUNS_AROUND, 0), last)
+    part = steps.unix_ns[first : min(near + RUNS_AROUND, last) + len(moments)]
+    starts = np.lib.stride_tricks.sliding_window_view(part, len(moments))
     distances = np.abs(starts - moments).mean(axis=1)
     best = int(distances.argmin())
-    if best in (0, len(distances) - 1) and distances[best] > np.median(steps.end_ns - steps.start_ns) / 2:
-        return None
-    return best
+    return None if first + best in (0, last) and distances[best] > usual_ns / 2 else first + best

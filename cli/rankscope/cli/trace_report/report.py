@@ -8,7 +8,7 @@ import contextlib
 import gzip
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 import msgspec
 
@@ -244,7 +244,7 @@ def write_merged(target: Path, paths: Mapping[int, Path], shifts: Mapping[int, C
     with contextlib.ExitStack() as stack:
         file: IO[bytes] = stack.enter_context(open_output(target))
         if target.suffix == ".gz":
-            file = stack.enter_context(gzip.GzipFile("", "wb", 5, file))
+            file = cast(IO[bytes], stack.enter_context(gzip.GzipFile("", "wb", 5, file)))
         for piece in merge_for_perfetto(_files(paths), shifts):
             file.write(piece)
 

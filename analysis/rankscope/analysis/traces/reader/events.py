@@ -260,7 +260,7 @@ class KeyScanner:
         places = np.array(seen, dtype=np.int64)
         opens = np.searchsorted(quotes, places) % 2 == self._in_string
         outermost = depth[np.searchsorted(marks, places)] == 1
-        found = (places[opens & outermost] + self.scanned).tolist()
+        found: list[int] = (places[opens & outermost] + self.scanned).tolist()
         self._depth = int(depth[-1])
         self._in_string = (len(quotes) + self._in_string) % 2 == 1
         # An odd number of backslashes at the end escapes the next letter, whatever it is.
