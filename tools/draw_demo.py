@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
-from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from rankscope.cli import demo
+from rankscope.cli.terminal import Terminal
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 COLUMNS = 92
@@ -36,12 +36,12 @@ THEME = TerminalTheme((22, 27, 34), (201, 209, 217), [_rgb(name) for name in COL
 
 
 def main() -> int:
-    recorder = Console(record=True, width=COLUMNS, highlight=False)
+    recorder = Terminal(record=True, width=COLUMNS)
     recorder.print(Text.assemble(("$ ", "dim"), "make demo"))
 
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
-    with patch.object(demo, "Console", lambda **_: recorder):
+    with patch.object(demo, "Terminal", lambda **_: recorder):
         status = demo.run(parser.parse_args([]))
     if status != 0:
         print("error: the demo's verdict was not right, so nothing was drawn; try again on an idle machine")

@@ -26,7 +26,6 @@ from rankscope.daemon.stacks.pyspy import dump_command, find_py_spy, record_comm
 from rankscope.daemon.stacks.pyspy_output import parse_recording
 from rankscope.daemon.stacks.recording import summarise
 from rankscope.daemon.steps import ring_reader
-from rankscope.daemon.steps.collector import StepsCollector
 from rankscope.daemon.windows.window import RankSamples, assemble
 from rankscope.probe import ring_layout
 from rankscope.v1.window_pb2 import Stall
@@ -176,7 +175,7 @@ def shortened(text: bytes) -> bytes:
 
 def windows() -> bytes:
     """What a daemon sends of the job whose bytes are in `seeds`: two ranks, every source."""
-    collector, span = StepsCollector(), target_ring._span()
+    collector, span = target_ring.made_collector(), target_ring._span()
     shared = target_ring._Shared()
     windows = []
     try:

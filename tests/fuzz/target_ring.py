@@ -71,6 +71,12 @@ def _owner(ring: bytes) -> int:
 _RANK = RankProcess("j", 1, 1, 2, os.getpid(), 7, (os.getpid(), _owner(SEEDS[0])))
 
 
+def made_collector() -> StepsCollector:
+    """With the clocks of the machine that recorded the seed."""
+    monotonic_ns, unix_ns = ring_layout.LIVE.unpack_from(SEEDS[0], ring_layout.LIVE_OFFSET)[:2]
+    return StepsCollector(wall_minus_monotonic_ns=lambda: unix_ns - monotonic_ns)
+
+
 def _span() -> Span:
     """As the seed's clock has it."""
     unix_ns = ring_layout.LIVE.unpack_from(SEEDS[0], ring_layout.LIVE_OFFSET)[1]
@@ -123,7 +129,7 @@ def run(data: bytes) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # numpy's: an overflow, a NaN made an integer
-            fresh = StepsCollector()
+            fresh = made_collector()
             _look(shared, data, fresh)
             _look(shared, SEEDS[0], fresh)  # what follows a lie
             _look(shared, data, fresh)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
+
+from rankscope.cli.messages import to_stderr, to_stdout
+from rankscope.cli.output_file import write_output
 
 HELP = "fit latency and bandwidth of collectives; find the slow ones"
 
@@ -59,20 +61,19 @@ def run(arguments: argparse.Namespace) -> int:
 
             text = draw_svg(report) if path is arguments.svg else make_page(report, name)
             try:
-                path.write_text(text, encoding="utf-8")
+                write_output(path, text)
             except OSError as error:
                 return _fail(path, f"{error.strerror or error}; choose a place that can be written")
     if arguments.json:
-        print(json.dumps(to_json(report), allow_nan=False))
+        to_stdout(json.dumps(to_json(report), allow_nan=False))
         return 0
-    from rich.console import Console
-
     from rankscope.cli.alpha_beta.report import print_report
+    from rankscope.cli.terminal import Terminal
 
-    print_report(report, Console(highlight=False, soft_wrap=True))
+    print_report(report, Terminal(soft_wrap=True))
     return 0
 
 
 def _fail(*words: object) -> int:
-    print("error: " + ": ".join(map(str, words)), file=sys.stderr)
+    to_stderr("error: " + ": ".join(map(str, words)))
     return 2

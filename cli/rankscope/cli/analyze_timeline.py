@@ -10,6 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rankscope.cli.messages import overwrite, to_stderr, to_stdout
+from rankscope.cli.output_file import write_output
+
 if TYPE_CHECKING:
     from rankscope.analysis.timelines.report import TimelineReport
 
@@ -59,11 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
     except FileError as error:
         return _fail(arguments.meta, error)
     try:
-        _progress(f"reading {arguments.file.name} …")
+        overwrite(f"reading {arguments.file.name} …")
         timeline = read_timeline(arguments.file, arguments.unit)
-        _progress(f"replaying {len(timeline):,} operations …")
+        overwrite(f"replaying {len(timeline):,} operations …")
         report = analyze(timeline, sizes, policy)
-        _progress("")
+        overwrite("")
     except (FileError, TimelineError) as error:
         return _fail(arguments.file, error)
     except MemoryError:
@@ -87,31 +90,24 @@ def _draw(report: TimelineReport, arguments: argparse.Namespace) -> None:
     from rankscope.cli.timeline_report.page import draw_svg, make_page
 
     if arguments.heatmap is not None:
-        arguments.heatmap.write_text(draw_svg(report), encoding="utf-8")
+        write_output(arguments.heatmap, draw_svg(report))
     if arguments.html is not None:
-        arguments.html.write_text(make_page(report, arguments.file.name), encoding="utf-8")
+        write_output(arguments.html, make_page(report, arguments.file.name))
 
 
 def _print(report: TimelineReport, *, as_json: bool) -> None:
     if as_json:
         from rankscope.cli.timeline_report.report import to_json
 
-        print(json.dumps(to_json(report), allow_nan=False))
+        to_stdout(json.dumps(to_json(report), allow_nan=False))
         return
-    from rich.console import Console
-
+    from rankscope.cli.terminal import Terminal
     from rankscope.cli.timeline_report.report import print_report
 
-    print_report(report, Console(highlight=False, soft_wrap=True))
-
-
-def _progress(text: str) -> None:
-    """One line that the next one replaces; nothing if stderr is not a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    print_report(report, Terminal(soft_wrap=True))
 
 
 def _fail(what: object, why: object) -> int:
-    _progress("")
-    print(f"error: {what}: {why}", file=sys.stderr)
+    overwrite("")
+    to_stderr(f"error: {what}: {why}")
     return 2

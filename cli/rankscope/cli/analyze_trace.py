@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rankscope.cli.messages import overwrite, to_stderr
+from rankscope.cli.output_file import write_output
+
 if TYPE_CHECKING:
     from rankscope.cli.trace_report.files import BrokenFile
     from rankscope.cli.trace_report.report import Outcome
@@ -66,14 +69,14 @@ def _run(arguments: argparse.Namespace) -> int:
     except LayoutError as error:
         return _refuse(str(error))
     stages = layout.stages if layout else None
-    files = reduce_files(arguments.paths, top=arguments.top, stages=stages, progress=_progress())
+    files = reduce_files(arguments.paths, top=arguments.top, stages=stages, progress=_progress)
     if not files.ranks:
         return _refuse(_nothing_read(files.broken))
     for one in files.broken:
-        print(f"warning: {one.path}: {one.reason}", file=sys.stderr)
+        to_stderr(f"warning: {one.path}: {one.reason}")
     if files.broken:
         total = len(files.ranks) + len(files.broken)
-        print(f"warning: {len(files.broken)} of {total} left out, {len(files.ranks)} analysed", file=sys.stderr)
+        to_stderr(f"warning: {len(files.broken)} of {total} left out, {len(files.ranks)} analysed")
     ranks = [one.summary.rank for one in files.ranks if one.summary.rank is not None]
     try:
         stage_of = layout.stage_of(ranks) if layout else None
@@ -81,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return _refuse(str(error))
     outcome = make_report(files, stage_of)
     if outcome.failure:
-        print(f"warning: {outcome.failure}", file=sys.stderr)
+        to_stderr(f"warning: {outcome.failure}")
     try:
         _write(arguments, outcome, {one.summary.rank: one.path for one in files.ranks if one.summary.rank is not None})
     except OSError as error:
@@ -104,13 +107,13 @@ def _write(arguments: argparse.Namespace, outcome: Outcome, paths: Mapping[int, 
     if arguments.html is not None:
         from rankscope.cli.trace_report.page import make_page
 
-        arguments.html.write_text(make_page(outcome.report), encoding="utf-8")
-        print(f"wrote {arguments.html}", file=sys.stderr)
+        write_output(arguments.html, make_page(outcome.report))
+        to_stderr(f"wrote {arguments.html}")
     if arguments.merged is not None:
         from rankscope.cli.trace_report.report import write_merged
 
         write_merged(arguments.merged, paths, outcome.shifts)
-        print(f"wrote {arguments.merged}: open it at ui.perfetto.dev", file=sys.stderr)
+        to_stderr(f"wrote {arguments.merged}: open it at ui.perfetto.dev")
 
 
 def _nothing_read(broken: Sequence[BrokenFile]) -> str:
@@ -120,19 +123,11 @@ def _nothing_read(broken: Sequence[BrokenFile]) -> str:
     return f"{first}; next step: name files that torch.profiler wrote (.json or .json.gz)"
 
 
-def _progress() -> _Progress | None:
-    return _Progress() if sys.stderr.isatty() else None
-
-
-class _Progress:
-    """One line that is overwritten and removed at the end."""
-
-    def __call__(self, done: int, total: int) -> None:
-        if total > 1:
-            end = "\r\x1b[K" if done == total else ""
-            print(f"\r\x1b[Kread {done} of {total} traces{end}", end="", file=sys.stderr, flush=True)
+def _progress(done: int, total: int) -> None:
+    if total > 1:
+        overwrite("" if done == total else f"read {done} of {total} traces")
 
 
 def _refuse(text: str) -> int:
-    print(f"error: {text}", file=sys.stderr)
+    to_stderr(f"error: {text}")
     return 2

@@ -11,6 +11,7 @@ import sys
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
+from rankscope.cli.messages import to_stderr
 from rankscope.common.audit import LOGGER
 
 
@@ -63,6 +64,4 @@ class _AuditFile(WatchedFileHandler):
         """The disk is full: reported once; stderr has the records too."""
         if not self._is_told:
             self._is_told = True
-            print(
-                f"warning: {self.baseFilename}: {sys.exc_info()[1]}; audit records are missing there", file=sys.stderr
-            )
+            to_stderr(f"warning: {self.baseFilename}: {sys.exc_info()[1]}; audit records are missing there")

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -20,7 +19,14 @@ from rankscope.cli.capture_client.connection import (
     connect,
     explain,
 )
-from rankscope.cli.capture_client.download import DownloadError, Fetched, fetch, prepare, print_capture
+from rankscope.cli.capture_client.download import (
+    DownloadError,
+    Fetched,
+    add_limit_argument,
+    fetch,
+    prepare,
+    print_capture,
+)
 from rankscope.cli.capture_client.output import (
     FINAL,
     LostError,
@@ -33,6 +39,7 @@ from rankscope.cli.capture_client.output import (
     to_object,
 )
 from rankscope.cli.capture_client.progress import Progress, make_progress
+from rankscope.cli.messages import to_stderr, to_stdout
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
@@ -66,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length.add_argument("--steps", type=int, metavar="N", help="how many training steps to record")
     length.add_argument("--seconds", type=float, metavar="S", help="how long to record")
     parser.add_argument("--output", type=Path, metavar="DIR", help="download the recordings into this directory")
+    add_limit_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object; progress on stderr")
     parser.add_argument("--shapes", action="store_true", help="record the shapes of operators' inputs")
     parser.add_argument("--stacks", action="store_true", help="record Python stacks (costs most)")
@@ -111,6 +119,7 @@ class _Asked:
         self._target = target
         self._json: bool = arguments.json
         self._output: Path | None = arguments.output
+        self._max_bytes: int = arguments.max_bytes
         self._capture: pb.Capture | None = None
 
     def run(self, request: pb.StartCaptureRequest) -> int:
@@ -135,7 +144,9 @@ class _Asked:
 
     def _fetch(self, output: Path, progress: Progress) -> Fetched:
         assert self._capture is not None  # follow() ended with a final capture
-        return fetch(self._stub, self._target, self._capture, delivered(self._capture), output, progress)
+        return fetch(
+            self._stub, self._target, self._capture, delivered(self._capture), output, progress, self._max_bytes
+        )
 
     def _interrupted(self) -> int:
         capture = self._capture
@@ -170,7 +181,7 @@ class _Asked:
             return
         if self._json:
             files, errors = (None, None) if fetched is None else (fetched.files, fetched.errors)
-            print(json.dumps(to_object(self._capture, files, errors)), flush=True)
+            to_stdout(json.dumps(to_object(self._capture, files, errors)))
         else:
             print_capture(self._capture, fetched)
 
@@ -223,9 +234,9 @@ def _seconds(option: str, value: float) -> float:
 
 
 def _warn(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    to_stderr(text)
 
 
 def _refuse(text: str) -> int:
-    print(f"error: {text}", file=sys.stderr)
+    to_stderr(f"error: {text}")
     return 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import sys
 from pathlib import Path
 
 import grpc
@@ -18,7 +17,14 @@ from rankscope.cli.capture_client.connection import (
     connect,
     explain,
 )
-from rankscope.cli.capture_client.download import DownloadError, fetch, prepare, print_capture, safe_name
+from rankscope.cli.capture_client.download import (
+    DownloadError,
+    add_limit_argument,
+    fetch,
+    prepare,
+    print_capture,
+    safe_name,
+)
 from rankscope.cli.capture_client.output import (
     FINAL,
     delivered,
@@ -29,6 +35,7 @@ from rankscope.cli.capture_client.output import (
     to_object,
 )
 from rankscope.cli.capture_client.progress import make_progress
+from rankscope.cli.messages import to_stderr, to_stdout
 from rankscope.daemon.captures.orders import CaptureError
 from rankscope.daemon.captures.request import choose_ranks
 from rankscope.v1 import capture_service_pb2 as pb
@@ -55,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     getting.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
     getting.add_argument("--rank", default="all", metavar="R", help="of these ranks, as in 0,3-5 (default: all)")
     getting.add_argument("--output", type=Path, metavar="DIR", help="where to (default: a directory named ID, here)")
+    add_limit_argument(getting)
     cancelling = actions.add_parser("cancel", help="end a capture; what its ranks have delivered is kept")
     cancelling.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
     removing = actions.add_parser("rm", help="remove a capture that is over, its recordings included")
@@ -89,19 +97,19 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(stub: CaptureServiceStub, arguments: argparse.Namespace) -> int:
     captures = stub.ListCaptures(pb.ListCapturesRequest(job=arguments.job), timeout=CALL_SECONDS).captures
     if arguments.json:
-        print(json.dumps({"captures": [to_object(capture) for capture in captures]}))
+        to_stdout(json.dumps({"captures": [to_object(capture) for capture in captures]}))
     elif captures:
         make_console().print(list_table(captures))
     else:
         of_job = f" of {arguments.job}" if arguments.job else ""
-        print(f"no capture{of_job} yet; `rankscope capture --steps 3` takes one")
+        to_stdout(f"no capture{of_job} yet; `rankscope capture --steps 3` takes one")
     return 0
 
 
 def _show(stub: CaptureServiceStub, arguments: argparse.Namespace) -> int:
     capture = _find(stub, arguments.id)
     if arguments.json:
-        print(json.dumps(to_object(capture)))
+        to_stdout(json.dumps(to_object(capture)))
     else:
         print_capture(capture)
     return 0
@@ -123,7 +131,7 @@ def _get(stub: CaptureServiceStub, target: str, arguments: argparse.Namespace) -
     prepare(folder)
     with make_progress(make_console(stderr=True)) as progress:
         try:
-            fetched = fetch(stub, target, capture, here, folder, progress)
+            fetched = fetch(stub, target, capture, here, folder, progress, arguments.max_bytes)
         except KeyboardInterrupt:
             progress.say("interrupted; the same command continues the download")
             return 130
@@ -134,10 +142,10 @@ def _get(stub: CaptureServiceStub, target: str, arguments: argparse.Namespace) -
 def _cancel(stub: CaptureServiceStub, arguments: argparse.Namespace) -> int:
     capture = stub.CancelCapture(pb.CancelCaptureRequest(id=arguments.id), timeout=CALL_SECONDS).capture
     if capture.state in FINAL:
-        print(f"capture {capture.id} is over: {state_word(capture.state)}")
+        to_stdout(f"capture {capture.id} is over: {state_word(capture.state)}")
     else:
         command = f"rankscope captures show {capture.id}{elsewhere(capture.id)}"
-        print(f"capture {capture.id} was asked to stop; `{command}` shows how it ended")
+        to_stdout(f"capture {capture.id} was asked to stop; `{command}` shows how it ended")
     return 0
 
 
@@ -147,7 +155,7 @@ def _remove(stub: CaptureServiceStub, arguments: argparse.Namespace) -> int:
         command = f"rankscope captures cancel {capture.id}{elsewhere(capture.id)}"
         return _refuse(f"capture {capture.id} is under way; next: {command}")
     stub.DeleteCapture(pb.DeleteCaptureRequest(id=arguments.id), timeout=CALL_SECONDS)
-    print(f"capture {arguments.id} is removed")
+    to_stdout(f"capture {arguments.id} is removed")
     return 0
 
 
@@ -157,5 +165,5 @@ def _find(stub: CaptureServiceStub, capture_id: str) -> pb.Capture:
 
 
 def _refuse(text: str) -> int:
-    print(f"error: {text}", file=sys.stderr)
+    to_stderr(f"error: {text}")
     return 2

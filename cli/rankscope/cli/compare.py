@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from rich.console import Console
-
 from rankscope.analysis.stats.step_time_comparison import CompareError, compare
 from rankscope.cli.comparison.report import notes_of, print_answer, to_json
 from rankscope.cli.comparison.step_times import UNITS, StepFileError, read_runs
+from rankscope.cli.messages import to_stderr, to_stdout
 from rankscope.cli.mfu_report.request import QuantityError
+from rankscope.cli.terminal import Terminal
 
 NAME = "compare"
 HELP = "report whether run B is slower than run A, and how certain that is"
@@ -61,16 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
         warmup = _warmup(arguments.warmup)
         confidence = _confidence(arguments.confidence)
         limit = None if arguments.fail_if_slower is None else _percent(arguments.fail_if_slower)
-        with Console(stderr=True).status("reading step times") if sys.stderr.isatty() else nullcontext():
+        with Terminal(stderr=True).status("reading step times") if sys.stderr.isatty() else nullcontext():
             runs_a = read_runs(side_a, arguments.column, arguments.unit)
             runs_b = read_runs(side_b, arguments.column, arguments.unit)
             result = compare(runs_a.seconds, runs_b.seconds, confidence=confidence, warmup=warmup)
     except (QuantityError, StepFileError, CompareError) as error:
-        print(f"error: rankscope compare: {error}; next step: rankscope compare --help", file=sys.stderr)
+        to_stderr(f"error: rankscope compare: {error}; next step: rankscope compare --help")
         return 2
     notes = [*_same(side_a, side_b), *notes_of(result), *runs_a.notes, *runs_b.notes]
     if arguments.json:
-        print(json.dumps(to_json(result, runs_a.names, runs_b.names, notes)))
+        to_stdout(json.dumps(to_json(result, runs_a.names, runs_b.names, notes)))
     else:
         print_answer(result, notes)
     return 1 if limit is not None and result.significant and result.median.difference_ratio > limit else 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
+from rankscope.cli.messages import to_stderr, to_stdout
 from rankscope.daemon.config import (
     ENVIRONMENT_PREFIX,
     NONE,
@@ -53,10 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         resolved = read_settings(arguments)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return 2
     if arguments.print_config:
-        print(resolved.describe())
+        to_stdout(resolved.describe())
         return 0
     warn_of_unknown_variables()
     # Imported here: --help and a wrong setting need none of the daemon's packages.
@@ -73,4 +73,4 @@ def audit_path(config: Config) -> Path | None:
 
 def warn_of_unknown_variables() -> None:
     for name in unknown_variables(os.environ):
-        print(f"warning: {name}: no such setting of the daemon; see rankscope daemon --help", file=sys.stderr)
+        to_stderr(f"warning: {name}: no such setting of the daemon; see rankscope daemon --help")

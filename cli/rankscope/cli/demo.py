@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import signal
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
-from rich.console import Console
+from rich.text import Text
 
 from rankscope.cli.demo_job.faults import NONE, FaultError, parse_fault
 from rankscope.cli.demo_job.launcher import DemoJob, DemoJobError
 from rankscope.cli.demo_report import Outcome, Watch, print_summary, print_verdict, to_json
+from rankscope.cli.messages import log_to_stderr, to_stderr, to_stdout
 from rankscope.cli.standalone import Standalone
+from rankscope.cli.terminal import Terminal
 from rankscope.daemon.config import resolve
 from rankscope.daemon.server.sockets import ListenError
 
@@ -61,25 +61,26 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.seconds is not None and not 1 <= arguments.seconds <= 86400:
             raise FaultError(f"--seconds {arguments.seconds:g}: take 1 to 86400")
     except FaultError as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return 2
-    logging.basicConfig(level=logging.ERROR)
+    log_to_stderr("error")
     signal.signal(signal.SIGTERM, _interrupt)
-    console = Console(stderr=arguments.json, highlight=False)
+    console = Terminal(stderr=arguments.json)
     job = DemoJob(arguments.ranks, fault, probe=not arguments.no_probe)
     try:
         outcome = _play(job, arguments.seconds, console)
     except (DemoJobError, ListenError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        for line in f"error: {error}".splitlines():
+            to_stderr(line)
         return 1
     if arguments.json:
-        print(json.dumps(to_json(outcome)), flush=True)
+        to_stdout(json.dumps(to_json(outcome)))
     else:
         print_summary(console, outcome)
     return 0 if outcome.is_right else 1
 
 
-def _play(job: DemoJob, seconds: float | None, console: Console) -> Outcome:
+def _play(job: DemoJob, seconds: float | None, console: Terminal) -> Outcome:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rankscope-demo-"))
         # Private addresses: a daemon that already runs on this machine is not disturbed.
@@ -90,7 +91,8 @@ def _play(job: DemoJob, seconds: float | None, console: Console) -> Outcome:
             "log_level": "error",
         }
         config = resolve(places, {}).config
-        console.print(f"[bold]rankscope demo[/]: {job.ranks} ranks of PyTorch over gloo, fault: {job.fault.spec}")
+        ranks = f": {job.ranks} ranks of PyTorch over gloo, fault: {job.fault.spec}"
+        console.print(Text.assemble(("rankscope demo", "bold"), ranks))
         # The demo draws and launches in the same process; the budget covers only the daemon's thread.
         standalone = stack.enter_context(Standalone(config, own_cpu_seconds=time.thread_time))
         status = stack.enter_context(console.status("starting the ranks (importing torch takes a while) …"))
@@ -104,7 +106,7 @@ def _play(job: DemoJob, seconds: float | None, console: Console) -> Outcome:
             watch.for_seconds(seconds or HEALTHY_SECONDS)
             return watch.outcome()
         watch.start_fault()
-        console.print(f"· fault [bold]{job.fault.spec}[/] begins now; the daemon is not told")
+        console.print(Text.assemble("· fault ", (job.fault.spec, "bold"), " begins now; the daemon is not told"))
         patience = FAULT_SECONDS if job.probe else FAULT_SECONDS_WITHOUT_PROBE
         if watch.until_alarm(seconds or patience):
             status.stop()

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from rich.console import Console
 from rich.padding import Padding
+from rich.text import Text
 
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.cli.demo_job import faults
 from rankscope.cli.demo_job.faults import Fault
 from rankscope.cli.demo_job.launcher import DemoJob, DemoJobError
 from rankscope.cli.job_tables import MARKS, headline, loss, rank_table, source_line
+from rankscope.cli.terminal import Terminal
 from rankscope.operator.correlation.correlator import Correlator, JobState
 
 _EXPECTED = {
@@ -66,37 +67,38 @@ class Outcome:
         return self.seconds_to_verdict is not None and expects(self.fault, self.verdict, self.ranks)
 
 
-def print_verdict(console: Console, outcome: Outcome) -> None:
+def print_verdict(console: Terminal, outcome: Outcome) -> None:
     """Print the verdict as soon as it is raised."""
     verdict = outcome.verdict
-    console.print(f"\n[bold red]✗ {headline(verdict)}[/]")
+    console.print(f"\n✗ {headline(verdict)}", style="bold red")
     console.print(Padding(verdict.reason, (0, 0, 0, 2)))
     if outcome.seconds_to_verdict is not None:
         console.print(f"  found {outcome.seconds_to_verdict:.1f} s after the fault began\n")
 
 
-def print_summary(console: Console, outcome: Outcome) -> None:
+def print_summary(console: Terminal, outcome: Outcome) -> None:
     verdict, state = outcome.verdict, outcome.state
     if state is not None and state.windows:
         console.print(rank_table(state.windows, verdict.culprits, stacks=False))
         console.print()
     colour = "green" if outcome.is_right else "yellow"
-    console.print(f"[bold {colour}]verdict[/]  {headline(verdict)}")
+    console.print(Text.assemble(("verdict", f"bold {colour}"), f"  {headline(verdict)}"))
     if verdict.cause.evidence:
-        console.print(f"[bold]why[/]      {verdict.cause.evidence}")
+        console.print(Text.assemble(("why", "bold"), f"      {verdict.cause.evidence}"))
     for frame in verdict.cause.frames:
         console.print(f"         {source_line(frame)} in {frame.function}, {frame.share:.0%} of its time")
     if lost := loss(verdict):
-        console.print(f"[bold]loss[/]     {lost}")
+        console.print(Text.assemble(("loss", "bold"), f"     {lost}"))
     if state is not None and state.step_seconds is not None:
         exposed = state.exposed_communication_ratio
         shown = f", exposed communication {exposed:.0%}" if exposed is not None else ""
         mfu = f", MFU {state.mfu_ratio:.1%} of a measured matmul" if state.mfu_ratio is not None else ""
-        console.print(f"[bold]job[/]      step {state.step_seconds * 1000:.0f} ms on every rank{shown}{mfu}")
+        step = f"      step {state.step_seconds * 1000:.0f} ms on every rank{shown}{mfu}"
+        console.print(Text.assemble(("job", "bold"), step))
     if outcome.fault.kind != faults.NONE and not outcome.is_right:
-        console.print(f"[yellow]the fault was {outcome.fault.spec}: this verdict is not right[/]")
+        console.print(f"the fault was {outcome.fault.spec}: this verdict is not right", style="yellow")
     for alarm in outcome.false_alarms:
-        console.print(f"[yellow]false alarm:[/] {headline(alarm)}: {alarm.reason}")
+        console.print(Text.assemble(("false alarm:", "yellow"), f" {headline(alarm)}: {alarm.reason}"))
 
 
 def to_json(outcome: Outcome) -> dict[str, Any]:

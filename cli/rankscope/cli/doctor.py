@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
 from rankscope.cli.daemon import add_setting_arguments, read_settings
+from rankscope.cli.messages import to_stderr, to_stdout
 from rankscope.daemon.config import ConfigError
 
 NAME = "doctor"
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         config = read_settings(arguments).config
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return 2
     from rankscope.daemon.doctor.checks import Level
     from rankscope.daemon.doctor.doctor import examine
@@ -36,14 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
     for finding in examine(config):
         findings.append(finding)
         if not arguments.json:
-            print(f"{finding.level.value:<8} {finding.check}: {finding.text}", flush=True)
+            to_stdout(f"{finding.level.value:<8} {finding.check}: {finding.text}")
             if finding.next_step:
-                print(f"{'':<8} → {finding.next_step}", flush=True)
+                to_stdout(f"{'':<8} → {finding.next_step}")
     counts = {level: sum(finding.level is level for finding in findings) for level in Level}
     healthy = counts[Level.PROBLEM] == 0
     if arguments.json:
         rows = [{**vars(finding), "level": finding.level.value} for finding in findings]
-        print(json.dumps({"healthy": healthy, "findings": rows}))
+        to_stdout(json.dumps({"healthy": healthy, "findings": rows}))
     else:
-        print(f"\n{counts[Level.PROBLEM]} problems, {counts[Level.WARNING]} warnings")
+        to_stdout(f"\n{counts[Level.PROBLEM]} problems, {counts[Level.WARNING]} warnings")
     return 0 if healthy else 1

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Protocol
 
 from rankscope.cli.audit_log import AuditFileError, open_audit_log
+from rankscope.cli.messages import log_to_stderr, to_stderr
 from rankscope.daemon.loop import Addresses
-from rankscope.daemon.problem_log import OneLine
 from rankscope.daemon.server.sockets import ListenError
 
 
@@ -26,13 +24,11 @@ class Service(Protocol):
 
 def run_until_signalled(name: str, service: Service, log_level: str, audit_log: Path | None = None) -> int:
     """The exit code: 1 if an address is in use or audit records cannot be kept, with the reason on stderr."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(OneLine())
-    logging.basicConfig(level=log_level.upper(), handlers=[handler])
+    log_to_stderr(log_level)
     try:
         open_audit_log(audit_log)
     except AuditFileError as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return 1
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -40,9 +36,9 @@ def run_until_signalled(name: str, service: Service, log_level: str, audit_log: 
     try:
         service.start()
     except ListenError as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return 1
-    print(f"rankscope {name}: {service.addresses}", file=sys.stderr, flush=True)
+    to_stderr(f"rankscope {name}: {service.addresses}")
     stopping.wait()
     service.stop()
     return 0

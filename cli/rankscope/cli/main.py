@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+from rankscope.cli.messages import to_stderr, to_stdout
+
 
 @dataclass(frozen=True)
 class Subcommand:
@@ -74,10 +76,10 @@ def _explain(subcommand: Subcommand, error: ModuleNotFoundError) -> int:
     missing = error.name or ""
     if missing.split(".")[0] == "rankscope":
         hint = f"this installation has no {missing}; next step: pip install 'rankscope[{subcommand.extra}]'"
-        print(f"error: rankscope {subcommand.name}: {hint}", file=sys.stderr)
+        to_stderr(f"error: rankscope {subcommand.name}: {hint}")
     else:
         hint = f"needs the {subcommand.extra} extra: pip install 'rankscope[{subcommand.extra}]'"
-        print(f"error: rankscope {subcommand.name} {hint} (there is no {missing})", file=sys.stderr)
+        to_stderr(f"error: rankscope {subcommand.name} {hint} (there is no {missing})")
     return 2
 
 
@@ -92,7 +94,7 @@ class _PrintVersion(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show the version and exit")
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"rankscope {_version()}")
+        to_stdout(f"rankscope {_version()}")
         parser.exit()
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from rankscope.analysis.models.device_peaks import PeakError
 from rankscope.analysis.models.mfu import Recompute
 from rankscope.analysis.models.model_config import ConfigError
 from rankscope.analysis.models.model_shape import Counting
+from rankscope.cli.messages import to_stderr, to_stdout
 from rankscope.cli.mfu_report.memory import (
     add_measured_arguments,
     add_memory_arguments,
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         answer = to_json(asked)
         if stages is not None:
             answer["memory"] = memory_json(stages)
-        print(json.dumps(answer))
+        to_stdout(json.dumps(answer))
         return 0
     print_answer(asked)
     if stages is not None:
@@ -107,5 +107,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _refuse(reason: str) -> int:
-    print(f"error: rankscope mfu: {reason}; next step: rankscope mfu --help", file=sys.stderr)
+    to_stderr(f"error: rankscope mfu: {reason}; next step: rankscope mfu --help")
     return 2

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 from rankscope.cli.audit_log import AuditFileError, add_audit_argument, open_audit_log
+from rankscope.cli.messages import log_to_stderr, to_stderr
 from rankscope.daemon.config import LOG_LEVELS
-from rankscope.daemon.problem_log import OneLine
 from rankscope.operator.access.api_server import PORT, UserApiSettings
 from rankscope.operator.alerts.alertmanager_webhook import TokenError, check_address
 from rankscope.operator.certificates.rotation import fleet_rotation
@@ -189,14 +187,12 @@ def _add_webhook_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    handler = logging.StreamHandler()
-    handler.setFormatter(OneLine())
-    logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler])
+    log_to_stderr(arguments.log_level)
     try:
         open_audit_log(arguments.audit_log)
         operator = Operator(_settings(arguments))
     except (ValueError, OSError, TokenError, ClusterError, AuditFileError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return 2
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -204,14 +200,12 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         operator.start()
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return 2
-    print(
+    to_stderr(
         f"rankscope operator: {operator.server.scheme} {operator.settings.listen_host}:{operator.server.port}"
         + (f" alerts {operator.alerts.url}" if operator.alerts is not None else "")
-        + (f" api {operator.user_api.server.address}" if operator.user_api is not None else ""),
-        file=sys.stderr,
-        flush=True,
+        + (f" api {operator.user_api.server.address}" if operator.user_api is not None else "")
     )
     stopping.wait()
     operator.stop()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 from collections.abc import Iterable
 
 import grpc
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from rankscope.cli.capture_client.connection import EndpointError, target_of
 from rankscope.cli.job_tables import MARKS, headline, loss, milliseconds, rank_table
+from rankscope.cli.messages import to_stderr
+from rankscope.cli.terminal import Terminal
 from rankscope.common.text import one_line
-from rankscope.daemon.config import default_socket
 from rankscope.operator.correlation.job_service import verdict_of
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
 
@@ -34,8 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     # A shell starts background programs with SIGINT ignored; Ctrl-C must still end the table.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    endpoint = arguments.endpoint or f"unix:{default_socket()}"
-    console = Console()
+    try:
+        endpoint = arguments.endpoint or target_of(None)
+    except EndpointError as error:
+        to_stderr(f"error: {error}")
+        return 1
+    console = Terminal()
     try:
         with grpc.insecure_channel(endpoint) as channel:
             stub = job_service_pb2_grpc.JobServiceStub(channel)
@@ -49,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
                 for response in stub.WatchJobs(job_service_pb2.WatchJobsRequest()):
                     live.update(_screen(response.jobs, arguments.ranks, console.width), refresh=True)
     except grpc.RpcError as error:
-        print(f"error: {_explain(endpoint, error)}", file=sys.stderr)
+        to_stderr(f"error: {_explain(endpoint, error)}")
         return 1
     return 0
 

@@ -6,7 +6,6 @@ import argparse
 import math
 import re
 import shutil
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
 from rankscope.cli.daemon import add_setting_arguments, audit_path, read_settings, warn_of_unknown_variables
 from rankscope.cli.foreground import run_until_signalled
 from rankscope.cli.job_tables import MARKS, headline, loss
+from rankscope.cli.messages import to_stderr, to_stdout
 from rankscope.cli.prometheus_stack.config import Pace, StackError, find_binaries
 from rankscope.cli.prometheus_stack.processes import PrometheusStack, StackSettings
 from rankscope.cli.standalone import AlertSettings, Standalone
@@ -240,16 +240,16 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         config = read_settings(arguments).config
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return 2
     warn_of_unknown_variables()
     if config.socket == "none":
-        print("error: rankscope up needs the Unix socket; leave --socket out or name a path", file=sys.stderr)
+        to_stderr("error: rankscope up needs the Unix socket; leave --socket out or name a path")
         return 2
     try:
         alerting = Alerting(arguments, config)
     except (ConfigError, StackError, TokenError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         return 2
     policy = replace(DEFAULT_POLICY, mfu_target_ratio=arguments.mfu_target)
     standalone = Standalone(config, policy, alerts=alerting.settings)
@@ -273,4 +273,4 @@ class VerdictPrinter:
             clock = time.strftime("%H:%M:%S")
             lost = loss(verdict)
             text = headline(verdict) + (f"; {lost}" if lost else "")
-            print(f"{clock} {MARKS[verdict.severity]} {state.job}: {text}", flush=True)
+            to_stdout(f"{clock} {MARKS[verdict.severity]} {state.job}: {text}")

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import BufferedReader
+from socketserver import TCPServer
 from typing import Any, cast
 
 from rankscope.common.tls import FollowedTls
@@ -100,6 +101,10 @@ class HttpServer(HTTPServer):
     yet closes every connection: nothing is sent in plain text."""
 
     request_queue_size = 128
+    # Connections that have ended keep the port for a minute, during which a restarted service must get it.
+    allow_reuse_address = True
+    # Two services never share a port.
+    allow_reuse_port = False
 
     def __init__(
         self, host: str, port: int, routes: Routes, tls: FollowedTls | None = None, limits: Limits | None = None
@@ -145,8 +150,7 @@ class HttpServer(HTTPServer):
 
     def server_bind(self) -> None:
         # HTTPServer would look up the host's full name here, which can take seconds where DNS is broken.
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
+        TCPServer.server_bind(self)
 
     def service_actions(self) -> None:
         """Called a few times a second: ends requests that take too long."""

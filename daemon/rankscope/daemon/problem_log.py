@@ -48,14 +48,3 @@ class ProblemLog:
         self._logged.update(dict.fromkeys(known, now))
         # The text may quote a training process; a line of the log stays one line.
         self._log.warning("%s", printable(text, LINE_CHARACTERS))
-
-
-class OneLine(logging.Formatter):
-    """2026-01-31T12:00:00 warning rankscope.daemon.loop: text"""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
-
-    def format(self, record: logging.LogRecord) -> str:
-        record.levelname = record.levelname.lower()
-        return " | ".join(super().format(record).splitlines())

@@ -164,6 +164,17 @@ def real_uid(process: str) -> int | None:
     return None
 
 
+def monotonic_offset_ns(process: str) -> int:
+    """By how much the monotonic clock of the process' time namespace is ahead of the machine's; 0 if unknown."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in read_bounded(process + "/timens_offsets").splitlines():
+            name, seconds, nanos = line.split()
+            if name in (b"monotonic", b"1"):
+                offset = int(seconds[:_DIGITS]) * 1_000_000_000 + int(nanos[:_DIGITS])
+                return offset if abs(offset) < 1 << 62 else 0
+    return 0
+
+
 def thread_ids(process: str, name_prefix: bytes) -> frozenset[int]:
     """Ids, in all their namespaces, of the threads whose names begin so."""
     found: set[int] = set()

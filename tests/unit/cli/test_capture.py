@@ -11,12 +11,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from rich.console import Console
 
 from rankscope.cli import capture as command
 from rankscope.cli import captures
 from rankscope.cli.capture_client import output as capture_following
 from rankscope.cli.capture_client.progress import LineProgress, LiveProgress
+from rankscope.cli.terminal import Terminal
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.unit.cli import capture_server as scripted
 from tests.unit.cli.capture_server import (
@@ -232,7 +232,7 @@ def test_words_of_a_container_neither_steer_the_terminal_nor_pass_for_markup(
 
 
 def test_the_live_table_shows_each_ranks_state_and_goes_with_the_terminals_height() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=20, color_system=None)
+    console = Terminal(file=io.StringIO(), force_terminal=True, width=120, height=20, color_system=None)
     progress = LiveProgress(console)
     progress.show(capture(RUNNING, *[RUNNING] * 63, FAILED))
     with console.capture() as shown:

@@ -2,16 +2,15 @@ from __future__ import annotations
 
 import io
 
-from rich.console import Console
-
 from rankscope.cli.job_tables import rank_table
+from rankscope.cli.terminal import Terminal
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import GpuUsage, RankWindow
 
 
 def printed(*gpus: GpuUsage | None, stacks: bool = False) -> list[list[str]]:
     windows = [RankWindow(identity=RankIdentity(rank=rank, pid=7), gpu=gpu) for rank, gpu in enumerate(gpus)]
-    console = Console(width=200, record=True, file=io.StringIO())
+    console = Terminal(width=200, record=True, file=io.StringIO())
     console.print(rank_table(windows, (), stacks=stacks))
     return [line.split("  ") for line in console.export_text().splitlines()]
 

@@ -368,3 +368,24 @@ def test_a_name_that_begins_like_loopback_is_anybodys() -> None:
     assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost")] == [True] * 5
     reachable = ("127.example.com", "0.0.0.0", "::", "10.0.0.1", "node", "", "localhost.example.com")
     assert not any(map(is_loopback, reachable))
+
+
+def test_a_restarted_server_gets_its_port_although_connections_ended_a_moment_ago() -> None:
+    port = 0
+    for _ in range(20):
+        server = HttpServer("127.0.0.1", port, ROUTES)
+        server.serve("test")
+        port = server.port
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_SECONDS)
+        try:
+            connection.request("GET", "/")
+            # The server closes first, so the connection lingers on its side.
+            assert connection.getresponse().read() == b"x" * 1000
+        finally:
+            server.close()
+            connection.close()
+
+
+def test_two_servers_do_not_share_a_port(start: Start) -> None:
+    with pytest.raises(OSError, match="in use"):
+        HttpServer("127.0.0.1", start().port, ROUTES)

@@ -21,7 +21,7 @@ def no_step(total: int = 40) -> RankSamples:
 
 def test_a_rank_without_a_step_for_long_is_stalled_with_its_collective_counters() -> None:
     watch = StallWatch(None)
-    done = RankSamples(steps=make.steps(0.1, 0.1, last_step_unix_nanos=make.START))
+    done = RankSamples(steps=make.steps(0.1, 0.1, steps_total=40, last_step_unix_nanos=make.START))
     assert watch.observe(RANK, done, make.span(0)) is None
     stall = watch.observe(RANK, no_step(), make.span(1))
     assert stall is not None
@@ -31,9 +31,9 @@ def test_a_rank_without_a_step_for_long_is_stalled_with_its_collective_counters(
 
 def test_patience_grows_with_the_length_of_a_step() -> None:
     watch = StallWatch(None)
-    watch.observe(RANK, RankSamples(steps=make.steps(3.0, last_step_unix_nanos=make.START)), make.span(0))
-    assert watch.observe(RANK, no_step(), make.span(10)) is None
-    assert watch.observe(RANK, no_step(), make.span(12)) is not None
+    done = RankSamples(steps=make.steps(3.0, steps_total=40, last_step_unix_nanos=make.START))
+    stalls = [watch.observe(RANK, samples, make.span(index)) for index, samples in enumerate([done, *[no_step()] * 12])]
+    assert [stall is not None for stall in stalls] == [False] * 12 + [True]
 
 
 def test_a_rank_that_never_made_a_step_is_not_stalled() -> None:

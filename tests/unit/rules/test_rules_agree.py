@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 
 from rankscope.analysis.verdicts.thresholds import AlertThresholds, Policy, table
 from rankscope.analysis.verdicts.verdict import Kind
+from rankscope.cli import operator
 from rankscope.cli.main import SUBCOMMANDS
 from rankscope.daemon.config import Config
 from tests.unit.daemon import test_metrics as exporting
@@ -180,3 +182,10 @@ def test_alertmanager_knows_only_alerts_that_exist() -> None:
     for prefix, alternatives in re.findall(r'alertname=~"(Rankscope)\(([^)]*)\)(?!\.)"', text):
         assert {prefix + name for name in alternatives.split("|")} <= set(NAMES)
     assert set(re.findall(r'alertname="(\w+)"', text)) <= set(NAMES)
+
+
+def test_the_example_posts_alerts_to_the_port_where_they_are_received() -> None:
+    parser = argparse.ArgumentParser()
+    operator.add_arguments(parser)
+    text = (RULES / "alertmanager.example.yaml").read_text()
+    assert f"http://{parser.get_default('alerts_listen')}/api/v1/alerts" in text

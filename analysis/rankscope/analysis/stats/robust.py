@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TypeAlias
 
 import numpy as np
@@ -29,6 +30,14 @@ def number_groups(*keys: Ints) -> tuple[Ints, int]:
     numbers = np.empty(len(order), dtype=np.int64)
     numbers[order] = np.cumsum(changed)
     return numbers, int(numbers[order[-1]]) + 1
+
+
+def rows_of_groups(numbers: Ints, count: int) -> list[Ints]:
+    """The rows of each group from 0 to `count` - 1, in order. One sort: a comparison per group would be quadratic in a
+    file with as many groups as rows. Negative numbers are in no group."""
+    order = np.argsort(numbers, kind="stable")
+    borders = np.searchsorted(numbers[order], np.arange(count + 1))
+    return [order[start:end] for start, end in itertools.pairwise(borders.tolist())]
 
 
 def occurrence(groups: Ints) -> Ints:

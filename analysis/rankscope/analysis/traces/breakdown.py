@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.analysis.stats.robust import Bools, Ints, number_groups
+from rankscope.analysis.stats.robust import Bools, Ints, number_groups, rows_of_groups
 from rankscope.analysis.traces.intervals import (
     NOTHING,
     Intervals,
@@ -197,10 +197,14 @@ def occupy_host(trace: Trace) -> Occupation:
 
 def _within_transfers(trace: Trace, transfers: Ints) -> Bools:
     within = np.zeros(len(trace), dtype=bool)
-    for thread in np.unique(trace.thread[transfers]):
-        own = transfers[trace.thread[transfers] == thread]
-        rows = np.flatnonzero(trace.thread == thread)
-        within[rows] = contains(union(trace.start_ns[own], trace.end_ns[own]), trace.start_ns[rows])
+    threads, count = number_groups(trace.thread)
+    is_transfer = np.zeros(len(trace), dtype=bool)
+    is_transfer[transfers] = True
+    ends = trace.end_ns
+    for rows in rows_of_groups(threads, count):
+        own = rows[is_transfer[rows]]
+        if len(own):
+            within[rows] = contains(union(trace.start_ns[own], ends[own]), trace.start_ns[rows])
     return within
 
 

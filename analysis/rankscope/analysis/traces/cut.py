@@ -3,7 +3,6 @@ traces of several ranks have in common."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +14,20 @@ from rankscope.analysis.stats.robust import Ints
 from rankscope.analysis.traces.breakdown import Breakdown
 from rankscope.analysis.traces.joins.perfetto import ON_DEVICE, RawEvent, in_utf8, microseconds, nanoseconds
 from rankscope.analysis.traces.reader.events import DECODE_ERRORS, repair_json
-from rankscope.analysis.traces.reader.json_stream import Ending, Text, batches, inflate
+from rankscope.analysis.traces.reader.json_stream import Ending, Text, batches, find_events, inflate
 from rankscope.analysis.traces.reader.metadata import base_time_ns, describe
 from rankscope.analysis.traces.steps import Steps, first_whole
 from rankscope.analysis.traces.trace import ABSENT, Category, Repairs, Trace, TraceError
 
 # What a profiler writes before its events takes a few kilobytes, with a long list of process groups some hundred.
 HEAD_LIMIT_BYTES = 8 << 20
-_FIRST_HEAD_BYTES = 256 << 10
+# Ranks that share no step among so many share none.
+MOST_RUNS = 1024
+# The nearest run begins among the steps around the same moment.
+RUNS_AROUND = 3
 _SECOND_NS = 1_000_000_000
 # Written again from other sources.
 _REPLACED = ("traceEvents", "distributedInfo", "")
-_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _EVENTS = msgspec.json.Decoder(list[RawEvent])
 _HEAD = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENCODER = msgspec.json.Encoder()
@@ -132,19 +133,16 @@ def cut(
 
 def _open(text: Text) -> dict[str, msgspec.Raw]:
     """Advance to the first event and return the fields before it."""
-    text.hold(_FIRST_HEAD_BYTES)
-    while True:
-        for found in _EVENTS_KEY.finditer(bytes(text.held)):
-            before = bytes(text.held[: found.start()]).removeprefix(b"\xef\xbb\xbf") + b'"":0}'
-            try:
-                head = _HEAD.decode(repair_json(before, Repairs(), offset=0))
-            except DECODE_ERRORS:
-                continue  # inside another value
-            text.drop(found.end())
-            return head
-        if text.ended or len(text.held) > HEAD_LIMIT_BYTES:
-            raise TraceError("traceEvents not found in the first megabytes of the file")
-        text.hold(2 * len(text.held))
+    found = find_events(text, limit_bytes=HEAD_LIMIT_BYTES)
+    if found is None or text.held[found[1] : found[1] + 1] != b"[":
+        raise TraceError("traceEvents not found in the first megabytes of the file")
+    before, place = found
+    try:
+        head = _HEAD.decode(repair_json(before.removeprefix(b"\xef\xbb\xbf"), Repairs(), offset=0))
+    except DECODE_ERRORS:
+        raise TraceError("the metadata before traceEvents cannot be read") from None
+    text.drop(place + 1)
+    return head
 
 
 def _mapping(value: msgspec.Raw | None) -> dict[str, msgspec.Raw]:
@@ -240,19 +238,22 @@ def common_run(steps_of: Mapping[int, WholeSteps], count: int) -> dict[int, int]
     if not steps_of or any(len(steps) < count for steps in steps_of.values()):
         return None
     reference = max(steps_of.values(), key=lambda steps: int(steps.unix_ns[0]))
-    for position in range(len(reference) - count + 1):
+    usual_ns = {rank: float(np.median(steps.end_ns - steps.start_ns)) for rank, steps in steps_of.items()}
+    for position in range(min(len(reference) - count + 1, MOST_RUNS)):
         moments = reference.unix_ns[position : position + count]
-        nearest = {rank: _nearest_run(steps, moments) for rank, steps in steps_of.items()}
+        nearest = {rank: _nearest_run(steps, moments, usual_ns[rank]) for rank, steps in steps_of.items()}
         if all(place is not None for place in nearest.values()):
             return {rank: place for rank, place in nearest.items() if place is not None}
     return None
 
 
-def _nearest_run(steps: WholeSteps, moments: Ints) -> int | None:
+def _nearest_run(steps: WholeSteps, moments: Ints, usual_ns: float) -> int | None:
     """None if a run that was not recorded would be nearer."""
-    starts = np.lib.stride_tricks.sliding_window_view(steps.unix_ns, len(moments))
+    last = len(steps) - len(moments)
+    near = int(np.searchsorted(steps.unix_ns, moments[0]))
+    first = min(max(near - RUNS_AROUND, 0), last)
+    part = steps.unix_ns[first : min(near + RUNS_AROUND, last) + len(moments)]
+    starts = np.lib.stride_tricks.sliding_window_view(part, len(moments))
     distances = np.abs(starts - moments).mean(axis=1)
     best = int(distances.argmin())
-    if best in (0, len(distances) - 1) and distances[best] > np.median(steps.end_ns - steps.start_ns) / 2:
-        return None
-    return best
+    return None if first + best in (0, last) and distances[best] > usual_ns / 2 else first + best

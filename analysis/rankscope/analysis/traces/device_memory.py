@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.analysis.stats.robust import Bools, Ints, number_groups
+from rankscope.analysis.stats.robust import Bools, Ints, number_groups, rows_of_groups
 from rankscope.analysis.traces.intervals import merge, nest
 from rankscope.analysis.traces.kernels import names_like
 from rankscope.analysis.traces.steps import BACKWARD, OPTIMIZER_STEP
@@ -17,6 +17,8 @@ from rankscope.analysis.traces.trace import ABSENT, Category, Trace
 
 # These operators allocate for their caller, which counts as the holder.
 _FACTORY = re.compile(r"aten::(new_)?(empty|zeros|ones|full)(_like|_strided|_permuted)?$|aten::(resize_|to|_to_copy)$")
+# A machine has few devices, and few threads allocate. Further ones in a forged trace are left out.
+_MAX_DEVICES, _MAX_THREADS = 64, 32
 _MAX_CLIMBS = 32
 # Calls of the caching allocator when its cache is insufficient. Pinned host memory is not included.
 _ALLOCATOR = re.compile(r"(cuda|hip)(Malloc|Free)(Async|Managed)?$|cuMem(Alloc|Free|Create|Release|Map|Unmap)\b")
@@ -52,11 +54,8 @@ def measure_memory(trace: Trace, *, most_holders: int = 10) -> tuple[MeasuredMem
     memory = trace.memory
     known = memory.allocated_bytes >= 0
     places, count = number_groups(memory.on_device.astype(np.int64), memory.device)
-    return tuple(
-        _measure(trace, rows, most_holders)
-        for place in range(count)
-        if len(rows := np.flatnonzero((places == place) & known))
-    )
+    found = [rows[known[rows]] for rows in rows_of_groups(places, count)]
+    return tuple(_measure(trace, rows, most_holders) for rows in found[:_MAX_DEVICES] if len(rows))
 
 
 def _measure(trace: Trace, rows: Ints, most_holders: int) -> MeasuredMemory:
@@ -137,8 +136,9 @@ def _allocating_names(trace: Trace, moments: Ints) -> Ints:
     spans = nest(trace, rows)
     is_factory = names_like(trace, _FACTORY)[trace.name[spans.row]]
     started = np.full(len(moments), np.iinfo(np.int64).min)
-    _, one_of_thread = np.unique(spans.thread_of_row[spans.row], return_index=True)
-    for witness in spans.row[one_of_thread]:
+    _, one_of_thread, counts = np.unique(spans.thread_of_row[spans.row], return_index=True, return_counts=True)
+    busiest = np.sort(one_of_thread[np.argsort(-counts, kind="stable")[:_MAX_THREADS]])
+    for witness in spans.row[busiest]:
         around = spans.around(np.full(len(moments), witness), moments)
         began = np.where(around >= 0, spans.start_ns[around], np.iinfo(np.int64).min)
         for _ in range(_MAX_CLIMBS):

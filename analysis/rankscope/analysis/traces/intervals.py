@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -11,6 +12,8 @@ from rankscope.analysis.stats.robust import Bools, Ints, number_groups
 from rankscope.analysis.traces.trace import ABSENT, Trace
 
 Intervals: TypeAlias = tuple[Ints, Ints]
+# Deeper nesting than operators have.
+_CLIMBS = 64
 NOTHING: Intervals = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
@@ -81,6 +84,17 @@ def covered_until(spans: Intervals, moments: Ints) -> Ints:
     return np.where(begun > 0, lengths[last] + inside, 0)
 
 
+def uncovered(sets: Sequence[Intervals], cover: Intervals) -> list[int]:
+    """Of each set, how much lies outside of `cover`; all sets at once, as a large cover takes long to prepare."""
+    if not sets:
+        return []
+    starts, ends = (np.concatenate([spans[side] for spans in sets]) for side in (0, 1))
+    left = ends - starts - (covered_until(cover, ends) - covered_until(cover, starts))
+    borders = np.cumsum([0, *(len(spans[0]) for spans in sets)])
+    totals = np.concatenate(([0], np.cumsum(left)))[borders]
+    return np.diff(totals).tolist()  # type: ignore[no-any-return]
+
+
 def contains(spans: Intervals, moments: Ints) -> Bools:
     """Whether each moment lies in one of the disjoint sorted intervals."""
     if len(spans[0]) == 0:
@@ -125,9 +139,29 @@ class Spans:
         found = np.searchsorted(self.key, self.key_at(rows, moment_ns), side="right") - 1
         other_thread = (found >= 0) & (self.thread_of_row[self.row[found]] != self.thread_of_row[rows])
         found[other_thread] = ABSENT
-        while np.any(outside := (found >= 0) & (self.end_ns[found] < moment_ns)):
+        for _ in range(_CLIMBS):
+            outside = np.flatnonzero((found >= 0) & (self.end_ns[found] < moment_ns))
+            if not len(outside):
+                return found
             found[outside] = self.parent[found[outside]]
+        return self._climb(found, moment_ns)
+
+    def _climb(self, found: Ints, moment_ns: Ints) -> Ints:
+        """For nesting as deep as a forged trace has it: ancestors 1, 2, 4, … levels up, then from the furthest down."""
+        ancestors = [self.parent]
+        while np.any((up := _above(ancestors[-1], ancestors[-1])) >= 0):
+            ancestors.append(up)
+        rows = np.flatnonzero((found >= 0) & (self.end_ns[found] < moment_ns))
+        place, moments = found[rows], moment_ns[rows]
+        for ancestor in reversed(ancestors):
+            higher = _above(ancestor, place)
+            place = np.where((higher >= 0) & (self.end_ns[higher] < moments), higher, place)
+        found[rows] = _above(self.parent, place)
         return found
+
+
+def _above(parent: Ints, places: Ints) -> Ints:
+    return np.where(places >= 0, parent[places], ABSENT)
 
 
 def nest(trace: Trace, rows: Ints) -> Spans:

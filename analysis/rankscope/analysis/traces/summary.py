@@ -6,14 +6,14 @@ import numpy as np
 
 from rankscope.analysis.collectives.bandwidth import algorithm_gbps, bus_gbps
 from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Floats, number_groups
+from rankscope.analysis.stats.robust import Floats, number_groups, rows_of_groups
 from rankscope.analysis.traces.breakdown import Breakdown, StepParts, measure_launches
 from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
 from rankscope.analysis.traces.communication.gradient_buckets import find_buckets, predict_other_caps
 from rankscope.analysis.traces.communication.parallelism_costs import find_gathers, measure_bubble
 from rankscope.analysis.traces.device_memory import summarize_memory
 from rankscope.analysis.traces.idle_time import Idleness, IdleParts, split_idle
-from rankscope.analysis.traces.intervals import Intervals, difference, total, union
+from rankscope.analysis.traces.intervals import Intervals, uncovered, union
 from rankscope.analysis.traces.kernels import TOP, summarize_compute, top_kernels
 from rankscope.analysis.traces.summary_records import (
     BucketsSummary,
@@ -142,9 +142,10 @@ def summarize_collectives(found: Collectives, computing: Intervals) -> tuple[Col
     algorithm = algorithm_gbps(found.bytes, found.duration_ns)
     bus = bus_gbps(found.kind, found.bytes, found.duration_ns, found.group_size)
     summaries = []
-    for number in range(count):
-        rows = np.flatnonzero(numbers == number)
-        measured = rows[found.measured[rows]]
+    groups = rows_of_groups(numbers, count)
+    measured_rows = [rows[found.measured[rows]] for rows in groups]
+    busy = [union(found.start_ns[rows], found.end_ns[rows]) for rows in measured_rows]
+    for rows, measured, exposed_ns in zip(groups, measured_rows, uncovered(busy, computing), strict=True):
         sized = rows[found.bytes[rows] >= 0]
         group = found.groups[int(found.group[rows[0]])] if found.group[rows[0]] >= 0 else None
         duration = found.duration_ns[measured] / 1000
@@ -162,8 +163,7 @@ def summarize_collectives(found: Collectives, computing: Intervals) -> tuple[Col
                 total_us=float(duration.sum()),
                 median_us=float(np.median(duration)) if len(duration) else None,
                 longest_us=float(duration.max()) if len(duration) else None,
-                exposed_us=total(*difference(union(found.start_ns[measured], found.end_ns[measured]), computing))
-                / 1000,
+                exposed_us=exposed_ns / 1000,
                 algbw_gbps=_median(algorithm[measured]),
                 busbw_gbps=_median(bus[measured]),
             )
@@ -177,17 +177,16 @@ def summarize_buckets(trace: Trace, collectives: Collectives) -> BucketsSummary 
     other = predict_other_caps(trace, found)
     if other is None:
         return None
-    buckets = []
-    for order in np.unique(found.order).tolist():
-        rows = found.order == order
-        measured = rows & found.measured
+    buckets, hidden_ratio = [], found.hidden_ratio
+    for rows in rows_of_groups(*number_groups(found.order)):
+        measured = rows[found.measured[rows]]
         size = int(found.bytes[rows].max())
         buckets.append(
             BucketSummary(
-                order=order,
+                order=int(found.order[rows[0]]),
                 bytes=size if size >= 0 else None,
                 duration_us=_median(found.duration_ns[measured] / 1000),
-                hidden_ratio=_median(found.hidden_ratio[measured]),
+                hidden_ratio=_median(hidden_ratio[measured]),
             )
         )
     return BucketsSummary(

@@ -48,13 +48,17 @@ class CaptureWindows:
     def __init__(self) -> None:
         self.count = 0
         self.verdict: Verdict | None = None  # once there are steps enough
-        self._last_unix_seconds = 0.0
+        # By the length of windows: the clocks of nodes may be set.
+        self._since_seconds = 0.0
         self._apart_seconds = 0.0
+
+    def advance(self, seconds: float) -> None:
+        self._since_seconds += seconds
 
     def add(self, window: JobWindow, verdict: Verdict | None) -> None:
         if self.count:
-            self._apart_seconds = max(window.end_unix_seconds - self._last_unix_seconds, window.window_seconds)
-        self._last_unix_seconds = window.end_unix_seconds
+            self._apart_seconds = max(self._since_seconds, window.window_seconds)
+        self._since_seconds = 0.0
         self.count += 1
         self.verdict = verdict or self.verdict
 
@@ -62,14 +66,14 @@ class CaptureWindows:
         """A finding of captures comes before one of stacks; that captures found nothing comes after. `recent` are the
         latest windows, oldest first; `missing` is what they lack."""
         windows = list(recent)
-        standing = self._standing(windows[-1].end_unix_seconds)
+        standing = self._standing()
         if standing is not None and standing.kind.is_finding:
             return standing
         by_stacks = judge_stack_windows(windows, policy, missing)
         return standing if standing is not None and by_stacks.kind is Kind.INSUFFICIENT_DATA else by_stacks
 
-    def _standing(self, now_unix_seconds: float) -> Verdict | None:
-        is_fresh = now_unix_seconds - self._last_unix_seconds <= CAPTURES_MISSED * self._apart_seconds
+    def _standing(self) -> Verdict | None:
+        is_fresh = self._since_seconds <= CAPTURES_MISSED * self._apart_seconds
         return self.verdict if is_fresh else None
 
 
@@ -112,6 +116,7 @@ class JobDetector:
     def absorb(self, window: JobWindow) -> JobWindow | None:
         """Take a window; return the stretch that is now ready for comparing ranks, if one is."""
         self._raw.append(window)
+        self._captures.advance(window.window_seconds)
         steps = window.columns.steps
         fewest = steps.min(initial=np.inf)
         if fewest >= STEPS_PER_WINDOW and not self._pending and not window.is_captured:

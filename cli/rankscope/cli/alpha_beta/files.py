@@ -12,6 +12,7 @@ import numpy as np
 from rankscope.analysis.collectives.alpha_beta import Observations
 from rankscope.analysis.collectives.timings import UnreadableError, read_text
 from rankscope.analysis.traces.collective_timings import observe_traces
+from rankscope.cli.messages import overwrite
 from rankscope.cli.trace_report.files import Progress, load_traces
 
 _HEAD_BYTES = 64 << 10
@@ -95,8 +96,7 @@ def _together(paths: Sequence[str], parts: list[Observations]) -> Observations:
 
 def _read_traces(paths: Sequence[str], ranks: int | None) -> ReadCollectives:
     loaded = load_traces(paths, progress=_show if sys.stderr.isatty() else None)
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
+    overwrite("")
     if not loaded.traces:
         first = loaded.broken[0]
         more = f" (and {len(loaded.broken) - 1} more files)" if len(loaded.broken) > 1 else ""
@@ -112,7 +112,7 @@ def _read_traces(paths: Sequence[str], ranks: int | None) -> ReadCollectives:
 
 def _show(progress: Progress) -> None:
     share = progress.bytes_done / max(progress.bytes, 1)
-    print(f"\r\033[Kreading {progress.files} files: {share:.0%}", end="", file=sys.stderr, flush=True)
+    overwrite(f"reading {progress.files} files: {share:.0%}")
 
 
 def _os_reason(error: OSError | ValueError) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +23,7 @@ from rankscope.analysis.collectives.anomalies import Anomaly, anomalies
 from rankscope.analysis.collectives.kinds import CollectiveKind
 from rankscope.analysis.quantities import quantity
 from rankscope.analysis.verdicts.verdict import Kind, Severity
+from rankscope.cli.terminal import Terminal
 
 _MOST_SIZES = 32
 ROWS_SHOWN = 24
@@ -186,7 +186,7 @@ def _scaled(value: float | None, factor: float) -> float | None:
 # Text and tables.
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: Report, console: Terminal) -> None:
     style = {Kind.HEALTHY: "bold green", Kind.INSUFFICIENT_DATA: "bold yellow"}.get(report.verdict, "bold red")
     console.print(Text(report.verdict.value, style=style), Text(report.headline))
     console.print()

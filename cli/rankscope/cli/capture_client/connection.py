@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,9 @@ def add_endpoint_argument(parser: argparse.ArgumentParser) -> None:
 def target_of(endpoint: str | None) -> str:
     """What to pass to gRPC: HOST:PORT, unix:PATH, or this machine's daemon."""
     if endpoint is None:
-        return f"unix:{default_socket()}"
+        path = Path(default_socket())
+        _check_owner(path.parent)
+        return f"unix:{path}"
     if endpoint.startswith("/"):
         return f"unix:{endpoint}"
     if endpoint.startswith("unix:") and len(endpoint) > len("unix:"):
@@ -224,6 +227,22 @@ def target_of(endpoint: str | None) -> str:
     if match is None or not 0 < int(match[1]) < 65536:
         raise EndpointError(f"--endpoint {endpoint[:100]!r}: say HOST:PORT or unix:PATH")
     return endpoint
+
+
+def _check_owner(directory: Path) -> None:
+    """Anybody can make the directory in /tmp, and would then get requests that are meant for this user's daemon."""
+    try:
+        status = directory.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise EndpointError(f"{directory}: {error.strerror}; name the daemon with --endpoint") from error
+    is_open = stat.S_IMODE(status.st_mode) & 0o022
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or is_open:
+        raise EndpointError(
+            f"{directory} is not trusted: it must be a directory of user {os.geteuid()} that only this user can write "
+            "to. Remove it and restart your daemon, or name a daemon with --endpoint unix:PATH"
+        )
 
 
 def connect(arguments: argparse.Namespace) -> tuple[str, grpc.Channel]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +35,7 @@ from rankscope.cli.capture_client.output import (
     to_object,
 )
 from rankscope.cli.capture_client.progress import Progress
+from rankscope.cli.output_file import write_output
 from rankscope.common.text import printable
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
@@ -43,6 +46,8 @@ _NAME_CHARACTERS = 100
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 MOST_NOTES = 8
+# Sizes are what a daemon says. A capture of 64 ranks has a few gigabytes.
+MAX_BYTES = 64 << 30
 
 
 class DownloadError(Exception):
@@ -79,6 +84,16 @@ def stem(capture: pb.Capture) -> str:
     return f"{safe_name(capture.job)}-{safe_name(capture.id)}"
 
 
+def add_limit_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-bytes",
+        type=int,
+        default=MAX_BYTES,
+        metavar="N",
+        help="download nothing if the recordings are larger than this together (default: 64 GiB)",
+    )
+
+
 def prepare(folder: Path) -> None:
     """Create the directory, and check now that it is writable."""
     try:
@@ -108,9 +123,10 @@ def download(
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(part, flags, 0o644), "ab") as file:
             _lock(file.fileno(), part)
-            _fill(stub, target, request, file.fileno(), advance)
+            _check_space(folder, artifact.size_bytes - os.fstat(file.fileno()).st_size)
+            _fill(stub, target, request, file.fileno(), artifact.size_bytes, advance)
             size = os.fstat(file.fileno()).st_size
-            if artifact.size_bytes and size != artifact.size_bytes:
+            if size != artifact.size_bytes:
                 part.unlink()
                 raise DownloadError(
                     f"rank {artifact.rank}: {size} bytes came, the capture's record says {artifact.size_bytes}; the "
@@ -127,14 +143,16 @@ def _fill(
     target: str,
     request: pb.DownloadArtifactRequest,
     descriptor: int,
+    size_bytes: int,
     advance: Callable[[int], None],
 ) -> None:
-    had = os.fstat(descriptor).st_size
-    advance(had)
+    if os.fstat(descriptor).st_size > size_bytes:
+        os.ftruncate(descriptor, 0)  # not the beginning of this artifact
+    advance(os.fstat(descriptor).st_size)
     for attempt in range(1, ATTEMPTS + 1):
         request.offset = os.fstat(descriptor).st_size
         try:
-            total = _receive(stub, request, descriptor, advance)
+            total = _receive(stub, request, descriptor, size_bytes, advance)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.OUT_OF_RANGE and request.offset:
                 # A local file that is not the beginning of this artifact.
@@ -152,16 +170,39 @@ def _fill(
 
 
 def _receive(
-    stub: CaptureServiceStub, request: pb.DownloadArtifactRequest, descriptor: int, advance: Callable[[int], None]
+    stub: CaptureServiceStub,
+    request: pb.DownloadArtifactRequest,
+    descriptor: int,
+    size_bytes: int,
+    advance: Callable[[int], None],
 ) -> int:
-    total = 0
-    for response in stub.DownloadArtifact(request):
-        total = response.total_bytes
-        left = memoryview(response.chunk)
-        while left:
-            left = left[os.write(descriptor, left) :]
-        advance(len(response.chunk))
+    total, expected = 0, size_bytes - request.offset
+    stream = stub.DownloadArtifact(request)
+    try:
+        for response in stream:
+            total = response.total_bytes
+            expected -= len(response.chunk)
+            if total > size_bytes or expected < 0:
+                raise DownloadError(
+                    f"rank {request.rank}: more comes than the {size_bytes} bytes that the capture's record says; the "
+                    "rest was refused. Remove the file and get it again"
+                )
+            left = memoryview(response.chunk)
+            while left:
+                left = left[os.write(descriptor, left) :]
+            advance(len(response.chunk))
+    finally:
+        stream.cancel()
     return total
+
+
+def _check_space(folder: Path, needed_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed_bytes > free:
+        raise DownloadError(
+            f"{quantity(needed_bytes, 'B')} do not fit: {folder} has {quantity(free, 'B')} free; make room or name "
+            "another --output"
+        )
 
 
 def _lock(descriptor: int, part: Path) -> None:
@@ -193,11 +234,17 @@ def fetch(
     entries: Sequence[pb.RankCapture],
     folder: Path,
     progress: Progress,
+    max_bytes: int = MAX_BYTES,
 ) -> Fetched:
     """A failure of one rank does not affect the others. Raises DownloadError if even the summary cannot be written."""
     files: dict[int, Sequence[Path]] = {}
     errors: dict[int, str] = {}
     total = sum(artifact.size_bytes for entry in entries for artifact in artifacts(capture, entry))
+    if total > max_bytes:
+        raise DownloadError(
+            f"the recordings have {total} bytes, more than --max-bytes {max_bytes}; raise it, or get fewer ranks with "
+            f"`rankscope captures get {capture.id} --rank R`"
+        )
     done = 0
 
     def advance(size_bytes: int) -> None:
@@ -233,10 +280,8 @@ def next_steps(capture: pb.Capture, fetched: Fetched) -> list[str]:
 
 def _write_summary(capture: pb.Capture, fetched: Fetched) -> None:
     path = fetched.folder / SUMMARY_FILE
-    part = path.with_name(f".{path.name}.part")
     try:
-        part.write_text(json.dumps(to_object(capture, fetched.files, fetched.errors), indent=2) + "\n")
-        part.replace(path)
+        write_output(path, json.dumps(to_object(capture, fetched.files, fetched.errors), indent=2) + "\n")
     except OSError as error:
         raise DownloadError(f"{path}: {error.strerror}; make room or name another --output") from error
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import Message
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +18,7 @@ from rankscope.analysis.verdicts.verdict import Kind, Verdict
 from rankscope.analysis.verdicts.verdict import ranks as ranks_text
 from rankscope.cli.capture_client.connection import CALL_SECONDS
 from rankscope.cli.job_tables import headline
+from rankscope.cli.terminal import Terminal
 from rankscope.common.text import printable
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
@@ -246,9 +246,8 @@ def _value(message: Message, name: str) -> Any:
 # Captures and their ranks as tables.
 
 
-def make_console(*, stderr: bool = False) -> Console:
-    console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_PIPE_COLUMNS)
+def make_console(*, stderr: bool = False) -> Terminal:
+    return Terminal(stderr=stderr, pipe_columns=_PIPE_COLUMNS)
 
 
 def state_table(entries: Iterable[pb.RankCapture]) -> Table:

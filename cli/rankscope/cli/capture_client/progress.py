@@ -3,13 +3,12 @@ for every change."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
@@ -17,6 +16,8 @@ from rich.text import Text
 from rankscope.analysis.quantities import quantity
 from rankscope.analysis.verdicts.verdict import ranks as ranks_text
 from rankscope.cli.capture_client.output import FINAL, delivered, state_table, state_word, tally, what_happened
+from rankscope.cli.messages import to_stderr
+from rankscope.cli.terminal import Terminal
 from rankscope.common.text import printable
 from rankscope.v1 import capture_service_pb2 as pb
 
@@ -38,14 +39,14 @@ class Progress(Protocol):
     def downloading(self, done_bytes: int, total_bytes: int) -> None: ...
 
 
-def make_progress(console: Console) -> Progress:
+def make_progress(console: Terminal) -> Progress:
     return LiveProgress(console) if console.is_terminal else LineProgress()
 
 
 class LiveProgress:
     """Removed at the end: the result replaces it."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Terminal) -> None:
         self._console = console
         self._capture: pb.Capture | None = None
         self._download = ""
@@ -120,7 +121,7 @@ class LineProgress:
         self._headline = text
 
     def say(self, text: str) -> None:
-        print(printable(text), file=sys.stderr, flush=True)
+        to_stderr(text)
 
     def downloading(self, done_bytes: int, total_bytes: int) -> None:
         return

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from rankscope.analysis.stats.step_time_comparison import Comparison, Shift, Side
+from rankscope.cli.terminal import Terminal
 
 # Below this time a run is too short to compare, however many steps it has.
 _ALIKE_STEPS = 5.0
@@ -56,9 +56,9 @@ def to_json(result: Comparison, names_a: tuple[str, ...], names_b: tuple[str, ..
 
 
 def print_answer(result: Comparison, notes: list[str]) -> None:
-    console = Console(highlight=False)
+    console = Terminal()
     style = ("red" if result.median.difference_ratio > 0 else "green") if result.significant else "yellow"
-    console.print(f"[bold {style if not result.reason else 'yellow'}]{sentence(result)}[/]")
+    console.print(sentence(result), style=f"bold {'yellow' if result.reason else style}")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "runs", "steps", "warm-up", "median", "mean", "p90"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -67,9 +67,9 @@ def print_answer(result: Comparison, notes: list[str]) -> None:
         counts = (f"{side.runs:,}", f"{side.steps:,}", f"{side.warmup_steps:,}")
         table.add_row(name, *counts, *map(_duration, times))
     console.print(table)
-    console.print(f"[dim]Cliff's delta {result.cliffs_delta:+.2f}: {_overlap(result.cliffs_delta)}[/dim]")
+    console.print(f"Cliff's delta {result.cliffs_delta:+.2f}: {_overlap(result.cliffs_delta)}", style="dim")
     for note in notes:
-        console.print(f"note: {note}", style="dim", markup=False)
+        console.print(f"note: {note}", style="dim")
 
 
 def _words(shift: Shift, confidence: float) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from rankscope.analysis.models.memory_model import OPTIMIZER_BYTES, Spread, StageMemory, Training, predict_memory
 from rankscope.analysis.traces.device_memory import MeasuredMemory, measure_memory
+from rankscope.cli.messages import to_stderr, to_stdout
 from rankscope.cli.mfu_report.request import Asked, QuantityError, read_count
+from rankscope.cli.terminal import Terminal
 
 _PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "transient_bytes")
 _MOST_STAGES = 4096
@@ -82,10 +82,11 @@ def memory_json(stages: tuple[StageMemory, ...]) -> dict[str, Any]:
 
 
 def print_memory(stages: tuple[StageMemory, ...]) -> None:
-    console = Console(highlight=False)
+    console = Terminal()
     fullest = max(stages, key=lambda stage: stage.total_bytes)
     where = f" on stage {fullest.stage}, the fullest" if len(stages) > 1 else ""
-    console.print(f"\n[bold]Memory {_gib(fullest.total_bytes)} per GPU[/bold]{where}, by calculation")
+    size = _gib(fullest.total_bytes)
+    console.print(Text.assemble((f"\nMemory {size} per GPU", "bold"), f"{where}, by calculation"))
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("stage", justify="right")
     for name in ("weights", "gradients", "optimizer", "activations", "passing", "total"):
@@ -94,7 +95,8 @@ def print_memory(stages: tuple[StageMemory, ...]) -> None:
         parts = (getattr(stage, part) for part in _PARTS)
         table.add_row(str(stage.stage), *(_gib(part) for part in parts), _gib(stage.total_bytes))
     console.print(table)
-    console.print("[dim]the allocator's fragmentation, the CUDA context and communication buffers come on top[/dim]")
+    more = "the allocator's fragmentation, the CUDA context and communication buffers come on top"
+    console.print(more, style="dim")
 
 
 def _gib(size_bytes: float) -> str:
@@ -128,7 +130,7 @@ def measure(path: Path, *, as_json: bool) -> int:
     if not measured:
         return _refuse(f"{path}: no allocator events; profile with profile_memory=True")
     if as_json:
-        print(json.dumps({"memory": [{"file": str(file), **asdict(memory)} for file, memory in measured]}))
+        to_stdout(json.dumps({"memory": [{"file": str(file), **asdict(memory)} for file, memory in measured]}))
     else:
         for file, memory in measured:
             _print(file, memory)
@@ -136,10 +138,10 @@ def measure(path: Path, *, as_json: bool) -> int:
 
 
 def _print(path: Path, memory: MeasuredMemory) -> None:
-    console = Console(highlight=False)
+    console = Terminal()
     where = f"GPU {memory.device}" if memory.on_device else "host memory"
     title = f"{path.name}, {where}: peak {_mib(memory.peak_allocated_bytes)} allocated"
-    console.print(title, style="bold", markup=False)
+    console.print(title, style="bold")
     if memory.peak_reserved_bytes is not None and memory.fragmentation_ratio is not None:
         reserved = _mib(memory.peak_reserved_bytes)
         console.print(f"{reserved} reserved, {memory.fragmentation_ratio:.1%} of it not in use (fragmentation)")
@@ -152,7 +154,7 @@ def _print(path: Path, memory: MeasuredMemory) -> None:
         table.add_row(words, _mib(size), f"{size / peak:.1%}", "")
     table.add_section()
     for holder in memory.holders:
-        name = escape(holder.name) or "(no operation)"
+        name = holder.name or "(no operation)"
         table.add_row(f"  {name}", _mib(holder.size_bytes), f"{holder.size_bytes / peak:.1%}", f"{holder.blocks:,}")
     console.print(table)
 
@@ -162,5 +164,5 @@ def _mib(size_bytes: int) -> str:
 
 
 def _refuse(reason: str) -> int:
-    print(f"error: rankscope mfu: {reason}; next step: rankscope mfu --help", file=sys.stderr)
+    to_stderr(f"error: rankscope mfu: {reason}; next step: rankscope mfu --help")
     return 2

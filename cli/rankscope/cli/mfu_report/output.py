@@ -6,12 +6,14 @@ import json
 import math
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rankscope.analysis.models.device_peaks import DTYPES, known_devices, peaks_of
 from rankscope.analysis.models.mfu import Recompute
+from rankscope.cli.messages import to_stdout
 from rankscope.cli.mfu_report.request import Asked
+from rankscope.cli.terminal import Terminal
 
 _REPEATED = {
     Recompute.NONE: "nothing recomputed",
@@ -67,17 +69,17 @@ def to_json(asked: Asked) -> dict[str, Any]:
 
 
 def print_answer(asked: Asked) -> None:
-    console = Console(highlight=False)
+    console = Terminal()
     used, flops, shape = asked.used, asked.flops, asked.shape
     if used is not None:
         achieved = used.flops_per_second_per_gpu / 1e12
         peak = f"{asked.peak.tflops:g} TFLOP/s" if asked.peak else ""
         name = f"{asked.peak.device} {asked.peak.dtype}" if asked.peak and asked.peak.device else "given"
-        console.print(
-            f"[bold]MFU {used.mfu_ratio:.1%}[/bold]: {achieved:,.4g} of {peak} per GPU ({name}), {_gpus(asked.gpus)}"
-        )
+        rate = f": {achieved:,.4g} of {peak} per GPU ({name}), {_gpus(asked.gpus)}"
+        console.print(Text.assemble((f"MFU {used.mfu_ratio:.1%}", "bold"), rate))
         if used.hfu_ratio is not None and asked.recompute is not Recompute.NONE:
-            console.print(f"[bold]HFU {used.hfu_ratio:.1%}[/bold]: {_REPEATED[asked.recompute]}")
+            again = f": {_REPEATED[asked.recompute]}"
+            console.print(Text.assemble((f"HFU {used.hfu_ratio:.1%}", "bold"), again))
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
@@ -96,16 +98,17 @@ def print_answer(asked: Asked) -> None:
     if table.row_count:
         console.print(table)
     for note in notes_of(asked):
-        console.print(f"note: {note}", style="dim", markup=False)
+        console.print(f"note: {note}", style="dim")
     if used is None and flops is not None:
-        console.print("[dim]for MFU give --tokens-per-second (or --step-seconds, --tokens-per-step) and --gpu[/dim]")
+        wanted = "for MFU give --tokens-per-second (or --step-seconds, --tokens-per-step) and --gpu"
+        console.print(wanted, style="dim")
     for warning in warnings_of(asked):
-        console.print(f"[bold red]warning:[/bold red] {warning}")
+        console.print(Text.assemble(("warning:", "bold red"), f" {warning}"))
 
 
 def print_peaks(*, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"unit": "TFLOP/s dense", "gpus": {name: peaks_of(name) for name in known_devices()}}))
+        to_stdout(json.dumps({"unit": "TFLOP/s dense", "gpus": {name: peaks_of(name) for name in known_devices()}}))
         return
     table = Table(box=None, pad_edge=False, header_style="bold", title="dense peak of one GPU, TFLOP/s (int8: TOP/s)")
     table.add_column("GPU", no_wrap=True)
@@ -113,7 +116,7 @@ def print_peaks(*, as_json: bool) -> None:
         table.add_column(dtype, justify="right", no_wrap=True)
     for name in known_devices():
         table.add_row(name, *(f"{value:g}" if value is not None else "–" for value in peaks_of(name).values()))
-    Console(highlight=False).print(table)
+    Terminal().print(table)
 
 
 def _gpus(count: int) -> str:

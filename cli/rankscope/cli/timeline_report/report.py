@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rankscope.analysis.timelines.report import TimelineReport
 from rankscope.analysis.verdicts.verdict import Kind
+from rankscope.cli.terminal import Terminal
 
 ROWS_SHOWN = 16
 _STYLES = {Kind.HEALTHY: "bold green", Kind.INSUFFICIENT_DATA: "bold yellow"}
@@ -40,7 +40,7 @@ def tables(report: TimelineReport) -> list[list[tuple[str, ...]]]:
     return [_stage_rows(report), _rank_rows(report), _optype_rows(report)]
 
 
-def print_report(report: TimelineReport, console: Console) -> None:
+def print_report(report: TimelineReport, console: Terminal) -> None:
     verdict = report.judgement.verdict
     stages, replicas, tensors = report.rank.shape
     lanes = f"{stages} stages × {replicas} dp ranks" + (f" × {tensors} tensor lanes" if tensors > 1 else "")

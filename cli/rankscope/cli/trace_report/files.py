@@ -7,6 +7,7 @@ import glob
 import os
 import re
 import signal
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -166,8 +167,9 @@ def _expand(asked: str | Path, broken: list[BrokenFile]) -> list[Path]:
     except FileNotFoundError:
         if glob.has_magic(str(asked)):
             found = [Path(each) for each in sorted(glob.glob(str(asked), recursive=True))]  # noqa: PTH207 (absolute too)
-            inside = [below for each in found for below in (_below(each, broken) if each.is_dir() else [each])]
-            if not inside:
+            files = _regular([each for each in found if not each.is_dir()], broken)
+            inside = [*files, *(below for each in found if each.is_dir() for below in _below(each, broken))]
+            if not found:
                 broken.append(BrokenFile(path, "no file matches"))
             return inside
         broken.append(BrokenFile(path, "there is no such file or directory"))
@@ -184,16 +186,31 @@ def _below(folder: Path, broken: list[BrokenFile]) -> list[Path]:
     def note(error: OSError) -> None:
         problems.append(BrokenFile(Path(error.filename or folder), _os_reason(error)))
 
-    found = [
+    named = [
         Path(place) / name
         for place, _, names in os.walk(folder, onerror=note)
         for name in names
         if name.endswith(_SUFFIXES) and not name.startswith(".") and name != _CAPTURE_SUMMARY
     ]
+    found = _regular(named, problems)
     broken += problems
     if not found and not problems:
         broken.append(BrokenFile(folder, "this directory holds no *.json or *.json.gz"))
     return sorted(found)
+
+
+def _regular(paths: list[Path], broken: list[BrokenFile]) -> list[Path]:
+    """Without pipes and devices: opening a pipe waits for its writer. One that the user names is the user's choice."""
+    found = []
+    for path in paths:
+        try:
+            if stat.S_ISREG(path.stat().st_mode):
+                found.append(path)
+            else:
+                broken.append(BrokenFile(path, "it is not a regular file"))
+        except OSError as error:
+            broken.append(BrokenFile(path, _os_reason(error)))
+    return found
 
 
 def _read_file(path: Path, salvage: bool, tracker: _Tracker | None = None) -> Trace | str:

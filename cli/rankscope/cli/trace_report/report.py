@@ -4,8 +4,8 @@ Field names are the keys of the JSON output; docs/analyze-trace.md describes eac
 
 from __future__ import annotations
 
+import contextlib
 import gzip
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
@@ -21,6 +21,7 @@ from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict
 from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
 from rankscope.cli.job_tables import headline, loss
+from rankscope.cli.output_file import open_output
 from rankscope.cli.trace_report.reduction import SURPRISES, Reduced, ReducedFiles
 
 if TYPE_CHECKING:
@@ -239,23 +240,13 @@ def gbps(value: float | None) -> str:
 
 
 def write_merged(target: Path, paths: Mapping[int, Path], shifts: Mapping[int, ClockShift]) -> None:
-    """Ranks in order, one file open at a time. Written to a temporary file and renamed when complete: an input may
-    have the target's name, and a partial trace would open without an error."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with _opened(partial, compressed=target.suffix == ".gz") as file:
-            for piece in merge_for_perfetto(_files(paths), shifts):
-                file.write(piece)
-        partial.replace(target)
-    except OSError as error:
-        error.filename = str(target)
-        raise
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _opened(path: Path, *, compressed: bool) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path, "wb", compresslevel=5)) if compressed else path.open("wb")
+    """Ranks in order, one file open at a time. An input may have the target's name."""
+    with contextlib.ExitStack() as stack:
+        file: IO[bytes] = stack.enter_context(open_output(target))
+        if target.suffix == ".gz":
+            file = cast(IO[bytes], stack.enter_context(gzip.GzipFile("", "wb", 5, file)))
+        for piece in merge_for_perfetto(_files(paths), shifts):
+            file.write(piece)
 
 
 def _files(paths: Mapping[int, Path]) -> Iterator[tuple[int, bytes]]:

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from rankscope.analysis.quantities import NOT_MEASURED, display, quantity, shorten
 from rankscope.analysis.traces.summary_records import RankSummary
+from rankscope.cli.terminal import Terminal
 from rankscope.cli.trace_report.report import Report, facts, gbps, name_of, shown_rank, verdict_sentence
 from rankscope.common.text import printable
 
 MOST_ROWS = 16
 _MOST_COLLECTIVES = 8
-# A pipe has no width; its reader expects whole lines.
 _PIPE_COLUMNS = 140
 _KERNEL_NUMBERS_COLUMNS = 64
 
@@ -36,11 +35,9 @@ _COLUMNS: tuple[tuple[str, str, Callable[[RankSummary], float | None]], ...] = (
 )
 
 
-def print_report(report: Report, console: Console | None = None) -> None:
+def print_report(report: Report, console: Terminal | None = None) -> None:
     if console is None:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=_PIPE_COLUMNS)
+        console = Terminal(pipe_columns=_PIPE_COLUMNS)
     verdict = verdict_sentence(report)
     if verdict:
         console.print(Text(verdict, style="bold red" if report.join and report.join.culprits else "bold"))
@@ -109,7 +106,7 @@ def _cell(value: float | None, unit: str) -> str:
     return quantity(value, unit)
 
 
-def _print_kernels(report: Report, console: Console) -> None:
+def _print_kernels(report: Report, console: Terminal) -> None:
     rank = shown_rank(report)
     if not rank.top_kernels:
         return
@@ -133,7 +130,7 @@ def _print_kernels(report: Report, console: Console) -> None:
     console.print(table)
 
 
-def _print_collectives(report: Report, console: Console) -> None:
+def _print_collectives(report: Report, console: Terminal) -> None:
     rank = shown_rank(report)
     found = [one for one in rank.collectives if one.measured_count]
     if not found:
@@ -160,7 +157,7 @@ def _print_collectives(report: Report, console: Console) -> None:
         console.print(Text(f"… and {len(found) - _MOST_COLLECTIVES} more kinds (--json has all)", style="dim"))
 
 
-def _print_findings(report: Report, console: Console) -> None:
+def _print_findings(report: Report, console: Terminal) -> None:
     console.print()
     if not report.findings:
         console.print(Text("Nothing found that would save 2 % of a step or more.", style="bold"))
@@ -173,7 +170,7 @@ def _print_findings(report: Report, console: Console) -> None:
         console.print(Padding(Text(printable(finding.suggestion)), (0, 0, 0, 3)))
 
 
-def _print_notes(report: Report, console: Console) -> None:
+def _print_notes(report: Report, console: Terminal) -> None:
     for rank in report.ranks:
         for repair in rank.repairs:
             console.print(Text(f"note: {printable(rank.file)}: {printable(repair)}", style="yellow"))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rankscope.common.text import printable
+from rankscope.daemon import procfs
 from rankscope.daemon.collector import Collector
 from rankscope.daemon.config import Config
 from rankscope.daemon.samples import ProbeFacts, Problem, RankKey, RankProcess, Span, StepSample
@@ -25,6 +27,10 @@ RANKS_AT_MOST = 10_000_000
 FLOPS_AT_MOST = 1e30
 
 
+def wall_minus_monotonic_ns() -> int:
+    return time.time_ns() - time.monotonic_ns()
+
+
 @dataclass(frozen=True)
 class _Progress:
     """How far a ring has been read. `next_sequence` is None before the first read."""
@@ -33,8 +39,8 @@ class _Progress:
     next_sequence: int | None = None
     steps: int = 0
     facts: ProbeFacts = field(default_factory=ProbeFacts)
-    wall_minus_monotonic_ns: int | None = None
-    last_step_unix_nanos: int | None = None
+    monotonic_offset_ns: int = 0  # of the process' time namespace
+    last_step_ns: int | None = None  # on the process' monotonic clock
     groups: Mapping[tuple[int, int], tuple[int, float, float]] = field(default_factory=dict)
 
 
@@ -43,8 +49,12 @@ class StepsCollector(Collector[StepSample]):
 
     name = "steps"
 
-    def __init__(self, proc_root: Path = Path("/proc")) -> None:
+    def __init__(
+        self, proc_root: Path = Path("/proc"), wall_minus_monotonic_ns: Callable[[], int] = wall_minus_monotonic_ns
+    ) -> None:
         self._proc_root = proc_root
+        # Ours, because the process' own may be from before the clock was set.
+        self._wall_minus_monotonic_ns = wall_minus_monotonic_ns
         self._progress: dict[RankKey, _Progress] = {}
 
     @classmethod
@@ -81,16 +91,20 @@ class StepsCollector(Collector[StepSample]):
                 raise RingError("owner", text)
             if header.disabled:
                 raise RingError("disabled", "the probe has disabled itself; its reason is on the process' stderr")
-            sample, self._progress[rank.key] = _sample(fd, header, self._progress_of(rank.key, header, span), span)
+            progress = self._progress_of(rank, header, span)
+            clock_ns = self._wall_minus_monotonic_ns() - progress.monotonic_offset_ns
+            sample, self._progress[rank.key] = _sample(fd, header, progress, span, clock_ns)
             return sample
 
-    def _progress_of(self, key: RankKey, header: ring_reader.Header, span: Span) -> _Progress:
+    def _progress_of(self, rank: RankProcess, header: ring_reader.Header, span: Span) -> _Progress:
         """Where to continue. After an exec the same process has another ring."""
+        key = rank.key
         before = self._progress.get(key)
         if max(header.records, header.steps) > COUNTER_AT_MOST:
             raise RingError("corrupt", f"the ring claims {header.records} records of {header.steps} steps")
         if before is None or before.next_sequence is None or before.ring_id != header.ring_id:
-            return _Progress(header.ring_id)
+            offset_ns = procfs.monotonic_offset_ns(f"{self._proc_root}/{rank.pid}")
+            return _Progress(header.ring_id, monotonic_offset_ns=offset_ns - procfs.monotonic_offset_ns("/proc/self"))
         at_most = ring_layout.CAPACITY + max(1.0, span.seconds) * STEPS_PER_SECOND_AT_MOST
         new_records, new_steps = header.records - before.next_sequence + 1, header.steps - before.steps
         if not (0 <= new_records <= at_most and 0 <= new_steps <= at_most):
@@ -100,11 +114,14 @@ class StepsCollector(Collector[StepSample]):
         return before
 
 
-def _sample(fd: int, header: ring_reader.Header, progress: _Progress, span: Span) -> tuple[StepSample, _Progress]:
+def _sample(
+    fd: int, header: ring_reader.Header, progress: _Progress, span: Span, clock_ns: int
+) -> tuple[StepSample, _Progress]:
+    """`clock_ns` is the wall clock less the process' monotonic clock."""
     live = ring_reader.read_live(fd) or ring_reader.UNKNOWN_LIVE
-    progress = _updated(fd, live, progress)
-    if progress.wall_minus_monotonic_ns is None:
-        raise RingError("corrupt", "the ring's clock has a wrong checksum or is out of range")
+    facts = ring_reader.read_facts_text(fd)
+    if facts is not None:
+        progress = replace(progress, facts=parse_facts(facts))
     oldest = max(1, header.records - ring_layout.CAPACITY + 1)
     first = max(oldest, progress.next_sequence or oldest)
     records, whole = ring_reader.read_records(fd, first, header.records)
@@ -113,7 +130,7 @@ def _sample(fd: int, header: ring_reader.Header, progress: _Progress, span: Span
     reached = max(0, ring_reader.read_header(fd).records - ring_layout.CAPACITY + 2 - first)
     records, whole = records[reached:], whole[reached:]
 
-    ends = step_columns.ends_unix_nanos(records, progress.wall_minus_monotonic_ns)
+    ends = step_columns.ends_unix_nanos(records, clock_ns)
     good = whole & step_columns.plausible(records, ends, span.end_unix_nanos)
     if len(records) and not good.any():
         raise RingError("corrupt", f"none of {len(records)} new records has a valid checksum and content")
@@ -138,11 +155,12 @@ def _sample(fd: int, header: ring_reader.Header, progress: _Progress, span: Span
         groups = tuple(
             span for span in groups if span.kind not in (ring_layout.GROUP_EXPOSED, ring_layout.GROUP_OVERLAPPED)
         )
+    last_step_ns = int(records["end_ns"][good][-1]) if len(records) else progress.last_step_ns
     sample = StepSample(
         **vars(rows),
         steps_total=header.steps,
         steps_lost=lost,
-        last_step_unix_nanos=int(ends[good][-1]) if len(records) else progress.last_step_unix_nanos,
+        last_step_unix_nanos=None if last_step_ns is None else last_step_ns + clock_ns,
         facts=progress.facts,
         allocated_bytes=_bounded(live.allocated_bytes, BYTES_AT_MOST),
         reserved_bytes=_bounded(live.reserved_bytes, BYTES_AT_MOST),
@@ -157,16 +175,9 @@ def _sample(fd: int, header: ring_reader.Header, progress: _Progress, span: Span
         progress,
         next_sequence=header.records + (0 if held_back else 1),
         steps=header.steps - steps_held_back,
-        last_step_unix_nanos=sample.last_step_unix_nanos,
+        last_step_ns=last_step_ns,
         groups=totals,
     )
-
-
-def _updated(fd: int, live: ring_reader.Live, progress: _Progress) -> _Progress:
-    if all(0 <= clock < step_columns.CLOCK_AT_MOST_NS for clock in (live.unix_ns, live.monotonic_ns)):
-        progress = replace(progress, wall_minus_monotonic_ns=live.unix_ns - live.monotonic_ns)
-    text = ring_reader.read_facts_text(fd)
-    return progress if text is None else replace(progress, facts=parse_facts(text))
 
 
 def _bounded(value: int, limit: int) -> int | None:

@@ -36,6 +36,8 @@ FIRST_DUMPS = 5
 FIRST_DUMPS_EVERY_SECONDS = 1.5
 DUMP_EVERY_SECONDS = 10.0
 STILL_RECORDINGS = 2
+# Longer ago than this, a recording did not begin: the clock was set.
+RECORDING_SECONDS = 30.0
 STILL_SAMPLES = 20
 STILL_CPU_RATIO = 0.02
 STACK_LINES = 64
@@ -51,9 +53,11 @@ class _Memory:
     """State of one incarnation."""
 
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
+    steps_total: int | None = None  # at the end of the previous window
+    since_step_seconds: float = 0.0
     # The uninterrupted run of recordings that all show the same stack.
     still_frames: frozenset[Frame] | None = None
-    still_since_unix_nanos: int = 0
+    still_seconds: float = 0.0
     still_recordings: int = 0
     still_samples: int = 0
     seen_recording_end: int = 0
@@ -76,6 +80,7 @@ class StallWatch:
 
     def observe(self, rank: RankProcess, samples: RankSamples, span: Span) -> Stall | None:
         memory = self._memories.setdefault(rank.key, _Memory())
+        memory.since_step_seconds += span.seconds
         if samples.steps is not None:
             stall = _stall_by_steps(memory, samples.steps, span)
         else:
@@ -141,7 +146,7 @@ def _stall_by_steps(memory: _Memory, sample: StepSample, span: Span) -> Stall | 
     memory.step_seconds.extend(sample.step_seconds[known][-STEPS_REMEMBERED:].tolist())
     if sample.steps_total < 1 or sample.last_step_unix_nanos is None:
         return None
-    seconds_since_step = (span.end_unix_nanos - sample.last_step_unix_nanos) / 1e9
+    seconds_since_step = _since_step(memory, sample, span)
     patience_seconds = STALL_SECONDS_UNKNOWN_STEP
     if memory.step_seconds:
         patience_seconds = max(STALL_SECONDS, STALL_STEPS * median(memory.step_seconds))
@@ -154,6 +159,19 @@ def _stall_by_steps(memory: _Memory, sample: StepSample, span: Span) -> Stall | 
     )
 
 
+def _since_step(memory: _Memory, sample: StepSample, span: Span) -> float:
+    """Windows are as long as they really were, even if the clock was set. So only a rank's first window relies on the
+    time of its last step."""
+    assert sample.last_step_unix_nanos is not None
+    seconds = max(0.0, (span.end_unix_nanos - sample.last_step_unix_nanos) / 1e9)
+    if memory.steps_total == sample.steps_total:
+        seconds = memory.since_step_seconds
+    elif memory.steps_total is not None:
+        seconds = min(seconds, span.seconds)
+    memory.steps_total, memory.since_step_seconds = sample.steps_total, seconds
+    return seconds
+
+
 def _stall_by_stacks(
     memory: _Memory, sample: StackSample | None, process: ProcessSample | None, span: Span
 ) -> Stall | None:
@@ -161,20 +179,21 @@ def _stall_by_stacks(
     cpu_seconds = None if process is None else process.cpu_seconds
     if cpu_seconds is None or cpu_seconds >= STILL_CPU_RATIO * span.seconds:
         memory.still_frames = None
-    elif sample is not None and sample.span.end_unix_nanos != memory.seen_recording_end:
-        _note_recording(memory, sample)
+    else:
+        memory.still_seconds += span.seconds
+        if sample is not None and sample.span.end_unix_nanos != memory.seen_recording_end:
+            _note_recording(memory, sample, span)
     if sample is not None:
         memory.seen_recording_end = sample.span.end_unix_nanos
     enough = memory.still_recordings >= STILL_RECORDINGS and memory.still_samples >= STILL_SAMPLES
     if memory.still_frames is None or not enough:
         return None
-    seconds = (span.end_unix_nanos - memory.still_since_unix_nanos) / 1e9
     return Stall(
-        seconds_since_step=max(0.0, seconds), phase=memory.still_phase, same_stack_looks=memory.still_recordings
+        seconds_since_step=memory.still_seconds, phase=memory.still_phase, same_stack_looks=memory.still_recordings
     )
 
 
-def _note_recording(memory: _Memory, sample: StackSample) -> None:
+def _note_recording(memory: _Memory, sample: StackSample, span: Span) -> None:
     frames = frozenset(counted.frame for counted in sample.frames)
     if sample.distinct_stacks != 1 or sample.samples < 1:
         memory.still_frames = None
@@ -183,7 +202,8 @@ def _note_recording(memory: _Memory, sample: StackSample) -> None:
         memory.still_samples += sample.samples
     else:
         memory.still_frames = frames
-        memory.still_since_unix_nanos = sample.span.start_unix_nanos
+        began = (span.end_unix_nanos - sample.span.start_unix_nanos) / 1e9
+        memory.still_seconds = min(max(0.0, began), RECORDING_SECONDS)
         memory.still_recordings = 1
         memory.still_samples = sample.samples
         memory.still_phase = max(sample.phase_counts, key=lambda name: sample.phase_counts[name], default=None)

@@ -6,7 +6,7 @@ captures or probes count, and the difference between the nodes' clocks."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -63,6 +63,7 @@ class Tick:
     world_size: int
     departed: tuple[int, ...] = ()
     layout: Layout | None = None  # of the previous tick, if there was one
+    shifts: Mapping[str, float] = field(default_factory=dict)  # seconds by which clocks of nodes are known to be ahead
 
 
 def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
@@ -80,7 +81,7 @@ def job_windows(ticks: Mapping[str, Tick]) -> dict[str, JobWindow]:
     is_captured = [False] * len(parts)
     if captured.any():
         is_captured = [_settle_captured(figures[: len(RANK_FIGURES), part], captured[part]) for part in parts]
-    skews = _clock_skews(figures, job, layouts)
+    skews = _clock_skews(figures, job, layouts, next(iter(ticks.values())).shifts)
     made = {}
     for (name, tick), windows, layout, part, captured_only, skew in zip(
         ticks.items(), ordered, layouts, parts, is_captured, skews, strict=True
@@ -147,11 +148,15 @@ def _job_window(
     )
 
 
-def _clock_skews(figures: Floats, job: Ints, layouts: Sequence[Layout]) -> list[float | None]:
-    """The largest difference between the clocks of a job's nodes; None for one node. Synchronous ranks end the same
-    step together, so the clocks are read at a common step."""
+def _clock_skews(
+    figures: Floats, job: Ints, layouts: Sequence[Layout], shifts: Mapping[str, float]
+) -> list[float | None]:
+    """The largest difference between the clocks of a job's nodes, beyond what is known; None for one node. Synchronous
+    ranks end the same step together, so the clocks are read at a common step."""
     step_seconds = grouped_median(figures[_STEP], job, len(layouts))[job]
     moved = figures[_LAST_STEP] - figures[_TOTAL] * step_seconds
+    if shifts:
+        moved -= np.array([shifts.get(who.node, 0.0) for layout in layouts for who in layout.members])
     node, node_count = number_groups(job, np.concatenate([layout.place for layout in layouts]))
     job_of_node = np.zeros(node_count, dtype=np.int64)
     job_of_node[node] = job

@@ -63,8 +63,10 @@ class Correlator:
         policy: Policy = DEFAULT_POLICY,
         clock: Callable[[], float] = time.time,
         policy_of: Callable[[str], Policy | None] | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
+        self._monotonic = monotonic
         self._table = JobTable()
         self._fleet = FleetDetector(policy, policy_of)
         self._states: dict[str, JobState] = {}
@@ -76,7 +78,7 @@ class Correlator:
 
     def take(self, windows: Iterable[HeldWindow], departed: Iterable[identity_pb2.RankIdentity] = ()) -> None:
         with self._lock:
-            self._table.accept(windows, self._clock())
+            self._table.accept(windows, self._monotonic())
             self._table.depart(departed)
 
     def listen(self, listener: Listener) -> Callable[[], None]:
@@ -91,10 +93,10 @@ class Correlator:
     def tick(self) -> bool:
         """Evaluate what is ready; True if anything was. One call at a time; windows may arrive meanwhile."""
         with self._lock:
-            now = self._clock()
+            now, moment = self._clock(), self._monotonic()
             restarted = self._table.take_restarted()
-            ended = self._table.take_ended(now)
-            ready = {job: window for job, window in self._table.take_ready(now).items() if job not in self._left_out}
+            ended = self._table.take_ended(moment)
+            ready = {job: window for job, window in self._table.take_ready(moment).items() if job not in self._left_out}
             latest = {job: HeldWindows(self._table.jobs[job].latest.copy()) for job in ready}
         for job in (*restarted, *ended):
             self._fleet.forget(job)

@@ -64,7 +64,7 @@ class RankSeen:
 
 
 class HeldWindow:
-    __slots__ = ("end_unix_nanos", "figures", "heard_unix_seconds", "message_bytes", "start_unix_nanos", "who")
+    __slots__ = ("end_unix_nanos", "figures", "heard_monotonic", "message_bytes", "start_unix_nanos", "who")
 
     def __init__(
         self, who: RankSeen, message_bytes: bytes, start_unix_nanos: int, end_unix_nanos: int, figures: bytes
@@ -74,7 +74,7 @@ class HeldWindow:
         self.start_unix_nanos = start_unix_nanos
         self.end_unix_nanos = end_unix_nanos
         self.figures = figures  # a row of `window_columns`
-        self.heard_unix_seconds = 0.0  # set by the table
+        self.heard_monotonic = 0.0  # set by the table
 
     @property
     def window_seconds(self) -> float:

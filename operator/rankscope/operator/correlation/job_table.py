@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rankscope.analysis.verdicts.windows import JobWindow
 from rankscope.operator.correlation.columns import Layout, Tick, job_windows
 from rankscope.operator.correlation.daemon_windows import HeldWindow, RankSeen
+from rankscope.operator.correlation.node_clocks import NodeClocks
 from rankscope.v1 import identity_pb2
 
 # Open ticks of a job: slow daemons are waited for, dead ones are not.
@@ -31,17 +32,21 @@ class Job:
     departed: dict[int, str] = field(default_factory=dict)
     open_ticks: dict[int, dict[int, HeldWindow]] = field(default_factory=dict)
     judged_tick: int = -1
-    last_heard_unix_seconds: float = 0.0
+    last_heard_monotonic: float = 0.0
     layout: Layout | None = None
 
 
 class JobTable:
+    """Moments are on our monotonic clock; only the ends of windows are on the nodes' clocks."""
+
     def __init__(self, grace_seconds: float = 1.0, forget_after_seconds: float = 60.0) -> None:
         self._grace_seconds = grace_seconds
         self._forget_after_seconds = forget_after_seconds
         self._jobs: dict[str, Job] = {}
         self._restarted: set[str] = set()
-        self._swept_unix_seconds = 0.0
+        self._swept_monotonic = 0.0
+        self._clocks = NodeClocks()
+        self._epoch = 0
         self.late = 0
         self.refused = 0
 
@@ -49,11 +54,25 @@ class JobTable:
     def jobs(self) -> dict[str, Job]:
         return self._jobs
 
-    def accept(self, windows: Iterable[HeldWindow], now_unix_seconds: float) -> None:
+    def accept(self, windows: Iterable[HeldWindow], now: float) -> None:
+        seen, shift_nanos = ("", 0), 0
         for window in windows:
-            self._accept(window, now_unix_seconds)
+            # A message has windows of one node with the same end.
+            if seen != (seen := (window.who.node, window.end_unix_nanos)):
+                shift_nanos = self._shift_nanos(window, now)
+            self._accept(window, now, shift_nanos)
 
-    def _accept(self, window: HeldWindow, now_unix_seconds: float) -> None:
+    def _shift_nanos(self, window: HeldWindow, now: float) -> int:
+        end = window.end_unix_nanos / 1e9
+        shift = self._clocks.shift(window.who.node, end, window.window_seconds, now)
+        if self._clocks.epoch != self._epoch:
+            self._epoch = self._clocks.epoch
+            for job in self._jobs.values():
+                job.judged_tick = -1
+                job.open_ticks.clear()
+        return round(shift * 1e9)
+
+    def _accept(self, window: HeldWindow, now: float, shift_nanos: int) -> None:
         who = window.who
         rank = who.rank
         job = self._jobs.get(who.job) or self._new_job(who.job)
@@ -66,8 +85,8 @@ class JobTable:
             job.departed.pop(rank, None)
         job.world_size = who.world_size
         job.latest[rank] = window
-        window.heard_unix_seconds = job.last_heard_unix_seconds = now_unix_seconds
-        tick = round(window.end_unix_nanos / TICK_NANOS)
+        window.heard_monotonic = job.last_heard_monotonic = now
+        tick = round((window.end_unix_nanos - shift_nanos) / TICK_NANOS)
         if tick <= job.judged_tick:
             self.late += 1
             return
@@ -76,7 +95,7 @@ class JobTable:
             open_tick = job.open_ticks[tick] = {}
             if len(job.open_ticks) > OPEN_TICKS:
                 del job.open_ticks[min(job.open_ticks)]
-        open_tick[rank] = window
+        open_tick.setdefault(rank, window)
 
     def _meet(self, job: Job, who: RankSeen) -> bool:
         """Register a process that is new for this rank or was registered before; False if its windows are refused."""
@@ -124,52 +143,54 @@ class JobTable:
         restarted, self._restarted = self._restarted, set()
         return restarted
 
-    def take_ended(self, now_unix_seconds: float) -> list[str]:
+    def take_ended(self, now: float) -> list[str]:
         """Remove and return jobs whose ranks have all ended, or that have been silent for long. A rank that has been
         silent for long is removed too: otherwise invented ranks would fill the memory."""
-        if now_unix_seconds - self._swept_unix_seconds > self._forget_after_seconds / 4:
-            self._swept_unix_seconds = now_unix_seconds
+        if now - self._swept_monotonic > self._forget_after_seconds / 4:
+            self._swept_monotonic = now
             for job in self._jobs.values():
-                self._sweep(job, now_unix_seconds - self._forget_after_seconds)
+                self._sweep(job, now - self._forget_after_seconds)
         ended = [
             job.name
             for job in self._jobs.values()
-            if not job.latest or now_unix_seconds - job.last_heard_unix_seconds > self._forget_after_seconds
+            if not job.latest or now - job.last_heard_monotonic > self._forget_after_seconds
         ]
         for name in ended:
             del self._jobs[name]
         return ended
 
-    def _sweep(self, job: Job, deadline_unix_seconds: float) -> None:
-        silent = [rank for rank, window in job.latest.items() if window.heard_unix_seconds < deadline_unix_seconds]
+    def _sweep(self, job: Job, deadline: float) -> None:
+        silent = [rank for rank, window in job.latest.items() if window.heard_monotonic < deadline]
         for rank in silent:
             del job.latest[rank]
 
-    def take_ready(self, now_unix_seconds: float) -> dict[str, JobWindow]:
+    def take_ready(self, now: float) -> dict[str, JobWindow]:
         """For each job the oldest tick that is complete, or whose grace period is over."""
         ready: dict[str, Tick] = {}
+        shifts = self._clocks.shifts
         for job in self._jobs.values():
-            tick = self._ready_tick(job, now_unix_seconds)
+            tick = self._ready_tick(job, now)
             if tick is None:
                 continue
             windows = job.open_ticks.pop(tick)
             job.open_ticks = {later: kept for later, kept in job.open_ticks.items() if later > tick}
             job.judged_tick = tick
-            ready[job.name] = Tick(windows, job.world_size, tuple(sorted(job.departed)), job.layout)
+            ready[job.name] = Tick(windows, job.world_size, tuple(sorted(job.departed)), job.layout, shifts)
         windows_ready = job_windows(ready)
         for name, judged in ready.items():
             self._jobs[name].layout = judged.layout
         return windows_ready
 
-    def _ready_tick(self, job: Job, now_unix_seconds: float) -> int | None:
+    def _ready_tick(self, job: Job, now: float) -> int | None:
         if not job.open_ticks:
             return None
         tick = min(job.open_ticks)
         expected = job.world_size - len(job.departed)
-        complete = len(job.open_ticks[tick]) >= expected
-        late_seconds = now_unix_seconds - tick * TICK_NANOS / 1e9
+        windows = job.open_ticks[tick]
+        complete = len(windows) >= expected
+        late_seconds = now - next(iter(windows.values())).heard_monotonic
         # While windows of the job still arrive, the missing ones may be queued: reading what a large fleet sends at one
         # border takes a while.
-        quiet_seconds = now_unix_seconds - job.last_heard_unix_seconds
+        quiet_seconds = now - job.last_heard_monotonic
         overdue = late_seconds > self._grace_seconds and quiet_seconds > QUIET_SECONDS
         return tick if complete or overdue or late_seconds > LONGEST_GRACE * self._grace_seconds else None

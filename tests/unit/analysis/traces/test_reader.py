@@ -18,6 +18,7 @@ from rankscope.analysis.traces.reader import json_stream
 from rankscope.analysis.traces.reader.metadata import MEMBERS_LIMIT
 from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.trace import ABSENT, Category, ProcessGroup, Trace
+from rankscope.common.text import printable
 from tests.shared_data import H200, shared
 
 CATEGORIES = {
@@ -53,7 +54,7 @@ def row_of(event: dict[str, Any], base_ns: int) -> tuple[Any, ...]:
         base_ns + round(event["ts"] * 1000),
         round(event["dur"] * 1000),
         category,
-        event["name"],
+        printable(event["name"]),
         process,
         thread,
         device,

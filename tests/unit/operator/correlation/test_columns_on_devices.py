@@ -98,7 +98,7 @@ def test_jobs_of_one_tick_do_not_mix_although_their_groups_have_the_same_numbers
 def test_the_status_of_a_job_tells_own_time_and_waiting_of_ranks_that_could_not_tell_them_alone() -> None:
     states: list[JobState] = []
     now = 100.1
-    correlator = Correlator(clock=lambda: now)
+    correlator = Correlator(clock=lambda: now, monotonic=lambda: now)
     correlator.listen(states.extend)
     for number in range(3):
         windows = [on_device(rank, (7, EXPOSED, 0.01 if rank == 2 else 0.07)) for rank in range(4)]

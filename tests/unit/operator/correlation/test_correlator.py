@@ -40,7 +40,7 @@ class Fleet:
     def __init__(self) -> None:
         self.now = 1002.0
         self.seen: list[JobState] = []
-        self.correlator = Correlator(clock=lambda: self.now)
+        self.correlator = Correlator(clock=lambda: self.now, monotonic=lambda: self.now)
         self.correlator.listen(self.seen.extend)
 
     def play(self, *messages: rank_service_pb2.WatchRanksResponse) -> JobState:

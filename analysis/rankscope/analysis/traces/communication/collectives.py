@@ -8,7 +8,7 @@ import numpy as np
 
 from rankscope.analysis.collectives.bandwidth import size_bytes
 from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Bools, Ints, number_groups, occurrence
+from rankscope.analysis.stats.robust import Bools, Ints, number_groups, occurrence, rows_of_groups
 from rankscope.analysis.traces.breakdown import occupy_host
 from rankscope.analysis.traces.communication.host_calls import CallMetadata, find_calls, find_transfers, name_kinds
 from rankscope.analysis.traces.intervals import Intervals, covered_until, union
@@ -124,6 +124,9 @@ def find_groups(trace: Trace, noted: CallMetadata, stream: Ints) -> Grouping:
     key = np.where(named, noted.group, np.where(only, -2, -3 - np.maximum(stream, -1) - 1))
     keys, group = np.unique(key, return_inverse=True)
     known = {known.name: known for known in trace.groups}
+    described, first = np.unique(group[noted.group_description >= 0], return_index=True)
+    texts = noted.group_description[noted.group_description >= 0][first]
+    description_of = dict(zip(described.tolist(), texts.tolist(), strict=True))
     groups = []
     for number, value in enumerate(keys):
         if value == -2:
@@ -132,8 +135,7 @@ def find_groups(trace: Trace, noted: CallMetadata, stream: Ints) -> Grouping:
             groups.append(ProcessGroup("", f"stream {-4 - value}" if value < -3 else "", ()))
         else:
             name = trace.named(int(value))
-            described = noted.group_description[(group == number) & (noted.group_description >= 0)]
-            description = trace.named(int(described[0])) if len(described) else ""
+            description = trace.named(description_of.get(number, ABSENT))
             groups.append(known.get(name, ProcessGroup(name, description, ())))
     # A group may appear by name and as the trace's only group.
     group, merged = _merge_equal(group.astype(np.int64), groups)
@@ -155,9 +157,9 @@ def _merge_equal(group: Ints, groups: list[ProcessGroup]) -> tuple[Ints, tuple[P
 
 def _sizes(trace: Trace, noted: CallMetadata, group: Ints, groups: tuple[ProcessGroup, ...]) -> Ints:
     size: Ints = noted.group_size.copy()
-    for number, each in enumerate(groups):
-        mine = group == number
-        known_sizes = size[mine & (size > 0)]
+    sizes = {len(known.ranks) for known in trace.groups}
+    for each, mine in zip(groups, rows_of_groups(group, len(groups)), strict=True):
+        known_sizes = size[mine[size[mine] > 0]]
         if len(known_sizes):
             guess = int(known_sizes[0])
         elif each.ranks:
@@ -167,18 +169,17 @@ def _sizes(trace: Trace, noted: CallMetadata, group: Ints, groups: tuple[Process
         if guess < 0 and trace.world_size and each.description == "default_pg":
             guess = trace.world_size
         # Whichever of the trace's groups it is, all have this size.
-        sizes = {len(known.ranks) for known in trace.groups}
         if guess < 0 and not each.name and len(sizes) == 1:
-            guess = sizes.pop() or ABSENT
-        size[mine & (size <= 0)] = guess
+            guess = max(sizes) or ABSENT
+        size[mine[size[mine] <= 0]] = guess
     return size
 
 
-def _size_from_bytes(noted: CallMetadata, mine: Bools) -> int:
+def _size_from_bytes(noted: CallMetadata, mine: Ints) -> int:
     """An all-gather's output is a multiple of its input, a reduce-scatter's input a multiple of its output."""
-    both = mine & (noted.in_bytes > 0) & (noted.out_bytes > 0)
-    gather = both & (noted.kind == CollectiveKind.ALL_GATHER)
-    scatter = both & (noted.kind == CollectiveKind.REDUCE_SCATTER)
+    both = mine[(noted.in_bytes[mine] > 0) & (noted.out_bytes[mine] > 0)]
+    gather = both[noted.kind[both] == CollectiveKind.ALL_GATHER]
+    scatter = both[noted.kind[both] == CollectiveKind.REDUCE_SCATTER]
     larger = np.concatenate([noted.out_bytes[gather], noted.in_bytes[scatter]])
     smaller = np.concatenate([noted.in_bytes[gather], noted.out_bytes[scatter]])
     if not len(larger) or np.any(larger % smaller):

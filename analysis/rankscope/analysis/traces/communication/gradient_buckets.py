@@ -7,6 +7,7 @@ kernels and that other ranks may be late. Therefore it is used only if it reprod
 
 from __future__ import annotations
 
+import heapq
 import re
 from dataclasses import dataclass, replace
 
@@ -325,12 +326,11 @@ def _lanes(buckets: Buckets, rows: Ints) -> int:
 
 def _exposed(ready: Floats, size: Floats, fit: Fit, lanes: int, computing: Intervals) -> float:
     needed = fit.predict(size) * 1e9
-    free = [0.0] * lanes
+    free = [0.0] * lanes  # a heap
     start = np.empty(len(ready))
     for turn, (when, takes) in enumerate(zip(ready.tolist(), needed.tolist(), strict=True)):
-        lane = min(range(lanes), key=free.__getitem__)
-        start[turn] = max(when, free[lane])
-        free[lane] = start[turn] + takes
+        start[turn] = max(when, free[0])
+        heapq.heapreplace(free, start[turn] + takes)
     return float(_uncovered(union(_rounded(start), _rounded(start + needed)), computing))
 
 

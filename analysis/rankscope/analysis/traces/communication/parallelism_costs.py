@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Ints
+from rankscope.analysis.stats.robust import Ints, number_groups, rows_of_groups
 from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
-from rankscope.analysis.traces.intervals import clip, contains, covered_until, difference, total, union
+from rankscope.analysis.traces.intervals import contains, total, uncovered, union
 from rankscope.analysis.traces.kernels import Kind, classify, names_like
 from rankscope.analysis.traces.steps import NO_STEP, find_steps, step_of_rows
 from rankscope.analysis.traces.summary_records import BubbleSummary
@@ -55,26 +55,23 @@ def find_gathers(trace: Trace, collectives: Collectives) -> Gathers | None:
     step = step_of_rows(trace, steps)[row] if len(steps) else np.zeros(len(chosen), dtype=np.int64)
     hiding = compute_intervals(trace)
     computing = contains(hiding, chosen.start_ns)
+    inside = np.flatnonzero(step != NO_STEP)
+    groups = [inside[rows] for rows in rows_of_groups(*number_groups(step[inside], chosen.kind[inside]))]
+    busy = [union(chosen.start_ns[rows], chosen.end_ns[rows]) for rows in groups]
     found = []
-    for number in np.unique(step[step != NO_STEP]).tolist():
-        for kind in kinds:
-            rows: Ints = np.flatnonzero((step == number) & (chosen.kind == kind))
-            if not len(rows):
-                continue
-            busy = union(chosen.start_ns[rows], chosen.end_ns[rows])
-            before, after = covered_until(hiding, np.concatenate(busy)).reshape(2, -1)
-            sizes = chosen.bytes[rows]
-            found.append(
-                Gathering(
-                    step=int(steps.number[number]) if len(steps) else None,
-                    kind=kind,
-                    count=len(rows),
-                    bytes=int(sizes.sum()) if np.all(sizes >= 0) else None,
-                    duration_ns=total(*busy),
-                    exposed_ns=total(*busy) - int((after - before).sum()),
-                    prefetched=int(computing[rows].sum()),
-                )
+    for rows, spans, exposed_ns in zip(groups, busy, uncovered(busy, hiding), strict=True):
+        sizes = chosen.bytes[rows]
+        found.append(
+            Gathering(
+                step=int(steps.number[step[rows[0]]]) if len(steps) else None,
+                kind=CollectiveKind(int(chosen.kind[rows[0]])),
+                count=len(rows),
+                bytes=int(sizes.sum()) if np.all(sizes >= 0) else None,
+                duration_ns=total(*spans),
+                exposed_ns=exposed_ns,
+                prefetched=int(computing[rows].sum()),
             )
+        )
     return Gathers(_framework(trace), tuple(found))
 
 
@@ -93,17 +90,21 @@ def measure_bubble(
     step = of_row[row]
     computing = compute_intervals(trace)
     work = np.flatnonzero((classify(trace) == Kind.COMPUTE) & (of_row != NO_STEP))
-    waited, lasted, sent = [], [], []
-    for number in np.unique(step[step != NO_STEP]).tolist():
-        mine = transfers.where(step == number)
-        own = work[of_row[work] == number]
-        begun = int(min(mine.start_ns.min(), trace.start_ns[own].min(initial=mine.start_ns.min())))
-        ended = int(max(mine.end_ns.max(), trace.end_ns[own].max(initial=mine.end_ns.max())))
-        waited.append(total(*difference(union(mine.start_ns, mine.end_ns), clip(computing, begun, ended))))
+    work_of_step = rows_of_groups(of_row[work], len(steps))
+    busy, lasted, sent = [], [], []
+    ends_of_work = trace.end_ns
+    for number, rows in enumerate(rows_of_groups(step, len(steps))):
+        if not len(rows):
+            continue
+        start, end, own = transfers.start_ns[rows], transfers.end_ns[rows], work[work_of_step[number]]
+        begun = min(int(start.min()), int(trace.start_ns[own].min(initial=start.min())))
+        ended = max(int(end.max()), int(ends_of_work[own].max(initial=end.max())))
+        busy.append(union(start, end))
         lasted.append(ended - begun)
-        sent.append(_most_sent(mine))
+        sent.append(_most_sent(transfers.kind[rows], transfers.peer[rows]))
     if not lasted:
         return None
+    waited = uncovered(busy, computing)
     stages = stages or _stages(transfers)
     microbatches = microbatches or int(np.median(sent)) or None
     return BubbleSummary(
@@ -129,9 +130,9 @@ def one_forward_one_backward_ratio(stages: int, microbatches: int) -> float:
     return (stages - 1) / (microbatches + stages - 1)
 
 
-def _most_sent(mine: Collectives) -> int:
+def _most_sent(kind: Ints, peer: Ints) -> int:
     """A stage sends each micro-batch's activations to the next stage and gradients to the previous one."""
-    peers = mine.peer[(mine.kind == CollectiveKind.SEND) & (mine.peer >= 0)]
+    peers = peer[(kind == CollectiveKind.SEND) & (peer >= 0)]
     # Not bincount: a trace may contain any number, and the table would be as long.
     return int(np.unique(peers, return_counts=True)[1].max()) if len(peers) else 0
 

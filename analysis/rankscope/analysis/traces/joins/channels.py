@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Bools, Ints, number_groups
+from rankscope.analysis.stats.robust import Bools, Ints, number_groups, rows_of_groups
 from rankscope.analysis.traces.communication.collectives import Collectives
 from rankscope.analysis.traces.trace import Trace
 
@@ -72,18 +72,19 @@ def gather_calls(traces: Mapping[int, Trace], collectives: Mapping[int, Collecti
         kind = rows.kind.copy()
         paired = _paired(rows)
         kind[paired] = CollectiveKind.SEND_RECV
-        for index in range(len(rows.groups)):
-            identity = identities[rank, index]
-            in_group = (rows.group == index) & rows.measured & (rows.group_size != 1)
-            if (in_group & ~paired).any():
-                channel[in_group & ~paired] = numbers.setdefault(identity, len(numbers))
-            for sends in (True, False):
-                direction = in_group & paired & ((rows.kind == CollectiveKind.SEND) == sends)
-                for peer in np.unique(rows.peer[direction]).tolist():
-                    other = _global_rank(peer, identity, local_peers[identity])
-                    ends = (rank, other) if sends else (other, rank)
-                    pair = Channel(identity.group, identity.ranks, 2, identity.stream, ends)
-                    channel[direction & (rows.peer == peer)] = numbers.setdefault(pair, len(numbers))
+        measured = np.flatnonzero(rows.measured & (rows.group_size != 1) & (rows.group >= 0))
+        # Whole groups, then sends, then receives.
+        direction = np.where(paired, np.where(rows.kind == CollectiveKind.SEND, 1, 2), 0)
+        keys = (rows.group, direction, np.where(paired, rows.peer, -1))
+        for members in rows_of_groups(*number_groups(*(key[measured] for key in keys))):
+            calls = measured[members]
+            group, towards, peer = (int(key[calls[0]]) for key in keys)
+            identity = identities[rank, group]
+            if towards:
+                other = _global_rank(peer, identity, local_peers[identity])
+                ends = (rank, other) if towards == 1 else (other, rank)
+                identity = Channel(identity.group, identity.ranks, 2, identity.stream, ends)
+            channel[calls] = numbers.setdefault(identity, len(numbers))
         used = np.flatnonzero(channel >= 0)
         parts.append(_columns(rank, traces[rank].base_ns, rows, used, channel[used], kind[used]))
     return _concatenate(parts, tuple(numbers))
@@ -139,8 +140,8 @@ def _identify_groups(
                 known.setdefault(group.name, set()).add(tuple(sorted(group.ranks)))
     identities = {}
     for rank, rows in collectives.items():
-        for index, group in enumerate(rows.groups):
-            members = rows.group == index
+        members_of = rows_of_groups(rows.group, len(rows.groups))
+        for index, (group, members) in enumerate(zip(rows.groups, members_of, strict=True)):
             size = int(rows.group_size[members].max(initial=-1))
             stream = -1 if group.name else int(rows.stream[members].max(initial=-1))
             # A list that is shortened, or that uses its own numbering, identifies nothing.
@@ -164,11 +165,13 @@ def _peers_are_local(
     with a receive."""
     sends: dict[Channel, set[tuple[int, int]]] = {group: set() for group in identities.values()}
     receives: dict[Channel, set[tuple[int, int]]] = {group: set() for group in identities.values()}
-    for (rank, index), group in identities.items():
-        rows = collectives[rank]
-        for kind, found in ((CollectiveKind.SEND, sends), (CollectiveKind.RECV, receives)):
-            peers = rows.peer[(rows.group == index) & _paired(rows) & (rows.kind == kind)]
-            found[group].update((rank, peer) for peer in np.unique(peers).tolist())
+    for rank, rows in collectives.items():
+        paired = _paired(rows)
+        for index, members in enumerate(rows_of_groups(rows.group, len(rows.groups))):
+            members = members[paired[members]]
+            for kind, found in ((CollectiveKind.SEND, sends), (CollectiveKind.RECV, receives)):
+                peers = rows.peer[members[rows.kind[members] == kind]]
+                found[identities[rank, index]].update((rank, peer) for peer in np.unique(peers).tolist())
     decided = {}
     for group in sends:
         met = []

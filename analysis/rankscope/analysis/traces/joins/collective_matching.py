@@ -13,7 +13,7 @@ from enum import Enum
 import numpy as np
 
 from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Bools, Floats, Ints, number_groups, occurrence
+from rankscope.analysis.stats.robust import Bools, Floats, Ints, number_groups, occurrence, rows_of_groups
 from rankscope.analysis.traces.joins.channels import Calls, Channel
 
 # Shifts are tried this far around those suggested by starts, ends and clocks, on this many calls each.
@@ -80,8 +80,10 @@ def match_calls(calls: Calls, step: Ints) -> Matched:
     number = np.full(len(calls), -1, dtype=np.int64)
     number[noted] = _match_noted(calls.take(noted))
     next_number = int(number.max(initial=-1)) + 1
-    for channel in np.unique(calls.channel[~noted]).tolist():
-        rows = np.flatnonzero(~noted & (calls.channel == channel))
+    unnoted = np.flatnonzero(~noted)
+    for members in rows_of_groups(*number_groups(calls.channel[unnoted])):
+        rows = unnoted[members]
+        channel = int(calls.channel[rows[0]])
         found = _match_ordered(calls.take(rows), step[rows], calls.channels[channel], notes)
         number[rows[found >= 0]] = next_number + found[found >= 0]
         next_number += int(found.max(initial=-1)) + 1
@@ -180,10 +182,12 @@ def _keep_consistent(calls: Calls, number: Ints, notes: list[str]) -> Matched:
     crowded = (limit >= 0) & (size > limit)
     # One collective with too many members shows that the name is used by several groups: none of it can be trusted.
     shared = np.isin(channel, channel[crowded])
+    most = np.zeros(len(calls.channels), dtype=np.int64)
+    np.maximum.at(most, channel, size)
     for number_of in np.unique(channel[crowded]).tolist():
         which = calls.channels[number_of]
         notes.append(
-            f"{which.label}: {int(size[channel == number_of].max())} ranks use it but it has {which.size}; the name "
+            f"{which.label}: {int(most[number_of])} ranks use it but it has {which.size}; the name "
             "stands for several groups and the traces do not list their ranks; left out"
         )
     common = size >= 2
@@ -359,8 +363,11 @@ def _vote(left: Run, right: Run) -> Fit | None:
 def _nearest(left: Run, right: Run, offset_ns: int, window_ns: int) -> tuple[Ints, Ints]:
     """Pairs of equal tokens that are each other's nearest, within the window."""
     lefts, rights = [], []
-    for token in np.intersect1d(left.token, right.token):
-        theirs, mine = np.flatnonzero(left.token == token), np.flatnonzero(right.token == token)
+    tokens, numbers = np.unique(np.concatenate((left.token, right.token)), return_inverse=True)
+    sides = (numbers[: len(left)], numbers[len(left) :])
+    for theirs, mine in zip(*(rows_of_groups(side, len(tokens)) for side in sides), strict=True):
+        if not len(theirs) or not len(mine):
+            continue
         theirs = theirs[np.argsort(left.end_ns[theirs], kind="stable")]
         mine = mine[np.argsort(right.end_ns[mine], kind="stable")]
         there, here = left.end_ns[theirs], right.end_ns[mine] + offset_ns

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Ints
+from rankscope.analysis.stats.robust import Ints, number_groups, rows_of_groups
 from rankscope.analysis.traces.breakdown import Breakdown, break_down
 from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
 from rankscope.analysis.traces.joins.channels import Calls, gather_calls
@@ -181,9 +181,10 @@ def _rank_waits(ranks: list[int], matched: Matched, arrivals: Arrivals, steps: S
 
 def _group_waits(matched: Matched, arrivals: Arrivals) -> tuple[GroupWaits, ...]:
     found = []
-    for channel, kind in sorted(set(zip(matched.channel.tolist(), matched.kind.tolist(), strict=True))):
-        chosen = (matched.channel == channel) & (matched.kind == kind)
-        members = np.flatnonzero(chosen[matched.collective])
+    numbers, count = number_groups(matched.channel, matched.kind)
+    groups, calls = rows_of_groups(numbers, count), rows_of_groups(numbers[matched.collective], count)
+    for chosen, members in zip(groups, calls, strict=True):
+        channel, kind = int(matched.channel[chosen[0]]), int(matched.kind[chosen[0]])
         ranks, index = np.unique(matched.calls.rank[members], return_inverse=True)
         wait = np.bincount(index, weights=arrivals.wait_ns[members]) / 1000
         came_last = matched.calls.rank[arrivals.last[chosen]]
@@ -191,7 +192,7 @@ def _group_waits(matched: Matched, arrivals: Arrivals) -> tuple[GroupWaits, ...]
             GroupWaits(
                 group=matched.channels[channel].label,
                 kind=CollectiveKind(kind).label,
-                collectives=int(chosen.sum()),
+                collectives=len(chosen),
                 ranks=tuple(ranks.tolist()),
                 last_arrivals={rank: int((came_last == rank).sum()) for rank in ranks.tolist()},
                 wait_us=dict(zip(ranks.tolist(), wait.tolist(), strict=True)),

@@ -62,6 +62,7 @@ class RankTracks:
     rank: int
     _threads: dict[tuple[bytes, bytes], int] = field(default_factory=dict)
     _taken: set[int] = field(default_factory=set)
+    _next_thread: int = _FIRST_OWN_THREAD
     _on_device: set[tuple[bytes, bytes]] = field(default_factory=set)
     _thread_metadata: dict[tuple[bytes, bytes], list[RawEvent]] = field(default_factory=dict)
 
@@ -75,9 +76,10 @@ class RankTracks:
             self._on_device.add(key)
         number = self._threads.get(key)
         if number is None:
-            number = int(tid) if tid.isdigit() and pid.isdigit() and len(tid) < 10 else _FIRST_OWN_THREAD
+            number = int(tid) if tid.isdigit() and pid.isdigit() and len(tid) < 10 else self._next_thread
             while number in self._taken:
-                number = max(number + 1, _FIRST_OWN_THREAD)
+                number = self._next_thread
+                self._next_thread += 1
             self._threads[key] = number
             self._taken.add(number)
         return number
@@ -95,7 +97,7 @@ class RankTracks:
         for (pid, tid), number in self._threads.items():
             if (pid, tid) in self._on_device:
                 device, stream = pid.decode(errors="replace"), tid.decode(errors="replace")
-                order = _DEVICE_ORDER + (int(stream) if stream.isdigit() else 0)
+                order = _DEVICE_ORDER + (int(stream) if tid.isdigit() and len(tid) < 10 else 0)
                 yield self._metadata_event("thread_name", number, name=f"GPU {device} stream {stream}")
                 yield self._metadata_event("thread_sort_index", number, sort_index=order)
             elif not pid.isdigit():

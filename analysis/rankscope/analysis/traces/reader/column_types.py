@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from rankscope.analysis.stats.robust import Bools, Ints
 from rankscope.analysis.traces.trace import ABSENT, Category
+from rankscope.common.text import printable
 
 # Below this, a float of microseconds distinguishes nanoseconds: half its spacing is less than half of 0.001.
 _FLOAT_LIMIT_US = float(1 << 43)
@@ -138,17 +139,18 @@ def _float(value: Any) -> float:
 
 
 class NameTable(dict[Any, int]):
-    """Numbers strings in order of appearance, so that each name is stored and matched once. Other values are
-    converted to strings."""
+    """Numbers strings in order of appearance, so that each name is stored and matched once. Texts are printable; other
+    values are converted to strings."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self._calls = np.zeros(0, dtype=bool)
+        self._calls = np.zeros(0, dtype=bool)  # grows by doubling
+        self._matched = 0
 
     def __missing__(self, name: Any) -> int:
         if isinstance(name, str):
             number = len(self.texts)
-            self.texts.append(name)
+            self.texts.append(printable(name))
         else:
             number = self["" if name is None else str(name)]
         self[name] = number
@@ -156,9 +158,13 @@ class NameTable(dict[Any, int]):
 
     def communication_calls(self) -> Bools:
         """Per string, whether it is a call of a communication library."""
-        fresh = [COMMUNICATION_CALL.match(text) is not None for text in self.texts[len(self._calls) :]]
-        self._calls = np.append(self._calls, np.array(fresh, dtype=bool))
-        return self._calls
+        count = len(self.texts)
+        if count > len(self._calls):
+            self._calls = np.concatenate((self._calls, np.zeros(count, dtype=bool)))
+        fresh = [COMMUNICATION_CALL.match(text) is not None for text in self.texts[self._matched :]]
+        self._calls[self._matched : count] = fresh
+        self._matched = count
+        return self._calls[:count]
 
 
 class CategoryTable(dict[Any, int]):

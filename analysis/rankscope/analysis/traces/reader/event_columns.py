@@ -23,9 +23,12 @@ from rankscope.analysis.traces.reader.column_types import (
 from rankscope.analysis.traces.reader.events import DECODE_ERRORS, Arguments, Batch, Event
 from rankscope.analysis.traces.reader.metadata import Membership, whole
 from rankscope.analysis.traces.trace import ABSENT, Category, CollectiveColumns, Repairs
+from rankscope.common.text import printable
 
 _NO_TENSOR = ("", "Scalar", "ScalarList", "GenericList", "int", "bool")
 _LONGEST_DIMS_BYTES = 1 << 20
+_MAX_DIMENSIONS = 64  # as in torch; the product of thousands of numbers would take minutes
+_TOO_MANY_ELEMENTS = 1 << 62
 _COLLECTIVE_COLUMNS = tuple(field.name for field in fields(CollectiveColumns))
 _NO_ARGUMENTS = Arguments()
 # These always run on the host, whatever arguments they have; they are most of a trace.
@@ -210,8 +213,8 @@ def _switch(value: Any) -> int:
 def _membership(each: Arguments) -> Membership:
     size, start, stride, place = integers([each.group_size, each.group_start, each.group_stride, each.group_rank])
     return Membership(
-        name=str(each.group),
-        description=str(each.group_description or ""),
+        name=printable(str(each.group)),
+        description=printable(str(each.group_description or "")),
         ranks=str(each.group_ranks or ""),
         size=int(size),
         start=int(start),
@@ -238,15 +241,19 @@ def _size_of_inputs(each: Arguments) -> tuple[int, str | None]:
             continue
         total += _elements(shape)
         first = first or kind or None
-    return (total if 0 < total < 1 << 62 else ABSENT), first
+    return (total if 0 < total < _TOO_MANY_ELEMENTS else ABSENT), first
 
 
 def _elements(shape: Any) -> int:
     if not isinstance(shape, list):
         return 0
-    if all(isinstance(size, int) for size in shape):
-        return math.prod(shape)
-    return sum(_elements(inner) for inner in shape)
+    if not all(isinstance(size, int) for size in shape):
+        return sum(_elements(inner) for inner in shape)
+    if 0 in shape:
+        return 0
+    if len(shape) > _MAX_DIMENSIONS:
+        return _TOO_MANY_ELEMENTS
+    return math.prod(shape)
 
 
 def _arguments(events: list[Event]) -> list[Arguments]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from rankscope.analysis.stats.robust import Bools, Ints
 from rankscope.analysis.traces.trace import Repairs, TraceError
@@ -219,13 +220,7 @@ class Layout:
 
 
 def lay_out(text: bytes) -> Layout:
-    letters = np.frombuffer(text, dtype=np.uint8)
-    quotes = np.flatnonzero(letters == _QUOTE)
-    if b"\\" in text:
-        quotes = quotes[~_escaped(letters, quotes)]
-    marks = np.flatnonzero(_STRUCTURAL[letters])
-    marks = marks[np.searchsorted(quotes, marks) % 2 == 0]
-    kinds = letters[marks]
+    quotes, marks, kinds = _structure(text, in_string=False)
     depth = np.cumsum(_STEP[kinds], dtype=np.int64)
     below = np.flatnonzero(depth < 0)
     closing = int(marks[below[0]]) if len(below) else None
@@ -233,6 +228,44 @@ def lay_out(text: bytes) -> Layout:
     if closing is not None:
         commas = commas[commas < closing]
     return Layout(quotes, commas, closing)
+
+
+def _structure(text: bytes, *, in_string: bool) -> tuple[Ints, Ints, npt.NDArray[np.uint8]]:
+    """Positions of the quotes; positions and letters of the brackets and commas outside of strings."""
+    letters = np.frombuffer(text, dtype=np.uint8)
+    quotes = np.flatnonzero(letters == _QUOTE)
+    if b"\\" in text:
+        quotes = quotes[~_escaped(letters, quotes)]
+    marks = np.flatnonzero(_STRUCTURAL[letters])
+    marks = marks[np.searchsorted(quotes, marks) % 2 == in_string]
+    return quotes, marks, letters[marks]
+
+
+class KeyScanner:
+    """Finds a key of the outermost object in one pass over its text, part by part."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = re.compile(b"(?=%s)" % re.escape(b'"%s"' % key))
+        self.lookahead_bytes = len(key) + 2
+        self.scanned = 0  # bytes
+        self._depth = 0
+        self._in_string = False
+
+    def scan(self, part: bytes, following: bytes) -> list[int]:
+        """Positions of the key in the whole text. `part` continues the text at `scanned`; `following` begins with the
+        next `lookahead_bytes`."""
+        quotes, marks, kinds = _structure(part, in_string=self._in_string)
+        depth = np.concatenate(([0], np.cumsum(_STEP[kinds], dtype=np.int64))) + self._depth
+        seen = [match.start() for match in self._key.finditer(part + following[: self.lookahead_bytes - 1])]
+        places = np.array(seen, dtype=np.int64)
+        opens = np.searchsorted(quotes, places) % 2 == self._in_string
+        outermost = depth[np.searchsorted(marks, places)] == 1
+        found: list[int] = (places[opens & outermost] + self.scanned).tolist()
+        self._depth = int(depth[-1])
+        self._in_string = (len(quotes) + self._in_string) % 2 == 1
+        # An odd number of backslashes at the end escapes the next letter, whatever it is.
+        self.scanned += len(part) + (len(part) - len(part.rstrip(b"\\"))) % 2
+        return found
 
 
 def _escaped(letters: np.ndarray[tuple[int], np.dtype[np.uint8]], positions: Ints) -> Bools:

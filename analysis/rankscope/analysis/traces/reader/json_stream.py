@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from rankscope.analysis.traces.reader.events import (
     DECODE_ERRORS,
     Batch,
+    KeyScanner,
     Layout,
     decode,
     decode_pieces,
@@ -40,6 +41,14 @@ PIECE_BYTES = 2 << 20
 EVENT_LIMIT_BYTES = 32 << 20
 # After a damaged position there may be another one soon: scanning a whole piece again for each would take hours.
 WARY_BYTES = 16 << 10
+# How often a text may be searched for the end of a damaged event, and how much in any case.
+_SEARCHES = 8
+_SEARCHED_BYTES = 16 << 20
+_HEAD_BYTES = 256 << 10
+# Input for zlib: it copies what follows a gzip member, which may be one of thousands.
+_GZIP_BYTES = 16 << 10
+_OPEN = re.compile(rb'"traceEvents"\s*(?::\s*)?\Z')
+_VALUE = re.compile(rb'"traceEvents"\s*:\s*(\S)')
 _LIKELY_CUT = re.compile(rb"\}\s*,\s*(?=\{)")
 _LIKELY_END = re.compile(rb"\}\s*\]")
 _CUT_SEARCH_BYTES = 16 << 10
@@ -76,13 +85,20 @@ def _plain(head: bytes, source: Iterator[bytes | memoryview]) -> Iterator[bytes]
         yield bytes(block)
 
 
+def _pieces(head: bytes, source: Iterator[bytes | memoryview]) -> Iterator[bytes]:
+    for block in _plain(head, source):
+        for start in range(0, len(block), _GZIP_BYTES):
+            yield block[start : start + _GZIP_BYTES]
+
+
 def _gunzip(head: bytes, source: Iterator[bytes | memoryview]) -> Iterator[bytes]:
     inflater = zlib.decompressobj(_GZIP_WINDOW)
-    waiting, read, ended = head, len(head), False
+    pieces = _pieces(head, source)
+    waiting, read, ended = b"", 0, False
     while True:
         if not waiting and not ended:
-            block = next(source, b"")
-            ended, waiting = len(block) == 0, bytes(block)
+            waiting = next(pieces, b"")
+            ended = not waiting
             read += len(waiting)
         if inflater.eof:
             # Gzip members may be concatenated; zeros are padding.
@@ -115,6 +131,7 @@ class Text:
     held: bytearray = field(default_factory=bytearray)
     offset: int = 0  # position of held[0] in the whole text
     ended: bool = False
+    _searched_bytes: int = 0
 
     def hold(self, count: int) -> None:
         """Hold at least `count` bytes, if there are as many."""
@@ -128,6 +145,30 @@ class Text:
     def drop(self, count: int) -> None:
         del self.held[:count]
         self.offset += count
+
+    def search(self, count: int) -> None:
+        """Account for a search of `count` bytes. Raises TraceError if damage makes the text be searched too often."""
+        self._searched_bytes += count
+        if self._searched_bytes > _SEARCHED_BYTES + _SEARCHES * (self.offset + len(self.held)):
+            raise TraceError("the events are too damaged to be told apart", byte=self.offset)
+
+
+def find_events(text: Text, *, limit_bytes: int) -> tuple[bytes, int] | None:
+    """The text of the outermost object before its traceEvents, completed to an object, and the position of the value
+    of traceEvents; None if there is none within the limit. Keys of that name inside other values are skipped."""
+    scanner = KeyScanner(b"traceEvents")
+    while True:
+        text.hold(scanner.scanned + _HEAD_BYTES + scanner.lookahead_bytes)
+        end = scanner.scanned + _HEAD_BYTES
+        part = bytes(text.held[scanner.scanned : end])
+        for place in scanner.scan(part, bytes(text.held[end : end + scanner.lookahead_bytes])):
+            while _OPEN.match(text.held, place) and not text.ended and len(text.held) < limit_bytes:
+                text.hold(2 * len(text.held))
+            value = _VALUE.match(text.held, place)
+            if value is not None:
+                return bytes(text.held[:place]) + b'"":0}', value.start(1)
+        if (text.ended and scanner.scanned >= len(text.held)) or scanner.scanned > limit_bytes:
+            return None
 
 
 @dataclass
@@ -143,6 +184,7 @@ def batches(text: Text, ending: Ending) -> Iterator[Batch]:
     while not (ending.closed or ending.cut):
         text.hold(reach)
         is_wary = reach < PIECE_BYTES
+        text.search(len(text.held) if not is_wary else reach)
         batch = None if is_wary else _decode_likely(text, ending)
         if batch is not None:
             reach = PIECE_BYTES

@@ -12,6 +12,7 @@ import msgspec
 from rankscope.analysis.traces.reader.column_types import COMMUNICATION_CALL
 from rankscope.analysis.traces.reader.events import DECODE_ERRORS, explain, repair_json
 from rankscope.analysis.traces.trace import ABSENT, Device, ProcessGroup, Repairs
+from rankscope.common.text import printable
 
 # Of all groups together: two numbers in an event can describe a group of a million ranks, and a trace has many events.
 MEMBERS_LIMIT = 1 << 21
@@ -126,7 +127,7 @@ def backend_of(description: Description, names: list[str]) -> str:
     distributed = description.distributed if isinstance(description.distributed, dict) else {}
     backend = distributed.get("backend")
     if isinstance(backend, str) and backend.lower() not in _UNKNOWN_BACKENDS:
-        return backend
+        return printable(backend)
     prefixes = {text.split(":", 1)[0] for text in names if COMMUNICATION_CALL.match(text)}
     return min(prefixes) if len(prefixes) == 1 else "nccl" if "nccl" in prefixes else ""
 
@@ -136,7 +137,7 @@ def devices_of(description: Description) -> tuple[Device, ...]:
     return tuple(
         Device(
             index=number if (number := whole(each.get("id"))) is not None else ABSENT,
-            name=str(each.get("name", "")),
+            name=printable(str(each.get("name", ""))),
             memory_bytes=whole(each.get("totalGlobalMem")),
             multiprocessors=whole(each.get("numSms")),
         )
@@ -150,7 +151,8 @@ def groups_of(description: Description, memberships: list[Membership]) -> tuple[
     groups: dict[str, ProcessGroup] = {}
     for name, each in _configured(distributed.get("pg_config")):
         ranks = rank_list(each.get("ranks", each.get("pg_ranks", each.get("global_ranks"))))
-        groups[name] = ProcessGroup(name, str(each.get("pg_desc", each.get("desc", "")) or ""), ranks)
+        description_text = printable(str(each.get("pg_desc", each.get("desc", "")) or ""))
+        groups[name] = ProcessGroup(name, description_text, ranks)
     left = MEMBERS_LIMIT
     for member in memberships:
         known = groups.get(member.name)
@@ -175,7 +177,7 @@ def _configured(config: Any) -> list[tuple[str, dict[str, Any]]]:
     if not isinstance(config, list):
         return []
     objects = [each for each in config if isinstance(each, dict)]
-    return [(str(each["pg_name"]), each) for each in objects if each.get("pg_name") is not None]
+    return [(printable(str(each["pg_name"])), each) for each in objects if each.get("pg_name") is not None]
 
 
 def rank_list(value: Any) -> tuple[int, ...]:

@@ -16,9 +16,18 @@ from rankscope.analysis.traces.reader import metadata
 from rankscope.analysis.traces.reader.column_types import correct_by_name
 from rankscope.analysis.traces.reader.event_columns import ColumnBuilder
 from rankscope.analysis.traces.reader.events import DECODE_ERRORS, UNREADABLE, explain, place_of
-from rankscope.analysis.traces.reader.json_stream import TEXT_LIMIT_BYTES, Ending, Text, batches, blocks_of, inflate
+from rankscope.analysis.traces.reader.json_stream import (
+    TEXT_LIMIT_BYTES,
+    Ending,
+    Text,
+    batches,
+    blocks_of,
+    find_events,
+    inflate,
+)
 from rankscope.analysis.traces.reader.metadata import Description
 from rankscope.analysis.traces.trace import CollectiveColumns, MemoryColumns, Repairs, Trace, TraceError
+from rankscope.common.text import printable
 
 __all__ = ["TraceError", "read_trace"]
 
@@ -26,7 +35,6 @@ _SECOND_NS = 1_000_000_000
 _HEAD_BYTES = 256 << 10
 # Metadata before or after the events is small, except if a tool stores all its stacks there.
 _DESCRIPTION_LIMIT_BYTES = 512 << 20
-_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*')
 _SPAN_COLUMNS = (
     "duration_ns",
     "category",
@@ -94,20 +102,19 @@ def skip_to_events(text: Text) -> tuple[Description, bool]:
         return Description(), False
     if text.held[start : start + 1] != b"{":
         raise TraceError(_not_json(bytes(text.held[start : start + 64])), byte=text.offset + start)
-    while True:
-        for found in _EVENTS_KEY.finditer(bytes(text.held)):
-            before = bytes(text.held[: found.start()]) + b'"":0}'
-            try:
-                description = metadata.describe(before, text.repairs, offset=text.offset)
-            except DECODE_ERRORS:
-                continue  # a key of that name inside another object
-            if text.held[found.end() : found.end() + 1] != b"[":
-                raise TraceError("traceEvents is not an array", byte=text.offset + found.end())
-            text.drop(found.end() + 1)
-            return description, True
-        if text.ended or len(text.held) > _DESCRIPTION_LIMIT_BYTES:
-            raise _without_events(text)
-        text.hold(4 * len(text.held))
+    found = find_events(text, limit_bytes=_DESCRIPTION_LIMIT_BYTES)
+    if found is None:
+        raise _without_events(text)
+    head, place = found
+    try:
+        description = metadata.describe(head, text.repairs, offset=text.offset)
+    except DECODE_ERRORS as error:
+        where = text.offset + (place_of(error) or 0)
+        raise TraceError(f"the metadata before traceEvents is not valid JSON: {explain(error)}", byte=where) from None
+    if text.held[place : place + 1] != b"[":
+        raise TraceError("traceEvents is not an array", byte=text.offset + place)
+    text.drop(place + 1)
+    return description, True
 
 
 def _not_json(beginning: bytes) -> str:
@@ -123,7 +130,7 @@ def _without_events(text: Text) -> TraceError:
         reason = "it was cut off before its events" if "truncated" in str(error) else explain(error)
         place = text.offset + (place_of(error) or len(text.held))
         return TraceError(f"no traceEvents found, and what is there is not valid JSON: {reason}", byte=place)
-    listed = ", ".join(key[:40] for key in keys[:5]) + (", …" if len(keys) > 5 else "")
+    listed = ", ".join(printable(key, 40) for key in keys[:5]) + (", …" if len(keys) > 5 else "")
     return TraceError(f"JSON without traceEvents (its keys: {listed or 'none'}): not a Kineto trace")
 
 

@@ -1,0 +1,71 @@
+"""Writes a file that the user names. A regular file is replaced only when its new content is complete; a device or a
+pipe is written to, never replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+
+@contextlib.contextmanager
+def open_output(path: Path) -> Iterator[IO[bytes]]:
+    """Raises OSError with the name of `path`. Links are followed by the kernel, which refuses those that another user
+    left in a shared directory."""
+    try:
+        with contextlib.ExitStack() as stack:
+            target, mode = path, None
+            if os.path.lexists(path):
+                through = stack.enter_context(path.open("ab"))
+                status = os.fstat(through.fileno())
+                target, mode = path.resolve(), stat.S_IMODE(status.st_mode)
+                if not stat.S_ISREG(status.st_mode):
+                    yield through
+                    return
+                if not _can_replace(target, status):
+                    with tempfile.TemporaryFile() as whole:
+                        yield whole
+                        whole.seek(0)
+                        through.truncate(0)
+                        shutil.copyfileobj(whole, through)
+                    return
+            with _replacing(target, mode) as file:
+                yield file
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def _can_replace(target: Path, status: os.stat_result) -> bool:
+    """Not if the directory is closed to us, or if the file would get another owner."""
+    return os.access(target.parent, os.W_OK | os.X_OK) and status.st_uid == os.geteuid() and status.st_nlink == 1
+
+
+@contextlib.contextmanager
+def _replacing(target: Path, mode: int | None) -> Iterator[IO[bytes]]:
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", dir=target.parent)
+    part = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o666 & ~_umask() if mode is None else mode)
+            yield file
+        part.replace(target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    current = os.umask(0o077)
+    os.umask(current)
+    return current
+
+
+def write_output(path: Path, text: str) -> None:
+    with open_output(path) as file:
+        file.write(text.encode())
