@@ -20,13 +20,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from rich.console import Console
-
 from rankscope.cli.demo_job.environment import probe_environment
 from rankscope.cli.job_tables import MARKS, headline, loss
+from rankscope.cli.messages import to_stderr
+from rankscope.cli.output_file import write_output
 from rankscope.cli.run_card import JobSummary, as_html, card, to_json
 from rankscope.cli.standalone import Standalone
-from rankscope.common.text import printable
+from rankscope.cli.terminal import Terminal
 from rankscope.daemon import procfs
 from rankscope.daemon.config import resolve
 from rankscope.daemon.server.sockets import ListenError
@@ -70,10 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
-        print("error: no command; next step: rankscope run -- torchrun --nproc-per-node 8 train.py", file=sys.stderr)
+        to_stderr("error: no command; next step: rankscope run -- torchrun --nproc-per-node 8 train.py")
         return 2
     logging.basicConfig(level=logging.ERROR)
-    console = Console(stderr=True, highlight=False)
+    console = Terminal(stderr=True)
     watch = CommandWatch(quiet=arguments.quiet)
     began = time.monotonic()
     with ExitStack() as stack:
@@ -83,26 +83,26 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             stack.enter_context(standalone)
         except ListenError as error:
-            print(f"error: {error}", file=sys.stderr)
+            to_stderr(f"error: {error}")
             return 1
         if not arguments.quiet:
             target = standalone.addresses.grpc_targets[0]
-            print(f"rankscope: watching; in another terminal: rankscope top --endpoint {target}", file=sys.stderr)
+            to_stderr(f"rankscope: watching; in another terminal: rankscope top --endpoint {target}")
         try:
             status = _run_command(command, watch.mark, probe=not arguments.no_probe)
         except OSError as error:
-            print(f"error: {command[0]}: {error.strerror}; is it installed, and on the PATH?", file=sys.stderr)
+            to_stderr(f"error: {command[0]}: {error.strerror}; is it installed, and on the PATH?")
             return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
     seconds = time.monotonic() - began
     jobs = watch.jobs
     console.print(card(jobs, seconds, probe=not arguments.no_probe))
     try:
         if arguments.json is not None:
-            arguments.json.write_text(json.dumps(to_json(jobs, command, status, seconds)) + "\n")
+            write_output(arguments.json, json.dumps(to_json(jobs, command, status, seconds)) + "\n")
         if arguments.html is not None:
-            arguments.html.write_text(as_html(jobs, seconds, probe=not arguments.no_probe))
+            write_output(arguments.html, as_html(jobs, seconds, probe=not arguments.no_probe))
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}; the summary is not written", file=sys.stderr)
+        to_stderr(f"error: {error.filename}: {error.strerror}; the summary is not written")
     return status if status >= 0 else _end_like(-status)
 
 
@@ -196,8 +196,7 @@ class CommandWatch:
         if not pid or (state.job, pid) in self._others:
             return False
         try:
-            environment = procfs.read_environment(f"/proc/{pid}")
-            if any(name == MARK and value == self.mark for name, value in environment):
+            if procfs.Environment(f"/proc/{pid}").get(MARK) == self.mark:
                 return True
         except OSError:
             return False
@@ -214,5 +213,5 @@ class CommandWatch:
             shown.clear()  # a finding that comes back is shown again
         shown.append(text)
         lost = loss(verdict)
-        line = f"{MARKS[verdict.severity]} {printable(text + (f'; {lost}' if lost else ''), 400)}"
-        print(f"rankscope: {time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+        line = f"{MARKS[verdict.severity]} {text}{f'; {lost}' if lost else ''}"
+        to_stderr(f"rankscope: {time.strftime('%H:%M:%S')} {line}")

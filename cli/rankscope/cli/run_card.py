@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from rankscope.analysis.verdicts.verdict import DEVICE, Kind, Severity, Verdict, milliseconds, percent, ranks
 from rankscope.cli.job_tables import headline, loss, rank_table, source_line
+from rankscope.cli.terminal import Terminal
 from rankscope.common.text import one_line
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.v1.window_pb2 import RankWindow
@@ -197,7 +198,7 @@ def _rows(lines: Sequence[tuple[str, Text]]) -> Table:
 
 
 def as_html(jobs: Sequence[JobSummary], seconds: float, *, probe: bool) -> str:
-    console = Console(record=True, file=io.StringIO(), width=PAGE_COLUMNS, highlight=False)
+    console = Terminal(record=True, file=io.StringIO(), width=PAGE_COLUMNS)
     console.print(card(jobs, seconds, probe=probe))
     return console.export_html()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 
 import pytest
-from rich.console import Console
 
 from rankscope.analysis.verdicts.verdict import DEVICE, Cause, Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.cli.run_card import JobSummary, advice, card, to_json
+from rankscope.cli.terminal import Terminal
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import RankWindow, StepStatistics
@@ -37,7 +37,7 @@ def state(verdict: Verdict, at: float, job: str = "job", step_seconds: float | N
 
 
 def shown(*jobs: JobSummary) -> str:
-    console = Console(file=io.StringIO(), width=200, highlight=False, force_terminal=True)
+    console = Terminal(file=io.StringIO(), width=200, force_terminal=True)
     console.print(card(jobs, 60.0, probe=True))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
