@@ -233,7 +233,7 @@ def test_the_problem_of_a_gpu_reaches_the_window(tmp_path: Path) -> None:
     source = gpu_makers.FakeGpus(gpu_makers.snapshot(*gpus, seconds=1))
     parts = make.collectors(RANK)
     parts = replace(parts, registered=(*parts.registered, GpuCollector(source, proc_root=proc(tmp_path, RANK.pid))))
-    sampled = Sampler(parts, make.FakeClock(), 10).sample(make.span())
+    sampled = Sampler(parts, make.FakeClock()).sample(make.span())
     key: RankKey = RANK.key
     assert [problem.kind for problem in sampled.samples[key].problems] == ["several_gpus"]
     assert sampled.collectors["gpu"].success
