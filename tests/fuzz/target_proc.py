@@ -98,7 +98,7 @@ def run(data: bytes) -> None:
         _TREE.append(_Tree())
     tree = _TREE[0]
     tree.write(unpack_files(data))
-    discovery = RankDiscovery(tree.proc, "node", lambda: 0.0)
+    discovery = RankDiscovery(tree.proc, "node", monotonic=lambda: 0.0)
     found = discovery.scan()
     assert discovery.scan() == found, "the same process was seen differently"
     assert len(found.ranks) <= 1 and len(found.problems) <= PROBLEMS_LIMIT + 2
