@@ -21,7 +21,7 @@ LOOK_AGAIN_SECONDS: Final = 30.0
 IMPORT_PATIENCE_SECONDS: Final = 120.0
 # Processes that are no candidates take turns if there are more to look at than this in a scan, so that nobody's
 # processes keep the daemon busy. So do environments and maps that are larger than is usual.
-LOOKS_PER_SCAN: Final = 256
+LOOKS_PER_SCAN: Final = 128
 LARGE_ENVIRON_BYTES: Final = 32 << 10
 LARGE_MAPS_BYTES: Final = 512 << 10
 LARGE_BYTES_PER_SCAN: Final = 8 << 20
