@@ -66,6 +66,8 @@ _ANNOUNCED = re.compile(
 _NAMESPACE = ("setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 _NAMESPACE += ("--propagation", "slave", "sh", "-c", "while :; do sleep 1000 & wait; done")
 _PRIORITY = ("nice", "-n", "-10")
+# Temporary files of the daemon: an attack may fill its disk and nobody else's.
+_ON_SMALL_DISK = 'mount -t tmpfs -o size=16m none "$TMPDIR" && exec "$@"'
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _CLONE_NEWPID = 0x20000000
 
@@ -225,10 +227,13 @@ class Bystander:
         self._correlator.listen(self._watched.judge)
         self._binding = Binding()
         self._streams = DaemonStreams(self._accept)
+        self._ends: list[Callable[[], object]] = []
         self.samples_per_second = 0.0  # before the attack
 
     def start(self) -> None:
         self.folder.mkdir(exist_ok=True)
+        disk = self.folder / "tmp"
+        disk.mkdir()
         settings = {
             "metrics-listen": "127.0.0.1:0",
             "grpc-listen": "127.0.0.1:0",
@@ -240,9 +245,12 @@ class Bystander:
         }
         command = [sys.executable, "-m", "rankscope.cli.main", "daemon"]
         command += [word for name, value in settings.items() for word in (f"--{name}", value)]
-        enter = (*_PRIORITY, *self._node.enter, *self._launcher)
+        enter = (*_PRIORITY, *self._node.enter, "unshare", "--mount", "sh", "-c", _ON_SMALL_DISK, "sh", *self._launcher)
+        environment = {**os.environ, "TMPDIR": str(disk)}
         with (self.folder / "log").open("wb") as log, self.node():
-            self.process = subprocess.Popen([*enter, *command, *self._flags], stdout=log, stderr=log)
+            command = [*enter, *command, *self._flags]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        self._ends = [self.process.kill, self.process.wait]
         wait_until(lambda: _ANNOUNCED.search(self.log) or self.process.poll() is not None, lambda: self.log)
         announced = _ANNOUNCED.search(self.log)
         assert announced is not None, self.log
@@ -252,6 +260,7 @@ class Bystander:
         self._correlator.start()
         self._streams.start()
         self._streams.follow({"bystander": f"unix:{self.socket}"})
+        self._ends = [self._streams.stop, self._correlator.stop, self._channel.close, *self._ends]
         self.settle()
 
     def _follow(self) -> None:
@@ -281,12 +290,8 @@ class Bystander:
         self.samples_per_second = self._watched.rate()
 
     def stop(self) -> None:
-        self._streams.stop()
-        self._correlator.stop()
-        self._channel.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        for step in self._ends:
+            step()
 
     def node(self) -> contextlib.AbstractContextManager[None]:
         """Processes that are started inside are on the daemon's node. Threads cannot be started inside."""
@@ -311,6 +316,11 @@ class Bystander:
         return (self._node.folder / "job-log").read_text(errors="replace")
 
     @property
+    def temporary(self) -> Path:
+        """The daemon's TMPDIR, a small disk of its own."""
+        return Path(f"/proc/{self.process.pid}/root{self.folder}/tmp")
+
+    @property
     def resident_bytes(self) -> int:
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -331,6 +341,11 @@ class Bystander:
         watch = Watch(self)
         yield watch
         watch.check()
+
+    def wait_for_windows(self, count: int) -> None:
+        """For attacks that are noticed only at the end of a window."""
+        before = len(self._watched.granted)
+        wait_until(lambda: len(self._watched.granted) >= before + count, self.describe)
 
     def measure(self, seconds: float = OBSERVED_SECONDS) -> dict[str, float]:
         watched, start = self._watched, time.time()
@@ -386,8 +401,7 @@ def bystander_on_a_node() -> Iterator[Bystander]:
         bystander.start()
         yield bystander
     finally:
-        with contextlib.suppress(AttributeError):  # it was not started
-            bystander.stop()
+        bystander.stop()
         node.close()
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -90,7 +90,7 @@ class CpuThrottling:
     def _folder(self, hierarchy: Path, path: PurePosixPath) -> Path | None:
         if ".." in path.parts:
             return self._own_group.folder(hierarchy, path)  # outside of our cgroup namespace
-        folder = hierarchy / path.relative_to("/") if path.is_absolute() else hierarchy / path
+        folder = hierarchy.joinpath(*(part for part in path.parts if not part.startswith("/")))
         if folder.is_dir():
             return folder
         # A container without a cgroup namespace sees the host's path, with only its own part of the tree mounted.

@@ -147,13 +147,12 @@ def test_a_problem_of_a_rank_is_logged_once_a_minute_on_one_line(caplog: pytest.
 
 def test_the_budget_lowers_the_rate_of_stacks() -> None:
     clock = make.FakeClock()
+    collectors = make.collectors(make.rank())
     watched = Daemon(
-        make.config(),
-        collectors=make.collectors(make.rank()),
-        clock=clock,
-        own_cpu_seconds=lambda: 0.05 * clock.monotonic_seconds(),
+        make.config(), collectors=collectors, clock=clock, own_cpu_seconds=lambda: 0.041 * clock.monotonic_seconds()
     )
     for index in range(14):
+        collectors.stacks.child_cpu_seconds = 0.009 * clock.monotonic_seconds()  # type: ignore[misc]
         watched.tick(make.span(index))
         clock.sleep(2.0)
     assert watched._collectors.stacks.rates[0] == 5.0

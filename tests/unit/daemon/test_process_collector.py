@@ -103,9 +103,12 @@ def test_throttling_counts_when_a_group_above_holds_the_quota(proc: FakeProc, cg
     assert sample(source).throttled_seconds == SPAN.seconds
 
 
-def test_a_cgroup_path_that_climbs_is_not_followed(proc: FakeProc, cgroups: Path) -> None:
+@pytest.mark.parametrize("path", ["/../secret", "//../secret", "//secret", "/a/../../secret"])
+def test_a_cgroup_path_that_climbs_is_not_followed(proc: FakeProc, cgroups: Path, path: str) -> None:
     throttle(cgroups.parent / "secret", "throttled_usec 5")
-    proc.add(50, cgroup="0::/../secret\n")
+    proc.add(50, cgroup=f"0::{path}\n")
+    (proc.root / "self").mkdir()
+    (proc.root / "self/cgroup").write_text("0::/docker/ab\n")
     source = collector(proc, cgroups)
     sample(source)
     assert sample(source).throttled_seconds is None

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import rankscope.daemon
 from rankscope.daemon.samples import Frame, RankProcess
 from rankscope.daemon.stacks import pyspy
-from rankscope.daemon.stacks.pyspy_output import parse_dump, parse_errors, parse_recording
+from rankscope.daemon.stacks.pyspy_output import Recording, parse_dump, parse_errors, parse_recording
 from rankscope.daemon.stacks.recording import summarise
 from rankscope.daemon.windows.window import stack_summary
 from tests.unit.daemon import window_makers as make
@@ -58,6 +59,18 @@ def test_without_a_known_id_the_main_thread_is_found_by_name_and_then_by_torch()
     named = nameless + "thread (3): MainThread;main (/t.py:4) 1\n"
     assert list(parse_recording(named, {1}).stacks) == [(Frame("main", "/t.py", 4),)]
     assert not parse_recording("thread (9);run (/t.py:1) 5\n", {1}).stacks
+
+
+def test_threads_of_old_pythons_have_addresses_for_ids() -> None:
+    """As py-spy prints them before Python 3.11."""
+    alone = "thread (0xFFFF92731020);<module> (/t.py:8) 15\n"
+    assert parse_recording(alone, {1}) == Recording(Counter({(Frame("<module>", "/t.py", 8),): 15}))
+    threads = (
+        "thread (0xFFFF92731020): MainThread;main (/t.py:4) 6\n"
+        "thread (0xFFFF7A1FF1A0): Thread-1;run (/t.py:1) 5\n"
+        "thread (0xFFFF7A1FF2B0);_worker_loop (/x/torch/utils/data/_utils/worker.py:2) 9\n"
+    )
+    assert parse_recording(threads, {1}) == Recording(Counter({(Frame("main", "/t.py", 4),): 6}))
 
 
 LOOP = "<module> (/t.py:9);Tensor.backward (/x/torch/_tensor.py:6);_engine_run_backward (/x/torch/autograd/graph.py:8)"

@@ -94,9 +94,20 @@ def test_the_budget_is_exceeded_for_less_than_half_a_minute() -> None:
 
 def test_stacks_go_off_when_even_the_fewest_are_too_much() -> None:
     machine = Machine(Budget(0.01, 10.0))
-    assert machine.run(200, 0.02)[-1] == 0.0
-    assert machine.budget.used_ratio is not None
-    assert machine.budget.used_ratio > 1.9
+    assert machine.run(600, 0.008, 0.02, 0.1)[-1] == 0.0
+
+
+@pytest.mark.parametrize("fixed", [0.008, 0.02, 0.5])
+def test_work_that_others_cause_leaves_stacks_half_of_the_budget(fixed: float) -> None:
+    """Calls and processes to look at, which anybody on the node may add."""
+    cheap = Machine(Budget(0.01, 10.0))
+    assert set(cheap.run(300, fixed, 0.0001, 0.002)) == {10.0}
+    dear = Machine(Budget(0.01, 10.0))
+    rates = dear.run(300, fixed, 0.0005, 0.01)
+    assert 0.0 < rates[-1] < 10.0
+    before = dear.sampling
+    dear.run(100, fixed, 0.0005, 0.01)
+    assert 0.3 < (dear.sampling - before) / 100 / 0.01 <= 0.5
 
 
 def test_one_expensive_window_changes_nothing() -> None:
@@ -112,7 +123,7 @@ def test_the_budget_grows_with_the_ranks() -> None:
 
 def test_the_rate_comes_back_step_by_step_once_there_is_room() -> None:
     machine = Machine(Budget(0.01, 10.0))
-    machine.run(200, 0.02)
+    machine.run(200, 0.02, 0.02, 0.1)
     rates = machine.run(900, 0.001, 0.0002, 0.004)
     steps = list(dict.fromkeys(rates))
     assert steps[0] == 0.0

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from rankscope.daemon.captures.stack_backend import StacksBackend
 from rankscope.daemon.captures.store import Quota, Store
 from rankscope.daemon.config import NONE, Config
 from rankscope.daemon.samples import RankKey, RankProcess
-from rankscope.daemon.server.grpc_server import Service
+from rankscope.daemon.server.grpc_server import DOWNLOADS_LIMIT, Service
 from rankscope.daemon.server.policies import DutyWish
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1 import capture_service_pb2_grpc
@@ -56,10 +57,51 @@ class Artifacts(Protocol):
     def remove(self, capture_id: str) -> None: ...
 
 
+@dataclass(eq=False)
+class _Download:
+    end: Callable[[], object]
+    started_seconds: float
+    read_bytes: int = 0
+
+    def bytes_per_second(self, now_seconds: float) -> float:
+        return self.read_bytes / (now_seconds - self.started_seconds + 1.0)
+
+
+class Downloads:
+    """Each keeps a thread of the server for as long as its caller reads. If there are too many, the slowest gives way:
+    its caller can resume it."""
+
+    def __init__(self, limit: int = DOWNLOADS_LIMIT, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._running: list[_Download] = []  # oldest first
+
+    @contextmanager
+    def started(self, end: Callable[[], object]) -> Iterator[_Download]:
+        now = self._monotonic()
+        download, slowest = _Download(end, now), None
+        with self._lock:
+            if len(self._running) >= self._limit:
+                slowest = min(self._running, key=lambda running: running.bytes_per_second(now))
+                self._running.remove(slowest)
+            self._running.append(download)
+        if slowest is not None:
+            log.debug("%d downloads at once: the slowest gives way to a new one", self._limit)
+            slowest.end()
+        try:
+            yield download
+        finally:
+            with self._lock:
+                if download in self._running:
+                    self._running.remove(download)
+
+
 class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
     def __init__(self, runner: CaptureRunner, artifacts: Artifacts) -> None:
         self._runner = runner
         self._artifacts = artifacts
+        self._downloads = Downloads()
 
     def StartCapture(
         self, request: pb.StartCaptureRequest, context: grpc.ServicerContext
@@ -110,14 +152,18 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
             artifact, size = self._artifacts.open(request.id, request.rank, request.window)
         except CaptureError as error:
             _abort(context, grpc.StatusCode.NOT_FOUND, str(error))
-        with artifact:
+        with artifact, self._downloads.started(context.cancel) as download:
             if request.offset > size:
                 reason = f"offset {request.offset} lies behind the end of the artifact ({size} bytes)"
                 _abort(context, grpc.StatusCode.OUT_OF_RANGE, reason)
             artifact.seek(request.offset)
-            yield pb.DownloadArtifactResponse(chunk=artifact.read(CHUNK_BYTES), total_bytes=size)
-            while context.is_active() and (chunk := artifact.read(CHUNK_BYTES)):
+            chunk = artifact.read(CHUNK_BYTES)
+            while True:
                 yield pb.DownloadArtifactResponse(chunk=chunk, total_bytes=size)
+                download.read_bytes += len(chunk)
+                chunk = artifact.read(CHUNK_BYTES)
+                if not chunk or not context.is_active():
+                    return
 
 
 def capture_service(runner: CaptureRunner, artifacts: Artifacts) -> Service:

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from rankscope.common.descriptors import CONNECTIONS_OPTION, with_bounded_connections
 from rankscope.daemon.config import Config, parse_address
 from rankscope.daemon.server.certificates import CertificateError, Certificates, TlsFiles, names
 from rankscope.daemon.server.sockets import ListenError, SocketLock, in_use
@@ -192,7 +193,8 @@ def _unknown_method(request: object, context: grpc.ServicerContext) -> None:
     context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
 
 
-# For short calls (lists, health, reflection), beside the readers that each keep a thread.
+# For downloads and short calls (lists, health, reflection), beside the readers that each keep a thread.
+DOWNLOADS_LIMIT = 8
 SHORT_CALL_THREADS = 8
 # Silent and slow connections are closed, and cannot use up all file descriptors.
 OPTIONS = (
@@ -203,7 +205,7 @@ OPTIONS = (
     ("grpc.max_concurrent_streams", 64),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
-    ("grpc.max_allowed_incoming_connections", 1024),
+    (CONNECTIONS_OPTION, 1024),
 )
 NO_CAPTURES = (
     "captures are off on this daemon: by --captures false, or because they cannot be kept (its log says why); "
@@ -238,7 +240,7 @@ class RankServicer(rank_service_pb2_grpc.RankServiceServicer):
 
     def WatchRanks(self, request: WatchRanksRequest, context: grpc.ServicerContext) -> Iterator[WatchRanksResponse]:
         try:
-            reader = self._publisher.open_reader()
+            reader = self._publisher.open_reader(context.cancel)
         except TooManyReadersError as error:
             context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{error}; close one, or raise the daemon's --watch-readers"
@@ -295,7 +297,7 @@ class GrpcServer:
     for TCP with TLS to grpc.secure_channel."""
 
     def __init__(self, services: Sequence[Service], socket_lock: SocketLock | None, config: Config) -> None:
-        threads = config.watch_readers + SHORT_CALL_THREADS
+        threads = config.watch_readers + DOWNLOADS_LIMIT + SHORT_CALL_THREADS
         files = TlsFiles.of(config)
         arrivals = None if files is None else Arrivals()
         self._certificates = None if files is None or arrivals is None else Certificates(files, arrivals.came)
@@ -304,7 +306,7 @@ class GrpcServer:
             # More calls than threads would wait unseen in the pool's queue; this way they are refused.
             maximum_concurrent_rpcs=threads,
             interceptors=(CallGuard(arrivals),),
-            options=OPTIONS,
+            options=with_bounded_connections(OPTIONS),
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

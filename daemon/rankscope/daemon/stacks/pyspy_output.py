@@ -23,7 +23,8 @@ Stack: TypeAlias = tuple[Frame, ...]  # innermost first
 ThreadIds: TypeAlias = Callable[[], Collection[int]]
 Unparsed = TypeVar("Unparsed")
 
-_THREAD: Final = re.compile(r"thread \((\d{1,18})\)(?:: (.*))?")
+# Before Python 3.11, a thread does not know its id in the kernel: py-spy prints Python's own id, an address.
+_THREAD: Final = re.compile(r"thread \((0x[0-9A-F]{1,16}|\d{1,18})\)(?:: (.*))?")
 _TALLY: Final = re.compile(r"Samples: \d{1,12} Errors: (\d{1,12})")
 _LINE_LENGTH_LIMIT: Final = 256 * 1024
 
@@ -38,7 +39,7 @@ class Recording:
 
 @dataclass
 class _Thread(Generic[Unparsed]):
-    native_id: int
+    native_id: int  # 0: not known
     name: str
     torch_samples: int = 0
     stacks: list[tuple[Unparsed, int]] = field(default_factory=list)
@@ -58,7 +59,7 @@ def parse_recording(text: str, pids: Collection[int], engine_threads: ThreadIds 
 
     `pids` are the process' ids in all its namespaces: the id of the main thread is one of them. `engine_threads` is
     called for the ids of autograd's own threads only when they matter."""
-    threads: dict[int, _Thread[str]] = {}
+    threads: dict[str, _Thread[str]] = {}
     garbled_lines = 0
     for line in text.split("\n"):
         path, _, count = line.rpartition(" ")
@@ -67,8 +68,9 @@ def parse_recording(text: str, pids: Collection[int], engine_threads: ThreadIds 
         if match is None or not _is_number(count) or len(line) > _LINE_LENGTH_LIMIT:
             garbled_lines += bool(line)
             continue
-        native_id = int(match.group(1))
-        thread = threads.setdefault(native_id, _Thread(native_id, match.group(2) or ""))
+        shown_id, name = match.groups()
+        native_id = int(shown_id) if shown_id.isdigit() else 0
+        thread = threads.setdefault(shown_id, _Thread(native_id, name or ""))
         thread.stacks.append((body, int(count)))
         thread.torch_samples += int(count) if "/torch/" in body else 0
     training = _training_thread(threads.values(), pids)
@@ -148,7 +150,7 @@ def _within_engine(stacks: Counter[Stack], inside: Counter[Stack]) -> Counter[St
 
 
 def _training_thread(threads: Iterable[_Thread[Unparsed]], pids: Collection[int]) -> _Thread[Unparsed] | None:
-    """The main thread, by its id, else by its name; else the one that is in torch."""
+    """The main thread, by its id, else by its name; else the only one, or the one that is in torch."""
     candidates = list(threads)
     for thread in candidates:
         if thread.native_id in pids:
@@ -156,6 +158,8 @@ def _training_thread(threads: Iterable[_Thread[Unparsed]], pids: Collection[int]
     for thread in candidates:
         if thread.name == "MainThread":
             return thread
+    if len(candidates) == 1 and not candidates[0].native_id:
+        return candidates[0]
     busiest = max(candidates, key=lambda thread: thread.torch_samples, default=None)
     return busiest if busiest is not None and busiest.torch_samples else None
 

@@ -38,8 +38,9 @@ RAISE_FACTOR_MAX: Final = 2.0
 SAMPLE_SECONDS: Final = 0.0002
 SAMPLE_SECONDS_PER_THREAD: Final = 0.000011
 GUESSED_SHARE: Final = 0.7
-# Used where the daemon's own work alone is over the budget, which may pass: less sampling hardly helps.
-HELPLESS_FACTOR: Final = 0.5
+# The part of the budget that sampling keeps, whatever the daemon's own work takes: others can add to that work (calls,
+# processes to look at), and must not end the stacks of all ranks. Together the two stay within one and a half budgets.
+ASSURED_RATIO: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class Budget:
                 self._lower_by_guess(threads)
             return self.rate_hertz
         self._is_guessing = False
-        if self._used_ratio > 1.0:
+        if self._used_ratio > 1.0 and sampling_ratio > ASSURED_RATIO:
             self._calm_since = None
             self._lower(self._rung_that_fits(own_ratio, sampling_ratio), now)
         elif self._used_ratio < RECOVERY_BELOW_RATIO and self._rung > 0:
@@ -185,10 +186,8 @@ class Budget:
         if present is None:
             return off - 1
         factor = RAISE_FACTOR_MAX
-        if own_ratio >= TARGET_RATIO:
-            factor = HELPLESS_FACTOR
-        elif sampling_ratio > 0:
-            factor = min(factor, (TARGET_RATIO - own_ratio) / sampling_ratio)
+        if sampling_ratio > 0:
+            factor = min(factor, max(ASSURED_RATIO, TARGET_RATIO - own_ratio) / sampling_ratio)
         plans = map(plan_at, self._ladder)
         return next((rung for rung, plan in enumerate(plans) if plan and plan.cost <= factor * present.cost), off)
 

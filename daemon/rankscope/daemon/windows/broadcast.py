@@ -31,14 +31,24 @@ class TooManyReadersError(Exception):
 
 
 class Reader:
-    """One reader's bounded queue. When it is full, the oldest tick is dropped."""
+    """One reader's bounded queue. When it is full, the oldest tick is dropped. `end` ends its stream."""
 
-    def __init__(self, publisher: Publisher) -> None:
+    def __init__(self, publisher: Publisher, end: Callable[[], object]) -> None:
         self._publisher = publisher
+        self._end = end
         self._ticks: deque[Tick] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self.dropped = 0
+
+    @property
+    def is_stalled(self) -> bool:
+        """It has read nothing for a whole queue of ticks."""
+        return len(self._ticks) >= QUEUED_TICKS
+
+    def evict(self) -> None:
+        self.close()
+        self._end()
 
     def take(self) -> Tick | None:
         """The next tick, waiting for it; None once the reader is closed."""
@@ -101,12 +111,18 @@ class Publisher:
 
         return unsubscribe
 
-    def open_reader(self) -> Reader:
-        """A reader that starts with the latest tick."""
+    def open_reader(self, end: Callable[[], object] = lambda: None) -> Reader:
+        """A reader that starts with the latest tick. If there are too many, one that has stopped reading gives way."""
+        with self._lock:
+            stalled = next((reader for reader in self._readers if reader.is_stalled), None)
+            is_full = len(self._readers) >= self._max_readers
+        if is_full and stalled is not None:
+            log.info("a reader of windows that has stopped reading gives way to a new one")
+            stalled.evict()
         with self._lock:
             if len(self._readers) >= self._max_readers:
                 raise TooManyReadersError(f"{self._max_readers} readers already watch this daemon")
-            reader = Reader(self)
+            reader = Reader(self, end)
             if self._latest is not None:
                 reader.put(Tick(self._latest.span, self._latest.windows))
             self._readers.append(reader)

@@ -123,7 +123,7 @@ POLL_SECONDS = 0.25
 UNSEEN_SECONDS = 30.0
 RECHECK_SECONDS = 30.0
 LISTED_MOST = 256
-# Requests of one caller: each is an object in the API server and two lines in the audit log.
+# Requests of one tenant: each is an object in the API server and two lines in the audit log.
 ASKS_AT_ONCE = 30.0
 ASKS_PER_SECOND = 0.2
 SERVICE = pb.DESCRIPTOR.services_by_name["CaptureService"].full_name
@@ -157,7 +157,7 @@ class UserCaptures:
         self._audit = audit
         self._clock = clock
         self._is_ready = is_ready
-        self._asks = KeyedTokenBuckets(ASKS_AT_ONCE, ASKS_PER_SECOND)  # by caller
+        self._asks = KeyedTokenBuckets(ASKS_AT_ONCE, ASKS_PER_SECOND)  # by tenant
         self._lock = threading.Lock()
         self._made: dict[str, tuple[CaptureObject, float]] = {}  # by uid: not yet in the watch, and since when
 
@@ -183,7 +183,7 @@ class UserCaptures:
         if run is None or run.deleting:
             text = f"no run {place.name} in namespace {place.namespace}"
             raise RefusedError(Code.NOT_FOUND, f"{text}; next: kubectl get trainingruns -n {place.namespace}")
-        if not self._asks.take(call.caller.name):
+        if not self._asks.take(call.caller.tenant):
             text = f"{ASKS_AT_ONCE:g} captures asked for at once; one more every {1 / ASKS_PER_SECOND:g} s"
             raise RefusedError(Code.RESOURCE_EXHAUSTED, text)
         name = capture_name(request, self._clock())

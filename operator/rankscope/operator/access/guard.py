@@ -66,7 +66,7 @@ class Guard:
         self._audit = audit
         self._strangers = KeyedTokenBuckets(STRANGERS_AT_ONCE, STRANGERS_PER_SECOND)
         self._lock = threading.Lock()
-        self._calls: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()  # by tenant
         self._told: set[tuple[str, str]] = set()
 
     def single(self, name: str, asked: type[Asked], behave: Callable[[Asked, Call], Said]) -> grpc.RpcMethodHandler:
@@ -120,9 +120,9 @@ class Guard:
         token = self._token(context, address)
         caller = self._caller(token, address)
         with self._lock:
-            if self._calls[caller.name] >= CALLS_OF_ONE:
+            if self._calls[caller.tenant] >= CALLS_OF_ONE:
                 raise RefusedError(Code.RESOURCE_EXHAUSTED, f"you have {CALLS_OF_ONE} calls under way; wait for one")
-            self._calls[caller.name] += 1
+            self._calls[caller.tenant] += 1
 
         def require(access: Access) -> None:
             if not self._reviews.allows(caller, access):
@@ -137,9 +137,9 @@ class Guard:
             yield Call(caller, address, context, require, recheck)
         finally:
             with self._lock:
-                self._calls[caller.name] -= 1
-                if self._calls[caller.name] <= 0:
-                    del self._calls[caller.name]
+                self._calls[caller.tenant] -= 1
+                if self._calls[caller.tenant] <= 0:
+                    del self._calls[caller.tenant]
 
     @property
     def _bad_token(self) -> str:

@@ -38,6 +38,9 @@ class NoAnswerError(Exception):
     """The API server could not be asked: access is denied, and trying again may help."""
 
 
+SERVICE_ACCOUNT_PREFIX = "system:serviceaccount:"
+
+
 @dataclass(frozen=True)
 class Caller:
     """As the API server knows it."""
@@ -46,6 +49,11 @@ class Caller:
     uid: str = ""
     groups: tuple[str, ...] = ()
     extra: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def tenant(self) -> str:
+        """Who limits apply to: the service accounts of a namespace count as one, since anybody there may make more."""
+        return self.name.rpartition(":")[0] if self.name.startswith(SERVICE_ACCOUNT_PREFIX) else self.name
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,25 @@ def test_nobody_has_more_calls_under_way_than_their_share(cluster: Cluster, monk
             time.sleep(0.05)
 
 
+def test_the_accounts_of_a_namespace_share_the_limits_of_one_caller(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(people_guarding, "CALLS_OF_ONE", 2)
+
+    def account(namespace: str, name: str) -> str:
+        user = f"system:serviceaccount:{namespace}:{name}"
+        cluster.may(user, "create")
+        cluster.tokens[f"token-of-{namespace}-{name}"] = user
+        return f"token-of-{namespace}-{name}"
+
+    accounts = [account("lab", f"a{number}") for number in range(3)]
+    streams = [cluster.stub(token).StartCapture(START) for token in accounts[:2]]
+    for stream in streams:
+        next(stream)
+    assert refusal(lambda: cluster.stub(accounts[2]).StartCapture(START)).code() is Code.RESOURCE_EXHAUSTED
+    next(cluster.stub(account("lab2", "a0")).StartCapture(START))
+
+
 def test_whoever_says_nothing_after_the_head_is_cut_off(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(people_guarding, "REQUEST_SECONDS", 0.3)
     token = cluster.may("ada", "get")

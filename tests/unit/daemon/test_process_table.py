@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rankscope.daemon import procfs
+from rankscope.daemon.discovery.process_table import LOOKS_PER_SCAN
+from rankscope.daemon.discovery.ranks import RankDiscovery
+from tests.unit.daemon.fake_proc import FakeProc, torchrun
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> FakeProc:
+    return FakeProc(tmp_path / "proc")
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    counted: Counter[int] = Counter()
+    read_stat = procfs.read_stat
+
+    def count(process: str) -> procfs.ProcessStat:
+        counted[int(Path(process).name)] += 1
+        return read_stat(process)
+
+    monkeypatch.setattr(procfs, "read_stat", count)
+    return counted
+
+
+def test_a_process_that_is_not_python_is_read_rarely_from_its_start(proc: FakeProc, reads: Counter[int]) -> None:
+    """A node may have thousands of them, and every read is taken from the budget of all ranks."""
+    proc.add(50, {}, command="sleep", has_torch=False)
+    proc.add(60, {}, command="python", has_torch=False)
+    now = [0.0]
+    discovery = RankDiscovery(proc.root, monotonic=lambda: now[0])
+    while now[0] < 60.0:
+        discovery.scan()
+        now[0] += 1.0
+    assert reads[50] <= 8
+    assert reads[60] > 8, "a Python process may make a ring at any time"
+
+
+def test_any_number_of_processes_that_are_no_ranks_costs_a_scan_no_more_than_a_few(
+    proc: FakeProc, reads: Counter[int]
+) -> None:
+    crowd = range(1000, 1000 + 3 * LOOKS_PER_SCAN)
+    for pid in crowd:
+        proc.add(pid, {}, command="python", has_torch=False)
+    now = [0.0]
+    discovery = RankDiscovery(proc.root, monotonic=lambda: now[0])
+    discovery.scan()
+    for _ in range(6):
+        reads.clear()
+        now[0] += 100.0  # all of them are due
+        discovery.scan()
+        assert reads.total() == LOOKS_PER_SCAN
+    reads.clear()
+    for pid in (7, 2000):
+        proc.add(pid, torchrun(pid % 4))
+    now[0] += 100.0
+    assert [rank.pid for rank in discovery.scan().ranks] == [2000, 7], "a new process is looked at, and a rank always"
+    assert reads[7] == reads[2000] == 1
+    for _ in range(3):
+        discovery.scan()
+    assert all(reads[pid] for pid in crowd), "each has its turn"
