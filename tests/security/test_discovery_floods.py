@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import urllib.request
 from collections.abc import Iterator
@@ -61,3 +62,20 @@ def test_environments_of_any_size_take_no_memory_of_the_daemon(bystander: Bystan
         with bystander.node():
             processes.start_many([large] * 200)
         watch.observe()
+
+
+def test_impostors_and_processes_that_never_load_torch_change_nothing(
+    bystander: Bystander, processes: RankProcesses
+) -> None:
+    job = Path(f"/proc/{bystander.ranks[0]}/environ").read_bytes().decode().split("\0")
+    real = dict(variable.split("=", 1) for variable in job if variable.startswith(("MASTER", "TORCHELASTIC", "WORLD")))
+    count = 1500
+    with bystander.under_attack() as watch:
+        with bystander.node():
+            for rank in (0, 1):
+                processes.start({**rank_variables(rank), **real})
+            claims = {**rank_variables(0, 2 * count), "COUNT": str(count), "PROGRAM": str(shutil.which("sleep"))}
+            processes.start(claims, uid=NOBODY, command=["sh", "-c", FLOOD])
+        wait_for(lambda: "\nrankscope_daemon_rank_conflicts 2.0\n" in page(bystander), lambda: bystander.log)
+        watch.observe()
+    assert ranks(bystander) == 2

@@ -295,9 +295,8 @@ class Daemon:
         for conflict in sampled.conflicts[:CONFLICTS_LOGGED]:
             self._problems.warn(conflict, conflict.text, conflict.owner)
         for problem in sampled.discovery_problems:
-            self._problems.warn(
-                ("discovery", problem.kind, problem.text), f"discovery: {problem.text}", f"discovery ({problem.kind})"
-            )
+            text = f"discovery: {problem.text}"
+            self._problems.warn(("discovery", problem.kind, problem.text), text, f"discovery ({problem.kind})")
         for rank in sampled.ranks:
             for problem in sampled.samples[rank.key].problems:
                 if problem.source not in sampled.failures:

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from rankscope.daemon import procfs
+from rankscope.daemon.discovery.process_table import LOOKS_PER_SCAN
 from rankscope.daemon.discovery.ranks import RankDiscovery
-from tests.unit.daemon.fake_proc import FakeProc
+from tests.unit.daemon.fake_proc import FakeProc, torchrun
 
 
 @pytest.fixture
@@ -39,3 +40,28 @@ def test_a_process_that_is_not_python_is_read_rarely_from_its_start(proc: FakePr
         now[0] += 1.0
     assert reads[50] <= 8
     assert reads[60] > 8, "a Python process may make a ring at any time"
+
+
+def test_any_number_of_processes_that_are_no_ranks_costs_a_scan_no_more_than_a_few(
+    proc: FakeProc, reads: Counter[int]
+) -> None:
+    crowd = range(1000, 1000 + 3 * LOOKS_PER_SCAN)
+    for pid in crowd:
+        proc.add(pid, {}, command="python", has_torch=False)
+    now = [0.0]
+    discovery = RankDiscovery(proc.root, monotonic=lambda: now[0])
+    discovery.scan()
+    for _ in range(6):
+        reads.clear()
+        now[0] += 100.0  # all of them are due
+        discovery.scan()
+        assert reads.total() == LOOKS_PER_SCAN
+    reads.clear()
+    for pid in (7, 2000):
+        proc.add(pid, torchrun(pid % 4))
+    now[0] += 100.0
+    assert [rank.pid for rank in discovery.scan().ranks] == [2000, 7], "a new process is looked at, and a rank always"
+    assert reads[7] == reads[2000] == 1
+    for _ in range(3):
+        discovery.scan()
+    assert all(reads[pid] for pid in crowd), "each has its turn"

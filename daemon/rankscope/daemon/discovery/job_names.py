@@ -75,13 +75,15 @@ class JobNames:
     def settle(self, claimants: Sequence[Claimant]) -> Settled:
         """Which of the claimants, the first to come first, are ranks. Sets the `job` of those that become one."""
         seats = {(each.job, each.claim.rank): each for each in claimants if each.job is not None}
-        jobs = {job.key: job for job, _ in seats}
-        names = {job.name for job in jobs.values()}
-        conflicts = []
         newcomers: dict[tuple[Hashable, Place], list[Claimant]] = {}
         for each in claimants:
             if each.job is None:
                 newcomers.setdefault((_job_key(each), each.place), []).append(each)
+        if not newcomers:
+            return Settled([*seats.values()], ())
+        jobs = {job.key: job for job, _ in seats}
+        names = {job.name for job in jobs.values()}
+        conflicts = []
         for (key, place), together in newcomers.items():
             is_apart = (key, place) in jobs or _is_taken(together, jobs.get(key), seats)
             key = (key, place) if is_apart else key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -19,9 +18,9 @@ from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, rea
 LOOK_AGAIN_SECONDS: Final = 30.0
 # How long a process that carries rank variables is asked in every scan whether it has loaded torch by now.
 IMPORT_PATIENCE_SECONDS: Final = 120.0
-# Processes that are no candidates take turns if there are more to look at than this in a scan, so that nobody's
-# processes keep the daemon busy. So do environments and maps that are larger than is usual.
-LOOKS_PER_SCAN: Final = 256
+# The processes of one user must not take the budget of all ranks. So many that are new, and so many that are looked at
+# again, are looked at in one scan; ranks always are. Environments and maps that are larger than is usual take turns.
+LOOKS_PER_SCAN: Final = 128
 LARGE_ENVIRON_BYTES: Final = 32 << 10
 LARGE_MAPS_BYTES: Final = 512 << 10
 LARGE_BYTES_PER_SCAN: Final = 8 << 20
@@ -70,9 +69,8 @@ class ProcessTable:
         self._monotonic = monotonic
         self._own_pid = os.getpid()
         self._known: dict[int, KnownProcess] = {}
-        self._looks_left: float = 0
         self._large_bytes_left = 0
-        self._next_pid = 0  # of the first process that had to wait for the next scan
+        self._next_new_pid = 0  # of the first new process that had to wait for the next scan
 
     def folder(self, pid: int) -> str:
         return f"{self._root}/{pid}"
@@ -110,32 +108,41 @@ class ProcessTable:
             alive = {int(name): entry.inode() for entry in entries if (name := entry.name).isdigit()}
         for pid in self._known.keys() - alive.keys():
             del self._known[pid]
-        self._looks_left = LOOKS_PER_SCAN if self._known else math.inf
-        self._large_bytes_left = LARGE_BYTES_PER_SCAN
-        turn, self._next_pid = self._next_pid, 0
-        order = sorted(alive.items(), key=lambda entry: (entry[0] < turn, entry[0])) if turn else alive.items()
-        for pid, inode in order:
+        new: list[tuple[int, int]] = []
+        again: list[tuple[float, int, int]] = []
+        is_first, self._large_bytes_left = not self._known, LARGE_BYTES_PER_SCAN
+        for pid, inode in alive.items():
             known = self._known.get(pid)
-            if known is not None and known.inode == inode and now < known.look_again_seconds:
-                continue
-            if known is None or not known.is_candidate:
-                if self._looks_left <= 0:
-                    self._next_pid = self._next_pid or pid
-                    continue
-                self._looks_left -= 1
-            try:
-                self._look(pid, inode, now)
-            except (*procfs.GONE, ValueError):
-                self.forget(pid)  # ended meanwhile
+            if known is None:
+                new.append((pid, inode))
+            elif known.inode != inode or now >= known.look_again_seconds:
+                if known.is_candidate:
+                    self._look(pid, inode, now)
+                else:
+                    again.append((known.look_again_seconds, pid, inode))
+        again.sort()  # those that have waited longest
+        for _, pid, inode in again[:LOOKS_PER_SCAN]:
+            self._look(pid, inode, now)
+        if len(new) > LOOKS_PER_SCAN or self._next_new_pid:
+            new.sort(key=lambda entry: (entry[0] < self._next_new_pid, entry[0]))
+        looks = len(new) if is_first else LOOKS_PER_SCAN
+        self._next_new_pid = new[looks][0] if len(new) > looks else 0
+        for pid, inode in new[:looks]:
+            self._look(pid, inode, now)
 
-    def _may_read(self, pid: int, large_bytes: int) -> bool:
+    def _may_read(self, large_bytes: int) -> bool:
         if self._large_bytes_left <= 0:
-            self._next_pid = self._next_pid or pid
             return False
         self._large_bytes_left -= large_bytes
         return True
 
     def _look(self, pid: int, inode: int, now: float) -> None:
+        try:
+            self._read(pid, inode, now)
+        except (*procfs.GONE, ValueError):
+            self.forget(pid)  # ended meanwhile
+
+    def _read(self, pid: int, inode: int, now: float) -> None:
         folder = self.folder(pid)
         stat = procfs.read_stat(folder)
         known = self._known.get(pid)
@@ -143,7 +150,8 @@ class ProcessTable:
             self.forget(pid)  # what it was before an exec
             known = KnownProcess(pid, inode, stat.start_ticks, stat.exec_mark, stat.parent_pid, now)
             if not stat.is_kernel_thread and not stat.is_dead:  # which would answer ESRCH
-                if stat.environ_bytes > LARGE_ENVIRON_BYTES and not self._may_read(pid, stat.environ_bytes):
+                if stat.environ_bytes > LARGE_ENVIRON_BYTES and not self._may_read(stat.environ_bytes):
+                    self._next_new_pid = self._next_new_pid or pid
                     return
                 _read_claim(known, folder)
             self._known[pid] = known
@@ -159,7 +167,7 @@ class ProcessTable:
         try:
             if known.claim is not None:
                 is_large = known.maps_bytes >= LARGE_MAPS_BYTES
-                if not known.has_torch and (not is_large or self._may_read(known.pid, known.maps_bytes)):
+                if not known.has_torch and (not is_large or self._may_read(known.maps_bytes)):
                     limit_bytes = procfs.MAPS_LIMIT_BYTES if is_large else LARGE_MAPS_BYTES
                     known.has_torch, known.maps_bytes = procfs.find_torch(folder, limit_bytes)
                 return

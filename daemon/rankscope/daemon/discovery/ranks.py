@@ -163,7 +163,7 @@ class RankDiscovery:
             rest = len(problems) - PROBLEMS_LIMIT
             problems[PROBLEMS_LIMIT:] = [Problem("discovery", "identity", f"{rest} more processes like these")]
         # Init is nobody's rank, and may hold capabilities that even root here lacks.
-        denied = sum(known.is_denied for known in self._table if known.pid != INIT_PID)
+        denied = len([known for known in self._table if known.is_denied and known.pid != INIT_PID])
         if denied:
             whose = "process of another user" if denied == 1 else "processes of other users"
             text = f"{denied} {whose} cannot be read; run as root or with CAP_SYS_PTRACE"

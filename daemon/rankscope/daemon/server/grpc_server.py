@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from rankscope.common.descriptors import CONNECTIONS_OPTION, with_bounded_connections
 from rankscope.daemon.config import Config, parse_address
 from rankscope.daemon.server.certificates import CertificateError, Certificates, TlsFiles, names
 from rankscope.daemon.server.sockets import ListenError, SocketLock, in_use
@@ -204,7 +205,7 @@ OPTIONS = (
     ("grpc.max_concurrent_streams", 64),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
-    ("grpc.max_allowed_incoming_connections", 1024),
+    (CONNECTIONS_OPTION, 1024),
 )
 NO_CAPTURES = (
     "captures are off on this daemon: by --captures false, or because they cannot be kept (its log says why); "
@@ -305,7 +306,7 @@ class GrpcServer:
             # More calls than threads would wait unseen in the pool's queue; this way they are refused.
             maximum_concurrent_rpcs=threads,
             interceptors=(CallGuard(arrivals),),
-            options=OPTIONS,
+            options=with_bounded_connections(OPTIONS),
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from rankscope.common.descriptors import CONNECTIONS_OPTION, with_bounded_connections
 from rankscope.common.http_server import is_loopback
 from rankscope.common.tls import FollowedTls, TlsMaterial
 from rankscope.operator.access.capture_service import UserCaptures
@@ -40,7 +41,7 @@ OPTIONS = (
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
-    ("grpc.max_allowed_incoming_connections", 1024),
+    (CONNECTIONS_OPTION, 1024),
 )
 # Between two looks for a certificate that does not exist yet.
 PAUSE_SECONDS = 1.0
@@ -76,7 +77,7 @@ class UserApiServer:
             handlers=(handler,),
             # More calls than threads would wait unseen in the pool's queue; this way they are refused.
             maximum_concurrent_rpcs=THREADS,
-            options=OPTIONS,
+            options=with_bounded_connections(OPTIONS),
         )
 
     def start(self) -> None:
