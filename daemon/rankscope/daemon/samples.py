@@ -30,6 +30,7 @@ class RankProcess:
     namespace: str | None = None
     # What ranks of the job on other nodes call it; `job` differs where somebody else here has that name.
     shared_job: str = ""
+    owner: str = ""  # the pod or user whose it is, to share fairly between them
 
     @property
     def key(self) -> tuple[str, int, int, int]:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from rankscope.daemon import procfs
+from rankscope.daemon.blocking_reads import BlockedError
 from rankscope.daemon.captures.orders import SECONDS_LIMIT, CancelledError, CaptureError, Order, Recording, Stage
-from rankscope.daemon.procfs import is_alive
 from rankscope.daemon.samples import RankProcess
 from rankscope.daemon.stacks import pyspy
 from rankscope.daemon.stacks.pyspy_output import parse_errors, read_text
@@ -23,6 +24,7 @@ TICK_SECONDS: Final = 0.05
 # py-spy randomizes the pauses between samples, and a busy machine stretches them.
 OVERSTAY_FACTOR: Final = 2.0
 OVERSTAY_SECONDS: Final = 10.0
+REAP_SECONDS: Final = 2.0
 ERRORS_NOTED_RATIO: Final = 0.1
 
 
@@ -39,7 +41,10 @@ class StacksBackend:
             return pyspy.missing(self._py_spy).text
         # What py-spy does first; the kernel allows it to any process that may trace the target.
         try:
-            os.close(os.open(self._proc_root / str(rank.pid) / "mem", os.O_RDONLY | os.O_CLOEXEC))
+            folder = f"{self._proc_root}/{rank.pid}"
+            procfs.BLOCKING.call(folder, lambda: os.close(os.open(f"{folder}/mem", os.O_RDONLY | os.O_CLOEXEC)))
+        except BlockedError:
+            return f"rank {rank.rank} (pid {rank.pid}) blocks readers of its memory; does an exec of it not end?"
         except FileNotFoundError:
             return f"rank {rank.rank} (pid {rank.pid}) has ended"
         except OSError as error:
@@ -88,7 +93,9 @@ class StacksBackend:
         finally:
             if ended is None:
                 child.kill()
-        lives = is_alive(str(self._proc_root / str(rank.pid)), rank.start_ticks)
+                # One that waits for a file system which does not answer is reaped when the next process is started.
+                child.wait(REAP_SECONDS)
+        lives = procfs.is_alive(str(self._proc_root / str(rank.pid)), rank.start_ticks)
         has_output = output.is_file() and output.stat().st_size > 0
         if ended is None or ended.status != 0 or not has_output:
             text = read_text(log, pyspy.LOG_LIMIT_BYTES)

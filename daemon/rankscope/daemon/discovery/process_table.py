@@ -44,6 +44,7 @@ class KnownProcess:
     is_python: bool | None = None  # not looked at yet
     ring_inode: int | None = None
     ring_look_seconds: float = 0.0
+    ring_search: procfs.RingSearch | None = None
     # Stays once seen: a data-loader worker that outlives its rank does not take its place.
     is_helper: bool = False
 
@@ -97,8 +98,13 @@ class ProcessTable:
         if known.ring_inode is None and now >= known.ring_look_seconds:
             known.ring_look_seconds = now + min((now - known.first_seen_seconds) / 4, LOOK_AGAIN_SECONDS)
             with suppress(OSError):
-                known.ring_inode = procfs.ring_inode(self.folder(known.pid))
+                folder = self.folder(known.pid)
+                known.ring_inode = procfs.BLOCKING.call(folder, lambda: self._ring_inode(known))
         return known.ring_inode is not None
+
+    def _ring_inode(self, known: KnownProcess) -> int | None:
+        known.ring_search = known.ring_search or procfs.RingSearch(self.folder(known.pid))
+        return procfs.ring_inode(known.ring_search)
 
     def refresh(self) -> None:
         now = self._monotonic()
@@ -110,15 +116,18 @@ class ProcessTable:
         turn = self._next_large_pid  # that of the first process that had to wait last time
         self._next_large_pid = 0
         pids = alive if not turn else sorted(alive, key=lambda pid: (pid < turn, pid))
-        for pid in pids:
-            inode = alive[pid]
-            known = self._known.get(pid)
-            if known is not None and known.inode == inode and now < known.look_again_seconds:
-                continue
+
+        def look(pid: int) -> None:
             try:
-                self._look(pid, inode, now)
+                self._look(pid, alive[pid], now)
             except (*procfs.GONE, ValueError):
                 self.forget(pid)  # ended meanwhile
+
+        def is_due(pid: int) -> bool:
+            known = self._known.get(pid)
+            return known is None or known.inode != alive[pid] or now >= known.look_again_seconds
+
+        procfs.BLOCKING.each(filter(is_due, pids), self.folder, look)
 
     def _look(self, pid: int, inode: int, now: float) -> None:
         folder = self.folder(pid)
@@ -159,7 +168,7 @@ class ProcessTable:
             if known.is_python is None:
                 known.is_python = procfs.is_python(folder, command)
             if known.is_python and known.ring_inode is None:
-                known.ring_inode = procfs.ring_inode(folder)
+                known.ring_inode = self._ring_inode(known)
         except PermissionError:
             # The environment was readable and this is not: a process that made itself undumpable in between.
             known.is_denied = True

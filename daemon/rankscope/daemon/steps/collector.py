@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rankscope.common.text import printable
-from rankscope.daemon.collector import Collector
+from rankscope.daemon import procfs
+from rankscope.daemon.collector import Collector, blocked
 from rankscope.daemon.config import Config
+from rankscope.daemon.procfs import RingSearch
 from rankscope.daemon.samples import ProbeFacts, Problem, RankKey, RankProcess, Span, StepSample
 from rankscope.daemon.steps import ring_reader, step_columns
 from rankscope.daemon.steps.ring_reader import RingError
@@ -23,6 +26,8 @@ COUNTER_AT_MOST = 1 << 53
 TEXT_LENGTH = 128
 RANKS_AT_MOST = 10_000_000
 FLOPS_AT_MOST = 1e30
+# A rank without a ring is searched less and less often, after this many windows at the latest.
+WINDOWS_LEFT_OUT = 8
 
 
 @dataclass(frozen=True)
@@ -46,16 +51,21 @@ class StepsCollector(Collector[StepSample]):
     def __init__(self, proc_root: Path = Path("/proc")) -> None:
         self._proc_root = proc_root
         self._progress: dict[RankKey, _Progress] = {}
+        self._searches: dict[RankKey, RingSearch] = {}
 
     @classmethod
     def from_config(cls, config: Config) -> StepsCollector:
         return cls(Path(config.proc_root))
 
     def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, StepSample | Problem]:
-        present = {rank.key for rank in ranks}
-        self._progress = {key: progress for key, progress in self._progress.items() if key in present}
+        self._searches = {
+            rank.key: self._searches.get(rank.key) or RingSearch(f"{self._proc_root}/{rank.pid}", WINDOWS_LEFT_OUT)
+            for rank in ranks
+        }
+        self._progress = {key: progress for key, progress in self._progress.items() if key in self._searches}
         found: dict[RankKey, StepSample | Problem] = {}
-        for rank in ranks:
+
+        def read(rank: RankProcess) -> None:
             try:
                 sample = self._read(rank, span)
                 if sample is not None:
@@ -64,16 +74,20 @@ class StepsCollector(Collector[StepSample]):
                 found[rank.key] = self._problem(rank, error.kind, str(error))
             except OSError as error:
                 found[rank.key] = self._problem(rank, "unreadable", f"the ring could not be read: {error}")
+
+        for rank in procfs.BLOCKING.each(ranks, lambda rank: f"{self._proc_root}/{rank.pid}", read):
+            found[rank.key] = blocked(self.name, rank)
         return found
 
     def _problem(self, rank: RankProcess, kind: str, text: str) -> Problem:
         return Problem(self.name, kind, f"{rank}: {text}")
 
     def _read(self, rank: RankProcess, span: Span) -> StepSample | None:
-        with ring_reader.opened(self._proc_root, rank.pid) as fd:
-            if fd is None:
-                self._progress.pop(rank.key, None)
-                return None
+        fd = ring_reader.open_found(self._searches[rank.key])
+        if fd is None:
+            self._progress.pop(rank.key, None)
+            return None
+        try:
             header = ring_reader.read_header(fd)
             own_pid = rank.namespace_pids[-1] if rank.namespace_pids else rank.pid
             if header.owner_pid != own_pid:
@@ -83,6 +97,8 @@ class StepsCollector(Collector[StepSample]):
                 raise RingError("disabled", "the probe has disabled itself; its reason is on the process' stderr")
             sample, self._progress[rank.key] = _sample(fd, header, self._progress_of(rank.key, header, span), span)
             return sample
+        finally:
+            os.close(fd)
 
     def _progress_of(self, key: RankKey, header: ring_reader.Header, span: Span) -> _Progress:
         """Where to continue. After an exec the same process has another ring."""
