@@ -12,7 +12,6 @@ from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.common.rank_selection import Suspected
 from rankscope.common.tls import FollowedTls
 from rankscope.daemon.config import Config
-from rankscope.daemon.export.status import process_cpu_seconds
 from rankscope.daemon.loop import Addresses, Daemon
 from rankscope.daemon.server.grpc_server import Service
 from rankscope.daemon.server.sockets import ListenError
@@ -78,7 +77,7 @@ class Standalone:
         self,
         config: Config,
         policy: Policy = DEFAULT_POLICY,
-        own_cpu_seconds: Callable[[], float] = process_cpu_seconds,
+        own_cpu_seconds: Callable[[], float] | None = None,
         alerts: AlertSettings | None = None,
     ) -> None:
         self.correlator = Correlator(policy)

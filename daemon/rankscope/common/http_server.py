@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import ipaddress
 import logging
+import math
 import socket
 import ssl
 import threading
@@ -31,6 +32,8 @@ HEAD_BYTES = 16 << 10
 SILENCE_SECONDS = 5.0
 STOP_SECONDS = 3.0
 REFUSALS_REMEMBERED = 256
+BURST_SECONDS = 5.0
+PAUSE_SECONDS = 0.5
 TEXT, JSON = "text/plain; charset=utf-8", "application/json"
 
 
@@ -42,6 +45,7 @@ class Limits:
     request_seconds: float = 20.0
     idle_seconds: float = 0.0
     buffered_bytes: int = 64 << 20  # of the bodies of all requests together
+    core_ratio: float | None = None  # CPU time that requests may take, on average; those beyond it wait
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,8 @@ class HttpServer(HTTPServer):
         self._logged: set[tuple[str, str]] = set()
         self._threads = threading.BoundedSemaphore(2 * self.limits.connections)
         self._is_serving = self._is_stopping = False
+        self._accepting_seconds = self._answering_seconds = 0.0  # CPU time
+        self._paid_cpu_seconds, self._paid_monotonic = 0.0, -math.inf  # until when that CPU time is within its share
         super().__init__((host, port), cast(Any, None))
         self.port = int(self.server_address[1])
         shown_host = f"[{host}]" if ":" in host else host
@@ -152,13 +158,28 @@ class HttpServer(HTTPServer):
         # HTTPServer would look up the host's full name here, which can take seconds where DNS is broken.
         TCPServer.server_bind(self)
 
+    @property
+    def cpu_seconds(self) -> float:
+        """Taken since the start."""
+        return self._accepting_seconds + self._answering_seconds
+
     def service_actions(self) -> None:
-        """Called a few times a second: ends requests that take too long."""
+        """Called after each connection, and a few times a second: ends requests that take too long."""
+        self._accepting_seconds = time.thread_time()
         now = time.monotonic()
         with self._lock:
             for caller in self._open:
                 if caller.until_monotonic is not None and caller.until_monotonic <= now:
                     caller.cut()
+        if self.limits.core_ratio is not None:
+            # Those that are not accepted yet wait until what was taken is within its share of a core. Time that was not
+            # used is kept for a burst.
+            self._paid_monotonic = max(self._paid_monotonic, now - BURST_SECONDS)
+            taken_seconds = self.cpu_seconds - self._paid_cpu_seconds
+            self._paid_cpu_seconds += taken_seconds
+            self._paid_monotonic += taken_seconds / self.limits.core_ratio
+            if self._paid_monotonic > now:
+                time.sleep(min(self._paid_monotonic - now, PAUSE_SECONDS))
 
     def process_request(self, request: Any, client_address: Any) -> None:
         caller = _Caller(request, time.monotonic() + self.limits.request_seconds)
@@ -216,6 +237,8 @@ class HttpServer(HTTPServer):
                 self._open.pop(caller, None)
             caller.end_tls()
             self.shutdown_request(caller.connection)
+            with self._lock:
+                self._answering_seconds += time.thread_time()  # of a thread of its own
             self._threads.release()
 
     def _log_refusal(self, address: str, error: ssl.SSLError) -> None:

@@ -40,6 +40,11 @@ class Collector(ABC, Generic[Sample]):
         """Called once, also if `start` was not."""
 
 
+def blocked(collector: str, rank: RankProcess) -> Problem:
+    text = f"{rank}: it blocks those who read it, and is not read until it stops (an exec that does not end?)"
+    return Problem(collector, "blocked", text)
+
+
 @dataclass(frozen=True)
 class CollectorStatus:
     duration_seconds: float

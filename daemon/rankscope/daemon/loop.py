@@ -82,7 +82,7 @@ class Daemon:
         clock: Clock | None = None,
         services: Sequence[Service] = (),
         metrics: Sequence[Collector] = (),
-        own_cpu_seconds: Callable[[], float] = process_cpu_seconds,
+        own_cpu_seconds: Callable[[], float] | None = None,
     ) -> None:
         self.config = config
         self.publisher = Publisher(config.watch_readers)
@@ -93,7 +93,7 @@ class Daemon:
         self._paces = PaceWatch()
         self._budget = Budget(config.budget_ratio, config.stack_rate_hertz)
         self._ticker = Ticker(self._clock, config.window_seconds)
-        self._own_cpu_seconds = own_cpu_seconds
+        self._own_cpu_seconds = own_cpu_seconds or self._process_cpu_seconds
         self.policies = PolicyBoard(config.stack_rate_hertz, self._clock.monotonic_seconds)
         self._services = (rank_service(config.node, self.publisher), policy_service(self.policies), *services)
         self._more_metrics = tuple(metrics)
@@ -184,7 +184,8 @@ class Daemon:
             self._socket_lock = SocketLock(Path(self.config.socket))
         if address is not None:
             collectors = (Exporter(self.snapshot), *self._more_metrics)
-            self._metrics = MetricsServer(*address, collectors, self._is_alive, metrics_tls(self.config))
+            tls = metrics_tls(self.config)
+            self._metrics = MetricsServer(*address, collectors, self._is_alive, tls, lambda: self._status)
         self.captures = _open_captures(self.config, self.policies)
         capturing = no_capture_service() if self.captures is None else self.captures.service
         if self._socket_lock is not None or self.config.grpc_listen != NONE:
@@ -217,6 +218,13 @@ class Daemon:
                 self._problems.warn(("tick", type(error)), f"a window was lost: {describe(error)}; please report this")
                 log.debug("the lost window", exc_info=True)
             self._ticked_at = self._clock.monotonic_seconds()
+
+    def _process_cpu_seconds(self) -> float:
+        """Without scrapes: whoever scrapes too often must not cost the ranks their stacks."""
+        return process_cpu_seconds() - self._scrape_cpu_seconds()
+
+    def _scrape_cpu_seconds(self) -> float:
+        return 0.0 if self._metrics is None else self._metrics.cpu_seconds
 
     def _is_alive(self) -> bool:
         return self._clock.monotonic_seconds() - self._ticked_at < 5.0 + 3 * self.config.window_seconds
@@ -272,6 +280,8 @@ class Daemon:
             collectors=sampled.collectors,
             own_cpu_seconds=self._own_cpu_seconds(),
             sampling_cpu_seconds=self._collectors.stacks.child_cpu_seconds,
+            scrape_cpu_seconds=self._scrape_cpu_seconds(),
+            stuck_samplers=self._collectors.stacks.stuck,
             resident_bytes=resident_bytes(),
             budget_used_ratio=self._budget.used_ratio,
             stack_rate_hertz=self._budget.recording_hertz,

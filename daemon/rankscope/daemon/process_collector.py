@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
 from rankscope.daemon import procfs
 from rankscope.daemon.cgroups import CpuThrottling, Throttled
-from rankscope.daemon.collector import Collector
+from rankscope.daemon.collector import Collector, blocked
 from rankscope.daemon.config import Config
 from rankscope.daemon.samples import Problem, ProcessSample, RankKey, RankProcess, Span
 
@@ -64,25 +65,32 @@ class ProcessCollector(Collector[ProcessSample]):
         return cls(Path(config.proc_root), Path(config.cgroup_root))
 
     def poll(self, now_monotonic: float = 0.0) -> None:
-        for watched in self._watched.values():
-            try:
+        def look(watched: _Watched) -> None:
+            with suppress(OSError, ValueError):  # `collect` reports why
                 self._look(watched)
-            except (OSError, ValueError):
-                continue  # `collect` reports why
+
+        procfs.BLOCKING.each(self._watched.values(), self._folder, look)
 
     def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, ProcessSample | Problem]:
         self._throttling.begin_round()
         self._watched = {rank.key: self._watched.get(rank.key) or _Watched(rank) for rank in ranks}
         samples: dict[RankKey, ProcessSample | Problem] = {}
-        for key, watched in self._watched.items():
+
+        def read(watched: _Watched) -> None:
             try:
-                samples[key] = self._sample(watched, span.seconds)
+                samples[watched.rank.key] = self._sample(watched, span.seconds)
             except procfs.GONE:
-                continue  # ended; discovery will notice
+                pass  # ended; discovery will notice
             except (OSError, ValueError) as error:
-                text = f"{watched.rank}: {self._root}/{watched.rank.pid} could not be read: {error}"
-                samples[key] = Problem(self.name, "unreadable", text)
+                text = f"{watched.rank}: {self._folder(watched)} could not be read: {error}"
+                samples[watched.rank.key] = Problem(self.name, "unreadable", text)
+
+        for watched in procfs.BLOCKING.each(self._watched.values(), self._folder, read):
+            samples[watched.rank.key] = blocked(self.name, watched.rank)
         return samples
+
+    def _folder(self, watched: _Watched) -> str:
+        return f"{self._root}/{watched.rank.pid}"
 
     def _look(self, watched: _Watched) -> procfs.ProcessStat:
         stat = procfs.read_stat(f"{self._root}/{watched.rank.pid}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import re
 import stat
@@ -13,6 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from rankscope.daemon.blocking_reads import BlockedError, BlockingReads
+from rankscope.probe import ring_layout
+
 # What any read of /proc/<pid> raises when the process ended in between (ENOENT before the open, ESRCH after it).
 GONE: Final = (FileNotFoundError, ProcessLookupError)
 
@@ -20,9 +24,11 @@ ENVIRON_LIMIT_BYTES: Final = 256 * 1024
 VALUE_LIMIT_BYTES: Final = 8192
 MAPS_LIMIT_BYTES: Final = 16 * 1024 * 1024
 SMALL_FILE_LIMIT_BYTES: Final = 16 * 1024
-DESCRIPTORS_LIMIT: Final = 4096
+DESCRIPTORS_LIMIT: Final = 16_384
+DESCRIPTORS_PER_LOOK: Final = 512
+PASSES_PER_PAUSE: Final = 8
 THREADS_LIMIT: Final = 4096
-RING_LINK_PREFIX: Final = "/memfd:rankscope-ring"
+RING_LINKS: Final = (f"/memfd:{ring_layout.RING_NAME} (deleted)", f"/memfd:{ring_layout.RING_NAME}")
 
 _NS_GET_PARENT: Final = 0xB702
 _NS_GET_OWNER_UID: Final = 0xB704
@@ -130,7 +136,9 @@ def read_stat(process: str) -> ProcessStat:
 def is_alive(process: str, start_ticks: int) -> bool:
     """Whether the process that started then still runs; its pid may be another's by now."""
     try:
-        stat = read_stat(process)
+        stat = BLOCKING.call(process, lambda: read_stat(process))
+    except BlockedError:
+        return True
     except (OSError, ValueError):
         return False
     return stat.start_ticks == start_ticks and not stat.is_dead
@@ -231,18 +239,108 @@ def is_python(process: str, command: str) -> bool:
         return False
 
 
-def ring_inode(process: str) -> int | None:
-    """Which Rankscope ring the process holds. A fork shares its parent's, and so shows the same number."""
-    for link in islice(Path(process, "fd").iterdir(), DESCRIPTORS_LIMIT):
+class RingSearch:
+    """Finds the descriptor of a process' ring, looks at a bounded number of descriptors at a time, and remembers where
+    it was. A process may have a million descriptors, and listing them costs as much as looking at each."""
+
+    def __init__(self, process: str, longest_pause: int = 0) -> None:
+        """`longest_pause`: how many looks are left out, the more the longer the process has had no ring."""
+        self.process = process
+        self._longest_pause = longest_pause
+        self._next = 0  # the descriptor to go on with
+        self._is_found = False  # there
+        self._passes = 0  # in vain, over all descriptors
+        self._pause = 0  # looks to leave out
+
+    def look(self, descriptors: int = DESCRIPTORS_PER_LOOK) -> str | None:
+        """The path of its link; None if it was not found yet. Raises OSError if the process may not be read."""
+        if self._pause > 0:
+            self._pause -= 1
+            return None
+        if self._is_found and self._is_at(self._next):
+            return self._link(self._next)
+        if self._is_found:
+            self._next, self._is_found = 0, False
+        last = min(DESCRIPTORS_LIMIT, self._table_size())
+        for number in range(self._next, min(self._next + descriptors, last)):
+            if self._is_at(number):
+                self._next, self._is_found, self._passes = number, True, 0
+                return self._link(number)
+        self._next += descriptors
+        if self._next >= last:
+            self._next = 0
+            self._passes += 1
+            self._pause = min(self._passes // PASSES_PER_PAUSE, self._longest_pause)
+        return None
+
+    def _link(self, number: int) -> str:
+        return f"{self.process}/fd/{number}"
+
+    def _is_at(self, number: int) -> bool:
         try:
+            if os.readlink(self._link(number)) not in RING_LINKS:  # noqa: PTH115 - a Path costs more than the call
+                return False
             # Another daemon has a ring open for an instant as well, but to read only or to write only: the link's mode
             # says which.
-            mode = link.lstat().st_mode & (stat.S_IRUSR | stat.S_IWUSR)
-            if str(link.readlink()).startswith(RING_LINK_PREFIX) and mode == stat.S_IRUSR | stat.S_IWUSR:
-                return link.stat().st_ino
-        except OSError:
-            continue  # closed in between
-    return None
+            mode = os.lstat(self._link(number)).st_mode
+            return mode & (stat.S_IRUSR | stat.S_IWUSR) == stat.S_IRUSR | stat.S_IWUSR
+        except FileNotFoundError:
+            return False
+
+    def _table_size(self) -> int:
+        match = re.search(rb"^FDSize:\s*(\d{1,9})$", read_bounded(self.process + "/status"), re.MULTILINE)
+        return int(match.group(1)) if match else 0
+
+
+def memfd_handle(link: str) -> int:
+    """A descriptor (O_PATH) of a memfd, by its link in /proc of another process. The name proves nothing, and the file
+    may be exchanged before it is opened: for a device, whose opening has effects, or for a file on a FUSE mount, whose
+    owner can block the open, and even a stat, for ever. So: a handle that opens nothing, and a check that it is on the
+    file system of memfds, which asks no other file system. Raises NotMemfdError."""
+    handle = os.open(link, os.O_PATH | os.O_CLOEXEC)
+    try:
+        if _mount_id(handle) != _memfd_mount_id():
+            raise NotMemfdError(f"{link} is named like a ring but is not a memfd; not touched")
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise NotMemfdError(f"{link} is named like a ring but is not a regular file; not touched")
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+class NotMemfdError(OSError):
+    pass
+
+
+def _mount_id(fd: int) -> bytes | None:
+    found = re.search(rb"^mnt_id:\s*(\d+)$", read_bounded(f"/proc/self/fdinfo/{fd}"), re.MULTILINE)
+    return found.group(1) if found else None
+
+
+@functools.cache
+def _memfd_mount_id() -> bytes | None:
+    """All memfds are on one mount of the kernel's own."""
+    own = os.memfd_create("rankscope-reference", os.MFD_CLOEXEC)
+    try:
+        return _mount_id(own)
+    finally:
+        os.close(own)
+
+
+def ring_inode(search: RingSearch, descriptors: int = DESCRIPTORS_PER_LOOK) -> int | None:
+    """Which Rankscope ring the process holds. A fork shares its parent's, and so shows the same number."""
+    try:
+        link = search.look(descriptors)
+        if link is None:
+            return None
+        handle = memfd_handle(link)
+    except (*GONE, NotMemfdError):
+        return None
+    try:
+        return os.fstat(handle).st_ino
+    finally:
+        os.close(handle)
 
 
 def namespace_inode(process: str, kind: str) -> int:
@@ -279,3 +377,13 @@ def pod_uid(process: str) -> str | None:
     """The Kubernetes pod of a process, from its cgroup path (both cgroup drivers' spelling)."""
     match = _POD_UID.search(read_bounded(process + "/cgroup").decode("utf-8", "replace"))
     return match.group(1).replace("_", "-") if match else None
+
+
+def _owner(process: str) -> str:
+    try:
+        return pod_uid(process) or str(Path(process).stat().st_uid)
+    except OSError:
+        return ""
+
+
+BLOCKING: Final = BlockingReads(_owner)

@@ -8,7 +8,7 @@ from typing import Protocol
 from prometheus_client.registry import Collector
 
 from rankscope.common.http_server import HttpServer, Request, Response, Route
-from rankscope.common.metrics_endpoint import metrics_response, registry_of
+from rankscope.common.metrics_endpoint import MetricsPage
 from rankscope.common.tls import FollowedTls
 from rankscope.operator.access.token_review import MetricsGuard
 
@@ -30,7 +30,7 @@ class OperatorServer:
         tls: FollowedTls | None = None,
         guard: MetricsGuard | None = None,
     ) -> None:
-        self._registry = registry_of(collectors)
+        self._page = MetricsPage(collectors)
         self._operator = operator
         self._guard = guard
         routes = {
@@ -57,4 +57,4 @@ class OperatorServer:
         refusal = None
         if self._guard is not None:
             refusal = self._guard.refusal(request.headers.get("Authorization", ""), request.address)
-        return metrics_response(self._registry, request) if refusal is None else refusal
+        return self._page.response(request) if refusal is None else refusal

@@ -222,7 +222,7 @@ def test_a_launchers_ring_shows_that_it_trains(proc: FakeProc, monkeypatch: pyte
     proc.add(41, {**slurm, **torchrun(0, 1)}, parent=40)
     assert pids(scan(proc)) == [41]
     # A plain folder has no link to a memfd that can be opened.
-    monkeypatch.setattr(procfs, "ring_inode", lambda process: 7 if process == str(folder) else None)
+    monkeypatch.setattr(procfs, "ring_inode", lambda search: 7 if search.process == str(folder) else None)
     assert sorted(pids(scan(proc))) == [40, 41]
 
 

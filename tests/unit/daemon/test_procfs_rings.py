@@ -35,10 +35,42 @@ def test_who_looks_into_a_ring_is_not_who_keeps_it(flags: int) -> None:
             assert reader.stdout is not None
             assert reader.stdout.readline() == "reading\n"
             links = [str(link.readlink()) for link in Path(f"/proc/{reader.pid}/fd").iterdir()]
-            assert any(link.startswith(procfs.RING_LINK_PREFIX) for link in links)
-            assert procfs.ring_inode(f"/proc/{reader.pid}") is None
-            assert procfs.ring_inode(f"/proc/{os.getpid()}") == os.fstat(ring).st_ino
+            assert any(link in procfs.RING_LINKS for link in links)
+            assert procfs.ring_inode(procfs.RingSearch(f"/proc/{reader.pid}")) is None
+            assert procfs.ring_inode(procfs.RingSearch(f"/proc/{os.getpid()}")) == os.fstat(ring).st_ino
             assert reader.pid not in [rank.pid for rank in RankDiscovery().scan().ranks]
             reader.communicate()
     finally:
         os.close(ring)
+
+
+def test_a_ring_behind_many_descriptors_is_found_in_a_few_looks_and_then_at_once() -> None:
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(40)]
+    ring = os.memfd_create(ring_layout.RING_NAME)
+    search = procfs.RingSearch(f"/proc/{os.getpid()}")
+    try:
+        looks = [search.look(descriptors=8) for _ in range(12)]
+        assert looks[0] is None
+        assert looks[-1] == f"/proc/{os.getpid()}/fd/{ring}"
+        assert search.look(descriptors=0) == looks[-1]  # where it was
+        os.close(ring)
+        assert search.look() is None
+        ring = os.memfd_create(ring_layout.RING_NAME)
+        assert search.look() is not None
+    finally:
+        for descriptor in (ring, *many):
+            os.close(descriptor)
+
+
+def test_a_process_that_has_no_ring_for_long_is_searched_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = procfs.RingSearch(f"/proc/{os.getpid()}", longest_pause=4)
+    read = os.readlink
+    links: list[str] = []
+    monkeypatch.setattr(os, "readlink", lambda path: links.append(path) or read(path))
+    searched = []
+    for _ in range(100):
+        before = len(links)
+        search.look()
+        searched.append(len(links) > before)
+    assert all(searched[:8])
+    assert sum(searched[-10:]) == 2

@@ -10,15 +10,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import pytest
 
 from rankscope.daemon import procfs
 from rankscope.daemon.samples import Frame, Problem, RankProcess, Span, StackSample, StallDump
 from rankscope.daemon.stacks.collector import HOLD_UP_SECONDS, StacksCollector
-from rankscope.daemon.stacks.pyspy import PrivateFolder
+from rankscope.daemon.stacks.pyspy import STUCK_PER_OWNER, Child, Ended, KilledChildren, PrivateFolder
 from rankscope.daemon.stacks.pyspy_output import Stack
 from rankscope.daemon.stacks.recording import FRAMES_KEPT, LIBRARY_FRAMES_KEPT, summarise
 from rankscope.daemon.stacks.sampling_budget import Budget, Plan
@@ -295,7 +296,12 @@ def test_a_recording_that_overstays_is_killed(tmp_path: Path) -> None:
         problem = source.collect([rank(0)], SPAN)[rank(0).key]
         assert isinstance(problem, Problem)
         assert problem.kind == "timeout"
-        assert is_gone(calls(tmp_path)[0])
+
+        def is_reaped() -> bool:
+            source.poll(100.0)
+            return is_gone(calls(tmp_path)[0])
+
+        wait_for(is_reaped)
 
 
 def test_a_recording_of_a_rank_that_departed_and_all_at_the_end_are_killed(tmp_path: Path) -> None:
@@ -396,3 +402,56 @@ def test_when_frames_are_cut_the_programs_own_come_first_and_a_few_of_libraries_
     assert sample.frames[0] == sample.frames[0].__class__(
         Frame("deep", "/opt/site-packages/y.py", 0), 500, 500, "other"
     )
+
+
+class UnkillableChild:
+    """Stands in for a py-spy that waits for a file system which does not answer."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.has_ended = False
+
+    def kill(self) -> None:
+        pass
+
+    def wait(self, seconds: float) -> Ended | None:
+        return Ended(-9, 0.5) if self.has_ended else None
+
+
+def test_children_that_do_not_end_cost_their_owner_its_stacks_and_nobody_else() -> None:
+    now = [0.0]
+    killed = KilledChildren(lambda: now[0])
+    hostile = [replace(rank(number), owner="pod a") for number in range(STUCK_PER_OWNER + 1)]
+    other = replace(rank(0, "other"), owner="pod b")
+    children = [UnkillableChild(number) for number in range(STUCK_PER_OWNER)]
+    for child, held in zip(children, hostile, strict=False):
+        killed.kill(cast(Child, child), held)
+    assert killed.hold(hostile[0])
+    assert killed.reap() == 0.0
+    assert killed.stuck == 0  # it may take a moment
+    now[0] = 5.0
+    assert killed.stuck == STUCK_PER_OWNER
+    objections = [killed.objection(each) for each in hostile]
+    assert all(problem is not None and problem.kind == "stuck" for problem in objections)
+    assert killed.objection(other) is None
+    for child in children:
+        child.has_ended = True
+    assert killed.reap() == 0.5 * STUCK_PER_OWNER
+    assert killed.stuck == 0
+    assert killed.objection(hostile[-1]) is None
+
+
+def test_a_rank_that_costs_far_too_much_is_given_up_and_tried_rarely(tmp_path: Path) -> None:
+    with collector(tmp_path, "while :; do :; done") as source:
+        source.collect([rank(0)], SPAN)
+        now = [0.0]
+
+        def is_given_up() -> bool:
+            now[0] += 0.001
+            source.poll(now[0])
+            found = source.collect([rank(0)], SPAN).get(rank(0).key)
+            return isinstance(found, Problem) and found.kind == "expensive"
+
+        wait_for(is_given_up)
+        settle(source, now[0] + 50.0)
+        assert len(calls(tmp_path)) == 1

@@ -240,12 +240,12 @@ def test_a_writer_at_full_speed_never_yields_a_torn_record(collector: StepsColle
         running.stdout.close()
 
 
-def test_a_directory_that_may_not_be_read_is_a_permission_problem(tmp_path: Path) -> None:
-    class Denied(type(Path())):  # type: ignore[misc]
-        def iterdir(self) -> Iterator[Path]:
-            raise PermissionError(13, "Permission denied")
+def test_descriptors_that_may_not_be_read_are_a_permission_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: str) -> str:
+        raise PermissionError(13, "Permission denied", path)
 
-    problem = problem_of(StepsCollector(Denied(tmp_path)))
+    monkeypatch.setattr(os, "readlink", denied)
+    problem = problem_of(StepsCollector())
     assert problem.kind == "permission"
     assert "CAP_SYS_PTRACE" in problem.text
 

@@ -125,6 +125,7 @@ class FakeSource(Collector[object]):
 
     child_cpu_seconds = 0.0
     recorded_ratio: float | None = None
+    stuck = 0
 
     def __init__(self, name: str, answer: Callable[[RankProcess], object] = lambda _: None) -> None:
         self.name = name

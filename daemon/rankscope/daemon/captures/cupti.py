@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rankscope.daemon import procfs
 from rankscope.daemon.captures.orders import Options
 from rankscope.daemon.samples import RankProcess
 
@@ -18,18 +19,22 @@ _DESCRIPTORS_LIMIT = 4096
 def uses_cuda(pid: int, proc_root: Path = Path("/proc")) -> bool:
     """Doubtful cases count as yes: the harm is permanent."""
     try:
-        for number, descriptor in enumerate((proc_root / str(pid) / "fd").iterdir()):
-            if number >= _DESCRIPTORS_LIMIT:
-                return True
-            try:
-                if str(descriptor.readlink()).startswith(_DEVICES):
-                    return True
-            except OSError:
-                continue
+        return procfs.BLOCKING.call(f"{proc_root}/{pid}", lambda: _has_device(pid, proc_root))
     except FileNotFoundError:
         return False
     except OSError:
         return True
+
+
+def _has_device(pid: int, proc_root: Path) -> bool:
+    for number, descriptor in enumerate((proc_root / str(pid) / "fd").iterdir()):
+        if number >= _DESCRIPTORS_LIMIT:
+            return True
+        try:
+            if str(descriptor.readlink()).startswith(_DEVICES):
+                return True
+        except OSError:
+            continue
     return False
 
 

@@ -46,6 +46,7 @@ class KnownProcess:
     is_python: bool | None = None  # not looked at yet
     ring_inode: int | None = None
     ring_look_seconds: float = 0.0
+    ring_search: procfs.RingSearch | None = None
     # Stays once seen: a data-loader worker that outlives its rank does not take its place.
     is_helper: bool = False
 
@@ -99,8 +100,13 @@ class ProcessTable:
         if known.ring_inode is None and now >= known.ring_look_seconds:
             known.ring_look_seconds = now + min((now - known.first_seen_seconds) / 4, LOOK_AGAIN_SECONDS)
             with suppress(OSError):
-                known.ring_inode = procfs.ring_inode(self.folder(known.pid))
+                folder = self.folder(known.pid)
+                known.ring_inode = procfs.BLOCKING.call(folder, lambda: self._ring_inode(known))
         return known.ring_inode is not None
+
+    def _ring_inode(self, known: KnownProcess) -> int | None:
+        known.ring_search = known.ring_search or procfs.RingSearch(self.folder(known.pid))
+        return procfs.ring_inode(known.ring_search)
 
     def refresh(self) -> None:
         now = self._monotonic()
@@ -108,27 +114,27 @@ class ProcessTable:
             alive = {int(name): entry.inode() for entry in entries if (name := entry.name).isdigit()}
         for pid in self._known.keys() - alive.keys():
             del self._known[pid]
-        new: list[tuple[int, int]] = []
-        again: list[tuple[float, int, int]] = []
+        new: list[int] = []
+        again: list[tuple[float, int]] = []
+        due: list[int] = []
         is_first, self._large_bytes_left = not self._known, LARGE_BYTES_PER_SCAN
         for pid, inode in alive.items():
             known = self._known.get(pid)
             if known is None:
-                new.append((pid, inode))
+                new.append(pid)
             elif known.inode != inode or now >= known.look_again_seconds:
                 if known.is_candidate:
-                    self._look(pid, inode, now)
+                    due.append(pid)
                 else:
-                    again.append((known.look_again_seconds, pid, inode))
+                    again.append((known.look_again_seconds, pid))
         again.sort()  # those that have waited longest
-        for _, pid, inode in again[:LOOKS_PER_SCAN]:
-            self._look(pid, inode, now)
+        due += [pid for _, pid in again[:LOOKS_PER_SCAN]]
         if len(new) > LOOKS_PER_SCAN or self._next_new_pid:
-            new.sort(key=lambda entry: (entry[0] < self._next_new_pid, entry[0]))
+            new.sort(key=lambda pid: (pid < self._next_new_pid, pid))
         looks = len(new) if is_first else LOOKS_PER_SCAN
-        self._next_new_pid = new[looks][0] if len(new) > looks else 0
-        for pid, inode in new[:looks]:
-            self._look(pid, inode, now)
+        self._next_new_pid = new[looks] if len(new) > looks else 0
+        due += new[:looks]
+        procfs.BLOCKING.each(due, self.folder, lambda pid: self._look(pid, alive[pid], now))
 
     def _may_read(self, large_bytes: int) -> bool:
         if self._large_bytes_left <= 0:
@@ -174,7 +180,7 @@ class ProcessTable:
             if known.is_python is None:
                 known.is_python = procfs.is_python(folder, command)
             if known.is_python and known.ring_inode is None:
-                known.ring_inode = procfs.ring_inode(folder)
+                known.ring_inode = self._ring_inode(known)
         except PermissionError:
             # The environment was readable and this is not: a process that made itself undumpable in between.
             known.is_denied = True

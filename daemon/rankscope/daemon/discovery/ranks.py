@@ -6,8 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from rankscope.daemon import procfs
 from rankscope.daemon.discovery.job_names import Claimant, JobNames, Place
@@ -23,6 +24,8 @@ MAX_RANKS: Final = 1024
 # So many ranks of a pod or user that are watched already are not given up for newcomers: a node's GPUs.
 KEPT_PER_OWNER: Final = 8
 OTHER_OWNERS: Final = "others"
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class RankDiscovery:
         ranks = []
         for claimant in kept_claimants:
             try:
-                claimant.rank = claimant.rank or self._describe(claimant)
+                claimant.rank = claimant.rank or self._read(claimant.process, partial(self._describe, claimant))
                 ranks.append(claimant.rank)
             except OSError:
                 self._table.forget(claimant.process.pid)  # ended meanwhile; found again if it did not
@@ -117,12 +120,15 @@ class RankDiscovery:
                 if claimant is None or claimant.process is not known:
                     # A ring without rank variables: a program that trains alone.
                     claim = known.claim or Claim(f"local/{known.pid}", 0, 0, 1, is_loopback=True)
-                    claimant = Claimant(known, claim, self._place_of(known))
+                    claimant = Claimant(known, claim, self._read(known, partial(self._place_of, known)))
                 claimants.append(claimant)
             except OSError:
                 self._table.forget(known.pid)
         self._claimants = {claimant.process.pid: claimant for claimant in claimants}
         return claimants
+
+    def _read(self, known: KnownProcess, read: Callable[[], Result]) -> Result:
+        return procfs.BLOCKING.call(self._table.folder(known.pid), read)
 
     def _place_of(self, known: KnownProcess) -> Place:
         folder = self._table.folder(known.pid)
@@ -164,6 +170,9 @@ class RankDiscovery:
             problems[PROBLEMS_LIMIT:] = [Problem("discovery", "identity", f"{rest} more processes like these")]
         # Init is nobody's rank, and may hold capabilities that even root here lacks.
         denied = len([known for known in self._table if known.is_denied and known.pid != INIT_PID])
+        if blocked := procfs.BLOCKING.blocked:
+            text = f"{blocked} processes block those who read them, and are not read (an exec that does not end?)"
+            problems.append(Problem("discovery", "blocked", text))
         if denied:
             whose = "process of another user" if denied == 1 else "processes of other users"
             text = f"{denied} {whose} cannot be read; run as root or with CAP_SYS_PTRACE"

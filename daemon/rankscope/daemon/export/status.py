@@ -25,6 +25,8 @@ class DaemonStatus:
     collectors: Mapping[str, CollectorStatus] = field(default_factory=dict)
     own_cpu_seconds: float = 0.0
     sampling_cpu_seconds: float = 0.0
+    scrape_cpu_seconds: float = 0.0
+    stuck_samplers: int = 0
     resident_bytes: int | None = None
     budget_used_ratio: float | None = None
     stack_rate_hertz: float = 0.0

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client.registry import Collector
 
-from rankscope.common.http_server import HttpServer, Request, Response, Route
-from rankscope.common.metrics_endpoint import metrics_response, registry_of
+from rankscope.common.http_server import HttpServer, Limits, Request, Response, Route
+from rankscope.common.metrics_endpoint import MetricsPage
 from rankscope.common.tls import FollowedTls
 from rankscope.daemon.server.certificates import CertificateError, names
 from rankscope.daemon.server.sockets import ListenError, in_use
@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 # Roles that may read /metrics where it has TLS. A scraper's certificate is good for nothing else.
 READERS = frozenset({"rankscope-metrics", "rankscope-operator"})
 CALLERS_REMEMBERED = 256
+# Of a core, for all callers: some tens of scrapes a second. Whoever asks more often waits.
+CORE_RATIO = 0.01
 
 
 class MetricsServer:
@@ -32,14 +34,16 @@ class MetricsServer:
         collectors: Iterable[Collector],
         is_alive: Callable[[], bool],
         tls: FollowedTls | None = None,
+        version: Callable[[], object] | None = None,
     ) -> None:
-        self._registry = registry_of(collectors)
+        """`version` returns an object that is replaced when the metrics change."""
+        self._page = MetricsPage(collectors, version)
         self._is_alive = is_alive
         self._needs_certificate = tls is not None
         self._logged: set[tuple[str, str]] = set()
         routes = {("GET", "/metrics"): Route(self._metrics), ("GET", "/healthz"): Route(self._health)}
         try:
-            self._server = HttpServer(host, port, routes, tls)
+            self._server = HttpServer(host, port, routes, tls, Limits(core_ratio=CORE_RATIO))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise in_use(port, "--metrics-listen") from error
@@ -47,6 +51,11 @@ class MetricsServer:
             raise ListenError(f"{reason}; pass another --metrics-listen") from error
         self.url = f"{self._server.url}/metrics"
         self._server.serve("rankscope-metrics")
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Taken by all requests since the start."""
+        return self._server.cpu_seconds
 
     def close(self) -> None:
         self._server.close()
@@ -59,7 +68,7 @@ class MetricsServer:
     def _metrics(self, request: Request) -> Response:
         if self._needs_certificate and not self._may_read(request):
             return Response(403, b"a certificate of rankscope-metrics is needed\n")
-        return metrics_response(self._registry, request)
+        return self._page.response(request)
 
     def _may_read(self, request: Request) -> bool:
         try:

@@ -16,13 +16,14 @@ from rankscope.daemon.collector import Collector
 from rankscope.daemon.config import Config
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span, StackSample, StallDump
 from rankscope.daemon.stacks.dump import dump_stacks
-from rankscope.daemon.stacks.pyspy import PrivateFolder, find_py_spy, missing
+from rankscope.daemon.stacks.pyspy import KilledChildren, PrivateFolder, find_py_spy, missing
 from rankscope.daemon.stacks.recording import RankRecorder
 from rankscope.daemon.stacks.sampling_budget import Plan, plan_at
 
 RATE_HZ: Final = 10.0
 MAX_CONCURRENT: Final = 16
 DUMP_TIMEOUT_SECONDS: Final = 2.0
+CLOSING_SECONDS: Final = 0.5
 # A recording that does not end delays those of the other ranks for at most this long.
 HOLD_UP_SECONDS: Final = 3.0
 RECORDED_OVER_SECONDS: Final = 60.0
@@ -78,6 +79,7 @@ class StacksCollector(Collector[StackSample]):
         self._proc_root = proc_root
         self._unix_nanos = unix_nanos
         self._recorders: dict[RankKey, RankRecorder] = {}
+        self._killed = KilledChildren()
         found = Path(py_spy) if py_spy else find_py_spy()
         self._folder: PrivateFolder | None = None
         self._tools: tuple[Path, Path] | Problem  # py-spy and the folder it writes to, or why there are no stacks
@@ -114,6 +116,11 @@ class StacksCollector(Collector[StackSample]):
         return sum(recorder.is_running for recorder in self._recorders.values())
 
     @property
+    def stuck(self) -> int:
+        """py-spy processes that were killed and do not end."""
+        return self._killed.stuck
+
+    @property
     def recorded_ratio(self) -> float | None:
         """Share of the last minute in which a rank was recorded, mean of the ranks."""
         if len(self._recorded) < 2 or self._recorded[-1][2] <= self._recorded[0][2]:
@@ -145,6 +152,7 @@ class StacksCollector(Collector[StackSample]):
     def poll(self, now_monotonic: float) -> None:
         for recorder in self._recorders.values():
             self._account(recorder.poll(now_monotonic))
+        self._account(self._killed.reap())
         self._note_recorded(now_monotonic)
         if self._turns is None:
             self._turns = self._arrange(now_monotonic)
@@ -208,15 +216,18 @@ class StacksCollector(Collector[StackSample]):
         if isinstance(self._tools, Problem):
             return dict.fromkeys((rank.key for rank in ranks), self._tools)
         for key in self._recorders.keys() - {rank.key for rank in ranks}:
-            self._account(self._recorders.pop(key).close())
+            self._recorders.pop(key).close()
             self._occupied_until.pop(key, None)
             self._turns = None
         for rank in ranks:
             if rank.key not in self._recorders:
-                self._recorders[rank.key] = RankRecorder(rank, *self._tools, self._proc_root, self._unix_nanos)
+                self._recorders[rank.key] = self._recorder(rank, *self._tools)
                 self._turns = None
         taken = {key: recorder.take() for key, recorder in self._recorders.items()}
         return {key: sample for key, sample in taken.items() if sample is not None}
+
+    def _recorder(self, rank: RankProcess, py_spy: Path, folder: Path) -> RankRecorder:
+        return RankRecorder(rank, py_spy, folder, self._killed, self._proc_root, self._unix_nanos)
 
     def dump_all(self, ranks: Sequence[RankProcess]) -> Mapping[RankKey, StallDump | Problem]:
         """Takes up to two seconds."""
@@ -227,7 +238,7 @@ class StacksCollector(Collector[StackSample]):
         if not py_spy.is_file():
             return dict.fromkeys(keys, missing(py_spy))
         try:
-            dumps = dump_stacks(py_spy, ranks, folder, self._proc_root, DUMP_TIMEOUT_SECONDS)
+            dumps = dump_stacks(py_spy, ranks, folder, self._killed, self._proc_root, DUMP_TIMEOUT_SECONDS)
         except OSError as error:
             return dict.fromkeys(keys, _unwritable(error))
         self._account(dumps.cpu_seconds)
@@ -236,8 +247,9 @@ class StacksCollector(Collector[StackSample]):
     def close(self) -> None:
         """Kills all recordings and removes what they wrote."""
         for recorder in self._recorders.values():
-            self._account(recorder.close())
+            recorder.close()
         self._recorders.clear()
+        self._account(self._killed.reap(CLOSING_SECONDS))
         if self._folder is not None:
             self._folder.close()
 

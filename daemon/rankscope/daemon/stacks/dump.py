@@ -28,15 +28,25 @@ class Dumps:
 
 
 def dump_stacks(
-    py_spy: Path, ranks: Sequence[RankProcess], folder: Path, proc_root: Path, timeout_seconds: float
+    py_spy: Path,
+    ranks: Sequence[RankProcess],
+    folder: Path,
+    killed: pyspy.KilledChildren,
+    proc_root: Path,
+    timeout_seconds: float,
 ) -> Dumps:
     """Takes no longer than the timeout, whatever the processes do."""
     with TemporaryDirectory(dir=folder, prefix="dump-", ignore_cleanup_errors=True) as place:
-        return _dump_into(Path(place), py_spy, ranks, proc_root, time.monotonic() + timeout_seconds)
+        return _dump_into(Path(place), py_spy, ranks, killed, proc_root, time.monotonic() + timeout_seconds)
 
 
 def _dump_into(
-    place: Path, py_spy: Path, ranks: Sequence[RankProcess], proc_root: Path, deadline_seconds: float
+    place: Path,
+    py_spy: Path,
+    ranks: Sequence[RankProcess],
+    killed: pyspy.KilledChildren,
+    proc_root: Path,
+    deadline_seconds: float,
 ) -> Dumps:
     by_rank: dict[RankKey, StallDump | Problem] = {}
     running: dict[RankKey, tuple[RankProcess, pyspy.Child]] = {}
@@ -45,6 +55,10 @@ def _dump_into(
 
     def start(rank: RankProcess) -> None:
         attempts[rank.key] += 1
+        objection = killed.objection(rank) or pyspy.objection(rank, f"{proc_root}/{rank.pid}")
+        if objection is not None:
+            by_rank[rank.key] = objection
+            return
         try:
             child = pyspy.Child(pyspy.dump_command(py_spy, rank.pid), _log(place, rank), stdout=_output(place, rank))
         except OSError as error:
@@ -70,7 +84,7 @@ def _dump_into(
             time.sleep(_LOOK_EVERY_SECONDS if running else 0)
     finally:
         for key, (rank, child) in running.items():
-            cpu_seconds += child.kill().cpu_seconds
+            killed.kill(child, rank)
             by_rank[key] = pyspy.explain_failure(rank, None, "", _is_alive(proc_root, rank))
     return Dumps(by_rank, cpu_seconds)
 

@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,19 @@ from typing import Final
 
 from rankscope.common.text import one_line
 from rankscope.daemon import procfs
+from rankscope.daemon.blocking_reads import BlockedError
+from rankscope.daemon.collector import blocked
 from rankscope.daemon.samples import Problem, RankProcess
 
 OUTPUT_LIMIT_BYTES: Final = 16 * 1024 * 1024
 LOG_LIMIT_BYTES: Final = 64 * 1024
 FOLDER_PREFIX: Final = "rankscope-stacks-"
+# A killed child ends at once, or after a moment on a busy machine. Each that does not takes a few megabytes.
+STUCK_SECONDS: Final = 1.0
+STUCK_PER_OWNER: Final = 4
+STUCK_AT_MOST: Final = 32
+# A CUDA process has 100 to 300.
+THREADS_AT_MOST: Final = 1000
 
 _CHILD_LIMITS: Final = (
     (resource.RLIMIT_FSIZE, OUTPUT_LIMIT_BYTES),
@@ -36,7 +45,10 @@ _CHILD_LIMITS: Final = (
 
 def engine_threads(process_folder: str) -> frozenset[int]:
     """Threads on which autograd runs the backward of a device. torch names them; py-spy does not see these names."""
-    return procfs.thread_ids(process_folder, b"pt_autograd_")
+    try:
+        return procfs.BLOCKING.call(process_folder, lambda: procfs.thread_ids(process_folder, b"pt_autograd_"))
+    except BlockedError:
+        return frozenset()
 
 
 def find_py_spy() -> Path | None:
@@ -102,22 +114,80 @@ class Child:
 
     def poll(self) -> Ended | None:
         """None while it runs. Do not call it again once the child has ended."""
-        return self._wait(os.WNOHANG)
-
-    def kill(self) -> Ended:
-        # Not Popen.send_signal, which may reap the child and lose its CPU time. The pid is ours until we reap it.
-        os.kill(self.pid, signal.SIGKILL)
-        ended = self._wait(0)
-        assert ended is not None
-        return ended
-
-    def _wait(self, options: int) -> Ended | None:
-        pid, wait_status, usage = os.wait4(self.pid, options)
+        pid, wait_status, usage = os.wait4(self.pid, os.WNOHANG)
         if pid == 0:
             return None
         status = os.waitstatus_to_exitcode(wait_status)
         self._process.returncode = status  # so that Popen does not wait for it
         return Ended(status, max(self._cpu_seconds, usage.ru_utime + usage.ru_stime))
+
+    def kill(self) -> None:
+        """Does not wait for it: a child that reads a file system which does not answer survives SIGKILL."""
+        # Not Popen.send_signal, which may reap the child and lose its CPU time. The pid is ours until we reap it.
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, seconds: float) -> Ended | None:
+        """None if it has not ended by then."""
+        give_up_at = time.monotonic() + seconds
+        while (ended := self.poll()) is None and time.monotonic() < give_up_at:
+            time.sleep(0.01)
+        return ended
+
+
+class KilledChildren:
+    """Children that were killed and are reaped when they end. Most end at once; one that waits for a file system of its
+    target which does not answer stays. A rank with such a child is not read again before it ends, and their number
+    is bounded for each owner and in total. May be used from several threads."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._killed: list[tuple[Child, RankProcess, float]] = []
+
+    def kill(self, child: Child, rank: RankProcess) -> None:
+        child.kill()
+        with self._lock:
+            self._killed.append((child, rank, self._monotonic()))
+
+    def reap(self, patience_seconds: float = 0.0) -> float:
+        """Returns the CPU seconds of those that have ended by then."""
+        give_up_at = self._monotonic() + patience_seconds
+        cpu_seconds = 0.0
+        with self._lock:
+            for killed in self._killed[:]:
+                ended = killed[0].wait(max(0.0, give_up_at - self._monotonic()))
+                if ended is not None:
+                    self._killed.remove(killed)
+                    cpu_seconds += ended.cpu_seconds
+        return cpu_seconds
+
+    @property
+    def stuck(self) -> int:
+        """How many do not end."""
+        return len(self._stuck())
+
+    def hold(self, rank: RankProcess) -> bool:
+        """Whether one that reads the rank has not ended yet."""
+        with self._lock:
+            return any(held.key == rank.key for _, held, _ in self._killed)
+
+    def objection(self, rank: RankProcess) -> Problem | None:
+        """Why the rank must not be read now."""
+        stuck = self._stuck()
+        own = next((child for child, held in stuck if held.key == rank.key), None)
+        if own is not None:
+            what = f"py-spy (pid {own.pid}) does not end: it waits for a file of this process, and its file system"
+        elif sum(held.owner == rank.owner for _, held in stuck) >= STUCK_PER_OWNER or len(stuck) >= STUCK_AT_MOST:
+            what = f"{len(stuck)} py-spy processes do not end: they wait for files of other ranks, whose file system"
+        else:
+            return None
+        text = f"{rank}: {what} does not answer; no stacks are read until then; repair or unmount it (FUSE, NFS)"
+        return Problem("stacks", "stuck", text)
+
+    def _stuck(self) -> list[tuple[Child, RankProcess]]:
+        since = self._monotonic() - STUCK_SECONDS
+        with self._lock:
+            return [(child, rank) for child, rank, at in self._killed if at <= since]
 
 
 def _die_with_parent() -> tuple[str, ...]:
@@ -143,6 +213,22 @@ def explain_failure(rank: RankProcess, ended: Ended | None, log: str, is_alive: 
         return Problem("stacks", "permission", text)
     how = f"exit status {ended.status}" if ended.status >= 0 else f"signal {-ended.status}"
     return Problem("stacks", "unreadable", f"{rank}: py-spy failed ({how}): {cause or 'no message'}")
+
+
+def objection(rank: RankProcess, process_folder: str) -> Problem | None:
+    """Why py-spy should not read the rank. A sample of 2,000 threads takes half a second of CPU time; by then the next
+    is due."""
+    try:
+        threads = procfs.BLOCKING.call(process_folder, lambda: procfs.read_stat(process_folder)).threads
+    except BlockedError:
+        return blocked("stacks", rank)
+    except (OSError, ValueError):
+        return None  # it ended; py-spy says so
+    if threads <= THREADS_AT_MOST:
+        return None
+    return Problem(
+        "stacks", "threads", f"{rank}: it has {threads} threads; stacks are read of {THREADS_AT_MOST} at most"
+    )
 
 
 def missing(looked_for: Path | None) -> Problem:

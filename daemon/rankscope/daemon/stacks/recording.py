@@ -26,6 +26,12 @@ ERRORS_LIMIT_RATIO: Final = 0.5
 OVERSTAY_FACTOR: Final = 2.0
 OVERSTAY_SECONDS: Final = 3.0
 RECORDINGS_KEPT: Final = 16
+# What recordings of a rank may take: the CPU time of one, which is ten times that of a process with 200 threads, and on
+# average twice the budget of a rank. The rest of the budget is for the other ranks.
+CPU_SECONDS_LIMIT: Final = 2.0
+RANK_CORE_RATIO: Final = 0.02
+# Problems that do not go away by themselves; anything else may have been an accident.
+LASTING_KINDS: Final = frozenset({"permission", "threads", "stuck", "expensive", "blocked"})
 
 
 def summarise(stacks: Mapping[Stack, int], errors: int, span: Span) -> StackSample:
@@ -76,6 +82,7 @@ def _leaf_weight(count: FrameCount) -> tuple[int, int, str, int]:
 class _Running:
     child: pyspy.Child
     started_unix_nanos: int
+    started_seconds: float
     kill_at_seconds: float
 
 
@@ -94,12 +101,14 @@ class RankRecorder:
         rank: RankProcess,
         py_spy: Path,
         folder: Path,
+        killed: pyspy.KilledChildren,
         proc_root: Path = Path("/proc"),
         unix_nanos: Callable[[], int] = time.time_ns,
     ) -> None:
         self.rank = rank
         self.due_seconds = -math.inf  # on the clock that `start` and `poll` are given
         self._py_spy = py_spy
+        self._killed = killed
         self._output = folder / f"{rank.pid}-{rank.start_ticks}.raw"
         self._log = folder / f"{rank.pid}-{rank.start_ticks}.log"
         self._process_folder = f"{proc_root}/{rank.pid}"
@@ -122,13 +131,18 @@ class RankRecorder:
         return self._running.child.cpu_seconds if self._running is not None else 0.0
 
     def is_ready(self, now_seconds: float) -> bool:
-        return self._running is None and self._not_before_seconds <= now_seconds
+        is_free = self._running is None and not self._killed.hold(self.rank)
+        return is_free and self._not_before_seconds <= now_seconds
 
     def start(self, plan: Plan, now_seconds: float, due_seconds: float) -> None:
         """`due_seconds` is when the next recording is due."""
         self._plan, self.due_seconds = plan, due_seconds
         if not self._py_spy.is_file():
             self._problem = pyspy.missing(self._py_spy)
+            return
+        problem = self._killed.objection(self.rank) or pyspy.objection(self.rank, self._process_folder)
+        if problem is not None:
+            self._fail(problem, now_seconds)
             return
         self._output.unlink(missing_ok=True)
         command = pyspy.record_command(self._py_spy, self.rank.pid, plan.seconds, plan.rate_hz, self._output)
@@ -139,23 +153,30 @@ class RankRecorder:
             self._fail(problem, now_seconds)
             return
         kill_at_seconds = now_seconds + plan.seconds * OVERSTAY_FACTOR + OVERSTAY_SECONDS
-        self._running = _Running(child, self._unix_nanos(), kill_at_seconds)
+        self._running = _Running(child, self._unix_nanos(), now_seconds, kill_at_seconds)
 
     def poll(self, now_seconds: float) -> float:
-        """Reap the child if it has ended; kill it if it overstays. Returns the CPU seconds of an ended child."""
+        """Reap the child if it has ended; kill it if it takes too long or costs too much. Returns the CPU seconds of an
+        ended child."""
         running = self._running
         if running is None:
             return 0.0
         ended = running.child.poll()
         if ended is not None:
             self._running = None
+            # A rank that costs far more than others is recorded less often, so that others are not.
+            self._not_before_seconds = running.started_seconds + ended.cpu_seconds / RANK_CORE_RATIO
             self._read_output(running, ended, now_seconds)
             return ended.cpu_seconds
-        if now_seconds < running.kill_at_seconds:
-            return 0.0
-        cpu_seconds = self.close()
-        self._fail(pyspy.explain_failure(self.rank, None, "", self._is_alive()), now_seconds)
-        return cpu_seconds
+        is_expensive = running.child.cpu_seconds > CPU_SECONDS_LIMIT
+        if is_expensive or now_seconds >= running.kill_at_seconds:
+            self.close()
+            problem = pyspy.explain_failure(self.rank, None, "", self._is_alive())
+            if is_expensive and problem.kind == "timeout":
+                text = f"{self.rank}: py-spy took {running.child.cpu_seconds:.1f} s of CPU time; it is sampled rarely"
+                problem = Problem("stacks", "expensive", f"{text} (many threads, or deep stacks?)")
+            self._fail(problem, now_seconds, running.child.cpu_seconds)
+        return 0.0
 
     def take(self) -> StackSample | Problem | None:
         """One sample of the recordings that ended since the last call. Without any, why there is none, or None if one
@@ -166,17 +187,18 @@ class RankRecorder:
             problem = self._problem
             if problem is not None and problem.kind == "died":
                 self._problem = None
-            return problem
+            return self._killed.objection(self.rank) or problem
         stacks: Counter[Stack] = Counter()
         for recording in ended:
             stacks.update(recording.stacks)
         span = Span(ended[0].span.start_unix_nanos, ended[-1].span.end_unix_nanos)
         return summarise(stacks, sum(recording.errors for recording in ended), span)
 
-    def close(self) -> float:
-        """Kill the child, if there is one. Returns its CPU seconds."""
+    def close(self) -> None:
+        """Kill the child, if there is one."""
         running, self._running = self._running, None
-        return running.child.kill().cpu_seconds if running is not None else 0.0
+        if running is not None:
+            self._killed.kill(running.child, self.rank)
 
     def _read_output(self, running: _Running, ended: pyspy.Ended, now_seconds: float) -> None:
         log = read_text(self._log, pyspy.LOG_LIMIT_BYTES)
@@ -199,13 +221,13 @@ class RankRecorder:
             text = f"{self.rank}: py-spy {what}; it is sampled less often until that gets better"
             self._fail(Problem("stacks", "unreadable", text), now_seconds)
 
-    def _fail(self, problem: Problem, now_seconds: float) -> None:
+    def _fail(self, problem: Problem, now_seconds: float, cpu_seconds: float = 0.0) -> None:
         assert self._plan is not None
         self._problem = problem
         self._failures += 1
-        # A permission does not come back by itself; anything else may have been an accident.
-        pause_seconds = back_off_seconds(self._plan, self._failures, problem.kind == "permission")
-        self._not_before_seconds = now_seconds + pause_seconds
+        pause_seconds = back_off_seconds(self._plan, self._failures, problem.kind in LASTING_KINDS)
+        pause_seconds = max(pause_seconds, cpu_seconds / RANK_CORE_RATIO)
+        self._not_before_seconds = max(self._not_before_seconds, now_seconds + pause_seconds)
 
     def _is_alive(self) -> bool:
         return procfs.is_alive(self._process_folder, self.rank.start_ticks)

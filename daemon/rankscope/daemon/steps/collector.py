@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,8 +12,9 @@ from pathlib import Path
 
 from rankscope.common.text import printable
 from rankscope.daemon import procfs
-from rankscope.daemon.collector import Collector
+from rankscope.daemon.collector import Collector, blocked
 from rankscope.daemon.config import Config
+from rankscope.daemon.procfs import RingSearch
 from rankscope.daemon.samples import ProbeFacts, Problem, RankKey, RankProcess, Span, StepSample
 from rankscope.daemon.steps import ring_reader, step_columns
 from rankscope.daemon.steps.ring_reader import RingError
@@ -25,6 +27,8 @@ COUNTER_AT_MOST = 1 << 53
 TEXT_LENGTH = 128
 RANKS_AT_MOST = 10_000_000
 FLOPS_AT_MOST = 1e30
+# A rank without a ring is searched less and less often, after this many windows at the latest.
+WINDOWS_LEFT_OUT = 8
 
 
 def wall_minus_monotonic_ns() -> int:
@@ -56,16 +60,21 @@ class StepsCollector(Collector[StepSample]):
         # Ours, because the process' own may be from before the clock was set.
         self._wall_minus_monotonic_ns = wall_minus_monotonic_ns
         self._progress: dict[RankKey, _Progress] = {}
+        self._searches: dict[RankKey, RingSearch] = {}
 
     @classmethod
     def from_config(cls, config: Config) -> StepsCollector:
         return cls(Path(config.proc_root))
 
     def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, StepSample | Problem]:
-        present = {rank.key for rank in ranks}
-        self._progress = {key: progress for key, progress in self._progress.items() if key in present}
+        self._searches = {
+            rank.key: self._searches.get(rank.key) or RingSearch(f"{self._proc_root}/{rank.pid}", WINDOWS_LEFT_OUT)
+            for rank in ranks
+        }
+        self._progress = {key: progress for key, progress in self._progress.items() if key in self._searches}
         found: dict[RankKey, StepSample | Problem] = {}
-        for rank in ranks:
+
+        def read(rank: RankProcess) -> None:
             try:
                 sample = self._read(rank, span)
                 if sample is not None:
@@ -74,16 +83,20 @@ class StepsCollector(Collector[StepSample]):
                 found[rank.key] = self._problem(rank, error.kind, str(error))
             except OSError as error:
                 found[rank.key] = self._problem(rank, "unreadable", f"the ring could not be read: {error}")
+
+        for rank in procfs.BLOCKING.each(ranks, lambda rank: f"{self._proc_root}/{rank.pid}", read):
+            found[rank.key] = blocked(self.name, rank)
         return found
 
     def _problem(self, rank: RankProcess, kind: str, text: str) -> Problem:
         return Problem(self.name, kind, f"{rank}: {text}")
 
     def _read(self, rank: RankProcess, span: Span) -> StepSample | None:
-        with ring_reader.opened(self._proc_root, rank.pid) as fd:
-            if fd is None:
-                self._progress.pop(rank.key, None)
-                return None
+        fd = ring_reader.open_found(self._searches[rank.key])
+        if fd is None:
+            self._progress.pop(rank.key, None)
+            return None
+        try:
             header = ring_reader.read_header(fd)
             own_pid = rank.namespace_pids[-1] if rank.namespace_pids else rank.pid
             if header.owner_pid != own_pid:
@@ -95,6 +108,8 @@ class StepsCollector(Collector[StepSample]):
             clock_ns = self._wall_minus_monotonic_ns() - progress.monotonic_offset_ns
             sample, self._progress[rank.key] = _sample(fd, header, progress, span, clock_ns)
             return sample
+        finally:
+            os.close(fd)
 
     def _progress_of(self, rank: RankProcess, header: ring_reader.Header, span: Span) -> _Progress:
         """Where to continue. After an exec the same process has another ring."""

@@ -8,22 +8,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
-import stat
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from rankscope.daemon import procfs
+from rankscope.daemon.procfs import RingSearch
 from rankscope.probe import ring_layout
 
-LINK_NAMES = (f"/memfd:{ring_layout.RING_NAME} (deleted)", f"/memfd:{ring_layout.RING_NAME}")
-FDS_SCANNED = 16_384
 SEALS_NEEDED = ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW
 TORN_READ_RETRIES = 3
 
@@ -102,61 +99,37 @@ class Header:
 @contextlib.contextmanager
 def opened(proc_root: Path, pid: int) -> Iterator[int | None]:
     """A descriptor of the process' ring, open for reading; None when it has none."""
-    found = _find(proc_root, pid)
-    if found is None:
-        yield None
-        return
+    process = f"{proc_root}/{pid}"
+    fd = procfs.BLOCKING.call(process, lambda: open_found(RingSearch(process), procfs.DESCRIPTORS_LIMIT))
     try:
-        yield found
+        yield fd
     finally:
-        os.close(found)
+        if fd is not None:
+            os.close(fd)
 
 
-def _find(proc_root: Path, pid: int) -> int | None:
-    folder = proc_root / str(pid) / "fd"
+def open_found(search: RingSearch, descriptors: int = procfs.DESCRIPTORS_PER_LOOK) -> int | None:
+    """The same, of a search that remembers where the ring is. The caller closes it."""
     try:
-        for link in islice(folder.iterdir(), FDS_SCANNED):
-            try:
-                if str(link.readlink()) in LINK_NAMES:
-                    return open_memfd(link)
-            except FileNotFoundError:
-                continue  # closed since the listing
-    except (FileNotFoundError, ProcessLookupError):
+        link = search.look(descriptors)
+        return None if link is None else open_memfd(link)
+    except procfs.GONE:
         return None  # the process has ended
     except PermissionError as error:
-        text = f"may not look into {folder}: {error.strerror}; the daemon needs CAP_SYS_PTRACE or the same user"
+        text = f"may not look at {error.filename}: {error.strerror}; the daemon needs CAP_SYS_PTRACE or the same user"
         raise RingError("permission", text) from error
-    return None
 
 
-def open_memfd(link: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a memfd of another process by its link in /proc. The name proves nothing, and the file may be exchanged
-    before it is opened: for a device, whose opening has effects, or for a file on a FUSE mount, whose owner can
-    block the open for ever. So: a handle that opens nothing, a check that it is on the file system of memfds, which
-    asks no other file system, and only then a real open."""
-    handle = os.open(link, os.O_PATH | os.O_CLOEXEC)
+def open_memfd(link: str, flags: int = os.O_RDONLY) -> int:
+    """Open a memfd of another process by its link in /proc, and nothing else."""
     try:
-        if _mount_id(handle) != _memfd_mount_id():
-            raise RingError("corrupt", f"{link} is named like a ring but is not a memfd; not touched")
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise RingError("corrupt", f"{link} is named like a ring but is not a regular file; not touched")
+        handle = procfs.memfd_handle(link)
+    except procfs.NotMemfdError as error:
+        raise RingError("corrupt", str(error)) from error
+    try:
         return os.open(f"/proc/self/fd/{handle}", flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     finally:
         os.close(handle)
-
-
-def _mount_id(fd: int) -> str | None:
-    text = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii")
-    found = re.search(r"^mnt_id:\s*(\d+)$", text, re.MULTILINE)
-    return found.group(1) if found else None
-
-
-def _memfd_mount_id() -> str | None:
-    own = os.memfd_create("rankscope-reference", os.MFD_CLOEXEC)
-    try:
-        return _mount_id(own)
-    finally:
-        os.close(own)
 
 
 def read_header(fd: int) -> Header:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
 from rankscope.common.token_bucket import KeyedTokenBuckets
+from rankscope.daemon import procfs
 from rankscope.daemon.captures.kineto import enter_namespace
 from rankscope.daemon.captures.kineto.enter_namespace import bind_at
 from rankscope.daemon.captures.kineto.socket_holder import socket_holder
@@ -71,7 +72,8 @@ class SlowError(SocketError):
 def network_namespace(pid: int | None = None, proc_root: Path = Path("/proc")) -> int:
     """A number that is equal for processes that share a network namespace; the daemon's own by default. Raises
     OSError for a process that is gone."""
-    return (proc_root / ("self" if pid is None else str(pid)) / "ns" / "net").stat().st_ino
+    process = proc_root / ("self" if pid is None else str(pid))
+    return procfs.BLOCKING.call(str(process), lambda: (process / "ns" / "net").stat().st_ino)
 
 
 def bind_here() -> socket.socket:
@@ -86,7 +88,10 @@ def bind_in(pid: int, namespace: int, proc_root: Path = Path("/proc")) -> socket
     while."""
     where = f"the network namespace of pid {pid}"
     try:
-        descriptor = os.open(proc_root / str(pid) / "ns" / "net", os.O_RDONLY | os.O_CLOEXEC)
+        process = proc_root / str(pid)
+        descriptor = procfs.BLOCKING.call(
+            str(process), lambda: os.open(process / "ns" / "net", os.O_RDONLY | os.O_CLOEXEC)
+        )
     except OSError as error:
         raise SocketError(f"{where} cannot be opened: {error.strerror}") from error
     try:

@@ -148,7 +148,7 @@ def take_trace(rank: RankProcess, answer: Answer, target: Path, reserve: Reserve
     try:
         if not str(link.readlink()).startswith(f"/memfd:{ring_layout.TRACE_NAME}"):
             raise CaptureError(f"{who}: {link} is not a trace of the probe's; not touched")
-        source = ring_reader.open_memfd(link)
+        source = ring_reader.open_memfd(str(link))
     except (OSError, RingError) as error:
         raise CaptureError(f"{who}: the trace cannot be fetched: {error}") from error
     with os.fdopen(source, "rb", buffering=0) as trace:

@@ -1,0 +1,121 @@
+"""What one process or one caller may cost the daemon is bounded, and others do not pay for it."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.namespaces import missing_for_nodes
+from tests.security.bystander import Bystander, wait_until
+from tests.security.metrics_reading import value
+from tests.security.rank_processes import rank_variables
+
+pytestmark = pytest.mark.skipif(missing_for_nodes() is not None, reason=str(missing_for_nodes()))
+
+RANKS, DESCRIPTORS = 12, 16_000
+CALLERS = 4
+# A rank is known by the torch it has loaded.
+LOAD = """
+import mmap, sys
+with open(sys.argv[1], "rb") as library:
+    loaded = mmap.mmap(library.fileno(), 0, prot=mmap.PROT_READ)
+"""
+MANY_DESCRIPTORS = f"""{LOAD}
+import os, time
+for _ in range(int(sys.argv[2])):
+    os.dup(0)
+print("ready", flush=True)
+time.sleep(600)
+"""
+MANY_THREADS = f"""{LOAD}
+import threading, time
+threading.stack_size(256 << 10)
+for _ in range(int(sys.argv[2])):
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def ranks(bystander: Bystander, folder: Path, program: str, argument: int, count: int) -> Iterator[None]:
+    library = folder / "libtorch_cpu.so"
+    library.write_bytes(b"torch")
+    command = [sys.executable, "-I", "-c", program, str(library), str(argument)]
+    with bystander.node():
+        started = [
+            subprocess.Popen(command, env=rank_variables(rank, count, "10.6.6.7"), stdout=subprocess.PIPE, text=True)
+            for rank in range(count)
+        ]
+    try:
+        for process in started:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+@contextmanager
+def callers(urls: Sequence[str]) -> Iterator[None]:
+    """Each asks for its page again and again, as fast as it is answered."""
+    stopped = threading.Event()
+
+    def ask(url: str) -> None:
+        while not stopped.is_set():
+            try:
+                with urllib.request.urlopen(url, timeout=60) as answer:
+                    answer.read()
+            except OSError:
+                continue
+
+    threads = [threading.Thread(target=ask, args=(url,)) for url in urls]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join()
+
+
+def watched_ranks(bystander: Bystander) -> float:
+    return value(bystander, "rankscope_rank_up", job="10.6.6.7:29500/none") or 0.0
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] <= DESCRIPTORS, reason="too few descriptors allowed")
+def test_ranks_with_many_descriptors_cost_no_more_than_others(bystander: Bystander, tmp_path: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    with bystander.under_attack() as watch, ranks(bystander, tmp_path, MANY_DESCRIPTORS, DESCRIPTORS, RANKS):
+        wait_until(lambda: watched_ranks(bystander) == RANKS, lambda: bystander.log)
+        watch.observe()
+
+
+@pytest.mark.parametrize("query", ["", "?name[]=rankscope_rank_up"])
+def test_callers_that_ask_without_pause_cost_no_rank_its_stacks(bystander: Bystander, query: str) -> None:
+    with bystander.under_attack() as watch, callers([f"{bystander.metrics_url}{query}"] * CALLERS):
+        watch.observe()
+
+
+def test_a_rank_with_two_thousand_threads_is_given_up_with_the_reason(bystander: Bystander, tmp_path: Path) -> None:
+    with bystander.under_attack() as watch, ranks(bystander, tmp_path, MANY_THREADS, 2000, 1):
+        wait_until(lambda: value(bystander, "rankscope_rank_problem", kind="threads"), lambda: bystander.log)
+        assert "it has 2001 threads" in bystander.log
+        watch.observe()
+
+
+def test_a_rank_with_the_threads_of_a_cuda_job_is_sampled(bystander: Bystander, tmp_path: Path) -> None:
+    with ranks(bystander, tmp_path, MANY_THREADS, 300, 1):
+        job = "10.6.6.7:29500/none"
+        wait_until(lambda: value(bystander, "rankscope_rank_stack_samples_total", job=job), lambda: bystander.log)

@@ -1,0 +1,43 @@
+"""Ranks whose files are on a FUSE mount that does not answer. What touches one of them waits, and cannot be killed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.namespaces import missing_for_nodes
+from tests.security.bystander import Bystander, wait_until
+from tests.security.dead_mount import rank_with_dead_mount
+from tests.security.metrics_reading import value
+
+pytestmark = [
+    pytest.mark.skipif(missing_for_nodes() is not None, reason=str(missing_for_nodes())),
+    pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="no /dev/fuse here"),
+]
+
+
+def test_a_py_spy_that_cannot_be_killed_is_left_behind_and_reported(bystander: Bystander, tmp_path: Path) -> None:
+    with bystander.under_attack() as watch, rank_with_dead_mount("library", tmp_path / "rank", bystander):
+        wait_until(lambda: value(bystander, "rankscope_daemon_stuck_samplers") == 1, lambda: bystander.log)
+        watch.observe()
+        assert value(bystander, "rankscope_daemon_stuck_samplers") == 1  # its rank is not tried again
+        assert value(bystander, "rankscope_rank_problem", source="stacks", kind="stuck") == 1
+    # The mount is gone, and with it what waited for it.
+    wait_until(lambda: value(bystander, "rankscope_daemon_stuck_samplers") == 0, lambda: bystander.log)
+
+
+def test_a_descriptor_that_is_named_like_a_ring_is_not_asked_for_its_attributes(
+    bystander: Bystander, tmp_path: Path
+) -> None:
+    with bystander.under_attack() as watch, rank_with_dead_mount("ring", tmp_path / "rank", bystander, is_rank=False):
+        watch.observe()
+
+
+def test_a_process_whose_environment_cannot_be_opened_is_reported_and_left_alone(
+    bystander: Bystander, tmp_path: Path
+) -> None:
+    with bystander.under_attack() as watch, rank_with_dead_mount("exec", tmp_path / "rank", bystander):
+        wait_until(lambda: "block those who read them" in bystander.log, lambda: bystander.log)
+        watch.observe()
