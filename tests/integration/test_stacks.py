@@ -270,7 +270,7 @@ def test_recordings_die_with_the_daemon() -> None:
         "import os, sys, time\n"
         "from rankscope.daemon.stacks.pyspy import Child, find_py_spy, record_command\n"
         "from pathlib import Path\n"
-        "child = Child(record_command(find_py_spy(), int(sys.argv[1]), 60, 10, Path('/dev/null')), Path('/dev/null'))\n"
+        "child = Child(record_command(find_py_spy(), int(sys.argv[1]), 60, 10))\n"
         "print(child.pid, flush=True)\n"
         "sys.stdin.read()\n"
     )

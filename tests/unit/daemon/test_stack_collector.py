@@ -19,7 +19,7 @@ import pytest
 from rankscope.daemon import procfs
 from rankscope.daemon.samples import Frame, Problem, RankProcess, Span, StackSample, StallDump
 from rankscope.daemon.stacks.collector import HOLD_UP_SECONDS, StacksCollector
-from rankscope.daemon.stacks.pyspy import STUCK_PER_OWNER, Child, Ended, KilledChildren, PrivateFolder
+from rankscope.daemon.stacks.pyspy import STUCK_PER_OWNER, Child, Ended, KilledChildren
 from rankscope.daemon.stacks.pyspy_output import Stack
 from rankscope.daemon.stacks.recording import FRAMES_KEPT, LIBRARY_FRAMES_KEPT, summarise
 from rankscope.daemon.stacks.sampling_budget import Budget, Plan
@@ -358,28 +358,6 @@ def test_without_py_spy_every_rank_says_how_to_get_it(tmp_path: Path) -> None:
     assert "pip install py-spy" in problem.text
     assert source.dump_all([rank(0)])[rank(0).key] == problem
     source.close()
-
-
-def test_what_py_spy_writes_is_private_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    source = StacksCollector(tmp_path / "py-spy")
-    (folder,) = tmp_path.iterdir()
-    assert folder.stat().st_mode & 0o777 == 0o700
-    source.close()
-    assert not folder.exists()
-
-
-def test_what_a_killed_daemon_left_is_swept_and_what_a_living_one_holds_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "rankscope-stacks-left").mkdir()
-    living = PrivateFolder()
-    other = PrivateFolder()
-    assert set(tmp_path.iterdir()) == {living.path, other.path}
-    living.close()
-    other.close()
-    other.close()
 
 
 def test_frames_count_once_per_stack_and_lines_of_one_function_stay_apart() -> None:

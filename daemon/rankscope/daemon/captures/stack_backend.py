@@ -25,7 +25,7 @@ from rankscope.daemon.captures.orders import (
 )
 from rankscope.daemon.samples import RankProcess
 from rankscope.daemon.stacks import pyspy
-from rankscope.daemon.stacks.pyspy_output import parse_errors, read_text
+from rankscope.daemon.stacks.pyspy_output import parse_errors
 
 RATE_HZ: Final = 50
 UNKNOWN_STEPS_SECONDS: Final = 3.0
@@ -75,25 +75,25 @@ class StacksBackend:
             if cancelled.wait(min(TICK_SECONDS, left)):
                 raise CancelledError(f"{who}: cancelled")
         seconds = _seconds(order)
-        output, log = (workspace.folder / f"rank{order.rank.rank}.{suffix}" for suffix in ("folded", "log"))
+        output = workspace.folder / f"rank{order.rank.rank}.folded"
         workspace.reserve(output, ROOM_FACTOR * pyspy.OUTPUT_LIMIT_BYTES)
         start_unix_millis = round(time.time() * 1000)
         report(Stage.RUNNING)
-        self._run(order, seconds, output, log, cancelled)
+        log = self._run(order, seconds, output, cancelled)
         notes = [f"stacks of py-spy, {RATE_HZ} a second for {seconds} s"]
-        errors = parse_errors(read_text(log, pyspy.LOG_LIMIT_BYTES))
+        errors = parse_errors(log)
         if errors > ERRORS_NOTED_RATIO * RATE_HZ * seconds:
             notes.append(f"{errors} samples could not be read")
         if output.stat().st_size >= pyspy.OUTPUT_LIMIT_BYTES:
             notes.append(f"cut off at {pyspy.OUTPUT_LIMIT_BYTES} bytes")
-        log.unlink(missing_ok=True)
         return Recording(output, is_trace=False, start_unix_millis=start_unix_millis, notes=tuple(notes))
 
-    def _run(self, order: Order, seconds: int, output: Path, log: Path, cancelled: threading.Event) -> None:
+    def _run(self, order: Order, seconds: int, output: Path, cancelled: threading.Event) -> str:
+        """py-spy's log."""
         rank = order.rank
         assert self._py_spy is not None
         # The child dies with the thread that started it, and this thread waits for it.
-        child = pyspy.Child(pyspy.record_command(self._py_spy, rank.pid, seconds, RATE_HZ, output), log)
+        child = pyspy.Child(pyspy.record_command(self._py_spy, rank.pid, seconds, RATE_HZ, output))
         kill_at = time.monotonic() + seconds * OVERSTAY_FACTOR + OVERSTAY_SECONDS
         ended: pyspy.Ended | None = None
         try:
@@ -108,8 +108,8 @@ class StacksBackend:
         lives = procfs.is_alive(str(self._proc_root / str(rank.pid)), rank.start_ticks)
         has_output = output.is_file() and output.stat().st_size > 0
         if ended is None or ended.status != 0 or not has_output:
-            text = read_text(log, pyspy.LOG_LIMIT_BYTES)
-            raise CaptureError(pyspy.explain_failure(rank, ended, text, lives).text)
+            raise CaptureError(pyspy.explain_failure(rank, ended, child.log, lives).text)
+        return child.log
 
 
 def _seconds(order: Order) -> int:

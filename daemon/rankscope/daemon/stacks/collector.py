@@ -16,7 +16,7 @@ from rankscope.daemon.collector import Collector
 from rankscope.daemon.config import Config
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span, StackSample, StallDump
 from rankscope.daemon.stacks.dump import dump_stacks
-from rankscope.daemon.stacks.pyspy import KilledChildren, PrivateFolder, find_py_spy, missing
+from rankscope.daemon.stacks.pyspy import KilledChildren, find_py_spy, missing
 from rankscope.daemon.stacks.recording import RankRecorder
 from rankscope.daemon.stacks.sampling_budget import Plan, plan_at
 
@@ -80,14 +80,7 @@ class StacksCollector(Collector[StackSample]):
         self._unix_nanos = unix_nanos
         self._recorders: dict[RankKey, RankRecorder] = {}
         self._killed = KilledChildren()
-        found = Path(py_spy) if py_spy else find_py_spy()
-        self._folder: PrivateFolder | None = None
-        self._tools: tuple[Path, Path] | Problem  # py-spy and the folder it writes to, or why there are no stacks
-        try:
-            self._folder = PrivateFolder()
-            self._tools = missing(None) if found is None else (found, self._folder.path)
-        except OSError as error:
-            self._tools = _unwritable(error)
+        self._py_spy = Path(py_spy) if py_spy else find_py_spy()
         self._cpu_lock = threading.Lock()
         self._child_cpu_seconds = 0.0
         self._plan = plan_at(rate_hz)
@@ -213,51 +206,37 @@ class StacksCollector(Collector[StackSample]):
             self._recorded.popleft()
 
     def collect(self, ranks: Sequence[RankProcess], span: Span) -> Mapping[RankKey, StackSample | Problem]:
-        if isinstance(self._tools, Problem):
-            return dict.fromkeys((rank.key for rank in ranks), self._tools)
+        if self._py_spy is None:
+            return dict.fromkeys((rank.key for rank in ranks), missing(None))
         for key in self._recorders.keys() - {rank.key for rank in ranks}:
             self._recorders.pop(key).close()
             self._occupied_until.pop(key, None)
             self._turns = None
         for rank in ranks:
             if rank.key not in self._recorders:
-                self._recorders[rank.key] = self._recorder(rank, *self._tools)
+                self._recorders[rank.key] = RankRecorder(
+                    rank, self._py_spy, self._killed, self._proc_root, self._unix_nanos
+                )
                 self._turns = None
         taken = {key: recorder.take() for key, recorder in self._recorders.items()}
         return {key: sample for key, sample in taken.items() if sample is not None}
 
-    def _recorder(self, rank: RankProcess, py_spy: Path, folder: Path) -> RankRecorder:
-        return RankRecorder(rank, py_spy, folder, self._killed, self._proc_root, self._unix_nanos)
-
     def dump_all(self, ranks: Sequence[RankProcess]) -> Mapping[RankKey, StallDump | Problem]:
         """Takes up to two seconds."""
         keys = [rank.key for rank in ranks]
-        if isinstance(self._tools, Problem):
-            return dict.fromkeys(keys, self._tools)
-        py_spy, folder = self._tools
-        if not py_spy.is_file():
-            return dict.fromkeys(keys, missing(py_spy))
-        try:
-            dumps = dump_stacks(py_spy, ranks, folder, self._killed, self._proc_root, DUMP_TIMEOUT_SECONDS)
-        except OSError as error:
-            return dict.fromkeys(keys, _unwritable(error))
+        if self._py_spy is None or not self._py_spy.is_file():
+            return dict.fromkeys(keys, missing(self._py_spy))
+        dumps = dump_stacks(self._py_spy, ranks, self._killed, self._proc_root, DUMP_TIMEOUT_SECONDS)
         self._account(dumps.cpu_seconds)
         return dumps.by_rank
 
     def close(self) -> None:
-        """Kills all recordings and removes what they wrote."""
+        """Kills all recordings."""
         for recorder in self._recorders.values():
             recorder.close()
         self._recorders.clear()
         self._account(self._killed.reap(CLOSING_SECONDS))
-        if self._folder is not None:
-            self._folder.close()
 
     def _account(self, cpu_seconds: float) -> None:
         with self._cpu_lock:
             self._child_cpu_seconds += cpu_seconds
-
-
-def _unwritable(error: OSError) -> Problem:
-    text = f"there is no folder that py-spy could write to ({error}); make /tmp writable or set TMPDIR"
-    return Problem("stacks", "unwritable", text)

@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final
 
 from rankscope.daemon import procfs
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, StallDump
 from rankscope.daemon.stacks import pyspy
 from rankscope.daemon.stacks.phases import phase_of
-from rankscope.daemon.stacks.pyspy_output import parse_dump, read_text
+from rankscope.daemon.stacks.pyspy_output import parse_dump
 
 _LOOK_EVERY_SECONDS: Final = 0.01
 # The process is not stopped, so py-spy fails if a thread moves on while its frames are read.
@@ -28,26 +27,10 @@ class Dumps:
 
 
 def dump_stacks(
-    py_spy: Path,
-    ranks: Sequence[RankProcess],
-    folder: Path,
-    killed: pyspy.KilledChildren,
-    proc_root: Path,
-    timeout_seconds: float,
+    py_spy: Path, ranks: Sequence[RankProcess], killed: pyspy.KilledChildren, proc_root: Path, timeout_seconds: float
 ) -> Dumps:
     """Takes no longer than the timeout, whatever the processes do."""
-    with TemporaryDirectory(dir=folder, prefix="dump-", ignore_cleanup_errors=True) as place:
-        return _dump_into(Path(place), py_spy, ranks, killed, proc_root, time.monotonic() + timeout_seconds)
-
-
-def _dump_into(
-    place: Path,
-    py_spy: Path,
-    ranks: Sequence[RankProcess],
-    killed: pyspy.KilledChildren,
-    proc_root: Path,
-    deadline_seconds: float,
-) -> Dumps:
+    deadline_seconds = time.monotonic() + timeout_seconds
     by_rank: dict[RankKey, StallDump | Problem] = {}
     running: dict[RankKey, tuple[RankProcess, pyspy.Child]] = {}
     attempts: Counter[RankKey] = Counter()
@@ -60,7 +43,7 @@ def _dump_into(
             by_rank[rank.key] = objection
             return
         try:
-            child = pyspy.Child(pyspy.dump_command(py_spy, rank.pid), _log(place, rank), stdout=_output(place, rank))
+            child = pyspy.Child(pyspy.dump_command(py_spy, rank.pid), keeps_stdout=True)
         except OSError as error:
             by_rank[rank.key] = Problem("stacks", "unstartable", f"{rank}: py-spy could not be started: {error}")
         else:
@@ -75,7 +58,7 @@ def _dump_into(
                 if ended is not None:
                     del running[key]
                     cpu_seconds += ended.cpu_seconds
-                    found = by_rank[key] = _read(place, rank, proc_root, ended)
+                    found = by_rank[key] = _read(child, rank, proc_root, ended)
                     is_retried = isinstance(found, Problem) and found.kind == "unreadable"
                     if is_retried and attempts[key] < _ATTEMPTS and time.monotonic() < deadline_seconds:
                         start(rank)
@@ -89,14 +72,12 @@ def _dump_into(
     return Dumps(by_rank, cpu_seconds)
 
 
-def _read(place: Path, rank: RankProcess, proc_root: Path, ended: pyspy.Ended) -> StallDump | Problem:
+def _read(child: pyspy.Child, rank: RankProcess, proc_root: Path, ended: pyspy.Ended) -> StallDump | Problem:
     if ended.status != 0:
-        log = read_text(_log(place, rank), pyspy.LOG_LIMIT_BYTES)
-        return pyspy.explain_failure(rank, ended, log, _is_alive(proc_root, rank))
-    text = read_text(_output(place, rank), pyspy.OUTPUT_LIMIT_BYTES)
+        return pyspy.explain_failure(rank, ended, child.log, _is_alive(proc_root, rank))
     try:
         pids = frozenset((rank.pid, *rank.namespace_pids))
-        stack = parse_dump(text, pids, lambda: pyspy.engine_threads(f"{proc_root}/{rank.pid}"))
+        stack = parse_dump(child.output, pids, lambda: pyspy.engine_threads(f"{proc_root}/{rank.pid}"))
     except (ValueError, RecursionError) as error:
         return Problem("stacks", "unreadable", f"{rank}: py-spy's dump could not be parsed: {error}")
     if not stack:
@@ -106,11 +87,3 @@ def _read(place: Path, rank: RankProcess, proc_root: Path, ended: pyspy.Ended) -
 
 def _is_alive(proc_root: Path, rank: RankProcess) -> bool:
     return procfs.is_alive(f"{proc_root}/{rank.pid}", rank.start_ticks)
-
-
-def _output(place: Path, rank: RankProcess) -> Path:
-    return place / f"{rank.pid}.json"
-
-
-def _log(place: Path, rank: RankProcess) -> Path:
-    return place / f"{rank.pid}.log"

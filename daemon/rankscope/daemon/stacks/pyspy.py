@@ -1,18 +1,16 @@
-"""py-spy as a bounded child process that never stops its target, the reasons for its failures, and the private folder
-that it writes to."""
+"""py-spy as a bounded child process that never stops its target, and the reasons for its failures."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +25,8 @@ from rankscope.daemon.samples import Problem, RankProcess
 
 OUTPUT_LIMIT_BYTES: Final = 16 * 1024 * 1024
 LOG_LIMIT_BYTES: Final = 64 * 1024
-FOLDER_PREFIX: Final = "rankscope-stacks-"
+# In place of the output's path: the child writes to memory.
+IN_MEMORY: Final = Path("memory")
 # A killed child ends at once, or after a moment on a busy machine. Each that does not takes a few megabytes.
 STUCK_SECONDS: Final = 1.0
 STUCK_PER_OWNER: Final = 4
@@ -59,7 +58,7 @@ def find_py_spy() -> Path | None:
     return Path(found) if found else None
 
 
-def record_command(py_spy: Path, pid: int, seconds: int, rate_hz: int, output: Path) -> list[str]:
+def record_command(py_spy: Path, pid: int, seconds: int, rate_hz: int, output: Path = IN_MEMORY) -> list[str]:
     options = ["--duration", str(seconds), "--rate", str(rate_hz), "--format", "raw", "--output", str(output)]
     return [*_command(py_spy, "record", pid), *options, "--threads", "--idle", "--full-filenames"]
 
@@ -82,20 +81,24 @@ class Ended:
 
 
 class Child:
-    """A running py-spy. `poll` reaps it and returns the CPU time it took."""
+    """A running py-spy. `poll` reaps it and returns the CPU time it took. What it writes stays in memory: a disk that
+    somebody has filled does not stop it, and stacks, which reveal other users' programs, are nobody else's to read."""
 
-    def __init__(self, command: Sequence[str], log: Path, stdout: Path | None = None) -> None:
-        """Its standard error goes to `log`, and so does its standard output unless `stdout` is given."""
+    def __init__(self, command: Sequence[str], keeps_stdout: bool = False) -> None:
+        """Standard output goes to the log, or with `keeps_stdout` to the output."""
         if "--nonblocking" not in command:
             raise ValueError(f"refused: py-spy without --nonblocking stops the training process: {command}")
-        with log.open("wb") as errors, (stdout or Path(os.devnull)).open("wb") as output:
-            self._process = subprocess.Popen(
-                [*_DIE_WITH_PARENT, *command],
-                stdin=subprocess.DEVNULL,
-                stdout=output if stdout else errors,
-                stderr=errors,
-                cwd="/",
-            )
+        self._log, self._output = files = [os.memfd_create("rankscope-stacks", os.MFD_CLOEXEC) for _ in range(2)]
+        weakref.finalize(self, _close, files)
+        path = f"/proc/self/fd/{self._output}"  # of the child: it inherits the file under the same number
+        self._process = subprocess.Popen(
+            [*_DIE_WITH_PARENT, *(path if word == str(IN_MEMORY) else word for word in command)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output if keeps_stdout else self._log,
+            stderr=self._log,
+            pass_fds=(self._output,),
+            cwd="/",
+        )
         self.pid = self._process.pid
         self._cpu_seconds = 0.0
         for limit, value in _CHILD_LIMITS:
@@ -103,6 +106,14 @@ class Child:
                 resource.prlimit(self.pid, limit, (value, value))
             except (ProcessLookupError, PermissionError):
                 break  # ended already, or a py-spy that carries capabilities of its own
+
+    @property
+    def log(self) -> str:
+        return os.pread(self._log, LOG_LIMIT_BYTES, 0).decode("utf-8", "replace")
+
+    @property
+    def output(self) -> str:
+        return os.pread(self._output, OUTPUT_LIMIT_BYTES, 0).decode("utf-8", "replace")
 
     @property
     def cpu_seconds(self) -> float:
@@ -132,6 +143,11 @@ class Child:
         while (ended := self.poll()) is None and time.monotonic() < give_up_at:
             time.sleep(0.01)
         return ended
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 class KilledChildren:
@@ -244,49 +260,3 @@ def _cause(log: str) -> str:
             break
         lines.append(line.strip())
     return one_line(" ".join(lines).strip().removeprefix("Error: "), 300)
-
-
-class PrivateFolder:
-    """A folder for py-spy's output that only this user can read: stacks reveal other users' programs. Removed by
-    `close`, or by the next daemon. Raises OSError if nothing is writable."""
-
-    def __init__(self) -> None:
-        self.path, self._descriptor = _make()
-        _sweep(self.path.parent)
-
-    def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
-def _make() -> tuple[Path, int]:
-    try:
-        path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-    except OSError:
-        path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir="/dev/shm"))
-    # A lock lasts as long as the daemon, however it dies and in whichever pid namespace: it marks a folder in use.
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    if path.exists():
-        return path, descriptor
-    os.close(descriptor)
-    return _make()  # another daemon removed it before it was locked
-
-
-def _sweep(parent: Path) -> None:
-    """Remove the folders of daemons that were killed."""
-    for folder in parent.glob(FOLDER_PREFIX + "*"):
-        try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            if os.fstat(descriptor).st_uid == os.getuid():
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            continue  # in use
-        finally:
-            os.close(descriptor)

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from rankscope.common.text import printable
@@ -43,15 +42,6 @@ class _Thread(Generic[Unparsed]):
     name: str
     torch_samples: int = 0
     stacks: list[tuple[Unparsed, int]] = field(default_factory=list)
-
-
-def read_text(path: Path, limit_bytes: int) -> str:
-    """The file up to the limit; one that was never written is empty."""
-    try:
-        with path.open("rb") as file:
-            return file.read(limit_bytes).decode("utf-8", "replace")
-    except FileNotFoundError:
-        return ""
 
 
 def parse_recording(text: str, pids: Collection[int], engine_threads: ThreadIds = frozenset) -> Recording:

@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,7 @@ from rankscope.daemon import procfs
 from rankscope.daemon.samples import Frame, FrameCount, Problem, RankProcess, Span, StackSample
 from rankscope.daemon.stacks import pyspy
 from rankscope.daemon.stacks.phases import is_user_code, phase_of
-from rankscope.daemon.stacks.pyspy_output import Stack, parse_errors, parse_recording, read_text
+from rankscope.daemon.stacks.pyspy_output import Stack, parse_errors, parse_recording
 from rankscope.daemon.stacks.sampling_budget import Plan, back_off_seconds
 
 FRAMES_KEPT: Final = 64
@@ -100,7 +101,6 @@ class RankRecorder:
         self,
         rank: RankProcess,
         py_spy: Path,
-        folder: Path,
         killed: pyspy.KilledChildren,
         proc_root: Path = Path("/proc"),
         unix_nanos: Callable[[], int] = time.time_ns,
@@ -109,8 +109,6 @@ class RankRecorder:
         self.due_seconds = -math.inf  # on the clock that `start` and `poll` are given
         self._py_spy = py_spy
         self._killed = killed
-        self._output = folder / f"{rank.pid}-{rank.start_ticks}.raw"
-        self._log = folder / f"{rank.pid}-{rank.start_ticks}.log"
         self._process_folder = f"{proc_root}/{rank.pid}"
         self._unix_nanos = unix_nanos
         self._pids = frozenset((rank.pid, *rank.namespace_pids))
@@ -144,10 +142,8 @@ class RankRecorder:
         if problem is not None:
             self._fail(problem, now_seconds)
             return
-        self._output.unlink(missing_ok=True)
-        command = pyspy.record_command(self._py_spy, self.rank.pid, plan.seconds, plan.rate_hz, self._output)
         try:
-            child = pyspy.Child(command, self._log)
+            child = pyspy.Child(pyspy.record_command(self._py_spy, self.rank.pid, plan.seconds, plan.rate_hz))
         except OSError as error:
             problem = Problem("stacks", "unstartable", f"{self.rank}: py-spy could not be started: {error}")
             self._fail(problem, now_seconds)
@@ -201,12 +197,12 @@ class RankRecorder:
             self._killed.kill(running.child, self.rank)
 
     def _read_output(self, running: _Running, ended: pyspy.Ended, now_seconds: float) -> None:
-        log = read_text(self._log, pyspy.LOG_LIMIT_BYTES)
+        log = running.child.log
         if ended.status != 0:
             self._fail(pyspy.explain_failure(self.rank, ended, log, self._is_alive()), now_seconds)
             return
-        text = read_text(self._output, pyspy.OUTPUT_LIMIT_BYTES)
-        recording = parse_recording(text, self._pids, lambda: pyspy.engine_threads(self._process_folder))
+        engine_threads = partial(pyspy.engine_threads, self._process_folder)
+        recording = parse_recording(running.child.output, self._pids, engine_threads)
         samples = recording.stacks.total()
         errors = parse_errors(log) + recording.garbled_lines
         if samples:
