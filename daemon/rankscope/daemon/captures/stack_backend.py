@@ -29,7 +29,6 @@ from rankscope.daemon.stacks.pyspy_output import parse_errors, read_text
 RATE_HZ: Final = 50
 UNKNOWN_STEPS_SECONDS: Final = 3.0
 TICK_SECONDS: Final = 0.05
-MEMORY_SECONDS: Final = 1.0
 # py-spy randomizes the pauses between samples, and a busy machine stretches them.
 OVERSTAY_FACTOR: Final = 2.0
 OVERSTAY_SECONDS: Final = 10.0
@@ -43,41 +42,21 @@ class StacksBackend:
     def __init__(self, py_spy: Path | str | None = None, proc_root: Path = Path("/proc")) -> None:
         self._py_spy = Path(py_spy) if py_spy else pyspy.find_py_spy()
         self._proc_root = proc_root
-        self._lock = threading.Lock()
-        self._blocked: set[tuple[int, int]] = set()  # processes whose memory is being opened
 
     def objection(self, rank: RankProcess) -> str | None:
         if self._py_spy is None or not self._py_spy.is_file():
             return pyspy.missing(self._py_spy).text
-        return self._memory_objection(rank)
-
-    def _memory_objection(self, rank: RankProcess) -> str | None:
-        """Opening the memory is what py-spy does first; the kernel allows it to any process that may trace the target.
-        It blocks while the target is in an exec that a dead file system holds up, so it is done in a thread."""
-        process, answers = (rank.pid, rank.start_ticks), list[str | None]()
-        with self._lock:
-            is_blocked = process in self._blocked
-            patience_seconds = MEMORY_SECONDS if not self._blocked else MEMORY_SECONDS / 10
-            self._blocked.add(process)
-        if not is_blocked:
-            thread = threading.Thread(target=self._open_memory, args=(rank, process, answers), daemon=True)
-            thread.start()
-            thread.join(patience_seconds)
-        return answers[0] if answers else f"{rank} does not answer: it is blocked in an exec on a dead file system"
-
-    def _open_memory(self, rank: RankProcess, process: tuple[int, int], answers: list[str | None]) -> None:
+        # What py-spy does first; the kernel allows it to any process that may trace the target.
         try:
             os.close(os.open(self._proc_root / str(rank.pid) / "mem", os.O_RDONLY | os.O_CLOEXEC))
-            answers.append(None)
         except FileNotFoundError:
-            answers.append(f"rank {rank.rank} (pid {rank.pid}) has ended")
+            return f"rank {rank.rank} (pid {rank.pid}) has ended"
         except OSError as error:
-            answers.append(
+            return (
                 f"rank {rank.rank} (pid {rank.pid}): its memory may not be read: {error.strerror}; the daemon needs "
                 "CAP_SYS_PTRACE (see docs/troubleshooting.md)"
             )
-        with self._lock:
-            self._blocked.discard(process)
+        return None
 
     def record(
         self, order: Order, workspace: Workspace, report: Callable[[Stage], None], cancelled: threading.Event
