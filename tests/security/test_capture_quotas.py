@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import grpc
@@ -55,11 +55,9 @@ class Usage:
     def _watch(self) -> None:
         while not self._done.wait(0.005):
             used = 0
-            for path in self._folder.rglob("*"):
-                try:
+            with suppress(OSError):  # removed in between
+                for path in self._folder.rglob("*"):
                     used += path.lstat().st_blocks * 512
-                except OSError:
-                    continue
             self.most_bytes = max(used, self.most_bytes)
 
 

@@ -57,7 +57,7 @@ def taken_sockets(ranks: Iterable[RankProcess], proc_root: Path, daemon_pid: int
         if not _uses_kineto(rank) or namespace in seen or len(seen) >= RANKS_SHOWN:
             continue
         seen.add(namespace)
-        holder = socket_holder(rank.pid, proc_root)
+        holder = socket_holder(rank.pid, proc_root, daemon_pid)
         if holder is not None and (holder.pid is None or holder.pid != daemon_pid):
             text = (
                 f"libkineto's socket in the network namespace of {rank} of job {rank.job!r} belongs to {holder}: "

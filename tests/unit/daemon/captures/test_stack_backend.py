@@ -95,24 +95,6 @@ def test_a_missing_py_spy_is_an_objection(rank: RankProcess, tmp_path: Path) -> 
     assert objection is not None and "pip install py-spy" in objection
 
 
-def test_a_process_that_blocks_who_looks_at_it_is_an_objection_and_holds_nobody_up(tmp_path: Path) -> None:
-    memory = tmp_path / "1" / "mem"
-    memory.parent.mkdir()
-    os.mkfifo(memory)  # blocks whoever opens it, as an exec on a dead file system does
-    backend, rank = StacksBackend(proc_root=tmp_path), RankProcess("job", 0, 0, 1, 1, 1, (1,))
-    for _ in range(3):
-        assert (
-            backend.objection(rank) == "rank 0 (pid 1) does not answer: it is blocked in an exec on a dead file system"
-        )
-    assert len([thread for thread in threading.enumerate() if "_open_memory" in thread.name]) == 1
-    memory.rename(tmp_path / "blocking")
-    memory.touch()
-    (tmp_path / "blocking").open("wb").close()
-    give_up_at = time.monotonic() + 60
-    while backend.objection(rank) is not None:
-        assert time.monotonic() < give_up_at
-
-
 def test_memory_that_may_not_be_read_is_an_objection(tmp_path: Path) -> None:
     memory = tmp_path / "1" / "mem"
     memory.parent.mkdir()
