@@ -3,6 +3,8 @@ and no window is lost."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import grpc
 import pytest
 
 from rankscope.analysis.verdicts.verdict import Kind, Severity
@@ -21,7 +24,11 @@ from rankscope.daemon.windows.stalls import StallWatch
 from rankscope.daemon.windows.window import RankSamples
 from rankscope.operator.correlation.correlator import Correlator, JobState
 from rankscope.v1 import identity_pb2, window_pb2
+from rankscope.v1.rank_service_pb2 import WatchRanksRequest
+from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from tests.daemon_messages import hold
+from tests.integration.daemon_process import PATIENCE_SECONDS, serving
+from tests.integration.test_bad_input import claims, keeper
 from tests.unit.daemon import window_makers as make
 from tests.unit.daemon.ring_writer import ME, Writer
 
@@ -318,3 +325,56 @@ def test_an_operator_that_was_busy_does_not_mistake_the_delay_for_a_clock() -> N
     states = fleet.play(5)
     assert all(state.ranks_seen == 6 for state in states)
     assert states[-1].verdict.kind is Kind.HEALTHY
+
+
+# Both, as a real process whose wall clock is set while it runs.
+
+SET_CLOCK = """
+import sys, time
+from pathlib import Path
+offset = Path(sys.argv.pop(1))
+unix_seconds, unix_nanos = time.time, time.time_ns
+time.time = lambda: unix_seconds() + float(offset.read_text())
+time.time_ns = lambda: unix_nanos() + int(float(offset.read_text()) * 1e9)
+from rankscope.cli.main import main
+sys.exit(main())
+"""
+
+
+def set_clock(file: Path, seconds: float) -> None:
+    part = file.with_name("part")
+    part.write_text(str(seconds))
+    part.replace(file)
+
+
+def test_a_real_daemon_goes_on_when_its_clock_is_set(tmp_path: Path) -> None:
+    offset = tmp_path / "offset"
+    set_clock(offset, 0.0)
+    launcher = (sys.executable, "-c", SET_CLOCK, str(offset))
+    job = "10.7.7.7:1/clocks"
+    with contextlib.ExitStack() as stack:
+        for rank in "01":
+            stack.enter_context(keeper("honest", claims(rank, 2, "10.7.7.7", run_id="clocks")))
+        daemon = stack.enter_context(serving(tmp_path / "daemon", "up", launcher=launcher))
+        channel = stack.enter_context(grpc.insecure_channel(daemon.grpc_target))
+        stream = RankServiceStub(channel).WatchRanks(WatchRanksRequest(), timeout=4 * PATIENCE_SECONDS)
+        windows = (window for message in stream for window in message.windows if window.identity.job == job)
+
+        def watched(count: int) -> list[window_pb2.RankWindow]:
+            return list(itertools.islice(windows, 2 * count))
+
+        watched(4)
+        for jump in (HOUR, -HOUR, 0.0):
+            set_clock(offset, jump)
+            seen = watched(8)
+            assert not any(window.HasField("stall") for window in seen)
+            assert not any(window.problems for window in seen), seen[0].problems
+            lengths = [(window.end_unix_nanos - window.start_unix_nanos) / 1e9 for window in seen]
+            # 0.5 s, except where a busy machine misses a border.
+            assert max(lengths) < 30.0
+            assert sum(window.steps for window in seen) > len(seen)
+            newest = max(window.end_unix_nanos for window in seen[-2:]) / 1e9
+            assert abs(newest - (time.time() + jump)) < 60.0
+        daemon.wait_until(lambda: daemon.is_healthy())
+        assert daemon.log.count("the clock was set by") == 3
+        assert "hang" not in daemon.output.lower()
