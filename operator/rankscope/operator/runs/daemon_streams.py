@@ -134,7 +134,7 @@ class DaemonStreams:
                 level = logging.INFO if node in self._connected else logging.DEBUG
                 log.log(level, "daemon of %s: %s %s", node, error.code().name, one_line(error.details() or "", 200))
             except (OSError, ValueError, asyncio.TimeoutError) as error:
-                log.warning("daemon of %s: %s", node, error or type(error).__name__)
+                log.warning("daemon of %s: %s", node, str(error) or f"no message in {FIRST_MESSAGE_SECONDS:g} s")
             except Exception:
                 log.exception("daemon of %s", node)
             finally:
