@@ -16,7 +16,7 @@ from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, rea
 # again after a quarter of its age, or after its whole age if it is not Python, and after this long at the latest.
 LOOK_AGAIN_SECONDS: Final = 30.0
 # Of those, in one scan: the processes of one user must not take the budget of all ranks.
-LOOKS_AGAIN_PER_SCAN: Final = 128
+LOOKS_AGAIN_PER_SCAN: Final = 32
 # How long a process that carries rank variables is asked in every scan whether it has loaded torch by now.
 IMPORT_PATIENCE_SECONDS: Final = 120.0
 
@@ -97,13 +97,13 @@ class ProcessTable:
                 self.forget(pid)  # ended meanwhile
 
     def _postponed(self, now: float) -> set[int]:
-        """Processes that are due but have to wait. Those that have waited longest do not."""
+        """Processes that are due but have to wait. Python comes first, and then what has waited longest."""
         due = [
-            (known.look_again_seconds, pid)
+            (not known.is_python, known.look_again_seconds, pid)
             for pid, known in self._known.items()
             if known.look_again_seconds <= now and known.claim is None and not known.is_candidate
         ]
-        return {pid for _, pid in sorted(due)[LOOKS_AGAIN_PER_SCAN:]}
+        return {pid for *_, pid in sorted(due)[LOOKS_AGAIN_PER_SCAN:]}
 
     def _look(self, pid: int, inode: int, now: float) -> None:
         folder = self.folder(pid)
