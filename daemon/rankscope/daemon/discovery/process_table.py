@@ -18,9 +18,11 @@ from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, rea
 LOOK_AGAIN_SECONDS: Final = 30.0
 # How long a process that carries rank variables is asked in every scan whether it has loaded torch by now.
 IMPORT_PATIENCE_SECONDS: Final = 120.0
-# The processes of one user must not take the budget of all ranks. So many that are new, and so many that are looked at
-# again, are looked at in one scan; ranks always are. Environments and maps that are larger than is usual take turns.
+# The processes of one user must not take the budget of all ranks: a look costs up to a quarter of a millisecond. So many
+# that are new, and so many that are looked at again, are looked at in one scan; ranks always are. Environments and maps
+# that are larger than is usual take turns.
 LOOKS_PER_SCAN: Final = 128
+LOOKS_AGAIN_PER_SCAN: Final = 48
 LARGE_ENVIRON_BYTES: Final = 32 << 10
 LARGE_MAPS_BYTES: Final = 512 << 10
 LARGE_BYTES_PER_SCAN: Final = 8 << 20
@@ -128,7 +130,7 @@ class ProcessTable:
                 else:
                     again.append((known.look_again_seconds, pid))
         again.sort()  # those that have waited longest
-        due += [pid for _, pid in again[:LOOKS_PER_SCAN]]
+        due += [pid for _, pid in again[:LOOKS_AGAIN_PER_SCAN]]
         if len(new) > LOOKS_PER_SCAN or self._next_new_pid:
             new.sort(key=lambda pid: (pid < self._next_new_pid, pid))
         looks = len(new) if is_first else LOOKS_PER_SCAN
