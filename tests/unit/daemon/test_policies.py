@@ -171,8 +171,7 @@ def test_a_daemon_samples_each_rank_as_its_policy_says_and_as_its_budget_allows(
     clock = make.FakeClock()
     found = [rank(0), rank(1, "other")]
     collectors = make.collectors(*found)
-    used = [0.0]
-    daemon = Daemon(make.config(), collectors=collectors, clock=clock, own_cpu_seconds=lambda: used[0])
+    daemon = Daemon(make.config(), collectors=collectors, clock=clock, own_cpu_seconds=lambda: 0.0)
     stacks = collectors.stacks
     assert isinstance(stacks, make.FakeSource)
     policy = RunPolicy(run="ns/r", pods=["p"], stack_rate_hertz=40.0)
@@ -181,7 +180,7 @@ def test_a_daemon_samples_each_rank_as_its_policy_says_and_as_its_budget_allows(
     assert stacks.rates_of[-1] == {0: 40.0}
     for number in range(1, 20):
         clock.sleep(2.0)
-        used[0] += 2.0  # a whole core
+        stacks.child_cpu_seconds += 2.0  # a whole core
         daemon.tick(make.span(number))
     own = stacks.rates[-1]
     assert own < 10.0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.daemon import procfs
-from rankscope.daemon.discovery.process_table import LOOKS_PER_SCAN
+from rankscope.daemon.discovery.process_table import LOOKS_AGAIN_PER_SCAN
 from rankscope.daemon.discovery.ranks import RankDiscovery
 from tests.unit.daemon.fake_proc import FakeProc, torchrun
 
@@ -45,7 +45,7 @@ def test_a_process_that_is_not_python_is_read_rarely_from_its_start(proc: FakePr
 def test_any_number_of_processes_that_are_no_ranks_costs_a_scan_no_more_than_a_few(
     proc: FakeProc, reads: Counter[int]
 ) -> None:
-    crowd = range(1000, 1000 + 3 * LOOKS_PER_SCAN)
+    crowd = range(1000, 1000 + 3 * LOOKS_AGAIN_PER_SCAN)
     for pid in crowd:
         proc.add(pid, {}, command="python", has_torch=False)
     now = [0.0]
@@ -55,7 +55,7 @@ def test_any_number_of_processes_that_are_no_ranks_costs_a_scan_no_more_than_a_f
         reads.clear()
         now[0] += 100.0  # all of them are due
         discovery.scan()
-        assert reads.total() == LOOKS_PER_SCAN
+        assert reads.total() == LOOKS_AGAIN_PER_SCAN
     reads.clear()
     for pid in (7, 2000):
         proc.add(pid, torchrun(pid % 4))

@@ -11,8 +11,6 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from rankscope.daemon import procfs
-from rankscope.daemon.captures.kineto.socket_holder import socket_holder
-from rankscope.daemon.captures.kineto.sockets import network_namespace
 from rankscope.daemon.config import Config
 from rankscope.daemon.doctor import checks
 from rankscope.daemon.doctor.checks import Finding, Level
@@ -48,6 +46,10 @@ def ranks_are_visible(config: Config) -> Iterator[Finding]:
 
 def taken_sockets(ranks: Iterable[RankProcess], proc_root: Path, daemon_pid: int | None) -> Iterator[Finding]:
     """Network namespaces in which another process than the daemon has libkineto's socket."""
+    # Not at the top: the doctor runs on a machine without the daemon's packages.
+    from rankscope.daemon.captures.kineto.socket_holder import socket_holder
+    from rankscope.daemon.captures.kineto.sockets import network_namespace
+
     seen: set[int] = set()
     for rank in ranks:
         try:

@@ -65,7 +65,7 @@ def run_verdict(state: JobState, before: RunVerdict | UnsetType = UNSET) -> RunV
 
 def is_premature(state: JobState | None, standing: RunVerdict | UnsetType) -> bool:
     """Whether the verdict may differ from `standing` only because a restarted operator still lacks windows."""
-    if not isinstance(standing, RunVerdict):
+    if not isinstance(standing, RunVerdict) or standing.kind is Kind.INSUFFICIENT_DATA:
         return False
     found = UNSET if state is None else run_verdict(state)
     if not isinstance(found, RunVerdict) or found.kind is Kind.INSUFFICIENT_DATA:

@@ -27,7 +27,7 @@ MESSAGE_LIMIT: Final = 300
 # Less than this is not worth beginning with while others will give theirs back.
 LEAST_MEMORY_BYTES: Final = 192 << 20
 TICK_SECONDS: Final = 0.05
-_MEMORY_VARIABLE: Final = "RANKSCOPE_WORKER_MEMORY_BYTES"
+_MEMORY_VARIABLE: Final = "TRACE_WORKER_MEMORY_BYTES"
 
 
 class MemoryShares:
