@@ -48,11 +48,12 @@ ROWS: Sequence[Sequence[Lane]] = (
         (API_SERVER, suite("operator on an API server", "tests/kube", "-n", "3", "--dist", "loadfile")),
         (HELM, API_SERVER, suite("chart", "tests/ship"), suite("images", "tests/images")),
         (
-            suite("security", "tests/security"),
             suite("fuzz targets", "tests/fuzz"),
             suite("Prometheus, without jobs", *JOBLESS_ALERTS),
         ),
     ),
+    # Attacks are measured by what they cost a job beside them.
+    ((suite("security", "tests/security"),),),
     ((suite("integration (processes)", "tests/integration", "-n", "2", "--dist", "loadfile"),),),
     ((suite("end-to-end (training jobs)", "tests/e2e"),),),
     ((suite("frameworks (training jobs)", "tests/frameworks", "-m", "representative"),),),
