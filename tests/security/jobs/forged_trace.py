@@ -30,4 +30,4 @@ while True:
         command = read_command(ring, mark)
         if command is not None and command.verb == ring_layout.VERB_CAPTURE and int(sys.argv[1]) >= 0:
             size = os.fstat(trace).st_size
-            Answer(ring, command.number).tell(ring_layout.PHASE_WRITTEN, steps=command.steps, fd=trace, size=size)
+            Answer(ring, command.number).report(ring_layout.PHASE_WRITTEN, steps=command.steps, fd=trace, size=size)
