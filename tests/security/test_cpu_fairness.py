@@ -16,12 +16,13 @@ import pytest
 from tests.namespaces import missing_for_nodes
 from tests.security.bystander import Bystander, wait_until
 from tests.security.metrics_reading import value
-from tests.security.rank_processes import rank_variables
+from tests.security.rank_processes import PORT, rank_variables
 
 pytestmark = pytest.mark.skipif(missing_for_nodes() is not None, reason=str(missing_for_nodes()))
 
 RANKS, DESCRIPTORS = 12, 16_000
 CALLERS = 4
+JOB = f"10.6.6.7:{PORT}/none"
 # A rank is known by the torch it has loaded.
 LOAD = """
 import mmap, sys
@@ -91,7 +92,7 @@ def callers(urls: Sequence[str]) -> Iterator[None]:
 
 
 def watched_ranks(bystander: Bystander) -> float:
-    return value(bystander, "rankscope_rank_up", job="10.6.6.7:29500/none") or 0.0
+    return value(bystander, "rankscope_rank_up", job=JOB) or 0.0
 
 
 @pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] <= DESCRIPTORS, reason="too few descriptors allowed")
@@ -117,5 +118,4 @@ def test_a_rank_with_two_thousand_threads_is_given_up_with_the_reason(bystander:
 
 def test_a_rank_with_the_threads_of_a_cuda_job_is_sampled(bystander: Bystander, tmp_path: Path) -> None:
     with ranks(bystander, tmp_path, MANY_THREADS, 300, 1):
-        job = "10.6.6.7:29500/none"
-        wait_until(lambda: value(bystander, "rankscope_rank_stack_samples_total", job=job), lambda: bystander.log)
+        wait_until(lambda: value(bystander, "rankscope_rank_stack_samples_total", job=JOB), lambda: bystander.log)

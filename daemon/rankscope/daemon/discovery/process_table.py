@@ -18,11 +18,11 @@ from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, rea
 LOOK_AGAIN_SECONDS: Final = 30.0
 # How long a process that carries rank variables is asked in every scan whether it has loaded torch by now.
 IMPORT_PATIENCE_SECONDS: Final = 120.0
-# The processes of one user must not take the budget of all ranks: a look costs up to 0.25 ms. So many
+# The processes of one user must not take the budget of all ranks: a look costs up to 0.4 ms. So many
 # that are new, and so many that are looked at again, are looked at in one scan; ranks always are. Environments and maps
 # that are larger than is usual take turns.
-LOOKS_PER_SCAN: Final = 128
-LOOKS_AGAIN_PER_SCAN: Final = 48
+LOOKS_PER_SCAN: Final = 48
+LOOKS_AGAIN_PER_SCAN: Final = 16
 LARGE_ENVIRON_BYTES: Final = 32 << 10
 LARGE_MAPS_BYTES: Final = 512 << 10
 LARGE_BYTES_PER_SCAN: Final = 8 << 20
@@ -128,8 +128,9 @@ class ProcessTable:
                 if known.is_candidate:
                     due.append(pid)
                 else:
-                    again.append((known.look_again_seconds, pid))
-        again.sort()  # those that have waited longest
+                    overdue_seconds = now - known.look_again_seconds
+                    again.append((overdue_seconds / (now - known.first_seen_seconds + 1.0), pid))
+        again.sort(reverse=True)  # those that have waited longest for their age: the young may still become ranks
         due += [pid for _, pid in again[:LOOKS_AGAIN_PER_SCAN]]
         if len(new) > LOOKS_PER_SCAN or self._next_new_pid:
             new.sort(key=lambda pid: (pid < self._next_new_pid, pid))
