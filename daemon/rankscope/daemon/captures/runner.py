@@ -240,13 +240,15 @@ class CaptureRunner:
                 self.records.change(capture_id, forget_first_attempt)
                 self._attempt(capture_id, self._with_step_time(work, learned), stuck)
             self._measure_aftermath(capture_id, [order for order, _ in work])
+            # Before the end is announced: whoever waits for it may ask for the same ranks at once.
+            self._reservations.end(capture_id, stuck)
             self._conclude(capture_id)
         except Exception as error:  # any failure: followers must see the end
             log.exception("capture %s", capture_id)
+            self._reservations.end(capture_id, stuck)
             self.records.change(capture_id, partial(fail, error=f"unexpected: {error}; please report this"))
         finally:
             self.audit.ended(self.records.get(capture_id))
-            self._reservations.end(capture_id, stuck)
             self._archive.clean(capture_id)
 
     def _attempt(self, capture_id: str, work: Sequence[tuple[Order, Backend]], stuck: set[int]) -> dict[int, float]:

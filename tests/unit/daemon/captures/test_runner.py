@@ -300,6 +300,20 @@ def test_a_capture_knows_the_step_time_that_an_earlier_one_of_the_same_processes
     assert backend.orders[-1].step_seconds is None
 
 
+def test_the_ranks_of_a_capture_are_free_when_its_end_is_seen(archive: MemoryArchive) -> None:
+    conducted = CaptureRunner("n", [ScriptedBackend()], archive, lambda: [rank(0)])
+    busy = []
+    change = conducted.records.change
+
+    def observed(capture_id: str, edit: Callable[[pb.Capture], None]) -> None:
+        busy.append(conducted.is_busy("job"))
+        change(capture_id, edit)
+
+    conducted.records.change = observed  # type: ignore[method-assign]
+    ended(conducted, conducted.start(pb.StartCaptureRequest(steps=5)))
+    assert busy[-1] is False
+
+
 def test_steps_that_became_longer_than_was_learned_are_recorded_once_more(archive: MemoryArchive) -> None:
     backend = ScriptedBackend()
     conducted = runner(backend, archive, ranks=1)
