@@ -244,7 +244,8 @@ class RingSearch:
     it was. A process may have a million descriptors, and listing them costs as much as looking at each."""
 
     def __init__(self, process: str, longest_pause: int = 0) -> None:
-        """`longest_pause`: how many looks are left out, the more the longer the process has had no ring."""
+        """`longest_pause`: how many looks are left out of a process with many descriptors, the more the longer it has
+        had no ring."""
         self.process = process
         self._longest_pause = longest_pause
         self._next = 0  # the descriptor to go on with
@@ -270,7 +271,8 @@ class RingSearch:
         if self._next >= last:
             self._next = 0
             self._passes += 1
-            self._pause = min(self._passes // PASSES_PER_PAUSE, self._longest_pause)
+            if last > descriptors:  # else a pass costs little, and a ring may appear at any time
+                self._pause = min(self._passes // PASSES_PER_PAUSE, self._longest_pause)
         return None
 
     def _link(self, number: int) -> str:

@@ -62,15 +62,20 @@ def test_a_ring_behind_many_descriptors_is_found_in_a_few_looks_and_then_at_once
             os.close(descriptor)
 
 
-def test_a_process_that_has_no_ring_for_long_is_searched_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("descriptors", "searched_of_twelve"), [(64, 12), (2 * procfs.DESCRIPTORS_PER_LOOK, 4)])
+def test_a_process_with_many_descriptors_and_no_ring_for_long_is_searched_less_often(
+    monkeypatch: pytest.MonkeyPatch, descriptors: int, searched_of_twelve: int
+) -> None:
+    """Where one look is enough, a ring is found as soon as it appears."""
+    monkeypatch.setattr(procfs.RingSearch, "_table_size", lambda self: descriptors)
     search = procfs.RingSearch(f"/proc/{os.getpid()}", longest_pause=4)
     read = os.readlink
     links: list[str] = []
     monkeypatch.setattr(os, "readlink", lambda path: links.append(path) or read(path))
     searched = []
-    for _ in range(100):
+    for _ in range(240):
         before = len(links)
         search.look()
         searched.append(len(links) > before)
-    assert all(searched[:8])
-    assert sum(searched[-10:]) == 2
+    assert all(searched[:16])
+    assert sum(searched[-12:]) == searched_of_twelve

@@ -27,7 +27,7 @@ COUNTER_AT_MOST = 1 << 53
 TEXT_LENGTH = 128
 RANKS_AT_MOST = 10_000_000
 FLOPS_AT_MOST = 1e30
-# A rank without a ring is searched less and less often, after this many windows at the latest.
+# A rank with many descriptors and no ring is searched less and less often, after this many windows at the latest.
 WINDOWS_LEFT_OUT = 8
 
 
