@@ -33,7 +33,7 @@ def wait_until(
 
 @dataclass(frozen=True)
 class Serving:
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | subprocess.Popen[bytes]
     metrics_url: str
     grpc_target: str
     log_path: Path

@@ -142,7 +142,7 @@ def test_namespaces_of_one_user_leave_sockets_for_others(
 
 def test_a_job_beside_keeps_its_windows_while_another_forges_traces_and_opens_namespaces(bystander: Bystander) -> None:
     log = bystander.folder / "log"
-    daemon = Serving(bystander.process, bystander.metrics_url, f"unix:{bystander.socket}", log, log)  # type: ignore[arg-type]
+    daemon = Serving(bystander.process, bystander.metrics_url, f"unix:{bystander.socket}", log, log)
     done, failed = threading.Event(), list[str]()
 
     def attack(job: str) -> None:
@@ -153,8 +153,10 @@ def test_a_job_beside_keeps_its_windows_while_another_forges_traces_and_opens_na
         with bystander.node():
             stack.enter_context(forged_rank(RUN, MANY_HOLES_BYTES, uid=NOBODY))
             for number in range(6):
-                own = {"enter": ("unshare", "--net"), "KINETO_USE_DAEMON": "1"}
-                stack.enter_context(forged_rank(f"netns-{number}", NEVER, uid=NOBODY, **own))  # type: ignore[arg-type]
+                apart = forged_rank(
+                    f"netns-{number}", NEVER, uid=NOBODY, enter=("unshare", "--net"), KINETO_USE_DAEMON="1"
+                )
+                stack.enter_context(apart)
         attacker = threading.Thread(target=attack, args=(job_of(daemon, RUN),))
         attacker.start()
         try:

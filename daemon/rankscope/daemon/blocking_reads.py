@@ -1,5 +1,5 @@
 """Reads of /proc that the process can block. For most files of /proc/<pid> the kernel waits for a lock that the process
-holds while it execs, which can be for ever: an exec closes files, and a FUSE mount does not have to answer. Such reads
+holds while it execs. That can take without limit: an exec closes files, and a FUSE mount may never answer. Such reads
 are made in a thread. One that does not return in time is left behind, and its process is skipped until it does."""
 
 from __future__ import annotations
@@ -130,6 +130,6 @@ class BlockingReads:
                     sweep.item = sweep.todo.popleft()
                 try:
                     sweep.read(sweep.item)
-                except BaseException as error:  # noqa: BLE001 - raised in the thread that called
+                except BaseException as error:  # noqa: BLE001 - `each` raises it in its caller's thread
                     sweep.error = error
                 sweep.done += 1

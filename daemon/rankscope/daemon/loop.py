@@ -220,7 +220,7 @@ class Daemon:
             self._ticked_at = self._clock.monotonic_seconds()
 
     def _process_cpu_seconds(self) -> float:
-        """Without scrapes: whoever scrapes too often must not cost the ranks their stacks."""
+        """Without scrapes: a caller that scrapes too often must not lower the stack rate."""
         return process_cpu_seconds() - self._scrape_cpu_seconds()
 
     def _scrape_cpu_seconds(self) -> float:

@@ -297,7 +297,7 @@ class RingSearch:
 def memfd_handle(link: str) -> int:
     """A descriptor (O_PATH) of a memfd, by its link in /proc of another process. The name proves nothing, and the file
     may be exchanged before it is opened: for a device, whose opening has effects, or for a file on a FUSE mount, whose
-    owner can block the open, and even a stat, for ever. So: a handle that opens nothing, and a check that it is on the
+    owner can block the open, and even a stat. So: a handle that opens nothing, and a check that it is on the
     file system of memfds, which asks no other file system. Raises NotMemfdError."""
     handle = os.open(link, os.O_PATH | os.O_CLOEXEC)
     try:

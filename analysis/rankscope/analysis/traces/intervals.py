@@ -92,7 +92,7 @@ def uncovered(sets: Sequence[Intervals], cover: Intervals) -> list[int]:
     left = ends - starts - (covered_until(cover, ends) - covered_until(cover, starts))
     borders = np.cumsum([0, *(len(spans[0]) for spans in sets)])
     totals = np.concatenate(([0], np.cumsum(left)))[borders]
-    return np.diff(totals).tolist()  # type: ignore[no-any-return]
+    return [int(total) for total in np.diff(totals)]
 
 
 def contains(spans: Intervals, moments: Ints) -> Bools:

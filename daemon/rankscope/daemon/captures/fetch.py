@@ -129,8 +129,8 @@ def remove_file(pid: int, path: str, proc_root: Path = Path("/proc")) -> bool:
 
 
 def _locate_file(pid: int, path: str, proc_root: Path) -> int:
-    """An O_PATH descriptor of a file that lies in its directory and is not mounted there: whoever mounts needs no
-    permission to read."""
+    """An O_PATH descriptor of a file in its own directory. A file mounted there is refused, because mounting a file
+    needs no permission to read it."""
     folder, _, name = path.rpartition("/")
     place = _locate(pid, folder or "/", proc_root, os.O_DIRECTORY)
     try:

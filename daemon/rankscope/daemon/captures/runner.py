@@ -240,7 +240,7 @@ class CaptureRunner:
                 self.records.change(capture_id, forget_first_attempt)
                 self._attempt(capture_id, self._with_step_time(work, learned), stuck)
             self._measure_aftermath(capture_id, [order for order, _ in work])
-            # Before the end is announced: whoever waits for it may ask for the same ranks at once.
+            # Before the end is announced, because a waiting caller may request the same ranks at once.
             self._reservations.end(capture_id, stuck)
             self._conclude(capture_id)
         except Exception as error:  # any failure: followers must see the end

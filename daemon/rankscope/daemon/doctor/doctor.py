@@ -175,7 +175,7 @@ def examine(
     config: Config, chosen: Sequence[Check] = CHECKS, check_seconds: float = CHECK_SECONDS
 ) -> Iterator[Finding]:
     """All findings, each as soon as it is known. A check that breaks is a finding too, and so is one that does not
-    end: reading /proc of a process on a dead file system can block for ever."""
+    end: reading /proc of a process on a dead file system can block without end."""
     for check in chosen:
         found: SimpleQueue[Finding | None] = SimpleQueue()
         threading.Thread(target=_run, args=(check, config, found), daemon=True).start()

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 # Roles that may read /metrics where it has TLS. A scraper's certificate is good for nothing else.
 READERS = frozenset({"rankscope-metrics", "rankscope-operator"})
 CALLERS_REMEMBERED = 256
-# Of a core, for all callers: some tens of scrapes a second. Whoever asks more often waits.
+# Of a core, for all callers: some tens of scrapes a second. Callers beyond that wait.
 CORE_RATIO = 0.01
 
 

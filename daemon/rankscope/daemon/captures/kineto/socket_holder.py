@@ -56,7 +56,7 @@ def socket_holder(pid: int | None, proc_root: Path = Path("/proc"), likely_pid: 
 
 
 def _search(inode: str, neighbour: Path, proc_root: Path, likely_pid: int | None, found: list[Holder]) -> None:
-    """In a thread: the descriptors of a process that is blocked in an exec may block whoever lists them."""
+    """In a thread: listing the descriptors of a process that is blocked in an exec may block."""
     try:
         links = islice(_descriptors(neighbour, proc_root, likely_pid), LINKS_LIMIT)
         holder = next((holder for holder, link in links if link == f"socket:[{inode}]"), None)

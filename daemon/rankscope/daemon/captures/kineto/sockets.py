@@ -180,7 +180,7 @@ def bind_file(directory: str) -> socket.socket:
 
 
 def _open_to_all(path: Path) -> None:
-    """Only the socket that was just made: whoever may write to the directory can put a link in its place."""
+    """Only the socket that was just created: other users of the directory can replace it with a link."""
     descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
