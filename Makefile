@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup prometheus demo check test frameworks captures kube ship lint proto docs rules dashboards chart bench fuzz dist images lock audit clean
+.PHONY: help setup prometheus demo check test frameworks captures hangs slurm kube ship lint proto console docs rules dashboards chart bench fuzz dist images lock audit clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,16 +28,23 @@ check: lint  ## format, lint, types and unit tests, in about two minutes: before
 	@echo "==> unit tests"
 	@$(BIN)/python -m pytest -q -n 3 --dist worksteal tests/unit
 
-test: setup prometheus  ## everything: lint and all test suites, in about twenty minutes
+test: setup prometheus  ## everything: lint and all test suites, in about forty minutes
 	@tools/setup_grafana_schema.sh
 	@$(BIN)/python -m tools.run_tests
 
 frameworks: setup  ## real jobs of every framework, each with every fault, in an environment of their own (.venv-frameworks, 1.2 GB); takes an hour
 	@tools/setup_frameworks.sh
-	@$(BIN)/python -m pytest -q tests/frameworks
+	@$(BIN)/python -m tools.awake_cores $(BIN)/python -m pytest -q tests/frameworks
 
 captures: setup  ## captures of real jobs in namespaces of their own, and the demo's faults by the job's own numbers; needs root, takes eight minutes
-	@$(BIN)/python -m pytest -q tests/captures
+	@$(BIN)/python -m tools.awake_cores $(BIN)/python -m pytest -q tests/captures
+
+hangs: setup  ## real jobs that hang, each for one reason, and jobs that only take long; takes four minutes
+	@$(BIN)/python -m tools.awake_cores $(BIN)/python -m pytest -q tests/hangs tests/integration/test_hangs.py
+
+slurm: setup  ## a training job on a real Slurm of two nodes (unpacked into .slurm, nothing is installed); needs root, takes two minutes
+	@tools/setup_slurm.sh
+	@$(BIN)/python -m tools.awake_cores $(BIN)/python -m pytest -q tests/slurm
 
 kube: setup  ## the operator against a real API server (built once, six minutes); needs root, takes eight minutes
 	@tools/setup_kube.sh
@@ -66,9 +73,16 @@ lint: setup  ## ruff, mypy --strict, the layer contract, fresh generated files
 	@$(BIN)/python -m deploy.grafana.dashboards --check
 	@echo "==> generated files of the chart"
 	@$(BIN)/python -m tools.generate_chart_files --check
+	@echo "==> the console's types and built pages"
+	@$(BIN)/python -m tools.generate_console_types --check
+	@tools/build_console.sh --check
 
 proto: setup  ## regenerate the Python code of proto/
 	@$(BIN)/python tools/generate_protos.py
+
+console: setup  ## regenerate the types of console/ from the API, and build its pages into the package
+	@$(BIN)/python -m tools.generate_console_types
+	@tools/build_console.sh
 
 docs: setup  ## regenerate docs/metrics.md from the exporters and the table of docs/frameworks.md
 	@$(BIN)/python -m tools.generate_metrics_page
@@ -84,7 +98,7 @@ chart: setup  ## regenerate the chart's README and what it takes from elsewhere 
 	@$(BIN)/python -m tools.generate_chart_files
 
 bench: setup prometheus  ## measure what it costs; prints a table
-	@$(BIN)/python -m benchmarks
+	@$(BIN)/python -m tools.awake_cores $(BIN)/python -m benchmarks
 
 fuzz: setup  ## ten minutes of hostile input for every parser; FUZZ_SECONDS=60 for less
 	@$(BIN)/python -m tests.fuzz --seconds $(or $(FUZZ_SECONDS),600) --state .fuzz-state
@@ -106,4 +120,4 @@ audit: setup  ## hold the images' locks against known vulnerabilities; needs a n
 	@$(BIN)/python -m tools.audit_dependencies
 
 clean:  ## remove the virtual environment and caches
-	rm -rf .venv .venv-frameworks .venv-hta .venv-release .image-wheels dist .prometheus .helm .grafana-schema .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf console/node_modules .venv .venv-frameworks .venv-hta .venv-release .image-wheels dist .prometheus .slurm .helm .grafana-schema .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

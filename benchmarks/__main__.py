@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -10,11 +11,14 @@ from pathlib import Path
 
 from benchmarks import (
     capture_latency,
+    console_history,
+    console_pages,
     daemon_cost,
     fleet,
     gpu_collector,
     overhead,
     probe_step,
+    profile_store,
     registration,
     rule_evaluation,
     timeline_replay,
@@ -23,6 +27,8 @@ from benchmarks import (
     window_reading,
 )
 from benchmarks.reporting import Row, between, machine, table, write_json
+
+log = logging.getLogger(__name__)
 
 
 def measure_probe() -> list[Row]:
@@ -40,6 +46,9 @@ BENCHMARKS: Mapping[str, Callable[[], list[Row]]] = {
     "captures": capture_latency.measure,
     "registration": registration.measure,
     "daemon": daemon_cost.measure,
+    "profiles": profile_store.measure,
+    "console": console_history.measure,
+    "pages": console_pages.measure,
     "gpu": gpu_collector.measure,
     "fleet": fleet.measure,
     "rules": rule_evaluation.measure,
@@ -64,8 +73,8 @@ def main() -> int:
         started = time.monotonic()
         try:
             rows += BENCHMARKS[name]()
-        except Exception as error:  # noqa: BLE001 - the others still have something to say
-            print(f"{name} could not run: {type(error).__name__}: {error}", file=sys.stderr)
+        except Exception:
+            log.exception("%s could not run", name)
             failed = True
         print(f"    {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     print(", ".join(f"{key} {value}" for key, value in machine().items()))

@@ -24,11 +24,7 @@ def measure() -> list[Row]:
     reports = []
     with job("ddp.py", RANKS, {"KINETO_USE_DAEMON": "1"}) as running, daemon() as watching:
         await_ranks(watching, running)
-        name = next(
-            part.split('job="')[1].split('"')[0]
-            for part in watching.metrics()
-            if part.startswith("rankscope_rank_up") and running.name in part
-        )
+        name = watching.run_name(running.name)
         for _ in range(CAPTURES):
             reports.append(_capture(watching.grpc_target, name))
             running.check()
@@ -58,7 +54,7 @@ def measure() -> list[Row]:
 
 
 def _capture(target: str, name: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "rankscope.cli.main", "capture", "--endpoint", target, "--job", name]
+    command = [sys.executable, "-m", "rankscope.cli.main", "capture", "--connect", target, "--run", name]
     command += ["--ranks", "all", "--seconds", "0.3", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     if done.returncode:

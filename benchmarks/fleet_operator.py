@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks.fleet_layout import NAMESPACE, FleetLayout
 from rankscope.analysis.verdicts.verdict import Kind, Severity
-from rankscope.operator import runtime
 from rankscope.operator.correlation.correlator import Correlator, JobState, LostSeconds
 from rankscope.operator.correlation.daemon_windows import DaemonMessage
+from rankscope.operator.process import tune_garbage_collection
 from rankscope.operator.runs.daemon_streams import DaemonStreams
 from rankscope.operator.runs.inventory import Inventory
 from rankscope.operator.runs.rank_binding import Binding
@@ -42,10 +42,10 @@ class Core:
         self.correlator.listen(self._time)
 
     def _accept(self, messages: Sequence[DaemonMessage]) -> None:
-        heard = self.binding.bind(messages)
-        self.windows_total += len(heard.windows)
-        if heard.windows or heard.departed:
-            self.correlator.take(heard.windows, heard.departed)
+        accepted = self.binding.bind(messages)
+        self.windows_total += len(accepted.windows)
+        if accepted.windows or accepted.departed:
+            self.correlator.take(accepted.windows, accepted.departed)
 
     def _time(self, states: tuple[JobState, ...]) -> None:
         """From the end of a window to a verdict that counts it in, once for each job and window."""
@@ -72,7 +72,7 @@ class Core:
 def main() -> None:
     core = Core(FleetLayout(*map(int, sys.argv[1:])))
     addresses: dict[str, str] = json.loads(sys.stdin.readline())
-    runtime.tune_garbage_collection()
+    tune_garbage_collection()
     core.correlator.start()
     core.streams.start()
     core.streams.follow(addresses)

@@ -13,7 +13,7 @@ from rankscope.operator.runs.pods import Pod, read_pod
 
 
 def document(number: int) -> dict[str, Any]:
-    """As an API server sends it, of a PyTorchJob's pod: parsed anew each time, so that no two share a string."""
+    """As an API server sends it, of a PyTorchJob's pod: parsed each time, so that no two share a string."""
     job = number // 16
     made = {
         "metadata": {

@@ -47,7 +47,7 @@ class Fleet:
         return f"{what}, {self.slow_jobs:,} slow" if self.slow_jobs else f"{what}, healthy"
 
     def ticks(self, seed: int = 0) -> Iterator[dict[str, JobWindow]]:
-        """One window of every job after the other, for ever. Noise differs between them; who is slow stays."""
+        """One window of every job after the other, forever. Noise differs between them; who is slow stays."""
         random = np.random.default_rng(seed)
         # Read out of messages by the correlation's own code, at the price that has. The same ones every time, for
         # memory's sake.
@@ -75,6 +75,7 @@ class Fleet:
             "self_seconds": own,
             "wait_seconds": step - own,
             "transfer_seconds": np.full(shape, TRANSFER_SECONDS),
+            "self_steps": np.full(shape, np.nan),
             "self_spread_ratio": np.full(shape, 1.03),
             "input_seconds": 0.02 * base,
             "forward_seconds": 0.3 * base + (own - base),
@@ -125,13 +126,14 @@ def rank_window(rank: int, world_size: int, slow: bool = False) -> RankWindow:
             file=f"/opt/venv/lib/python3.11/site-packages/torch/nn/modules/module_{number}.py",
             line=100 + number,
             share=1 / (1 + number),
-            leaf_share=0.02,
+            own_share=0.02,
             phase="forward" if number % 2 else "backward",
         )
         for number in range(FRAMES - 1)
     ]
+    share = 0.4 if slow else 0.01
     frames.append(
-        FrameShare(function="slow_line", file="train.py", line=7, share=0.4 if slow else 0.01, phase="forward")
+        FrameShare(function="slow_line", file="train.py", line=7, share=share, own_share=share, phase="forward")
     )
     statistics = StepStatistics(mean=own, p10=0.98 * own, p50=own, p90=1.02 * own, max=1.1 * own)
     return RankWindow(

@@ -1,7 +1,7 @@
 """What being watched costs a job: everything on against everything off, taking turns within one run of one job.
 
 The job is a 2-rank DDP over gloo that fills two cores, so every microsecond Rankscope uses is taken from it. "On" is
-the probe in both ranks and a real daemon with all its collectors, started anew for each block and given time to settle;
+the probe in both ranks and a real daemon with all its collectors, restarted for each block and given time to settle;
 "off" is no daemon, and the probe taken out of the processes. A second, faster alternation has the probe alone."""
 
 from __future__ import annotations

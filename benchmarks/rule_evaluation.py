@@ -102,13 +102,13 @@ def rank_line(line: str, number: int) -> str:
     job, rank = divmod(number, RANKS_PER_JOB)
     name, value = line.rsplit(" ", 1)
     family = name.partition("{")[0]
-    name = re.sub(r'job="[^"]*"', f'job="job-{job}"', name).replace('rank="0"', f'rank="{rank}"')
+    name = re.sub(r'\brun="[^"]*"', f'run="job-{job}"', name).replace('rank="0"', f'rank="{rank}"')
     if family == "rankscope_rank_info":
         stage = rank * STAGES // RANKS_PER_JOB
         for label, text in (
             ("gpu", daemon_samples.gpu_uuid(number)),
             ("node", f"node-{number // 8}"),
-            ("pod", f"job-{job}-{rank // 8}"),
+            ("run_pod", f"job-{job}-{rank // 8}"),
             ("pipeline", str(stage)),
             ("world_size", str(RANKS_PER_JOB)),
         ):
@@ -141,7 +141,7 @@ def judged_jobs(ranks: int) -> bytes:
     """Half of the jobs have a verdict, one of them names a rank."""
     lines = []
     for job in range(ranks // RANKS_PER_JOB // 2):
-        labels = f'job="job-{job}",namespace="default"'
+        labels = f'run="job-{job}",run_namespace="team"'
         kind, severity = ("slow_rank", "alarm") if job == 0 else ("healthy", "none")
         lines += [
             f'rankscope_job_verdict{{{labels},verdict="{kind}",severity="{severity}",confidence="high"}} 1',
@@ -150,9 +150,10 @@ def judged_jobs(ranks: int) -> bytes:
             f"rankscope_job_exposed_communication_ratio{{{labels}}} 0.1",
             f"rankscope_job_mfu_ratio{{{labels}}} 0.45",
         ]
-    lines.append('rankscope_job_impact_ratio{job="job-0",namespace="default"} 0.3')
-    culprit = 'job="job-0",namespace="default",rank="7",node="node-0",pod="job-0-0",phase="forward",verdict="slow_rank"'
-    lines.append(f"rankscope_job_culprit{{{culprit}}} 1")
+    first = 'run="job-0",run_namespace="team"'
+    lines.append(f"rankscope_job_impact_ratio{{{first}}} 0.3")
+    culprit = 'rank="7",node="node-0",run_pod="job-0-0",phase="forward",verdict="slow_rank"'
+    lines.append(f"rankscope_job_culprit{{{first},{culprit}}} 1")
     return ("\n".join(lines) + "\n").encode()
 
 
@@ -196,7 +197,7 @@ def prometheus(folder: Path, port: int, targets: int) -> Iterator[tuple[str, sub
     configuration = {
         "global": {"scrape_interval": interval, "evaluation_interval": interval},
         "rule_files": [str(ROOT / "rules" / name) for name in ("recording.yaml", "alerts.yaml")],
-        "scrape_configs": [{"job_name": "rankscope", "honor_labels": True, "static_configs": named}],
+        "scrape_configs": [{"job_name": "rankscope", "static_configs": named}],
     }
     path, log = folder / "prometheus.yml", folder / "log"
     path.write_text(json.dumps(configuration))  # JSON is YAML

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rankscope.common.run_names import run_name
 from rankscope.probe import injection
 
 PATIENCE_SECONDS = 240.0
@@ -133,6 +134,12 @@ class RunningDaemon:
         pairs = (line.rpartition(" ") for line in text.splitlines() if line and line[0] != "#")
         return {name: float(value) for name, _, value in pairs}
 
+    def run_name(self, words: str) -> str:
+        """As the daemon calls the run with these words in its name."""
+        series = next(name for name in self.metrics() if name.startswith("rankscope_rank_up") and words in name)
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', series))
+        return run_name(labels["run_namespace"], labels["run"])
+
     def ranks(self, job: str) -> int:
         """How many ranks of this job are being exported; other jobs may run on the machine."""
         return sum(name.startswith("rankscope_rank_up") and job in name for name in self.metrics())
@@ -145,7 +152,7 @@ def daemon(
     """With no settings but these flags, and more in its environment if asked. The command "up" judges as well."""
     with tempfile.TemporaryDirectory(prefix="rankscope-bench-") as folder:
         settings = ("--metrics-listen", "127.0.0.1:0", "--socket", f"{folder}/daemon.sock")
-        settings += ("--capture-dir", f"{folder}/captures", *flags)
+        settings += ("--capture-dir", f"{folder}/captures", "--profile-dir", f"{folder}/profiles", *flags)
         base = {key: value for key, value in os.environ.items() if not key.startswith("RANKSCOPE_")}
         log = Path(folder) / "log"
         with log.open("w") as writing:

@@ -12,6 +12,7 @@ from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.operator.correlation.columns import Tick, job_windows
 from rankscope.operator.correlation.daemon_windows import DaemonMessage, HeldWindow, RankSeen
+from rankscope.operator.runtime import tune_garbage_collection
 
 FLEETS = tuple(Fleet(jobs, 100_000 // jobs, slow_ratio) for jobs in (1, 100, 12_500) for slow_ratio in (0.0, 0.01))
 # More than any rule remembers, but for the baseline of communication, which is learned for minutes.
@@ -24,6 +25,7 @@ COLUMN_ROUNDS = 7
 
 
 def measure() -> list[Row]:
+    tune_garbage_collection()  # as the operator does
     return [*(_judge(fleet) for fleet in FLEETS), _make_columns()]
 
 

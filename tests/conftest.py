@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How long an example takes says something about the machine, not about the code.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes says something about the machine, not about the code. Every run tries the same examples: one
+# that fails does so for the change at hand. With RANKSCOPE_NEW_EXAMPLES=1 it tries others.
+_IS_NEW = os.environ.get("RANKSCOPE_NEW_EXAMPLES") == "1"
+settings.register_profile(
+    "untimed", deadline=None, derandomize=not _IS_NEW, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("untimed")
+
+# Not the server that the developer's own file of contexts names.
+os.environ["RANKSCOPE_CONTEXT"] = "local"
 
 _OTHERS = pytest.StashKey[set[threading.Thread]]()
 

@@ -36,3 +36,10 @@ def selectors(expression: str) -> Iterator[Selector]:
         if expression[: match.start()].endswith(":"):
             continue
         yield Selector(match[1], tuple(Matcher(*found) for found in _MATCHER.findall(match[2] or "")))
+
+
+def label_lists(expression: str) -> Iterator[set[str]]:
+    """The labels of each `by` and `on` that has any."""
+    for found in re.findall(r"\b(?:by|on) ?\(([^)]*)\)", expression):
+        if labels := {label.strip() for label in found.split(",")} - {""}:
+            yield labels

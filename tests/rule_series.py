@@ -9,6 +9,9 @@ from rankscope.analysis.verdicts.verdict import Kind
 from tests.verdict_cases import CASES, Case, Phase, Rank
 
 SCRAPE_SECONDS = 15
+# What Prometheus adds to every series of a target, and what it adds to recorded ones where it enforces a namespace.
+TARGET = 'job="rankscope/daemon",namespace="monitoring",pod="daemon-x",instance="10.0.0.1:9464"'
+ENFORCED = {"namespace": "monitoring"}
 # The past of ten minutes, and what lasts longer than any of these alerts waits.
 PHASES_SCRAPES = (40, 72)
 ALERTS = {
@@ -26,7 +29,7 @@ def promtool_test() -> dict[str, Any]:
     found = f'ALERTS{{alertstate="firing", alertname=~"{"|".join(ALERTS.values())}"}}'
     expected = [{"labels": labels, "value": 1} for case in CASES for labels in _alerts(case)]
     check = {
-        "expr": f"group by (job, alertname, rank, pipeline) ({found})",
+        "expr": f"group by (run_namespace, run, alertname, rank, pipeline) ({found})",
         "eval_time": f"{(sum(PHASES_SCRAPES) - 1) * SCRAPE_SECONDS}s",
         "exp_samples": expected,
     }
@@ -36,11 +39,11 @@ def promtool_test() -> dict[str, Any]:
 def _alerts(case: Case) -> Iterator[str]:
     if case.finding is None:
         return
-    job = f'job="{case.name}", alertname="{ALERTS[case.finding]}"'
+    run = f'run_namespace="cases", run="{case.name}", alertname="{ALERTS[case.finding]}"'
     if case.finding is Kind.SLOW_RANK:
-        yield from (f'{{{job}, rank="{rank}"}}' for rank in case.culprits)
+        yield from (f'{{{run}, rank="{rank}"}}' for rank in case.culprits)
     else:
-        yield f'{{{job}, pipeline="{case.stage}"}}' if case.stage is not None else f"{{{job}}}"
+        yield f'{{{run}, pipeline="{case.stage}"}}' if case.stage is not None else f"{{{run}}}"
 
 
 def _series(case: Case) -> Iterator[tuple[str, str]]:
@@ -50,12 +53,12 @@ def _series(case: Case) -> Iterator[tuple[str, str]]:
         yield from _rank_series(case, rank, phases)
     if case.mfu_target is not None:
         target = (case.mfu_target, case.mfu_target)
-        yield f'rankscope_job_mfu_target_ratio{{job="{case.name}"}}', _gauge(target)
+        yield f'rankscope_job_mfu_target_ratio{{run_namespace="cases",run="{case.name}",{TARGET}}}', _gauge(target)
 
 
 def _rank_series(case: Case, rank: int, phases: tuple[Phase, Phase]) -> Iterator[tuple[str, str]]:
     now = case.now.ranks[rank]
-    who = f'job="{case.name}",rank="{rank}"'
+    who = f'run_namespace="cases",run="{case.name}",rank="{rank}",{TARGET}'
     pipeline = "" if now.stage < 0 else f',pipeline="{now.stage}"'
     yield f'rankscope_rank_info{{{who},world_size="{len(case.now.ranks)}"{pipeline}}}', _gauge((1, 1))
 
@@ -63,8 +66,8 @@ def _rank_series(case: Case, rank: int, phases: tuple[Phase, Phase]) -> Iterator
         first, second = (_measured(phase, phase.ranks[rank])[of] for phase in phases)
         return first, second
 
-    yield f'rankscope_rank_self_seconds{{{who},quantile="0.5"}}', _gauge(each("self"))
-    yield f'rankscope_rank_step_seconds{{{who},quantile="0.5"}}', _gauge(each("step"))
+    yield f'rankscope_rank_self_seconds{{{who},stat="p50"}}', _gauge(each("self"))
+    yield f'rankscope_rank_step_seconds{{{who},stat="p50"}}', _gauge(each("step"))
     if now.on_device:
         yield f"rankscope_rank_run_ahead_seconds{{{who}}}", _gauge(each("run_ahead"))
     if now.mfu is not None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 
+from rankscope.analysis.profiles.frames import Frame
 from rankscope.daemon.captures.duty_cycle import REASONS
 from rankscope.daemon.captures.service import CaptureStatus
 from rankscope.daemon.collector import CollectorStatus
 from rankscope.daemon.export.gpu_metrics import ALL_REASONS
-from rankscope.daemon.export.metrics import Exporter
-from rankscope.daemon.export.rank_metrics import GROUP_KINDS
-from rankscope.daemon.export.status import DaemonStatus, Snapshot
+from rankscope.daemon.export.metrics import DaemonStatus, Exporter, Snapshot
+from rankscope.daemon.export.rank_metrics import GROUP_KINDS, RankReport, RankTotals, add_window
 from rankscope.daemon.gpu.collector import GpuStatus
 from rankscope.daemon.gpu.readings import GpuReading, GpuSnapshot, SourceState
+from rankscope.daemon.profiles.push import PushStatus
+from rankscope.daemon.profiles.store import StoreStatus
 from rankscope.daemon.samples import (
-    Frame,
     FrameCount,
     GroupSpan,
     ProbeFacts,
@@ -25,7 +26,6 @@ from rankscope.daemon.samples import (
     StackSample,
     StepSample,
 )
-from rankscope.daemon.windows.totals import RankReport, RankTotals, add_window
 from rankscope.daemon.windows.window import RankSamples, assemble
 from rankscope.v1.window_pb2 import Stall
 
@@ -94,14 +94,16 @@ STATUS = DaemonStatus(
     watch_readers=1,
     captures=CaptureStatus(
         {"delivered": 8, "failed": 1, "cancelled": 0},
-        {"job-a": 1.01},
+        {"team/llama": 1.01},
         clients=8,
         malformed_total=2,
-        unanswered={"late": 4, "hushed": 0, "unsent": 0},
+        unanswered={"late": 4, "skipped": 0, "unsent": 0},
         unvouched_total=1,
         duty_results={"done": 3, "failed": 0, "skipped": 1},
         duty_skips={**dict.fromkeys(REASONS, 0), "young": 1},
     ),
+    profiles=StoreStatus(samples_stored=36_000, samples_lost=20, size_bytes=5_000_000),
+    profile_push=PushStatus(40, {"connection": 2}, {"expired": 1}, 65_536),
     gpu=gpu_status(full_gpu()),
 )
 
@@ -116,7 +118,7 @@ def report(rank: RankProcess, samples: RankSamples, stall: Stall | None = None, 
 
 def rank_process(number: int) -> RankProcess:
     pid = 4000 + number
-    return RankProcess("10.0.0.1:29500/run", number, number, 4, pid, 77, (pid,))
+    return RankProcess("team/llama", number, number, 4, pid, 77, (pid,))
 
 
 def full_rank(number: int = 0, without: tuple[str, ...] = ()) -> RankReport:

@@ -1,7 +1,8 @@
-"""Write the thresholds into the Prometheus rules and the docs from rankscope/analysis/verdicts/thresholds.py, or with
---check fail if a committed file is stale: `make rules`.
+"""Write the thresholds into the Prometheus rules and the docs from rankscope/analysis/verdicts/thresholds.py, and the
+links to the console into the alerts, or with --check fail if a committed file is stale: `make rules`.
 
 - rules/recording.yaml: the group rankscope.thresholds, with every threshold that a rule reads.
+- rules/alerts.yaml: a link to the console below each link to a dashboard of a run or a rank.
 - docs/alerts.md: the number behind each threshold's name.
 - docs/concepts.md: the table of verdicts, from the enum in rankscope/analysis/verdicts/verdict.py.
 - docs/thresholds.md: the tables of thresholds."""
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from rankscope.analysis.verdicts.thresholds import AlertThresholds, Policy, Threshold, table
 from rankscope.analysis.verdicts.verdict import Kind
+from rankscope.cli.prometheus_stack import CONSOLE_LINK
 
 ROOT = Path(__file__).resolve().parents[1]
 RULES = ROOT / "rules"
@@ -25,12 +27,14 @@ THRESHOLDS_PAGE = ROOT / "docs" / "thresholds.md"
 NAME = r"rankscope:threshold:(\w+)"
 GROUP = re.compile(r"  - name: rankscope\.thresholds\n.*?(?=\n  - name: )", re.DOTALL)
 VERDICTS = re.compile(r"(\n## Verdicts\n\n\| kind \| meaning \|\n\|---\|---\|\n)(?:\|.*\n)+")
+DASHBOARD = re.compile(r"(?m)^( +)(dashboard_url: .*\n)(?: +# console_url: .*\n)?")
 THRESHOLDS = {one.name: one for of in (Policy, AlertThresholds) for one in table(of)}
 
 
 def fresh_files() -> dict[Path, str]:
     recording = (RULES / "recording.yaml").read_text()
-    rules = GROUP.sub("", recording) + (RULES / "alerts.yaml").read_text()
+    alerting = (RULES / "alerts.yaml").read_text()
+    rules = GROUP.sub("", recording) + alerting
     read = set(re.findall(NAME, rules))
     group = _group(one for name, one in THRESHOLDS.items() if name in read)
     alerts = re.sub(
@@ -40,6 +44,7 @@ def fresh_files() -> dict[Path, str]:
     )
     return {
         RULES / "recording.yaml": GROUP.sub(lambda _: group, recording),
+        RULES / "alerts.yaml": DASHBOARD.sub(_links, alerting),
         ALERTS_PAGE: alerts,
         CONCEPTS_PAGE: VERDICTS.sub(lambda found: found[1] + _verdicts(), CONCEPTS_PAGE.read_text()),
         THRESHOLDS_PAGE: _thresholds_page(),
@@ -57,6 +62,15 @@ def _group(thresholds: Iterable[Threshold]) -> str:
         lines.append(f"      # {one.meaning}")
         lines.append(f'      - {{record: "rankscope:threshold:{one.name}", expr: vector({_number(one.name)})}}')
     return "\n".join(lines) + "\n"
+
+
+def _links(dashboard: re.Match[str]) -> str:
+    """A comment until the console's address is put in: there is no address that all consoles have."""
+    if "var-run=" not in dashboard[2]:
+        return dashboard[0]
+    run = "{{ with $labels.run_namespace }}{{ . | urlquery }}%2F{{ end }}{{ $labels.run | urlquery }}"
+    rank = "&rank={{ $labels.rank }}" if "var-rank=" in dashboard[2] else ""
+    return f"{dashboard[1]}{dashboard[2]}{dashboard[1]}{CONSOLE_LINK}/?run={run}{rank}'\n"
 
 
 def _number(name: str) -> str:

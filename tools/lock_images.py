@@ -1,6 +1,6 @@
 """Locks what the images install: deploy/docker/*.lock, with the hashes of the wheels that fit them.
 
-    make lock                             makes them anew, in the versions of constraints.txt
+    make lock                             regenerates them, in the versions of constraints.txt
     python -m tools.lock_images --check   fails where a lock is not what would be made today (asks the package index)
 
 uv resolves. Of the files it finds, only wheels for the images' platforms and Python versions are kept: an image is

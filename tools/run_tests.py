@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.awake_cores import awake_cores
+
 ROOT = Path(__file__).resolve().parent.parent
 PROGRESS_SECONDS = 30.0
 
@@ -36,32 +38,64 @@ def suite(name: str, *options: str) -> Step:
 Lane = Sequence[Step]
 # Built once, six minutes; a second lane that needs it waits for the first.
 API_SERVER = Step("API server (set-up)", ("tools/setup_kube.sh",))
+SLURM = Step("Slurm (set-up)", ("tools/setup_slurm.sh",))
+PPROF = Step("pprof (set-up)", ("tools/setup_pprof.sh",))
+CHROMIUM = Step("Chromium (set-up)", ("tools/setup_chromium.sh",))
+CONSOLE = Step("packages of the console (set-up)", ("tools/setup_console.sh",))
 HELM = Step("helm (set-up)", ("tools/setup_helm.sh",))
 LINT = Step("lint", ("make", "--no-print-directory", "lint"))
-JOBLESS_ALERTS = ("tests/alerts/test_prometheus_stack.py", "tests/alerts/test_dashboards_of_many_ranks.py")
+# Scrapes a whole cluster with a job in it.
+ONE_NAME = "tests/kube/test_one_name.py"
+# A real job and four daemons beside it, which mostly wait.
+PRIVILEGES = "tests/ship/test_daemon_privileges.py"
+JOBLESS_ALERTS = (
+    "tests/alerts/test_prometheus_stack.py",
+    "tests/alerts/test_dashboards_of_many_ranks.py",
+    "tests/alerts/test_console.py",
+)
+CONSOLE_OF_DEMO = "tests/console/test_demo.py"
 # Rows run one after the other, the lanes of a row together, the steps of a lane one after the other. `-n`: processes
 # that share the tests of a suite. Those of the operator mostly wait, each process with an API server of its own; a file
 # stays with one process, because its fixtures create namespaces with fixed names.
 ROWS: Sequence[Sequence[Lane]] = (
     (
         (LINT, suite("unit", "tests/unit", "-n", "2", "--dist", "worksteal")),
-        (API_SERVER, suite("operator on an API server", "tests/kube", "-n", "3", "--dist", "loadfile")),
-        (HELM, API_SERVER, suite("chart", "tests/ship"), suite("images", "tests/images")),
+        (
+            API_SERVER,
+            suite(
+                "operator on an API server",
+                *("tests/kube", f"--ignore={ONE_NAME}", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"),
+            ),
+        ),
+        (HELM, API_SERVER, suite("chart", "tests/ship", f"--ignore={PRIVILEGES}"), suite("images", "tests/images")),
         (
             suite("fuzz targets", "tests/fuzz"),
             suite("Prometheus, without jobs", *JOBLESS_ALERTS),
+            CHROMIUM,
+            CONSOLE,
+            suite("console (pages)", "tests/console", f"--ignore={CONSOLE_OF_DEMO}"),
+            HELM,
+            suite("privileges of the chart's daemon", PRIVILEGES),
         ),
     ),
-    # Attacks are measured by what they cost a job beside them.
-    ((suite("security", "tests/security"),),),
-    ((suite("integration (processes)", "tests/integration", "-n", "2", "--dist", "loadfile"),),),
-    ((suite("end-to-end (training jobs)", "tests/e2e"),),),
+    ((suite("security", "tests/security", "-m", "not beside_a_job"),),),
+    ((suite("security (beside training jobs)", "tests/security", "-m", "beside_a_job"),),),
+    (
+        (
+            CHROMIUM,
+            PPROF,
+            suite("integration (processes)", "tests/integration", "-n", "2", "--dist", "loadfile"),
+        ),
+    ),
+    ((suite("end-to-end (training jobs)", "tests/e2e", CONSOLE_OF_DEMO),),),
+    ((SLURM, suite("Slurm (training jobs)", "tests/slurm")),),
     ((suite("frameworks (training jobs)", "tests/frameworks", "-m", "representative"),),),
     (
         (
             suite(
                 "alerts and dashboards (training jobs)",
                 "tests/alerts",
+                ONE_NAME,
                 *(f"--ignore={path}" for path in JOBLESS_ALERTS),
             ),
         ),
@@ -122,10 +156,11 @@ class Run:
 
 
 def counts_of(report: Path) -> str:
-    """As in `120 passed, 1 failed`; empty where pytest did not get as far as its report."""
-    if not report.exists():
+    """As in `120 passed, 1 failed`; empty where pytest did not get as far as the end of its report."""
+    try:
+        found = ElementTree.parse(report).getroot().find("testsuite")
+    except (FileNotFoundError, ElementTree.ParseError):
         return ""
-    found = ElementTree.parse(report).getroot().find("testsuite")
     assert found is not None
     total, failures, errors, skipped = (int(found.get(key, "0")) for key in ("tests", "failures", "errors", "skipped"))
     counts = {"passed": total - failures - errors - skipped, "failed": failures + errors, "skipped": skipped}
@@ -142,7 +177,7 @@ def print_table(results: Sequence[Result]) -> None:
 
 def main() -> int:
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="rankscope-tests-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rankscope-tests-") as folder, awake_cores():
         run = Run(Path(folder))
         for lanes in ROWS:
             run.run_row(lanes)

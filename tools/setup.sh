@@ -38,6 +38,6 @@ say "installing packages (torch is the large one; the first time takes a minute 
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo,operator]' --group dev
 # A wheel brings this file along, an editable install does not; without it RANKSCOPE_PROBE=1 would do nothing here.
 cp daemon/rankscope_probe.pth "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/"
-# Where Python is told to leave no bytecode behind, every command would compile its modules anew: 0.3 s each time.
+# Where Python is told to leave no bytecode behind, every command would recompile its modules: 0.3 s each time.
 .venv/bin/python -m compileall -q proto analysis daemon operator cli
 say "ready: .venv/bin/rankscope"

@@ -26,9 +26,10 @@ is_new_enough() {
 write_wrapper() {
     mkdir -p .helm
     echo '*' >.helm/.gitignore
-    { echo '#!/bin/sh'; printf 'exec'; printf ' %q' "$@"; echo ' "$@"'; } >"$wrapper.new"
-    chmod +x "$wrapper.new"
-    mv -f "$wrapper.new" "$wrapper"
+    local new=$wrapper.$$  # two suites may both set it up
+    { echo '#!/bin/sh'; printf 'exec'; printf ' %q' "$@"; echo ' "$@"'; } >"$new"
+    chmod +x "$new"
+    mv -f "$new" "$wrapper"
 }
 
 own=${HELM:-$(command -v helm || true)}

@@ -30,10 +30,6 @@ is_ready() {
 
 is_ready && exit 0
 found_elsewhere && exit 0
-command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || {
-    echo "error: ${binaries[*]}: not on the PATH, and there is no apt to get them with; next step: install Prometheus and Alertmanager and name their folder in RANKSCOPE_PROMETHEUS_DIR" >&2
-    exit 1
-}
 mkdir -p "$folder"
 echo '*' >"$folder/.gitignore"
 exec 9>"$folder/.lock"
@@ -42,19 +38,12 @@ is_ready && exit 0
 echo "==> unpacking Prometheus and Alertmanager into .prometheus (once, a few seconds)" >&2
 unpacking=$(mktemp -d "$folder/unpacking.XXXXXX")
 trap 'rm -rf "$unpacking"' EXIT
-# The sandbox user of apt may not be allowed to write below this checkout.
-apt_get() { (cd "$unpacking" && apt-get -qq -o APT::Sandbox::User="$(id -un)" "$@"); }
-packages=(prometheus prometheus-alertmanager)
-if ! apt_get download "${packages[@]}" >/dev/null 2>"$unpacking/refused"; then
-    # No package lists, or old ones. Fresh lists of our own, so that neither root nor the machine's state is touched.
-    mkdir -p "$unpacking/lists/partial" "$unpacking/cache/archives/partial"
-    own=(-o Dir::State::lists="$unpacking/lists" -o Dir::Cache="$unpacking/cache")
-    apt_get "${own[@]}" update >/dev/null && apt_get "${own[@]}" download "${packages[@]}" >/dev/null || {
-        echo "error: apt could not download ${packages[*]} (see above, and first: $(head -1 "$unpacking/refused")); next step: check the network and the machine's apt sources, then run tools/setup_prometheus.sh" >&2
-        exit 1
-    }
-fi
-for package in "$unpacking"/*.deb; do dpkg-deb -x "$package" "$unpacking/files"; done
+# shellcheck source=tools/debian_packages.sh
+source tools/debian_packages.sh
+unpack_packages "$unpacking" prometheus prometheus-alertmanager || {
+    echo "or name a folder with prometheus, alertmanager and their tools in RANKSCOPE_PROMETHEUS_DIR" >&2
+    exit 1
+}
 # Debian's Alertmanager does not start without templates in /usr/share, where nothing is to be put. So its copy here looks
 # for them behind a descriptor (a name of the same length, or the program would break), which a wrapper opens for it.
 debian=/usr/share/prometheus/alertmanager

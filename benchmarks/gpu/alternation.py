@@ -107,9 +107,12 @@ def _live(kind: type) -> list[Any]:
 class Alternation:
     """Rank 0 announces the blocks once it knows how long a step takes; all ranks switch at the same steps."""
 
-    def __init__(self, folder: Path, rank: int, pairs: int, block_seconds: float, after_seconds: float) -> None:
+    def __init__(
+        self, folder: Path, rank: int, pairs: int, block_seconds: float, after_seconds: float, keeps_probe: bool
+    ) -> None:
         self._path = folder / "plan.json"
         self._is_first = rank == 0
+        self._keeps_probe = keeps_probe
         self._pairs, self._block_seconds, self._after_seconds = pairs, block_seconds, after_seconds
         self._plan: dict[str, int] | None = None
         self._switch: ProbeSwitch | None = None
@@ -135,7 +138,7 @@ class Alternation:
             self._switch = ProbeSwitch()
             if self._is_first:
                 print(f"switched on and off: {', '.join(self._switch.names)}", flush=True)
-        self._switch.set(number >= 2 * self._pairs or is_on(number))
+        self._switch.set(self._keeps_probe or number >= 2 * self._pairs or is_on(number))
         return number >= 2 * self._pairs
 
     def _announce(self, steps: int, step_seconds: float) -> None:

@@ -55,8 +55,8 @@ class Captured:
 
 
 def capture(watching: RunningDaemon, job: TrainingJob, name: str, flags: tuple[str, ...], output: Path) -> Captured:
-    command = [sys.executable, "-m", "rankscope.cli.main", "capture", "--endpoint", watching.grpc_target]
-    command += ["--job", name, "--ranks", "all", "--json", "--output", str(output), *flags]
+    command = [sys.executable, "-m", "rankscope.cli.main", "capture", "--connect", watching.grpc_target]
+    command += ["--run", name, "--ranks", "all", "--json", "--output", str(output), *flags]
     asked = time.time()
     done = subprocess.run(command, capture_output=True, text=True, timeout=CAPTURE_SECONDS, check=False)
     answered = time.time()

@@ -68,6 +68,8 @@ def counts() -> dict[str, Any]:
         "graph_breaks": sum(breaks.values()),
         "recompiles": len(again),
         "compilations": len(compiled),
+        # A backward graph has no code object.
+        "frames": [f"{one.co_name} {one.co_filename}:{one.co_firstlineno}" for one in compiled if one.co_name],
         "unique_graphs": int(utils.counters["stats"].get("unique_graphs", 0)),
         "break_reasons": breaks,
         "recompile_reasons": again,

@@ -21,7 +21,9 @@ from benchmarks.gpu.reporting import Report
 from benchmarks.running import BenchmarkError
 
 MODELS = "ddp,fsdp2,tp,optimizer"
-COMPARED = ("graph_breaks", "recompiles", "compilations", "unique_graphs", "break_reasons")
+COMPARED = ("graph_breaks", "recompiles", "compilations", "unique_graphs", "break_reasons", "frames")
+# Otherwise the second job finds the backward graphs of the first in inductor's cache on disk, and compiles fewer.
+NO_CACHE = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
 # Torch itself breaks the graph of a step that has no hooks, to profile it.
 HOOKED = "optimizer"
 RUN_SECONDS, CPU_RUN_SECONDS = 120.0, 400.0
@@ -84,7 +86,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         stack.callback(report.finish)
         probe = probe_folder(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rankscope-probe-"))))
-        environment = {} if asked.cpu else stack.enter_context(multi_process_service())
+        environment = NO_CACHE | ({} if asked.cpu else stack.enter_context(multi_process_service()))
         for model in asked.models.split(","):
             report.part(model, partial(compare, report, asked, environment, probe, model), 10 if asked.cpu else 40)
     return int(report.has_missed)

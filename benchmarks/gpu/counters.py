@@ -98,9 +98,9 @@ def driver(rig: Rig) -> None:
     idle = nvml_facts.ask_all(handle)
     rig.report.raw["nvml_idle"] = idle
     refused = [name for name, one in idle.items() if "Error" in one["answer"]]
-    dear = sorted(idle.items(), key=lambda item: -item[1]["median_us"])[:8]
+    costly = sorted(idle.items(), key=lambda item: -item[1]["median_us"])[:8]
     rig.report.add("NVML calls that are refused", ", ".join(refused) or "none")
-    rig.report.add("dearest NVML calls", ", ".join(f"{name} {one['median_us']:.0f} µs" for name, one in dear))
+    rig.report.add("costliest NVML calls", ", ".join(f"{name} {one['median_us']:.0f} µs" for name, one in costly))
     with loading("bf16-8192:14") as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -138,7 +138,7 @@ def known_loads(rig: Rig) -> None:
     energy(rig, observed)
     while_it_ran = observed.scrapes_between(*loads[-1].steady)
     exclusive = [labels for one in while_it_ran for labels, _ in one.all("rankscope_rank_info")]
-    uuids = {labels.get("gpu", "") for labels in exclusive if RUN_ID in labels.get("job", "")}
+    uuids = {labels.get("gpu", "") for labels in exclusive if RUN_ID in labels.get("run", "")}
     tell_attribution(rig, "one rank alone", while_it_ran, uuids, shared=0.0)
 
 
@@ -256,7 +256,7 @@ PARTS: dict[str, tuple[Callable[[Rig], None], float]] = {
 
 
 def use_stub() -> None:
-    """Begins anew with the stub in the place of the driver's library."""
+    """Restarts with the stub in the place of the driver's library."""
     from tools.nvml_stub import Script, build_stub
 
     if STUB in os.environ:

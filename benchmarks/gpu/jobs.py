@@ -76,8 +76,7 @@ class TrainingJob:
     def name(self, watching: RunningDaemon) -> str:
         """As the daemon calls the job, once it has found all of its ranks."""
         wait_until(lambda: watching.ranks(self.run_id) == len(self.processes), "the daemon had found all ranks", 60)
-        series = next(one for one in watching.metrics() if one.startswith("rankscope_rank_up") and self.run_id in one)
-        return series.split('job="')[1].split('"')[0]
+        return watching.run_name(self.run_id)
 
 
 @contextlib.contextmanager

@@ -77,21 +77,24 @@ def measure(report: Report, asked: argparse.Namespace, probe: Path, environment:
     limit = WARM_UP_SECONDS + 4 * asked.pairs * asked.block_seconds + 60
     words += ["--start-after", WARM_UP_SECONDS, "--seconds", limit, "--width", asked.width]
     start = partial(lab_job, "verdict_job.py", [str(word) for word in words], cpu=asked.cpu, ranks=asked.ranks)
+    if asked.of == "daemon":
+        words.append("--keep-probe")
     with start(environment=environment, probe=probe, label=name) as job, daemon(command="up") as watching:
         await_start([job], asked.cpu)
-        _follow(job, watching, limit)
+        _follow(job, DaemonSwitch(watching), limit, keeps_stopped=asked.of == "probe")
         plan = job.fact("plan.json")
         if plan is None:
             raise BenchmarkError(f"the job announced no blocks: {job.log_tail(0)}")
         millis = [steps.millis for steps in job.steps()]
         said = next((line for line in job.log_tail(0).splitlines() if line.startswith("switched")), "")
         print(f"  {name}: {plan}; {said}", flush=True)
+        part = "" if asked.of == "both" else f", the {asked.of} alone"
         for average in ("median", "mean"):
             on, off = block_medians(millis, plan, average)
             ratio = median_of_ratios(on, off)
             is_target = average == "median"
             report.add(
-                f"{name}, {average} step ({float(np.median(off)):.2f} ms without), {len(on)} pairs",
+                f"{name}{part}, {average} step ({float(np.median(off)):.2f} ms without), {len(on)} pairs",
                 f"{ratio.ratio:.4f} × ({ratio.low:.4f} – {ratio.high:.4f})",
                 f"≤ {RATIO_AT_MOST:g} ×" if is_target else "",
                 ratio.ratio <= RATIO_AT_MOST if is_target else None,
@@ -102,9 +105,8 @@ def measure(report: Report, asked: argparse.Namespace, probe: Path, environment:
         report.raw[f"{name} steps"] = [round(float(value), 3) for value in by_step]
 
 
-def _follow(job: LabJob, watching: RunningDaemon, limit: float) -> None:
+def _follow(job: LabJob, switch: DaemonSwitch, limit: float, keeps_stopped: bool) -> None:
     """Switches the daemon at the borders of blocks, as rank 0's device passes them."""
-    switch = DaemonSwitch(watching)
     give_up_at = time.monotonic() + limit + 30
     plan, block = None, -1
     try:
@@ -117,7 +119,7 @@ def _follow(job: LabJob, watching: RunningDaemon, limit: float) -> None:
                 passed = (job.device_progress(0) - 1 - plan["first_step"]) // plan["steps_per_block"]
                 if passed != block and 0 <= passed < plan["blocks"]:
                     block = passed
-                    switch.set(is_on(block))
+                    switch.set(is_on(block) and not keeps_stopped)
             time.sleep(POLL_SECONDS)
     finally:
         switch.set(True)
@@ -126,6 +128,7 @@ def _follow(job: LabJob, watching: RunningDaemon, limit: float) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frameworks", default="fsdp2,ddp")
+    parser.add_argument("--of", choices=("both", "probe", "daemon"), default="both", help="what is switched on and off")
     parser.add_argument("--pairs", type=int, default=80)
     parser.add_argument("--block-seconds", type=float, default=0.35)
     parser.add_argument("--ranks", type=int, default=4)

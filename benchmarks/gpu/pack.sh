@@ -15,7 +15,8 @@ rm -rf "$TARGET"
     --platform "manylinux_2_28_$PLATFORM" --platform "manylinux_2_27_$PLATFORM" \
     --platform "manylinux_2_17_$PLATFORM" --platform "manylinux2014_$PLATFORM" --platform "manylinux_2_5_$PLATFORM" \
     --constraint constraints.txt --dest "$TARGET" \
-    grpcio grpcio-health-checking grpcio-reflection msgspec numpy nvidia-ml-py prometheus-client protobuf py-spy pyyaml rich
+    grpcio grpcio-health-checking grpcio-reflection msgspec numpy nvidia-ml-py prometheus-client protobuf py-spy pyyaml rich \
+    starlette uvicorn
 size_mib=$(du -sm "$TARGET" | cut -f1)
 "$PYTHON" benchmarks/gpu/unpacking.py --check "$TARGET" "$PYTHON_VERSION" "$PLATFORM"
 echo "$TARGET: $(ls "$TARGET" | wc -l) wheels, $size_mib MiB"

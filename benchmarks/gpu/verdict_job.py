@@ -34,6 +34,7 @@ FAULTS = ("none", "host", "gpu", "tail", "input")
 ON_DEVICE = ("gpu", "tail")
 ALTERNATION_SECONDS = 1.5
 HOLDING = -1
+LEAVING_SECONDS = 5.0
 HOLD_SECONDS = 0.05
 PATIENCE_SECONDS = 20.0
 CALIBRATION_CYCLES = 40_000_000
@@ -166,7 +167,9 @@ class Course:
         self._parent = os.getppid()
         self._alternation: Alternation | None = None
         if asked.pairs:
-            self._alternation = Alternation(asked.folder, rank, asked.pairs, asked.block_seconds, asked.start_after)
+            self._alternation = Alternation(
+                asked.folder, rank, asked.pairs, asked.block_seconds, asked.start_after, asked.keep_probe
+            )
         path = asked.folder / "course"
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
             file.truncate(8 * (2 * world + 1))
@@ -219,6 +222,10 @@ class Course:
         self._watch.close()
         self._fault.tell_blocks()
         _write(self._asked.folder / f"summary-{self._rank}.json", {"steps": self._steps, "unix_seconds": time.time()})
+        # NCCL's threads of this process may still be sending what the last collective of another rank waits for.
+        give_up_at = time.monotonic() + LEAVING_SECONDS
+        while len(list(self._asked.folder.glob("summary-*.json"))) < self._world and time.monotonic() < give_up_at:
+            time.sleep(HOLD_SECONDS / 10)
         os._exit(0)
 
 
@@ -269,6 +276,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=0, help="of blocks without the probe and with it; then it ends")
     parser.add_argument("--block-seconds", type=float, default=4.0)
+    parser.add_argument("--keep-probe", action="store_true", help="in blocks without it too: only a daemon is switched")
     parser.add_argument("--workers", type=int, default=0, help="of the data loader")
     parser.add_argument(
         "--compiler", default=default_compiler(), help="backend of torch.compile (default: %(default)s)"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploy.grafana.laying_out import DAEMONS, Line, dashboard, to_rank, variable
+from deploy.grafana.laying_out import DAEMONS, RUN_OF_ROW, Line, cluster_variable, dashboard, to_rank, variable
 from deploy.grafana.panels import BAD, GOOD, NOTICE, WARN, Panel, Query, column, linked, stat, table, timeseries
-from deploy.grafana.queries import RATE
+from deploy.grafana.queries import CLUSTER, RATE, RUN, with_place
 from rankscope.analysis.verdicts.thresholds import ALERT_THRESHOLDS
 
-DAEMON = 'rankscope_build_info{node=~"$node",instance=~"$instance"}'
-GPU = 'node=~"$node",gpu=~"$gpu"'
+NODES = f'{CLUSTER},node=~"$node"'
+DAEMON = f'rankscope_build_info{{{NODES},instance=~"$instance"}}'
+GPU = f'{NODES},gpu=~"$gpu"'
 SHOWN = 10
 
 
@@ -20,11 +21,10 @@ def daemons() -> dict[str, Any]:
         "Rankscope / Daemon health",
         "The daemons themselves: do they see all ranks, stay within their budget, and measure what they should.",
         [
-            variable("node", "Node", "label_values(rankscope_build_info, node)", several=True),
-            variable(
-                "instance", "Instance", 'label_values(rankscope_build_info{node=~"$node"}, instance)', several=True
-            ),
-            variable("gpu", "GPU", 'label_values(rankscope_gpu_info{node=~"$node"}, gpu)', several=True),
+            cluster_variable(),
+            variable("node", "Node", f"label_values(rankscope_build_info{{{CLUSTER}}}, node)", several=True),
+            variable("instance", "Instance", f"label_values(rankscope_build_info{{{NODES}}}, instance)", several=True),
+            variable("gpu", "GPU", f"label_values(rankscope_gpu_info{{{NODES}}}, gpu)", several=True),
         ],
         [
             Line(4, _numbers()),
@@ -39,12 +39,12 @@ def daemons() -> dict[str, Any]:
 
 def of_nodes(value: str) -> str:
     """`value` of the chosen nodes' daemons with the node as a label, which only `rankscope_build_info` has."""
-    return f"({value}) * on (instance) group_left (node) group by (instance, node) ({DAEMON})"
+    return f"({value}) * on (cluster, instance) group_left (node) group by (cluster, instance, node) ({DAEMON})"
 
 
 def _numbers() -> list[Panel]:
     return [
-        stat("Daemons", "That were scraped last time.", Query(f"count(group by (node) ({DAEMON}))"), "none"),
+        stat("Daemons", "That were scraped last time.", Query(f"count(group by (cluster, node) ({DAEMON}))"), "none"),
         stat("Ranks watched", "On the chosen nodes.", Query(f"sum({of_nodes('rankscope_daemon_ranks')})"), "none"),
         stat(
             "Over budget",
@@ -141,23 +141,25 @@ def _windows() -> Panel:
 
 
 def _problems() -> Panel:
+    problems = f"count by ({RUN}, node, source, kind) ({of_nodes('rankscope_rank_problem')})"
     return table(
         "What could not be measured",
         "Ranks by source and kind of problem; docs/troubleshooting.md says what to do. Empty when all is well.",
-        [(Query(f"count by (node, job, source, kind) ({of_nodes('rankscope_rank_problem')})"), "Ranks")],
+        [(Query(problems), "Ranks")],
         sort_by="Ranks",
-        order=["node", "job", "source", "kind", "Ranks"],
+        order=["cluster", "node", "run_namespace", "run", "source", "kind", "Ranks"],
     )
 
 
 def _blind() -> Panel:
+    blind = f"max by ({RUN}, node, rank) ({of_nodes('rankscope_rank_up == 0')})"
     return table(
         "Ranks nobody could measure",
         "Seen, but no source says anything about them. Empty when all is well.",
-        [(Query(f"max by (node, job, rank) ({of_nodes('rankscope_rank_up == 0')})"), "")],
+        [(Query(with_place(blind)), "")],
         sort_by="node",
-        order=["node", "job", "rank"],
-        overrides=[linked("rank", to_rank(job="${__data.fields.job:percentencode}"))],
+        order=["cluster", "node", "run_namespace", "run", "rank"],
+        overrides=[linked("rank", to_rank(RUN_OF_ROW))],
     )
 
 
@@ -175,7 +177,7 @@ def _after_captures() -> Panel:
         "Step time after a capture against before",
         "Of the rank that it slowed most. Above 105 % the capture did harm: see TEARDOWN_CUPTI in docs/captures.md. No "
         "data before the first capture.",
-        [Query(f"max by (job) ({of_nodes('rankscope_capture_step_ratio')})", "{{job}}")],
+        [Query(f"max by ({RUN}) ({of_nodes('rankscope_capture_step_ratio')})", "{{run_namespace}} {{run}}")],
         "percentunit",
         thresholds=((None, GOOD), (ALERT_THRESHOLDS.capture_slowdown_ratio, WARN)),
     )
@@ -198,14 +200,14 @@ def _clients() -> Panel:
 def _gpus() -> Panel:
     ecc = f'rankscope_gpu_ecc_errors_total{{{GPU},counter="volatile",kind="uncorrected"}}'
     columns = [
-        (Query(f"max by (node, gpu) (rankscope_gpu_up{{{GPU}}})"), "Up"),
-        (Query(f"max by (node, gpu) (rankscope_gpu_utilization_ratio{{{GPU}}})"), "Utilisation"),
-        (Query(f"max by (node, gpu) (rankscope_gpu_temperature_celsius{{{GPU}}})"), "Temperature"),
-        (Query(f"max by (node, gpu) (rankscope_gpu_power_watts{{{GPU}}})"), "Power"),
-        (Query(f"sum by (node, gpu) (rankscope_gpu_xid_errors_total{{{GPU}}})"), "XIDs"),
-        (Query(f"max by (node, gpu) ({ecc})"), "ECC, uncorrected"),
-        (Query(f"max by (node, gpu) (rankscope_gpu_remapping_pending{{{GPU}}})"), "Needs a reset"),
-        (Query(f"max by (node, gpu, name) (rankscope_gpu_info{{{GPU}}})"), ""),
+        (Query(f"max by (cluster, node, gpu) (rankscope_gpu_up{{{GPU}}})"), "Up"),
+        (Query(f"max by (cluster, node, gpu) (rankscope_gpu_utilization_ratio{{{GPU}}})"), "Utilisation"),
+        (Query(f"max by (cluster, node, gpu) (rankscope_gpu_temperature_celsius{{{GPU}}})"), "Temperature"),
+        (Query(f"max by (cluster, node, gpu) (rankscope_gpu_power_watts{{{GPU}}})"), "Power"),
+        (Query(f"sum by (cluster, node, gpu) (rankscope_gpu_xid_errors_total{{{GPU}}})"), "XIDs"),
+        (Query(f"max by (cluster, node, gpu) ({ecc})"), "ECC, uncorrected"),
+        (Query(f"max by (cluster, node, gpu) (rankscope_gpu_remapping_pending{{{GPU}}})"), "Needs a reset"),
+        (Query(f"max by (cluster, node, gpu, name) (rankscope_gpu_info{{{GPU}}})"), ""),
     ]
     bad = ((None, GOOD), (1, BAD))
     return table(
@@ -214,7 +216,7 @@ def _gpus() -> Panel:
         "tells which.",
         columns,
         sort_by="XIDs",
-        order=["node", "gpu", "name", *(name for _, name in columns if name)],
+        order=["cluster", "node", "gpu", "name", *(name for _, name in columns if name)],
         overrides=[
             column("Up", "none", ((None, BAD), (1, GOOD)), width=60),
             column("Utilisation", "percentunit"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.grafana import queries
-from deploy.grafana.laying_out import JOB, Line, choice, dashboard, to_node, to_rank, variable
+from deploy.grafana.laying_out import JOB, THIS_RUN, Line, choice, dashboard, run_variables, to_node, to_rank
 from deploy.grafana.panels import (
     BAD,
     GOOD,
@@ -19,7 +19,7 @@ from deploy.grafana.panels import (
     table,
     timeseries,
 )
-from deploy.grafana.queries import RATE
+from deploy.grafana.queries import RATE, RUN
 
 THE_JOB = queries.JOB
 INFO = f"rankscope_rank_info{{{THE_JOB}}}"
@@ -31,7 +31,7 @@ def job() -> dict[str, Any]:
         "Rankscope / Job",
         "One training job: its verdict, every rank over time, and where the step goes.",
         [
-            variable("job", "Job", "label_values(rankscope_rank_info, job)"),
+            *run_variables(),
             choice("rows", "Ranks shown", ["16", "32", "64", "512"]),
         ],
         [
@@ -47,9 +47,9 @@ def job() -> dict[str, Any]:
 
 
 def _numbers() -> list[Panel]:
-    step = f'quantile by (job) (0.5, rankscope_rank_step_seconds{{{THE_JOB},quantile="0.5"}})'
-    mfu = f"avg by (job) (rankscope_rank_mfu_ratio{{{THE_JOB}}})"
-    expected = f'max by (job) (rankscope_job_ranks{{{THE_JOB},state="expected"}})'
+    step = f'quantile by ({RUN}) (0.5, rankscope_rank_step_seconds{{{THE_JOB},stat="p50"}})'
+    mfu = f"avg by ({RUN}) (rankscope_rank_mfu_ratio{{{THE_JOB}}})"
+    expected = f'max by ({RUN}) (rankscope_job_ranks{{{THE_JOB},state="expected"}})'
     return [
         stat(
             "Verdict",
@@ -78,7 +78,7 @@ def _numbers() -> list[Panel]:
         stat(
             "Exposed comm.",
             "Share of the step spent waiting for others, mean of the ranks.",
-            Query(queries.judged("exposed_communication_ratio", f"avg by (job) ({queries.wait_ratio()})")),
+            Query(queries.judged("exposed_communication_ratio", f"avg by ({RUN}) ({queries.wait_ratio()})")),
             "percentunit",
             queries.EXPOSED,
             decimals=1,
@@ -86,7 +86,7 @@ def _numbers() -> list[Panel]:
         stat(
             "Ranks missing",
             "Ranks of the world size that no daemon sees. No data with daemons alone.",
-            Query(f"{expected} - count by (job) (group by (job, rank) ({INFO}))"),
+            Query(f"{expected} - count by ({RUN}) (group by ({RUN}, rank) ({INFO}))"),
             "none",
             ((None, GOOD), (1, BAD)),
         ),
@@ -100,10 +100,10 @@ def _worst_over_time() -> Panel:
         "Self time against the cohort, worst ranks",
         "Self time (step less waiting) of a rank divided by the median of its cohort: its pipeline stage, or the job."
         " 100 % is like the others. The ranks that were worst in the time range; click a cell to go to the rank.",
-        Query(f"({ratio}) and on (job, rank) {chosen}", "{{rank}}"),
+        Query(f"({ratio}) and on ({RUN}, rank) {chosen}", "{{rank}}"),
         "percentunit",
         queries.AGAINST_COHORT,
-        [to_rank(rank="${__field.labels.rank:percentencode}")],
+        [to_rank(THIS_RUN, rank="${__field.labels.rank:percentencode}")],
     )
 
 
@@ -139,8 +139,8 @@ def _step() -> Panel:
         "Step time and self time",
         "The step is the same on every rank, as they wait for each other. Self time tells them apart.",
         [
-            Query(f'quantile(0.5, {step},quantile="0.5"}})', "step"),
-            Query(f'max({step},quantile="0.9"}})', "step, p90"),
+            Query(f'quantile(0.5, {step},stat="p50"}})', "step"),
+            Query(f'max({step},stat="p90"}})', "step, p90"),
             Query(f"max({queries.self_seconds()})", "self, slowest rank"),
             Query(f"quantile(0.5, {queries.self_seconds()})", "self, median"),
             Query(f"min({queries.self_seconds()})", "self, fastest rank"),
@@ -156,7 +156,7 @@ def _mfu() -> Panel:
         "Model FLOPs utilisation, and the target where one is declared. HFU is estimated from the tensor pipes and "
         "counts recomputation.",
         [
-            Query(queries.judged("mfu_ratio", f"avg by (job) ({mfu})"), "MFU"),
+            Query(queries.judged("mfu_ratio", f"avg by ({RUN}) ({mfu})"), "MFU"),
             Query(f"max(rankscope_job_mfu_target_ratio{{{THE_JOB}}})", "target"),
             Query(f"avg({queries.gpus_of_job('rankscope_gpu_estimated_hfu_ratio')})", "HFU, estimated"),
         ],
@@ -172,7 +172,7 @@ def _exposed() -> Panel:
         "Share of the time that ranks wait for others. What the rank that waits least waits is what communication "
         "itself costs; the rest is waiting for a slow rank.",
         [
-            Query(queries.judged("exposed_communication_ratio", f"avg by (job) ({wait})"), "mean"),
+            Query(queries.judged("exposed_communication_ratio", f"avg by ({RUN}) ({wait})"), "mean"),
             Query(f"max({wait})", "most"),
             Query(f"min({wait})", "least"),
         ],
@@ -188,7 +188,7 @@ def _hosts() -> Panel:
         "Steps are timed on the device, and hosts enqueue work ahead of it. A slow rank that is least ahead has a late "
         "host; one that is far ahead has a slow device. CUDA only; host time needs metrics_detail = full.",
         [
-            Query(f'quantile(0.5, rankscope_rank_step_seconds{{{THE_JOB},quantile="0.5"}})', "step, on the device"),
+            Query(f'quantile(0.5, rankscope_rank_step_seconds{{{THE_JOB},stat="p50"}})', "step, on the device"),
             Query(f"quantile(0.5, rankscope_rank_host_seconds{{{THE_JOB}}})", "step, on the host"),
             Query(f"quantile(0.5, {ahead})", "host is ahead by, median"),
             Query(f"min({ahead})", "host is ahead by, least"),
@@ -198,7 +198,7 @@ def _hosts() -> Panel:
 
 
 def _bound() -> Panel:
-    bound = f"max by (job, rank) (rankscope_rank_device_bound{{{THE_JOB}}})"
+    bound = f"max by ({RUN}, rank) (rankscope_rank_device_bound{{{THE_JOB}}})"
     return timeseries(
         "Ranks by what holds them up",
         "device: the host runs ahead of it, which is what you want. host: the device waits for its host. CUDA only.",
@@ -225,10 +225,10 @@ def _groups() -> Panel:
 
 def _ranks() -> Panel:
     worst = f"topk($rows, {queries.self_ratio()})"
-    among = f"and on (job, rank) {worst}"
+    among = f"and on ({RUN}, rank) {worst}"
 
     def of_worst(value: str) -> str:
-        return f"max by (rank) (max by (job, rank) ({value}) {among})"
+        return f"max by (rank) (max by ({RUN}, rank) ({value}) {among})"
 
     columns = [
         (Query(f"max by (rank) ({worst})"), "Against cohort"),
@@ -237,7 +237,7 @@ def _ranks() -> Panel:
         (Query(of_worst(f"rankscope_rank_mfu_ratio{{{THE_JOB}}}")), "MFU"),
         (Query(of_worst(f"rankscope_rank_seconds_since_step{{{THE_JOB}}}")), "Since step"),
         (Query(of_worst(f"rate(rankscope_rank_run_delay_seconds_total{{{THE_JOB}}}{RATE})")), "Starved"),
-        (Query(f"max by (rank, node, pod, gpu, pipeline) ({INFO} {among})"), ""),
+        (Query(f"max by (rank, node, run_pod, gpu, pipeline) ({INFO} {among})"), ""),
     ]
     return table(
         "Ranks",
@@ -245,9 +245,9 @@ def _ranks() -> Panel:
         "the time it could run and got no processor.",
         columns,
         sort_by="Against cohort",
-        order=["rank", "node", "pod", "gpu", "pipeline", *(name for _, name in columns if name)],
+        order=["rank", "node", "run_pod", "gpu", "pipeline", *(name for _, name in columns if name)],
         overrides=[
-            linked("rank", to_rank(), width=80),
+            linked("rank", to_rank(THIS_RUN), width=80),
             linked("node", to_node()),
             column("Against cohort", "percentunit", queries.AGAINST_COHORT),
             column("Self", "s"),

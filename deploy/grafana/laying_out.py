@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.grafana.panels import DATASOURCE, Panel
+from deploy.grafana.queries import CLUSTER, JOBS
 
 COLUMNS = 24
 TAG = "rankscope"
@@ -132,13 +133,36 @@ def choice(name: str, label: str, values: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def to_job(job: str = "${__value.raw:percentencode}") -> dict[str, Any]:
-    return {"title": "Job", "url": f"/d/{JOB}?var-job={job}&{_SAME}"}
+# Which run a link is about: that of the variables, that of a row (`queries.with_place`), or that of a line.
+THIS_RUN = "${cluster:queryparam}&${run_namespace:queryparam}&${run:queryparam}"
+RUN_OF_ROW = "&".join(
+    f"var-{name}=${{__data.fields.{name}:percentencode}}" for name in ("cluster", "run_namespace", "run")
+)
+RUN_OF_LINE = "${cluster:queryparam}&${run_namespace:queryparam}&var-run=${__field.labels.run:percentencode}"
 
 
-def to_rank(job: str = "${job:percentencode}", rank: str = "${__value.raw:percentencode}") -> dict[str, Any]:
-    return {"title": "Rank", "url": f"/d/{RANK}?var-job={job}&var-rank={rank}&{_SAME}"}
+def to_job(run: str) -> dict[str, Any]:
+    return {"title": "Job", "url": f"/d/{JOB}?{run}&{_SAME}"}
+
+
+def to_rank(run: str, rank: str = "${__value.raw:percentencode}") -> dict[str, Any]:
+    return {"title": "Rank", "url": f"/d/{RANK}?{run}&var-rank={rank}&{_SAME}"}
 
 
 def to_node(node: str = "${__value.raw:percentencode}") -> dict[str, Any]:
-    return {"title": "Daemon of the node", "url": f"/d/{DAEMONS}?var-node={node}&{_SAME}"}
+    return {"title": "Daemon of the node", "url": f"/d/{DAEMONS}?${{cluster:queryparam}}&var-node={node}&{_SAME}"}
+
+
+def cluster_variable() -> dict[str, Any]:
+    return variable("cluster", "Cluster", "label_values(rankscope_build_info, cluster)", several=True)
+
+
+def namespace_variable() -> dict[str, Any]:
+    query = f"label_values(rankscope_rank_info{{{CLUSTER}}}, run_namespace)"
+    return variable("run_namespace", "Namespace", query, several=True)
+
+
+def run_variables() -> list[dict[str, Any]]:
+    """The variables that choose one run."""
+    run = variable("run", "Run", f"label_values(rankscope_rank_info{{{JOBS}}}, run)")
+    return [cluster_variable(), namespace_variable(), run]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.grafana import queries
-from deploy.grafana.laying_out import RANK, Line, dashboard, to_job, to_node, variable
+from deploy.grafana.laying_out import RANK, THIS_RUN, Line, dashboard, run_variables, to_job, to_node, variable
 from deploy.grafana.panels import BAD, GOOD, WARN, Panel, Query, linked, numbers_as_words, stat, table, timeseries
-from deploy.grafana.queries import ONE_RANK, RATE, gpu_of_rank, gpus_of_job
+from deploy.grafana.queries import ONE_RANK, RATE, RUN, gpu_of_rank, gpus_of_job
 
 COHORT, PEERS = "cohort, median", "GPUs of the job, median"
 
@@ -18,8 +18,8 @@ def rank() -> dict[str, Any]:
         "Rankscope / Rank",
         "One rank: its time, its process, its GPU. Dashed and grey: the median of the ranks that do the same work.",
         [
-            variable("job", "Job", "label_values(rankscope_rank_info, job)"),
-            variable("rank", "Rank", 'label_values(rankscope_rank_info{job="$job"}, rank)', numeric=True),
+            *run_variables(),
+            variable("rank", "Rank", f"label_values(rankscope_rank_info{{{queries.JOB}}}, rank)", numeric=True),
         ],
         [
             Line(4, _numbers(), widths=[4, 4, 4, 3, 3, 3, 3]),
@@ -35,7 +35,7 @@ def rank() -> dict[str, Any]:
 
 
 def _numbers() -> list[Panel]:
-    ratio = f"({queries.self_ratio()}) and on (job, rank) rankscope_rank_info{{{ONE_RANK}}}"
+    ratio = f"({queries.self_ratio()}) and on ({RUN}, rank) rankscope_rank_info{{{ONE_RANK}}}"
     wait = queries.wait_ratio(ONE_RANK)
     return [
         stat(
@@ -49,7 +49,7 @@ def _numbers() -> list[Panel]:
         stat(
             "Step",
             "Median of the last window.",
-            Query(f'rankscope_rank_step_seconds{{{ONE_RANK},quantile="0.5"}}'),
+            Query(f'rankscope_rank_step_seconds{{{ONE_RANK},stat="p50"}}'),
             "s",
         ),
         stat(
@@ -82,14 +82,15 @@ def _numbers() -> list[Panel]:
 
 
 def _identity() -> Panel:
-    labels = ["job", "rank", "node", "namespace", "pod", "gpu", "pid", "pipeline", "tensor", "data", "world_size"]
+    labels = ["cluster", "run_namespace", "run", "rank", "node", "run_pod", "gpu", "pid", "pipeline", "tensor", "data"]
+    labels += ["world_size"]
     return table(
         "Identity",
         "Where the rank runs, and its place in the parallel layout.",
         [(Query(f"max by ({', '.join(labels)}) (rankscope_rank_info{{{ONE_RANK}}})"), "")],
         sort_by="rank",
         order=labels,
-        overrides=[linked("job", to_job()), linked("node", to_node())],
+        overrides=[linked("run", to_job(THIS_RUN)), linked("node", to_node())],
     )
 
 
@@ -144,7 +145,7 @@ def _host() -> Panel:
         "Slow and far ahead: the device is slow. Slow and not ahead: the host gives it work too late, so look at the "
         "stacks. Ranks that wait for a slow one are ahead as well. CUDA only; host time needs metrics_detail = full.",
         [
-            Query(f'max(rankscope_rank_step_seconds{{{ONE_RANK},quantile="0.5"}})', "step, on the device"),
+            Query(f'max(rankscope_rank_step_seconds{{{ONE_RANK},stat="p50"}})', "step, on the device"),
             Query(f"max(rankscope_rank_host_seconds{{{ONE_RANK}}})", "step, on the host"),
             Query(f"max(rankscope_rank_run_ahead_seconds{{{ONE_RANK}}})", "host is ahead by"),
             Query(f"quantile(0.5, {ahead})", COHORT),

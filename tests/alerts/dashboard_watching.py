@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from rankscope.cli.demo_job.faults import SLOW_RANK, Fault
 from rankscope.cli.demo_job.launcher import DemoJob
-from tests.alerts.prometheus_running import Prometheus, running_prometheus
+from tests.alerts.prometheus_running import Prometheus, run_matchers, running_prometheus
 from tests.integration.daemon_process import MAIN, Serving, serving
 from tools.nvml_stub import Script, build_stub
 
@@ -68,8 +68,8 @@ def watched_job(folder: Path) -> Iterator[Watched]:
         gpus = {f"gpu.{rank}.processes": f"{pid}:1073741824" for rank, pid in enumerate(job.pids)}
         script.set({**gpus, "xids": f"{SLOW}:31", "gpu.ecc.volatile.uncorrected": 0})
         job.start_fault()
-        prometheus.wait_for_data(f'rankscope_job_culprit{{job="{job.job_name}",rank="{SLOW}"}}')
-        captured = [*MAIN, "capture", "--endpoint", up.grpc_target, "--job", job.job_name, "--ranks", str(SLOW)]
+        prometheus.wait_for_data(f'rankscope_job_culprit{{{run_matchers(job.job_name)},rank="{SLOW}"}}')
+        captured = [*MAIN, "capture", "--connect", up.grpc_target, "--run", job.job_name, "--ranks", str(SLOW)]
         subprocess.run([*captured, "--steps", "2"], check=True, timeout=180)
         yield Watched(job.job_name, up, prometheus)
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from rankscope.common.run_names import run_name
+
 
 @dataclass(frozen=True)
 class Heard:
@@ -20,6 +22,10 @@ class Heard:
     @property
     def name(self) -> str:
         return self.labels["alertname"]
+
+    @property
+    def run(self) -> str:
+        return run_name(self.labels.get("run_namespace", ""), self.labels.get("run", ""))
 
 
 class Hearing:
@@ -38,7 +44,7 @@ class Hearing:
             return [
                 heard
                 for heard in self._heard
-                if heard.labels.get("job") == job and heard.status == status and name in (None, heard.name)
+                if heard.run == job and heard.status == status and name in (None, heard.name)
             ]
 
     def __str__(self) -> str:

@@ -8,17 +8,24 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rankscope.common.run_names import run_labels
 from tests.free_ports import free_port
 from tools.prometheus_binaries import binary
 
-PATIENCE_SECONDS = 90.0
+PATIENCE_SECONDS = 240.0
 _PORT_ATTEMPTS = 3
+TARGET_LABELS = {"namespace": "monitoring", "pod": "daemon-x7k2p", "container": "daemon", "cluster": "east"}
+
+
+def run_matchers(name: str) -> str:
+    """PromQL matchers of a run's series."""
+    return ",".join(f'{label}="{value}"' for label, value in run_labels(name).items())
 
 
 class QueryRefusedError(Exception):
@@ -87,6 +94,14 @@ class Prometheus:
             raise QueryRefusedError(f"{path}: {error.read().decode(errors='replace')}") from error
 
 
+def backfill(folder: Path, lines: Iterable[str]) -> None:
+    """Lines of OpenMetrics, as blocks of the Prometheus that `running_prometheus` starts in this folder."""
+    written = folder / "history.txt"
+    written.write_text("\n".join(lines) + "\n")
+    blocks = ["tsdb", "create-blocks-from", "openmetrics", str(written), str(folder / "data")]
+    subprocess.run([str(binary("promtool")), *blocks], check=True, stdout=subprocess.DEVNULL)
+
+
 @contextmanager
 def running_prometheus(
     folder: Path,
@@ -96,14 +111,15 @@ def running_prometheus(
     alertmanagers: Sequence[str] = (),
     interval_seconds: float = 1.0,
 ) -> Iterator[Prometheus]:
-    """`targets`: scrape job to addresses (host:port); labels of their own are kept. Ready when this yields."""
+    """`targets`: scrape job to addresses (host:port). They have the labels that Prometheus gives targets in a cluster.
+    Ready when this yields."""
     folder.mkdir(parents=True, exist_ok=True)
     interval = f"{round(interval_seconds * 1000)}ms"
     configuration = {
         "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
         "rule_files": [str(path.resolve()) for path in rules],
         "scrape_configs": [
-            {"job_name": name, "honor_labels": True, "static_configs": [{"targets": list(addresses)}]}
+            {"job_name": name, "static_configs": [{"targets": list(addresses), "labels": TARGET_LABELS}]}
             for name, addresses in targets.items()
         ],
         "alerting": {"alertmanagers": [{"static_configs": [{"targets": list(alertmanagers)}]}]},

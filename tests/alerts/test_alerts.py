@@ -1,6 +1,6 @@
 """From a real job with a real fault to a page and a capture: daemon, Prometheus, our rules, Alertmanager, webhooks.
 
-The rules are those that ship, in a hurry (see rankscope.cli.prometheus_stack.config): a test cannot wait for minutes. A
+The rules are those that ship, in a hurry (see rankscope.cli.prometheus_stack): a test cannot wait for minutes. A
 healthy job runs beside all of it and must be mentioned nowhere."""
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import pytest
 
 from rankscope.cli.demo_job.faults import parse_fault
 from rankscope.cli.demo_job.launcher import DemoJob
+from rankscope.common.run_names import run_labels
 from tests.alerts.admitting import ProcView
 from tests.alerts.hearing import Heard, Hearing, hearing
-from tests.integration.daemon_process import MAIN, Serving, serving, wait_until
+from tests.alerts.prometheus_running import run_matchers
+from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, serving, wait_until
 from tools.prometheus_binaries import ROOT, binary
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -43,13 +45,13 @@ class Stack:
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         url = f"{self.prometheus_url}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
-        with urllib.request.urlopen(url, timeout=60) as answer:
+        with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as answer:
             found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
         return found
 
     def captures(self, job: str) -> list[dict[str, Any]]:
-        command = [*MAIN, "captures", "ls", "--endpoint", self.up.grpc_target, "--job", job, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        command = [*MAIN, "captures", "ls", "--connect", self.up.grpc_target, "--run", job, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
         assert done.returncode == 0, done.stderr
         captures: list[dict[str, Any]] = json.loads(done.stdout)["captures"]
         return captures
@@ -63,7 +65,7 @@ class Stack:
         return True
 
     def _describe(self, job: DemoJob) -> str:
-        ours = self.query(f'{{__name__=~"ALERTS|rankscope_job_.*",job="{job.job_name}"}}')
+        ours = self.query(f'{{__name__=~"ALERTS|rankscope_job_.*",{run_matchers(job.job_name)}}}')
         series = [f"{each['metric']} {each['value'][1]}" for each in ours]
         return "\n".join([str(self.hearing), *series, self.up.output, self.up.log[-6000:]])
 
@@ -73,7 +75,7 @@ class Stack:
 
     def wait_until_resolved(self, job: DemoJob, name: str) -> None:
         self.wait_until(lambda: self.hearing.of(job.job_name, name, "resolved"), job)
-        expression = f'ALERTS{{alertname="{name}",job="{job.job_name}"}}'
+        expression = f'ALERTS{{alertname="{name}",{run_matchers(job.job_name)}}}'
         self.wait_until(lambda: not self.query(expression), job)
 
 
@@ -81,7 +83,7 @@ class Stack:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("alerts")
     binary("alertmanager")  # gets all of them if need be
-    # Alerts cause captures: real jobs on the machine of whoever runs the tests must not have any.
+    # Alerts cause captures: real jobs on the developer's machine must not have any.
     processes = ProcView(folder / "proc")
     flags = ("--prometheus", *HURRY, "--window-seconds", "2", "--proc-root", str(processes.folder))
     with hearing() as heard, serving(folder, "up", *flags, "--alerts-webhook", heard.url) as up:
@@ -121,7 +123,7 @@ def faulty(stack: Stack, jobs: Jobs) -> Jobs:
     and resolves takes minutes of waiting, which they can do together."""
     broken = (jobs.slow_rank, jobs.slow_network, jobs.hang)
     for job in broken:
-        judged = f'rankscope_job_verdict{{job="{job.job_name}",verdict="healthy"}}'
+        judged = f'rankscope_job_verdict{{{run_matchers(job.job_name)},verdict="healthy"}}'
         stack.wait_until(lambda judged=judged: stack.query(f"count_over_time({judged}[5m]) >= 6"), job)
     for job in broken:
         job.start_fault()
@@ -135,12 +137,22 @@ def ending(job: DemoJob) -> Iterator[DemoJob]:
     job.stop()
 
 
-def check_links(alert: Heard) -> None:
+def check_links(stack: Stack, alert: Heard) -> None:
+    """They lead to the alert's page, to a dashboard whose variables choose a rank that is there, and to the console's
+    page of the run or rank."""
     page = urllib.parse.urlsplit(alert.annotations["runbook_url"]).path.rpartition("/")[2]
     assert page == f"{alert.name}.md"
     assert (ROOT / "rules" / "runbooks" / page).is_file()
-    assert alert.annotations["dashboard_url"]
+    link = urllib.parse.parse_qs(urllib.parse.urlsplit(alert.annotations["dashboard_url"]).query)
+    chosen = ",".join(f'{name.removeprefix("var-")}="{value}"' for name, [value] in link.items())
+    assert stack.query(f"last_over_time(rankscope_rank_info{{{chosen}}}[1m])"), chosen
     assert alert.annotations["summary"]
+    console, _, asked = alert.annotations["console_url"].partition("?")
+    path = "rank" if "rank" in urllib.parse.parse_qs(asked) else "run"
+    with urllib.request.urlopen(f"{console}api/v1/{path}?{asked}", timeout=PATIENCE_SECONDS) as answer:
+        shown = json.load(answer)
+    assert run_labels(shown["run"])["run"] == alert.labels["run"]
+    assert path == "run" or str(shown["rank"]) == alert.labels["rank"]
 
 
 def captures_because_of(stack: Stack, job: DemoJob, alert: str) -> list[dict[str, Any]]:
@@ -174,13 +186,17 @@ def test_a_slow_rank_pages_with_its_rank_and_phase_is_captured_with_a_peer_and_r
         assert alert.labels["severity"] == "critical"
         assert alert.annotations["phase"] == "forward"
         assert "GPU-hours" in alert.annotations["description"]
-        check_links(alert)
+        check_links(stack, alert)
+        slow = f'ALERTS{{alertname="RankscopeStragglerRank",{run_matchers(job.job_name)},alertstate="firing"}}'
+        stack.wait_until(lambda: stack.query(slow), job)
+        assert len(stack.query(slow)) == 1, "one slow rank is one alert"
         capture = wait_for_capture(stack, job, lambda: captures_with(stack, job, 2))
         ranks = [rank["rank"] for rank in capture["ranks"]]
         assert len(ranks) == 2
         assert 2 in ranks
         job.end_fault()
         stack.wait_until_resolved(job, "RankscopeStragglerRank")
+        assert {each["metric"]["evidence"] for each in stack.query(f"last_over_time({slow}[1h])")} == {"verdict"}
         # Repeated notifications of one firing have made no second capture, and no innocent rank was paged for.
         assert len(captures_because_of(stack, job, "RankscopeStragglerRank")) <= 1
         assert len(captures_because_of(stack, job, "alert ")) <= 2
@@ -191,7 +207,7 @@ def test_exposed_communication_pages_for_the_job_is_captured_and_resolves(stack:
     with ending(faulty.slow_network) as job:
         alert = stack.wait_for_page(job, "RankscopeExposedCommunication")
         assert "rank" not in alert.labels
-        check_links(alert)
+        check_links(stack, alert)
         capture = wait_for_capture(stack, job, lambda: captures_because_of(stack, job, "Communication"))
         assert len(capture["ranks"]) == 2
         job.end_fault()
@@ -203,7 +219,7 @@ def test_a_hang_pages_for_the_job_with_the_rank_that_others_wait_for_and_resolve
         alert = stack.wait_for_page(job, "RankscopeHang")
         assert alert.labels["severity"] == "critical"
         assert re.search(r"\brank 1 \(", alert.annotations["description"]), alert
-        check_links(alert)
+        check_links(stack, alert)
         job.end_fault()
         stack.wait_until_resolved(job, "RankscopeHang")
         assert captures_because_of(stack, job, "RankscopeHang") == []  # it has no steps to record
@@ -214,15 +230,15 @@ def test_a_healthy_job_of_three_minutes_is_mentioned_nowhere(stack: Stack, jobs:
     wait_until(lambda: time.monotonic() > until, lambda: "", HEALTHY_SECONDS + 10)
     name = jobs.healthy.job_name
     assert jobs.healthy.poll() == []
-    assert stack.query(f'last_over_time(rankscope_job_verdict{{job="{name}"}}[1m])')
-    fired = stack.query(f'count_over_time(ALERTS{{job="{name}",alertstate="firing"}}[1h])')
+    assert stack.query(f"last_over_time(rankscope_job_verdict{{{run_matchers(name)}}}[1m])")
+    fired = stack.query(f'count_over_time(ALERTS{{{run_matchers(name)},alertstate="firing"}}[1h])')
     assert not fired, f"{fired}\n{stack.up.output}"
     assert not stack.hearing.of(name)
     assert stack.captures(name) == []
 
 
 def test_prometheus_evaluated_every_rule_without_an_error(stack: Stack) -> None:
-    with urllib.request.urlopen(f"{stack.prometheus_url}/api/v1/rules", timeout=60) as answer:
+    with urllib.request.urlopen(f"{stack.prometheus_url}/api/v1/rules", timeout=PATIENCE_SECONDS) as answer:
         groups = json.load(answer)["data"]["groups"]
     assert {rule["type"] for group in groups for rule in group["rules"]} == {"alerting", "recording"}
     assert not [

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from deploy.grafana.dashboards import FOLDER
+from rankscope.common.run_names import run_labels
 from tests.alerts.dashboard_watching import RANKS, SLOW, Watched, watched_job
 from tests.alerts.prometheus_running import QueryRefusedError
 from tools.exported_metrics import exported_metrics
 
 pytestmark = pytest.mark.timeout(600)  # whichever test comes first waits for the job
-PATIENCE_SECONDS = 90.0
+PATIENCE_SECONDS = 240.0
 FILES = sorted(FOLDER.glob("*.json"))
 # Queries that have nothing to say here, and why. Everything else must.
 NO_DEVICE = "the job runs on no CUDA device"
@@ -31,7 +32,7 @@ EMPTY = {
     ("rankscope-job", "Waiting in collectives, by process group", "A"): NO_DEVICE,
     ("rankscope-daemon", "Ranks nobody could measure", "A"): "a process that lives can be measured",
 }
-MAY_BE_EMPTY = {"namespace", "pod", "pipeline", "tensor", "data"}
+MAY_BE_EMPTY = {"run_namespace", "run_pod", "pipeline", "tensor", "data"}
 # What daemons alone do not tell (docs/dashboards.md). The other panels must do without the correlation.
 NEED_CORRELATION = {
     *("Jobs with a finding", "GPU-hours lost", "GPUs lost, by job", "Jobs by verdict", "Ranks that verdicts name"),
@@ -56,8 +57,8 @@ def filled(expression: str, **variables: str) -> str:
 
 
 def variables(watched: Watched, rank: int = SLOW) -> dict[str, str]:
-    every = {"namespace": ".*", "node": ".*", "instance": ".*", "gpu": ".*"}
-    return {"job": watched.job, "rank": str(rank), "rows": "16", **every}
+    every = {"cluster": ".*", "node": ".*", "instance": ".*", "gpu": ".*"}
+    return {**run_labels(watched.job), "rank": str(rank), "rows": "16", **every}
 
 
 Labels = Mapping[str, str]
@@ -76,7 +77,7 @@ def answers(watched: Watched, path: Path) -> dict[tuple[str, str, str], list[Lab
             expression = filled(target["expr"], **variables(watched))
             samples = labels_of(watched, expression)
             if not samples and "rank_problem" in expression:
-                samples = labels_of(watched, re.sub(r'job="[^"]*",rank="\d+"', 'rank="0"', expression))
+                samples = labels_of(watched, re.sub(r'run="[^"]*",rank="\d+"', 'rank="0"', expression))
             found[path.stem, panel["title"], target["refId"]] = samples
     return found
 
@@ -131,7 +132,7 @@ def test_the_columns_that_a_table_orders_and_formats_are_there(watched: Watched,
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_variable_offers_a_value(watched: Watched, path: Path) -> None:
     for variable in json.loads(path.read_text())["templating"]["list"]:
-        if variable["type"] != "query" or variable["name"] == "namespace":  # there is none outside of Kubernetes
+        if variable["type"] != "query" or variable["name"] == "run_namespace":  # there is none outside of Kubernetes
             continue
         match = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
         assert match is not None

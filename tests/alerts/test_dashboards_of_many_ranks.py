@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Iterator
 from itertools import product
@@ -10,14 +9,20 @@ from itertools import product
 import pytest
 
 from deploy.grafana.dashboards import FOLDER
-from tests.alerts.prometheus_running import Prometheus, running_prometheus
+from tests.alerts.prometheus_running import Prometheus, backfill, running_prometheus
 from tests.alerts.test_dashboards import filled, panels
-from tools.prometheus_binaries import binary
 
 RANKS, STAGES = 512, 4
 SLOW = {7: 2.0, 300: 1.3}  # how much longer than the others of their stage
 HISTORY_SECONDS, STEP_SECONDS = 120, 15
-VARIABLES = {"rows": "2", "__rate_interval": "1m", "__range": "2m", "__interval": "15s"}
+VARIABLES = {
+    "cluster": ".*",
+    "run_namespace": ".*",
+    "rows": "2",
+    "__rate_interval": "1m",
+    "__range": "2m",
+    "__interval": "15s",
+}
 
 each_job = pytest.mark.parametrize("job", ["big", "sharded"])
 
@@ -27,12 +32,12 @@ def history(end: int) -> Iterator[str]:
     moments = range(end - HISTORY_SECONDS, end + 1, STEP_SECONDS)
     yield "# TYPE rankscope_rank_info gauge"
     for job, rank in product(("big", "sharded"), range(RANKS)):
-        labels = f'job="{job}",rank="{rank}",pipeline="{stage(rank)}",node="n{rank // 8}",pid="{rank}"'
+        labels = f'run="{job}",rank="{rank}",pipeline="{stage(rank)}",node="n{rank // 8}",pid="{rank}"'
         yield from (f"rankscope_rank_info{{{labels}}} 1 {moment}" for moment in moments)
     yield "# TYPE rankscope_rank_self_seconds gauge"
     for rank in range(RANKS):
         own = 0.1 * (2 if stage(rank) == STAGES - 1 else 1) * SLOW.get(rank, 1.0)
-        labels = f'job="big",rank="{rank}",quantile="0.5"'
+        labels = f'run="big",rank="{rank}",stat="p50"'
         yield from (f"rankscope_rank_self_seconds{{{labels}}} {own} {moment}" for moment in moments)
     yield from sharded_history(moments)
     yield "# EOF"
@@ -43,11 +48,11 @@ def sharded_history(moments: range) -> Iterator[str]:
     the collectives themselves take, 0.01 s, is the same for all members of a group: the ranks of one stage."""
     steps, spans = [], []
     for rank in range(RANKS):
-        labels, group = f'job="sharded",rank="{rank}"', f'group="{stage(rank):x}",kind="overlapped"'
+        labels, group = f'run="sharded",rank="{rank}"', f'group="{stage(rank):x}",kind="overlapped"'
         slowest = max([factor for slow, factor in SLOW.items() if stage(slow) == stage(rank)], default=1.0)
         span = 0.01 + 0.1 * (slowest - SLOW.get(rank, 1.0))
         for moment in moments:
-            steps.append(f'rankscope_rank_step_seconds{{{labels},quantile="0.5"}} {0.1 * slowest} {moment}')
+            steps.append(f'rankscope_rank_step_seconds{{{labels},stat="p50"}} {0.1 * slowest} {moment}')
             spans.append(f"rankscope_rank_group_seconds{{{labels},{group}}} {span} {moment}")
     yield "# TYPE rankscope_rank_step_seconds gauge"
     yield from steps
@@ -62,10 +67,7 @@ def stage(rank: int) -> int:
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     folder = tmp_path_factory.mktemp("many")
-    written = folder / "history.txt"
-    written.write_text("\n".join(history(int(time.time()))) + "\n")
-    blocks = ["tsdb", "create-blocks-from", "openmetrics", str(written), str(folder / "data")]
-    subprocess.run([str(binary("promtool")), *blocks], check=True, stdout=subprocess.DEVNULL)
+    backfill(folder, history(int(time.time())))
     with running_prometheus(folder, {}) as prometheus:
         yield prometheus
 
@@ -73,7 +75,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 def shown(prometheus: Prometheus, job: str, title: str) -> dict[str, float]:
     """Rows in the order in which they come, with the last value of each."""
     panel = next(panel for panel in panels(FOLDER / "rankscope-job.json") if panel["title"] == title)
-    expression = filled(panel["targets"][0]["expr"], job=job, **VARIABLES)
+    expression = filled(panel["targets"][0]["expr"], run=job, **VARIABLES)
     answer = prometheus.query_range(expression, seconds=HISTORY_SECONDS, step_seconds=STEP_SECONDS)
     name = panel["targets"][0]["legendFormat"].strip("{}")
     return {series["metric"][name]: float(series["values"][-1][1]) for series in answer}

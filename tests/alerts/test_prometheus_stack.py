@@ -82,6 +82,8 @@ def test_a_port_that_is_taken_is_named_and_nothing_stays(tmp_path: Path) -> None
             str(tmp_path / "d.sock"),
             "--capture-dir",
             str(tmp_path / "c"),
+            "--profile-dir",
+            str(tmp_path / "p"),
         ]
         command = [*MAIN, "up", *flags, "--prometheus", "--prometheus-listen", where]
         refused = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)

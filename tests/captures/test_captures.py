@@ -76,7 +76,7 @@ def told(report: dict[str, Any], serving: Serving) -> str:
 def test_all_ranks_deliver_exactly_the_steps_asked_for_at_the_same_time(
     up: Serving, job: CaptureJob, name: str, tmp_path: Path
 ) -> None:
-    status, report = capture(up, "--job", name, "--ranks", "all", "--steps", "3", "--output", str(tmp_path))
+    status, report = capture(up, "--run", name, "--ranks", "all", "--steps", "3", "--output", str(tmp_path))
     assert status == 0, told(report, up)
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1, 2, 3]
     done = {(rank["backend"], rank["state"], rank["steps"]) for rank in report["ranks"]}
@@ -97,7 +97,7 @@ def test_a_capture_by_time_records_that_time_and_ranks_begin_within_50_milliseco
     # That is what an idle machine does every time. On one that is not, a rank may not get a CPU in time.
     while not skews or min(skews) >= SKEW_MILLIS:
         assert len(skews) < SKEW_TRIES, f"ranks began {skews} ms apart\n{up.log[-3000:]}"
-        status, report = capture(up, "--job", name, "--ranks", "0,3", "--seconds", "1.5")
+        status, report = capture(up, "--run", name, "--ranks", "0,3", "--seconds", "1.5")
         assert status == 0, told(report, up)
         assert [rank["rank"] for rank in report["ranks"]] == [0, 3]
         for summary in report["summary"]["ranks"]:
@@ -107,7 +107,7 @@ def test_a_capture_by_time_records_that_time_and_ranks_begin_within_50_milliseco
 
 def test_the_straggler_is_captured_with_a_healthy_rank_beside_it(up: Serving, name: str) -> None:
     wait_until(lambda: "rank 2 is slow" in up.output + up.log, lambda: up.output + up.log)
-    status, report = capture(up, "--job", name, "--ranks", "straggler+peer", "--steps", "2")
+    status, report = capture(up, "--run", name, "--ranks", "straggler+peer", "--steps", "2")
     assert status == 0, told(report, up)
     ranks = [rank["rank"] for rank in report["ranks"]]
     assert 2 in ranks and len(ranks) == 2, told(report, up)
@@ -115,7 +115,7 @@ def test_the_straggler_is_captured_with_a_healthy_rank_beside_it(up: Serving, na
 
 def test_a_capture_that_is_cancelled_stops_and_leaves_the_job_alone(up: Serving, job: CaptureJob, name: str) -> None:
     asking = subprocess.Popen(
-        capture_command(up, "--job", name, "--ranks", "3", "--seconds", "10"),
+        capture_command(up, "--run", name, "--ranks", "3", "--seconds", "10"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -123,7 +123,7 @@ def test_a_capture_that_is_cancelled_stops_and_leaves_the_job_alone(up: Serving,
 
     wait_until(lambda: _state(up, name) in ("armed", "running"), lambda: up.log)
     capture_id = _captures(up, name)[0]["id"]
-    subprocess.run([*MAIN, "captures", "cancel", capture_id, "--endpoint", up.grpc_target], check=True)
+    subprocess.run([*MAIN, "captures", "cancel", capture_id, "--connect", up.grpc_target], check=True)
     output, errors = asking.communicate(timeout=CAPTURE_SECONDS)
     assert asking.returncode == 1, errors
     assert json.loads(output)["ranks"][0]["state"] == "cancelled", output
@@ -134,7 +134,7 @@ def test_a_profiler_of_the_users_own_is_waited_for_and_then_reported(up: Serving
     (job.folder / "OWN_PROFILER").touch()
     try:
         wait_until((job.folder / "PROFILING").exists, lambda: up.log)
-        status, report = capture(up, "--job", name, "--ranks", "0,1", "--steps", "2", "--patience", "15")
+        status, report = capture(up, "--run", name, "--ranks", "0,1", "--steps", "2", "--patience", "15")
     finally:
         (job.folder / "OWN_PROFILER").unlink()
     states = {rank["rank"]: (rank["state"], rank["error"]) for rank in report["ranks"]}
@@ -148,14 +148,14 @@ def test_two_jobs_are_captured_at_once_and_a_killed_rank_is_told(up: Serving, na
     with capture_job(folder / "other", f"beside-{os.getpid()}") as other:
         theirs = job_name(up, f"beside-{os.getpid()}")
         asking = subprocess.Popen(
-            capture_command(up, "--job", theirs, "--ranks", "all", "--seconds", "2"), stdout=subprocess.PIPE, text=True
+            capture_command(up, "--run", theirs, "--ranks", "all", "--seconds", "2"), stdout=subprocess.PIPE, text=True
         )
-        status, report = capture(up, "--job", name, "--ranks", "0,1", "--steps", "2")
+        status, report = capture(up, "--run", name, "--ranks", "0,1", "--steps", "2")
         output, _ = asking.communicate(timeout=CAPTURE_SECONDS)
         assert (status, asking.returncode) == (0, 0), told(report, up) + output
         pids = {rank["rank"]: rank["pid"] for rank in json.loads(output)["ranks"]}
         doomed = subprocess.Popen(
-            capture_command(up, "--job", theirs, "--ranks", "3", "--seconds", "40"), stdout=subprocess.PIPE, text=True
+            capture_command(up, "--run", theirs, "--ranks", "3", "--seconds", "40"), stdout=subprocess.PIPE, text=True
         )
         wait_until(lambda: _state(up, theirs) in ("armed", "running"), lambda: up.log)
         os.kill(pids[3], signal.SIGKILL)
@@ -176,7 +176,7 @@ def test_where_libkineto_belongs_to_another_daemon_the_probe_records_and_the_res
     with serving(folder / "second", "daemon", "--capture-quota-bytes", str(QUOTA_BYTES)) as second:
         second.wait_for_words("another profiling daemon")
         schedule = ("--steps", "2", "--wait", "3", "--repeat", "2")
-        status, report = capture(second, "--job", name, "--ranks", "1,3", *schedule, "--output", str(tmp_path))
+        status, report = capture(second, "--run", name, "--ranks", "1,3", *schedule, "--output", str(tmp_path))
         assert status == 0, told(report, second)
         assert not old.exists(), "what is older makes room when the quota is reached"
         assert sum(path.stat().st_size for path in captures.rglob("*")) < QUOTA_BYTES
@@ -190,7 +190,7 @@ def test_where_libkineto_belongs_to_another_daemon_the_probe_records_and_the_res
 def test_after_a_daemon_died_in_mid_capture_the_next_one_says_so_and_clears_up_and_the_job_ends_well(
     up: Serving, job: CaptureJob, name: str, folder: Path
 ) -> None:
-    flags = ("--job", name, "--ranks", "1", "--seconds", "6")
+    flags = ("--run", name, "--ranks", "1", "--seconds", "6")
     asking = subprocess.Popen(capture_command(up, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: _state(up, name) == "running", lambda: up.log)
     pid = _captures(up, name)[0]["ranks"][0]["pid"]
@@ -204,7 +204,7 @@ def test_after_a_daemon_died_in_mid_capture_the_next_one_says_so_and_clears_up_a
         assert lost["state"] == "failed" and "daemon restarted" in lost["error"], lost
         assert job_name(again, RUN) == name
         # libkineto takes no other work before it has written what the lost capture was to have.
-        status, report = capture(again, "--job", name, "--ranks", "1", "--steps", "2")
+        status, report = capture(again, "--run", name, "--ranks", "1", "--steps", "2")
         assert status == 0, told(report, again)
         wait_until(lambda: job.files_left(pid) == [], lambda: job.files_left(pid))
         # The last test: the job has borne them all. It ends while there is a daemon, since without one that takes 10 s.
@@ -213,7 +213,7 @@ def test_after_a_daemon_died_in_mid_capture_the_next_one_says_so_and_clears_up_a
 
 def _captures(serving: Serving, name: str) -> list[dict[str, Any]]:
     """The latest first."""
-    command = [*MAIN, "captures", "ls", "--endpoint", serving.grpc_target, "--job", name, "--json"]
+    command = [*MAIN, "captures", "ls", "--connect", serving.grpc_target, "--run", name, "--json"]
     listed = subprocess.run(command, capture_output=True, text=True)
     captures: list[dict[str, Any]] = json.loads(listed.stdout)["captures"]
     return captures

@@ -18,7 +18,7 @@ import pytest
 
 from rankscope.v1 import rank_service_pb2, rank_service_pb2_grpc, window_pb2
 from tests.integration.capture_jobs import RANKS, capture_job
-from tests.integration.daemon_process import MAIN, Serving, serving, wait_until
+from tests.integration.daemon_process import MAIN, Serving, run_of, serving, wait_until
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -103,7 +103,7 @@ def test_the_slow_rank_of_a_job_without_probe_is_found_by_captures_alone_and_its
             return f"{counts}\n{duty}\n{up.output[-3000:]}\n{up.log[-4000:]}"
 
         wait_until(lambda: "rank 2 is slow" in said_of(SLOW, up), told, PATIENCE_SECONDS)
-        shown = {(who["job"], who["rank"]) for name, who, _ in up.scrape() if name == "rankscope_rank_self_seconds"}
+        shown = {(run_of(who), who["rank"]) for name, who, _ in up.scrape() if name == "rankscope_rank_self_seconds"}
         assert len([job for job, _ in shown if SLOW in job]) == RANKS, (shown, told())
         wait_until(lambda: all(map(len, watched.captured(TWIN).values())), told, PATIENCE_SECONDS)
         for run in (SLOW, TWIN):
@@ -133,7 +133,7 @@ def test_the_slow_rank_of_a_job_without_probe_is_found_by_captures_alone_and_its
 
 def _records_tell_the_same(up: Serving, folder: Path) -> None:
     assert (up.value("rankscope_duty_cycle_captures_total", result="done") or 0) >= 1
-    command = [*MAIN, "captures", "ls", "--endpoint", up.grpc_target, "--json"]
+    command = [*MAIN, "captures", "ls", "--connect", up.grpc_target, "--json"]
     listed = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["captures"]
     assert {capture["requested_by"] for capture in listed if is_ours(capture["job"])} == {"duty cycle"}, listed
     ended = [capture["job"] for capture in listed if capture["state"] in ("analysed", "failed")]

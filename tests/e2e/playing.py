@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 RANKSCOPE = Path(sys.executable).parent / "rankscope"
-PLAY_SECONDS = 280.0
-STOP_SECONDS = 20.0
+PLAY_SECONDS = 600.0
+STOP_SECONDS = 60.0
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from tests.e2e.playing import Played, play
 pytestmark = pytest.mark.slow
 
 HEALTHY = ("none", "--seconds", "20")
-# Every fault that blames one rank of a data-parallel job which goes on training.
-STRAGGLERS = {"slow-rank": 2, "slow-input": 2, "starved": 2, "slow-rank:rank=0,delay=60": 0}
+# Every fault that blames one rank of a data-parallel job which goes on training. That it may be another rank is played
+# by an installed wheel, in tests/integration/test_installing.py.
+STRAGGLERS = {"slow-rank": 2, "slow-input": 2, "starved": 2}
 
 
 def found(fault: str, *flags: str) -> dict[str, Any]:
@@ -64,13 +65,6 @@ def test_a_slow_rank_is_named_with_the_function_it_sleeps_in() -> None:
     assert 0.05 < report["impact_ratio"] < 1, str(played)
 
 
-def test_another_slow_rank_is_named_as_well() -> None:
-    fault = "slow-rank:rank=0,delay=60"
-    report = found_fault(fault, "slow_rank", [0])
-    assert report["cause"]["phase"] == "forward", str(play(fault))
-    assert first_frame(report, play(fault))[0] == "model.py", str(play(fault))
-
-
 def test_a_slow_dataset_is_named_as_input() -> None:
     report = found_fault("slow-input", "slow_rank", [2])
     assert report["cause"]["phase"] == "input", str(play("slow-input"))
@@ -110,7 +104,7 @@ def test_the_stragglers_step_time_is_its_peers_and_only_self_time_and_wait_tell_
 
 @pytest.mark.parametrize("fault", STRAGGLERS)
 def test_the_victim_that_waits_most_is_not_accused(fault: str) -> None:
-    """The naive rule: whoever spends most time in collectives is in trouble."""
+    """The naive rule: the rank that spends most time in collectives is in trouble."""
     played = play(fault)
     worst = max(played.ranks, key=lambda rank: float(rank["wait_seconds"]))
     assert worst["rank"] not in found(fault)["culprits"], str(played)

@@ -22,7 +22,7 @@ MESSAGE_BYTES = 1 << 20
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """What is logged about inputs is for operators, not for whoever reads ten million of them."""
+    """What is logged about inputs is for operators, not for a run of ten million of them."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

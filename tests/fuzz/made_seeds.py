@@ -53,7 +53,13 @@ POLICY = {
 }
 ALERT = {
     "status": "firing",
-    "labels": {"alertname": "RankscopeStragglerRank", "job": "team/train", "rank": "1", "capture": "true"},
+    "labels": {
+        "alertname": "RankscopeStragglerRank",
+        "run_namespace": "team",
+        "run": "train",
+        "rank": "1",
+        "capture": "true",
+    },
     "annotations": {"summary": "rank 1 is slow"},
     "startsAt": "2026-01-01T00:00:00Z",
     "endsAt": "0001-01-01T00:00:00Z",

@@ -188,7 +188,7 @@ def windows() -> bytes:
     stacks = summarise(parse_recording(text, {23305}).stacks, 1, span)
     process = ProcessSample(4.5, 0.2, 0.1, 0.0, 1 << 28, 8, 12, 300)
     for number in (0, 1):
-        rank = replace(target_ring._RANK, job="127.0.0.1:29533/none", rank=number, pod=target_windows.UIDS[0])
+        rank = replace(target_ring._RANK, job="127.0.0.1:29533", rank=number, pod=target_windows.UIDS[0])
         stall = Stall(seconds_since_step=9.5, phase="forward", stack=["f (a.py:1)"], collectives_enqueued=5)
         samples = RankSamples(steps, process, stacks, gpu=GpuSample(gpus=1, uuid="GPU-1", sm_clock_hertz=1.2e9))
         made = assemble(rank, target_windows.NODE, span, 1, samples, lambda _: 989e12, stall if number else None)

@@ -1,5 +1,5 @@
-"""The webhooks: HTTP heads and AdmissionReviews from whoever reaches the port, and pods as anybody writes them. What is
-injected into a pod must be a patch that applies, changes nothing else, and is not made twice."""
+"""The webhooks: HTTP heads and AdmissionReviews from any client that reaches the port, and pods as anybody writes
+them. What is injected into a pod must be a patch that applies, changes nothing else, and is not made twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notifications of an Alertmanager, or of whoever has its token."""
+"""Notifications of an Alertmanager, or of anyone with its token."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ _WORDS = (
     "resolved",
     "startsAt",
     "fingerprint",
-    "job",
+    "run",
+    "run_namespace",
     "rank",
     "capture",
     "true",
-    "team/train",
+    "team",
+    "train",
 )
 
 

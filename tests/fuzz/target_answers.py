@@ -28,7 +28,7 @@ def run(data: bytes) -> None:
     told = {"node-a": capture, "node-b": Capture.FromString(data)}
     status = CaptureStatus(ranks=updated_ranks(before, told), findings=findings_of(told, DEFAULT_POLICY))
     status = concluded(summarised(status), "", "", 1, 1.79e9)
-    # The schema is made of the same types: what cannot be read back would be refused, and written again for ever.
+    # The schema is made of the same types: what cannot be read back would be refused, and written again forever.
     read = msgspec.json.decode(msgspec.json.encode(status), type=CaptureStatus)
     assert len(read.ranks) == len(before) and len(msgspec.json.encode(status)) < STATUS_BYTES
     check_number(status.start_skew_ms if isinstance(status.start_skew_ms, float) else None)

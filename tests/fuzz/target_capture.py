@@ -15,7 +15,7 @@ from unittest.mock import patch
 import msgspec
 
 from rankscope.daemon.captures.orders import CaptureError
-from rankscope.daemon.captures.probe.commands import take_apart
+from rankscope.daemon.captures.probe_commands import take_apart
 from rankscope.daemon.captures.processing import worker
 from rankscope.daemon.captures.processing.messages import (
     ANSWER_LIMIT_BYTES,

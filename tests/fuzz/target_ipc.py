@@ -80,7 +80,7 @@ def _check_parser(data: bytes) -> None:
 
 
 def _check_answer(data: bytes, address: bytes | str, is_whole: bool, pid: int, place: Place) -> None:
-    endpoint = Endpoint(shy_seconds=0.0)
+    endpoint = Endpoint(settling_seconds=0.0)
     handed: list[int] = []
     try:
         endpoint.offer(_PID, Offer(read_stat("/proc/self").start_ticks, lambda: _TEXT, lambda: handed.append(1)))
@@ -88,8 +88,8 @@ def _check_answer(data: bytes, address: bytes | str, is_whole: bool, pid: int, p
         endpoint._answer(place, datagram)
         sent: list[tuple[bytes, Any]] = place.endpoint.sent
         tallies = endpoint.tallies
-        assert tallies.answered == len(sent)
-        assert tallies.answered + tallies.malformed + tallies.unvouched + tallies.late == 1, tallies
+        assert tallies["answered"] == len(sent)
+        assert tallies["answered"] + tallies["malformed"] + tallies["unvouched"] + tallies["late"] == 1, tallies
         assert endpoint.client_count() <= CLIENTS_PER_PROCESS
         for answer, to in sent:
             # Never anybody else, and only who the kernel vouches for.

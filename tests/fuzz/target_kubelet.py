@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.message import DecodeError
 
-from rankscope.daemon.gpu.pod_resources import NAME_CHARACTERS, MalformedAnswerError, pods_by_device
+from rankscope.daemon.gpu.attribution import NAME_CHARACTERS, MalformedAnswerError, pods_by_device
 from rankscope.kubelet.pod_resources_pb2 import ListPodResourcesResponse
 from tests.fuzz.checking import check_text
 from tests.fuzz.targets import recorded

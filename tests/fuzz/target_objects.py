@@ -1,5 +1,5 @@
-"""Objects of the API server: whoever may create pods writes their labels and annotations, whoever may ask for captures
-the Captures. The API server vouches for the shape of metadata and for nothing else."""
+"""Objects of the API server: a user who may create pods writes their labels and annotations, a user who may ask for
+captures the Captures. The API server vouches for the shape of metadata and for nothing else."""
 
 from __future__ import annotations
 

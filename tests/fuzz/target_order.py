@@ -1,4 +1,4 @@
-"""What the probe reads: orders in its ring, which whoever may write into the process could leave, and the user's
+"""What the probe reads: orders in its ring, which any code that can write into the process could leave, and the user's
 words in the environment. The training process comes first: nothing may be raised that is not caught."""
 
 from __future__ import annotations

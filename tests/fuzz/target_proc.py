@@ -1,5 +1,5 @@
 """A process under /proc: its name, environment, command and paths are its own choice; the rest is the kernel's, or that
-of whoever plays the kernel (gVisor, lxcfs)."""
+of a substitute for the kernel (gVisor, lxcfs)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import os
 
 from rankscope.daemon.discovery.rank_environment import JOB_LENGTH_LIMIT, WORLD_SIZE_LIMIT
 from rankscope.daemon.discovery.ranks import PROBLEMS_LIMIT, RankDiscovery
-from rankscope.daemon.export.rank_metrics import rank_metrics
+from rankscope.daemon.export.rank_metrics import RankReport, RankTotals, add_window, rank_metrics
 from rankscope.daemon.gpu.attribution import claimed_gpu, visible_gpus
 from rankscope.daemon.gpu.readings import GpuReading
 from rankscope.daemon.process_collector import ProcessCollector
 from rankscope.daemon.samples import Problem, RankProcess, Span
-from rankscope.daemon.windows.totals import RankReport, RankTotals, add_window
 from rankscope.daemon.windows.window import RankSamples, assemble
 from tests.fuzz.checking import check_duration, check_message, check_metrics, check_text
 from tests.fuzz.mutating import Mutator
@@ -37,6 +36,7 @@ TOKENS = [
         b"TORCHELASTIC_RUN_ID=",
         b"SLURM_PROCID=",
     ),
+    *(b"SLURM_JOB_ID=", b"SLURM_JOB_NAME=", b"SLURM_STEP_ID=", b"RAY_JOB_ID=", b"RANKSCOPE_RUN=", b"@", b"/"),
     *(b"SLURM_NTASKS=", b"RANKSCOPE_", b"KINETO_", b"CUDA_VISIBLE_DEVICES=", b"NVIDIA_VISIBLE_DEVICES=", b"libtorch"),
     *(
         b"\n%%%% stat\n",
@@ -116,6 +116,7 @@ def run(data: bytes) -> None:
 
 def _check_rank(rank: RankProcess) -> None:
     check_text(rank.job, JOB_LENGTH_LIMIT)
+    assert "/" not in rank.job
     assert rank.job and 0 <= rank.rank < rank.world_size <= WORLD_SIZE_LIMIT
     assert 0 <= rank.local_rank < rank.world_size
     assert rank.pod is None or set(rank.pod) <= set("0123456789abcdef-")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rankscope.daemon.export.rank_metrics import rank_metrics
+from rankscope.analysis.profiles.phases import PHASES, phase_of
+from rankscope.daemon.export.rank_metrics import RankReport, RankTotals, add_window, rank_metrics
 from rankscope.daemon.samples import ProcessSample, RankProcess, Span, StallDump
 from rankscope.daemon.stacks import pyspy
-from rankscope.daemon.stacks.phases import PHASES, phase_of
 from rankscope.daemon.stacks.pyspy_output import (
     FRAMES_PER_STACK_LIMIT,
     NAME_LENGTH_LIMIT,
@@ -15,7 +15,6 @@ from rankscope.daemon.stacks.pyspy_output import (
 )
 from rankscope.daemon.stacks.recording import FRAMES_KEPT, summarise
 from rankscope.daemon.windows.stalls import StallWatch
-from rankscope.daemon.windows.totals import RankReport, RankTotals, add_window
 from rankscope.daemon.windows.window import RankSamples, assemble
 from tests.fuzz.checking import check_message, check_metrics, check_text
 from tests.fuzz.json_mutating import JsonMutator

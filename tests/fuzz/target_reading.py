@@ -60,6 +60,7 @@ _WORDS = (
         "gpu_memset",
         "cuda_runtime",
         "ac2g",
+        "fwdbwd",
         "Trace",
     ),
     *(
@@ -154,7 +155,7 @@ def read(data: bytes, *, salvage: bool) -> Trace | None:
     try:
         trace = read_trace(data, salvage=salvage, text_limit_bytes=_TEXT_LIMIT)
     except TraceError as error:
-        assert error.reason and len(error.reason) < 2000, len(error.reason)
+        assert 0 < len(str(error)) < 2000, len(str(error))
         return None
     _check_trace(trace)
     return trace

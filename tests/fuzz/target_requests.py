@@ -1,4 +1,4 @@
-"""Requests of whoever may call: people who ask the operator for a capture, and whoever has a certificate that a daemon
+"""Requests of authorised callers: people who ask the operator for a capture, and holders of a certificate that a daemon
 takes. Strings in them become names of objects, folders and ranks."""
 
 from __future__ import annotations

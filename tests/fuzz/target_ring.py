@@ -15,13 +15,12 @@ from random import Random
 import numpy as np
 
 from rankscope.analysis.models.device_peaks import peak_flops_per_second
-from rankscope.daemon.captures.probe import commands
-from rankscope.daemon.export.rank_metrics import rank_metrics
+from rankscope.daemon.captures import probe_commands as commands
+from rankscope.daemon.export.rank_metrics import RankReport, RankTotals, add_window, rank_metrics
 from rankscope.daemon.samples import Problem, RankProcess, Span, StepSample
 from rankscope.daemon.steps import ring_reader
 from rankscope.daemon.steps.collector import StepsCollector
 from rankscope.daemon.windows.stalls import StallWatch
-from rankscope.daemon.windows.totals import RankReport, RankTotals, add_window
 from rankscope.daemon.windows.window import RankSamples, assemble
 from rankscope.probe import ring_layout
 from tests.fuzz.checking import check_message, check_metrics, check_text
@@ -84,7 +83,7 @@ def _span() -> Span:
 
 
 class _Shared:
-    """A sealed memfd among our own descriptors, where the collector finds it. Written anew for every input."""
+    """A sealed memfd of this process, where the collector finds it. Every input overwrites it."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create(ring_layout.RING_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

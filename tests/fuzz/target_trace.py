@@ -1,5 +1,5 @@
-"""What is made of a trace once it is read: steps, breakdown, collectives, summary, diagnosis, the join with that of a
-healthy rank. Damage to the text is `reading`'s."""
+"""What is made of a trace once it is read: steps, breakdown, stacks of kernels, collectives, summary, diagnosis, the
+join with that of a healthy rank. Damage to the text is `reading`'s."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import warnings
 
 import msgspec
 
-from rankscope.analysis.traces.breakdown import Breakdown, break_down
+from rankscope.analysis.traces.breakdown import Breakdown, break_down, device_rows
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.cut import find_whole_steps
-from rankscope.analysis.traces.diagnosis.diagnosis import diagnose
+from rankscope.analysis.traces.diagnosis import diagnose
 from rankscope.analysis.traces.joins.join import join_traces, keep_essentials
+from rankscope.analysis.traces.kernel_stacks import DEPTH_LIMIT, kernel_profile
 from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.steps import find_steps
 from rankscope.analysis.traces.summary import summarize
@@ -39,6 +40,9 @@ def _check_analysis(trace: Trace) -> None:
         exposed, overlapped = parts.exposed_communication_ns, parts.overlapped_communication_ns
         assert exposed + overlapped == parts.communication_ns, parts
         assert min(parts.compute_ns, parts.non_compute_ns, parts.idle_ns, exposed, overlapped) >= 0, parts
+    kernels = kernel_profile(trace)
+    assert kernels.samples_total == len(device_rows(trace)) and (kernels.nanos >= 0).all()
+    assert all(0 < len(stack) <= DEPTH_LIMIT for stack in kernels.stacks())
     summary = summarize(trace, breakdown, collectives, rank=trace.rank, file="x", top=5)
     assert len(msgspec.json.encode(summary)) < 4 << 20
     diagnose([summary])

@@ -51,11 +51,11 @@ def run(data: bytes) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of NaN and infinity, which daemons may send
         for _ in range(3):
-            heard = binding.bind([message])
-            assert len(heard.windows) <= len(message.windows)
-            for window in heard.windows:
+            accepted = binding.bind([message])
+            assert len(accepted.windows) <= len(message.windows)
+            for window in accepted.windows:
                 _check_window(window)
-            correlator.take(heard.windows, heard.departed)
+            correlator.take(accepted.windows, accepted.departed)
             correlator.tick()
             now[0] += 5.0
             correlator.tick()
@@ -73,9 +73,8 @@ def _check_window(held: HeldWindow) -> None:
 
 def _check_states(correlator: Correlator, lost: LostSeconds, inventory: Inventory, now: float, data: bytes) -> None:
     states = correlator.states
-    check_metrics(
-        Exporter(lambda: states, lost, lambda job: None).collect(), series=200 * max(1, len(states)), data=data
-    )
+    exporter = Exporter(lambda: states, lost, lambda job: None, lambda job: 0)
+    check_metrics(exporter.collect(), series=200 * max(1, len(states)), data=data)
     runs = inventory.runs()
     for state in states:
         for value in (state.step_seconds, state.mfu_ratio, state.exposed_communication_ratio):
@@ -85,7 +84,7 @@ def _check_states(correlator: Correlator, lost: LostSeconds, inventory: Inventor
         verdict_of(job_status(state).verdict)
         for found in runs.values():
             status = run_status(found, state, TrainingRunStatus(), 1, now)
-            # What the API server would refuse would be tried again for ever.
+            # What the API server would refuse would be tried again forever.
             msgspec.convert(msgspec.to_builtins(status), TrainingRunStatus)
             assert len(msgspec.json.encode(status)) < 256 << 10
 

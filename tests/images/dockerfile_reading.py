@@ -22,7 +22,7 @@ class DockerfileError(Exception):
 class Instruction:
     keyword: str
     flags: Mapping[str, str]
-    value: str  # as written: variables are expanded by whoever knows their values
+    value: str  # as written: variables are expanded by the caller, who knows their values
 
     @property
     def words(self) -> list[str]:

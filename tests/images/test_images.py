@@ -35,7 +35,7 @@ STRANGER = "12345:54321"  # a pod's author may choose any user for the init cont
 # What the chart gives a daemon, and what it mounts where.
 DAEMON = Entry(
     read_only=True,
-    writable=("/run/rankscope", "/tmp", "/var/lib/rankscope/captures"),
+    writable=("/run/rankscope", "/tmp", "/var/lib/rankscope/captures", "/var/lib/rankscope/profiles"),
     capabilities=("sys_ptrace", "dac_read_search", "fowner", "sys_admin"),
 )
 OPERATOR = Entry(read_only=True, writable=("/tmp",), capabilities=())
@@ -49,12 +49,12 @@ files = [(name, module.__spec__) for name, module in sys.modules.items() if geta
 def compiled(spec):  # by hash and unchecked: valid whatever became of the source's time
     return os.path.exists(spec.cached or "") and open(spec.cached, "rb").read(8)[4] == 1
 slow = [name for name, spec in files if (spec.origin or "").endswith(".py") and not compiled(spec)]
-print("compiled anew at every start:", slow)
+print("compiled at every start:", slow)
 """
 LIVE = """
 import signal, subprocess, sys, time, urllib.request
 daemon = subprocess.Popen(["rankscope", "daemon"])
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + 180
 while True:
     try:
         text = urllib.request.urlopen("http://127.0.0.1:9464/metrics", timeout=10).read().decode()
@@ -150,7 +150,7 @@ def test_the_daemon_has_what_its_lock_names_and_no_more(daemon: Image) -> None:
     assert packages(daemon) == locked("daemon") | {"rankscope"}
     assert not locked("daemon") & {"torch", "kubernetes", "pyarrow", "rich"}
     modules = ["rankscope.daemon", "rankscope.probe", "rankscope.analysis", "rankscope.v1", "rankscope.cli.daemon"]
-    assert told(daemon, ["python3", "-c", IMPORT_ALL, *modules], DAEMON).endswith("anew at every start: []\n")
+    assert told(daemon, ["python3", "-c", IMPORT_ALL, *modules], DAEMON).endswith("compiled at every start: []\n")
 
 
 def test_the_operator_starts_as_nobody_on_a_read_only_root(operator: Image) -> None:
@@ -168,11 +168,11 @@ def test_the_operator_has_what_its_lock_names_and_nothing_that_reads_processes(o
     assert packages(operator) == locked("operator") | {"rankscope"}
     assert not locked("operator") & {"torch", "py-spy", "nvidia-ml-py", "pyarrow", "rich"}
     modules = ["rankscope.operator", "rankscope.cli.operator"]
-    assert told(operator, ["python3", "-c", IMPORT_ALL, *modules], OPERATOR).endswith("anew at every start: []\n")
+    assert told(operator, ["python3", "-c", IMPORT_ALL, *modules], OPERATOR).endswith("compiled at every start: []\n")
 
 
 @pytest.mark.parametrize("name", ["probe", "daemon"])
-def test_the_webhook_s_command_fills_the_volume_whoever_it_runs_as(builder: Builder, name: str, tmp_path: Path) -> None:
+def test_the_webhook_s_command_fills_the_volume_as_any_user(builder: Builder, name: str, tmp_path: Path) -> None:
     """The daemon's image is on every node already: docs/injection.md lets people name it instead."""
     image, volume = builder.image(name), tmp_path / "volume"
     volume.mkdir()
@@ -189,7 +189,7 @@ def test_the_webhook_s_command_fills_the_volume_whoever_it_runs_as(builder: Buil
             env={"PYTHONPATH": str(volume), "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             cwd=tmp_path,
         )
         assert done.stdout.startswith(str(volume)), f"{python}: {done.stdout}{done.stderr}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, wait_until
+from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, run_of, wait_until
 from tests.integration.private_tmp import PRIVATE_TMP
 
 SCRIPT = Path(__file__).parent / "jobs" / "capture_ddp.py"
@@ -107,7 +107,7 @@ def job_name(serving: Serving, run_id: str) -> str:
 
     def all_ranks_step() -> bool:
         steps = [(labels, value) for name, labels, value in serving.scrape() if name == "rankscope_rank_steps_total"]
-        mine = [labels["job"] for labels, value in steps if run_id in labels["job"] and value > 0]
+        mine = [run_of(labels) for labels, value in steps if run_id in run_of(labels) and value > 0]
         found.update(mine)
         return len(mine) == RANKS
 
@@ -117,7 +117,7 @@ def job_name(serving: Serving, run_id: str) -> str:
 
 
 def capture_command(serving: Serving, *flags: str) -> list[str]:
-    return [*MAIN, "capture", "--endpoint", serving.grpc_target, "--json", *flags]
+    return [*MAIN, "capture", "--connect", serving.grpc_target, "--json", *flags]
 
 
 def capture(serving: Serving, *flags: str) -> tuple[int, dict[str, Any]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rankscope.daemon.captures.orders import CaptureError, Options, Order, Recording, Stage, Workspace
-from rankscope.daemon.captures.probe.backend import ProbeBackend
+from rankscope.daemon.captures.probe_backend import ProbeBackend
 from rankscope.daemon.procfs import read_stat
 from rankscope.daemon.samples import RankProcess
 from rankscope.probe import injection

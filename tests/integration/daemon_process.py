@@ -15,7 +15,9 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-PATIENCE_SECONDS = 60.0
+from rankscope.common.run_names import run_labels, run_name
+
+PATIENCE_SECONDS = 180.0
 MAIN: tuple[str, ...] = (sys.executable, "-m", "rankscope.cli.main")
 ANNOUNCED = re.compile(
     r"^rankscope (?:daemon|up): metrics (http://127\.0\.0\.1:\d+/metrics), grpc (unix:[^\s,]+)", re.M
@@ -29,6 +31,11 @@ def wait_until(
     while not condition():
         assert time.monotonic() < give_up_at, f"waited {seconds:g} s in vain:\n{explain()}"
         time.sleep(0.1)
+
+
+def run_of(labels: Mapping[str, str]) -> str:
+    """The run that a series is about; empty if it is about none."""
+    return run_name(labels.get("run_namespace", ""), labels.get("run", ""))
 
 
 @dataclass(frozen=True)
@@ -65,11 +72,11 @@ class Serving:
         return values[0] if values else None
 
     def steps(self, job: str, rank: int) -> float:
-        return self.value("rankscope_rank_steps_total", job=job, rank=str(rank)) or 0.0
+        return self.value("rankscope_rank_steps_total", **run_labels(job), rank=str(rank)) or 0.0
 
     def kinds(self, job: str, rank: int, source: str) -> set[str]:
         """The kinds of problem that the rank has with this source right now."""
-        who = {"job": job, "rank": str(rank), "source": source}.items()
+        who = {**run_labels(job), "rank": str(rank), "source": source}.items()
         samples = self.scrape()
         return {
             their["kind"] for name, their, _ in samples if name == "rankscope_rank_problem" and who <= their.items()
@@ -106,7 +113,8 @@ def serving(
     folder.mkdir(parents=True, exist_ok=True)
     log_path, output_path = folder / "log", folder / "output"
     settings = ("--metrics-listen", "127.0.0.1:0", "--socket", str(folder / "s" / "d.sock"), "--window-seconds", "0.5")
-    command = [*launcher, subcommand, *settings, "--capture-dir", str(folder / "captures"), *flags]
+    folders = ("--capture-dir", str(folder / "captures"), "--profile-dir", str(folder / "profiles"))
+    command = [*launcher, subcommand, *settings, *folders, *flags]
     with log_path.open("w") as log, output_path.open("w") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=log, text=True, env={**os.environ, **(environment or {})}

@@ -28,7 +28,7 @@ def stat_fields(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def wait_for(condition: Callable[[], bool], timeout: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout: float = 180.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -36,7 +36,7 @@ def wait_for(condition: Callable[[], bool], timeout: float = 30.0) -> None:
 
 
 def is_gone(pid: int) -> bool:
-    """A zombie counts: it runs nothing and waits for whoever adopted it."""
+    """A zombie counts: it runs nothing and waits for the process that adopted it."""
     try:
         return state(pid) == "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.daemon.captures.kineto.endpoint import Endpoint, Offer
-from rankscope.daemon.captures.kineto.sockets import network_namespace
 from rankscope.daemon.procfs import read_stat
 
 from .small_job import wait_for
@@ -32,7 +31,7 @@ class Peer:
         assert process.stdout is not None
         self.own_pid = int(process.stdout.readline())  # as it knows it
         self.pid = process.pid
-        self.namespace = network_namespace(self.pid)
+        self.namespace = Path(f"/proc/{self.pid}/ns/net").stat().st_ino
         self.start_ticks = read_stat(f"/proc/{self.pid}").start_ticks
 
     def tell(self, **order: Any) -> None:
@@ -53,12 +52,16 @@ class Peer:
         return self.texts(poll={"mask": mask}, **order)
 
     def texts(self, **order: Any) -> list[str]:
-        """What it is answered. On a busy machine an answer may be so late that the endpoint keeps it back: then it
-        asks again, as libkineto does."""
+        """What it is answered."""
+        return [text for *_, text in self.answers(**order)]
+
+    def answers(self, **order: Any) -> list[list[Any]]:
+        """On a busy machine an answer may be so late that the endpoint keeps it back: then it asks again, as libkineto
+        does."""
         for _ in range(TRIES):
-            texts = [text for *_, text in self.do(do="send", **order)]
-            if texts:
-                return texts
+            heard: list[list[Any]] = self.do(do="send", **order)
+            if heard:
+                return heard
         return []
 
     def is_ignored(self, **order: Any) -> bool:
@@ -78,7 +81,7 @@ def peer(*unshare: str) -> Iterator[Peer]:
 
 @contextmanager
 def endpoint_for(*peers: Peer, **more: Any) -> Iterator[Endpoint]:
-    endpoint = Endpoint(**{"shy_seconds": 0.0, **more})
+    endpoint = Endpoint(**{"settling_seconds": 0.0, **more})
     endpoint.start()
     try:
         watch(endpoint, {each.namespace: each.pid for each in peers})

@@ -14,11 +14,25 @@ from rankscope.daemon.samples import Problem, RankProcess, Span, StepSample
 from rankscope.daemon.steps.collector import StepsCollector
 from rankscope.probe import injection
 
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 280
 # The probe of this checkout, wherever another one is installed.
 PROBE_PATH = os.pathsep.join([injection.inject_folder(), str(Path(injection.__file__).parents[2])])
 # The script ends when the test closes its stdin, so that nothing depends on timing.
 WAIT_FOR_THE_TEST = "\nprint('done', flush=True)\nsys.stdin.read()\n"
+# For scripts of two ranks with `rank`: rank 1 comes later than rank 0 by LATE_SECONDS, however late rank 0 is.
+LATE_SECONDS = 0.5
+COME_LATE = f"""
+import itertools, os, time
+calls_so_far = itertools.count()
+def come_late():
+    mark = sys.argv[1] + "-call-%d" % next(calls_so_far)
+    if rank == 0:
+        open(mark, "w").close()
+        return
+    while not os.path.exists(mark):
+        time.sleep(0.005)
+    time.sleep({LATE_SECONDS})
+"""
 
 
 class Job:

@@ -21,7 +21,7 @@ def slow_line() -> int:
     return 1 + next(number for number, line in enumerate(SCRIPT.read_text().splitlines()) if "SLOW LINE" in line)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 90.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 240.0) -> None:
     give_up_at = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up_at, "waited in vain"

@@ -9,21 +9,23 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from rankscope.cli.demo_job.faults import Fault
 from rankscope.cli.demo_job.launcher import DemoJob
+from rankscope.common.run_names import run_labels
+from rankscope.common.text import printable_name
 from rankscope.daemon.stacks.pyspy import find_py_spy
 from rankscope.probe import ring_layout
-from tests.integration.daemon_process import PATIENCE_SECONDS, Serving, serving
+from tests.integration.daemon_process import PATIENCE_SECONDS, Serving, run_of, serving
 
 KEEPER = Path(__file__).parent / "jobs" / "ring_keeper.py"
 # What a label, a log line and a terminal could stumble over.
 EVIL_ADDRESS = 'e"v\\i}\n# HELP l\x1b[2J'
-EVIL_JOB = 'e"v\\i} # HELP l�[2J:1/bad-input'
+EVIL_JOB = printable_name(f"{EVIL_ADDRESS}:1", 128)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def daemon(job: DemoJob, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def claims(
-    rank: str, world_size: int = 8, address: str = EVIL_ADDRESS, port: str = "1", run_id: str = "bad-input"
+    rank: str, world_size: int = 8, address: str = EVIL_ADDRESS, port: str = "1", run_id: str = "none"
 ) -> dict[str, str]:
     names = {"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     return names | {"MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": run_id}
@@ -84,9 +86,12 @@ def assert_the_others_go_on(daemon: Serving, job: DemoJob) -> None:
 
 def pids_under_py_spy(daemon: Serving) -> set[int]:
     """Whom the daemon's py-spy processes are reading at this moment."""
-    children = Path(f"/proc/{daemon.process.pid}/task").glob("*/children")
+    children: list[str] = []
+    for path in Path(f"/proc/{daemon.process.pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that served a scrape has ended
+            children += path.read_text().split()
     read = set()
-    for child in " ".join(path.read_text() for path in children).split():
+    for child in children:
         try:
             words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):
@@ -122,7 +127,7 @@ def test_rings_of_every_bad_kind_are_named_and_cost_nobody_else_anything(daemon:
             assert daemon.steps(EVIL_JOB, 1 + n) == 0
         # The processes themselves are still measured: only their rings are not believed.
         daemon.wait_until(
-            lambda: len(daemon.values("rankscope_rank_resident_bytes", job=EVIL_JOB)) == 2 + len(expected)
+            lambda: len(daemon.values("rankscope_rank_resident_bytes", **run_labels(EVIL_JOB))) == 2 + len(expected)
         )
         assert "\x1b" not in daemon.log
         resident_bytes = daemon.value("rankscope_daemon_resident_bytes")
@@ -130,22 +135,27 @@ def test_rings_of_every_bad_kind_are_named_and_cost_nobody_else_anything(daemon:
         assert resident_bytes < 400e6
         assert_the_others_go_on(daemon, job)
         assert honest.poll() is None
-    daemon.wait_until(lambda: daemon.values("rankscope_rank_up", job=EVIL_JOB) == [])
+    daemon.wait_until(lambda: daemon.values("rankscope_rank_up", **run_labels(EVIL_JOB)) == [])
 
 
 def test_a_rank_killed_in_the_middle_of_its_recording_disturbs_neither_its_peer_nor_others(
     daemon: Serving, job: DemoJob
 ) -> None:
     where = {"address": "10.0.0.9", "port": "7", "run_id": "killed"}
-    name = "10.0.0.9:7/killed"
+    name = "killed"
     with keeper("honest", claims("0", 2, **where)), keeper("honest", claims("1", 2, **where)) as doomed:
         daemon.wait_until(lambda: doomed.pid in pids_under_py_spy(daemon))
         doomed.kill()
-        daemon.wait_until(lambda: daemon.values("rankscope_rank_up", job=name) == [1.0])
+        daemon.wait_until(lambda: daemon.values("rankscope_rank_up", **run_labels(name)) == [1.0])
         daemon.wait_for_words(f"rank 1 of job '{name}' (pid {doomed.pid}) ended")
-        steps, samples = daemon.steps(name, 0), daemon.value("rankscope_rank_stack_samples_total", job=name) or 0.0
+        steps, samples = (
+            daemon.steps(name, 0),
+            daemon.value("rankscope_rank_stack_samples_total", **run_labels(name)) or 0.0,
+        )
         daemon.wait_until(lambda: daemon.steps(name, 0) > steps + 5)
-        daemon.wait_until(lambda: (daemon.value("rankscope_rank_stack_samples_total", job=name) or 0.0) > samples)
+        daemon.wait_until(
+            lambda: (daemon.value("rankscope_rank_stack_samples_total", **run_labels(name)) or 0.0) > samples
+        )
         daemon.wait_until(lambda: doomed.pid not in pids_under_py_spy(daemon))
         assert_the_others_go_on(daemon, job)
 
@@ -155,12 +165,12 @@ def test_of_two_processes_that_claim_one_rank_the_older_is_watched_and_the_young
 ) -> None:
     def watched_pid(name: str, rank: int) -> int | None:
         infos = [labels for found, labels, _ in daemon.scrape() if found == "rankscope_rank_info"]
-        pids = [int(labels["pid"]) for labels in infos if (labels["job"], labels["rank"]) == (name, str(rank))]
+        pids = [int(labels["pid"]) for labels in infos if (run_of(labels), labels["rank"]) == (name, str(rank))]
         assert len(pids) <= 1
         return pids[0] if pids else None
 
     where = {"address": "10.0.0.9", "port": "8", "run_id": "twins"}
-    name = "10.0.0.9:8/twins"
+    name = "twins"
     with ExitStack() as stack:
         older = stack.enter_context(keeper("honest", claims("0", 1, **where)))
         daemon.wait_until(lambda: watched_pid(name, 0) == older.pid)
@@ -172,7 +182,7 @@ def test_of_two_processes_that_claim_one_rank_the_older_is_watched_and_the_young
         daemon.wait_until(lambda: (daemon.value("rankscope_daemon_rank_conflicts") or 0) >= 2)
         daemon.wait_for_words(
             f"rank 0 of job {name} is claimed by pid {older.pid} and pid {younger.pid}; "
-            f"pid {younger.pid} came later and is not watched; give each launch its own MASTER_PORT or run id",
+            f"pid {younger.pid} came later and is not watched; give each launch its own MASTER_PORT or RANKSCOPE_RUN",
             f"pid {impostor.pid} came later and is not watched",
         )
         assert [watched_pid(job.job_name, rank) for rank in range(2)] == job.pids
@@ -188,7 +198,7 @@ def test_ranks_that_are_no_numbers_are_named_and_not_watched(daemon: Serving, jo
             f"pid {beyond.pid}: RANK='8' is not a number from 0 to 7",
         )
         daemon.wait_until(lambda: (daemon.value("rankscope_daemon_discovery_problems") or 0) >= 2)
-        assert daemon.values("rankscope_rank_up", job=EVIL_JOB) == []
+        assert daemon.values("rankscope_rank_up", **run_labels(EVIL_JOB)) == []
         assert_the_others_go_on(daemon, job)
 
 
@@ -202,7 +212,7 @@ echo "Permission Denied: Try running again with elevated permissions" >&2; exit 
 # Everything is loaded before the change of user, who may not be let into this checkout.
 DAEMON_AS_NOBODY = """
 import ctypes, os, sys
-import rankscope.cli.audit_log, rankscope.cli.daemon, rankscope.daemon.loop, rankscope.daemon.discovery.ranks
+import rankscope.cli.foreground, rankscope.cli.daemon, rankscope.daemon.loop, rankscope.daemon.discovery.ranks
 import rankscope.daemon.process_collector, rankscope.daemon.stacks.collector, rankscope.daemon.steps.collector
 from rankscope.cli.main import main
 if os.getuid() == 0:

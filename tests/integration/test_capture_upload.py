@@ -28,7 +28,7 @@ from tests.free_ports import free_port
 from tests.unit.analysis.traces.step_files import StepFile
 
 ID = "c-20261115-120000-abcdef"
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 180.0
 
 
 class Troubled(ThreadingHTTPServer):

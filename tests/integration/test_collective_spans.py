@@ -8,7 +8,7 @@ import numpy as np
 
 from rankscope.daemon.steps import ring_reader
 from rankscope.probe import ring_layout
-from tests.integration.probe_running import Job, running
+from tests.integration.probe_running import COME_LATE, LATE_SECONDS, Job, running
 
 START = """
 import sys, time, torch, torch.distributed as dist, rankscope.probe
@@ -40,6 +40,7 @@ for _ in range(3):
 
 KINDS = (
     START
+    + COME_LATE
     + """
 import torch.distributed._functional_collectives as functional
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -67,10 +68,39 @@ for call in calls:
 dist.barrier()
 rankscope.probe.step()
 for call in calls:
-    if rank == 1:
-        time.sleep(0.06)
+    come_late()
     call()
     rankscope.probe.step()
+"""
+    + REFRESH
+)
+
+UNUSUAL = (
+    START
+    + """
+import datetime, os
+import torch.distributed._functional_collectives as functional
+def beside_torch_distributed():
+    store = dist.PrefixStore("own", dist.HashStore())
+    gloo = dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(store, 0, 1)
+    group._set_default_backend(gloo)
+    timeout = datetime.timedelta(seconds=60)
+    group._register_backend(torch.device("cpu"), gloo, dist.ProcessGroupGloo(store, 0, 1, timeout))
+    group.allreduce([torch.ones(4)]).wait()
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return functional.wait_tensor(x)
+rankscope.probe.step()
+beside_torch_distributed()
+torch.jit.script(scripted)(torch.ones(4))
+late = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
+work = dist.all_reduce(torch.ones(4), async_op=True)
+dist.destroy_process_group()
+work.wait()
+late + 1
+os.remove(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=world_size)
+functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD) + 1
 """
     + REFRESH
 )
@@ -80,7 +110,7 @@ import sys, torch, torch.distributed as dist
 from os import environ
 import torch.distributed._functional_collectives as functional
 from torch._dynamo.testing import CompileCounter
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -104,20 +134,50 @@ def training(x):
     gradient = model.weight.grad
     dist.all_reduce(gradient, async_op=True).wait()
     return gradient * 2
-for function in (by_functional, lazily, in_place, asynchronously, training):
+class Own(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(parameter.grad, alpha=-0.1)
+class Items(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        return torch.ones(4) * index
+class Saved:
+    def __reduce__(self):
+        torch.ones(1) + 1
+        return int, ()
+def doubled(gradient):
+    return gradient * 2
+model.weight.register_hook(doubled)
+own, scaler = Own(model.parameters(), {}), torch.amp.GradScaler("cpu")
+def frame_by_frame(x):
+    for batch in torch.utils.data.DataLoader(Items(), batch_size=None):
+        torch._dynamo.graph_break()  # in a loop: only what is called from here is compiled
+        scaler.scale(model(batch).sum()).backward()
+        scaler.step(own)
+        scaler.update()
+        own.step()
+        torch.save(Saved(), "/dev/null")
+def update(x):
+    own.step()
+for function in (by_functional, lazily, in_place, asynchronously, training, frame_by_frame, update):
     torch._dynamo.reset()
     counters.clear()
-    compiled = torch.compile(function, backend=(graphs := CompileCounter()))
+    clear_compilation_metrics()
+    compiled = torch.compile(function, backend=(graphs := CompileCounter()), fullgraph=function is update)
     for _ in range(5):
         compiled(torch.ones(4))
         function(torch.ones(4))  # eager beside it
         optimizer.step()
     breaks = sum(counters["graph_break"].values())
-    print(function.__name__, graphs.frame_count, graphs.op_count, breaks, file=sys.stderr)
+    frames = sorted(one.co_name for one in get_compilation_metrics() if one.co_filename == __file__)
+    print(function.__name__, graphs.frame_count, graphs.op_count, breaks, *frames, file=sys.stderr)
 print("probe:", "rankscope.probe.collective_spans" in sys.modules, file=sys.stderr)
 """
 
-SAID = ("by_functional", "lazily", "in_place", "asynchronously", "training", "probe:")
+SAID = ("by_functional", "lazily", "in_place", "asynchronously", "training", "frame_by_frame", "update", "probe:")
 
 
 def tables(job: Job) -> list[dict[tuple[int, int], tuple[int, ...]]]:
@@ -155,16 +215,25 @@ def test_functional_and_coalesced_collectives_count_as_waiting_and_messages_as_p
         job.wait_until_done()
         waiting, late = job.samples()
         calls = 5
-        assert (waiting.wait_seconds[:calls] > 0.04).all(), waiting.wait_seconds
+        assert (waiting.wait_seconds[:calls] > LATE_SECONDS * 2 / 3).all(), waiting.wait_seconds
         assert (waiting.wait_seconds <= waiting.step_seconds).all()
-        assert np.median(late.wait_seconds[:calls]) < 0.03
+        assert np.median(late.wait_seconds[:calls]) < LATE_SECONDS / 2
         for table in tables(job):
             assert sorted(kind for _, kind in table) == [ring_layout.GROUP_EXPOSED, ring_layout.GROUP_POINT_TO_POINT]
             assert len({number for number, _ in table}) == 1
         assert job.finish() == [(0, "")] * 2
 
 
-def test_compiled_code_with_collectives_has_the_same_graphs_with_the_probe_as_without(tmp_path: Path) -> None:
+def test_other_groups_torchscript_and_a_new_start_of_torch_distributed_leave_the_probe_on(tmp_path: Path) -> None:
+    with running(tmp_path, UNUSUAL) as job:
+        job.wait_until_done()
+        assert job.samples()[0].steps_total == 2
+        ((_, described),) = tables(job)[0].items()
+        assert described == (1, 0, 1)
+        assert job.finish() == [(0, "")]
+
+
+def test_the_same_functions_are_compiled_to_the_same_graphs_with_the_probe_as_without(tmp_path: Path) -> None:
     said = []
     for is_on in ("1", "0"):
         folder = tmp_path / is_on
@@ -176,5 +245,6 @@ def test_compiled_code_with_collectives_has_the_same_graphs_with_the_probe_as_wi
             said.append([line for line in errors.splitlines() if line.startswith(SAID)])
     with_probe, without = said
     assert with_probe[-1] == "probe: True" and without[-1] == "probe: False"
-    assert len(with_probe) == 6
+    assert len(with_probe) == len(SAID)
+    assert {"__getitem__", "__reduce__", "doubled"} <= set(with_probe[-3].split())
     assert with_probe[:-1] == without[:-1]

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.cli.demo_job.cpu_limit import ControlGroup, StopAndGo, confine
+from rankscope.cli.demo_job.cpu_limit import (
+    LONGEST_STOP_SECONDS,
+    RUNNING_FRACTION,
+    ControlGroup,
+    StopAndGo,
+    confine,
+    stop_seconds,
+)
 from tests.integration.demo_job_watching import cpu_seconds, cpu_share, is_gone, state, wait_for
 
 
@@ -41,6 +48,12 @@ def test_a_confined_process_gets_less_than_half_a_core_until_it_is_let_go(
     assert not (isinstance(confinement, ControlGroup) and confinement.folder.exists())
 
 
+def test_a_process_that_ran_for_longer_than_planned_is_stopped_for_longer() -> None:
+    for ran_seconds in (0.02, 0.2):
+        assert ran_seconds / (ran_seconds + stop_seconds(ran_seconds)) == pytest.approx(RUNNING_FRACTION)
+    assert stop_seconds(4.0) == LONGEST_STOP_SECONDS
+
+
 def test_where_no_control_group_can_be_made_the_process_is_stopped_and_started(
     busy: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
@@ -54,7 +67,7 @@ def test_where_no_control_group_can_be_made_the_process_is_stopped_and_started(
     assert list(tmp_path.iterdir()) == [tmp_path / "cgroup.procs"]
 
 
-def test_a_process_runs_on_when_whoever_stopped_it_is_killed(busy: subprocess.Popen[bytes]) -> None:
+def test_a_process_runs_on_when_the_process_that_stopped_it_is_killed(busy: subprocess.Popen[bytes]) -> None:
     code = (
         "import sys; from rankscope.cli.demo_job.cpu_limit import StopAndGo; "
         "print(StopAndGo(int(sys.argv[1])).helper_pid, flush=True); sys.stdin.read()"

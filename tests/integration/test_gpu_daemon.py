@@ -14,12 +14,13 @@ from pathlib import Path
 import grpc
 import pytest
 
+from rankscope.common.run_names import run_labels
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from rankscope.v1.window_pb2 import SOURCE_GPU, RankWindow
 from tools.nvml_stub import Script, build_stub
 
-from .daemon_process import PATIENCE_SECONDS, Serving, serving, wait_until
+from .daemon_process import PATIENCE_SECONDS, Serving, run_of, serving, wait_until
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gpu_metrics.txt"
 RUN_ID = f"gpu-test-{os.getpid()}"
@@ -83,11 +84,11 @@ def stubbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving,
 
 
 def job_of(daemon: Serving) -> str:
-    return next(labels["job"] for name, labels, _ in daemon.scrape() if RUN_ID in labels.get("job", ""))
+    return next(run_of(labels) for name, labels, _ in daemon.scrape() if RUN_ID in run_of(labels))
 
 
 def test_metrics_of_two_gpus_are_as_in_the_golden_file(stubbed: tuple[Serving, Script, list[int]]) -> None:
-    """REGENERATE_GOLDEN=1 writes the file anew; look at the difference before committing it."""
+    """REGENERATE_GOLDEN=1 rewrites the file; look at the difference before committing it."""
     daemon, _, _ = stubbed
     # Two readings make the first profile.
     daemon.wait_until(lambda: len(daemon.values("rankscope_gpu_estimated_hfu_ratio")) == 2)
@@ -101,15 +102,17 @@ def test_metrics_of_two_gpus_are_as_in_the_golden_file(stubbed: tuple[Serving, S
 
 def test_each_rank_is_joined_to_its_gpu_and_gets_its_figures(stubbed: tuple[Serving, Script, list[int]]) -> None:
     daemon, _, pids = stubbed
-    daemon.wait_until(lambda: any(RUN_ID in labels.get("job", "") for _, labels, _ in daemon.scrape()))
+    daemon.wait_until(lambda: len(daemon.values("rankscope_gpu_info")) == 2)
     gpus = {labels["index"]: labels["gpu"] for name, labels, _ in daemon.scrape() if name == "rankscope_gpu_info"}
-    joined = [
-        labels for name, labels, _ in daemon.scrape() if name == "rankscope_rank_info" and RUN_ID in labels["job"]
-    ]
-    assert [(labels["pid"], labels["gpu"]) for labels in joined] == [
-        (str(pid), gpus[str(number)]) for number, pid in enumerate(pids)
-    ]
-    assert daemon.values("rankscope_rank_peak_flops_per_second", job=job_of(daemon)) == [989e12, 989e12]
+    expected = [(str(pid), gpus[str(number)]) for number, pid in enumerate(pids)]
+
+    def joined() -> list[tuple[str, str]]:
+        infos = [labels for name, labels, _ in daemon.scrape() if name == "rankscope_rank_info"]
+        return [(labels["pid"], labels["gpu"]) for labels in infos if RUN_ID in run_of(labels)]
+
+    daemon.wait_until(lambda: joined() == expected)
+    peak = ("rankscope_rank_peak_flops_per_second", run_labels(job_of(daemon)))
+    daemon.wait_until(lambda: daemon.values(peak[0], **peak[1]) == [989e12, 989e12])
     throttled = window_of(daemon, 1)
     assert throttled.sources["gpu"] == SOURCE_GPU and throttled.identity.gpu_model == "NVIDIA H200"
     assert throttled.gpu.sm_clock_ratio == pytest.approx(1200 / 1980)
@@ -117,11 +120,16 @@ def test_each_rank_is_joined_to_its_gpu_and_gets_its_figures(stubbed: tuple[Serv
     assert not throttled.gpu.shared
 
 
+def is_measured(window: RankWindow) -> bool:
+    """Two readings make the first profile."""
+    return window.HasField("gpu") and window.gpu.HasField("estimated_flops_per_second")
+
+
 def window_of(daemon: Serving, rank: int) -> RankWindow:
     with grpc.insecure_channel(daemon.grpc_target) as channel:
         for response in RankServiceStub(channel).WatchRanks(WatchRanksRequest(), timeout=PATIENCE_SECONDS):
             for window in response.windows:
-                if RUN_ID in window.identity.job and window.identity.rank == rank and window.HasField("gpu"):
+                if RUN_ID in window.identity.job and window.identity.rank == rank and is_measured(window):
                     return RankWindow.FromString(window.SerializeToString())
     raise AssertionError(f"no window of rank {rank} has a GPU: {daemon.log}")
 
@@ -148,4 +156,5 @@ def test_without_a_driver_the_daemon_says_so_once_and_goes_on(tmp_path: Path) ->
         daemon.wait_until(lambda: daemon.value("rankscope_gpu_source_state", source="nvml", state="no_driver") == 1)
         assert daemon.values("rankscope_gpu_info") == []
         assert daemon.value("rankscope_collector_success", collector="gpu") == 1
+        daemon.wait_for_words("nvml: no_driver")
         assert daemon.log.count("info rankscope.daemon.gpu.collector: nvml: no_driver") == 1

@@ -83,7 +83,7 @@ def disagreements(file: Path, hta: Mapping[str, Any]) -> list[str]:
     """In words: where we differ by more than a microsecond or 0.01 percentage point."""
     if "error" in hta:
         return []
-    ours = hta_breakdown(read_trace(file.read_bytes(), name=file.name))
+    ours = hta_breakdown(read_trace(file.read_bytes()))
     found = []
     for key in ("span_us", "compute_us", "non_compute_us", "idle_us"):
         if abs(getattr(ours, key) - hta[key]) > 1:
@@ -123,7 +123,7 @@ def test_without_its_rules_a_figure_differs_from_hta_s_by_its_rounding_and_no_mo
     """Of traces without steps to leave out and without waits that HTA takes for work."""
     judged = 0
     for file in compared.files["varied"] + compared.files["borrowed"]:
-        hta, trace = compared.by_hta[str(file)], read_trace(file.read_bytes(), name=file.name)
+        hta, trace = compared.by_hta[str(file)], read_trace(file.read_bytes())
         waits = trace.of(Category.SYNC, Category.GPU_ANNOTATION) & (trace.stream != ABSENT)
         ours = break_down(trace)
         if "error" in hta or ours is None or profiler_steps(trace) > 1 or waits.any():

@@ -77,8 +77,14 @@ def test_the_command_works_outside_the_checkout(installed: Path, tmp_path: Path)
     assert "--webhook-listen" in run([str(installed / "rankscope"), "operator", "--help"], tmp_path)
 
 
-def test_the_demo_finds_its_slow_rank_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
-    printed = run([str(installed / "rankscope"), "demo", "--ranks", "2", "--json"], tmp_path)
+def test_the_demo_finds_a_slow_rank_outside_the_checkout_which_may_be_the_first(
+    installed: Path, tmp_path: Path
+) -> None:
+    fault = "slow-rank:rank=0,delay=60"
+    printed = run([str(installed / "rankscope"), "demo", "--ranks", "2", "--fault", fault, "--json"], tmp_path)
     report = json.loads(printed.splitlines()[-1])
     assert report["right"], report
-    assert report["cause"]["frames"][0]["file"].endswith("model.py")
+    assert (report["verdict"], report["culprits"], report["cause"]["phase"]) == ("slow_rank", [0], "forward"), report
+    assert report["cause"]["frames"][0]["file"].endswith("model.py"), report
+    slow, other = sorted(report["ranks"], key=lambda rank: float(rank["wait_seconds"]))
+    assert slow["rank"] == 0 and slow["self_seconds"] > other["self_seconds"], report

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.daemon_process import MAIN, wait_until
+from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, wait_until
 
 SLOW_RANK = Path(__file__).parent / "jobs" / "slow_rank.py"
 RUN = (*MAIN, "run")
@@ -34,8 +34,9 @@ def test_a_command_of_torchrun_ends_with_the_slow_rank_its_line_and_what_to_try(
         line = f"slow_rank.py:{slow_line()} (slow_augmentation"
         wait_until(lambda: f"rank 1 is slow because of {line}" in told(), told)
         end.touch()
-        assert running.wait(60) == 0
+        assert running.wait(PATIENCE_SECONDS) == 0, told()
     finally:
+        end.touch()  # the job outlives what is killed here
         running.kill()
         running.wait()
     assert (tmp_path / "stdout").read_text() == "trained\n"
@@ -78,7 +79,7 @@ def test_signals_are_forwarded_and_a_command_without_ranks_gets_a_reason(tmp_pat
     )
     wait_until(ready.exists, lambda: "the command did not start")
     running.send_signal(signal.SIGTERM)
-    stdout, stderr = running.communicate(timeout=60)
+    stdout, stderr = running.communicate(timeout=PATIENCE_SECONDS)
     assert (running.returncode, stdout) == (9, "terminated\n")
     assert "no rank was seen" in stderr
 

@@ -14,16 +14,21 @@ from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.verdicts.verdict import Kind
 
 SCRIPT = Path(__file__).parent / "jobs" / "profiled_ddp.py"
-RANKS, STEPS = 4, 6
+RANKS, STEPS, SLOW_RANK = 4, 6, 2
+SLEEP_SECONDS = 1.0  # long against what delays the others, in a machine that pauses too
 
 pytest.importorskip("torch")
 
 
-def _run(folder: Path, slow: int, seconds: float) -> Join:
-    arguments = [str(folder), str(slow), str(seconds)]
+@pytest.fixture(scope="module")
+def joins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Join]:
+    """Of one job, healthy and then slow."""
+    folder = tmp_path_factory.mktemp("joined")
+    for name in ("healthy", "slow"):
+        (folder / name).mkdir()
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(RANKS), *arguments],
+            [sys.executable, str(SCRIPT), str(rank), str(RANKS), str(folder), str(SLOW_RANK), str(SLEEP_SECONDS)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )
@@ -36,21 +41,25 @@ def _run(folder: Path, slow: int, seconds: float) -> Join:
     finally:
         for process in ranks:
             process.kill()
+    return {name: _join(folder / name) for name in ("healthy", "slow")}
+
+
+def _join(folder: Path) -> Join:
     traces = {rank: read_trace((folder / f"rank{rank}.json").read_bytes()) for rank in range(RANKS)}
     return join_traces(traces, {rank: find_collectives(trace) for rank, trace in traces.items()})
 
 
-def test_the_rank_that_sleeps_is_named(tmp_path: Path) -> None:
-    found = _run(tmp_path, slow=2, seconds=0.2)
+def test_the_rank_that_sleeps_is_named(joins: dict[str, Join]) -> None:
+    found = joins["slow"]
     assert found.collectives_matched == STEPS
-    assert found.last_arrivals == {0: 0, 1: 0, 2: STEPS, 3: 0}
-    assert (found.verdict, found.culprits) == (Kind.SLOW_RANK, (2,)), found.reason
+    assert found.last_arrivals == {rank: STEPS if rank == SLOW_RANK else 0 for rank in range(RANKS)}
+    assert (found.verdict, found.culprits) == (Kind.SLOW_RANK, (SLOW_RANK,)), found.reason
     assert found.impact_ratio is not None and found.impact_ratio > 0.5
-    # Two hundred milliseconds a step, of which a busy machine may take some.
-    assert 100_000 < found.waits[0].wait_us / STEPS < 400_000
+    # As long as the sleep, of which a busy machine may take some.
+    assert SLEEP_SECONDS / 2 < found.waits[0].wait_us * 1e-6 / STEPS < SLEEP_SECONDS * 2
 
 
-def test_its_healthy_twin_names_nobody(tmp_path: Path) -> None:
-    found = _run(tmp_path, slow=-1, seconds=0.0)
+def test_its_healthy_twin_names_nobody(joins: dict[str, Join]) -> None:
+    found = joins["healthy"]
     assert found.collectives_matched == STEPS
     assert found.culprits == (), found.reason

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
 import signal
 import subprocess
+import termios
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from rankscope.cli.demo_job.faults import Fault
 from rankscope.cli.demo_job.launcher import DemoJob
+from rankscope.common.run_names import run_labels
 from rankscope.v1.job_service_pb2 import (
     VERDICT_KIND_UNSPECIFIED,
     JobStatus,
@@ -25,7 +31,8 @@ from rankscope.v1.job_service_pb2 import (
 from rankscope.v1.job_service_pb2_grpc import JobServiceStub
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
-from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, serving, wait_until
+from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, run_of, serving, wait_until
+from tests.integration.test_metric_pages import complaints
 
 # Rich cuts a table to the terminal; COLUMNS is how wide it is when there is none.
 WIDE = {"COLUMNS": "200"}
@@ -77,42 +84,81 @@ def test_a_job_is_listed_with_both_ranks_their_windows_and_a_verdict(up: Serving
 
 def test_metrics_count_the_steps_of_both_ranks_and_tell_identity_once(up: Serving, job: DemoJob) -> None:
     up.wait_until(lambda: all(up.steps(job.job_name, rank) > 0 for rank in range(2)))
-    ours = [(name, labels) for name, labels, _ in up.scrape() if labels.get("job") == job.job_name]
+    ours = [(name, labels) for name, labels, _ in up.scrape() if run_of(labels) == job.job_name]
     for rank, pid in enumerate(job.pids):
         infos = [labels for name, labels in ours if name == "rankscope_rank_info" and labels["rank"] == str(rank)]
         assert [labels["pid"] for labels in infos] == [str(pid)]
     # What tells who a rank is stands in rank_info alone: anywhere else it would multiply the series.
-    telling = {"pid", "node", "pod", "world_size", "gpu"}
+    telling = {"pid", "node", "run_pod", "world_size", "gpu"}
     others = [each for each in ours if each[0].startswith("rankscope_rank_") and each[0] != "rankscope_rank_info"]
     assert not [(name, labels) for name, labels in others if telling & labels.keys()]
     # The board counts a step when the script has left the optimizer, so the two may be a little apart.
     up.wait_until(lambda: abs(up.steps(job.job_name, 0) - job.steps_done()[0]) < 0.2 * job.steps_done()[0])
 
 
+def test_promtool_has_no_complaint_about_the_page_with_a_job_on_it(up: Serving, job: DemoJob) -> None:
+    up.wait_until(lambda: is_judged(up, job.job_name))
+    with urllib.request.urlopen(up.metrics_url, timeout=PATIENCE_SECONDS) as answer:
+        page = answer.read().decode()
+    assert f'run="{run_labels(job.job_name)["run"]}"' in page
+    assert complaints(page) == ""
+
+
 def test_top_once_prints_the_verdict_and_a_row_for_each_rank(up: Serving, job: DemoJob) -> None:
     up.wait_until(lambda: is_judged(up, job.job_name))
 
     def has_a_row_of_numbers(rank: int, screen: str) -> bool:
-        row = rf"^\s*{rank}\s+{job.pids[rank]}\s+\d+\.\d ms\s+\d+\.\d ms\s"
+        row = rf"^\s*{rank}\s+\S+\s+{job.pids[rank]}\s+\d+\.\d ms\s+\d+\.\d ms\s"
         return re.search(row, screen, re.MULTILINE) is not None
 
     def shows_both_ranks() -> bool:
-        shown = rankscope("top", "--once", "--endpoint", up.grpc_target)
+        shown = rankscope("top", "--once", "--connect", up.grpc_target)
         assert (shown.returncode, shown.stderr) == (0, "")
         assert f"{job.job_name}  2/2 ranks" in shown.stdout
         # Until DDP is sampled at the rate that fits the job, a window may hold no measured wait: '–', not a number.
         return all(has_a_row_of_numbers(rank, shown.stdout) for rank in range(2))
 
     up.wait_until(shows_both_ranks)
-    cut = rankscope("top", "--once", "--ranks", "1", "--endpoint", up.grpc_target)
-    assert "… and 1 more ranks (--ranks N shows more)" in cut.stdout
+    cut = rankscope("top", "--once", "--rows", "1", "--connect", up.grpc_target)
+    assert "… and 1 more ranks (--rows N shows more)" in cut.stdout
+    told = rankscope("top", "--once", "--json", "--run", job.job_name, "--ranks", "1", "--connect", up.grpc_target)
+    (run,) = json.loads(told.stdout)["runs"]
+    assert [rank["pid"] for rank in run["ranks"]] == job.pids[1:]
+
+
+def test_the_console_shows_both_ranks_over_time_in_the_words_of_top(up: Serving, job: DemoJob) -> None:
+    found = re.search(r"console (http://127\.0\.0\.1:\d+/)", up.log)
+    assert found is not None
+
+    def ask(path: str) -> bytes:
+        with urllib.request.urlopen(f"{found[1]}api/v1/{path}", timeout=PATIENCE_SECONDS) as answer:
+            return bytes(answer.read())
+
+    def matrix() -> np.ndarray:
+        body = ask(f"heatmap?signal=self_seconds&run={job.job_name}")
+        start = 4 + int.from_bytes(body[:4], "little")
+        return np.frombuffer(body, "<f4", offset=start).reshape(len(json.loads(body[4:start])["ranks"]), -1)
+
+    up.wait_until(lambda: is_judged(up, job.job_name))
+    up.wait_until(lambda: matrix().shape[0] == 2 and (~np.isnan(matrix())).sum(axis=1).min() > 2)
+    (listed,) = [run for run in json.loads(ask("runs"))["runs"] if run["run"] == job.job_name]
+    assert 0 < listed["step_seconds"] < 60 and listed["recent_step_seconds"]
+    told = rankscope("top", "--once", "--json", "--run", job.job_name, "--connect", up.grpc_target)
+    (run,) = json.loads(told.stdout)["runs"]
+    assert run.keys() - listed.keys() == {"ranks"} and run["verdict"].keys() == listed["verdict"].keys()
+    latest = json.loads(ask(f"rank?rank=1&run={job.job_name}"))["latest"]
+    assert latest["pid"] == job.pids[1] and run["ranks"][1].keys() <= latest.keys()
 
 
 @contextmanager
-def live_top(target: str) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
-    """`rankscope top` in a terminal of its own, and everything it has drawn so far."""
+def live_top(
+    target: str, *flags: str, has_keys: bool = False
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str], int, list[Any]]]:
+    """`rankscope top` in a terminal of its own, everything it has drawn so far, where keys are pressed, and the
+    terminal's attributes before it started."""
     ours, theirs = pty.openpty()
     os.set_blocking(ours, False)
+    attributes = termios.tcgetattr(ours)
     drawn = bytearray()
 
     def screen() -> str:
@@ -121,35 +167,51 @@ def live_top(target: str) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[]
                 drawn.extend(piece)
         return drawn.decode(errors="replace")
 
-    command = [*MAIN, "top", "--endpoint", target]
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**os.environ, **WIDE, "TERM": "xterm"}) as top:
+    command = [*MAIN, "top", "--connect", target, *flags]
+    environment = {**os.environ, **WIDE, "TERM": "xterm"}
+    keys = theirs if has_keys else subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=keys, stdout=theirs, stderr=theirs, env=environment) as top:
         os.close(theirs)
         try:
-            yield top, screen
+            yield top, screen, ours, attributes
         finally:
             top.kill()
             os.close(ours)
 
 
 def test_top_draws_until_it_is_interrupted(up: Serving, job: DemoJob) -> None:
-    with live_top(up.grpc_target) as (top, screen):
+    with live_top(up.grpc_target, "--run", job.job_name) as (top, screen, *_):
         wait_until(lambda: all(str(pid) in screen() for pid in job.pids), screen)
         top.send_signal(signal.SIGINT)
         assert top.wait(PATIENCE_SECONDS) == 130
         assert "Traceback" not in screen()
 
 
-def test_top_says_what_to_start_when_nobody_or_only_a_daemon_listens(tmp_path: Path) -> None:
-    nobody = f"unix:{tmp_path / 'nobody.sock'}"
-    alone = rankscope("top", "--once", "--endpoint", nobody)
-    assert (alone.returncode, alone.stdout) == (1, "")
-    expected = f"error: nobody answers at {nobody}; start `rankscope up` there, or name another --endpoint\n"
-    assert alone.stderr == expected
+def test_q_ends_it_and_the_terminal_is_as_before(up: Serving, job: DemoJob) -> None:
+    with live_top(up.grpc_target, "--run", job.job_name, has_keys=True) as (top, screen, keys, before):
+        wait_until(lambda: all(str(pid) in screen() for pid in job.pids), screen)
+        assert not termios.tcgetattr(keys)[3] & termios.ECHO
+        os.write(keys, b"s")
+        wait_until(lambda: "sorted by node" in screen(), screen)
+        os.write(keys, b"?")
+        wait_until(lambda: "choose a run" in screen(), screen)
+        os.write(keys, b"q")
+        assert top.wait(PATIENCE_SECONDS) == 0
+        assert termios.tcgetattr(keys) == before
+        assert "Traceback" not in screen()
+
+
+def test_top_says_what_to_start_when_nobody_listens_and_shows_the_ranks_of_a_daemon_alone(tmp_path: Path) -> None:
+    nobody = tmp_path / "nobody.sock"
+    alone = rankscope("top", "--once", "--connect", f"unix:{nobody}")
+    assert (alone.returncode, alone.stdout) == (4, "")
+    assert alone.stderr.startswith(f"error: no daemon at {nobody}; start `rankscope up`")
     with serving(tmp_path / "daemon", "daemon") as daemon:
-        for flags in (("--once",), ()):
-            refused = rankscope("top", *flags, "--endpoint", daemon.grpc_target)
-            assert refused.returncode == 1
-            assert "a daemon without correlation; start `rankscope up` in place of `rankscope daemon`" in refused.stderr
+        shown = rankscope("top", "--once", "--connect", daemon.grpc_target)
+        assert (shown.returncode, shown.stderr) == (0, "")
+        examined = rankscope("doctor", "--connect", daemon.grpc_target)
+        assert examined.returncode == 0
+        assert "a daemon without correlation" in examined.stdout
 
 
 def test_a_second_up_on_the_same_socket_or_port_fails_clearly_and_the_first_one_goes_on(
@@ -185,15 +247,16 @@ def test_watchers_that_vanish_or_never_read_hurt_nobody(up: Serving, job: DemoJo
         "print('watching', flush=True)\n"
         "time.sleep(600)\n"
     )
-    readers = up.value("rankscope_daemon_watch_readers")
+    alone = 1  # the correlation of `up` reads as any other does
+    up.wait_until(lambda: up.value("rankscope_daemon_watch_readers") == alone)  # those of earlier tests are gone
     with subprocess.Popen([MAIN[0], "-c", watcher, target], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "watching\n"
-            up.wait_until(lambda: up.value("rankscope_daemon_watch_readers") != readers)
+            up.wait_until(lambda: up.value("rankscope_daemon_watch_readers") == alone + 1)
         finally:
             process.kill()
-    up.wait_until(lambda: up.value("rankscope_daemon_watch_readers") == readers)
+    up.wait_until(lambda: up.value("rankscope_daemon_watch_readers") == alone)
     with grpc.insecure_channel(target) as channel:
         jobs = JobServiceStub(channel).WatchJobs(WatchJobsRequest(), timeout=PATIENCE_SECONDS)
         ranks = RankServiceStub(channel).WatchRanks(WatchRanksRequest(), timeout=PATIENCE_SECONDS)
@@ -207,14 +270,14 @@ def test_watchers_that_vanish_or_never_read_hurt_nobody(up: Serving, job: DemoJo
 
 
 def test_a_restart_is_a_new_incarnation_and_a_job_that_ended_disappears(up: Serving, job: DemoJob) -> None:
-    """A launcher that starts its ranks anew keeps the address and the run id; only the processes are others."""
+    """A launcher that restarts its ranks keeps the address and the run id; only the processes are others."""
     up.wait_until(lambda: is_judged(up, job.job_name))
     before = status_of(up, job.job_name)
     assert before is not None
     name, port = job.job_name, job.port
     job.stop()
     up.wait_until(lambda: status_of(up, name) is None)
-    assert up.values("rankscope_rank_up", job=name) == []
+    up.wait_until(lambda: up.values("rankscope_rank_up", **run_labels(name)) == [])
     where = {"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": job.run_id}
     with DemoJob(2, Fault(), probe=True, extra_environment=where) as again:
         again.start()
@@ -231,7 +294,7 @@ def test_a_restart_is_a_new_incarnation_and_a_job_that_ended_disappears(up: Serv
 
 
 def test_sigterm_ends_it_cleanly_in_the_middle_of_its_work_and_top_says_so(tmp_path: Path) -> None:
-    with serving(tmp_path, "up") as up, live_top(up.grpc_target) as (top, screen):
+    with serving(tmp_path, "up") as up, live_top(up.grpc_target) as (top, screen, *_):
         socket = Path(up.grpc_target.removeprefix("unix:"))
         assert socket.is_socket()
         wait_until(lambda: "\x1b[?1049h" in screen(), screen)  # top has taken the terminal
@@ -243,6 +306,6 @@ def test_sigterm_ends_it_cleanly_in_the_middle_of_its_work_and_top_says_so(tmp_p
         assert not socket.exists()
         assert "Traceback" not in up.log
         assert "Traceback" not in up.output
-        assert top.wait(PATIENCE_SECONDS) == 1
+        assert top.wait(PATIENCE_SECONDS) == 4
         assert "error: " in screen()
         assert "Traceback" not in screen()

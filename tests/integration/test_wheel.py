@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BUILD_SECONDS = 240
-PARTS = ("analysis", "cli", "common", "daemon", "operator", "probe", "v1", "kubelet")
+PARTS = ("analysis", "cli", "common", "daemon", "operator", "probe", "v1", "kubelet", "pprof")
 
 # The folder holds the unpacked wheel and nothing else: -S keeps the checkout's own .pth files out, so that what is
 # imported as rankscope can only have come from the wheel.
@@ -59,12 +59,16 @@ def names(wheel: Path) -> list[str]:
 
 def test_it_holds_every_part_and_the_pth_at_its_root(names: list[str]) -> None:
     assert "rankscope_probe.pth" in names
-    for part in PARTS[:-2]:
+    for part in PARTS[:-3]:
         assert f"rankscope/{part}/__init__.py" in names
-    assert {"rankscope/v1/window_pb2.py", "rankscope/kubelet/pod_resources_pb2.py"} <= set(names)
-    # What is not imported but needed: the injected sitecustomize and the demo's training scripts.
+    for generated in ("v1/window_pb2.py", "kubelet/pod_resources_pb2.py", "pprof/profile_pb2.py"):
+        assert f"rankscope/{generated}" in names
+    # What is not imported but needed: the injected sitecustomize, the demo's training scripts, the flame graph.
     assert "rankscope/probe/inject/sitecustomize.py" in names
     assert "rankscope/cli/demo_job/train.py" in names
+    for suffix in ("js", "css"):
+        assert f"rankscope/analysis/profiles/flame_graph.{suffix}" in names
+    assert "rankscope/operator/console/static/index.html" in names
     for name in ("alerts.yaml", "recording.yaml", "alertmanager.example.yaml"):
         assert f"rankscope/cli/rules/{name}" in names
     # Every module of the checkout, so that a new one is not forgotten.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ _RBAC = "/apis/rbac.authorization.k8s.io/v1"
 # The operator's roles: in the whole cluster, and in its own namespace. The chart binds them so, and binds the daemon to
 # none. What is optional there is granted by the tests that need it.
 CLUSTER_ROLES = ("operator", "webhooks")
-NAMESPACE_ROLES = ("operator-leases", "webhooks-secrets", "certificates")
+NAMESPACE_ROLES = ("operator-leases", "hang-reports", "webhooks-secrets", "certificates")
 PEOPLES_ROLES = ("view", "capture", "policy")
 
 
@@ -41,9 +42,10 @@ def install_roles(server: ApiServer) -> None:
         _grant(server, name, "", f"{_RBAC}/namespaces/{NAMESPACE}")
     for name in PEOPLES_ROLES:
         server.admin.create(f"{_RBAC}/clusterroles", _role(name))
-    for user, roles in {VIEWER: ("rankscope-view",), RESEARCHER: ("rankscope-view", "rankscope-capture")}.items():
+    for user, roles in {VIEWER: ("view",), RESEARCHER: ("view", "capture")}.items():
         for role in roles:
-            bind(server, user, role)
+            bind(server, user, f"rankscope-{role}")
+            wait_until_allowed(server, user, _role(role)["rules"])
 
 
 @contextmanager
@@ -67,7 +69,29 @@ def _grant(server: ApiServer, name: str, scope: str, root: str) -> list[str]:
         collection = f"{root}/{scope.lower()}{kind}"
         server.admin.create(collection, document)
         made.append(f"{collection}/{role['metadata']['name']}")
+    wait_until_allowed(server, OPERATOR, role["rules"], "" if scope else NAMESPACE)
     return made
+
+
+def wait_until_allowed(server: ApiServer, user: str, rules: Sequence[dict[str, Any]], namespace: str = "") -> None:
+    """The API server hears of roles and bindings a moment after they were written."""
+    for rule in rules:
+        for verb, wanted in itertools.product(rule["verbs"], rule.get("resources") or rule["nonResourceURLs"]):
+            attributes = {"verb": verb, "path": wanted}
+            if "resources" in rule:
+                resource, _, subresource = wanted.partition("/")
+                attributes = {"verb": verb, "group": rule["apiGroups"][0], "resource": resource}
+                attributes |= {"subresource": subresource, "namespace": namespace}
+                attributes["name"] = rule.get("resourceNames", ("",))[0]
+            server.wait_for(lambda attributes=attributes: _is_allowed(server, user, attributes))
+
+
+def _is_allowed(server: ApiServer, user: str, attributes: dict[str, str]) -> bool:
+    kind = "nonResourceAttributes" if "path" in attributes else "resourceAttributes"
+    body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview"}
+    path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+    answer = server.admin.create(path, {**body, "spec": {"user": user, kind: attributes}})
+    return answer["status"]["allowed"] is True
 
 
 def _role(name: str) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +19,13 @@ from tests.kube.scripted_daemon import ScriptedDaemon
 
 _NUMBERS = itertools.count(1)
 LOG_CHARACTERS = 8000
+# Their tests wait for leases and restarts.
+LONGEST = ("test_restarts.py", "test_outage.py", "test_policies.py", "test_fleet.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: no process has one left when the others are done."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 def install_kinds(server: ApiServer) -> None:
@@ -90,9 +99,15 @@ def start_operator(operator_user: User, tmp_path: Path) -> Iterator[StartOperato
         return operator
 
     yield start
+    statuses = {operator.identity: operator.process.poll() for operator in started}
     for operator in started:
+        with contextlib.suppress(OSError):  # it was killed, or serves its metrics to others only
+            metrics = [line for line in operator.get("/metrics").splitlines() if line.startswith("rankscope_operator_")]
+            print(f"metrics of {operator.identity}:", *metrics, sep="\n")
         operator.stop()
         print(f"log of {operator.identity}:\n{operator.log[-LOG_CHARACTERS:]}")  # shown if the test failed
+    crashed = {name: status for name, status in statuses.items() if status not in (None, 0, -signal.SIGKILL)}
+    assert not crashed, f"operators that ended without being asked to, with their status: {crashed}"
 
 
 @pytest.fixture

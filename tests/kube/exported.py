@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from rankscope.common.run_names import run_labels
 from tests.kube.operator_process import OperatorProcess
 
 
@@ -25,5 +26,6 @@ def messages_heard(operator: OperatorProcess) -> float:
 
 
 def _lines(operator: OperatorProcess, name: str, job: str) -> list[str]:
-    lines = operator.get("/metrics").splitlines()
-    return [line for line in lines if line.startswith(f"{name}{{") and f'job="{job}"' in line and line.endswith(" 1.0")]
+    wanted = [f'{label}="{value}"' for label, value in run_labels(job).items()]
+    lines = [line for line in operator.get("/metrics").splitlines() if line.startswith(f"{name}{{")]
+    return [line for line in lines if all(text in line for text in wanted) and line.endswith(" 1.0")]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.free_ports import free_port
 from tests.kube.api_server import ApiServer
 from tests.namespaces import missing_for_nodes
 
-DAEMON_LABELS = {"app.kubernetes.io/name": "rankscope", "app.kubernetes.io/component": "daemon"}
+DAEMON_LABELS = {"app.kubernetes.io/part-of": "rankscope", "app.kubernetes.io/component": "daemon"}
 OPERATOR_NAMESPACE = "rankscope"
 JOB_SCRIPT = Path(__file__).parents[1] / "integration" / "jobs" / "capture_ddp.py"
 MAIN = (sys.executable, "-m", "rankscope.cli.main")
@@ -64,6 +65,7 @@ class Node:
                     "daemon",
                     *("--node", self.name, "--grpc-listen", f"127.0.0.1:{self.port}", "--metrics-listen", "none"),
                     *("--socket", str(self.folder / "daemon.sock"), "--capture-dir", str(self.folder / "captures")),
+                    *("--profile-dir", str(self.folder / "profiles")),
                     *("--window-seconds", "1", *self.flags),
                 ),
                 stdout=log,
@@ -124,13 +126,14 @@ class TrainingPod:
             cgroup_folder() / "kubepods" / "burstable" / f"pod{self.uid}" / uuid.uuid5(uuid.NAMESPACE_DNS, self.uid).hex
         )
 
-    def run(self, environment: dict[str, str], log: Path) -> None:
+    def run(self, environment: dict[str, str], log: Path, *command: str) -> None:
+        """A process of the pod: a rank of the real job if no command is given."""
         self.cgroup.mkdir(parents=True, exist_ok=True)
         enter = f'echo $$ > {self.cgroup}/cgroup.procs && exec "$@"'
         with log.open("ab") as output:
             self.processes.append(
                 subprocess.Popen(
-                    self.node.inside("bash", "-c", enter, "bash", sys.executable, str(JOB_SCRIPT)),
+                    self.node.inside("bash", "-c", enter, "bash", *(command or (sys.executable, str(JOB_SCRIPT)))),
                     env={**os.environ, **environment},
                     stdout=output,
                     stderr=output,
@@ -142,7 +145,8 @@ class TrainingPod:
             if process.poll() is None:
                 process.kill()
         for line in (self.cgroup / "cgroup.procs").read_text().split():
-            os.kill(int(line), signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a rank that ended meanwhile
+                os.kill(int(line), signal.SIGKILL)
         for process in self.processes:
             process.wait()
         give_up = time.monotonic() + 30
@@ -206,6 +210,7 @@ class TrainingJob:
     folder: Path
     ranks_per_pod: int = 2
     slow_rank: int = -1
+    uid: str = field(default_factory=lambda: str(uuid.uuid4()))  # of the PyTorchJob
     pods: list[TrainingPod] = field(default_factory=list)
 
     def start(self) -> None:
@@ -216,7 +221,7 @@ class TrainingJob:
             "apiVersion": "kubeflow.org/v1",
             "kind": "PyTorchJob",
             "name": self.name,
-            "uid": str(uuid.uuid4()),
+            "uid": self.uid,
             "controller": True,
         }
         for index, node in enumerate(self.nodes):

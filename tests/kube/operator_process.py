@@ -33,7 +33,11 @@ class OperatorProcess:
                 stdout=log,
                 stderr=log,
             )
-        self.user.server.wait_for(lambda: "rankscope operator: http" in self.log or self.process.poll() is not None)
+        try:
+            self.user.server.wait_for(lambda: "rankscope operator: http" in self.log or self.process.poll() is not None)
+        except BaseException:
+            self.kill()  # it would hold its leases against the operators of later tests
+            raise
         assert self.process.poll() is None, self.log
         scheme, address = re.findall(r"rankscope operator: (https?) (\S+)", self.log)[-1]
         self.url = f"{scheme}://{address}"
@@ -44,7 +48,7 @@ class OperatorProcess:
         return self.log_path.read_bytes()[self.log_start :].decode(errors="replace")
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=20) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             return str(answer.read().decode())
 
     def kill(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +12,20 @@ from typing import Any
 import grpc
 
 from benchmarks.fleets import response
+from rankscope.analysis.profiles.frames import Frame
+from rankscope.analysis.profiles.pprof import pprof
+from rankscope.analysis.profiles.profile import Profile, SampledStack
 from rankscope.v1 import capture_service_pb2 as pb
-from rankscope.v1 import capture_service_pb2_grpc, rank_service_pb2_grpc
+from rankscope.v1 import (
+    capture_service_pb2_grpc,
+    profile_service_pb2,
+    profile_service_pb2_grpc,
+    rank_service_pb2_grpc,
+)
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest, WatchRanksResponse
 from rankscope.v1.window_pb2 import RankWindow, StepStatistics
+from tests.free_ports import free_port
 from tests.kube.api_server import ApiServer
 from tests.kube.fleet import DAEMON_LABELS, OPERATOR_NAMESPACE, delete_pod, make_pod
 
@@ -28,6 +37,33 @@ WAITING_SECONDS = 0.022
 NANOS = 1_000_000_000
 TRACE_BYTES = 4096
 _STARTED = int(time.time())
+
+
+# Ten minutes of a rank, at 10 Hz.
+PROFILE_SAMPLES = 6000
+TRAIN = Frame("train", "/app/train.py", 10)
+
+ProfileAnswers = Callable[
+    [profile_service_pb2.QueryProfileRequest, grpc.ServicerContext],
+    Iterator[profile_service_pb2.QueryProfileResponse],
+]
+StackAnswers = Callable[[profile_service_pb2.DumpStacksRequest], profile_service_pb2.DumpStacksResponse]
+
+
+def sampled(rank: int, **shares: float) -> list[SampledStack]:
+    """Ten minutes of a rank: the functions with their shares, called by `train`, and the rest in `train` itself."""
+    shares["train"] = 1.0 - sum(shares.values())
+    return [
+        SampledStack(
+            (TRAIN,) if name == "train" else (Frame(name, "/app/data.py", 88), TRAIN),
+            samples := round(PROFILE_SAMPLES * share),
+            samples * NANOS // 10,
+            rank,
+            "MainThread",
+            "forward",
+        )
+        for name, share in shares.items()
+    ]
 
 
 def trace_of(rank: int) -> bytes:
@@ -42,7 +78,7 @@ class Spoken:
     pod: str
     rank: int
     world_size: int
-    job: str = "10.0.0.1:29500/none"
+    job: str = "10.0.0.1:29500"
     self_seconds: float = BUSY_SECONDS
     incarnation: int = _STARTED
 
@@ -92,6 +128,14 @@ class ScriptedDaemon:
     starts: list[pb.StartCaptureRequest] = field(default_factory=list)  # every call, also of a known id
     deleted: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    # What its store has: ranks by run. None: its ranks, whatever the run.
+    stored: dict[str, list[int]] | None = None
+    # `profile_answers` and `stack_answers` take the place of its answers.
+    shares: dict[int, dict[str, float]] = field(default_factory=dict)  # by rank, as `sampled` takes them
+    profile_answers: ProfileAnswers | None = None
+    stack_answers: StackAnswers | None = None
+    selections: list[profile_service_pb2.ProfileSelection] = field(default_factory=list)
+    dumps: list[profile_service_pb2.DumpStacksRequest] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.release = threading.Event()
@@ -122,7 +166,9 @@ class ScriptedDaemon:
         self._grpc = grpc.server(ThreadPoolExecutor(32), options=[("grpc.so_reuseport", 0)])
         rank_service_pb2_grpc.add_RankServiceServicer_to_server(_Ranks(self), self._grpc)
         capture_service_pb2_grpc.add_CaptureServiceServicer_to_server(_Captures(self), self._grpc)
-        self.port = self._grpc.add_insecure_port(f"127.0.0.1:{self.port}")
+        profile_service_pb2_grpc.add_ProfileServiceServicer_to_server(_Profiles(self), self._grpc)
+        self.port = self.port or free_port()  # which no other process takes while it is silent
+        self._grpc.add_insecure_port(f"127.0.0.1:{self.port}")
         self._grpc.start()
 
     def silence(self) -> None:
@@ -136,6 +182,11 @@ class ScriptedDaemon:
         name = self.says_node or self.node
         windows = [rank.window(name, end_unix_nanos) for rank in list(self.ranks)]
         return response(name, windows) if windows else WatchRanksResponse(node=name)
+
+    def asked_for(self, ranks: Collection[int], pods: Collection[str] = ()) -> list[int]:
+        """Those of its ranks; none: all."""
+        own = [spoken.rank for spoken in self.ranks if not pods or spoken.pod in pods]
+        return [rank for rank in own if not ranks or rank in ranks]
 
     def begin(self, request: pb.StartCaptureRequest) -> None:
         with self._lock:
@@ -195,7 +246,8 @@ class _Ranks(rank_service_pb2_grpc.RankServiceServicer):
             period = NANOS // self._daemon.windows_per_second
             end = time.time_ns() // period * period
             yield self._daemon.message(end)
-            time.sleep(max(0.0, (end + period - time.time_ns()) / NANOS))
+            left = end + period - time.time_ns()
+            time.sleep(min(max(0, left), period) / NANOS)  # a clock that is set back must not silence it
 
 
 class _Captures(capture_service_pb2_grpc.CaptureServiceServicer):
@@ -243,6 +295,37 @@ class _Captures(capture_service_pb2_grpc.CaptureServiceServicer):
             context.abort(grpc.StatusCode.NOT_FOUND, "no such capture")
             raise AssertionError
         return capture
+
+
+class _Profiles(profile_service_pb2_grpc.ProfileServiceServicer):
+    def __init__(self, daemon: ScriptedDaemon) -> None:
+        self._daemon = daemon
+
+    def QueryProfile(
+        self, request: profile_service_pb2.QueryProfileRequest, context: grpc.ServicerContext
+    ) -> Iterator[profile_service_pb2.QueryProfileResponse]:
+        selection = request.selection
+        self._daemon.selections.append(selection)
+        if self._daemon.profile_answers is not None:
+            yield from self._daemon.profile_answers(request, context)
+            return
+        ranks = self._daemon.asked_for(selection.ranks)
+        if self._daemon.stored is not None:
+            stored = self._daemon.stored.get(selection.job, [])
+            ranks = [rank for rank in stored if not selection.ranks or rank in selection.ranks]
+        content = pprof(Profile.of(one for rank in ranks for one in sampled(rank, **self._daemon.shares.get(rank, {}))))
+        for offset in range(0, len(content), 100):
+            yield profile_service_pb2.QueryProfileResponse(pprof=content[offset : offset + 100])
+
+    def DumpStacks(
+        self, request: profile_service_pb2.DumpStacksRequest, context: grpc.ServicerContext
+    ) -> profile_service_pb2.DumpStacksResponse:
+        self._daemon.dumps.append(request)
+        if self._daemon.stack_answers is not None:
+            return self._daemon.stack_answers(request)
+        ranks = self._daemon.asked_for(request.ranks, request.pods)
+        stacks = [profile_service_pb2.RankStack(rank=rank, phase="forward", frames=[str(TRAIN)]) for rank in ranks]
+        return profile_service_pb2.DumpStacksResponse(ranks=stacks)
 
 
 @dataclass

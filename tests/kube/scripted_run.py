@@ -14,6 +14,12 @@ BASE = "/apis/rankscope.dev/v1alpha1/namespaces"
 FINISHED = ("Succeeded", "Failed", "Cancelled")
 
 
+def _verdict(status: dict[str, Any]) -> tuple[str, str, tuple[int, ...]]:
+    found = status.get("verdict", {})
+    culprits = tuple(culprit["rank"] for culprit in found.get("culprits", ()))
+    return (found.get("kind", ""), found.get("severity", ""), culprits)
+
+
 @dataclass
 class ScriptedRun:
     """A PyTorchJob with one pod on each daemon's node."""
@@ -24,7 +30,7 @@ class ScriptedRun:
     daemons: list[ScriptedDaemon]
     ranks_per_pod: int = 2
     pods: list[str] = field(default_factory=list)  # uids
-    job: str = "10.0.0.1:29500/none"
+    job: str = "10.0.0.1:29500"
 
     def __post_init__(self) -> None:
         self.uid = str(uuid.uuid4())
@@ -72,7 +78,7 @@ class ScriptedRun:
 
     @property
     def exported_job(self) -> str:
-        """The `job` label in metrics."""
+        """The run's name, of which metrics have labels."""
         return f"{self.namespace}/{self.object_name}"
 
     @property
@@ -90,13 +96,23 @@ class ScriptedRun:
         return found
 
     def verdict(self) -> tuple[str, str, tuple[int, ...]]:
-        found = self.status.get("verdict", {})
-        culprits = tuple(culprit["rank"] for culprit in found.get("culprits", ()))
-        return (found.get("kind", ""), found.get("severity", ""), culprits)
+        return _verdict(self.status)
 
-    def wait_for_verdict(self, kind: str, culprits: tuple[int, ...] = ()) -> None:
+    def wait_for_verdict(self, kind: str, culprits: tuple[int, ...] = ()) -> dict[str, Any]:
+        """The status with it."""
         severity = "none" if kind == "healthy" else "alarm"
-        self.server.wait_for(lambda: self.verdict() == (kind, severity, culprits))
+        seen: dict[str, Any] = {}
+
+        def verdict() -> tuple[str, str, tuple[int, ...]]:
+            nonlocal seen
+            seen = self.status
+            return _verdict(seen)
+
+        try:
+            self.server.wait_for_equal(verdict, (kind, severity, culprits))
+        except AssertionError as error:
+            raise AssertionError(f"{error}; status: {seen}") from None
+        return seen
 
     def make_capture(self, name: str, **spec: Any) -> str:
         """Its path."""
@@ -110,6 +126,6 @@ class ScriptedRun:
         status: dict[str, Any] = self.server.admin.get(path).get("status", {})
         return status
 
-    def finished_capture(self, path: str, seconds: float = 120.0) -> dict[str, Any]:
+    def finished_capture(self, path: str, seconds: float = 180.0) -> dict[str, Any]:
         self.server.wait_for(lambda: self.capture(path).get("phase") in FINISHED, seconds)
         return self.capture(path)

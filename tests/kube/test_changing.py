@@ -33,8 +33,8 @@ def follow(server: ApiServer, run: ScriptedRun) -> None:
     def seen() -> str:
         return str(run.status["ranks"]["summary"])
 
-    assert seen() == "4/4"
-    # Elastic: a pod joins, and every process begins anew in a larger world.
+    server.wait_for_equal(seen, "4/4")
+    # Elastic: a pod joins, and every process restarts in a larger world.
     run.pods.append(run.make_pod(2))
     run.speak(incarnation=2)
     server.wait_for(lambda: seen() == "6/6" and run.verdict()[0] == "healthy")
@@ -46,8 +46,7 @@ def follow(server: ApiServer, run: ScriptedRun) -> None:
     run.speak(incarnation=3)
     server.wait_for(lambda: seen() == "6/6" and run.verdict()[0] == "healthy")
     run.slow(3)
-    run.wait_for_verdict("slow_rank", (3,))
-    (culprit,) = run.status["verdict"]["culprits"]
+    (culprit,) = run.wait_for_verdict("slow_rank", (3,))["verdict"]["culprits"]
     assert (culprit["pod"], culprit["node"]) == ("llama-worker-1", daemons[1].node)
     assert slow_node(server, daemons[1].node) is None  # the other rank there is as it should be
     run.slow(2, 3)
@@ -66,7 +65,7 @@ def follow(server: ApiServer, run: ScriptedRun) -> None:
     run.delete_pod(0)
     server.wait_for(lambda: run.status["phase"] == "Ended")
     assert server.admin.get(run.path)["metadata"]["uid"] == uid  # one run from beginning to end
-    # Made anew under the same name, it is another run.
+    # Recreated under the same name, it is another run.
     again = ScriptedRun(server, run.namespace, "llama", daemons[:1])
     again.start()
     server.wait_for(lambda: again.status.get("phase") == "Running")
@@ -85,7 +84,7 @@ def slow_node(server: ApiServer, name: str) -> str | None:
     return conditions.get("RankscopeSlowNode")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_malformed_annotation_is_told_on_its_pod_once_and_costs_nothing_else(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:

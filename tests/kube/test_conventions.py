@@ -55,7 +55,7 @@ def test_runs_of_every_kind_are_recognised_and_their_ranks_are_theirs(
                 make(server, namespace, pod, daemon.node)
         if name in RUNS:
             world_size = RANKS_PER_POD * len(uids)
-            job = f"10.0.0.1:{29500 + port}/none"
+            job = f"10.0.0.1:{29500 + port}"
             ranks = [Spoken(uids[rank // RANKS_PER_POD], rank, world_size, job) for rank in range(world_size)]
             daemon.ranks = [*daemon.ranks, *ranks]
     start_operator()

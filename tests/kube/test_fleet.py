@@ -53,22 +53,25 @@ def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_event
         job.start()
         server.wait_for(lambda: server.admin.is_served(f"{path}/pytorchjob-llama"))
 
-        def verdict() -> dict[str, Any]:
-            found = run_of(server, namespace, "pytorchjob-llama").get("status", {}).get("verdict", {})
-            return dict(found) if found.get("severity") == "alarm" else {}
+        status: dict[str, Any] = {}
+
+        def is_alarm() -> bool:
+            """With all ranks: a node that is late for a moment is missing in that status."""
+            status.clear()
+            status.update(run_of(server, namespace, "pytorchjob-llama").get("status", {}))
+            is_whole = status.get("ranks", {}).get("summary") == "4/4"
+            return is_whole and status.get("verdict", {}).get("severity") == "alarm"
 
         try:
-            server.wait_for(verdict)
+            server.wait_for(is_alarm)
         except AssertionError:
             raise AssertionError(
                 f"{run_of(server, namespace, 'pytorchjob-llama')}\n{operator.log}\n{operator.get('/metrics')}\n"
                 + "\n".join(node.log for node in nodes)
             ) from None
-        found = verdict()
+        found = status["verdict"]
         assert found["kind"] == "slow_rank"
         assert [(c["rank"], c["pod"], c["node"]) for c in found["culprits"]] == [(2, "llama-worker-1", "node-b")]
-        status = run_of(server, namespace, "pytorchjob-llama")["status"]
-        assert status["ranks"]["summary"] == "4/4"
         assert {c["type"]: c["status"] for c in status["conditions"]} == {"RanksSeen": "True", "Healthy": "False"}
 
         def accused() -> set[tuple[str, str, str]]:
@@ -79,9 +82,16 @@ def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_event
         server.wait_for(lambda: wanted <= accused())
         assert accused() == wanted
 
-        (row,) = shown(server, path)
+        row: dict[str, Any] = {}
+
+        def is_shown() -> bool:
+            (found,) = shown(server, path)
+            row.update(found)
+            return (row["Ranks"], row["Verdict"]) == ("4/4", "slow_rank")
+
+        server.wait_for(is_shown)
         assert list(row) == ["Name", "Job", "Ranks", "Step", "MFU", "Exposed", "Verdict", "Age"]
-        assert (row["Job"], row["Ranks"], row["Verdict"]) == ("llama", "4/4", "slow_rank")
+        assert row["Job"] == "llama"
         assert row["Step"].endswith("ms") and row["Exposed"].endswith("%")
 
         captures = f"/apis/rankscope.dev/v1alpha1/namespaces/{namespace}/captures"
@@ -90,8 +100,8 @@ def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_event
         server.admin.create(captures, body)
 
         def captured() -> dict[str, Any]:
-            status: dict[str, Any] = server.admin.get(f"{captures}/c").get("status", {})
-            return status if status.get("phase") in ("Succeeded", "Failed", "Cancelled") else {}
+            capture: dict[str, Any] = server.admin.get(f"{captures}/c").get("status", {})
+            return capture if capture.get("phase") in ("Succeeded", "Failed", "Cancelled") else {}
 
         server.wait_for(captured, 240)
         result = captured()
@@ -112,8 +122,8 @@ def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_event
         server.wait_for(lambda: shown(server, path)[0]["Ranks"] == "2/4")
         nodes[1].start_daemon()
         server.wait_for(lambda: shown(server, path)[0]["Ranks"] == "4/4")
-        server.wait_for(verdict)
-        assert [culprit["rank"] for culprit in verdict()["culprits"]] == [2]
+        server.wait_for(is_alarm)
+        assert [culprit["rank"] for culprit in status["verdict"]["culprits"]] == [2]
     finally:
         operator.stop()
         job.stop()

@@ -26,7 +26,7 @@ from rankscope.operator.runs.daemon_streams import DaemonStreams
 from rankscope.v1.rank_service_pb2 import ListRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from tests.free_ports import free_port
-from tests.kube.accounts import OPERATOR, VIEWER, granted
+from tests.kube.accounts import OPERATOR, VIEWER, granted, wait_until_allowed
 from tests.kube.api_server import ApiError, ApiServer, User
 from tests.kube.fleet import DAEMON_LABELS, MAIN, OPERATOR_NAMESPACE, delete_pod, make_pod
 from tests.kube.kubelet import MountedSecret
@@ -83,7 +83,7 @@ class RealDaemon:
         options = [DAEMON_NAME_OPTION, ("grpc.use_local_subchannel_pool", 1)]
         with grpc.secure_channel(f"127.0.0.1:{self.port}", daemon_credentials(lambda: pair), options) as channel:
             try:
-                RankServiceStub(channel).ListRanks(ListRanksRequest(), timeout=20)
+                RankServiceStub(channel).ListRanks(ListRanksRequest(), timeout=60)
             except grpc.RpcError as error:
                 return error.code()
         return grpc.StatusCode.OK
@@ -100,7 +100,7 @@ def start_daemon(server: ApiServer, tmp_path: Path) -> Iterator[Callable[[], Rea
     yield start
     for daemon in started:
         daemon.process.terminate()
-        daemon.process.wait(30)
+        daemon.process.wait(180)
 
 
 def test_certificates_and_authority_are_rotated_under_a_stream_that_goes_on(
@@ -255,6 +255,7 @@ def _scraper(server: ApiServer) -> User:
     subject = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": OPERATOR}
     body = {"metadata": {"name": "scraper"}, "roleRef": reference, "subjects": [subject]}
     server.admin.create(f"{root}/clusterrolebindings", body)
+    wait_until_allowed(server, OPERATOR, [rule])
     return server.user(OPERATOR)
 
 

@@ -33,12 +33,10 @@ def test_a_daemon_that_lies_is_contained_and_its_neighbour_is_judged_as_before(
         run.start()
         other = ScriptedRun(server, namespace, "other", [honest], ranks_per_pod=4)
         other.pods.append(other.make_pod(0))
-        other.job = "10.0.0.9:29500/other"
+        other.job = "other"
         others = [Spoken(other.pods[0], rank, 4, other.job) for rank in range(4)]
         honest.ranks = [*honest.ranks, *others]
-        other.slow(
-            3
-        )  # which is to be seen as long as the liar is heard: a job that seems to begin anew has no findings
+        other.slow(3)  # which is to be seen as long as the liar is heard: a job that seems to restart has no findings
         operator = start_operator("operator-0", *QUICK)
         run.wait_for_verdict("healthy")
         other.wait_for_verdict("slow_rank", (3,))
@@ -55,7 +53,7 @@ def test_a_daemon_that_lies_is_contained_and_its_neighbour_is_judged_as_before(
             "rank_taken": [Spoken(pod, rank, 4, self_seconds=0.001, incarnation=99) for rank in (0, 1)],
             "rank": [Spoken(pod, 7, 4), Spoken(pod, -1, 4)],
             # Of more jobs than a run can have.
-            "jobs": [Spoken(pod, 0, 1, f"10.0.0.1:{port}/lie") for port in range(100, 140)],
+            "jobs": [Spoken(pod, 0, 1, f"{run.exported_job}#{number}") for number in range(100, 140)],
         }
         liar.says_node = honest.node
         liar.ranks = [*true_words, *(lie for kind in lies.values() for lie in kind)]

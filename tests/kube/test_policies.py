@@ -180,7 +180,12 @@ def test_an_alert_makes_one_capture_object_also_for_an_operator_that_was_restart
     token.write_text("0123456789abcdef0123\n")
     token.chmod(0o600)
     flags = ("--alerts-token", str(token), "--alerts-listen", "127.0.0.1:0")
-    labels = {"alertname": "RankscopeStragglerRank", "capture": "true", "job": f"{namespace}/{run.object_name}"}
+    labels = {
+        "alertname": "RankscopeStragglerRank",
+        "capture": "true",
+        "run_namespace": namespace,
+        "run": run.object_name,
+    }
     alert = {"status": "firing", "labels": labels, "startsAt": "2026-01-01T00:00:00Z", "fingerprint": "f1"}
     body = json.dumps({"version": "4", "alerts": [alert]}).encode()
 
@@ -192,7 +197,7 @@ def test_an_alert_makes_one_capture_object_also_for_an_operator_that_was_restart
         return outcome["result"], outcome["text"]
 
     def seen_by(operator: OperatorProcess) -> None:
-        metric = f'job="{namespace}/{run.object_name}",namespace="{namespace}",severity="alarm",verdict="slow_rank"'
+        metric = f'run="{run.object_name}",run_namespace="{namespace}",severity="alarm",verdict="slow_rank"'
         server.wait_for(lambda: metric in operator.get("/metrics"))
 
     first = start_operator("operator-0", *flags)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from rankscope.analysis.collectives.hang_report import HangReport
+from rankscope.operator.correlation.hang_store import HangStore
+from rankscope.operator.kube.api_client import Api
+from rankscope.operator.kube.report_maps import ReportMaps
 from tests.kube.accounts import NAMESPACE, RESEARCHER, VIEWER
 from tests.kube.api_server import ApiError, ApiServer, User
 
@@ -49,6 +56,31 @@ def test_the_operator_may_not_do_more_than_it_does(server: ApiServer, namespace:
         refuses(operator_user, method, path, body)
 
 
+def test_replicas_of_the_operator_share_reports_of_hangs_in_its_own_namespace(
+    namespace: str, operator_user: User, tmp_path: Path
+) -> None:
+    api = Api(operator_user.kubeconfig(tmp_path / "kubeconfig"))
+    one, other = (HangStore(ReportMaps(api, NAMESPACE)) for _ in range(2))
+    report = HangReport(
+        id=f"{namespace}/h-20260301-101500-0a1b2c",
+        run=f"{namespace}/llama",
+        headline="rank 1 in save",
+        verdict="it hangs",
+        world_size=2,
+        began_unix_seconds=time.time(),
+        made_unix_seconds=time.time(),
+    )
+    one.keep(report)
+    ended = msgspec.structs.replace(report, ended_unix_seconds=time.time())
+    one.keep(ended)
+    assert other.find(report.id) == ended
+    for files in (ReportMaps(api, NAMESPACE), ReportMaps(api, NAMESPACE)):
+        files.remove("h-20260301-101500-0a1b2c")
+    assert one.find(report.id) is None
+    with pytest.raises(OSError, match="403"):
+        HangStore(ReportMaps(api, namespace)).keep(report)
+
+
 def test_the_daemon_may_do_nothing_at_all(server: ApiServer, namespace: str, daemon_user: User) -> None:
     for path in (
         "/api/v1/pods",
@@ -61,7 +93,7 @@ def test_the_daemon_may_do_nothing_at_all(server: ApiServer, namespace: str, dae
     refuses(daemon_user, "POST", f"{OURS}/namespaces/{namespace}/captures", capture())
 
 
-def test_whoever_may_only_look_cannot_have_a_job_captured(server: ApiServer, namespace: str) -> None:
+def test_a_viewer_cannot_have_a_job_captured(server: ApiServer, namespace: str) -> None:
     viewer, researcher = server.user(VIEWER), server.user(RESEARCHER)
     captures = f"{OURS}/namespaces/{namespace}/captures"
     assert viewer.get(captures)["items"] == []

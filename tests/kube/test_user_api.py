@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import os
 import ssl
 import subprocess
 import time
@@ -20,24 +21,32 @@ import pytest
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
+from rankscope.analysis.profiles.pprof import read_pprof
 from rankscope.operator.certificates.rotation import OURS
 from rankscope.operator.webhooks.configuration import Address, configurations
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
+from rankscope.v1.profile_service_pb2 import (
+    CompareProfilesRequest,
+    DumpStacksRequest,
+    ProfileSelection,
+    QueryProfileRequest,
+)
+from rankscope.v1.profile_service_pb2_grpc import ProfileServiceStub
 from tests.certificates import Authority
 from tests.free_ports import free_port
 from tests.kube.accounts import granted
 from tests.kube.api_server import ApiError, ApiServer, User
 from tests.kube.fleet import MAIN, OPERATOR_NAMESPACE
 from tests.kube.operator_process import OperatorProcess
-from tests.kube.scripted_daemon import ScriptedDaemon, trace_of
+from tests.kube.scripted_daemon import PROFILE_SAMPLES, ScriptedDaemon, trace_of
 from tests.kube.scripted_run import BASE, ScriptedRun
-from tests.kube.test_webhooks import KINDS, ROOT, forget
+from tests.kube.test_webhooks import KINDS, ROOT, forget, patient_api_server
 
 NAME = "rankscope-api.rankscope.svc"
 TEAM, OTHERS = "people-team", "people-others"
 ISSUER = "https://kubernetes.default.svc"
-CALL_SECONDS = 60.0
+CALL_SECONDS = 180.0
 SECRETS = f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/secrets"
 Code = grpc.StatusCode
 
@@ -56,12 +65,15 @@ class Place:
     webhook_url: str
 
     def calls(self, token: str | None) -> CaptureServiceStub:
+        return CaptureServiceStub(self.channel(token))
+
+    def channel(self, token: str | None) -> grpc.Channel:
         credentials = grpc.ssl_channel_credentials(self.authority.read_bytes())
         if token is not None:
             call = grpc.access_token_call_credentials(token)
             credentials = grpc.composite_channel_credentials(credentials, call)
         options = [("grpc.ssl_target_name_override", NAME), ("grpc.use_local_subchannel_pool", 1)]
-        return CaptureServiceStub(grpc.secure_channel(self.address, credentials, options))
+        return grpc.secure_channel(self.address, credentials, options)
 
     def refusal(self, token: str | None, namespace: str = TEAM) -> tuple[grpc.StatusCode, str]:
         """Of a capture that is asked for."""
@@ -153,7 +165,7 @@ def place(server: ApiServer, operator_user: User, tmp_path_factory: pytest.TempP
     hidden = ScriptedDaemon(server, "people-hidden-node")
     hidden.start()
     run = ScriptedRun(server, TEAM, "llama", [daemon])
-    secret = ScriptedRun(server, OTHERS, "secret", [hidden], job="10.0.0.9:29500/none")
+    secret = ScriptedRun(server, OTHERS, "secret", [hidden], job="10.0.0.9:29500")
     port = free_port()
     url = f"https://127.0.0.1:{port}"
     api_flags = ("--api-listen", "127.0.0.1:0", "--api-certificate", str(pair.certificate), "--api-key", str(pair.key))
@@ -171,7 +183,9 @@ def place(server: ApiServer, operator_user: User, tmp_path_factory: pytest.TempP
             url,
         ),
     )
-    for kind, document in zip(KINDS, configurations(Address(url=url)), strict=True):
+    with patient_api_server():
+        made = configurations(Address(url=url))
+    for kind, document in zip(KINDS, made, strict=True):
         del document["metadata"]["labels"]  # as the chart has them: the operator may not make any
         server.admin.create(f"{ROOT}/{kind}", document)
     server.admin.create(SECRETS, {"metadata": {"name": "rankscope-webhook", "labels": OURS}})
@@ -186,13 +200,16 @@ def place(server: ApiServer, operator_user: User, tmp_path_factory: pytest.TempP
             server.wait_for(lambda: _is_admitted(server))
             (folder / "token").write_text(token_of(server, TEAM, "ada", "rankscope"))
             command = [
-                *(*MAIN, "capture", f"{TEAM}/{run.object_name}", "--operator", address, "--operator-name", NAME),
-                *("--operator-authority", str(authority.certificate), "--token-file", str(folder / "token")),
+                *(*MAIN, "capture", f"{TEAM}/{run.object_name}", "--connect", address, "--tls-server-name", NAME),
+                *("--certificate-authority", str(authority.certificate), "--token-file", str(folder / "token")),
                 *("--ranks", "0,1", "--steps", "3", "--reason", "slow since noon", "--json"),
                 *("--output", str(folder / "traces")),
             ]
             capture = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             try:
+                server.wait_for(
+                    lambda: server.admin.get(f"{BASE}/{TEAM}/captures")["items"] or capture.poll() is not None
+                )
                 yield Place(
                     server,
                     operator,
@@ -223,6 +240,31 @@ def _is_admitted(server: ApiServer) -> bool:
     except ApiError:
         return False
     return made["metadata"].get("annotations", {}).get("rankscope.dev/requested-by") == "admin"
+
+
+def test_top_and_doctor_ask_the_operator_in_a_context(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(token_of(place.server, TEAM, "looker", "rankscope"))
+    environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), "RANKSCOPE_CONTEXT": "prod"}
+
+    def rankscope(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [*MAIN, *words]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CALL_SECONDS)
+
+    named = ["--connect", place.address, "--tls-server-name", NAME, "--certificate-authority", str(place.authority)]
+    made = rankscope("context", "set", "prod", *named, "--token-file", str(tmp_path / "token"))
+    assert made.returncode == 0, made.stderr
+    shown = rankscope("top", "--once", "--json", "--run", f"{TEAM}/")
+    assert shown.returncode == 0, shown.stderr
+    (run,) = json.loads(shown.stdout)["runs"]
+    assert (run["run"], run["ranks_seen"]) == (f"{TEAM}/{place.run.object_name}", 2)
+    assert [(rank["rank"], rank["node"]) for rank in run["ranks"]] == [(0, "people-node"), (1, "people-node")]
+    for wanted in (f"{OTHERS}/", f"{OTHERS}/{place.secret.object_name}", ""):
+        hidden = rankscope("top", "--once", "--json", "--run", wanted)
+        assert (hidden.returncode, hidden.stdout) == (5, ""), wanted
+        assert "may not list trainingruns" in hidden.stderr and "secret" not in hidden.stderr.replace(wanted, "")
+    examined = rankscope("doctor", "--cluster")
+    assert examined.returncode == 0, examined.stderr
+    assert "warning  runs: " in examined.stdout and "may not list trainingruns in all namespaces" in examined.stdout
 
 
 def test_only_a_token_made_for_us_that_has_not_ended_opens_anything(place: Place) -> None:
@@ -280,7 +322,7 @@ def test_nobody_captures_or_sees_another_namespaces_job(place: Place) -> None:
     }
 
 
-def test_whoever_may_look_neither_captures_nor_downloads(place: Place) -> None:
+def test_a_viewer_neither_captures_nor_downloads(place: Place) -> None:
     looker = token_of(place.server, TEAM, "looker", "rankscope")
     code, text = place.refusal(looker)
     assert code is Code.PERMISSION_DENIED and "rankscope-capture" in text
@@ -289,6 +331,47 @@ def test_whoever_may_look_neither_captures_nor_downloads(place: Place) -> None:
     request = pb.DownloadArtifactRequest(id=listed.id, rank=0)
     code, text = refused(lambda: list(place.calls(looker).DownloadArtifact(request, timeout=CALL_SECONDS)))
     assert code is Code.PERMISSION_DENIED and "captures/artifacts" in text
+
+
+def about_profiles(channel: grpc.Channel, run: str) -> list[Callable[[], Any]]:
+    calls, limit = ProfileServiceStub(channel), {"timeout": CALL_SECONDS}
+    selection = ProfileSelection(job=run, ranks=[1], start_unix_nanos=5, end_unix_nanos=9)
+    return [
+        lambda: list(calls.QueryProfile(QueryProfileRequest(selection=selection), **limit)),
+        lambda: calls.CompareProfiles(CompareProfilesRequest(selection=selection), **limit),
+        lambda: calls.DumpStacks(DumpStacksRequest(job=run, pods=["pod-of-another-run"]), **limit),
+    ]
+
+
+def test_profiles_need_the_right_to_download_and_stacks_the_right_to_capture(place: Place) -> None:
+    server, (daemon,) = place.server, place.run.daemons
+    own, hidden = f"{TEAM}/{place.run.object_name}", f"{OTHERS}/{place.secret.object_name}"
+    looker = place.channel(token_of(server, TEAM, "looker", "rankscope"))
+    missing_rights = ["get captures/artifacts", "get captures/artifacts", "create captures"]
+    for call, right in zip(about_profiles(looker, own), missing_rights, strict=True):
+        code, text = refused(call)
+        assert code is Code.PERMISSION_DENIED and f"may not {right} in namespace {TEAM}" in text
+    ada = place.channel(token_of(server, TEAM, "ada", "rankscope"))
+    for existing, missing in zip(about_profiles(ada, hidden), about_profiles(ada, f"{OTHERS}/none"), strict=True):
+        assert refused(existing) == refused(missing)
+        assert refused(existing)[0] is Code.PERMISSION_DENIED
+    assert not daemon.selections and not daemon.dumps and not place.secret.daemons[0].selections
+    query, compare, dump = about_profiles(ada, own)
+    parts = query()
+    profile = read_pprof(b"".join(part.pprof for part in parts))
+    assert {one.rank for one in profile} == {1} and not parts[-1].problems
+    assert compare().reference_samples == PROFILE_SAMPLES
+    assert [(stack.rank, stack.node, bool(stack.frames)) for stack in dump().ranks] == [
+        (0, "people-node", True),
+        (1, "people-node", True),
+    ]
+    # Daemons answer for the pods of the run, whatever a caller says.
+    assert {tuple(asked.pods) for asked in daemon.dumps} == {tuple(place.run.pods)}
+    assert {asked.job for asked in (*daemon.selections, *daemon.dumps)} == {own}
+    records = [record for record in place.records() if record.get("what") == "stacks"]
+    assert [(record["event"], record["user"]) for record in records] == [
+        (event, f"system:serviceaccount:{TEAM}:ada") for event in ("asked", "ended")
+    ]
 
 
 def test_a_token_whose_account_was_deleted_is_of_no_use_to_who_replays_it(place: Place) -> None:
@@ -419,8 +502,9 @@ def test_a_flood_of_large_reviews_is_refused_before_its_bodies_are_read(place: P
 
 def test_cancelling_ends_a_capture_and_keeps_its_object(place: Place) -> None:
     token = token_of(place.server, TEAM, "ada", "rankscope")
-    calls = place.calls(token)
+    calls, (daemon,) = place.calls(token), place.run.daemons
     request = pb.StartCaptureRequest(job=f"{TEAM}/{place.run.object_name}", ranks="1", steps=3, id="to-be-cancelled")
+    daemon.release.clear()  # it does not end by itself
     stream = calls.StartCapture(request, timeout=CALL_SECONDS)
     assert next(stream).capture.id == f"{TEAM}/to-be-cancelled"
     calls.CancelCapture(pb.CancelCaptureRequest(id=f"{TEAM}/to-be-cancelled"), timeout=CALL_SECONDS)
@@ -430,6 +514,8 @@ def test_cancelling_ends_a_capture_and_keeps_its_object(place: Place) -> None:
         assert error.code() is Code.FAILED_PRECONDITION and "cancelled" in error.details()
     else:
         assert last.state == pb.CAPTURE_STATE_CANCELLED
+    finally:
+        daemon.release.set()
     kept = place.server.admin.get(f"{BASE}/{TEAM}/captures/to-be-cancelled")
     assert kept["status"]["phase"] == "Cancelled"
     calls.DeleteCapture(pb.DeleteCaptureRequest(id=f"{TEAM}/to-be-cancelled"), timeout=CALL_SECONDS)

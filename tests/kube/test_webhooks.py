@@ -10,6 +10,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,12 +24,13 @@ from rankscope.operator.certificates.authority import Lifetimes, authorities, ne
 from rankscope.operator.certificates.roles import Use
 from rankscope.operator.certificates.rotation import OURS, CertificateRotation
 from rankscope.operator.kube.api_client import Api
+from rankscope.operator.webhooks import configuration
 from rankscope.operator.webhooks.admission import INJECT_PATH, REQUESTED_BY
 from rankscope.operator.webhooks.configuration import Address, configurations
 from rankscope.operator.webhooks.pod_injection import FOLDER, INJECTED, VOLUME
 from rankscope.operator.webhooks.webhooks import BODY_BYTES, Webhooks, WebhookSettings
 from tests.free_ports import free_port
-from tests.kube.accounts import RESEARCHER
+from tests.kube.accounts import RESEARCHER, wait_until_allowed
 from tests.kube.api_server import ApiError, ApiServer, User
 from tests.kube.fleet import OPERATOR_NAMESPACE
 from tests.kube.operator_process import OperatorProcess
@@ -36,6 +38,7 @@ from tests.kube.operator_process import OperatorProcess
 ROOT = "/apis/admissionregistration.k8s.io/v1"
 KINDS = ("mutatingwebhookconfigurations", "validatingwebhookconfigurations")
 IMAGE = "registry.example/rankscope:1"
+LONGEST_SECONDS = 30  # that an API server may wait for a webhook
 LEVEL_1 = {"KINETO_USE_DAEMON": "1", "TEARDOWN_CUPTI": "1"}
 
 Make = Callable[..., Webhooks]
@@ -48,6 +51,16 @@ def forget(server: ApiServer, name: str) -> None:
     # The API server asks for a moment longer: other tests make captures too.
     path = f"{captures('default')}?dryRun=All"
     server.wait_for(lambda: is_made(server, path, capture(steps=1)))
+
+
+@contextmanager
+def patient_api_server() -> Iterator[None]:
+    """Configurations that are made meanwhile have it wait for answers as long as it can: a pod whose review comes late
+    is made without us."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("INJECT_SECONDS", "OURS_SECONDS"):
+            patch.setattr(configuration, name, LONGEST_SECONDS)
+        yield
 
 
 def is_made(server: ApiServer, path: str, body: dict[str, Any]) -> bool:
@@ -90,9 +103,10 @@ def make(server: ApiServer, api: Api, namespace: str) -> Iterator[Make]:
         webhooks.start()
         return webhooks
 
-    yield start
+    with patient_api_server():
+        yield start
     for webhooks in made:
-        webhooks.stop()  # first, or the leader makes the configurations anew
+        webhooks.stop()  # first, or the leader recreates the configurations
     forget(server, f"rankscope-{namespace}")
 
 
@@ -133,9 +147,40 @@ def captures(namespace: str) -> str:
     return f"/apis/rankscope.dev/v1alpha1/namespaces/{namespace}/captures"
 
 
-def wait_until_asked(server: ApiServer, namespace: str) -> None:
-    """The API server hears of a configuration a moment after it was written."""
+def wait_until_asked(server: ApiServer, namespace: str, name: str = "") -> None:
+    """By the configurations of this name, as they are now, and as their webhooks are served now."""
+    wanted = name or f"rankscope-{namespace}"
+
+    def are_written() -> bool:
+        paths = [f"{ROOT}/{kind}/{wanted}" for kind in KINDS]
+        every = [server.admin.get(path)["webhooks"][0] for path in paths if server.admin.is_served(path)]
+        return len(every) == len(KINDS) and all(webhook["clientConfig"].get("caBundle") for webhook in every)
+
+    server.wait_for(are_written)
+    wait_until_read(server, namespace)
     server.wait_for(lambda: INJECTED in create(server, namespace, pod("kineto"))["metadata"].get("annotations", {}))
+
+
+def wait_until_read(server: ApiServer, namespace: str) -> None:
+    """The API server hears of configurations a moment after they were written, one after the other: when it follows
+    the one that is written here, by which it refuses something, it has read all before it."""
+    path = f"/api/v1/namespaces/{namespace}/configmaps?dryRun=All"
+    for kind in KINDS:
+        name = f"last-{next(_NUMBERS)}"
+        rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["configmaps"]}
+        webhook = {
+            "name": f"{name}.example.com",
+            "admissionReviewVersions": ["v1"],
+            "clientConfig": {"url": "https://127.0.0.1:1/"},  # where no server listens
+            "rules": [{**rule, "scope": "Namespaced"}],
+            "objectSelector": {"matchLabels": {"refused-by": name}},
+            "sideEffects": "None",
+            "failurePolicy": "Fail",
+        }
+        server.admin.create(f"{ROOT}/{kind}", {"metadata": {"name": name}, "webhooks": [webhook]})
+        body = {"metadata": {"name": name, "labels": {"refused-by": name}}}
+        server.wait_for(lambda body=body: not is_made(server, path, body))
+        server.admin.delete(f"{ROOT}/{kind}/{name}")
 
 
 def env(made: dict[str, Any], index: int = 0) -> dict[str, Any]:
@@ -225,7 +270,7 @@ def test_another_webhook_after_ours_has_us_asked_again_and_nothing_is_there_twic
     webhook["clientConfig"] |= {"caBundle": base64.b64encode(kept.authorities).decode()}
     server.admin.create(f"{ROOT}/{KINDS[0]}", {**mutating, "webhooks": [webhook]})  # after ours by its name
     try:
-        server.wait_for(lambda: len(create(server, namespace, pod("probe"))["spec"]["containers"]) == 2)
+        wait_until_read(server, namespace)
         made = create(server, namespace, pod("probe"))
     finally:
         forget(server, "z-mesh")
@@ -280,6 +325,8 @@ def test_only_the_operator_writes_a_status_and_nobody_does_while_it_is_away(
     subject = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": RESEARCHER}
     binding = {"metadata": {"name": "all"}, "roleRef": reference, "subjects": [subject]}
     server.admin.create(f"{rbac}/rolebindings", binding)
+    ours = {"apiGroups": ["rankscope.dev"], "resources": ["*"], "verbs": ["*"]}
+    wait_until_allowed(server, RESEARCHER, [ours], namespace)
     user = server.user(RESEARCHER)
     body = {"apiVersion": "rankscope.dev/v1alpha1", "metadata": {"name": "x"}}
     specs = {
@@ -368,10 +415,16 @@ def test_a_new_authority_is_taken_up_while_requests_go_on_and_none_fails(
     asking.start()
     try:
         server.wait_for(lambda: counted[0] > 3 or failures)
-        # Whatever there is now has less than a third of these left: the authority is due.
-        rotation.settings = replace(rotation.settings, lifetimes=Lifetimes(authority_seconds=5 * 365 * 86400.0))
+        # Whatever there is now has less than a third of these left: the authority is due. Nothing that it signs is
+        # served before the API server trusts it.
+        lifetimes = Lifetimes(authority_seconds=5 * 365 * 86400.0)
+        rotation.settings = replace(rotation.settings, lifetimes=lifetimes, settle_seconds=float("inf"))
         server.wait_for(lambda: len(authorities(kept()["ca.crt"])) == 2)
         during = kept()
+        bundle = base64.b64encode(during["ca.crt"]).decode()
+        server.wait_for(lambda: bundles(server, namespace) == {bundle})
+        wait_until_read(server, namespace)
+        rotation.settings = replace(rotation.settings, settle_seconds=0.0)
         assert authorities(during["ca.crt"])[1] == authorities(before["ca.crt"])[0]
         server.wait_for(lambda: (served() and counted[1] > 5) or failures)
     finally:
@@ -385,6 +438,11 @@ def test_a_new_authority_is_taken_up_while_requests_go_on_and_none_fails(
     assert ssl.get_server_certificate(("127.0.0.1", webhooks.server.port)).encode() == after["tls.crt"]
     with socket.create_connection(("127.0.0.1", webhooks.server.port), timeout=30) as held:
         newest.wrap_socket(held, server_hostname="127.0.0.1").close()
+
+
+def bundles(server: ApiServer, namespace: str) -> set[str]:
+    found = [server.admin.get(f"{ROOT}/{kind}/rankscope-{namespace}")["webhooks"] for kind in KINDS]
+    return {webhook["clientConfig"]["caBundle"] for webhooks in found for webhook in webhooks}
 
 
 def test_replicas_that_do_not_lead_serve_what_the_leader_made(server: ApiServer, namespace: str, make: Make) -> None:
@@ -457,14 +515,16 @@ def test_the_operator_serves_them_with_the_roles_of_its_account_and_no_others(
         tmp_path,
         flags=("--webhook-listen", f"127.0.0.1:{port}", "--webhook-url", url, "--probe-image", IMAGE),
     )
-    for kind, document in zip(KINDS, configurations(Address(url=url)), strict=True):
+    with patient_api_server():
+        made = configurations(Address(url=url))
+    for kind, document in zip(KINDS, made, strict=True):
         del document["metadata"]["labels"]  # as the chart has them: the operator may not make any
         server.admin.create(f"{ROOT}/{kind}", document)
     secret = {"metadata": {"name": "rankscope-webhook", "labels": OURS}}  # as the chart has it: empty
     server.admin.create(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/secrets", secret)
     try:
         operator.start()
-        wait_until_asked(server, namespace)
+        wait_until_asked(server, namespace, "rankscope")
         assert create(server, namespace, pod("probe"))["spec"]["initContainers"][0]["image"] == IMAGE
         told = operator.get("/metrics")
         assert 'rankscope_operator_reviews_total{result="changed",webhook="inject"}' in told

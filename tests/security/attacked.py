@@ -19,10 +19,10 @@ from rankscope.v1.rank_service_pb2 import ListRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from tests.certificates import Authority, Pair
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 180.0
 DAEMON, OPERATOR, METRICS = "rankscope-daemon", "rankscope-operator", "rankscope-metrics"
 SECRET = "tenant-b-secret"
-SECRET_JOB = f"10.9.8.7:29500/{SECRET}"
+SECRET_JOB = SECRET
 RANK = f"""
 export RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.9.8.7 MASTER_PORT=29500 TORCHELASTIC_RUN_ID={SECRET}
 {sys.executable} -c '
@@ -35,7 +35,11 @@ unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID
 "$@" &
 wait
 """
-_ANNOUNCED = re.compile(r"^rankscope up: metrics \S+:(\d+)/metrics, grpc \S+, grpc \S+:(\d+), alerts \S+:(\d+)/", re.M)
+_ANNOUNCED = re.compile(
+    r"^rankscope up: metrics \S+:(\d+)/metrics, grpc \S+, grpc \S+:(\d+), console \S+:(\d+)/, alerts \S+:(\d+)/", re.M
+)
+# Lines written by time, not because of a caller: the number of earlier callers, what the daemon sees, verdicts.
+_TIMED = re.compile(r"refused \d+ connections: | rankscope\.daemon\.(loop|sampler): |^\d\d:\d\d:\d\d ")
 
 
 def wait_for(condition: Callable[[], object], explain: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
@@ -68,12 +72,14 @@ class Attacked:
             "tls-client-authority": self.authority.certificate,
             "socket": self.socket,
             "capture-dir": self.captures,
+            "profile-dir": self.folder / "profiles",
             "window-seconds": 0.5,
             "stack-rate-hertz": 0,
             "gpu": "false",
             # The only one that listens where others could reach it: with TLS it may.
             "alerts-listen": "0.0.0.0:0",
             "alerts-token": self.folder / "token",
+            "console-listen": "127.0.0.1:0",
         }
         up = [sys.executable, "-m", "rankscope.cli.main", "up"]
         up += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
@@ -88,7 +94,7 @@ class Attacked:
         wait_for(lambda: _ANNOUNCED.search(self.log) or self._unshared.poll() is not None, lambda: self.log)
         announced = _ANNOUNCED.search(self.log)
         assert announced is not None, self.log
-        self.metrics_port, self.port, self.alerts_port = map(int, announced.groups())
+        self.metrics_port, self.port, self.console_port, self.alerts_port = map(int, announced.groups())
         (shell,) = _children(self._unshared.pid)
         (self.pid,) = (pid for pid in _children(shell) if b"rankscope.cli.main" in _command(pid))
         wait_for(lambda: self.honest_jobs() == {SECRET_JOB}, lambda: self.log)
@@ -104,6 +110,16 @@ class Attacked:
     @property
     def log(self) -> str:
         return (self.folder / "log").read_text(errors="replace")
+
+    @property
+    def lines(self) -> int:
+        """Lines of the log, without those that no call causes."""
+        return len([line for line in self.log.splitlines() if not _TIMED.search(line)])
+
+    def wait_for_line(self, text: str) -> None:
+        """Until the log has it; a caller may be answered first. It comes once."""
+        wait_for(lambda: text in self.log, lambda: f"{text}: not in\n{self.log}")
+        assert self.log.count(text) == 1
 
     @property
     def resident_bytes(self) -> int:

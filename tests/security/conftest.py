@@ -8,6 +8,12 @@ from tests.security.attacked import Attacked
 from tests.security.bystander import Bystander, bystander_on_a_node
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "bystander" in getattr(item, "fixturenames", ()):
+            item.add_marker("beside_a_job")
+
+
 @pytest.fixture(scope="session")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     made = Attacked(tmp_path_factory.mktemp("attacked"))

@@ -1,5 +1,5 @@
-"""A rank with a FUSE mount that stops answering: whoever touches a file there waits until the server ends, and SIGKILL
-does not help. Each way to be touched is one argument.
+"""A rank with a FUSE mount that stops answering: a process that touches a file there waits until the server ends, and
+SIGKILL does not help. Each way to be touched is one argument.
 
     library: what py-spy opens first, the file of a libpython, is on the mount
     ring:    a descriptor is named like a ring and leads to the mount

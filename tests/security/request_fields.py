@@ -9,9 +9,9 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 
-from rankscope.v1 import capture_service_pb2, job_service_pb2, policy_service_pb2, rank_service_pb2
+from rankscope.v1 import capture_service_pb2, job_service_pb2, policy_service_pb2, profile_service_pb2, rank_service_pb2
 
-FILES = (capture_service_pb2, job_service_pb2, policy_service_pb2, rank_service_pb2)
+FILES = (capture_service_pb2, job_service_pb2, policy_service_pb2, profile_service_pb2, rank_service_pb2)
 TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
@@ -27,7 +27,8 @@ class TextField:
         """With the text in this field, and what an honest caller would say in the others."""
         made: Message = message_factory.GetMessageClass(self.method.input_type)()
         for name, value in honest.items():
-            if name in self.method.input_type.fields_by_name:
+            field = self.method.input_type.fields_by_name.get(name)
+            if field is not None and not field.is_repeated:
                 setattr(made, name, value)
         inner = made
         for step in self.path[:-1]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from tests.integration.kineto_peers import CLIENT, Peer
 
@@ -13,8 +15,10 @@ NOBODY = 65534
 # An ordinary user's process with user, mount and network namespaces of its own, in which it is root. The interpreter
 # may lie where that user cannot read: program and modules are read before.
 OWN_NAMESPACES = f"""
-import array, ctypes, json, os, socket, struct, sys, time
+import array, ctypes, json, mmap, os, socket, struct, sys, time
 program = open(sys.argv[1]).read()
+for path in sys.argv[2:]:
+    library = mmap.mmap(os.open(path, os.O_RDONLY), 0, prot=mmap.PROT_READ)
 libc = ctypes.CDLL(None, use_errno=True)
 os.setgroups([]), os.setgid({NOBODY}), os.setuid({NOBODY})
 libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: or its own maps may not be written
@@ -28,9 +32,11 @@ exec(compile(program, sys.argv[1], "exec"))
 
 
 @contextmanager
-def tenant() -> Iterator[Peer]:
-    command = [sys.executable, "-I", "-S", "-c", OWN_NAMESPACES, str(CLIENT)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def tenant(*libraries: Path, **environment: str) -> Iterator[Peer]:
+    """`libraries` are mapped, as torch's would be."""
+    command = [sys.executable, "-I", "-S", "-c", OWN_NAMESPACES, str(CLIENT), *map(str, libraries)]
+    everything = {**os.environ, **environment}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=everything)
     try:
         peer = Peer(process)
         within(peer, "mount -t tmpfs none /tmp && chmod 1777 /tmp")

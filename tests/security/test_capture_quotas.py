@@ -53,7 +53,9 @@ class Usage:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._done.wait(0.005):
+        is_done = False
+        while not is_done:  # once more at the end
+            is_done = self._done.wait(0.005)
             used = 0
             with suppress(OSError):  # removed in between
                 for path in self._folder.rglob("*"):
@@ -135,14 +137,16 @@ def test_namespaces_of_one_user_leave_sockets_for_others(
         captures.observe([*ranks, rank(other, 7)], {})
         wait_for(lambda: endpoint.served_seconds(other.namespace) is not None)
         wait_for(lambda: sum(endpoint.served_seconds(one) is not None for one in served) == 3)
-        failures = [endpoint.failure(each.namespace) for each in greedy]
-        wait_for(lambda: len([one for one in failures if one]) == 3)
-        assert "uid 65534 has ranks in 6 network namespaces; 4 are served on a node" in str(failures)
+
+        def failures() -> list[str]:
+            return [failure for each in greedy if (failure := endpoint.failure(each.namespace))]
+
+        wait_for(lambda: len(failures()) == 3)
+        assert "uid 65534 has ranks in 6 network namespaces; 4 are served on a node" in str(failures())
 
 
 def test_a_job_beside_keeps_its_windows_while_another_forges_traces_and_opens_namespaces(bystander: Bystander) -> None:
-    log = bystander.folder / "log"
-    daemon = Serving(bystander.process, bystander.metrics_url, f"unix:{bystander.socket}", log, log)
+    daemon = bystander.serving
     done, failed = threading.Event(), list[str]()
 
     def attack(job: str) -> None:

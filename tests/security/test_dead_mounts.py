@@ -7,15 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.namespaces import missing_for_nodes
 from tests.security.bystander import Bystander, wait_until
 from tests.security.dead_mount import rank_with_dead_mount
 from tests.security.metrics_reading import value
 
-pytestmark = [
-    pytest.mark.skipif(missing_for_nodes() is not None, reason=str(missing_for_nodes())),
-    pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="no /dev/fuse here"),
-]
+pytestmark = pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="no /dev/fuse here")
 
 
 def test_a_py_spy_that_cannot_be_killed_is_left_behind_and_reported(bystander: Bystander, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rankscope.daemon.samples import RankProcess
 from tests.security.attacked import wait_for
 from tests.security.rank_processes import NOBODY, PORT, RankProcesses, rank_processes, rank_variables
 
-JOB = f"10.9.8.7:{PORT}/none"
+JOB = f"10.9.8.7:{PORT}"
 EVALUATION = """
 import os, subprocess, sys
 other = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}
@@ -26,12 +27,9 @@ os.execv(sys.argv[1], [sys.argv[1], "600"])
 
 
 @pytest.fixture
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
-    # Other users have to reach it.
-    folder = tmp_path_factory.mktemp("ranks")
-    folder.parent.chmod(0o755)
-    folder.parent.parent.chmod(0o755)
-    with rank_processes(folder) as made:
+def processes() -> Iterator[RankProcesses]:
+    # Other users have to reach it, and pytest's own folders are closed to them.
+    with tempfile.TemporaryDirectory() as folder, rank_processes(Path(folder)) as made:
         yield made
 
 
@@ -126,9 +124,7 @@ def test_nobody_gets_the_name_that_another_job_has_by_its_place(processes: RankP
     watch = Watch()
     local = processes.start(rank_variables(0, address="127.0.0.1"))
     ((_, named),) = watch.until(lambda found: local in found, local).items()
-    address, _, run_id = named.job.partition(f":{PORT}/")
-    forged = rank_variables(1, address=address, TORCHELASTIC_RUN_ID=run_id)
-    squatter = processes.start(forged, uid=NOBODY)
+    squatter = processes.start(rank_variables(1, RANKSCOPE_RUN=named.job), uid=NOBODY)
     found = watch.until(lambda found: squatter in found, local, squatter)
     assert found[local].job == named.job
     assert found[squatter].job != named.job
@@ -150,7 +146,7 @@ def test_a_rank_stays_when_its_child_carries_other_rank_variables(processes: Ran
             os.kill(child, 9)
             rank.kill()
     assert (found[rank.pid].job, found[rank.pid].rank) == (JOB, 1)
-    assert found[child].job == "10.9.8.7:1/none"
+    assert found[child].job == "10.9.8.7:1"
 
 
 def test_the_uids_of_a_user_namespace_are_its_makers(processes: RankProcesses) -> None:

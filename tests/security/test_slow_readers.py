@@ -11,12 +11,12 @@ from typing import Any, BinaryIO, cast
 import grpc
 import pytest
 
-from rankscope.daemon.captures.service import capture_service
-from rankscope.daemon.server.grpc_server import DOWNLOADS_LIMIT, SHORT_CALL_THREADS, GrpcServer, rank_service
+from rankscope.daemon.captures.service import CaptureServicer
+from rankscope.daemon.server.grpc_server import DOWNLOADS_LIMIT, SHORT_CALL_THREADS, GrpcServer, Service, rank_service
 from rankscope.daemon.server.sockets import SocketLock
 from rankscope.daemon.windows.broadcast import QUEUED_TICKS, Publisher, Tick
 from rankscope.v1.capture_service_pb2 import DownloadArtifactRequest
-from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
+from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub, add_CaptureServiceServicer_to_server
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import ListRanksRequest, WatchRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
@@ -25,7 +25,7 @@ from tests.security.attacked import wait_for
 from tests.unit.daemon import window_makers as make
 
 READERS = 4
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 180.0
 ARTIFACT = bytes(8 << 20)
 # Small enough that a caller that does not read is soon waited for.
 UNREAD = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
@@ -53,7 +53,9 @@ def publisher() -> Publisher:
 def target(tmp_path: Path, publisher: Publisher) -> Iterator[str]:
     config = make.config(socket=str(tmp_path / "d.sock"), watch_readers=READERS)
     lock = SocketLock(Path(config.socket))
-    services = (rank_service("node", publisher), capture_service(cast(Any, None), _Artifacts()))
+    servicer = CaptureServicer(cast(Any, None), _Artifacts())
+    captures = Service.of("CaptureService", add_CaptureServiceServicer_to_server, servicer)
+    services = (rank_service("node", publisher), captures)
     server = GrpcServer(services, lock, config)
     try:
         yield server.targets[0]

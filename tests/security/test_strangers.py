@@ -69,17 +69,17 @@ def test_every_method_is_denied_to_other_roles_of_the_authority_before_a_word_of
                 code, text = refusal(channel, method, body)
                 assert code is grpc.StatusCode.PERMISSION_DENIED, method
                 attacked.check_manners(text)
-    assert attacked.log.count(f"its certificate is of {role!r}") == 1
+    attacked.wait_for_line(f"its certificate is of {role!r}")
 
 
 def test_an_operator_that_sends_garbage_is_told_so_and_nothing_is_logged(attacked: Attacked) -> None:
-    before = len(attacked.log.splitlines())
+    before = attacked.lines
     with attacked.channel(attacked.operator) as channel:
         for body in (b"\xff\xff\xff", b"\x0a\x02\xff\xfe"):
             method = "/rankscope.v1.RankService/ListRanks"
             code, text = refusal(channel, method, body)
             assert (code, text) == (grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be read")
-    assert len(attacked.log.splitlines()) == before
+    assert attacked.lines == before
 
 
 def test_calls_that_another_role_begins_and_leaves_alone_take_no_thread(attacked: Attacked) -> None:
@@ -117,14 +117,14 @@ def test_metrics_behind_tls_are_for_scrapers_with_a_certificate_and_health_for_e
             assert b" 403 " in answer
             attacked.check_manners(answer.decode())
             assert b" 200 " in metrics_answer(attacked, pair, "/healthz")
-    assert attacked.log.count("refused /metrics to 127.0.0.1: its certificate is of ''") == 1
-    assert attacked.log.count(f"refused /metrics to 127.0.0.1: its certificate is of '{DAEMON}'") == 1
+    attacked.wait_for_line("refused /metrics to 127.0.0.1: its certificate is of ''")
+    attacked.wait_for_line(f"refused /metrics to 127.0.0.1: its certificate is of '{DAEMON}'")
     foreign = attacked.other_authority.issue("metrics", METRICS)
     expired = issue("old", METRICS, lasts=timedelta(days=-1))
     for pair in (foreign, expired, foreign):
         with pytest.raises((ssl.SSLError, ConnectionError)):
             metrics_answer(attacked, pair, "/metrics")
-    assert attacked.log.count(f"port {attacked.metrics_port}: refused 127.0.0.1: certificate verify failed") == 1
+    attacked.wait_for_line(f"port {attacked.metrics_port}: refused 127.0.0.1: certificate verify failed")
     for path in ("/metrics/../../etc/passwd", "/..%2f..%2fetc/passwd", "//etc/passwd", "/metrics%00"):
         answer = metrics_answer(attacked, attacked.operator, path)
         assert b" 404 " in answer
@@ -133,7 +133,8 @@ def test_metrics_behind_tls_are_for_scrapers_with_a_certificate_and_health_for_e
 
 def test_nothing_listens_but_what_is_documented_and_nothing_others_can_reach_is_without_tls(attacked: Attacked) -> None:
     found = listening(attacked.pid)
-    assert {port for _, port in found} == {attacked.port, attacked.metrics_port, attacked.alerts_port}
+    documented = {attacked.port, attacked.metrics_port, attacked.console_port, attacked.alerts_port}
+    assert {port for _, port in found} == documented
     for address, port in found:
         if not is_loopback(address):
             assert speaks_tls(port), (address, port)

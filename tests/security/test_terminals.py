@@ -32,7 +32,7 @@ from rankscope.v1 import identity_pb2, job_service_pb2, window_pb2
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceServicer, add_CaptureServiceServicer_to_server
 from rankscope.v1.job_service_pb2_grpc import JobServiceServicer, add_JobServiceServicer_to_server
 
-HANG_SECONDS = 60.0
+HANG_SECONDS = 180.0
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
 NAMES = [
     "[/b]",
@@ -90,7 +90,7 @@ class HostileJobs(JobServiceServicer):
             wait_source=name,
             stacks=window_pb2.StackSummary(
                 phase_shares={name: 1.0},
-                frames=[window_pb2.FrameShare(function=name, file=f"/{name}.py", line=1, share=1.0, leaf_share=1.0)],
+                frames=[window_pb2.FrameShare(function=name, file=f"/{name}.py", line=1, share=1.0, own_share=1.0)],
             ),
         )
         verdict = verdict_message(Verdict(kind=Kind.INSUFFICIENT_DATA, reason=name), 0.0)
@@ -159,7 +159,7 @@ def served(servicer: JobServiceServicer | CaptureServiceServicer) -> Iterator[st
 
 def test_top_shows_the_names_of_a_hostile_job() -> None:
     with served(HostileJobs()) as endpoint:
-        code, received = run_on_terminal(["top", "--once", "--endpoint", endpoint])
+        code, received = run_on_terminal(["top", "--once", "--connect", endpoint])
     assert code == 0, received
     assert_shown_and_not_obeyed(received)
     for name in ("[/b]", "[link=https://evil.example]click[/link]", "[bold red]fine[/]", ":smiley:"):
@@ -169,7 +169,7 @@ def test_top_shows_the_names_of_a_hostile_job() -> None:
 @pytest.mark.parametrize("action", [["ls"], ["show", "c1"], ["cancel", "c1"]], ids=lambda action: str(action[0]))
 def test_captures_show_the_texts_of_a_hostile_daemon(action: list[str]) -> None:
     with served(HostileCaptures(1, 1)) as endpoint:
-        _, received = run_on_terminal(["captures", *action, "--endpoint", endpoint])
+        _, received = run_on_terminal(["captures", *action, "--connect", endpoint])
     assert_shown_and_not_obeyed(received)
     assert b"[/b]" in received
 
@@ -355,14 +355,14 @@ def test_a_socket_directory_that_somebody_else_prepared_is_not_used(
     )
     assert finished.returncode != 0
     assert ("is not trusted" in finished.stderr) == (trap != "own"), finished.stderr
-    assert "--endpoint" in finished.stderr
+    assert "--connect" in finished.stderr
 
 
 def test_a_download_ends_where_the_capture_says_and_not_when_the_disk_is_full(tmp_path: Path) -> None:
     hostile = HostileCaptures(announced=200_000, sent=None)
     with served(hostile) as endpoint:
         code, received = run_on_terminal(
-            ["captures", "get", "c1", "--rank=0", f"--output={tmp_path}", f"--endpoint={endpoint}"]
+            ["captures", "get", "c1", "--rank=0", f"--output={tmp_path}", f"--connect={endpoint}"]
         )
     assert code == 1, received
     assert b"more comes than the 200000 bytes" in received
@@ -374,7 +374,7 @@ def test_a_download_that_is_announced_too_large_does_not_begin(tmp_path: Path) -
     hostile = HostileCaptures(1 << 50, sent=None)
     with served(hostile) as endpoint:
         code, received = run_on_terminal(
-            ["captures", "get", "c1", "--rank=0", f"--output={tmp_path}", f"--endpoint={endpoint}"]
+            ["captures", "get", "c1", "--rank=0", f"--output={tmp_path}", f"--connect={endpoint}"]
         )
     assert code == 2, received
     assert b"--max-bytes" in received
@@ -385,7 +385,7 @@ def test_a_download_that_does_not_fit_the_disk_does_not_begin(tmp_path: Path) ->
     hostile = HostileCaptures(1 << 50, sent=None)
     with served(hostile) as endpoint:
         code, received = run_on_terminal(
-            ["captures", "get", "c1", f"--max-bytes={1 << 60}", f"--output={tmp_path}", f"--endpoint={endpoint}"]
+            ["captures", "get", "c1", f"--max-bytes={1 << 60}", f"--output={tmp_path}", f"--connect={endpoint}"]
         )
     assert code == 1, received
     assert b"do not fit" in received

@@ -106,5 +106,5 @@ def _dropped(asked: Any, kept: Any, where: str) -> list[str]:
         kept = kept if isinstance(kept, list) else []
         padded = [*kept, *[None] * (len(asked) - len(kept))]
         return [name for i, value in enumerate(asked) for name in _dropped(value, padded[i], f"{where}[{i}]")]
-    # False, zero and "" are often left out in the answer, quantities are written anew: only presence counts.
+    # False, zero and "" are often left out in the answer, quantities are rewritten: only presence counts.
     return [where] if asked and kept is None else []

@@ -16,8 +16,20 @@ _NOTHING_OPTIONAL: Values = {
 }
 _MONITORED: Values = {
     "metrics": {
-        "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}, "interval": "10s"},
-        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}, "interval": "10s"},
+        "podMonitor": {
+            "enabled": True,
+            "labels": {"release": "prometheus"},
+            "interval": "10s",
+            "scrapeTimeout": "5s",
+            "metricRelabelings": [{"action": "drop", "sourceLabels": ["__name__"], "regex": "go_.*"}],
+        },
+        "serviceMonitor": {
+            "enabled": True,
+            "labels": {"release": "prometheus"},
+            "interval": "10s",
+            "scrapeTimeout": "5s",
+            "metricRelabelings": [{"action": "drop", "sourceLabels": ["__name__"], "regex": "go_.*"}],
+        },
     },
     "prometheusRule": {
         "enabled": True,
@@ -25,6 +37,7 @@ _MONITORED: Values = {
         "thresholds": {"exposed_communication_ratio": 0.45},
         "runbookUrl": "https://wiki.example/runbooks",
         "grafanaUrl": "https://grafana.internal",
+        "consoleUrl": "https://console.internal/rankscope/",
     },
     "dashboards": {"enabled": True, "annotations": {"grafana_folder": "Training"}},
 }
@@ -37,6 +50,16 @@ _HIGHLY_AVAILABLE: Values = {
     "mfuTarget": 0.4,
     "podSelector": "team=research",
     "nodeConditions": True,
+    "console": {
+        "enabled": True,
+        "names": ["rankscope.example"],
+        "prometheusUrl": "http://prometheus.monitoring:9090",
+        "proxy": {"name": "login-proxy", "authorityConfigMap": "login-proxy-ca"},
+    },
+}
+_CA_BUNDLE: Values = {
+    "extraVolumes": [{"name": "ca-bundle", "configMap": {"name": "ca-bundle"}}],
+    "extraVolumeMounts": [{"name": "ca-bundle", "mountPath": "/etc/ssl/extra", "readOnly": True}],
 }
 _PEERS = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
 
@@ -56,7 +79,7 @@ COMBINATIONS: dict[str, Values] = {
         "image": {"registry": "registry.internal:5000/ml", "tag": "0.1.0-custom", "pullSecrets": [{"name": "regcred"}]},
     },
     "monitored": _MONITORED,
-    "sharded": {"operator": _HIGHLY_AVAILABLE},
+    "sharded": {"operator": _HIGHLY_AVAILABLE, "nameOverride": "profiler", "fullnameOverride": "ml-profiler"},
     "daemons-alone": {"operator": {"enabled": False}, "tls": {"mode": "existing"}},
     "operator-alone": {
         "daemon": {"enabled": False},
@@ -67,10 +90,12 @@ COMBINATIONS: dict[str, Values] = {
     "everything": {
         **_MONITORED,
         "metrics": {**_MONITORED["metrics"], "tls": True},
+        "prometheusRule": {**_MONITORED["prometheusRule"], "consoleUrl": ""},
         "commonLabels": {"team": "platform"},
         "image": {"pullPolicy": "Always", "pullSecrets": [{"name": "regcred"}]},
         "operator": {
             **_HIGHLY_AVAILABLE,
+            **_CA_BUNDLE,
             "logLevel": "debug",
             "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
             "podAnnotations": {"example.com/owner": "platform"},
@@ -78,13 +103,21 @@ COMBINATIONS: dict[str, Values] = {
             "serviceAccount": {"annotations": {"example.com/role": "rankscope"}},
             "nodeSelector": {"pool": "infra"},
         },
+        "openshift": {"enabled": True},
         "daemon": {
+            **_CA_BUNDLE,
             "kinetoSocketDir": "/run/rankscope/kineto",
             "windowSeconds": 0.5,
             "budgetRatio": 0.005,
             "metricsDetail": "full",
             "logLevel": "debug",
             "captures": {"uploadUrl": "s3://traces/fleet", "quotaBytes": 2147483648, "quotaSeconds": 86400},
+            "profilePush": {
+                "url": "https://pyroscope.monitoring:4040",
+                "tenant": "team-a",
+                "secretName": "pyroscope",
+                "authorityConfigMap": "pyroscope-ca",
+            },
             "dutyCycle": {"steps": 5, "seconds": 900, "budgetRatio": 0.001},
             "gpu": {"runtimeClassName": "nvidia", "dcgmUrl": "http://$(HOST_IP):9400/metrics", "intervalSeconds": 0.5},
             "socket": {"hostPath": "/run/rankscope"},

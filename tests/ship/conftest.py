@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +15,7 @@ from tests.ship.helm import NAMESPACE, Document, Helm
 
 # What the API server of the tests is, and the newest that manifests can be checked for.
 OLD, NEW = "1.20.2", "1.37.0"
-# Rendered for NEW as well: with everything that differs between the two. Each call takes an emulator four seconds.
+# Rendered for NEW as well: with everything that differs between the two.
 RENDERED_TWICE = ("default", "everything")
 
 
@@ -58,21 +55,13 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
 def all_rendered(helm: Helm) -> dict[tuple[str, str], Rendered]:
     """By name and version of Kubernetes."""
 
-    def render(case: tuple[str, str]) -> Rendered:
-        name, version = case
-        return Rendered(helm.template(f"{name}-{version}", COMBINATIONS[name], "--kube-version", version))
-
-    cases = [*((name, OLD) for name in COMBINATIONS), *((name, NEW) for name in RENDERED_TWICE)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(cases, pool.map(render, cases), strict=True))
+    found = {}
+    for version, names in ((OLD, tuple(COMBINATIONS)), (NEW, RENDERED_TWICE)):
+        made = helm.template_all({name: COMBINATIONS[name] for name in names}, "--kube-version", version)
+        found |= {(name, version): Rendered(documents) for name, documents in made.items()}
+    return found
 
 
 @pytest.fixture(scope="session")
 def rendered(all_rendered: dict[tuple[str, str], Rendered]) -> dict[str, Rendered]:
     return {name: found for (name, version), found in all_rendered.items() if version == OLD}
-
-
-@pytest.fixture(scope="session")
-def cluster_helm(server: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> Helm:
-    folder: Path = tmp_path_factory.mktemp("cluster-helm")
-    return Helm(folder, server.admin.kubeconfig(folder / "kubeconfig"))

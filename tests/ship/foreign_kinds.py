@@ -50,7 +50,6 @@ _ENDPOINT = _object(
         "pattern": "^(0|(([0-9]+)y)?(([0-9]+)w)?(([0-9]+)d)?(([0-9]+)h)?(([0-9]+)m)?(([0-9]+)s)?(([0-9]+)ms)?)$",
     },
     scrapeTimeout=_TEXT,
-    honorLabels=_TRUTH,
     honorTimestamps=_TRUTH,
     bearerTokenSecret=_SECRET_KEY,
     authorization=_object(type=_TEXT, credentials=_SECRET_KEY),
@@ -83,7 +82,7 @@ _RULE = _object(
 )
 _ISSUER = _object(("name",), name=_TEXT, kind=_TEXT, group=_TEXT)
 
-# Group, version, kind, plural, schema of the spec.
+# Group, version, kind, plural, schema of the spec; kinds of a namespace.
 KINDS: tuple[tuple[str, str, str, str, Schema], ...] = (
     (
         "monitoring.coreos.com",
@@ -157,15 +156,64 @@ KINDS: tuple[tuple[str, str, str, str, Schema], ...] = (
         _object(selfSigned=_object(), ca=_object(("secretName",), secretName=_TEXT)),
     ),
 )
+# OpenShift's, of the cluster and without a spec. Lists may be null.
+_TYPED = _object(("type",), type=_TEXT)
+CONSTRAINTS = _object(
+    (
+        "allowHostDirVolumePlugin",
+        "allowHostIPC",
+        "allowHostNetwork",
+        "allowHostPID",
+        "allowHostPorts",
+        "allowPrivilegedContainer",
+        "allowedCapabilities",
+        "defaultAddCapabilities",
+        "priority",
+        "readOnlyRootFilesystem",
+        "requiredDropCapabilities",
+        "volumes",
+    ),
+    **dict.fromkeys(
+        (
+            "allowHostDirVolumePlugin",
+            "allowHostIPC",
+            "allowHostNetwork",
+            "allowHostPID",
+            "allowHostPorts",
+            "allowPrivilegeEscalation",
+            "allowPrivilegedContainer",
+            "readOnlyRootFilesystem",
+        ),
+        _TRUTH,
+    ),
+    **dict.fromkeys(
+        (
+            "allowedCapabilities",
+            "defaultAddCapabilities",
+            "groups",
+            "requiredDropCapabilities",
+            "seccompProfiles",
+            "users",
+            "volumes",
+        ),
+        _TEXTS | {"nullable": True},
+    ),
+    **dict.fromkeys(("fsGroup", "runAsUser", "seLinuxContext", "supplementalGroups"), _TYPED),
+    priority=_NUMBER | {"nullable": True},
+)
+FOREIGN = {kind for _, _, kind, _, _ in KINDS} | {"SecurityContextConstraints"}
 
 
 def install(server: ApiServer) -> None:
-    for group, version, kind, plural, spec in KINDS:
+    kinds = [(*each[:4], "Namespaced", _object(("spec",), spec=each[4])) for each in KINDS]
+    constraints = "securitycontextconstraints"
+    kinds.append(("security.openshift.io", "v1", "SecurityContextConstraints", constraints, "Cluster", CONSTRAINTS))
+    for group, version, kind, plural, scope, schema in kinds:
         served = {
             "name": version,
             "served": True,
             "storage": True,
-            "schema": {"openAPIV3Schema": _object(("spec",), spec=spec)},
+            "schema": {"openAPIV3Schema": schema},
         }
         server.admin.create(
             "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
@@ -173,11 +221,11 @@ def install(server: ApiServer) -> None:
                 "metadata": {"name": f"{plural}.{group}"},
                 "spec": {
                     "group": group,
-                    "scope": "Namespaced",
+                    "scope": scope,
                     "names": {"kind": kind, "plural": plural, "singular": kind.lower()},
                     "versions": [served],
                 },
             },
         )
-    for group, version, _, plural, _ in KINDS:
+    for group, version, _, plural, _, _ in kinds:
         server.wait_for(lambda path=f"/apis/{group}/{version}/{plural}": server.admin.is_served(path))

@@ -12,14 +12,24 @@ from pathlib import Path
 import pytest
 
 from tests.integration.capture_jobs import AS_NOBODY, RANKS, CaptureJob, capture, capture_job, job_name
-from tests.integration.daemon_process import MAIN, Serving, serving
+from tests.integration.daemon_process import MAIN, Serving, run_of, serving
 from tests.integration.private_tmp import PRIVATE_TMP
-from tests.ship.conftest import Rendered
+from tests.ship.combinations import COMBINATIONS
+from tests.ship.conftest import OLD, Rendered
+from tests.ship.helm import Helm
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(os.geteuid() != 0, reason="needs namespaces: run as root")]
 RUN = f"privileges-{os.getpid()}"
 # A read-only root, but for the folder that stands for the pod's volumes.
 ENTER = f'mount --bind "$0" "$0" && {PRIVATE_TMP} && mount -o remount,bind,ro / && exec "$@"'
+
+
+@pytest.fixture(scope="module")
+def rendered(helm: Helm) -> dict[str, Rendered]:
+    """Only what is run here: helm takes a second and a half for each combination of values."""
+    values = {name: COMBINATIONS[name] for name in ("default", "no-namespace-entry")}
+    made = helm.template_all(values, "--kube-version", OLD)
+    return {name: Rendered(documents) for name, documents in made.items()}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +68,7 @@ def has_stacks(serving: Serving, name: str) -> bool:
         for found, labels, value in serving.scrape()
         if found == "rankscope_rank_stack_samples_total" and value > 0
     ]
-    return len({labels["rank"] for labels in samples if labels["job"] == name}) == RANKS
+    return len({labels["rank"] for labels in samples if run_of(labels) == name}) == RANKS
 
 
 def test_the_charts_daemon_reads_and_captures_a_job_of_another_user_and_leaves_nothing_in_its_pod(
@@ -68,7 +78,7 @@ def test_the_charts_daemon_reads_and_captures_a_job_of_another_user_and_leaves_n
         name = job_name(full, RUN)
         full.wait_until(lambda: has_stacks(full, name))
         full.wait_until(lambda: (full.value("rankscope_capture_clients") or 0) >= RANKS)
-        status, report = capture(full, "--job", name, "--steps", "2")
+        status, report = capture(full, "--run", name, "--steps", "2")
         assert status == 0, (report, full.log)
         assert {rank["backend"] for rank in report["ranks"]} == {"kineto"}
         assert job.files_left(report["ranks"][0]["pid"]) == []
@@ -82,7 +92,7 @@ def test_without_entering_namespaces_all_but_captures_by_libkineto_goes_on_and_i
     with daemon(folder / "outside", *held) as outside:
         name = job_name(outside, RUN)
         outside.wait_until(lambda: has_stacks(outside, name))
-        status, report = capture(outside, "--job", name, "--ranks", "0", "--steps", "2")
+        status, report = capture(outside, "--run", name, "--ranks", "0", "--steps", "2")
         assert status == 0, (report, outside.log)
         (rank,) = report["ranks"]
         assert rank["backend"] == "probe"
@@ -105,4 +115,4 @@ def test_without_reading_what_belongs_to_others_no_rank_of_another_user_is_seen(
     held = [name for name in capabilities(rendered["default"]) if name != "dac_read_search"]
     with daemon(folder / "no-reading", *held) as less:
         less.wait_for_words("cannot be read")
-        assert not [labels for _, labels, _ in less.scrape() if RUN in labels.get("job", "")]
+        assert not [labels for _, labels, _ in less.scrape() if RUN in run_of(labels)]

@@ -14,7 +14,7 @@ import yaml
 
 from rankscope.cli import daemon, operator
 from rankscope.operator.kube.crds import KINDS, definition
-from rankscope.operator.runs.daemon_streams import read_daemon_pod
+from rankscope.operator.runs.daemon_streams import SELECTOR, read_daemon_pod
 from rankscope.operator.webhooks.configuration import MADE_BY, Address, configurations
 from rankscope.operator.webhooks.webhooks import WebhookSettings
 from tests.kube.accounts import CLUSTER_ROLES, NAMESPACE_ROLES, PEOPLES_ROLES
@@ -27,11 +27,13 @@ FILLED = {"$(NODE_NAME)": "node-a", "$(POD_NAME)": "operator-0", "$(HOST_IP)": "
 
 
 def pod_specs(rendered: Rendered) -> Iterator[tuple[str, Document]]:
+    """By component: daemon, operator, test."""
     for document in rendered.documents:
+        component = document["metadata"]["labels"]["app.kubernetes.io/component"]
         if document["kind"] in ("DaemonSet", "Deployment"):
-            yield document["metadata"]["name"], document["spec"]["template"]["spec"]
+            yield component, document["spec"]["template"]["spec"]
         elif document["kind"] == "Pod":
-            yield document["metadata"]["name"], document["spec"]
+            yield component, document["spec"]
 
 
 def arguments(spec: Document) -> list[str]:
@@ -46,19 +48,19 @@ def arguments(spec: Document) -> list[str]:
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_the_programs_understand_every_flag_they_are_started_with(rendered: dict[str, Rendered], name: str) -> None:
     specs = dict(pod_specs(rendered[name]))
-    if "rankscope-daemon" in specs:
+    if "daemon" in specs:
         parser = argparse.ArgumentParser(exit_on_error=False)
         daemon.add_arguments(parser)
-        config = daemon.read_settings(parser.parse_args(arguments(specs["rankscope-daemon"]))).config
+        config = daemon.read_settings(parser.parse_args(arguments(specs["daemon"]))).config
         assert config.node == "node-a"
-        assert specs["rankscope-daemon"]["containers"][0]["command"] == ["rankscope", "daemon"]
-    if "rankscope-operator" in specs:
+        assert specs["daemon"]["containers"][0]["command"] == ["rankscope", "daemon"]
+    if "operator" in specs:
         parser = argparse.ArgumentParser(exit_on_error=False)
         operator.add_arguments(parser)
-        parsed = parser.parse_args(arguments(specs["rankscope-operator"]))
+        parsed = parser.parse_args(arguments(specs["operator"]))
         assert (parsed.namespace, parsed.identity) == (NAMESPACE, "operator-0")
         assert parsed.fleet_certificates or parsed.tls_certificate
-        assert specs["rankscope-operator"]["containers"][0]["command"] == ["rankscope", "operator"]
+        assert specs["operator"]["containers"][0]["command"] == ["rankscope", "operator"]
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
@@ -86,21 +88,21 @@ def test_no_pod_has_more_rights_than_it_needs(rendered: dict[str, Rendered], nam
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, who
         assert not spec.get("hostNetwork") and not spec.get("hostIPC"), who
         assert container["resources"]["requests"] and container["resources"]["limits"]["memory"], who
-        if who == "rankscope-daemon":
+        if who == "daemon":
             assert set(security["capabilities"]["add"]) <= {"SYS_PTRACE", "DAC_READ_SEARCH", "SYS_ADMIN"}
             assert spec["hostPID"] is True
             assert spec["automountServiceAccountToken"] is False
         else:
             assert "add" not in security["capabilities"] and not spec.get("hostPID"), who
             assert spec["securityContext"]["runAsNonRoot"] is True and spec["securityContext"]["runAsUser"] > 0, who
-            assert spec["automountServiceAccountToken"] is (who == "rankscope-operator")
+            assert spec["automountServiceAccountToken"] is (who == "operator")
     for account in rendered[name].all("ServiceAccount"):
         assert account["automountServiceAccountToken"] is False
 
 
 def test_sys_admin_is_for_entering_namespaces_alone(rendered: dict[str, Rendered]) -> None:
     def added(name: str) -> list[str]:
-        (container,) = dict(pod_specs(rendered[name]))["rankscope-daemon"]["containers"]
+        (container,) = dict(pod_specs(rendered[name]))["daemon"]["containers"]
         return list(container["securityContext"]["capabilities"]["add"])
 
     assert "SYS_ADMIN" in added("default")
@@ -126,7 +128,8 @@ def test_roles_are_bound_to_the_operator_alone_and_are_those_that_the_tests_run_
         assert "*" not in json.dumps(role["rules"])
     for binding in (*rendered[name].all("ClusterRoleBinding"), *rendered[name].all("RoleBinding")):
         assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) in roles
-        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "rankscope-operator", "namespace": NAMESPACE}]
+        (account,) = {spec["serviceAccountName"] for who, spec in pod_specs(rendered[name]) if who == "operator"}
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": NAMESPACE}]
 
 
 def test_where_it_can_the_api_server_asks_nobody_about_a_status_that_the_operator_writes(
@@ -152,7 +155,7 @@ def test_kinds_webhooks_and_rules_are_those_of_the_code(rendered: dict[str, Rend
         held = rendered["default"].one(wanted["kind"], settings.configuration)
         # Also that there is no caBundle: what helm does not know it does not take away.
         assert held["webhooks"] == wanted["webhooks"]
-        # Else the operator would write all of it anew, and not only the authority.
+        # Else the operator would rewrite all of it, and not only the authority.
         assert not MADE_BY.items() <= held["metadata"]["labels"].items()
     groups = [group for name in ("recording", "alerts") for group in read(ROOT / f"rules/{name}.yaml")["groups"]]
     (made,) = rendered["monitored"].all("PrometheusRule")
@@ -165,6 +168,15 @@ def test_kinds_webhooks_and_rules_are_those_of_the_code(rendered: dict[str, Rend
     changed = [mine for mine, given in rules if mine["expr"] != given["expr"]]
     assert changed == [{"record": "rankscope:threshold:exposed_communication_ratio", "expr": "vector(0.45)"}]
     assert "https://rankscope.dev/runbooks" not in json.dumps(made) and "grafana.example" not in json.dumps(made)
+
+
+def test_alerts_about_a_run_link_to_the_console_where_it_has_an_address(rendered: dict[str, Rendered]) -> None:
+    (linking,) = rendered["monitored"].all("PrometheusRule")
+    alerts = [rule["annotations"] for group in linking["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
+    linked = [each for each in alerts if "var-run=" in each["dashboard_url"]]
+    assert linked == [each for each in alerts if "console_url" in each] != []
+    assert all(each["console_url"].startswith("https://console.internal/rankscope/?run=") for each in linked)
+    assert "console_url" not in json.dumps(rendered["everything"].all("PrometheusRule"))
 
 
 def test_dashboards_are_those_of_the_repository(rendered: dict[str, Rendered]) -> None:
@@ -181,16 +193,78 @@ def test_the_operator_finds_the_daemons_by_the_labels_and_the_port_that_they_hav
     metadata = {**template["metadata"], "name": "d", "namespace": NAMESPACE, "uid": "u", "creationTimestamp": "x"}
     pod = read_daemon_pod({"metadata": metadata, "spec": {**template["spec"], "nodeName": "n"}, "status": status})
     assert pod is not None and pod.address == "10.0.0.7:9465"
-    labels = template["metadata"]["labels"]
-    assert (labels["app.kubernetes.io/name"], labels["app.kubernetes.io/component"]) == ("rankscope", "daemon")
+    for name in ("default", "sharded"):  # also under another name
+        (daemons,) = rendered[name].all("DaemonSet")
+        labels = daemons["spec"]["template"]["metadata"]["labels"]
+        assert set(SELECTOR.split(",")) <= {f"{key}={value}" for key, value in labels.items()}
 
 
-def test_what_is_scraped_keeps_the_labels_of_the_training_job(rendered: dict[str, Rendered]) -> None:
+def test_scrapes_work_where_nobody_may_keep_labels(rendered: dict[str, Rendered]) -> None:
     (daemons,) = rendered["monitored"].all("PodMonitor")[0]["spec"]["podMetricsEndpoints"]
     (operators,) = rendered["monitored"].all("ServiceMonitor")[0]["spec"]["endpoints"]
     for endpoint in (daemons, operators):
-        assert endpoint["honorLabels"] is True
-        assert endpoint["relabelings"][0] == {"action": "labeldrop", "regex": "namespace|pod|container|service"}
+        assert "honorLabels" not in endpoint
+
+
+def test_names_can_be_overridden_and_everything_still_finds_each_other(rendered: dict[str, Rendered]) -> None:
+    found = rendered["sharded"]
+    assert found.one("DaemonSet", "ml-profiler-daemon")["spec"]["selector"]["matchLabels"] == {
+        "app.kubernetes.io/name": "profiler",
+        "app.kubernetes.io/component": "daemon",
+    }
+    spec = dict(pod_specs(found))["operator"]
+    assert {account["metadata"]["name"] for account in found.all("ServiceAccount")} == {
+        "ml-profiler-operator",
+        "ml-profiler-daemon",
+    }
+    services = {service["metadata"]["name"] for service in found.all("Service")}
+    assert services == {"ml-profiler-operator", "ml-profiler-webhook"}
+    # The certificates that the operator issues are for these Services.
+    assert {
+        f"--api-name=ml-profiler-operator.{NAMESPACE}.svc",
+        "--webhook-service=ml-profiler-webhook",
+    } <= set(arguments(spec))
+    called = {
+        webhook["clientConfig"]["service"]["name"]
+        for kind in ("MutatingWebhookConfiguration", "ValidatingWebhookConfiguration")
+        for webhook in found.one(kind, "rankscope")["webhooks"]
+    }
+    assert called == {"ml-profiler-webhook"}
+
+
+def test_monitors_have_the_scrape_settings_of_their_values(rendered: dict[str, Rendered]) -> None:
+    metrics = COMBINATIONS["monitored"]["metrics"]
+    (daemons,) = rendered["monitored"].all("PodMonitor")[0]["spec"]["podMetricsEndpoints"]
+    (operators,) = rendered["monitored"].all("ServiceMonitor")[0]["spec"]["endpoints"]
+    for endpoint, values in ((daemons, metrics["podMonitor"]), (operators, metrics["serviceMonitor"])):
+        for setting in ("interval", "scrapeTimeout", "metricRelabelings"):
+            assert endpoint[setting] == values[setting]
+
+
+@pytest.mark.parametrize("component", ["daemon", "operator"])
+def test_a_pod_has_the_extra_volumes_of_its_values(rendered: dict[str, Rendered], component: str) -> None:
+    values = COMBINATIONS["everything"][component]
+    spec = dict(pod_specs(rendered["everything"]))[component]
+    assert values["extraVolumes"][0] in spec["volumes"]
+    assert values["extraVolumeMounts"][0] in spec["containers"][0]["volumeMounts"]
+
+
+@pytest.mark.parametrize("component", ["daemon", "operator"])
+def test_openshifts_constraints_allow_what_the_pod_asks_for_and_nothing_else(
+    rendered: dict[str, Rendered], component: str
+) -> None:
+    allowed = rendered["everything"].one("SecurityContextConstraints", f"rankscope-{component}")
+    spec = dict(pod_specs(rendered["everything"]))[component]
+    assert allowed["users"] == [f"system:serviceaccount:{NAMESPACE}:{spec['serviceAccountName']}"]
+    security = spec["containers"][0]["securityContext"]
+    assert allowed["allowedCapabilities"] == security["capabilities"].get("add", [])
+    assert allowed["allowHostPID"] is bool(spec.get("hostPID"))
+    assert allowed["allowHostDirVolumePlugin"] is any("hostPath" in volume for volume in spec["volumes"])
+    kinds = {kind for volume in spec["volumes"] for kind in volume if kind != "name"}
+    assert kinds <= set(allowed["volumes"])
+    if component == "daemon":
+        assert spec["securityContext"]["seLinuxOptions"] == {"type": "spc_t"}
+    assert not rendered["default"].all("SecurityContextConstraints")
 
 
 def read(path: Path) -> Any:

@@ -57,13 +57,18 @@ def test_values_that_do_not_go_together_are_refused_with_the_next_step(helm: Hel
                 "namespaceEntry": False,
                 "dutyCycle": {"steps": 3},
                 "gpu": {"enabled": False, "dcgmUrl": "http://x"},
+                "profilePush": {"url": "http://x", "secretName": "token"},
             },
-            "operator": {"enabled": False},
+            "operator": {"enabled": False, "console": {"enabled": True, "port": 9468, "proxy": {"name": "login"}}},
             "alerts": {"enabled": True},
+            "api": {"enabled": False},
         },
     )
-    assert told.count("Next step:") >= 3, told
-    for name in ("daemon.dutyCycle.steps", "daemon.gpu.dcgmUrl", "alerts.enabled"):
+    assert told.count("Next step:") >= 4, told
+    for name in (
+        *("daemon.dutyCycle.steps", "daemon.gpu.dcgmUrl", "daemon.profilePush.secretName", "alerts.enabled"),
+        *("operator.console.enabled", "operator.console.port", "operator.console.proxy"),
+    ):
         assert name in told, told
 
 

@@ -12,7 +12,7 @@ from tests.ship.helm import NAMESPACE
 
 Document = dict[str, Any]
 
-# Whoever may do these may become somebody else, or look into what is not ours.
+# An account with these permissions may become somebody else, or look into what is not ours.
 NOT_OURS = {"pods/exec", "pods/log", "pods/attach", "pods/ephemeralcontainers", "serviceaccounts/token", "nodes/proxy"}
 # Of the node, in the daemon's pod; /proc is there by hostPID.
 READ_ONLY_PATHS = {"/sys/fs/cgroup", "/var/lib/kubelet/pod-resources"}
@@ -55,7 +55,8 @@ def test_objects_have_names_of_their_own_and_the_labels_that_everybody_knows(
     assert len(places) == len(set(places))
     for each in documents:
         labels = each["metadata"]["labels"]
-        assert labels["app.kubernetes.io/name"] == "rankscope" and labels["app.kubernetes.io/managed-by"] == "Helm"
+        assert labels["app.kubernetes.io/part-of"] == "rankscope" and labels["app.kubernetes.io/managed-by"] == "Helm"
+        assert labels["app.kubernetes.io/name"] == COMBINATIONS[name].get("nameOverride", "rankscope")
         assert each["metadata"].get("namespace", NAMESPACE) == NAMESPACE
         if name == "everything":
             assert labels["team"] == "platform", f"{each['kind']} {each['metadata']['name']} lacks commonLabels"
@@ -82,6 +83,7 @@ def test_the_daemon_writes_nowhere_on_its_node_but_in_folders_of_ours(rendered: 
         "/run/rankscope",
         "/run/rankscope/kineto",
         "/var/lib/rankscope/captures",
+        "/var/lib/rankscope/profiles",
     }
 
 

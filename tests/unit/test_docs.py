@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import SUBCOMMANDS
 from rankscope.daemon.config import SETTINGS
 from tools import generate_metrics_page
@@ -36,7 +37,7 @@ def rows(text: str) -> Iterator[list[str]]:
 
 
 def test_the_page_of_metrics_is_made_from_what_the_exporters_export() -> None:
-    """`make docs` makes it anew."""
+    """`make docs` regenerates it."""
     assert generate_metrics_page.PAGE.read_text() == generate_metrics_page.page(
         generate_metrics_page.TEMPLATE.read_text(), exported_metrics()
     )
@@ -53,9 +54,20 @@ def test_every_setting_is_described_with_its_flag_variable_and_default() -> None
     for setting in SETTINGS:
         cells = table[setting.name]
         assert cells[1:3] == [f"`{setting.flag}`", f"`{setting.variable}`"]
-        if setting.name not in ("node", "socket", "py_spy", "capture_dir"):  # these depend on the machine
+        if setting.name not in (
+            "node",
+            "socket",
+            "py_spy",
+            "capture_dir",
+            "profile_dir",
+        ):  # these depend on the machine
             default = setting.default()
             assert cells[3] == (str(default).lower() if isinstance(default, bool) else str(default)), setting.name
+
+
+def test_the_table_of_exit_codes_is_that_of_the_code() -> None:
+    table = document("cli.md").split("\n## Exit codes\n")[1]
+    assert [int(cells[0]) for cells in rows(table) if cells[0].isdigit()] == [status.value for status in Exit]
 
 
 def test_every_variable_the_code_reads_is_described() -> None:
@@ -78,13 +90,14 @@ def test_every_command_in_a_document_exists(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_every_flag_in_a_document_exists(path: Path) -> None:
-    others = re.compile("docker|^helm |kubectl ", re.IGNORECASE)
+    others = re.compile("docker|^(helm|make) |kubectl ", re.IGNORECASE)
     lines = [line for line in path.read_text().splitlines() if not others.search(line)]
     foreign = {
         "--admission-control-config-file",
         "--nproc-per-node",
         "--nonblocking",
         "--strict",
+        "--help",
         "--pid",
         "--audience",
     }
@@ -134,7 +147,7 @@ def test_the_json_keys_of_the_demo_are_described() -> None:
     assert keys <= set(re.findall(r"`(\w+)`", document("demo.md")))
 
 
-ABSTAINING = ("__init__", "_judge_ranks", "_nothing", "judge_stack_windows", "_compare", "judge_stacks")
+ABSTAINING = ("__init__", "_judge_ranks", "_nothing", "_judge_windows", "_compare", "judge_stacks")
 
 
 def test_every_reason_to_abstain_has_an_answer() -> None:

@@ -300,7 +300,6 @@ def test_a_cell_that_failed_is_a_row_of_the_same_width() -> None:
 def test_a_job_is_known_by_its_port_alone(tmp_path: Path) -> None:
     job = LabJob((), tmp_path, 2958)
     assert job.is_named("127.0.0.1:2958@node-1")
-    assert job.is_named("127.0.0.1:2958/run-7")
     assert not job.is_named("127.0.0.1:29581@node-1")
 
 

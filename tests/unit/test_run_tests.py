@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,14 @@ def test_what_fails_keeps_nothing_from_running_and_the_table_has_everything(
         "all": ["FAILED"],
     }
     assert printed.err == "failed: failing\n"
+
+
+def test_a_report_that_was_not_finished_counts_nothing(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    assert run_tests.counts_of(report) == ""
+    for text in ("", '<?xml version="1.0"?><testsuites><testsuite tests="3"'):
+        report.write_text(text)
+        assert run_tests.counts_of(report) == ""
 
 
 def test_all_is_well_when_nothing_failed(monkeypatch: pytest.MonkeyPatch) -> None:

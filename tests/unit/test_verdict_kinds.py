@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity, Verdict
-from rankscope.cli.job_tables import headline
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity, Verdict, headline
 from rankscope.operator.kube.crds import KINDS, definition
 from rankscope.v1 import job_service_pb2
 

@@ -1,4 +1,4 @@
-"""One version: pyproject.toml's. Whoever repeats it is held against it."""
+"""One version: pyproject.toml's. Files that repeat it are compared with it."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 NOT_MEASURED = "–"
@@ -78,3 +79,46 @@ def shorten(text: str, most: int) -> str:
         return text
     head = (most - 1) * 3 // 5
     return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
+
+
+# Names of kernels repeat these; they are left out of those that do not fit.
+_BOILERPLATE = re.compile(r"^void |\(anonymous namespace\)::|\b(?:at::native|at|c10|std)::")
+_LAST_WORD = re.compile(r"(?<!\w)\w{1,15}$")
+_LEAST_CHARACTERS = 12
+
+
+def shorten_all(texts: Sequence[str], most: int) -> list[str]:
+    """As `shorten`, but texts that differ stay different: what they have in common is cut first."""
+    plain = {text: text if len(text) <= most else _BOILERPLATE.sub("", text) for text in texts}
+    if len(set(plain.values())) < len(plain):  # they differ in nothing else
+        plain = {text: text for text in texts}
+    short = _distinct(sorted(plain.values()), most)
+    return [short[plain[text]] for text in texts]
+
+
+def _distinct(texts: Sequence[str], most: int) -> dict[str, str]:
+    alike: dict[str, list[str]] = {}
+    for text in texts:
+        alike.setdefault(shorten(text, most), []).append(text)  # each group is sorted as the texts are
+    found: dict[str, str] = {}
+    for short, group in alike.items():
+        head = most // 3
+        room = most - head - 1
+        if len(group) == 1:
+            found[group[0]] = short
+        elif room < _LEAST_CHARACTERS:
+            found |= {text: f"{shorten(text, most - 4)} #{index}" for index, text in enumerate(group, 1)}
+        else:
+            common = _common_prefix(group[0], group[-1])
+            # From the beginning of the word in which they begin to differ, unless it is long.
+            word = _LAST_WORD.search(common)
+            common = common[: word.start()] if word else common
+            rest = _distinct([text[len(common) :] for text in group], room)
+            found |= {text: f"{text[:head]}…{rest[text[len(common) :]]}" for text in group}
+    return found
+
+
+def _common_prefix(first: str, last: str) -> str:
+    """Of sorted texts, by the first and the last."""
+    pairs = zip(first, last, strict=False)
+    return first[: next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(last)))]

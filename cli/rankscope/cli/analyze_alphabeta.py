@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from rankscope.cli.messages import to_stderr, to_stdout
-from rankscope.cli.output_file import write_output
+import numpy as np
 
-HELP = "fit latency and bandwidth of collectives; find the slow ones"
+from rankscope.analysis.collectives.alpha_beta import Observations
+from rankscope.analysis.collectives.kinds import kind_of_note
+from rankscope.analysis.collectives.timings import UnreadableError, read_text
+from rankscope.analysis.traces.collective_timings import observe_traces
+from rankscope.cli.alpha_beta_report import draw_svg, make_page, make_report, print_report, to_json
+from rankscope.cli.exit_codes import CommandError
+from rankscope.cli.messages import refuse, to_stdout
+from rankscope.cli.output_file import write_output
+from rankscope.cli.terminal import Terminal
+from rankscope.cli.trace_report.files import load_traces, show_progress
 
 _EPILOG = """\
 examples:
@@ -37,43 +47,128 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here because `rankscope analyze trace` reads this module's arguments, too.
-    from rankscope.analysis.collectives.kinds import kind_of_note
-    from rankscope.cli.alpha_beta.files import FileError, read_collectives
-    from rankscope.cli.alpha_beta.report import make_report, to_json
-
     for option, value in (("--ranks", arguments.ranks), ("--at-ranks", arguments.at_ranks)):
         if value is not None and not 1 <= value < 1 << 31:
-            return _fail(option, f"{value} is not a valid number of ranks; give 1 or more")
+            return refuse(f"{option}: {value} is not a valid number of ranks; give 1 or more")
     if arguments.op and kind_of_note(arguments.op) is None:
-        return _fail("--op", f"{arguments.op!r} is not a collective; use all_reduce, all_gather, reduce_scatter, …")
+        return refuse(f"--op: {arguments.op!r} is not a collective; use all_reduce, all_gather, reduce_scatter, …")
     try:
         read = read_collectives(arguments.files, op=arguments.op, ranks=arguments.ranks)
-    except FileError as error:
-        return _fail(error)
     except MemoryError:
-        return _fail(arguments.files[0], "does not fit into memory; give fewer files")
+        return refuse(f"{arguments.files[0]}: does not fit into memory; give fewer files")
     report = make_report(read.observations, read.notes, read.source, arguments.at_ranks)
     name = Path(arguments.files[0]).name if len(arguments.files) == 1 else f"{len(arguments.files)} files"
     for path in (arguments.svg, arguments.html):
         if path is not None:
-            from rankscope.cli.alpha_beta.page import draw_svg, make_page
-
             text = draw_svg(report) if path is arguments.svg else make_page(report, name)
             try:
                 write_output(path, text)
             except OSError as error:
-                return _fail(path, f"{error.strerror or error}; choose a place that can be written")
+                return refuse(f"{path}: {error.strerror or error}; choose a place that can be written")
     if arguments.json:
         to_stdout(json.dumps(to_json(report), allow_nan=False))
         return 0
-    from rankscope.cli.alpha_beta.report import print_report
-    from rankscope.cli.terminal import Terminal
-
     print_report(report, Terminal(soft_wrap=True))
     return 0
 
 
-def _fail(*words: object) -> int:
-    to_stderr("error: " + ": ".join(map(str, words)))
-    return 2
+# Files of collective timings, in several formats.
+
+
+_HEAD_BYTES = 64 << 10
+_LARGEST_TEXT_BYTES = 256 << 20
+_TRACE_MARKS = (b'"traceEvents"', b'"schemaVersion"', b'"ph"')
+
+
+class FileError(CommandError):
+    """What is wrong with which file."""
+
+    def __init__(self, path: object, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+
+
+@dataclass(frozen=True)
+class ReadCollectives:
+    observations: Observations
+    source: str  # traces or text
+    notes: tuple[str, ...]
+
+
+def read_collectives(paths: Sequence[str], *, op: str | None = None, ranks: int | None = None) -> ReadCollectives:
+    """Raises FileError. Broken traces among many are left out and named in the notes."""
+    are_traces = [_is_trace(path) for path in paths]
+    if all(are_traces):
+        return _read_traces(paths, ranks)
+    if any(are_traces):
+        odd = paths[are_traces.index(not are_traces[0])]
+        raise FileError(odd, "traces and tables of collectives cannot be read together; analyse them one by one")
+    parts = [_read_text(path, op, ranks) for path in paths]
+    return ReadCollectives(parts[0] if len(parts) == 1 else _together(paths, parts), "text", ())
+
+
+def _is_trace(path: str) -> bool:
+    """Directories and globs are traces; a file is a trace if it begins like one."""
+    place = Path(path)
+    try:
+        if not place.is_file():
+            return True  # the trace reader reports what is wrong with it
+        with place.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except (OSError, ValueError) as error:
+        raise FileError(path, _os_reason(error)) from None
+    if head.startswith(b"\x1f\x8b"):
+        return True
+    return head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[") and any(mark in head for mark in _TRACE_MARKS)
+
+
+def _read_text(path: str, op: str | None, ranks: int | None) -> Observations:
+    place = Path(path)
+    try:
+        if place.stat().st_size > _LARGEST_TEXT_BYTES:
+            raise FileError(path, f"is larger than {_LARGEST_TEXT_BYTES >> 20} MiB; cut it into pieces")
+        return read_text(place.read_text(encoding="utf-8"), name=place.stem, op=op, ranks=ranks)
+    except UnicodeDecodeError:
+        raise FileError(path, "is no text; give CSV, JSON, the output of nccl-tests, or torch traces") from None
+    except OSError as error:
+        raise FileError(path, _os_reason(error)) from None
+    except UnreadableError as error:
+        raise FileError(path, str(error)) from None
+
+
+def _together(paths: Sequence[str], parts: list[Observations]) -> Observations:
+    """Groups of different files are different groups."""
+    groups: list[str] = []
+    numbers = []
+    for path, part in zip(paths, parts, strict=True):
+        numbers.append(part.group + len(groups))
+        groups += [" ".join(word for word in (Path(path).stem, group) if word) for group in part.groups]
+    return Observations(
+        group=np.concatenate(numbers),
+        kind=np.concatenate([part.kind for part in parts]),
+        ranks=np.concatenate([part.ranks for part in parts]),
+        bytes=np.concatenate([part.bytes for part in parts]),
+        seconds=np.concatenate([part.seconds for part in parts]),
+        time_seconds=np.concatenate([part.time_seconds for part in parts]),
+        groups=tuple(groups),
+        in_order=all(part.in_order for part in parts),
+    )
+
+
+def _read_traces(paths: Sequence[str], ranks: int | None) -> ReadCollectives:
+    loaded = load_traces(paths, progress=show_progress)
+    if not loaded.traces:
+        first = loaded.broken[0]
+        more = f" (and {len(loaded.broken) - 1} more files)" if len(loaded.broken) > 1 else ""
+        raise FileError(first.path, f"{first.reason}{more}")
+    notes = [f"{broken.path} left out: {broken.reason}" for broken in loaded.broken]
+    known = {one.trace.rank: one.trace for one in loaded.traces if one.trace.rank is not None}
+    traces = known if known else {0: loaded.traces[0].trace}
+    observed = observe_traces(traces, ranks=ranks)
+    if not len(observed.observations):
+        raise FileError(paths[0], "holds no collective that was timed; trace a job of several ranks with NCCL or gloo")
+    return ReadCollectives(observed.observations, "traces", (*notes, *observed.notes))
+
+
+def _os_reason(error: OSError | ValueError) -> str:
+    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"cannot be read: {words[:1].lower()}{words[1:]}"

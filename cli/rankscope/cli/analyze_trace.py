@@ -8,14 +8,14 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rankscope.cli.messages import overwrite, to_stderr
-from rankscope.cli.output_file import write_output
-
-if TYPE_CHECKING:
-    from rankscope.cli.trace_report.files import BrokenFile
-    from rankscope.cli.trace_report.report import Outcome
+from rankscope.analysis.profiles.profile import merge
+from rankscope.analysis.quantities import count
+from rankscope.cli.messages import refuse, to_stderr
+from rankscope.cli.output_file import ENDINGS_IN_WORDS, check_format, write_output, write_profile
+from rankscope.cli.trace_report.files import BrokenFile, show_progress
+from rankscope.cli.trace_report.reduction import Reduced, read_layout, reduce_files
+from rankscope.cli.trace_report.report import Outcome, make_report, to_json, write_merged
 
 _EPILOG = """\
 examples:
@@ -23,7 +23,9 @@ examples:
   rankscope analyze trace traces/ --html report.html       all ranks below a directory, as one page with plots
   rankscope analyze trace 'r*.json.gz' --json | jq .join   for scripts; keys are in docs/analyze-trace.md
   rankscope analyze trace traces/ --merged all.json.gz     one trace of all ranks for ui.perfetto.dev
+  rankscope analyze trace trace.json.gz --flame gpu.html   flame graph of the GPU: kernels, launches, operators, Python
 
+Flame graphs have Python frames if the trace was recorded with stacks: rankscope capture --stacks, with_stack=True.
 Traces are what torch.profiler writes (export_chrome_trace, tensorboard_trace_handler) or a Rankscope capture.
 Broken files are named and left out; the exit code is 2 if nothing could be read.
 """
@@ -37,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a self-contained page with plots")
     parser.add_argument(
         "--merged", metavar="FILE", type=Path, help="write all ranks as one trace for Perfetto (.json or .json.gz)"
+    )
+    parser.add_argument(
+        "--flame",
+        metavar="FILE",
+        type=Path,
+        help=f"write the time of kernels by their launch, operators and Python stack: {ENDINGS_IN_WORDS}",
     )
     layout = parser.add_mutually_exclusive_group()
     layout.add_argument(
@@ -59,36 +67,33 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from rankscope.cli.trace_report.reduction import LayoutError, read_layout, reduce_files
-    from rankscope.cli.trace_report.report import make_report, to_json
-
     if arguments.top < 1:
-        return _refuse(f"--top {arguments.top}: at least one kernel is needed; next step: --top 10")
-    try:
-        layout = read_layout(arguments.parallelism, arguments.stages)
-    except LayoutError as error:
-        return _refuse(str(error))
+        return refuse(f"--top {arguments.top}: at least one kernel is needed; next step: --top 10")
+    if arguments.flame is not None:
+        check_format("--flame", arguments.flame)
+    layout = read_layout(arguments.parallelism, arguments.stages)
     stages = layout.stages if layout else None
-    files = reduce_files(arguments.paths, top=arguments.top, stages=stages, progress=_progress)
+    wants_kernels = arguments.flame is not None
+    files = reduce_files(
+        arguments.paths, top=arguments.top, stages=stages, kernels=wants_kernels, progress=show_progress
+    )
     if not files.ranks:
-        return _refuse(_nothing_read(files.broken))
+        return refuse(_nothing_read(files.broken))
     for one in files.broken:
         to_stderr(f"warning: {one.path}: {one.reason}")
     if files.broken:
         total = len(files.ranks) + len(files.broken)
         to_stderr(f"warning: {len(files.broken)} of {total} left out, {len(files.ranks)} analysed")
     ranks = [one.summary.rank for one in files.ranks if one.summary.rank is not None]
-    try:
-        stage_of = layout.stage_of(ranks) if layout else None
-    except LayoutError as error:
-        return _refuse(str(error))
-    outcome = make_report(files, stage_of)
+    outcome = make_report(files, layout.stage_of(ranks) if layout else None)
     if outcome.failure:
         to_stderr(f"warning: {outcome.failure}")
     try:
         _write(arguments, outcome, {one.summary.rank: one.path for one in files.ranks if one.summary.rank is not None})
+        if arguments.flame is not None:
+            _write_flame(arguments.flame, files.ranks)
     except OSError as error:
-        return _refuse(f"{error.filename}: cannot be written: {error.strerror}; next step: name another file")
+        return refuse(f"{error.filename}: cannot be written: {error.strerror}; next step: name another file")
     try:
         if arguments.json:
             sys.stdout.buffer.write(to_json(outcome.report) + b"\n")
@@ -110,10 +115,17 @@ def _write(arguments: argparse.Namespace, outcome: Outcome, paths: Mapping[int, 
         write_output(arguments.html, make_page(outcome.report))
         to_stderr(f"wrote {arguments.html}")
     if arguments.merged is not None:
-        from rankscope.cli.trace_report.report import write_merged
-
         write_merged(arguments.merged, paths, outcome.shifts)
         to_stderr(f"wrote {arguments.merged}: open it at ui.perfetto.dev")
+
+
+def _write_flame(path: Path, ranks: Sequence[Reduced]) -> None:
+    profile = merge([one.kernels for one in ranks if one.kernels is not None])
+    if not profile.samples_total:
+        to_stderr(f"warning: {path} is empty: nothing ran on a device; next step: record a job that uses a GPU")
+    source = ranks[0].path.name if len(ranks) == 1 else count(len(ranks), "rank")
+    write_profile(path, profile, f"{source}: time on the device", is_of_device=True)
+    to_stderr(f"wrote {path}: {count(profile.samples_total, 'kernel')}")
 
 
 def _nothing_read(broken: Sequence[BrokenFile]) -> str:
@@ -121,13 +133,3 @@ def _nothing_read(broken: Sequence[BrokenFile]) -> str:
     if len(broken) > 1:
         first = f"none of {len(broken)} files could be read; the first, {first}"
     return f"{first}; next step: name files that torch.profiler wrote (.json or .json.gz)"
-
-
-def _progress(done: int, total: int) -> None:
-    if total > 1:
-        overwrite("" if done == total else f"read {done} of {total} traces")
-
-
-def _refuse(text: str) -> int:
-    to_stderr(f"error: {text}")
-    return 2

@@ -5,21 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import signal
 import time
 from pathlib import Path
 
 import grpc
 
-from rankscope.cli.capture_client.connection import (
-    CALL_SECONDS,
-    EndpointError,
-    add_endpoint_argument,
-    add_operator_arguments,
-    connect,
-    explain,
-)
-from rankscope.cli.capture_client.download import (
+from rankscope.cli.capture_download import (
     DownloadError,
     Fetched,
     add_limit_argument,
@@ -27,47 +18,47 @@ from rankscope.cli.capture_client.download import (
     prepare,
     print_capture,
 )
-from rankscope.cli.capture_client.output import (
-    FINAL,
+from rankscope.cli.capture_output import (
     LostError,
-    delivered,
+    Progress,
     elsewhere,
     follow,
     follow_again,
     is_complete,
     make_console,
+    make_progress,
     to_object,
 )
-from rankscope.cli.capture_client.progress import Progress, make_progress
+from rankscope.cli.connection import CALL_SECONDS, connected, explain
+from rankscope.cli.contexts import add_connection_arguments
+from rankscope.cli.exit_codes import CommandError, Exit
 from rankscope.cli.messages import to_stderr, to_stdout
+from rankscope.operator.console.capture_answers import FINAL, delivered
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
-NAME = "capture"
-HELP = "record chosen ranks in depth, all at the same moment"
 # How long a cancelled capture is followed, to report the state of its ranks.
 CANCEL_SECONDS = 10.0
 _STEPS_MOST = 1_000_000
+_OPTIONS = ("shapes", "stacks", "memory", "flops", "modules", "allow_slowdown")
 _EPILOG = """\
 examples:
   rankscope capture --steps 3 --output traces/             all ranks of the one job on this machine
-  rankscope capture --job bert --ranks 0,4-7 --seconds 2   some ranks, by time
+  rankscope capture bert --ranks 0,4-7 --seconds 2         some ranks, by time
   rankscope capture --ranks straggler+peer --steps 5       the slow rank, and a healthy one to compare it with
-  rankscope capture team/pytorchjob-llama --steps 3 --operator HOST:9468 --token-file FILE   a run of a cluster
+  rankscope capture team/llama --steps 3 --context prod    a run of a cluster (rankscope context --help)
 
 Jobs started with KINETO_USE_DAEMON=1 TEARDOWN_CUPTI=1 are recorded by torch's own profiler; docs/captures.md describes
-what is done for the others. Ctrl-C cancels the capture. Exit code: 0 if every rank delivered, 1 if some did not, 2 if
-nothing could be asked for.
+what is done for the others. Ctrl-C cancels the capture. Exit code: 0 if every rank delivered, 1 if some did not;
+2 usage, 4 no server, 5 refused, 6 no such run (docs/cli.md).
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument("run", nargs="?", metavar="JOB", help="NAMESPACE/RUN with --operator; may be left out else")
-    add_endpoint_argument(parser)
-    add_operator_arguments(parser)
-    parser.add_argument("--job", default="", metavar="J", help="the same as JOB")
+    parser.add_argument("run_named", nargs="?", metavar="RUN", help="its name; not needed if there is only one")
+    parser.add_argument("--run", default="", metavar="RUN", help="the same as RUN")
     parser.add_argument("--ranks", default="all", metavar="R", help="all (default), 0,3-5, straggler or straggler+peer")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--steps", type=int, metavar="N", help="how many training steps to record")
@@ -95,19 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="wait this long for ranks that cannot be had at once (default: 60)",
     )
     parser.add_argument("--reason", default="", metavar="TEXT", help="kept with the capture")
+    add_connection_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # A shell starts background programs with SIGINT ignored; Ctrl-C must still end a capture.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        request = _request(arguments)
-        if arguments.output is not None:
-            prepare(arguments.output)
-        target, channel = connect(arguments)
-    except (EndpointError, DownloadError, ValueError) as error:
-        return _refuse(str(error))
-    with channel:
+    request = _request(arguments)
+    if arguments.output is not None:
+        prepare(arguments.output)
+    with connected(arguments) as (target, channel):
         return _Asked(CaptureServiceStub(channel), target, arguments).run(request)
 
 
@@ -133,14 +119,12 @@ class _Asked:
                     fetched = self._fetch(self._output, progress)
         except KeyboardInterrupt:
             return self._interrupted()
-        except grpc.RpcError as error:
-            return _refuse(explain(self._target, error))
-        except (LostError, DownloadError) as error:
+        except (LostError, DownloadError):
             self._tell(None)
-            return _refuse(str(error))
+            raise
         self._tell(fetched)
         assert self._capture is not None  # follow() ends with a final capture or raises
-        return 0 if is_complete(self._capture) and not (fetched and fetched.errors) else 1
+        return Exit.OK if is_complete(self._capture) and not (fetched and fetched.errors) else Exit.FAILED
 
     def _fetch(self, output: Path, progress: Progress) -> Fetched:
         assert self._capture is not None  # follow() ended with a final capture
@@ -151,29 +135,29 @@ class _Asked:
     def _interrupted(self) -> int:
         capture = self._capture
         if capture is None:
-            _warn("interrupted before the daemon answered; `rankscope captures ls` shows whether a capture began")
+            to_stderr("interrupted before the daemon answered; `rankscope captures ls` shows whether a capture began")
         elif capture.state in FINAL:
             where = self._output or "DIR"
             command = f"rankscope captures get {capture.id} --output {where}{elsewhere(capture.id)}"
-            _warn(f"interrupted; `{command}` continues the download")
+            to_stderr(f"interrupted; `{command}` continues the download")
         else:
             self._cancel(capture.id)
-        return 130
+        return Exit.INTERRUPTED
 
     def _cancel(self, capture_id: str) -> None:
         try:
             self._stub.CancelCapture(pb.CancelCaptureRequest(id=capture_id), timeout=CALL_SECONDS)
-            _warn(f"interrupted; asked for capture {capture_id} to be cancelled. What was delivered by now is kept")
+            to_stderr(f"interrupted; asked for capture {capture_id} to be cancelled. What was delivered by now is kept")
             deadline = time.monotonic() + CANCEL_SECONDS
             for capture in follow_again(self._stub, capture_id, lambda: time.monotonic() < deadline):
                 self._capture = capture
         except grpc.RpcError as error:
-            _warn(
+            to_stderr(
                 f"interrupted, and capture {capture_id} could not be cancelled: {explain(self._target, error)}; "
                 f"next: rankscope captures cancel {capture_id}{elsewhere(capture_id)}"
             )
         except (LostError, KeyboardInterrupt):
-            _warn(f"`rankscope captures show {capture_id}{elsewhere(capture_id)}` shows how it ended")
+            to_stderr(f"`rankscope captures show {capture_id}{elsewhere(capture_id)}` shows how it ended")
         self._tell(None)
 
     def _tell(self, fetched: Fetched | None) -> None:
@@ -187,23 +171,13 @@ class _Asked:
 
 
 def _request(arguments: argparse.Namespace) -> pb.StartCaptureRequest:
-    if arguments.run and arguments.job:
-        raise ValueError("JOB and --job are the same: give one")
-    job = arguments.run or arguments.job
-    if arguments.operator is not None and "/" not in job:
-        raise ValueError("name the run as NAMESPACE/RUN; next: kubectl get trainingruns -A")
+    if arguments.run_named and arguments.run:
+        raise CommandError("RUN and --run are the same: give one")
     request = pb.StartCaptureRequest(
-        job=job,
+        job=arguments.run_named or arguments.run,
         ranks=arguments.ranks,
         reason=arguments.reason,
-        options=pb.CaptureOptions(
-            shapes=arguments.shapes,
-            stacks=arguments.stacks,
-            memory=arguments.memory,
-            flops=arguments.flops,
-            modules=arguments.modules,
-            allow_slowdown=arguments.allow_slowdown,
-        ),
+        options=pb.CaptureOptions(**{name: getattr(arguments, name) for name in _OPTIONS}),
     )
     # The daemon enforces its limits; this checks only what the message type cannot hold.
     request.options.wait_steps = _count("--wait", arguments.wait, 0)
@@ -212,7 +186,7 @@ def _request(arguments: argparse.Namespace) -> pb.StartCaptureRequest:
         request.options.warmup_steps = _count("--warmup", arguments.warmup, 0)
     if arguments.steps is not None:
         if not 1 <= arguments.steps <= _STEPS_MOST:
-            raise ValueError(f"--steps {arguments.steps}: at least one step, as in --steps 3")
+            raise CommandError(f"--steps {arguments.steps}: at least one step, as in --steps 3")
         request.steps = arguments.steps
     else:
         request.seconds = _seconds("--seconds", arguments.seconds)
@@ -223,20 +197,11 @@ def _request(arguments: argparse.Namespace) -> pb.StartCaptureRequest:
 
 def _count(option: str, value: int, least: int) -> int:
     if not least <= value <= _STEPS_MOST:
-        raise ValueError(f"{option} {value}: a number from {least} on is needed, as in {option} 3")
+        raise CommandError(f"{option} {value}: a number from {least} on is needed, as in {option} 3")
     return value
 
 
 def _seconds(option: str, value: float) -> float:
     if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{option} {value:g}: a number of seconds is needed, as in {option} 2")
+        raise CommandError(f"{option} {value:g}: a number of seconds is needed, as in {option} 2")
     return value
-
-
-def _warn(text: str) -> None:
-    to_stderr(text)
-
-
-def _refuse(text: str) -> int:
-    to_stderr(f"error: {text}")
-    return 2

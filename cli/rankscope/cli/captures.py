@@ -1,58 +1,32 @@
-"""`rankscope captures`: the captures that a daemon or an operator knows: list, show, download, cancel, remove."""
+"""`rankscope captures`: the captures that a server knows: list, show, download, cancel, remove."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
 from pathlib import Path
 
-import grpc
-
-from rankscope.cli.capture_client.connection import (
-    CALL_SECONDS,
-    EndpointError,
-    add_endpoint_argument,
-    add_operator_arguments,
-    connect,
-    explain,
-)
-from rankscope.cli.capture_client.download import (
-    DownloadError,
-    add_limit_argument,
-    fetch,
-    prepare,
-    print_capture,
-    safe_name,
-)
-from rankscope.cli.capture_client.output import (
-    FINAL,
-    delivered,
-    elsewhere,
-    list_table,
-    make_console,
-    state_word,
-    to_object,
-)
-from rankscope.cli.capture_client.progress import make_progress
-from rankscope.cli.messages import to_stderr, to_stdout
+from rankscope.cli.capture_download import add_limit_argument, fetch, prepare, print_capture
+from rankscope.cli.capture_output import elsewhere, list_table, make_console, make_progress, to_object
+from rankscope.cli.connection import CALL_SECONDS, connected
+from rankscope.cli.contexts import add_connection_arguments
+from rankscope.cli.exit_codes import CommandError, Exit
+from rankscope.cli.messages import to_stdout
 from rankscope.daemon.captures.orders import CaptureError
 from rankscope.daemon.captures.request import choose_ranks
+from rankscope.operator.console.capture_answers import FINAL, delivered, safe_name, state_word
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
-
-NAME = "captures"
-HELP = "list, show, download, cancel and remove captures"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     listing = actions.add_parser("ls", help="list captures, the latest first")
     listing.add_argument(
-        "--job",
+        "--run",
         default="",
-        metavar="J",
-        help="of this job only; with --operator NAMESPACE/RUN, or NAMESPACE/ for all runs of one",
+        metavar="RUN",
+        help="of this run only; in a cluster NAMESPACE/RUN, or NAMESPACE/ for all runs of one",
     )
     listing.add_argument("--json", action="store_true", help="print one JSON object")
     showing = actions.add_parser("show", help="show what each rank of a capture did")
@@ -68,40 +42,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     removing = actions.add_parser("rm", help="remove a capture that is over, its recordings included")
     removing.add_argument("id", metavar="ID", help="as `rankscope captures ls` lists it")
     for action in (listing, showing, getting, cancelling, removing):
-        add_endpoint_argument(action)
-        add_operator_arguments(action)
+        add_connection_arguments(action)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        target, channel = connect(arguments)
-    except EndpointError as error:
-        return _refuse(str(error))
-    try:
-        with channel:
-            stub = CaptureServiceStub(channel)
-            if arguments.action == "ls":
-                return _list(stub, arguments)
-            if arguments.action == "show":
-                return _show(stub, arguments)
-            if arguments.action == "get":
-                return _get(stub, target, arguments)
-            return _remove(stub, arguments) if arguments.action == "rm" else _cancel(stub, arguments)
-    except grpc.RpcError as error:
-        return _refuse(explain(target, error))
-    except (DownloadError, CaptureError) as error:
-        return _refuse(str(error))
+    with connected(arguments) as (target, channel):
+        stub = CaptureServiceStub(channel)
+        if arguments.action == "get":
+            return _get(stub, target, arguments)
+        actions = {"ls": _list, "show": _show, "rm": _remove, "cancel": _cancel}
+        return actions[arguments.action](stub, arguments)
 
 
 def _list(stub: CaptureServiceStub, arguments: argparse.Namespace) -> int:
-    captures = stub.ListCaptures(pb.ListCapturesRequest(job=arguments.job), timeout=CALL_SECONDS).captures
+    captures = stub.ListCaptures(pb.ListCapturesRequest(job=arguments.run), timeout=CALL_SECONDS).captures
     if arguments.json:
         to_stdout(json.dumps({"captures": [to_object(capture) for capture in captures]}))
     elif captures:
         make_console().print(list_table(captures))
     else:
-        of_job = f" of {arguments.job}" if arguments.job else ""
+        of_job = f" of {arguments.run}" if arguments.run else ""
         to_stdout(f"no capture{of_job} yet; `rankscope capture --steps 3` takes one")
     return 0
 
@@ -119,14 +79,18 @@ def _get(stub: CaptureServiceStub, target: str, arguments: argparse.Namespace) -
     capture = _find(stub, arguments.id)
     entries = {entry.rank: entry for entry in capture.ranks}
     most = max(entries, default=-1) + 1
-    wanted = choose_ranks(arguments.rank, capture.job, entries.keys(), most, lambda job: None)
+    try:
+        wanted = choose_ranks(arguments.rank, capture.job, entries.keys(), most, lambda job: None)
+    except CaptureError as error:
+        raise CommandError(str(error)) from error
     unknown = [rank for rank in wanted if rank not in entries]
     if unknown:
-        return _refuse(f"rank {unknown[0]} was not part of capture {capture.id}; it has {sorted(entries)}")
+        text = f"rank {unknown[0]} was not part of capture {capture.id}; it has {sorted(entries)}"
+        raise CommandError(text, Exit.NOT_FOUND)
     here = [entry for entry in delivered(capture) if entry.rank in wanted]
     if not here:
         print_capture(capture)
-        return 1
+        return Exit.FAILED
     folder: Path = arguments.output or Path(safe_name(arguments.id))
     prepare(folder)
     with make_progress(make_console(stderr=True)) as progress:
@@ -134,9 +98,9 @@ def _get(stub: CaptureServiceStub, target: str, arguments: argparse.Namespace) -
             fetched = fetch(stub, target, capture, here, folder, progress, arguments.max_bytes)
         except KeyboardInterrupt:
             progress.say("interrupted; the same command continues the download")
-            return 130
+            return Exit.INTERRUPTED
     print_capture(capture, fetched)
-    return 0 if set(fetched.files) == set(wanted) else 1
+    return Exit.OK if set(fetched.files) == set(wanted) else Exit.FAILED
 
 
 def _cancel(stub: CaptureServiceStub, arguments: argparse.Namespace) -> int:
@@ -153,7 +117,7 @@ def _remove(stub: CaptureServiceStub, arguments: argparse.Namespace) -> int:
     capture = _find(stub, arguments.id)
     if capture.state not in FINAL:
         command = f"rankscope captures cancel {capture.id}{elsewhere(capture.id)}"
-        return _refuse(f"capture {capture.id} is under way; next: {command}")
+        raise CommandError(f"capture {capture.id} is under way; next: {command}", Exit.REFUSED)
     stub.DeleteCapture(pb.DeleteCaptureRequest(id=arguments.id), timeout=CALL_SECONDS)
     to_stdout(f"capture {arguments.id} is removed")
     return 0
@@ -162,8 +126,3 @@ def _remove(stub: CaptureServiceStub, arguments: argparse.Namespace) -> int:
 def _find(stub: CaptureServiceStub, capture_id: str) -> pb.Capture:
     capture: pb.Capture = stub.GetCapture(pb.GetCaptureRequest(id=capture_id), timeout=CALL_SECONDS).capture
     return capture
-
-
-def _refuse(text: str) -> int:
-    to_stderr(f"error: {text}")
-    return 2

@@ -8,17 +8,16 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rankscope.analysis.stats.step_time_comparison import CompareError, compare
-from rankscope.cli.comparison.report import notes_of, print_answer, to_json
-from rankscope.cli.comparison.step_times import UNITS, StepFileError, read_runs
-from rankscope.cli.messages import to_stderr, to_stdout
-from rankscope.cli.mfu_report.request import QuantityError
-from rankscope.cli.terminal import Terminal
-
-NAME = "compare"
-HELP = "report whether run B is slower than run A, and how certain that is"
+from rankscope.analysis.stats.step_time_comparison import CompareError, Comparison, Shift, Side, compare
+from rankscope.cli.exit_codes import Exit
+from rankscope.cli.messages import refuse, to_stdout
+from rankscope.cli.mfu_request import QuantityError
+from rankscope.cli.step_times import UNITS, StepFileError, read_runs
+from rankscope.cli.terminal import Terminal, make_table
 
 _EPILOG = """\
 examples:
@@ -26,12 +25,13 @@ examples:
   rankscope compare before.csv after.csv --column iteration_ms --unit ms
   rankscope compare trace_main.json.gz trace_mine.json.gz --json
   rankscope compare --a main_1.txt main_2.txt main_3.txt --b mine_1.txt mine_2.txt mine_3.txt
-  rankscope compare nightly_old/ nightly_new/ --fail-if-slower 2
+  rankscope compare main.json branch.json --max-regression 5%   a gate for CI, on summaries of `rankscope run --json`
 
 A file is text, CSV (column step_seconds, or --column), JSON, JSON lines, or a torch-profiler trace. Each file is a
 run; traces in one directory are the ranks of one run. Difference = median of B ÷ median of A − 1. Steps that go up and
-down together do not count as independent, and with several runs a side the runs are compared. How, and the JSON keys:
-docs/compare.md.
+down together do not count as independent, and with several runs a side the runs are compared. With --max-regression the
+exit code is 0 if B passes, 1 if it is slower by more than that, 3 if the data do not decide; 2 is wrong usage or a file
+that cannot be read. How, and the JSON keys: docs/compare.md.
 """
 
 
@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", default="auto", metavar="N", help="first steps to drop of each run (default: auto)")
     parser.add_argument("--confidence", default="0.95", metavar="C", help="of the interval (default: 0.95)")
     parser.add_argument(
-        "--fail-if-slower",
+        "--max-regression",
         metavar="PERCENT",
-        help="exit with 1 when B is significantly slower, by more than so much (for CI)",
+        help="a gate for CI: exit with 1 if B is slower by more than so much, with 3 if that cannot be decided",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -60,20 +60,20 @@ def run(arguments: argparse.Namespace) -> int:
         side_a, side_b = _sides(arguments)
         warmup = _warmup(arguments.warmup)
         confidence = _confidence(arguments.confidence)
-        limit = None if arguments.fail_if_slower is None else _percent(arguments.fail_if_slower)
+        limit = None if arguments.max_regression is None else _percent(arguments.max_regression)
         with Terminal(stderr=True).status("reading step times") if sys.stderr.isatty() else nullcontext():
             runs_a = read_runs(side_a, arguments.column, arguments.unit)
             runs_b = read_runs(side_b, arguments.column, arguments.unit)
             result = compare(runs_a.seconds, runs_b.seconds, confidence=confidence, warmup=warmup)
     except (QuantityError, StepFileError, CompareError) as error:
-        to_stderr(f"error: rankscope compare: {error}; next step: rankscope compare --help")
-        return 2
+        return refuse(f"rankscope compare: {error}; next step: rankscope compare --help")
+    gate = None if limit is None else judge(result, limit)
     notes = [*_same(side_a, side_b), *notes_of(result), *runs_a.notes, *runs_b.notes]
     if arguments.json:
-        to_stdout(json.dumps(to_json(result, runs_a.names, runs_b.names, notes)))
+        to_stdout(json.dumps(to_json(result, runs_a.names, runs_b.names, notes, gate)))
     else:
-        print_answer(result, notes)
-    return 1 if limit is not None and result.significant and result.median.difference_ratio > limit else 0
+        print_answer(result, notes, gate)
+    return Exit.OK if gate is None else gate.status
 
 
 def _sides(arguments: argparse.Namespace) -> tuple[list[Path], list[Path]]:
@@ -112,9 +112,10 @@ def _confidence(text: str) -> float:
 
 
 def _percent(text: str) -> float:
-    value = _number("--fail-if-slower", text.removesuffix("%"))
-    if not 0 <= value < 1e6:
-        raise QuantityError(f"--fail-if-slower: {text[:40]!r} is not a percentage of zero or more")
+    value = _number("--max-regression", text.removesuffix("%"))
+    if not 0 < value < 1e6:
+        # No two runs are equal: with a limit of 0 nothing passes.
+        raise QuantityError(f"--max-regression: {text[:40]!r} is not a percentage above zero, such as 5%")
     return value / 100
 
 
@@ -126,3 +127,163 @@ def _number(option: str, text: str) -> float:
     if not math.isfinite(value):
         raise QuantityError(f"{option}: {text[:40]!r} is no number")
     return value
+
+
+# The answer: a sentence and a table, or a JSON object.
+
+
+# Below this time a run is too short to compare, however many steps it has.
+_ALIKE_STEPS = 5.0
+
+
+def notes_of(result: Comparison) -> list[str]:
+    notes = []
+    if result.a.runs == 1 and result.b.runs == 1 and not result.reason:
+        notes.append(
+            "one run each: this tells the two runs apart, not yet the two versions; processes of the same code may "
+            "differ by 10 % (give several runs: --a A1 A2 A3 --b B1 B2 B3)"
+        )
+    if max(result.a.correlation_steps, result.b.correlation_steps) >= _ALIKE_STEPS:
+        steps = max(result.a.correlation_steps, result.b.correlation_steps)
+        notes.append(
+            f"steps go up and down together: about {steps:.0f} of them count as one; the interval allows for it"
+        )
+    if result.mean.significant(result.confidence) and not result.significant:
+        notes.append(f"the median hides slow steps: by the mean, {_words(result.mean, result.confidence)}")
+    return notes
+
+
+def sentence(result: Comparison) -> str:
+    shift = result.median
+    if result.reason:
+        return f"Too few steps to decide: {_moved(shift)}, but {result.reason}"
+    if result.significant:
+        return _words(shift, result.confidence)
+    return f"No difference found: {_words(shift, result.confidence)}"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Whether B passes a limit on its slowdown."""
+
+    limit_ratio: float
+    status: Exit  # OK, FAILED or UNDECIDED
+    text: str
+
+    @property
+    def word(self) -> str:
+        return {Exit.OK: "passed", Exit.FAILED: "regression"}.get(self.status, "undecided")
+
+
+def judge(result: Comparison, limit_ratio: float) -> Gate:
+    """Passed only if a regression of the size of the limit would have been seen."""
+    shift, limit = result.median, _percent_text(limit_ratio)
+    more = "next: more steps, or several runs each (--a A1 A2 A3 --b B1 B2 B3)"
+    if shift.ci_high is None:
+        return Gate(limit_ratio, Exit.UNDECIDED, f"undecided: {result.reason or 'too few steps'}; {more}")
+    if shift.difference_ratio > limit_ratio:
+        if result.significant:
+            return Gate(limit_ratio, Exit.FAILED, f"regression: B is slower by more than {limit} %")
+        return Gate(limit_ratio, Exit.UNDECIDED, f"undecided: B seems slower by more than {limit} %, or noise; {more}")
+    noise = shift.ci_high - shift.difference_ratio
+    if noise > limit_ratio and shift.ci_high > limit_ratio:
+        text = f"undecided: the noise of ±{_percent_text(noise)} % hides a regression of {limit} %; {more}"
+        return Gate(limit_ratio, Exit.UNDECIDED, text)
+    return Gate(limit_ratio, Exit.OK, f"passed: B is not slower by more than {limit} %")
+
+
+def to_json(
+    result: Comparison, names_a: tuple[str, ...], names_b: tuple[str, ...], notes: list[str], gate: Gate | None = None
+) -> dict[str, Any]:
+    return {
+        **({} if gate is None else {"gate": {"max_regression_ratio": gate.limit_ratio, "result": gate.word}}),
+        **_shift_json(result.median),
+        "significant": result.significant,
+        "confidence": result.confidence,
+        "cliffs_delta": result.cliffs_delta,
+        "method": result.method,
+        "reason": result.reason or None,
+        "sentence": sentence(result),
+        "mean": {**_shift_json(result.mean), "significant": result.mean.significant(result.confidence)},
+        "a": _side_json(result.a, names_a),
+        "b": _side_json(result.b, names_b),
+        "notes": notes,
+    }
+
+
+def print_answer(result: Comparison, notes: list[str], gate: Gate | None = None) -> None:
+    console = Terminal()
+    style = ("red" if result.median.difference_ratio > 0 else "green") if result.significant else "yellow"
+    console.print(sentence(result), style=f"bold {'yellow' if result.reason else style}")
+    table = make_table(("", "runs", "steps", "warm-up", "median", "mean", "p90"))
+    for name, side in (("A", result.a), ("B", result.b)):
+        times = (side.median_seconds, side.mean_seconds, side.p90_seconds)
+        counts = (f"{side.runs:,}", f"{side.steps:,}", f"{side.warmup_steps:,}")
+        table.add_row(name, *counts, *map(_duration, times))
+    console.print(table)
+    console.print(f"Cliff's delta {result.cliffs_delta:+.2f}: {_overlap(result.cliffs_delta)}", style="dim")
+    for note in notes:
+        console.print(f"note: {note}", style="dim")
+    if gate is not None:
+        style = {Exit.OK: "green", Exit.FAILED: "red"}.get(gate.status, "yellow")
+        console.print(f"gate: {gate.text}", style=f"bold {style}")
+
+
+def _words(shift: Shift, confidence: float) -> str:
+    low, high = shift.ci_low or 0.0, shift.ci_high or 0.0
+    if shift.difference_ratio < 0:
+        low, high = -high, -low
+    interval = f"{confidence * 100:g} % CI {_percent_text(low)} – {_percent_text(high)} %"
+    return f"{_moved(shift)} ({interval}), p {_p(shift.p_value or 0.0)}"
+
+
+def _moved(shift: Shift) -> str:
+    if shift.difference_ratio == 0:
+        return "B is as fast as A"
+    return f"B is {_percent_text(abs(shift.difference_ratio))} % {'slower' if shift.difference_ratio > 0 else 'faster'}"
+
+
+def _percent_text(ratio: float) -> str:
+    percent = ratio * 100
+    digits = 1 if abs(percent) >= 0.1 or percent == 0 else 3
+    return f"{percent:.{digits}f}".replace("-", "−") if abs(percent) < 1e4 else f"{percent:.2g}"
+
+
+def _p(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"= {value:.3f}" if value < 0.1 else f"= {value:.2f}"
+
+
+def _overlap(delta: float) -> str:
+    faster = "faster" if delta < 0 else "slower"
+    if abs(delta) < 1e-9:
+        return "a step of B is slower than one of A as often as it is faster"
+    return f"a step of B is {faster} than one of A in {50 + 50 * abs(delta):.0f} % of pairs"
+
+
+def _duration(seconds: float) -> str:
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= scale:
+            return f"{seconds / scale:,.4g} {unit}"
+    return f"{seconds / 1e-9:,.4g} ns"
+
+
+def _shift_json(shift: Shift) -> dict[str, Any]:
+    return {
+        "difference_ratio": shift.difference_ratio,
+        "ci_low": shift.ci_low,
+        "ci_high": shift.ci_high,
+        "p_value": shift.p_value,
+    }
+
+
+def _side_json(side: Side, names: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "files": list(names),
+        "runs": side.runs,
+        "steps": side.steps,
+        "warmup_steps_dropped": side.warmup_steps,
+        "median_seconds": side.median_seconds,
+        "mean_seconds": side.mean_seconds,
+        "p90_seconds": side.p90_seconds,
+        "correlation_steps": side.correlation_steps,
+    }

@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from rankscope.cli.exit_codes import CommandError
 from rankscope.cli.messages import to_stderr, to_stdout
 from rankscope.daemon.config import (
     ENVIRONMENT_PREFIX,
@@ -17,9 +18,6 @@ from rankscope.daemon.config import (
     resolve,
     unknown_variables,
 )
-
-NAME = "daemon"
-HELP = "watch the training ranks of this machine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,17 +42,16 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_settings(arguments: argparse.Namespace) -> Resolved:
-    """The daemon's settings from parsed flags, environment and file; raises ConfigError."""
+    """The daemon's settings from parsed flags, environment and file."""
     flags = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
-    return resolve(flags, os.environ, arguments.config)
+    try:
+        return resolve(flags, os.environ, arguments.config)
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        resolved = read_settings(arguments)
-    except ConfigError as error:
-        to_stderr(f"error: {error}")
-        return 2
+    resolved = read_settings(arguments)
     if arguments.print_config:
         to_stdout(resolved.describe())
         return 0
@@ -64,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rankscope.daemon.loop import Daemon
 
     config = resolved.config
-    return run_until_signalled(NAME, Daemon(config), config.log_level, audit_path(config))
+    return run_until_signalled("daemon", Daemon(config), config.log_level, audit_path(config))
 
 
 def audit_path(config: Config) -> Path | None:

@@ -8,7 +8,6 @@ import signal
 import tempfile
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from types import FrameType
 
 from rich.text import Text
@@ -16,14 +15,12 @@ from rich.text import Text
 from rankscope.cli.demo_job.faults import NONE, FaultError, parse_fault
 from rankscope.cli.demo_job.launcher import DemoJob, DemoJobError
 from rankscope.cli.demo_report import Outcome, Watch, print_summary, print_verdict, to_json
-from rankscope.cli.messages import log_to_stderr, to_stderr, to_stdout
-from rankscope.cli.standalone import Standalone
+from rankscope.cli.exit_codes import Exit
+from rankscope.cli.messages import log_to_stderr, refuse, to_stderr, to_stdout
+from rankscope.cli.standalone import ConsoleListen, Standalone, private_config
 from rankscope.cli.terminal import Terminal
-from rankscope.daemon.config import resolve
 from rankscope.daemon.server.sockets import ListenError
 
-NAME = "demo"
-HELP = "run a real job with a fault and find it"
 FAULT_SECONDS = 30.0
 # Stacks alone need two intervals of samples that agree.
 FAULT_SECONDS_WITHOUT_PROBE = 60.0
@@ -61,8 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.seconds is not None and not 1 <= arguments.seconds <= 86400:
             raise FaultError(f"--seconds {arguments.seconds:g}: take 1 to 86400")
     except FaultError as error:
-        to_stderr(f"error: {error}")
-        return 2
+        return refuse(str(error))
     log_to_stderr("error")
     signal.signal(signal.SIGTERM, _interrupt)
     console = Terminal(stderr=arguments.json)
@@ -72,29 +68,23 @@ def run(arguments: argparse.Namespace) -> int:
     except (DemoJobError, ListenError) as error:
         for line in f"error: {error}".splitlines():
             to_stderr(line)
-        return 1
+        return Exit.FAILED
     if arguments.json:
         to_stdout(json.dumps(to_json(outcome)))
     else:
         print_summary(console, outcome)
-    return 0 if outcome.is_right else 1
+    return Exit.OK if outcome.is_right else Exit.FAILED
 
 
 def _play(job: DemoJob, seconds: float | None, console: Terminal) -> Outcome:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rankscope-demo-"))
-        # Private addresses: a daemon that already runs on this machine is not disturbed.
-        places = {
-            "socket": str(Path(folder) / "daemon.sock"),
-            "metrics_listen": "127.0.0.1:0",
-            "capture_dir": str(Path(folder) / "captures"),
-            "log_level": "error",
-        }
-        config = resolve(places, {}).config
+        config = private_config(folder)
         ranks = f": {job.ranks} ranks of PyTorch over gloo, fault: {job.fault.spec}"
         console.print(Text.assemble(("rankscope demo", "bold"), ranks))
         # The demo draws and launches in the same process; the budget covers only the daemon's thread.
-        standalone = stack.enter_context(Standalone(config, own_cpu_seconds=time.thread_time))
+        standalone = stack.enter_context(Standalone(config, own_cpu_seconds=time.thread_time, console=ConsoleListen()))
+        console.print(f"· console: {standalone.console_url}")
         status = stack.enter_context(console.status("starting the ranks (importing torch takes a while) …"))
         watch = Watch(standalone.correlator, job, lambda line: status.update(line))
         stack.callback(job.stop)

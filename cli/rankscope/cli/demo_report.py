@@ -12,11 +12,11 @@ from typing import Any
 from rich.padding import Padding
 from rich.text import Text
 
-from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
+from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict, headline, loss, source_line
 from rankscope.cli.demo_job import faults
 from rankscope.cli.demo_job.faults import Fault
 from rankscope.cli.demo_job.launcher import DemoJob, DemoJobError
-from rankscope.cli.job_tables import MARKS, headline, loss, rank_table, source_line
+from rankscope.cli.job_tables import MARKS, rank_table
 from rankscope.cli.terminal import Terminal
 from rankscope.operator.correlation.correlator import Correlator, JobState
 
@@ -35,6 +35,7 @@ SETTLING_TICKS = 7
 SETTLING_TIMEOUT_SECONDS = 90.0
 # After the alarm: more stacks confirm the source line.
 CAUSE_TICKS = 2
+CAUSE_SECONDS = 20.0
 
 
 def expects(fault: Fault, verdict: Verdict, ranks: int) -> bool:
@@ -202,12 +203,18 @@ class Watch:
         return self._wait(timeout, lambda: self._found() is not None)
 
     def until_cause_settles(self, seconds: float | None) -> None:
-        """Wait a little longer for the source line, or as long as the caller requested."""
+        """Wait a little longer for the source line, which needs stacks, or as long as the caller requested."""
         if seconds is not None and self._fault_at is not None:
             self.for_seconds(max(0.0, self._fault_at + seconds - time.monotonic()))
             return
         target = self._ticks + CAUSE_TICKS
-        self._wait(10.0, lambda: self._ticks >= target)
+        has_line = self._job.fault.kind in (faults.SLOW_RANK, faults.SLOW_INPUT)
+
+        def is_settled() -> bool:
+            is_named = self._state is not None and bool(self._state.verdict.cause.frames)
+            return self._ticks >= target and (is_named or not has_line)
+
+        self._wait(CAUSE_SECONDS, is_settled)
 
     def _found(self) -> Alarm | None:
         with self._lock:

@@ -1,39 +1,52 @@
-"""`rankscope doctor`: what does not work on this machine, why, and the next step."""
+"""`rankscope doctor`: what does not work on this machine or behind a server, why, and the next step."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rankscope.cli.contexts import add_connection_arguments
 from rankscope.cli.daemon import add_setting_arguments, read_settings
-from rankscope.cli.messages import to_stderr, to_stdout
-from rankscope.daemon.config import ConfigError
+from rankscope.cli.exit_codes import Exit
+from rankscope.cli.messages import to_stdout
+from rankscope.common.text import one_line
+from rankscope.daemon.doctor_checks import Finding, Level
 
-NAME = "doctor"
-HELP = "report what does not work on this machine, and why"
+if TYPE_CHECKING:
+    from rankscope.v1.job_service_pb2 import JobStatus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Exit status 1 if there is a problem, 0 if there are warnings at most."
+    parser.epilog = (
+        "Examines this machine, with the daemon's settings. With --cluster, --connect or --context: what a daemon, a "
+        "correlator or an operator answers you, and what its ranks report. Exit status 1 if there is a problem, 0 if "
+        "there are warnings at most."
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object for programs")
     parser.add_argument("--config", type=Path, metavar="FILE", help="the daemon's configuration file")
+    parser.add_argument("--cluster", action="store_true", help="examine the server of the context in use")
     add_setting_arguments(parser)
+    add_connection_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    try:
-        config = read_settings(arguments).config
-    except ConfigError as error:
-        to_stderr(f"error: {error}")
-        return 2
-    from rankscope.daemon.doctor.checks import Level
-    from rankscope.daemon.doctor.doctor import examine
+    if arguments.cluster or arguments.connect is not None or arguments.context is not None:
+        return _report(_examine_server(arguments), arguments)
+    config = read_settings(arguments).config
+    from rankscope.daemon.doctor import examine
 
+    return _report(examine(config), arguments)
+
+
+def _report(found: Iterable[Finding], arguments: argparse.Namespace) -> int:
     findings = []
-    for finding in examine(config):
+    for finding in found:
         findings.append(finding)
         if not arguments.json:
             to_stdout(f"{finding.level.value:<8} {finding.check}: {finding.text}")
@@ -46,4 +59,57 @@ def run(arguments: argparse.Namespace) -> int:
         to_stdout(json.dumps({"healthy": healthy, "findings": rows}))
     else:
         to_stdout(f"\n{counts[Level.PROBLEM]} problems, {counts[Level.WARNING]} warnings")
-    return 0 if healthy else 1
+    return Exit.OK if healthy else Exit.FAILED
+
+
+def _examine_server(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Through the calls that other commands make: what works here works there."""
+    # Imported here: what it needs may be what is missing on this machine.
+    import grpc
+
+    from rankscope.cli.connection import CALL_SECONDS, connected, explain
+    from rankscope.v1.capture_service_pb2 import ListCapturesRequest
+    from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
+    from rankscope.v1.job_service_pb2 import ListJobsRequest
+    from rankscope.v1.job_service_pb2_grpc import JobServiceStub
+
+    with connected(arguments) as (target, channel):
+        runs: Sequence[JobStatus] = ()
+        try:
+            runs = JobServiceStub(channel).ListJobs(ListJobsRequest(), timeout=CALL_SECONDS).jobs
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                text = f"{target} answers, and is a daemon without correlation: there are no verdicts"
+                yield Finding("server", Level.OK, text)
+            elif error.code() is grpc.StatusCode.PERMISSION_DENIED:
+                yield Finding(
+                    "runs", Level.WARNING, explain(target, error), "or name a namespace: rankscope top --run NS/"
+                )
+            else:
+                raise  # nothing can be examined
+        else:
+            yield Finding("server", Level.OK, f"{target} answers; it knows {len(runs)} runs")
+        try:
+            CaptureServiceStub(channel).ListCaptures(ListCapturesRequest(), timeout=CALL_SECONDS)
+            yield Finding("captures", Level.OK, "you may list them")
+        except grpc.RpcError as error:
+            yield Finding("captures", Level.WARNING, explain(target, error))
+        for job in runs:
+            yield from _examine_run(job)
+
+
+def _examine_run(job: JobStatus) -> Iterator[Finding]:
+    from rankscope.analysis.verdicts.verdict import ranks
+
+    name = f"run {one_line(job.job, 200)}"
+    if job.ranks_seen < job.world_size:
+        text = f"{job.ranks_seen} of {job.world_size} ranks report"
+        yield Finding(name, Level.WARNING, text, "is there a daemon on every node of the run? docs/troubleshooting.md")
+    by_problem: defaultdict[str, list[int]] = defaultdict(list)
+    for window in job.ranks:
+        for problem in window.problems:
+            by_problem[one_line(problem, 500)].append(window.identity.rank)
+    for problem, numbers in sorted(by_problem.items()):
+        yield Finding(name, Level.WARNING, f"{ranks(numbers)}: {problem}")
+    if job.ranks_seen >= job.world_size and not by_problem:
+        yield Finding(name, Level.OK, f"all {job.world_size} ranks report")

@@ -1,21 +1,30 @@
-"""Runs a service in the foreground until SIGTERM or SIGINT, with one-line logs on stderr."""
+"""Runs a service in the foreground until SIGTERM or SIGINT, with one-line logs on stderr and an audit log."""
 
 from __future__ import annotations
 
+import argparse
+import io
+import logging
+import os
 import signal
+import stat
+import sys
 import threading
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Protocol
 
-from rankscope.cli.audit_log import AuditFileError, open_audit_log
-from rankscope.cli.messages import log_to_stderr, to_stderr
-from rankscope.daemon.loop import Addresses
+from rankscope.cli.exit_codes import Exit
+from rankscope.cli.messages import log_to_stderr, refuse, to_stderr
+from rankscope.common.audit import LOGGER
+from rankscope.daemon.config import LOG_LEVELS
 from rankscope.daemon.server.sockets import ListenError
 
 
 class Service(Protocol):
     @property
-    def addresses(self) -> Addresses: ...
+    def addresses(self) -> object:
+        """Printed once it serves."""
 
     def start(self) -> None: ...
 
@@ -28,17 +37,92 @@ def run_until_signalled(name: str, service: Service, log_level: str, audit_log: 
     try:
         open_audit_log(audit_log)
     except AuditFileError as error:
-        to_stderr(f"error: {error}")
-        return 1
+        return refuse(str(error), Exit.FAILED)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     try:
         service.start()
     except ListenError as error:
-        to_stderr(f"error: {error}")
-        return 1
+        return refuse(str(error), Exit.FAILED)
     to_stderr(f"rankscope {name}: {service.addresses}")
     stopping.wait()
     service.stop()
     return 0
+
+
+# Flags of the operator and of the correlator.
+
+
+def add_service_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--listen", default="127.0.0.1:9466", metavar="HOST:PORT", help="/metrics, /healthz, /readyz")
+    parser.add_argument("--mfu-target", type=float, metavar="RATIO", help="raise low_mfu below this, for example 0.4")
+    parser.add_argument(
+        "--alerts-token", type=Path, metavar="FILE", help="take captures when Alertmanager asks with this token"
+    )
+    parser.add_argument(
+        "--alerts-listen", default="127.0.0.1:9467", metavar="HOST:PORT", help="where it asks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--audit-log",
+        type=Path,
+        metavar="FILE",
+        help="append a line of JSON for each capture, when it is requested and when it ends",
+    )
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="least severe log line to print")
+
+
+def host_port(flag: str, text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{flag} {text!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+# The audit log: records go to the log on stderr, at any level, and to a file if configured.
+
+
+class AuditFileError(Exception):
+    """The audit file cannot be written: records would be lost."""
+
+
+def open_audit_log(path: Path | None) -> None:
+    """Call once, after logging is configured. Raises AuditFileError for a file that cannot be written."""
+    logger = logging.getLogger(LOGGER)
+    logger.setLevel(logging.INFO)
+    if path is None:
+        return
+    try:
+        handler = _AuditFile(path)
+    except OSError as error:
+        raise AuditFileError(f"--audit-log {path}: {error.strerror or error}") from error
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+
+
+class _AuditFile(WatchedFileHandler):
+    """Reopens the file after it was moved, as logrotate does. One line is one write, flushed at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._is_told = False
+        super().__init__(path, encoding="utf-8")
+
+    def _open(self) -> io.TextIOWrapper:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        descriptor = os.open(self.baseFilename, flags, 0o600)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(22, "not a plain file")
+        return io.TextIOWrapper(io.FileIO(descriptor, "ab"), encoding="utf-8", write_through=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # the directory is gone: the service must not fail
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - overrides logging.Handler
+        """The disk is full: reported once; stderr has the records too."""
+        if not self._is_told:
+            self._is_told = True
+            to_stderr(f"warning: {self.baseFilename}: {sys.exc_info()[1]}; audit records are missing there")

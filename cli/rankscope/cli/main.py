@@ -6,41 +6,59 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 
-from rankscope.cli.messages import to_stderr, to_stdout
+from rankscope.cli.exit_codes import CommandError, Exit
+from rankscope.cli.messages import refuse, to_stdout
 
 
 @dataclass(frozen=True)
 class Subcommand:
-    """`help` repeats the module's HELP, so that the list of commands needs no imports."""
-
     name: str
     help: str
     extra: str
+    kinds: Mapping[str, str] = field(default_factory=dict)  # with their help; each has a module of its own
 
     @property
-    def module(self) -> str:
-        return f"rankscope.cli.{self.name.replace('-', '_')}"
+    def modules(self) -> dict[str, str]:
+        """By the words that choose them."""
+        names = [f"{self.name} {kind}" for kind in self.kinds] or [self.name]
+        return {name: f"rankscope.cli.{name.replace(' ', '_').replace('-', '_')}" for name in names}
+
+
+_ANALYZED = {
+    "trace": "break torch-profiler traces down, and compare ranks",
+    "timeline": "replay a pipeline-parallel job: what would it be without its slow rank, stage or operation?",
+    "alphabeta": "fit latency and bandwidth of collectives; find the slow ones",
+    "flight-recorder": "say which rank a hung job waits for, from the dumps of torch's flight recorder",
+}
 
 
 SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand("daemon", "watch the training ranks of this machine", "daemon"),
     Subcommand("doctor", "report what does not work on this machine, and why", "daemon"),
     Subcommand("run", "run a training command and report what slows it down", "cli"),
-    Subcommand("up", "watch this machine and judge its jobs", "daemon"),
+    Subcommand("up", "watch this machine and judge its jobs", "cli"),
+    Subcommand("correlator", "correlate the ranks of many machines, without Kubernetes", "operator"),
+    Subcommand("certificates", "make an authority and certificates for machines without Kubernetes", "operator"),
     Subcommand("operator", "correlate the ranks of a Kubernetes cluster", "operator"),
     Subcommand("top", "show jobs and ranks as a live table", "cli"),
+    Subcommand("flame", "show where the time of ranks goes: top frames, flame graph, pprof", "cli"),
+    Subcommand("stacks", "show where every rank stands now, the odd ones first", "cli"),
+    Subcommand("hangs", "list reports of hangs, and show who was stuck where", "cli"),
     Subcommand("capture", "record chosen ranks in depth, all at the same moment", "cli"),
     Subcommand("captures", "list, show, download, cancel and remove captures", "cli"),
-    Subcommand("analyze", "read traces, timelines and collectives from files", "cli"),
+    Subcommand("context", "name the servers that commands connect to", "cli"),
+    Subcommand("analyze", "read traces, timelines, collectives and flight recorders from files", "cli", _ANALYZED),
     Subcommand("mfu", "compute MFU and HFU of a model on a device", "cli"),
     Subcommand("compare", "report whether run B is slower than run A, and how certain that is", "cli"),
+    Subcommand("completion", "print the completion script of a shell", "cli"),
     Subcommand("demo", "run a real job with a fault and find it", "demo"),
 )
 _BY_NAME = {subcommand.name: subcommand for subcommand in SUBCOMMANDS}
+MODULES = {words: module for subcommand in SUBCOMMANDS for words, module in subcommand.modules.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,39 +66,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     words = sys.argv[1:] if arguments is None else list(arguments)
-    chosen = _BY_NAME.get(words[0]) if words else None
-    parser = argparse.ArgumentParser(prog="rankscope", description="Finds what slows a PyTorch training job down.")
-    parser.add_argument("--version", action=_PrintVersion)
-    places = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    chosen = next((each for each in (" ".join(words[:2]), *words[:1]) if each in MODULES), None)
+    parser, places = make_parser()
     module: ModuleType | None = None
-    for subcommand in SUBCOMMANDS:
-        place = places.add_parser(subcommand.name, help=subcommand.help, description=_sentence(subcommand.help))
-        if subcommand is chosen:
-            try:
-                module = importlib.import_module(subcommand.module)
-                module.add_arguments(place)
-            except ModuleNotFoundError as error:
-                return _explain(subcommand, error)
-    parsed = parser.parse_args(words)
-    if module is None:
-        parser.error("choose a command")
     try:
+        if chosen is not None:
+            module = importlib.import_module(MODULES[chosen])
+            module.add_arguments(places[chosen])
+        parsed = parser.parse_args(words)
+        if module is None:
+            parser.error("choose a command")
         return int(module.run(parsed))
     except ModuleNotFoundError as error:
         return _explain(_BY_NAME[words[0]], error)
+    except CommandError as error:
+        return refuse(str(error), error.status)
     except KeyboardInterrupt:
-        return 130
+        return Exit.INTERRUPTED
+    except BrokenPipeError:
+        # The reader of stdout has left, as `head` does. Python would complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.FAILED
+
+
+def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and those of the modules, which are still without arguments."""
+    parser = argparse.ArgumentParser(prog="rankscope", description="Finds what slows a PyTorch training job down.")
+    parser.add_argument("--version", action=_PrintVersion)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    places = {}
+    for each in SUBCOMMANDS:
+        place = places[each.name] = commands.add_parser(each.name, help=each.help, description=_sentence(each.help))
+        if each.kinds:
+            kinds = place.add_subparsers(title="what to read", metavar="KIND", required=True)
+            for kind, text in each.kinds.items():
+                description = text[0].upper() + text[1:]
+                places[f"{each.name} {kind}"] = kinds.add_parser(kind, help=text, description=description)
+    return parser, {words: places[words] for words in MODULES}
 
 
 def _explain(subcommand: Subcommand, error: ModuleNotFoundError) -> int:
     missing = error.name or ""
     if missing.split(".")[0] == "rankscope":
         hint = f"this installation has no {missing}; next step: pip install 'rankscope[{subcommand.extra}]'"
-        to_stderr(f"error: rankscope {subcommand.name}: {hint}")
-    else:
-        hint = f"needs the {subcommand.extra} extra: pip install 'rankscope[{subcommand.extra}]'"
-        to_stderr(f"error: rankscope {subcommand.name} {hint} (there is no {missing})")
-    return 2
+        return refuse(f"rankscope {subcommand.name}: {hint}")
+    hint = f"needs the {subcommand.extra} extra: pip install 'rankscope[{subcommand.extra}]'"
+    return refuse(f"rankscope {subcommand.name} {hint} (there is no {missing})")
 
 
 def _sentence(text: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 
+from rankscope.cli.exit_codes import Exit
 from rankscope.common.text import printable
 
 
@@ -17,6 +18,12 @@ def to_stdout(text: str) -> None:
 def to_stderr(text: str) -> None:
     """One line on stderr: an error, a warning, what was written where."""
     print(printable(text), file=sys.stderr, flush=True)
+
+
+def refuse(text: str, status: Exit = Exit.USAGE) -> int:
+    """Says on stderr why the command fails, and returns its exit status."""
+    to_stderr(f"error: {text}")
+    return status
 
 
 def overwrite(text: str) -> None:

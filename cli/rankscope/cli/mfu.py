@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
+from typing import Any
 
-from rankscope.analysis.models.device_peaks import PeakError
+from rich.table import Table
+from rich.text import Text
+
+from rankscope.analysis.models.device_peaks import DTYPES, PeakError, known_devices, peaks_of
 from rankscope.analysis.models.mfu import Recompute
 from rankscope.analysis.models.model_config import ConfigError
 from rankscope.analysis.models.model_shape import Counting
-from rankscope.cli.messages import to_stderr, to_stdout
-from rankscope.cli.mfu_report.memory import (
+from rankscope.cli.messages import to_stdout
+from rankscope.cli.mfu_memory import (
     add_measured_arguments,
     add_memory_arguments,
     measure,
     memory_json,
     predict,
     print_memory,
+    refuse_mfu,
 )
-from rankscope.cli.mfu_report.output import print_answer, print_peaks, to_json
-from rankscope.cli.mfu_report.request import QuantityError, understand
-
-NAME = "mfu"
-HELP = "compute MFU and HFU of a model on a device"
+from rankscope.cli.mfu_request import Asked, QuantityError, understand
+from rankscope.cli.terminal import Terminal, make_table
 
 _EPILOG = """\
 examples:
@@ -91,9 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
         asked = understand(arguments)
         stages = predict(arguments, asked) if arguments.memory else None
     except (QuantityError, PeakError, ConfigError) as error:
-        return _refuse(str(error))
+        return refuse_mfu(str(error))
     except OSError as error:
-        return _refuse(f"{error.filename}: {error.strerror}")
+        return refuse_mfu(f"{error.filename}: {error.strerror}")
     if arguments.json:
         answer = to_json(asked)
         if stages is not None:
@@ -106,6 +109,109 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse(reason: str) -> int:
-    to_stderr(f"error: rankscope mfu: {reason}; next step: rankscope mfu --help")
-    return 2
+# The answer: sentences and tables, or a JSON object.
+
+
+_REPEATED = {
+    Recompute.NONE: "nothing recomputed",
+    Recompute.SELECTIVE: "attention recomputed",
+    Recompute.FULL: "layers recomputed",
+}
+
+
+def warnings_of(asked: Asked) -> list[str]:
+    if asked.used is None or asked.used.possible:
+        return []
+    which = "MFU" if asked.used.mfu_ratio > 1 else "HFU"
+    return [
+        f"{which} above 100 % is impossible: an input must be wrong (tokens per second of all GPUs with --gpus 1? "
+        "a sparse speed, or another number format than the run's?)"
+    ]
+
+
+def notes_of(asked: Asked) -> list[str]:
+    notes = [asked.peak.note] if asked.peak is not None and asked.peak.note else []
+    return notes + list(asked.shape.notes if asked.shape is not None else ())
+
+
+def to_json(asked: Asked) -> dict[str, Any]:
+    flops, used, peak, shape = asked.flops, asked.used, asked.peak, asked.shape
+    answer = {
+        "mfu_ratio": used.mfu_ratio if used else None,
+        "hfu_ratio": used.hfu_ratio if used else None,
+        "model_flops_per_token": flops.model if flops else None,
+        "hardware_flops_per_token": flops.hardware(asked.recompute) if flops else None,
+        "attention_flops_per_token": flops.attention if flops else None,
+        "tokens_per_second": asked.tokens_per_second,
+        "gpus": asked.gpus,
+        "gpu": peak.device or None if peak else None,
+        "dtype": peak.dtype or None if peak else None,
+        "peak_flops_per_second": peak.flops_per_second if peak else None,
+        "model_flops_per_second": used.model_flops_per_second if used else None,
+        "model_flops_per_second_per_gpu": used.flops_per_second_per_gpu if used else None,
+        "parameters": shape.parameters if shape else asked.parameters,
+        "active_parameters": shape.active_parameters if shape else asked.parameters,
+        "family": shape.family if shape else None,
+        "sequence": asked.sequence,
+        "counting": asked.counting.value if asked.counting else "declared",
+        "causal": asked.causal,
+        "recompute": asked.recompute.value,
+        "warnings": warnings_of(asked),
+        "notes": notes_of(asked),
+    }
+    # JSON has no infinity; an overflow was not measured.
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in answer.items()
+    }
+
+
+def print_answer(asked: Asked) -> None:
+    console = Terminal()
+    used, flops, shape = asked.used, asked.flops, asked.shape
+    if used is not None:
+        achieved = used.flops_per_second_per_gpu / 1e12
+        peak = f"{asked.peak.tflops:g} TFLOP/s" if asked.peak else ""
+        name = f"{asked.peak.device} {asked.peak.dtype}" if asked.peak and asked.peak.device else "given"
+        rate = f": {achieved:,.4g} of {peak} per GPU ({name}), {_gpus(asked.gpus)}"
+        console.print(Text.assemble((f"MFU {used.mfu_ratio:.1%}", "bold"), rate))
+        if used.hfu_ratio is not None and asked.recompute is not Recompute.NONE:
+            again = f": {_REPEATED[asked.recompute]}"
+            console.print(Text.assemble((f"HFU {used.hfu_ratio:.1%}", "bold"), again))
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    if shape is not None:
+        table.add_row("model", f"{shape.family}, {len(shape.layers)} layers of width {shape.width:,}")
+        table.add_row("parameters", f"{shape.parameters:,}")
+        if shape.active_parameters != shape.parameters:
+            table.add_row("active per token", f"{shape.active_parameters:,}")
+    if flops is not None:
+        how = "declared" if asked.counting is None else asked.counting.value + (", causal" if asked.causal else "")
+        table.add_row(f"model FLOPs per token ({how})", f"{flops.model:.5g}")
+        if flops.attention:
+            table.add_row("of which attention", f"{flops.attention / flops.model:.1%}")
+    if asked.tokens_per_second is not None:
+        table.add_row("tokens per second", f"{asked.tokens_per_second:,.6g}")
+    if table.row_count:
+        console.print(table)
+    for note in notes_of(asked):
+        console.print(f"note: {note}", style="dim")
+    if used is None and flops is not None:
+        wanted = "for MFU give --tokens-per-second (or --step-seconds, --tokens-per-step) and --gpu"
+        console.print(wanted, style="dim")
+    for warning in warnings_of(asked):
+        console.print(Text.assemble(("warning:", "bold red"), f" {warning}"))
+
+
+def print_peaks(*, as_json: bool) -> None:
+    if as_json:
+        to_stdout(json.dumps({"unit": "TFLOP/s dense", "gpus": {name: peaks_of(name) for name in known_devices()}}))
+        return
+    table = make_table(("GPU", *DTYPES), ("GPU",), title="dense peak of one GPU, TFLOP/s (int8: TOP/s)")
+    for name in known_devices():
+        table.add_row(name, *(f"{value:g}" if value is not None else "–" for value in peaks_of(name).values()))
+    Terminal().print(table)
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count:,} GPUs"

@@ -8,15 +8,16 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from rankscope.cli.audit_log import AuditFileError, add_audit_argument, open_audit_log
-from rankscope.cli.messages import log_to_stderr, to_stderr
-from rankscope.daemon.config import LOG_LEVELS
+from rankscope.cli.foreground import AuditFileError, add_service_arguments, host_port, open_audit_log
+from rankscope.cli.messages import log_to_stderr, refuse, to_stderr
+from rankscope.cli.prometheus_stack import add_prometheus_url_argument
 from rankscope.operator.access.api_server import PORT, UserApiSettings
 from rankscope.operator.alerts.alertmanager_webhook import TokenError, check_address
 from rankscope.operator.certificates.rotation import fleet_rotation
+from rankscope.operator.console.server import PORT as CONSOLE_PORT
+from rankscope.operator.console_access import ConsoleSettings
 from rankscope.operator.kube.api_client import ClusterError
-from rankscope.operator.runtime import Operator
-from rankscope.operator.settings import OperatorSettings
+from rankscope.operator.runtime import Operator, OperatorSettings
 from rankscope.operator.webhooks.webhooks import WebhookSettings
 
 
@@ -74,7 +75,9 @@ def with_certificates(settings: OperatorSettings, arguments: argparse.Namespace)
 
 
 def add_user_api_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("captures for users (docs/api.md)", "`rankscope capture --operator HOST:PORT`")
+    group = parser.add_argument_group(
+        "runs and captures for users (docs/api.md)", "`rankscope top` and `capture --connect HOST:PORT`"
+    )
     group.add_argument(
         "--api-listen", metavar="HOST:PORT", help=f"serve them here, usually 0.0.0.0:{PORT} (default: no such API)"
     )
@@ -93,19 +96,62 @@ def add_user_api_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_console_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "the console (docs/console.md)", "for browsers, with the tokens of --api-listen and its certificate"
+    )
+    group.add_argument(
+        "--console-listen", metavar="HOST:PORT", help=f"serve it here, usually 0.0.0.0:{CONSOLE_PORT} (default: none)"
+    )
+    group.add_argument(
+        "--console-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a host name in browsers' addresses that the certificate does not have, as of a proxy (may be repeated)",
+    )
+    group.add_argument(
+        "--console-proxy-authority",
+        type=Path,
+        metavar="FILE",
+        help="believe X-Forwarded-User and X-Forwarded-Groups of a caller with a certificate of this CA; with the next",
+    )
+    group.add_argument("--console-proxy-name", default="", metavar="NAME", help="a name in that certificate")
+    group.add_argument(
+        "--console-proxy-loopback",
+        action="store_true",
+        help="believe them of callers in this pod, which includes all that may port-forward to it",
+    )
+    add_prometheus_url_argument(group)
+
+
+def _console(arguments: argparse.Namespace) -> ConsoleSettings | None:
+    authority, name = arguments.console_proxy_authority, arguments.console_proxy_name
+    if arguments.console_listen is None:
+        if authority or name or arguments.console_proxy_loopback or arguments.console_name or arguments.prometheus_url:
+            raise ValueError("--console-name, --console-proxy-… and --prometheus-url need --console-listen")
+        return None
+    if arguments.api_listen is None:
+        raise ValueError("--console-listen needs --api-listen: the console takes the same tokens")
+    if (authority is None) != (not name):
+        raise ValueError("--console-proxy-authority and --console-proxy-name belong together")
+    if authority is not None:
+        authority.read_bytes()  # raises OSError before anything starts
+    host, port = host_port("--console-listen", arguments.console_listen)
+    names = tuple(arguments.console_name)
+    loopback, prometheus_url = arguments.console_proxy_loopback, arguments.prometheus_url
+    return ConsoleSettings(host, port, names, loopback, name, authority, prometheus_url)
+
+
 def with_user_api(settings: OperatorSettings, arguments: argparse.Namespace) -> OperatorSettings:
     if (arguments.api_certificate is None) != (arguments.api_key is None):
         raise ValueError("--api-certificate and --api-key belong together")
     if arguments.api_listen is None:
         return settings
-    host, port = _host_port("--api-listen", arguments.api_listen)
+    host, port = host_port("--api-listen", arguments.api_listen)
     if not arguments.api_audience.strip():
         raise ValueError("--api-audience is empty: tokens for the API server are not for us to see")
     return replace(settings, user_api=UserApiSettings(host, port, arguments.api_audience))
-
-
-NAME = "operator"
-HELP = "correlate the ranks of a Kubernetes cluster"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,24 +176,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="after a start, keep earlier findings this long until all ranks report (default: %(default)g)",
     )
     parser.add_argument("--pod-selector", default="", metavar="LABELS", help="watch only pods with these labels")
-    parser.add_argument("--listen", default="127.0.0.1:9466", metavar="HOST:PORT", help="/metrics, /healthz, /readyz")
-    parser.add_argument("--mfu-target", type=float, metavar="RATIO", help="raise low_mfu below this, for example 0.4")
+    add_service_arguments(parser)
     add_certificate_arguments(parser)
     add_user_api_arguments(parser)
+    add_console_arguments(parser)
     _add_webhook_arguments(parser)
-    parser.add_argument(
-        "--alerts-token", type=Path, metavar="FILE", help="take captures when Alertmanager asks with this token"
-    )
-    parser.add_argument(
-        "--alerts-listen", default="127.0.0.1:9467", metavar="HOST:PORT", help="where it asks (default: %(default)s)"
-    )
     parser.add_argument(
         "--node-conditions",
         action="store_true",
         help="set the condition RankscopeSlowNode on nodes (needs the chart's role node-conditions)",
     )
-    add_audit_argument(parser)
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="least severe log line to print")
 
 
 def _add_webhook_arguments(parser: argparse.ArgumentParser) -> None:
@@ -192,31 +230,23 @@ def run(arguments: argparse.Namespace) -> int:
         open_audit_log(arguments.audit_log)
         operator = Operator(_settings(arguments))
     except (ValueError, OSError, TokenError, ClusterError, AuditFileError) as error:
-        to_stderr(f"error: {error}")
-        return 2
+        return refuse(str(error))
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     try:
         operator.start()
     except (ValueError, OSError) as error:
-        to_stderr(f"error: {error}")
-        return 2
+        return refuse(str(error))
     to_stderr(
         f"rankscope operator: {operator.server.scheme} {operator.settings.listen_host}:{operator.server.port}"
         + (f" alerts {operator.alerts.url}" if operator.alerts is not None else "")
         + (f" api {operator.user_api.server.address}" if operator.user_api is not None else "")
+        + (f" console {operator.console.url}" if operator.console is not None else "")
     )
     stopping.wait()
     operator.stop()
     return 0
-
-
-def _host_port(flag: str, text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{flag} {text!r} is not HOST:PORT")
-    return host.strip("[]"), int(port)
 
 
 def _webhooks(arguments: argparse.Namespace) -> WebhookSettings | None:
@@ -226,7 +256,7 @@ def _webhooks(arguments: argparse.Namespace) -> WebhookSettings | None:
         raise ValueError("--webhook-certificate and --webhook-key belong together")
     if arguments.webhook_url and not arguments.webhook_url.startswith("https://"):
         raise ValueError("--webhook-url has to begin with https://: the API server calls nothing else")
-    host, port = _host_port("--webhook-listen", arguments.webhook_listen)
+    host, port = host_port("--webhook-listen", arguments.webhook_listen)
     return WebhookSettings(
         listen_host=host,
         listen_port=port,
@@ -242,8 +272,8 @@ def _webhooks(arguments: argparse.Namespace) -> WebhookSettings | None:
 
 
 def _settings(arguments: argparse.Namespace) -> OperatorSettings:
-    host, port = _host_port("--listen", arguments.listen)
-    alert_host, alert_port = _host_port("--alerts-listen", arguments.alerts_listen)
+    host, port = host_port("--listen", arguments.listen)
+    alert_host, alert_port = host_port("--alerts-listen", arguments.alerts_listen)
     if arguments.shards < 1:
         raise ValueError("--shards must be at least 1")
     settings = OperatorSettings(
@@ -261,5 +291,6 @@ def _settings(arguments: argparse.Namespace) -> OperatorSettings:
         alert_host=alert_host,
         alert_port=alert_port,
         webhooks=_webhooks(arguments),
+        console=_console(arguments),
     )
     return with_user_api(with_certificates(settings, arguments), arguments)

@@ -1,4 +1,4 @@
-"""Writes a file that the user names. A regular file is replaced only when its new content is complete; a device or a
+"""Writes files that the user names. A regular file is replaced only when its new content is complete; a device or a
 pipe is written to, never replaced."""
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, Final
+
+from rankscope.cli.exit_codes import CommandError
+
+if TYPE_CHECKING:
+    from rankscope.analysis.profiles.profile import Profile
 
 
 @contextlib.contextmanager
@@ -69,3 +74,57 @@ def _umask() -> int:
 def write_output(path: Path, text: str) -> None:
     with open_output(path) as file:
         file.write(text.encode())
+
+
+# Files of profiles. The ending of the name is the format.
+
+
+FLAME_GRAPH: Final = ".html"
+PPROF: Final = ".pb.gz"
+SPEEDSCOPE: Final = ".json"
+FOLDED: Final = ".folded"
+ENDINGS: Final = (FLAME_GRAPH, PPROF, SPEEDSCOPE, FOLDED)
+ENDINGS_IN_WORDS: Final = f"FILE{FLAME_GRAPH}, {PPROF}, {SPEEDSCOPE} or {FOLDED}"
+
+
+def check_format(option: str, path: Path, *, is_compared: bool = False) -> None:
+    """Before anything is computed. Raises CommandError."""
+    ending = _ending(path)
+    if ending is None:
+        raise CommandError(f"{option} {path.name}: the format is not known; name {ENDINGS_IN_WORDS}")
+    if is_compared and ending != FLAME_GRAPH:
+        raise CommandError(f"{option} {path.name}: only a flame graph holds a comparison; name FILE{FLAME_GRAPH}")
+
+
+def write_profile(
+    path: Path,
+    profile: Profile,
+    title: str,
+    *,
+    reference: Profile | None = None,
+    start_unix_nanos: int = 0,
+    duration_nanos: int = 0,
+    is_of_device: bool = False,
+) -> None:
+    """In a format that `check_format` accepts. `is_of_device`: the samples are kernels, and only their time counts.
+    Raises OSError."""
+    # A command that writes no profile should not wait for the import of protobuf.
+    from rankscope.analysis.profiles.flame_graph import flame_graph, folded, speedscope
+    from rankscope.analysis.profiles.pprof import DEVICE_TIME, WALL_TIME, pprof
+
+    ending = _ending(path)
+    if ending == PPROF:
+        time_type = DEVICE_TIME if is_of_device else WALL_TIME
+        content = pprof(profile, start_unix_nanos, duration_nanos, time_type=time_type)
+    elif ending == SPEEDSCOPE:
+        content = speedscope(profile, title)
+    elif ending == FOLDED:
+        content = folded(profile, in_nanos=is_of_device)
+    else:
+        content = flame_graph(profile, title, reference)
+    with open_output(path) as file:
+        file.write(content)
+
+
+def _ending(path: Path) -> str | None:
+    return next((known for known in ENDINGS if path.name.lower().endswith(known)), None)

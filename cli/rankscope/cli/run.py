@@ -20,20 +20,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
+from rankscope.analysis.verdicts.verdict import headline, loss
 from rankscope.cli.demo_job.environment import probe_environment
-from rankscope.cli.job_tables import MARKS, headline, loss
-from rankscope.cli.messages import to_stderr
+from rankscope.cli.exit_codes import Exit
+from rankscope.cli.job_tables import MARKS
+from rankscope.cli.messages import refuse, to_stderr
 from rankscope.cli.output_file import write_output
 from rankscope.cli.run_card import JobSummary, as_html, card, to_json
-from rankscope.cli.standalone import Standalone
+from rankscope.cli.standalone import Standalone, private_config
 from rankscope.cli.terminal import Terminal
 from rankscope.daemon import procfs
-from rankscope.daemon.config import resolve
 from rankscope.daemon.server.sockets import ListenError
 from rankscope.operator.correlation.correlator import JobState
 
-NAME = "run"
-HELP = "run a training command and report what slows it down"
+log = logging.getLogger(__name__)
 
 # Marks the processes of this command among all ranks of the machine: every child inherits it.
 MARK = "RANKSCOPE_COMMAND"
@@ -49,10 +49,10 @@ _EPILOG = """\
 examples:
   rankscope run -- torchrun --nproc-per-node 8 train.py
   rankscope run --json after.json -- torchrun --nproc-per-node 8 train.py
-  rankscope compare before.json after.json --fail-if-slower 5
+  rankscope compare before.json after.json --max-regression 5%
 
 The command's output, signals and exit status pass through unchanged. A line appears on stderr when the verdict
-changes, and a card at the end. While it runs, `rankscope top --endpoint` shows the ranks (the address is printed
+changes, and a card at the end. While it runs, `rankscope top --connect` shows the ranks (the address is printed
 first).
 """
 
@@ -70,32 +70,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
-        to_stderr("error: no command; next step: rankscope run -- torchrun --nproc-per-node 8 train.py")
-        return 2
+        return refuse("no command; next step: rankscope run -- torchrun --nproc-per-node 8 train.py")
     logging.basicConfig(level=logging.ERROR)
-    console = Terminal(stderr=True)
     watch = CommandWatch(quiet=arguments.quiet)
     began = time.monotonic()
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rankscope-run-"))
-        standalone = _standalone(folder)
-        standalone.correlator.listen(watch)
-        try:
-            stack.enter_context(standalone)
-        except ListenError as error:
-            to_stderr(f"error: {error}")
-            return 1
-        if not arguments.quiet:
-            target = standalone.addresses.grpc_targets[0]
-            to_stderr(f"rankscope: watching; in another terminal: rankscope top --endpoint {target}")
-        try:
-            status = _run_command(command, watch.mark, probe=not arguments.no_probe)
-        except OSError as error:
-            to_stderr(f"error: {command[0]}: {error.strerror}; is it installed, and on the PATH?")
-            return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
-    seconds = time.monotonic() - began
-    jobs = watch.jobs
-    console.print(card(jobs, seconds, probe=not arguments.no_probe))
+    status: int | None = None
+    try:
+        with ExitStack() as stack:
+            private = tempfile.TemporaryDirectory(prefix="rankscope-run-", ignore_cleanup_errors=True)
+            folder = stack.enter_context(private)
+            standalone = Standalone(private_config(folder))
+            standalone.correlator.listen(watch)
+            try:
+                stack.enter_context(standalone)
+            except ListenError as error:
+                return refuse(str(error), Exit.FAILED)
+            if not arguments.quiet:
+                target = standalone.addresses.grpc_targets[0]
+                to_stderr(f"rankscope: watching; in another terminal: rankscope top --connect {target}")
+            try:
+                status = _run_command(command, watch.mark, probe=not arguments.no_probe)
+            except OSError as error:
+                to_stderr(f"error: {command[0]}: {error.strerror}; is it installed, and on the PATH?")
+                return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+        _show_and_write(arguments, command, watch.jobs, status, time.monotonic() - began)
+    except Exception:
+        if status is None:
+            raise
+        log.exception("the command ended with status %d, which is kept; the card is not complete", status)
+    return status if status >= 0 else _end_like(-status)
+
+
+def _show_and_write(
+    arguments: argparse.Namespace, command: Sequence[str], jobs: list[JobSummary], status: int, seconds: float
+) -> None:
+    Terminal(stderr=True).print(card(jobs, seconds, probe=not arguments.no_probe))
     try:
         if arguments.json is not None:
             write_output(arguments.json, json.dumps(to_json(jobs, command, status, seconds)) + "\n")
@@ -103,18 +112,6 @@ def run(arguments: argparse.Namespace) -> int:
             write_output(arguments.html, as_html(jobs, seconds, probe=not arguments.no_probe))
     except OSError as error:
         to_stderr(f"error: {error.filename}: {error.strerror}; the summary is not written")
-    return status if status >= 0 else _end_like(-status)
-
-
-def _standalone(folder: str) -> Standalone:
-    # Private addresses: a daemon that already runs on this machine is not disturbed.
-    places = {
-        "socket": str(Path(folder) / "daemon.sock"),
-        "metrics_listen": "127.0.0.1:0",
-        "capture_dir": str(Path(folder) / "captures"),
-        "log_level": "error",
-    }
-    return Standalone(resolve(places, {}).config)
 
 
 def _run_command(command: Sequence[str], mark: str, *, probe: bool) -> int:

@@ -11,8 +11,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.analysis.verdicts.verdict import DEVICE, Kind, Severity, Verdict, milliseconds, percent, ranks
-from rankscope.cli.job_tables import headline, loss, rank_table, source_line
+from rankscope.analysis.verdicts.verdict import (
+    DEVICE,
+    Kind,
+    Severity,
+    Verdict,
+    headline,
+    loss,
+    milliseconds,
+    percent,
+    ranks,
+    source_line,
+)
+from rankscope.cli.job_tables import rank_table
 from rankscope.cli.terminal import Terminal
 from rankscope.common.text import one_line
 from rankscope.operator.correlation.correlator import JobState
@@ -33,7 +44,7 @@ _ADVICE = {
     Kind.SLOW_COMMUNICATION: "check the links (NCCL_DEBUG=INFO, link errors), and what else uses them",
     Kind.INPUT_BOUND: "add DataLoader workers, prefetch, or move the data to faster storage",
     Kind.LOW_MFU: "record it: rankscope capture --ranks 0 --steps 3 --output traces/, rankscope analyze trace traces/",
-    Kind.HANG: "see where every rank stands: rankscope top, or py-spy dump --nonblocking on the ranks that are named",
+    Kind.HANG: "see where every rank stands: rankscope stacks",
 }
 
 
@@ -232,6 +243,7 @@ def _job_json(job: JobSummary) -> dict[str, Any]:
         "culprits": list(verdict.culprits),
         "headline": headline(verdict),
         "reason": verdict.reason,
+        "evidence": verdict.cause.evidence,
         "frames": [{"file": f.file, "line": f.line, "function": f.function} for f in verdict.cause.frames],
         "impact_ratio": verdict.impact_ratio,
         "lost_gpu_seconds": verdict.lost_gpu_seconds,

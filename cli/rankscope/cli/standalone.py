@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.common.rank_selection import Suspected
-from rankscope.common.tls import FollowedTls
-from rankscope.daemon.config import Config
+from rankscope.daemon.config import NONE, Config, resolve
 from rankscope.daemon.loop import Addresses, Daemon
 from rankscope.daemon.server.grpc_server import Service
 from rankscope.daemon.server.sockets import ListenError
 from rankscope.operator.alerts.alert import RefusedError, Wanted
-from rankscope.operator.alerts.alertmanager_webhook import AlertReceiver
-from rankscope.operator.alerts.decision import AlertDecisions, FailedError
-from rankscope.operator.correlation.correlator import Correlator, LostSeconds, suspects
-from rankscope.operator.correlation.daemon_windows import DaemonMessage
+from rankscope.operator.alerts.decision import FailedError
+from rankscope.operator.correlation.correlator import Correlator, suspects
+from rankscope.operator.correlation.hang_store import FolderFiles, HangStore
 from rankscope.operator.correlation.job_service import JobServicer
-from rankscope.operator.metrics import Exporter
-from rankscope.operator.runs.daemon_streams import DaemonStreams
-from rankscope.operator.runs.rank_binding import Binding
+from rankscope.operator.job_watch import AlertSettings, JobWatch
 from rankscope.v1 import capture_service_pb2 as pb
-from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
+from rankscope.v1 import job_service_pb2_grpc
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
+from rankscope.v1.profile_service_pb2 import DumpStacksRequest, DumpStacksResponse
+from rankscope.v1.profile_service_pb2_grpc import ProfileServiceStub
 
-# Requests from a daemon the captures that alerts cause.
+if TYPE_CHECKING:
+    from rankscope.operator.console.older_history import PrometheusHistory
+    from rankscope.operator.console.server import ConsoleServer
 
 STEPS = 3
 # For ranks whose steps are not measured.
 SECONDS = 2.0
 CALL_SECONDS = 15.0
+DUMP_SECONDS = 30.0
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
 
 
@@ -58,20 +60,32 @@ def start_capture(target: str, wanted: Wanted) -> str:
         raise FailedError(f"the daemon at {target} did not answer about the capture") from None
 
 
-@dataclass(frozen=True)
-class AlertSettings:
-    """Where Alertmanager's notifications are taken, and the token they must show."""
+def private_config(folder: str) -> Config:
+    """Addresses and files of its own: a daemon that already runs on this machine is not disturbed."""
+    places = {
+        "socket": str(Path(folder) / "daemon.sock"),
+        "metrics_listen": "127.0.0.1:0",
+        "capture_dir": str(Path(folder) / "captures"),
+        "profile_dir": str(Path(folder) / "profiles"),
+        "log_level": "error",
+    }
+    return resolve(places, {}).config
 
-    host: str
-    port: int
-    token: bytes
-    tls: FollowedTls | None = None  # needed where others can reach the address
+
+@dataclass(frozen=True)
+class ConsoleListen:
+    """Where the console is served. The port is a wish if a free one will do."""
+
+    host: str = "127.0.0.1"
+    port: int = 9469
+    or_any_port: bool = True
+    prometheus_url: str = ""  # has the time before this process; empty: none
 
 
 class Standalone:
     """Runs from `start` to `stop`. Raises ListenError from `start` if an address is taken.
 
-    With `alerts`, firing alerts that ask for it cause captures."""
+    With `alerts`, firing alerts that ask for it cause captures. With `console`, the console is served."""
 
     def __init__(
         self,
@@ -79,24 +93,21 @@ class Standalone:
         policy: Policy = DEFAULT_POLICY,
         own_cpu_seconds: Callable[[], float] | None = None,
         alerts: AlertSettings | None = None,
+        console: ConsoleListen | None = None,
     ) -> None:
-        self.correlator = Correlator(policy)
-        services = (job_service(self.correlator),)
-        lost = LostSeconds()
-        self.correlator.listen(lost)
         self._alerts = alerts
-        self._alert_desk = AlertDecisions(lambda: self.correlator.states, self._capture)
-        self._receiver: AlertReceiver | None = None
-        exporter = Exporter(
-            lambda: self.correlator.states,
-            lost,
-            mfu_target_of=lambda job: policy.mfu_target_ratio,
-            alert_totals=None if alerts is None else self._alert_desk.totals,
+        self._console_listen = console
+        self._console: ConsoleServer | None = None
+        self._older: PrometheusHistory | None = None
+        folder = None if config.profile_dir == NONE else Path(config.profile_dir) / "hangs"
+        self._jobs = JobWatch(policy, self._capture, self._dump, HangStore(FolderFiles(folder)), alerts)
+        self.correlator = self._jobs.correlator
+        self._daemon = Daemon(
+            config,
+            services=(job_service(self.correlator, self._jobs.hangs.store),),
+            metrics=[self._jobs.exporter()],
+            own_cpu_seconds=own_cpu_seconds,
         )
-        self._daemon = Daemon(config, services=services, metrics=[exporter], own_cpu_seconds=own_cpu_seconds)
-        self._node = config.node
-        self._binding = Binding()
-        self._streams: DaemonStreams | None = None
 
     @property
     def addresses(self) -> Addresses:
@@ -104,63 +115,85 @@ class Standalone:
 
     @property
     def alerts_url(self) -> str | None:
-        return None if self._receiver is None else self._receiver.url
+        return self._jobs.alerts_url
+
+    @property
+    def console_url(self) -> str | None:
+        return None if self._console is None else self._console.url
 
     def start(self) -> None:
         self._daemon.start()
-        if self._alerts is not None:
-            self._listen_for_alerts(self._alerts)
         if self._daemon.captures is not None:
             self._daemon.captures.suspect(self._suspects)
-        self.correlator.start()
-        # Through the socket like any other operator, so that what a laptop shows is what a cluster does.
-        self._streams = DaemonStreams(self._accept)
-        self._streams.start()
-        self._streams.follow({self._node: self.addresses.grpc_targets[0]})
-
-    def _accept(self, messages: Sequence[DaemonMessage]) -> None:
-        heard = self._binding.bind(messages)
-        self.correlator.take(heard.windows, heard.departed)
-
-    def _listen_for_alerts(self, alerts: AlertSettings) -> None:
         try:
-            self._receiver = AlertReceiver(alerts.host, alerts.port, self._alert_desk, alerts.token, alerts.tls)
-            self._receiver.start()
+            self._jobs.start()
         except OSError as error:
             self._daemon.stop()
-            reason = f"cannot listen on {alerts.host}:{alerts.port}: {error.strerror or error}"
+            assert self._alerts is not None
+            reason = f"cannot listen on {self._alerts.host}:{self._alerts.port}: {error.strerror or error}"
             raise ListenError(f"{reason}; pass another --alerts-listen") from error
+        if self._console_listen is not None:
+            self._start_console(self._console_listen)
+        # Through the socket like any other correlator, so that what a laptop shows is what a cluster does.
+        self._jobs.follow([self.addresses.grpc_targets[0]])
+
+    def _start_console(self, listen: ConsoleListen) -> None:
+        # A web server takes 0.2 s to import, and `rankscope run` needs none.
+        from rankscope.operator.console.history import History
+        from rankscope.operator.console.local_callers import local_channels
+        from rankscope.operator.console.older_history import PrometheusHistory
+        from rankscope.operator.console.server import ConsoleServer
+
+        history, self._older = History(self._jobs.lost), PrometheusHistory(listen.prometheus_url)
+        try:
+            self._console = ConsoleServer(
+                history,
+                listen.host,
+                listen.port,
+                or_any_port=listen.or_any_port,
+                channels=local_channels(self.addresses.grpc_targets[0]),
+                older=self._older,
+            )
+        except OSError as error:
+            self.stop()
+            reason = f"cannot listen on {listen.host}:{listen.port}: {error.strerror or error}"
+            raise ListenError(f"{reason}; pass another --console-listen, or none") from error
+        self.correlator.listen(history)
+        self._console.start()
+
+    def read_older_history(self, prometheus_url: str) -> None:
+        """Of the console, from now on."""
+        if self._older is not None:
+            self._older.use(prometheus_url)
 
     def _capture(self, wanted: Wanted) -> str:
         return start_capture(self.addresses.grpc_targets[0], wanted)
 
+    def _dump(self, job: str) -> DumpStacksResponse:
+        with grpc.insecure_channel(self.addresses.grpc_targets[0]) as channel:
+            request = DumpStacksRequest(job=job, with_flight_recorder=True)
+            answer: DumpStacksResponse = ProfileServiceStub(channel).DumpStacks(request, timeout=DUMP_SECONDS)
+            return answer
+
     def stop(self) -> None:
-        if self._receiver is not None:
-            self._receiver.stop()
-            self._receiver = None
-        if self._streams is not None:
-            self._streams.stop()
-        self.correlator.stop()
+        if self._console is not None:
+            self._console.stop()
+            self._console = None
+        self._jobs.stop()
         self._daemon.stop()
 
     def _suspects(self, job: str) -> Suspected | None:
-        for state in self.correlator.states:
-            if state.job == job:
-                found = suspects(state)
-                return Suspected(found.culprits, found.peers, found.reason)
-        return None
+        state = self._jobs.states_by_job().get(job)
+        return None if state is None else suspects(state)
 
     def __enter__(self) -> Standalone:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         self.stop()
 
 
-def job_service(correlator: Correlator) -> Service:
-    name = job_service_pb2.DESCRIPTOR.services_by_name["JobService"].full_name
-    servicer = JobServicer(correlator)
-    return Service(name, lambda server: job_service_pb2_grpc.add_JobServiceServicer_to_server(servicer, server))
+def job_service(correlator: Correlator, hangs: HangStore) -> Service:
+    add = job_service_pb2_grpc.add_JobServiceServicer_to_server
+    return Service.of("JobService", add, JobServicer(correlator, hangs))

@@ -3,13 +3,23 @@ this module is the only one that may create a rich console."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import IO, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 
 from rankscope.common.text import printable
+
+
+def make_table(columns: Iterable[str], left: Collection[str] = (), **options: Any) -> Table:
+    """Without lines. Columns are flush right and not wrapped, those in `left` flush left."""
+    table = Table(box=None, pad_edge=False, header_style="bold", **options)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    return table
 
 
 class Terminal(Console):
@@ -29,6 +39,16 @@ class Terminal(Console):
         super().__init__(markup=False, emoji=False, highlight=False, **kwargs)
         if pipe_columns is not None and not self.is_terminal:
             self.width = pipe_columns
+
+    def print_rows(self, rows: Sequence[Sequence[str]], left: Collection[str], most: int) -> None:
+        """A table of the first rows, and how many more there are. `rows[0]` has the headings."""
+        table = make_table(rows[0], left)
+        for row in rows[1 : most + 1]:
+            table.add_row(*map(Text, row))
+        self.print(table)
+        if len(rows) > most + 1:
+            self.print(Text(f"… and {len(rows) - most - 1} more (--json has all)", style="dim"))
+        self.print()
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -1,98 +1,337 @@
-"""`rankscope top`: jobs and ranks of a running daemon as a live table, with the verdict on top."""
+"""`rankscope top`: runs and ranks of a server as a live table, with the verdict on top."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
+import queue
 import signal
-from collections.abc import Iterable
+import sys
+import termios
+import threading
+import time
+import tty
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
 
 import grpc
+import msgspec
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from rankscope.cli.capture_client.connection import EndpointError, target_of
-from rankscope.cli.job_tables import MARKS, headline, loss, milliseconds, rank_table
-from rankscope.cli.messages import to_stderr
+from rankscope.analysis.verdicts.verdict import Verdict, evidence, headline, loss, milliseconds
+from rankscope.cli.connection import CALL_SECONDS, connected
+from rankscope.cli.contexts import add_connection_arguments
+from rankscope.cli.exit_codes import CommandError, Exit
+from rankscope.cli.job_tables import MARKS, rank_table
+from rankscope.cli.messages import to_stdout
+from rankscope.cli.profile_client import ranks_of
 from rankscope.cli.terminal import Terminal
 from rankscope.common.text import one_line
-from rankscope.operator.correlation.job_service import verdict_of
-from rankscope.v1 import job_service_pb2, job_service_pb2_grpc
+from rankscope.operator.console.answers import TopAnswer, TopRun, cpu_ratio, measured, rank_answer, run_fields
+from rankscope.operator.correlation.job_service import is_wanted, state_of, verdict_of
+from rankscope.v1 import job_service_pb2 as pb
+from rankscope.v1.job_service_pb2_grpc import JobServiceStub
+from rankscope.v1.rank_service_pb2 import ListRanksRequest
+from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
+from rankscope.v1.window_pb2 import RankWindow
 
-NAME = "top"
-HELP = "show jobs and ranks as a live table"
-# Locations of ranks need a wide terminal; a narrower one gets the numbers alone.
-WIDE_COLUMNS = 110
+# A pipe has no width: its reader expects whole lines.
+PIPE_COLUMNS = 200
+POLL_SECONDS = 2.0
+NAME_CHARACTERS = 300
+# Lines below and above a table of ranks: its header, how many ranks are left out, the keys.
+OTHER_LINES = 3
+EVIDENCE_CHARACTERS = 400
+ALONE = "a daemon sees its own node only and gives no verdict; `rankscope up` and a correlator do"
+KEYS = "q quit   s sort   ↑ ↓ (k j) choose a run   ? keys"
+Jobs = Sequence[pb.JobStatus]
+_EPILOG = """\
+examples:
+  rankscope top                                           this machine
+  rankscope top --context prod --run team/                the runs of a namespace of a cluster
+  rankscope top --run team/llama --ranks 0-7,12 --sort wait
+  rankscope top --once --json | jq '.runs[].verdict.headline'
+
+Red is the culprit; '–' was not measured. Keys: q quit, s sort, arrows or j and k choose a run, ? help.
+Without a terminal, every refresh is printed as text, or with --json as one line.
+"""
+
+
+@dataclass(frozen=True)
+class View:
+    """What of the runs is shown, and how."""
+
+    run: str = ""
+    ranks: frozenset[int] | None = None  # None: all
+    sort: str = "rank"
+    rows: int = 32
+    chosen: str = ""  # the run whose ranks are shown if there is room for one only
+    shows_keys: bool = False
+
+
+def _largest(read: Callable[[RankWindow], float | None]) -> Callable[[RankWindow], float]:
+    """The largest first; what was not measured comes last."""
+    return lambda window: math.inf if (value := read(window)) is None else -value
+
+
+# Ranks with the same key keep their order.
+SORTS: dict[str, Callable[[RankWindow], Any]] = {
+    "rank": lambda window: 0,
+    "node": lambda window: window.identity.node,
+    "step": _largest(lambda window: measured(window, "step_seconds")),
+    "self": _largest(lambda window: measured(window, "self_seconds")),
+    "wait": _largest(lambda window: measured(window, "wait_seconds")),
+    "input": _largest(lambda window: measured(window, "input_seconds")),
+    # The smallest first: that is the bad one.
+    "mfu": lambda window: math.inf if (ratio := measured(window, "mfu_ratio")) is None else ratio,
+    "cpu": _largest(cpu_ratio),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Needs a running `rankscope up`. Red is the culprit; '–' was not measured. Ctrl-C ends it."
-    parser.add_argument("--endpoint", metavar="TARGET", help="gRPC target, such as unix:/run/rankscope/daemon.sock")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
     parser.add_argument("--once", action="store_true", help="print the table once and exit")
-    parser.add_argument("--ranks", type=int, default=32, metavar="N", help="most ranks shown of a job (default: 32)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, or one a line for each refresh")
+    parser.add_argument("--run", default="", metavar="RUN", help="this run only; NAMESPACE/ for those of a namespace")
+    parser.add_argument("--ranks", default="all", metavar="R", help="these ranks only, as in 0-7,12")
+    parser.add_argument("--sort", choices=tuple(SORTS), default="rank", help="order of the ranks (default: rank)")
+    parser.add_argument("--rows", type=int, default=32, metavar="N", help="most ranks shown of a run (default: 32)")
+    add_connection_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # A shell starts background programs with SIGINT ignored; Ctrl-C must still end the table.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if arguments.rows < 1:
+        raise CommandError(f"--rows {arguments.rows}: at least one, as in --rows 8")
+    view = View(arguments.run, frozenset(ranks_of(arguments)) or None, arguments.sort, arguments.rows)
+    with connected(arguments) as (_, channel):
+        return _show(channel, view, once=arguments.once, as_json=arguments.json)
+
+
+def _show(channel: grpc.Channel, view: View, *, once: bool, as_json: bool) -> int:
+    console = Terminal(pipe_columns=PIPE_COLUMNS)
+    if not once and not as_json and console.is_terminal:
+        return _Live(channel, console, view).run()
+    for jobs in _snapshots(channel, view.run, once=once):
+        if as_json:
+            to_stdout(msgspec.json.encode(_answer(jobs, view)).decode())
+        else:
+            console.print(_screen(jobs, view, console.width))
+        if once:
+            break
+    return Exit.OK
+
+
+# The server: what it knows of runs, now and after every change.
+
+
+def _snapshots(channel: grpc.Channel, run: str, *, once: bool = False) -> Iterator[Jobs]:
+    """A daemon without correlation knows ranks only."""
     try:
-        endpoint = arguments.endpoint or target_of(None)
-    except EndpointError as error:
-        to_stderr(f"error: {error}")
-        return 1
-    console = Terminal()
-    try:
-        with grpc.insecure_channel(endpoint) as channel:
-            stub = job_service_pb2_grpc.JobServiceStub(channel)
-            if arguments.once:
-                jobs = stub.ListJobs(job_service_pb2.ListJobsRequest()).jobs
-                console.print(_screen(jobs, arguments.ranks, console.width))
-                return 0
-            with Live(
-                _screen((), arguments.ranks, console.width), console=console, screen=True, auto_refresh=False
-            ) as live:
-                for response in stub.WatchJobs(job_service_pb2.WatchJobsRequest()):
-                    live.update(_screen(response.jobs, arguments.ranks, console.width), refresh=True)
+        stub = JobServiceStub(channel)
+        if once:
+            yield stub.ListJobs(pb.ListJobsRequest(run=run), timeout=CALL_SECONDS).jobs
+        else:
+            yield from (answer.jobs for answer in stub.WatchJobs(pb.WatchJobsRequest(run=run)))
+        return
     except grpc.RpcError as error:
-        to_stderr(f"error: {_explain(endpoint, error)}")
-        return 1
-    return 0
+        if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+            raise
+    while True:
+        found = RankServiceStub(channel).ListRanks(ListRanksRequest(), timeout=CALL_SECONDS)
+        yield _of_daemon([rank.latest for rank in found.ranks if is_wanted(rank.identity.job, run)])
+        time.sleep(POLL_SECONDS)
 
 
-def _explain(endpoint: str, error: grpc.RpcError) -> str:
-    name = error.code().name
-    if name == "UNAVAILABLE":
-        return f"nobody answers at {endpoint}; start `rankscope up` there, or name another --endpoint"
-    if name == "UNIMPLEMENTED":
-        return f"{endpoint} is a daemon without correlation; start `rankscope up` in place of `rankscope daemon`"
-    return f"{endpoint}: {name}: {one_line(error.details() or '', 500)}"
+def _of_daemon(windows: Sequence[RankWindow]) -> Jobs:
+    by_job: defaultdict[str, list[RankWindow]] = defaultdict(list)
+    for window in windows:
+        by_job[window.identity.job].append(window)
+    jobs = []
+    for name, ranks in sorted(by_job.items()):
+        verdict = pb.Verdict(kind=pb.VERDICT_KIND_INSUFFICIENT_DATA, severity=pb.SEVERITY_NONE, reason=ALONE)
+        size = max(window.identity.world_size for window in ranks)
+        job = pb.JobStatus(job=name, world_size=size, ranks_seen=len(ranks), verdict=verdict, ranks=ranks)
+        steps = [window.step_seconds.p50 for window in ranks if window.HasField("step_seconds")]
+        if steps:
+            job.step_seconds = median(steps)
+        jobs.append(job)
+    return jobs
 
 
-def _screen(jobs: Iterable[job_service_pb2.JobStatus], most_ranks: int, width: int) -> RenderableType:
-    parts: list[RenderableType] = []
-    for job in jobs:
-        verdict = verdict_of(job.verdict)
-        style = {"alarm": "bold red", "warning": "yellow"}.get(verdict.severity.value, "green")
-        facts = [f"{job.ranks_seen}/{job.world_size} ranks"]
-        if job.HasField("step_seconds"):
-            facts.append(f"step {milliseconds(job.step_seconds)}")
-        if job.HasField("mfu_ratio"):
-            facts.append(f"MFU {job.mfu_ratio:.0%}")
-        if job.HasField("exposed_communication_ratio"):
-            facts.append(f"exposed communication {job.exposed_communication_ratio:.0%}")
-        sources = sorted({window.wait_source for window in job.ranks} - {""})
-        if sources:
-            facts.append(f"wait by {', '.join(sources)}")
-        lost = loss(verdict)
-        parts.append(Text(f"{job.job}  {'  '.join(facts)}", style="bold"))
-        parts.append(Text(f"{MARKS[verdict.severity]} {headline(verdict)}{'; ' + lost if lost else ''}", style=style))
-        # Culprits first if a large job is cut.
-        ordered = sorted(job.ranks, key=lambda w: (w.identity.rank not in verdict.culprits, w.identity.rank))
-        shown = sorted(ordered[:most_ranks], key=lambda w: w.identity.rank)
-        parts.append(rank_table(shown, verdict.culprits, stacks=width >= WIDE_COLUMNS))
-        if len(ordered) > len(shown):
-            parts.append(Text(f"… and {len(ordered) - len(shown)} more ranks (--ranks N shows more)", style="dim"))
-        parts.append(Text(""))
-    if not parts:
-        parts.append(Text("no training rank on this machine yet; `rankscope doctor` shows what can be seen", "dim"))
-    return Group(*parts)
+# The screen.
+
+
+def _screen(jobs: Jobs, view: View, width: int) -> RenderableType:
+    """Every run with its ranks."""
+    parts: list[RenderableType] = [part for job in jobs for part in (*_run(job, view, width), Text())]
+    return Group(*(parts or [_nothing(view)]))
+
+
+def _live_screen(jobs: Jobs, view: View, width: int, height: int) -> RenderableType:
+    """One line per run, and as many ranks of the selected run as fit."""
+    if not jobs:
+        return Group(_nothing(view), _keys(view))
+    place = _place(jobs, view)
+    chosen = list(_run(jobs[place], view, width))
+    lines = sum(-(-max(1, cell_len(text.plain)) // max(1, width)) for text in chosen[:3] if isinstance(text, Text))
+    room = max(1, height - OTHER_LINES - lines)
+    # Runs above and below the chosen one, at most a third of the screen.
+    most = max(1, room // 3)
+    first = min(max(0, place - most // 2), max(0, len(jobs) - most))
+    listed = jobs[first : first + most] if len(jobs) > 1 else ()
+    rows = min(view.rows, max(1, room - len(listed)))
+    marks = {jobs[place].job: ">"}
+    parts = [
+        Text(f"{marks.get(job.job, ' ')} {one_line(f'{job.job}  {_verdict_line(job)}', max(1, width - 2))}")
+        for job in listed
+    ]
+    return Group(*parts, *_run(jobs[place], replace(view, rows=rows), width), _keys(view))
+
+
+def _place(jobs: Jobs, view: View) -> int:
+    return next((number for number, job in enumerate(jobs) if job.job == view.chosen), 0)
+
+
+def _nothing(view: View) -> Text:
+    what = f"no run {one_line(view.run, 200)}" if view.run else "no training rank"
+    return Text(f"{what} is seen yet; `rankscope doctor` shows what can be seen", style="dim")
+
+
+def _keys(view: View) -> Text:
+    return Text(KEYS if view.shows_keys else f"sorted by {view.sort}; ? shows the keys", style="dim", no_wrap=True)
+
+
+def _verdict_line(job: pb.JobStatus) -> str:
+    verdict = verdict_of(job.verdict)
+    lost = loss(verdict)
+    return f"{MARKS[verdict.severity]} {headline(verdict)}{'; ' + lost if lost else ''}"
+
+
+def _run(job: pb.JobStatus, view: View, width: int) -> Iterator[RenderableType]:
+    verdict = verdict_of(job.verdict)
+    facts = [f"{job.ranks_seen}/{job.world_size} ranks"]
+    if job.HasField("step_seconds"):
+        facts.append(f"step {milliseconds(job.step_seconds)}")
+    if job.HasField("mfu_ratio"):
+        facts.append(f"MFU {job.mfu_ratio:.0%}")
+    if job.HasField("exposed_communication_ratio"):
+        facts.append(f"exposed communication {job.exposed_communication_ratio:.0%}")
+    sources = sorted({window.wait_source for window in job.ranks} - {""})
+    if sources:
+        facts.append(f"wait by {', '.join(sources)}")
+    style = {"alarm": "bold red", "warning": "yellow"}.get(verdict.severity.value, "green")
+    yield Text(f"{one_line(job.job, NAME_CHARACTERS)}  {'  '.join(facts)}", style="bold")
+    yield Text(_verdict_line(job), style=style)
+    if why := evidence(verdict):
+        yield Text(one_line(why, EVIDENCE_CHARACTERS))
+    ranks = _ranks(job, view)
+    if not ranks:
+        return
+    shown = _cut(ranks, verdict, view)
+    yield rank_table(shown, verdict.culprits, stacks=True, nodes=True, columns=width)
+    if len(ranks) > len(shown):
+        yield Text(f"… and {len(ranks) - len(shown)} more ranks (--rows N shows more)", style="dim")
+
+
+def _ranks(job: pb.JobStatus, view: View) -> list[RankWindow]:
+    wanted = [window for window in job.ranks if view.ranks is None or window.identity.rank in view.ranks]
+    return sorted(wanted, key=lambda window: (SORTS[view.sort](window), window.identity.rank))
+
+
+def _cut(ranks: Sequence[RankWindow], verdict: Verdict, view: View) -> list[RankWindow]:
+    """Culprits stay if a large run is cut."""
+    culprits = frozenset(verdict.culprits)
+    order = sorted(range(len(ranks)), key=lambda place: (ranks[place].identity.rank not in culprits, place))
+    return [ranks[place] for place in sorted(order[: view.rows])]
+
+
+class _Live:
+    """The table on a terminal. One thread reads the server and one the keys; both report to `run`."""
+
+    def __init__(self, channel: grpc.Channel, console: Terminal, view: View) -> None:
+        self._channel = channel
+        self._console = console
+        self._view = view
+        self._jobs: Jobs = ()
+        self._events: queue.SimpleQueue[Jobs | str | grpc.RpcError] = queue.SimpleQueue()
+
+    def run(self) -> int:
+        # The terminal must get its modes back.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        threading.Thread(target=self._read_server, name="rankscope-top", daemon=True).start()
+        with _keyboard(self._events.put), Live(console=self._console, screen=True, auto_refresh=False) as live:
+            while True:
+                size = self._console.size
+                live.update(_live_screen(self._jobs, self._view, size.width, size.height), refresh=True)
+                event = self._events.get()
+                if isinstance(event, grpc.RpcError):
+                    raise event
+                if event in ("q", "\x03"):
+                    return Exit.OK
+                if isinstance(event, str):
+                    self._view = _pressed(event, self._jobs, self._view)
+                else:
+                    self._jobs = event
+
+    def _read_server(self) -> None:
+        try:
+            for jobs in _snapshots(self._channel, self._view.run):
+                self._events.put(jobs)
+        except grpc.RpcError as error:
+            self._events.put(error)
+        except ValueError:
+            return  # the channel is closed: the user has left
+
+
+def _pressed(key: str, jobs: Jobs, view: View) -> View:
+    if key == "s":
+        names = list(SORTS)
+        return replace(view, sort=names[(names.index(view.sort) + 1) % len(names)])
+    if key == "?":
+        return replace(view, shows_keys=not view.shows_keys)
+    move = {"j": 1, "\x1b[B": 1, "\x1bOB": 1, "k": -1, "\x1b[A": -1, "\x1bOA": -1}.get(key, 0)
+    if not move or not jobs:
+        return view
+    return replace(view, chosen=jobs[min(max(_place(jobs, view) + move, 0), len(jobs) - 1)].job)
+
+
+@contextmanager
+def _keyboard(report: Callable[[str], None]) -> Iterator[None]:
+    """Keys without Enter and without echo, while the table is there; nothing if stdin is not a terminal."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def read() -> None:
+        # An arrow comes as one piece of several bytes.
+        while piece := os.read(descriptor, 16):
+            text = piece.decode(errors="replace")
+            for key in [text] if text.startswith("\x1b") else text:
+                report(key)
+
+    tty.setcbreak(descriptor)
+    threading.Thread(target=read, name="rankscope-keys", daemon=True).start()
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+# For programs.
+
+
+def _answer(jobs: Jobs, view: View) -> TopAnswer:
+    return TopAnswer(
+        [TopRun(**run_fields(state_of(job)), ranks=list(map(rank_answer, _ranks(job, view)))) for job in jobs]
+    )

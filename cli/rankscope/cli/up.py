@@ -8,35 +8,42 @@ import re
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
+from rankscope.analysis.verdicts.verdict import headline, loss
 from rankscope.cli.daemon import add_setting_arguments, audit_path, read_settings, warn_of_unknown_variables
 from rankscope.cli.foreground import run_until_signalled
-from rankscope.cli.job_tables import MARKS, headline, loss
-from rankscope.cli.messages import to_stderr, to_stdout
-from rankscope.cli.prometheus_stack.config import Pace, StackError, find_binaries
-from rankscope.cli.prometheus_stack.processes import PrometheusStack, StackSettings
-from rankscope.cli.standalone import AlertSettings, Standalone
+from rankscope.cli.job_tables import MARKS
+from rankscope.cli.messages import refuse, to_stdout
+from rankscope.cli.prometheus_stack import (
+    Pace,
+    PrometheusStack,
+    StackError,
+    StackSettings,
+    add_prometheus_url_argument,
+    find_binaries,
+)
+from rankscope.cli.standalone import ConsoleListen, Standalone
 from rankscope.common.http_server import is_loopback
 from rankscope.common.tls import FollowedTls, files
 from rankscope.daemon.config import NONE, Config, ConfigError, parse_address
-from rankscope.daemon.loop import Addresses
 from rankscope.daemon.server.sockets import ListenError
 from rankscope.operator.alerts.alertmanager_webhook import TokenError, make_token, read_token
+from rankscope.operator.console.server import TUNNEL
 from rankscope.operator.correlation.correlator import JobState
+from rankscope.operator.job_watch import AlertSettings
 
 _ANY_PORT = "127.0.0.1:0"
-NAME = "up"
-HELP = "watch this machine and judge its jobs"
 
 
 # Alerts: the receiver that starts captures, and Prometheus and Alertmanager if requested.
 
 
 def add_alert_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("alerts (docs/alerts.md)")
+    group = parser.add_argument_group("Prometheus and alerts (docs/alerts.md)")
+    add_prometheus_url_argument(group)
     group.add_argument(
         "--prometheus", action="store_true", help="start a Prometheus and an Alertmanager with our rules beside this"
     )
@@ -72,23 +79,6 @@ def add_alert_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--alerts-webhook", metavar="URL", help="with --prometheus: notify this address, too")
 
 
-@dataclass(frozen=True)
-class StackedAddresses(Addresses):
-    alerts_url: str | None = None
-    prometheus_url: str | None = None
-    alertmanager_url: str | None = None
-    logs: Path | None = None
-
-    def __str__(self) -> str:
-        named = {
-            "alerts": self.alerts_url,
-            "prometheus": self.prometheus_url,
-            "alertmanager": self.alertmanager_url,
-            "their logs": self.logs,
-        }
-        return ", ".join([super().__str__(), *(f"{name} {what}" for name, what in named.items() if what)])
-
-
 class Alerting:
     """The checked arguments; raises ConfigError, StackError or TokenError before anything starts."""
 
@@ -98,6 +88,8 @@ class Alerting:
         self.settings: AlertSettings | None = None
         listen = arguments.alerts_listen or (_ANY_PORT if arguments.prometheus else None)
         if arguments.prometheus:
+            if arguments.prometheus_url:
+                raise ConfigError("--prometheus starts the one that the console asks; leave --prometheus-url out")
             if config.metrics_listen == "none":
                 raise ConfigError("--prometheus has nothing to scrape with --metrics-listen none; leave that out")
             if config.metrics_tls:
@@ -139,7 +131,8 @@ class Alerting:
         metrics_url, alerts_url = standalone.addresses.metrics_url, standalone.alerts_url
         assert metrics_url is not None  # checked above
         assert alerts_url is not None
-        self._stack.start(metrics_url, alerts_url, self._token_file)
+        self._stack.start(metrics_url, alerts_url, self._token_file, standalone.console_url)
+        standalone.read_older_history(self._stack.prometheus_url)
 
     def stop(self) -> None:
         if self._stack is not None:
@@ -147,16 +140,16 @@ class Alerting:
         if self._own_folder is not None:
             shutil.rmtree(self._own_folder, ignore_errors=True)
 
-    def addresses(self, standalone: Standalone) -> StackedAddresses:
-        plain, stack = standalone.addresses, self._stack
-        return StackedAddresses(
-            plain.metrics_url,
-            plain.grpc_targets,
-            standalone.alerts_url,
-            stack.prometheus_url if stack else None,
-            stack.alertmanager_url if stack else None,
-            stack.folder if stack else None,
-        )
+    def addresses(self, standalone: Standalone) -> str:
+        stack = self._stack
+        named = {
+            "console": standalone.console_url,
+            "alerts": standalone.alerts_url,
+            "prometheus": stack and stack.prometheus_url,
+            "alertmanager": stack and stack.alertmanager_url,
+            "their logs": stack and stack.folder,
+        }
+        return ", ".join([str(standalone.addresses), *(f"{name} {what}" for name, what in named.items() if what)])
 
 
 class UpService:
@@ -167,7 +160,7 @@ class UpService:
         self._alerting = alerting
 
     @property
-    def addresses(self) -> Addresses:
+    def addresses(self) -> str:
         return self._alerting.addresses(self._standalone)
 
     def start(self) -> None:
@@ -227,34 +220,49 @@ def _factor(text: str) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Prints a line whenever a verdict changes. In another terminal, `rankscope top` shows the ranks. "
+        "Prints a line whenever a verdict changes. The console shows runs and ranks in a browser, `rankscope top` in "
+        "another terminal. "
         "Jobs started with RANKSCOPE_PROBE=1 are seen step by step, others through their stacks."
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the daemon's settings as keys")
+    parser.add_argument(
+        "--console-listen",
+        metavar="HOST:PORT",
+        help="serve the console there, on loopback (default: 127.0.0.1:9469, or a free port if that is taken); "
+        "`none` for no console",
+    )
     parser.add_argument("--mfu-target", type=float, metavar="RATIO", help="raise low_mfu below this, for example 0.4")
     add_alert_arguments(parser)
     add_setting_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        config = read_settings(arguments).config
-    except ConfigError as error:
-        to_stderr(f"error: {error}")
-        return 2
+    config = read_settings(arguments).config
     warn_of_unknown_variables()
     if config.socket == "none":
-        to_stderr("error: rankscope up needs the Unix socket; leave --socket out or name a path")
-        return 2
+        return refuse("rankscope up needs the Unix socket; leave --socket out or name a path")
     try:
+        console = _console_listen(arguments.console_listen, arguments.prometheus_url)
         alerting = Alerting(arguments, config)
     except (ConfigError, StackError, TokenError) as error:
-        to_stderr(f"error: {error}")
-        return 2
+        return refuse(str(error))
     policy = replace(DEFAULT_POLICY, mfu_target_ratio=arguments.mfu_target)
-    standalone = Standalone(config, policy, alerts=alerting.settings)
+    standalone = Standalone(config, policy, alerts=alerting.settings, console=console)
     standalone.correlator.listen(VerdictPrinter())
-    return run_until_signalled(NAME, UpService(standalone, alerting), config.log_level, audit_path(config))
+    return run_until_signalled("up", UpService(standalone, alerting), config.log_level, audit_path(config))
+
+
+def _console_listen(text: str | None, prometheus_url: str = "") -> ConsoleListen | None:
+    if text is None:
+        return ConsoleListen(prometheus_url=prometheus_url)
+    address = parse_address(text, "--console-listen")
+    if address is None:
+        return None
+    if not is_loopback(address[0]):
+        raise ConfigError(
+            f"--console-listen {address[0]}: others can reach this address, and the console has no login yet; {TUNNEL}"
+        )
+    return ConsoleListen(*address, or_any_port=False, prometheus_url=prometheus_url)
 
 
 class VerdictPrinter:

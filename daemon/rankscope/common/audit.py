@@ -1,4 +1,5 @@
-"""One line of JSON for what happened to a capture: who, what, why, result. Pure; daemon and operator write the same.
+"""One line of JSON for what happened to a capture, and for who read profiles and stacks: who, what, why, result. Pure;
+daemon and operator write the same.
 
 What people and containers wrote is bounded and escaped: nobody can end the line, or make it endless."""
 
@@ -7,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from typing import Literal
 
@@ -15,11 +16,12 @@ from typing import Literal
 LOGGER = "rankscope.audit"
 
 Event = Literal["asked", "refused", "begun", "cancelled", "deleted", "downloaded", "ended"]
-Via = Literal["api", "kubectl", "policy", "alert", "local", "operator", "loopback", "duty cycle"]
+What = Literal["", "profile", "stacks", "hang"]
+Via = Literal["api", "kubectl", "policy", "alert", "hang", "local", "operator", "loopback", "duty cycle"]
 
 NAME_CHARACTERS = 256
 TEXT_CHARACTERS = 1024
-GROUPS_SHOWN = 32
+TEXTS_SHOWN = 32  # groups or options
 
 
 @dataclass(frozen=True)
@@ -46,35 +48,24 @@ class AuditRecord:
     reason: str = ""
     result: str = ""
     message: str = ""
+    what: What = ""  # not a capture
 
 
 def audit_line(record: AuditRecord, unix_seconds: float) -> str:
     when = datetime.fromtimestamp(unix_seconds, timezone.utc).isoformat(timespec="milliseconds")
-    parts: dict[str, object] = {
-        "time": when.replace("+00:00", "Z"),
-        "event": record.event,
-        "via": record.via,
-        "user": _cut(record.user),
-        "groups": [_cut(group) for group in record.groups[:GROUPS_SHOWN]],
-        "verified": record.verified,
-        "address": _cut(record.address),
-        "node": _cut(record.node),
-        "namespace": _cut(record.namespace),
-        "run": _cut(record.run),
-        "job": _cut(record.job),
-        "capture": _cut(record.capture),
-        "id": _cut(record.id),
-        "ranks": _cut(record.ranks),
-        "steps": record.steps,
-        "seconds": record.seconds if record.seconds is None or math.isfinite(record.seconds) else None,
-        "options": list(record.options),
-        "reason": _cut(record.reason, TEXT_CHARACTERS),
-        "result": _cut(record.result),
-        "message": _cut(record.message, TEXT_CHARACTERS),
-    }
+    head = {"time": when.replace("+00:00", "Z"), "event": record.event, "via": record.via, "what": record.what}
+    parts = head | {field.name: _bounded(field.name, getattr(record, field.name)) for field in fields(record)}
     # ASCII alone: some readers end lines at U+2028, and letters that turn the writing direction hide the rest.
     return json.dumps({name: value for name, value in parts.items() if value not in ("", [], None)}, ensure_ascii=True)
 
 
-def _cut(text: str, characters: int = NAME_CHARACTERS) -> str:
+def _bounded(name: str, value: str | Sequence[str] | float | None) -> object:
+    if isinstance(value, str):
+        return _cut(value, TEXT_CHARACTERS if name in ("reason", "message") else NAME_CHARACTERS)
+    if value is None or isinstance(value, int | float):
+        return value if value is None or math.isfinite(value) else None
+    return [_cut(text, NAME_CHARACTERS) for text in value[:TEXTS_SHOWN]]
+
+
+def _cut(text: str, characters: int) -> str:
     return text if len(text) <= characters else text[: characters - 1] + "…"

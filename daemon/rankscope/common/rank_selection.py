@@ -1,9 +1,9 @@
-"""Which ranks a capture is about: "all", "0,3-5", "straggler", "straggler+peer"."""
+"""Ranks as text: which ones a capture is about ("all", "0,3-5", "straggler", "straggler+peer"), and the way back."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 TEXT_LIMIT = 4096
@@ -50,6 +50,17 @@ def choose_ranks(text: str, present: Collection[int], world_size: int, suspected
             raise ChoiceError(f"ranks {part.strip()}: {RANKS_MOST} at most can be named at a time")
         chosen.update(range(first, last + 1))
     return sorted(chosen)
+
+
+def rank_ranges(numbers: Iterable[int]) -> str:
+    """The inverse, for people: 0,3-5"""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def _suspected(wanted: str, suspected: Suspected | None) -> list[int]:

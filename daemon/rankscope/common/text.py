@@ -23,8 +23,10 @@ def one_line(text: str, characters: int) -> str:
 
 
 def printable_name(text: str, characters: int) -> str:
-    """Like `printable`, for names that must stay distinct: a hash of the whole name replaces the part that is cut."""
-    if len(text) <= characters:
-        return printable(text)
+    """Like `printable`, for names that must stay distinct: "/" becomes "-", and a hash of the whole name is added if
+    anything is replaced or cut."""
+    name = printable(text).replace("/", "-")
+    if name == text and len(text) <= characters:
+        return text
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGEST_CHARACTERS]
-    return f"{printable(text[: characters - _DIGEST_CHARACTERS - 1])}~{digest}"
+    return f"{name[: characters - _DIGEST_CHARACTERS - 1]}~{digest}"

@@ -1,18 +1,27 @@
-"""TLS for a server with certificates that are replaced while it serves: new connections get the new ones."""
+"""What servers share: TLS with certificates that are replaced while they serve (new connections get the new ones), and
+connections that do not take all file descriptors.
+
+Many systems start a process with 1,024 descriptors. Anybody who can reach a port could take them all, and a daemon
+without descriptors cannot read /proc."""
 
 from __future__ import annotations
 
 import logging
 import os
+import resource
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
 FILE_BYTES = 1 << 20
+DESCRIPTORS_WANTED = 1 << 16
+CONNECTIONS_OPTION = "grpc.max_allowed_incoming_connections"
+CONNECTIONS_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -41,8 +50,10 @@ def files(certificate: Path, key: Path, authorities: Path | None = None) -> Read
 class FollowedTls:
     """To be asked at every connection. Material that cannot be used is logged once; the one before stays in use."""
 
-    def __init__(self, read: Read) -> None:
+    def __init__(self, read: Read, needs_certificates: bool = False) -> None:
+        """`needs_certificates`: a caller without a certificate is refused before it can send anything."""
         self._read = read
+        self._needs_certificates = needs_certificates
         self._lock = threading.Lock()
         self._used: TlsMaterial | None = None
         self._context: ssl.SSLContext | None = None
@@ -65,12 +76,31 @@ class FollowedTls:
             material = self._read()
             if material is not None and material != self._used:
                 self._context = server_context(material)
+                if self._needs_certificates:
+                    self._context.verify_mode = ssl.CERT_REQUIRED
                 self._used = material
             self.problem = ""
         except (OSError, ValueError) as error:
             if str(error) != self.problem:
                 self.problem = str(error)
                 log.warning("new certificates cannot be used, the old ones stay: %s", error)
+
+
+class FollowedContext(ssl.SSLContext):
+    """For servers of asyncio, which keep one context: every connection gets the newest."""
+
+    _tls: FollowedTls
+
+    @classmethod
+    def of(cls, tls: FollowedTls) -> FollowedContext:
+        made = cls(ssl.PROTOCOL_TLS_SERVER)
+        made._tls = tls
+        return made
+
+    def wrap_bio(self, *given: Any, **named: Any) -> ssl.SSLObject:
+        context = self._tls.context()
+        # Without a certificate the handshake fails, until there is one.
+        return super().wrap_bio(*given, **named) if context is None else context.wrap_bio(*given, **named)
 
 
 def server_context(material: TlsMaterial) -> ssl.SSLContext:
@@ -104,3 +134,19 @@ def _load(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
 def _content(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(FILE_BYTES)
+
+
+def raise_limit() -> int:
+    """Raises the limit as far as it is needed and allowed. Returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS_WANTED if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return DESCRIPTORS_WANTED if soft == resource.RLIM_INFINITY else soft
+
+
+def with_bounded_connections(options: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Options of a gRPC server: its connections take at most a part of the descriptors."""
+    most = raise_limit() // CONNECTIONS_SHARE
+    return [(name, min(value, most) if name == CONNECTIONS_OPTION else value) for name, value in options]

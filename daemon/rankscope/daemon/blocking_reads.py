@@ -9,10 +9,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 
 PATIENCE_SECONDS, LEAST_PATIENCE_SECONDS = 0.2, 0.05
+# A thread that is ready to run and does not get to it waits for a CPU, not for the process that it reads. It is waited
+# for longer, but not without end.
+LOOKS_AT_A_READY_THREAD: Final = 20
+# With more CPU time than this, in clock ticks, it runs: a process can make a read of it expensive.
+RUNNING_TICKS: Final = 5
 # An owner whose processes blocked so often in the last minute is skipped.
 BLOCKS_PER_OWNER: Final = 16
 REMEMBERED_SECONDS: Final = 60.0
@@ -35,6 +41,7 @@ class _Sweep:
     item: Any = _NOTHING  # that is read now
     done: int = 0
     error: BaseException | None = None
+    thread_id: int = 0  # of the thread that reads
     blocked: str | None = None  # the process, once the sweep was left behind there
     has_ended: threading.Event = field(default_factory=threading.Event)
 
@@ -72,25 +79,35 @@ class BlockingReads:
             with self._lock:
                 orders = self._idle.pop() if self._idle else self._start()
             orders.put(sweep)
-            if not self._ends(sweep):
+            while (done := self._done_when_it_stalled(sweep)) is not None:
                 with self._lock:
-                    if not sweep.has_ended.is_set():
-                        sweep.blocked = process_of(sweep.item)
-                        self._left_behind.add(sweep.blocked)
-                        self._blocks.append((time.monotonic(), self._owner_of(sweep.blocked)))
-                        blocked.append(sweep.item)
+                    if sweep.has_ended.is_set() or sweep.done != done:
+                        continue  # it has just gone on
+                    sweep.blocked = process_of(sweep.item)
+                    self._left_behind.add(sweep.blocked)
+                    self._blocks.append((time.monotonic(), self._owner_of(sweep.blocked)))
+                    blocked.append(sweep.item)
+                    break
             if sweep.error is not None:
                 raise sweep.error
         return blocked
 
-    def _ends(self, sweep: _Sweep) -> bool:
-        """False if it makes no progress. The more processes block, the less is waited for the next one."""
-        done = -1
+    def _done_when_it_stalled(self, sweep: _Sweep) -> int | None:
+        """How many reads were done when it made no progress any more; None when it has ended. The more processes block,
+        the less is waited for the next one."""
+        done, looks, first_ticks = -1, 0, 0
         while not sweep.has_ended.wait(max(LEAST_PATIENCE_SECONDS, PATIENCE_SECONDS / (1 + len(self._blocks)))):
-            if done == sweep.done and sweep.item is not _NOTHING:
-                return False
-            done = sweep.done
-        return True
+            if done != sweep.done or sweep.item is _NOTHING:
+                # A thread that has not begun yet has all of the patience when it begins.
+                done, looks = -1 if sweep.item is _NOTHING else sweep.done, 0
+                continue
+            looks += 1
+            ticks = _ticks_of_ready(sweep.thread_id)
+            if looks == 1 and ticks is not None:
+                first_ticks = ticks
+            if ticks is None or ticks - first_ticks >= RUNNING_TICKS or looks == LOOKS_AT_A_READY_THREAD:
+                return done
+        return None
 
     def _allowed(self, todo: deque[Item], process_of: Callable[[Item], str], blocked: list[Item]) -> deque[Item]:
         """Those that may be read now; the others are added to `blocked`."""
@@ -127,9 +144,20 @@ class BlockingReads:
                         self._idle.append(orders)
                         sweep.has_ended.set()
                         break
+                    sweep.thread_id = threading.get_native_id()
                     sweep.item = sweep.todo.popleft()
                 try:
                     sweep.read(sweep.item)
-                except BaseException as error:  # noqa: BLE001 - `each` raises it in its caller's thread
+                except BaseException as error:  # noqa: BLE001 - raised again by `each`, in the thread that called it
                     sweep.error = error
                 sweep.done += 1
+
+
+def _ticks_of_ready(thread_id: int) -> int | None:
+    """The CPU time of a thread of ours that runs or waits for a CPU: on a busy machine, or after the machine stood
+    still. None for one that waits for something else."""
+    try:
+        fields = Path(f"/proc/self/task/{thread_id}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return int(fields[11]) + int(fields[12]) if fields[0] == b"R" else None

@@ -7,11 +7,14 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rankscope.common.http_server import is_loopback
 
@@ -38,10 +41,18 @@ def default_socket() -> str:
 
 def default_capture_dir() -> str:
     """Where captured traces are kept."""
+    return f"{_state_dir()}/captures"
+
+
+def default_profile_dir() -> str:
+    """Where sampled stacks are kept."""
+    return f"{_state_dir()}/profiles"
+
+
+def _state_dir() -> str:
     if os.geteuid() == 0:
-        return "/var/lib/rankscope/captures"
-    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return f"{state}/rankscope/captures"
+        return "/var/lib/rankscope"
+    return f"{os.environ.get('XDG_STATE_HOME') or Path.home() / '.local' / 'state'}/rankscope"
 
 
 def _setting(
@@ -79,10 +90,22 @@ class Config:
     capture_quota_bytes: int = _setting(10 << 30, "how much captures may take on disk", 1 << 20, 1 << 50)
     capture_quota_seconds: float = _setting(7 * 86400.0, "how long captures are kept", 60, 1e9)
     capture_upload_url: str = _setting(NONE, "where to copy captures to, as in s3://bucket/folder; or none")
-    audit_log: str = _setting(NONE, "file for a line of JSON for every capture asked for and ended; or none")
+    audit_log: str = _setting(
+        NONE, "file for a line of JSON for each capture, when it is requested and when it ends; or none"
+    )
     duty_cycle_steps: int = _setting(0, "steps to record now and then where no probe runs; 0: never", 0, 100)
     duty_cycle_seconds: float = _setting(600.0, "how often the duty cycle records", 10, 86400)
     duty_cycle_budget_ratio: float = _setting(0.005, "share of a job's time it may cost", 0.0001, 1)
+    profile_dir: str = _setting(default_profile_dir, "where sampled stacks are kept; none turns that off")
+    profile_interval_seconds: float = _setting(
+        60.0, "how often they are written; the unit of time in profiles", 1, 3600
+    )
+    profile_quota_bytes: int = _setting(1 << 30, "how much profiles may take on disk", 1 << 20, 1 << 50)
+    profile_quota_seconds: float = _setting(7 * 86400.0, "how long profiles are kept", 60, 1e9)
+    profile_push_url: str = _setting(NONE, "Pyroscope to send profiles to, as in https://pyroscope:4040; or none")
+    profile_push_tenant: str = _setting(NONE, "its tenant, the header X-Scope-OrgID; or none")
+    profile_push_token_file: str = _setting(NONE, "file with a bearer token or USER:PASSWORD for it; or none")
+    profile_push_authority: str = _setting(NONE, "who signed its certificate; none: the system's authorities")
     kineto_socket_dir: str = _setting(NONE, "serve libkineto by a socket file in this directory as well")
     gpu: bool = _setting(True, "read the counters of the node's GPUs")
     gpu_interval_seconds: float = _setting(1.0, "how often the GPUs are read", 0.1, 60)
@@ -195,25 +218,16 @@ def _read_file(path: Path) -> Mapping[str, object]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{path}: cannot be read: {reason}") from error
-    parser = _toml_parser(path)
     try:
-        table: Mapping[str, object] = parser(text)
+        # Python 3.10 has no tomllib; the extra daemon brings tomli there.
+        toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+        table: Mapping[str, object] = toml.loads(text)
     except ValueError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     for name in table:
         if name not in _BY_NAME:
             raise ConfigError(f"{path}: {name}: no such setting; there are {', '.join(_BY_NAME)}")
     return table
-
-
-def _toml_parser(path: Path) -> Callable[[str], Mapping[str, object]]:
-    for module in ("tomllib", "tomli"):
-        try:
-            loads: Callable[[str], Mapping[str, object]] = importlib.import_module(module).loads
-        except ModuleNotFoundError:
-            continue
-        return loads
-    raise ConfigError(f"{path}: Python 3.10 cannot read TOML: pip install tomli, or use flags or {ENVIRONMENT_PREFIX}*")
 
 
 def _checked(setting: Setting, raw: object, label: str) -> Value:
@@ -261,7 +275,35 @@ def _build(values: Mapping[str, Value]) -> Config:
             f"grpc_listen = {config.grpc_listen!r}: others can reach this address and there is no TLS; "
             "set tls_certificate, tls_key and tls_client_authority (see docs/tls.md), or listen on 127.0.0.1"
         )
+    _check_profile_push(config)
     return config
+
+
+def _check_profile_push(config: Config) -> None:
+    url, tenant = config.profile_push_url, config.profile_push_tenant
+    token_file, authority = config.profile_push_token_file, config.profile_push_authority
+    if url == NONE:
+        if {tenant, token_file, authority} != {NONE}:
+            raise ConfigError("profile_push_tenant, _token_file and _authority need profile_push_url: set it as well")
+        return
+    if config.profile_dir == NONE:
+        raise ConfigError("profile_push_url: profiles are not kept, so there are none to send; set profile_dir as well")
+    try:
+        parts = urlsplit(url)
+        host, is_secret_free = parts.hostname, parts.username is None and not parts.query and not parts.fragment
+        is_right = parts.scheme in ("http", "https") and bool(host) and (parts.port or 1) > 0
+    except ValueError:
+        host, is_right, is_secret_free = None, False, "@" not in url
+    if not is_secret_free:  # and not shown
+        raise ConfigError("profile_push_url: must not hold a user or a query; set profile_push_token_file instead")
+    if not is_right or host is None:
+        raise ConfigError(f"profile_push_url = {url!r}: must be like https://pyroscope.example:4040")
+    if token_file != NONE and parts.scheme == "http" and not is_loopback(host):
+        raise ConfigError("profile_push_token_file: others could read the token on the way; use https")
+    if authority != NONE and parts.scheme == "http":
+        raise ConfigError("profile_push_authority: there is no certificate without TLS; use https, or leave it out")
+    if tenant != NONE and re.fullmatch(r"[A-Za-z0-9!_.*'()-]{1,150}", tenant) is None:
+        raise ConfigError(f"profile_push_tenant = {tenant!r}: must be up to 150 letters, digits and !-_.*'()")
 
 
 def _show(value: object) -> str:

@@ -13,19 +13,24 @@ from statistics import median
 from prometheus_client.registry import Collector
 
 from rankscope.analysis.models.device_peaks import peak_flops_per_second
+from rankscope.daemon.captures.flight_recorder import read_tails
 from rankscope.daemon.captures.orders import CaptureError
 from rankscope.daemon.captures.service import NodeCaptures
+from rankscope.daemon.collector import ProblemLog, describe
 from rankscope.daemon.config import NONE, Config, parse_address
-from rankscope.daemon.export.metrics import Exporter
-from rankscope.daemon.export.status import (
+from rankscope.daemon.export.metrics import (
     DaemonStatus,
+    Exporter,
     Snapshot,
     package_version,
     process_cpu_seconds,
     resident_bytes,
 )
-from rankscope.daemon.problem_log import ProblemLog, describe
-from rankscope.daemon.sampler import Collectors, Sampled, Sampler, real_collectors
+from rankscope.daemon.export.rank_metrics import RankReport, RankTotals, add_window
+from rankscope.daemon.profiles.push import ProfilePusher, profile_pusher
+from rankscope.daemon.profiles.service import ProfileServicer, profile_service
+from rankscope.daemon.profiles.store import ProfileStore
+from rankscope.daemon.sampler import Clock, Collectors, Sampled, Sampler, Ticker, real_collectors
 from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span
 from rankscope.daemon.server.certificates import metrics_tls
 from rankscope.daemon.server.grpc_server import GrpcServer, Service, no_capture_service, rank_service
@@ -34,9 +39,7 @@ from rankscope.daemon.server.policies import PolicyBoard, policy_service
 from rankscope.daemon.server.sockets import SocketLock
 from rankscope.daemon.stacks.sampling_budget import Budget
 from rankscope.daemon.windows.broadcast import Publisher, Tick
-from rankscope.daemon.windows.schedule import Clock, RealClock, Ticker
 from rankscope.daemon.windows.stalls import PaceWatch, StallWatch
-from rankscope.daemon.windows.totals import RankReport, RankTotals, add_window
 from rankscope.daemon.windows.window import RankSamples, assemble, identity_of
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import RankWindow
@@ -86,18 +89,21 @@ class Daemon:
     ) -> None:
         self.config = config
         self.publisher = Publisher(config.watch_readers)
-        self._clock = clock or RealClock()
-        self._collectors = collectors or real_collectors(config)
+        self._clock = clock or Clock()
+        self.policies = PolicyBoard(config.stack_rate_hertz, self._clock.monotonic_seconds)
+        self._collectors = collectors or real_collectors(config, self.policies.run_of_pod)
         self._sampler = Sampler(self._collectors, self._clock)
         self._stalls = StallWatch(self._collectors.stacks.dump_all)
         self._paces = PaceWatch()
         self._budget = Budget(config.budget_ratio, config.stack_rate_hertz)
         self._ticker = Ticker(self._clock, config.window_seconds)
         self._own_cpu_seconds = own_cpu_seconds or self._process_cpu_seconds
-        self.policies = PolicyBoard(config.stack_rate_hertz, self._clock.monotonic_seconds)
         self._services = (rank_service(config.node, self.publisher), policy_service(self.policies), *services)
         self._more_metrics = tuple(metrics)
         self.captures: NodeCaptures | None = None  # once started, if captures are on and possible
+        self.profiles: ProfileStore | None = None  # once started, if they are kept
+        self._profile_push: ProfilePusher | None = None
+        self._ranks: tuple[RankProcess, ...] = ()
         self._problems = ProblemLog(log, self._clock.monotonic_seconds)
         self._incarnations: dict[RankKey, _Incarnation] = {}
         self._status = DaemonStatus(
@@ -154,6 +160,7 @@ class Daemon:
     def tick(self, span: Span) -> Tick:
         """Close one window: sample, assemble, publish. Once started, only the daemon's own thread calls it."""
         sampled = self._sampler.sample(span)
+        self._ranks = sampled.ranks
         departed = self._note_arrivals_and_departures(sampled)
         windows: dict[RankKey, RankWindow] = {}
         reports: list[RankReport] = []
@@ -188,8 +195,15 @@ class Daemon:
             self._metrics = MetricsServer(*address, collectors, self._is_alive, tls, lambda: self._status)
         self.captures = _open_captures(self.config, self.policies)
         capturing = no_capture_service() if self.captures is None else self.captures.service
+        if self.config.profile_dir != NONE:
+            self._profile_push = profile_pusher(self.config)
+            self.profiles = ProfileStore.from_config(self.config, self._profile_push)
+            self._collectors.stacks.keep_recordings(self.profiles.record)
         if self._socket_lock is not None or self.config.grpc_listen != NONE:
-            services = (*self._services, capturing)
+            dump = self._collectors.stacks.dump_all
+            tails = partial(read_tails, proc_root=Path(self.config.proc_root))
+            profiling = ProfileServicer(self.config.node, self.profiles, lambda: self._ranks, dump, tails)
+            services = (*self._services, capturing, profile_service(profiling))
             self._grpc = GrpcServer(services, self._socket_lock, self.config)
 
     def _close(self) -> None:
@@ -201,6 +215,10 @@ class Daemon:
         if self.captures is not None:
             steps.append(self.captures.stop)
         steps.extend(collector.close for collector in self._collectors.registered)
+        if self.profiles is not None:
+            steps.append(self.profiles.close)
+        if self._profile_push is not None:
+            steps.append(self._profile_push.close)  # after the store, which hands it the last intervals
         if self._socket_lock is not None:
             steps.append(self._socket_lock.release)
         self._grpc = self._metrics = self._socket_lock = None
@@ -234,6 +252,8 @@ class Daemon:
         gone = [self._incarnations.pop(key) for key in self._incarnations.keys() - present.keys()]
         arrived = {key: _Incarnation(rank) for key, rank in present.items() if key not in self._incarnations}
         self._incarnations |= arrived
+        for key, rank in present.items():
+            self._incarnations[key].rank = rank  # with another attempt, perhaps
         for what, incarnations in (("ended", gone), ("found", [*arrived.values()])):
             for rank in (each.rank for each in incarnations[:ARRIVALS_LOGGED]):
                 log.info("rank %d of job %s (pid %d) %s", rank.rank, _quoted(rank), rank.pid, what)
@@ -262,7 +282,7 @@ class Daemon:
         rate_hertz = self._budget.observe(
             self._clock.monotonic_seconds(),
             self._own_cpu_seconds(),
-            self._collectors.stacks.child_cpu_seconds,
+            self._collectors.stacks.charged_cpu_seconds,
             len(ranks),
             median(threads) if threads else 1.0,
         )
@@ -295,6 +315,8 @@ class Daemon:
             watch_readers=self.publisher.readers,
             watch_dropped_total=self.publisher.dropped_total,
             captures=None if self.captures is None else self.captures.status,
+            profiles=None if self.profiles is None else self.profiles.status(),
+            profile_push=None if self._profile_push is None else self._profile_push.status(),
             gpu=None if self._collectors.gpu is None else self._collectors.gpu.status,
             metrics_detail=self.config.metrics_detail,
         )
@@ -307,6 +329,9 @@ class Daemon:
         for problem in sampled.discovery_problems:
             text = f"discovery: {problem.text}"
             self._problems.warn(("discovery", problem.kind, problem.text), text, f"discovery ({problem.kind})")
+        for status in (self._status.profiles, self._status.profile_push):
+            if status is not None and status.problem is not None:
+                self._problems.warn((status.problem.source, status.problem.kind), status.problem.text)
         for rank in sampled.ranks:
             for problem in sampled.samples[rank.key].problems:
                 if problem.source not in sampled.failures:
@@ -318,7 +343,7 @@ def _open_captures(config: Config, policies: PolicyBoard) -> NodeCaptures | None
     """None if captures are turned off or cannot be stored: the rest works without them."""
     try:
         is_on = config.captures and config.capture_dir != NONE
-        return NodeCaptures(config, policies.duty_wish) if is_on else None
+        return NodeCaptures(config, policies.duty_cycle_of_policy) if is_on else None
     except CaptureError as error:
         log.warning("no captures: %s", error)
         return None

@@ -15,7 +15,6 @@ from rankscope.daemon.collector import Collector, blocked
 from rankscope.daemon.config import Config
 from rankscope.daemon.samples import Problem, ProcessSample, RankKey, RankProcess, Span
 
-CLOCK_TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 Number = TypeVar("Number", int, float)
@@ -53,7 +52,7 @@ class ProcessCollector(Collector[ProcessSample]):
         self,
         proc_root: Path = Path("/proc"),
         cgroup_root: Path = Path("/sys/fs/cgroup"),
-        clock_ticks_per_second: int = CLOCK_TICKS_PER_SECOND,
+        clock_ticks_per_second: int = procfs.CLOCK_TICKS_PER_SECOND,
     ) -> None:
         self._root = str(proc_root)
         self._ticks_per_second = clock_ticks_per_second

@@ -8,6 +8,7 @@ import os
 import re
 import stat
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +21,7 @@ from rankscope.probe import ring_layout
 # What any read of /proc/<pid> raises when the process ended in between (ENOENT before the open, ESRCH after it).
 GONE: Final = (FileNotFoundError, ProcessLookupError)
 
+CLOCK_TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 ENVIRON_LIMIT_BYTES: Final = 256 * 1024
 VALUE_LIMIT_BYTES: Final = 8192
 MAPS_LIMIT_BYTES: Final = 16 * 1024 * 1024
@@ -165,10 +167,11 @@ def read_status(process: str) -> Status:
 
 
 def real_uid(process: str) -> int | None:
-    """The user who started the process, in the daemon's user namespace."""
-    for line in read_bounded(process + "/status").splitlines():
-        if line.startswith(b"Uid:"):
-            return whole_number(line.split()[1])
+    """The user who started the process, in the daemon's user namespace; None if it has just ended."""
+    with suppress(OSError):
+        for line in read_bounded(process + "/status").splitlines():
+            if line.startswith(b"Uid:"):
+                return whole_number(line.split()[1])
     return None
 
 
@@ -181,6 +184,25 @@ def monotonic_offset_ns(process: str) -> int:
                 offset = int(seconds[:_DIGITS]) * 1_000_000_000 + int(nanos[:_DIGITS])
                 return offset if abs(offset) < 1 << 62 else 0
     return 0
+
+
+def moved_bytes(process: str) -> int:
+    """What it has read and written so far, also to a cache or a pipe. Raises OSError where that cannot be read."""
+    total = 0
+    for line in read_bounded(process + "/io").splitlines():
+        name, _, value = line.partition(b":")
+        if name in (b"rchar", b"wchar", b"read_bytes", b"write_bytes"):
+            total += whole_number(value.strip()) or 0
+    return total
+
+
+def child_pids(process: str, limit: int) -> list[int]:
+    """Of its main thread, which starts a data loader's workers."""
+    with suppress(OSError):  # it ended, or a kernel without CONFIG_PROC_CHILDREN
+        pid = process.rpartition("/")[2]
+        found = (whole_number(text) for text in read_bounded(f"{process}/task/{pid}/children").split()[:limit])
+        return [child for child in found if child]
+    return []
 
 
 def thread_ids(process: str, name_prefix: bytes) -> frozenset[int]:
@@ -262,18 +284,29 @@ class RingSearch:
             return self._link(self._next)
         if self._is_found:
             self._next, self._is_found = 0, False
+        # Most places of a table are empty: a list of the others costs less than a look at each.
+        if self._next == 0 and len(listed := self._listed(descriptors + 1)) <= descriptors:
+            return self._first_of(listed)
         last = min(DESCRIPTORS_LIMIT, self._table_size())
-        for number in range(self._next, min(self._next + descriptors, last)):
-            if self._is_at(number):
-                self._next, self._is_found, self._passes = number, True, 0
-                return self._link(number)
+        if (found := self._first_of(range(self._next, min(self._next + descriptors, last)))) is not None:
+            return found
         self._next += descriptors
         if self._next >= last:
             self._next = 0
             self._passes += 1
-            if last > descriptors:  # else a pass costs little, and a ring may appear at any time
-                self._pause = min(self._passes // PASSES_PER_PAUSE, self._longest_pause)
+            self._pause = min(self._passes // PASSES_PER_PAUSE, self._longest_pause)
         return None
+
+    def _first_of(self, numbers: Sequence[int]) -> str | None:
+        for number in numbers:
+            if self._is_at(number):
+                self._next, self._is_found, self._passes = number, True, 0
+                return self._link(number)
+        return None
+
+    def _listed(self, limit: int) -> Sequence[int]:
+        with os.scandir(f"{self.process}/fd") as entries:
+            return [int(entry.name) for entry in islice(entries, limit)]
 
     def _link(self, number: int) -> str:
         return f"{self.process}/fd/{number}"

@@ -9,6 +9,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rankscope.analysis.profiles.frames import Frame, Stack
+
 Column: TypeAlias = npt.NDArray[np.float64]
 
 
@@ -16,7 +18,7 @@ Column: TypeAlias = npt.NDArray[np.float64]
 class RankProcess:
     """A training process found on this node. `key` names one incarnation of one rank."""
 
-    job: str
+    job: str  # the run's name
     rank: int
     local_rank: int
     world_size: int
@@ -28,8 +30,7 @@ class RankProcess:
     environment: Mapping[str, str] = field(default_factory=dict)
     pod: str | None = None
     namespace: str | None = None
-    # What ranks of the job on other nodes call it; `job` differs where somebody else here has that name.
-    shared_job: str = ""
+    attempt: int = 0  # restarts of the run
     owner: str = ""  # the pod or user whose it is, to share fairly between them
 
     @property
@@ -44,6 +45,14 @@ RankKey: TypeAlias = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True)
+class PodRun:
+    """The run of a pod, as the operator names it."""
+
+    name: str  # with its namespace: "team/pytorchjob-llama"
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
 class Span:
     """A stretch of wall-clock time. Windows of all nodes share their borders (multiples of the length since 1970)."""
 
@@ -53,6 +62,9 @@ class Span:
     @property
     def seconds(self) -> float:
         return (self.end_unix_nanos - self.start_unix_nanos) / 1e9
+
+    def overlaps(self, other: Span) -> bool:
+        return self.start_unix_nanos < other.end_unix_nanos and self.end_unix_nanos > other.start_unix_nanos
 
 
 @dataclass(frozen=True)
@@ -150,17 +162,10 @@ class ProcessSample:
 
 
 @dataclass(frozen=True)
-class Frame:
-    function: str
-    file: str
-    line: int
-
-
-@dataclass(frozen=True)
 class FrameCount:
     frame: Frame
     inclusive: int
-    leaf: int
+    own: int  # as the innermost frame, or for the user's code as its innermost
     phase: str
 
 
@@ -174,6 +179,22 @@ class StackSample:
     phase_counts: Mapping[str, int]
     frames: tuple[FrameCount, ...]  # the largest, at most FRAMES_KEPT
     distinct_stacks: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one recording saw of one thread of a rank. The stacks do not change any more."""
+
+    run: str
+    rank: int
+    span: Span
+    period_nanos: int  # that a sample stands for
+    stacks: Mapping[Stack, int]
+    thread: str = "MainThread"
+
+    @property
+    def samples(self) -> int:
+        return sum(self.stacks.values())
 
 
 @dataclass(frozen=True)
@@ -207,8 +228,18 @@ class GpuSample:
 
 
 @dataclass(frozen=True)
+class Activity:
+    """What a process has done since it started, with the data loader's workers where it waits for them."""
+
+    monotonic_seconds: float  # when it was read
+    cpu_seconds: float
+    moved_bytes: int  # read and written
+
+
+@dataclass(frozen=True)
 class StallDump:
-    """Where a rank stands right now: innermost frame first."""
+    """Where a rank stands right now: innermost frame first. Inside a data loader's wait, the worker that is at work."""
 
     phase: str
-    stack: tuple[Frame, ...]
+    stack: Stack
+    activity: Activity | None = None

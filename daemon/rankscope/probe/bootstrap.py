@@ -26,22 +26,22 @@ class TorchFinder:
             # What another finder raises is the user's to see, as without us.
             spec = finder.find_spec(name, path, target)
             if spec is not None:
-                self._call_after_execution(spec, name)
+                self._call_after_execution(spec.loader)
                 return spec
         return None
 
-    def _call_after_execution(self, spec: Any, name: str) -> None:
+    def _call_after_execution(self, loader: Any) -> None:
         try:
-            loader = spec.loader
-            if loader is None or isinstance(loader, type):
+            # One loader may serve several modules, and a spec may be looked for without being used.
+            if loader is None or isinstance(loader, type) or _is_ours(loader.exec_module):
                 return
             execute = loader.exec_module
 
             def exec_module(module: Any) -> None:
                 # The loader is as it was before anybody can look at it: an attribute on the instance, gone again.
-                del loader.exec_module
+                vars(loader).pop("exec_module", None)
                 execute(module)
-                self._executed(name, module)
+                self._executed(module.__name__, module)
 
             loader.exec_module = exec_module
         except Exception as error:
@@ -65,6 +65,10 @@ class TorchFinder:
         sys.meta_path.insert(0, self)
         if "torch" in sys.modules:
             self._executed("torch", sys.modules["torch"])
+
+
+def _is_ours(function: Any) -> bool:
+    return getattr(function, "__module__", None) == __name__
 
 
 def _start() -> None:

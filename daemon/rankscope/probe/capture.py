@@ -20,8 +20,18 @@ from typing import Any, Callable, ClassVar, Optional, Tuple, Union
 
 from . import ring_layout
 from .capture_commands import Answer, Command, Handover, read_command, refusal
+from .counters import dump_recorder
 from .failure import complain, raised_by_a_signal_handler
-from .profiler import AfterStep, Profile, UserProfilers, memory_left_bytes, resident_bytes, timed_ns, write_windows
+from .profiler import (
+    AfterStep,
+    Profile,
+    UserProfilers,
+    memory_left_bytes,
+    resident_bytes,
+    sealed,
+    timed_ns,
+    write_windows,
+)
 from .ring import Ring
 from .step_boundary import training_thread_id
 
@@ -157,6 +167,7 @@ class Captures:
         self._users = UserProfilers(sys.modules["torch.autograd.profiler"], self._give_way)
         self._after_step = AfterStep(sys.modules["torch.autograd.profiler"].record_function)
         self.mark = bytes(4)
+        self._recorder_mark = bytes(4)
         # A profiler is in the state before it is touched: whatever fails then, `_fail` finds and stops it.
         self._now: Present = IDLE
         self._of_thread = threading.local()
@@ -183,6 +194,27 @@ class Captures:
                 self._at_the_end_of_the_step(step, is_inside_step)
         except Exception as error:
             self._fail(error)
+
+    def hand_over_recorder(self, ring: Ring) -> None:
+        """On the thread beside the training loop, while no step ends: hand the flight recorder over if a command asks
+        for it. Captures go first, because both use the same answer."""
+        mark = ring.command_mark()
+        if mark == self._recorder_mark or self._handover.is_busy:
+            return
+        self._recorder_mark = mark
+        command = read_command(ring, mark)
+        if command is None or command.verb != ring_layout.VERB_RECORDER or time.time_ns() > command.give_up_unix_ns:
+            return
+        answer = Answer(ring, command.number)
+
+        def fail(error: Exception) -> None:
+            answer.report(ring_layout.PHASE_FAILED, "{}: {}".format(type(error).__name__, error))
+
+        try:
+            content = dump_recorder(self._torch)
+            self._handover.start(ring, lambda: sealed(content), answer, "", fail)
+        except Exception as error:
+            fail(error)
 
     def _is_on_its_thread(self) -> bool:
         capture = capture_of(self._now)
@@ -382,7 +414,7 @@ class Captures:
                 answer.report(ring_layout.PHASE_OFF, text)
 
     def before_fork(self) -> None:
-        """A child would go on recording, for ever: its copy of the profiler cannot be stopped safely."""
+        """A child would go on recording, forever: its copy of the profiler cannot be stopped safely."""
         self._end_profiler("the process forked during the capture (a data loader's workers?); ask again")
 
     def after_fork_in_child(self) -> None:

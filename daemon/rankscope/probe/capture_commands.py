@@ -1,7 +1,7 @@
 """Commands of the daemon, read from the ring and checked; answers to it; and the handover of a finished trace.
 
 Any process that may write into this one's memory could send a command, so a command can do no more than a capture
-within bounds."""
+within bounds, or one dump of the flight recorder while no step ends."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _wait_until_unwanted(ring: Ring, number: int) -> None:
         command = read_command(ring, ring.command_mark())
         if command is not None and command.verb == ring_layout.VERB_DROP and command.start_step == number:
             return
-        is_another = command is not None and command.verb == ring_layout.VERB_CAPTURE and command.number != number
+        is_another = command is not None and command.verb != ring_layout.VERB_DROP and command.number != number
         if is_another and time.monotonic() > start + KEEP_AT_LEAST_SECONDS:
             return
         time.sleep(POLL_SECONDS)

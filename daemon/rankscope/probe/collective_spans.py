@@ -21,7 +21,7 @@ from typing import Any, Callable, Deque, Dict, List, Optional, Set, Tuple
 from . import ring_layout
 from .clock import CudaClock, Mark
 from .failure import disable, switch
-from .torch_timers import BLOCKING, INPUT, OPTIMIZER_STARTED, Tally, hide_from_dynamo, timed
+from .torch_timers import BLOCKING, INPUT, Tally, hide_from_dynamo, timed
 
 COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter"),
@@ -66,12 +66,15 @@ class Groups:
 
     def __init__(self, distributed: Any) -> None:
         self._distributed = distributed
-        self._known: Dict[int, Tuple[Any, Tuple[int, int, int]]] = {}
+        self._known: Dict[int, Tuple[Any, Optional[Tuple[int, int, int]]]] = {}
         self.slots: Dict[Tuple[int, int], Slot] = {}
 
     def slot(self, group: Any, kind: int) -> Optional[Slot]:
-        """None when there are too many groups to keep apart."""
-        number, size, position = self._describe(group)
+        """None for a group without ranks of the job, and when there are too many groups to keep apart."""
+        described = self._describe(group)
+        if described is None:
+            return None
+        number, size, position = described
         slot = self.slots.get((number, kind))
         if slot is None:
             if len(self.slots) >= ring_layout.GROUPS_AT_MOST:
@@ -79,14 +82,18 @@ class Groups:
             slot = self.slots[number, kind] = Slot(number, size, position, kind)
         return slot
 
-    def _describe(self, group: Any) -> Tuple[int, int, int]:
+    def _describe(self, group: Any) -> Optional[Tuple[int, int, int]]:
         known = self._known.get(id(group))
         if known is not None and known[0]() is group:
             return known[1]
-        ranks = [int(rank) for rank in self._distributed.get_process_group_ranks(group)]
-        # Below 2 ** 53, so that it survives as a float.
-        number = zlib.crc32(repr(ranks).encode()) | min(len(ranks), 0xFFFFF) << 32
-        described = (number, len(ranks), ranks.index(self._distributed.get_rank()))
+        described = None
+        try:
+            ranks = [int(rank) for rank in self._distributed.get_process_group_ranks(group)]
+            # Below 2 ** 53, so that it survives as a float.
+            number = zlib.crc32(repr(ranks).encode()) | min(len(ranks), 0xFFFFF) << 32
+            described = (number, len(ranks), ranks.index(self._distributed.get_rank()))
+        except (KeyError, ValueError):
+            pass  # made beside torch.distributed (inference engines do that), or destroyed
         if len(self._known) > 1024:
             self._known.clear()
         self._known[id(group)] = (weakref.ref(group), described)
@@ -254,21 +261,31 @@ class Spans:
         original = iterator.__next__
         on_host = timed(original, self._tally, INPUT)
 
+        def begin() -> Tuple[Optional[Sample], Optional[Mark]]:
+            look()
+            sample = self.sample
+            return sample, self._mark() if sample is not None and len(sample.inputs) < INPUTS_AT_MOST else None
+
+        def end(sample: Optional[Sample], start: Optional[Mark]) -> None:
+            passed = self._mark() if start is not None else None
+            if sample is not None and start is not None and passed is not None:
+                sample.inputs.append((start, passed))
+
+        hide_from_dynamo(begin)
+        hide_from_dynamo(end)
+
         @functools.wraps(original)
         def __next__(loader: Any) -> Any:  # noqa: N807 - stands in for the class' own
-            clock, sample = self.clock, self.sample
-            if clock is None:
+            if self.clock is None:
                 return on_host(loader)
-            look()
-            start = self._mark() if sample is not None and len(sample.inputs) < INPUTS_AT_MOST else None
+            sample, start = begin()
             try:
                 return original(loader)
             finally:
-                end = self._mark() if start is not None else None
-                if start is not None and end is not None and sample is not None:
-                    sample.inputs.append((start, end))
+                end(sample, start)
 
-        iterator.__next__ = hide_from_dynamo(__next__)
+        # Datasets may be compiled, as without us.
+        iterator.__next__ = hide_from_dynamo(__next__, with_callees=False)
 
     def install_backward(self, autograd: Any, look: Callable[[], None]) -> None:
         """Around a backward pass the host is often the furthest ahead of the device."""
@@ -299,37 +316,40 @@ class Spans:
         def wait_tensor(tensor: Any) -> Any:
             return original(tensor) if is_compiling() else wrapper(tensor)
 
+        vars(wait_tensor)["__prepare_scriptable__"] = lambda: original  # what torch.jit.script takes
         return wait_tensor
 
     def _issuing(self, original: Callable[..., Any], kind: int) -> Callable[..., Any]:
         @functools.wraps(original)
-        def wrapper(group: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(group: Any, /, *args: Any, **kwargs: Any) -> Any:
             if not switch.on or (self.sample is None and self.clock is not None):
                 return original(group, *args, **kwargs)
             self._seen += 1
             if self._coalescing and id(group) in self._coalescing:
                 self._coalescing[id(group)] = kind
                 return original(group, *args, **kwargs)
-            start = self._start()
-            start_ns = time.monotonic_ns()
-            work = original(group, *args, **kwargs)
-            try:
-                if work is None:
-                    self._finish(group, kind, start, start_ns)
-                else:
-                    self._expect(work, group, kind, start)
-            except Exception as error:
-                disable(error)
-            return work
+            return self._issue(original, group, kind, args, kwargs)
 
         return hide_from_dynamo(wrapper)
 
+    def _issue(self, original: Callable[..., Any], group: Any, kind: int, args: Any, kwargs: Any) -> Any:
+        start = self._start()
+        start_ns = time.monotonic_ns()
+        work = original(group, *args, **kwargs)
+        try:
+            if work is None:
+                self._finish(group, kind, start, start_ns)
+            else:
+                self._expect(work, group, kind, start)
+        except Exception as error:
+            disable(error)
+        return work
+
     def _waiting(self, original: Callable[..., Any], find: Callable[[Any], Tuple[Any, int]]) -> Callable[..., Any]:
-        tally, ledger = self._tally, self._tally.ledger
-        get_ident, now = threading.get_ident, time.monotonic_ns
+        tally, get_ident, now = self._tally, threading.get_ident, time.monotonic_ns
 
         @functools.wraps(original)
-        def wrapper(target: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(target: Any, /, *args: Any, **kwargs: Any) -> Any:
             if self.clock is not None:
                 return self._wait_on_device(original, find, target, args, kwargs)
             if tally.inside or get_ident() != tally.thread_id:
@@ -340,10 +360,7 @@ class Spans:
                 return original(target, *args, **kwargs)
             finally:
                 elapsed_ns = now() - start_ns
-                ledger[BLOCKING] += elapsed_ns
-                if ledger[OPTIMIZER_STARTED]:
-                    # An optimizer that communicates (ZeRO) is not computing meanwhile.
-                    ledger[OPTIMIZER_STARTED] += elapsed_ns
+                tally.add(BLOCKING, elapsed_ns)
                 tally.inside = False
                 self._add_host_seconds(find, target, elapsed_ns * 1e-9)
 
@@ -370,7 +387,7 @@ class Spans:
 
     def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def wrapper(group: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(group: Any, /, *args: Any, **kwargs: Any) -> Any:
             if switch.on and (self.sample is not None or self.clock is None):
                 self._coalescing[id(group)] = ring_layout.GROUP_EXPOSED
             return original(group, *args, **kwargs)
@@ -379,21 +396,11 @@ class Spans:
 
     def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def wrapper(group: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(group: Any, /, *args: Any, **kwargs: Any) -> Any:
             kind = self._coalescing.pop(id(group), None)
             if kind is None:
                 return original(group, *args, **kwargs)
-            start = self._start()
-            start_ns = time.monotonic_ns()
-            work = original(group, *args, **kwargs)
-            try:
-                if work is None:
-                    self._finish(group, kind, start, start_ns)
-                else:
-                    self._expect(work, group, kind, start)
-            except Exception as error:
-                disable(error)
-            return work
+            return self._issue(original, group, kind, args, kwargs)
 
         return hide_from_dynamo(wrapper)
 
@@ -419,7 +426,7 @@ class Spans:
         if clock is None:
             if threading.get_ident() == self._tally.thread_id and not self._tally.inside:
                 elapsed_ns = time.monotonic_ns() - start_ns
-                self._tally.ledger[BLOCKING] += elapsed_ns
+                self._tally.add(BLOCKING, elapsed_ns)
                 self._add_seconds(group, kind, elapsed_ns * 1e-9)
             return
         end = self._mark() if start is not None else None
@@ -450,7 +457,11 @@ class Spans:
         if len(self._functional_groups) != 1:
             return self._torch.distributed.group.WORLD, ring_layout.GROUP_POINT_TO_POINT
         (name,) = self._functional_groups
-        return self._torch._C._distributed_c10d._resolve_process_group(name), ring_layout.GROUP_EXPOSED
+        try:
+            return self._torch._C._distributed_c10d._resolve_process_group(name), ring_layout.GROUP_EXPOSED
+        except RuntimeError:  # destroyed meanwhile
+            self._functional_groups.clear()
+            return None, 0
 
     def _add_host_seconds(self, find: Callable[[Any], Tuple[Any, int]], target: Any, seconds: float) -> None:
         try:

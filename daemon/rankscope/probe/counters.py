@@ -47,6 +47,19 @@ def read_collectives(torch: Any) -> Tuple[int, int]:
     return enqueued, completed
 
 
+def dump_recorder(torch: Any) -> bytes:
+    """The records of NCCL's groups, or of the other backends' if there are none, as torch pickles them. Without stacks:
+    to resolve them, torch imports its compiler, which takes seconds. Holds the GIL for 35 ms with 2,000 records."""
+    for name in ("_dump_nccl_trace", "_dump_fr_trace"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None and pickle.loads(dump(includeCollectives=False)).get("pg_status"):
+            content: bytes = dump(includeStackTraces=False)
+            if len(content) > ring_layout.RECORDER_BYTES_MOST:
+                raise ValueError("its records take {} bytes; set TORCH_FR_BUFFER_SIZE=2000".format(len(content)))
+            return content
+    raise ValueError("it holds no collectives; set TORCH_FR_BUFFER_SIZE=2000 in the job")
+
+
 class RecordedDurations:
     """Durations of collectives that no wrapper sees: those of compiled code and of CUDA graphs. NCCL measures them only
     with TORCH_NCCL_ENABLE_TIMING=1, which slows every collective down, so that the probe never sets it."""

@@ -13,6 +13,9 @@ NOT_MEASURED: Figures = (math.nan, math.nan, math.nan, math.nan)
 
 COST_BUDGET_RATIO = 0.001
 NEVER = 1 << 62
+# DDP decides twice whether an iteration is measured: while it runs, and when the next one begins. If the rate changed
+# between the two, it publishes the times of an older iteration. The change may come in the middle of a step.
+DOUBTFUL_BOUNDARIES = 2
 # What DDP spends on a sampled step, by CUDA events that it waits for (measured on an H200). Where the host loses its
 # run-ahead by it, such a step of 6 ms took 2.3 ms longer. Sampling so rarely that this stays under 0.3 % (one step in
 # 150) delayed alarms by 6 s and missed one: the rate follows a slow job only after it has become slow.
@@ -42,6 +45,7 @@ class DdpSampler:
         self._rate = 0  # 0: DDP's own, until tuned
         self._read_seconds = 40e-6
         self._next_read = 0
+        self._doubtful_until = 0  # the boundary
         self._stale_reads = 0
         self._fresh: Optional[Tuple[int, int]] = None  # boundary and iteration of the last new figures
         self._ahead = NEVER  # by how many the number of a step exceeds that of its iteration
@@ -81,6 +85,9 @@ class DdpSampler:
         # The least of late: a read during which the thread lost its CPU says nothing about what reading costs, and
         # would leave a rank on a busy machine without figures.
         self._read_seconds = min(time.perf_counter() - start, 1.02 * self._read_seconds)
+        if boundary <= self._doubtful_until:
+            self._next_read = boundary + 1
+            return NOT_MEASURED
         if not newest:
             self._expect_after_stale(boundary)
             return NOT_MEASURED
@@ -102,14 +109,14 @@ class DdpSampler:
         return min(per_step, 1024.0)
 
     def _expect_after_stale(self, boundary: int) -> None:
-        # Off the beat: look at every boundary until in step again, but not for ever (a model that is no longer
+        # Off the beat: look at every boundary until in step again, but not forever (a model that is no longer
         # trained).
         self._stale_reads += 1
         searching = self._stale_reads <= 2 * self._rate + 16
         self._next_read = boundary + (1 if searching else 8 * max(self._rate, 1))
 
-    def tune(self, step_seconds: float) -> None:
-        """Choose the rate for steps of this length. Called about once a second."""
+    def tune(self, step_seconds: float, boundary: int) -> None:
+        """Choose the rate for steps of this length. Called about once a second, after this boundary."""
         self.models[:] = [watched for watched in self.models if watched.reference() is not None]
         alive: List[Any] = [watched.reference() for watched in self.models]
         alive = [model for model in alive if hasattr(model, "logger")]
@@ -123,6 +130,8 @@ class DdpSampler:
             return
         if rate != self._rate:
             self._rate = rate
+            self._next_read = boundary + 1
+            self._doubtful_until = boundary + DOUBTFUL_BOUNDARIES
             for model in alive:
                 model._set_ddp_runtime_logging_sample_rate(rate)
 

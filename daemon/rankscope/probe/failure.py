@@ -9,7 +9,7 @@ from typing import Callable, List
 
 
 class Switch:
-    """`on` is read at the start of every hook. Hooks stay installed when it is off: removing them would change
+    """`on` is read by every hook. Hooks stay installed when it is off: removing them would change
     dictionaries that torch may be iterating over right now."""
 
     __slots__ = ("on", "when_disabled")

@@ -195,6 +195,19 @@ class Profile:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def sealed(content: bytes) -> int:
+    """A descriptor of memory that holds the content."""
+    fd = os.memfd_create(ring_layout.TRACE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+        seal(fd)
+        return fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 def seal(fd: int) -> None:
     """What has been written stays as it is."""
     seals = ring_layout.F_SEAL_SHRINK | ring_layout.F_SEAL_GROW | ring_layout.F_SEAL_WRITE | ring_layout.F_SEAL_SEAL

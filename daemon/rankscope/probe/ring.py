@@ -29,11 +29,15 @@ class Ring:
         )
         self._inode = os.fstat(self._fd).st_ino
         self._memory = mmap.mmap(self._fd, ring_layout.RING_BYTES)
+        # Each is stored as one word. `pack_into` writes zeros first, which a reader would take for a ring that began
+        # again.
+        counters_end = ring_layout.COUNTERS_OFFSET + ring_layout.COUNTERS.size
+        self._counters = memoryview(self._memory)[ring_layout.COUNTERS_OFFSET : counters_end].cast("Q")
         self._facts: bytes = b""
         self.records = 0
         self.steps = 0
         self._write_state(ring_layout.STATE_RUNNING)
-        ring_layout.ABILITIES.pack_into(self._memory, ring_layout.ABILITIES_OFFSET, ring_layout.TAKES_CAPTURES)
+        self.write_abilities(ring_layout.TAKES_CAPTURES)
         self.write_live((-1, -1, -1, -1), (-1, -1))
         fixed = ring_layout.FIXED.pack(
             ring_layout.MAGIC,
@@ -56,7 +60,7 @@ class Ring:
         written = min(steps, ring_layout.STEPS_AT_MOST)
         body = ring_layout.RECORD.pack(self.records, end_ns, span_ns, *seconds, flags, written)
         self._memory[offset : offset + ring_layout.RECORD_BYTES] = body + ring_layout.CHECKSUM.pack(zlib.crc32(body))
-        ring_layout.COUNTERS.pack_into(self._memory, ring_layout.COUNTERS_OFFSET, self.records, self.steps)
+        self._counters[0], self._counters[1] = self.records, self.steps
 
     def write_groups(self, rows: Sequence[Sequence[Any]]) -> None:
         body = b"".join([ring_layout.GROUP.pack(*row) for row in rows])
@@ -93,6 +97,9 @@ class Ring:
     def _write_state(self, state: int) -> None:
         self._memory[ring_layout.STATE_OFFSET : ring_layout.STATE_OFFSET + 4] = ring_layout.STATE.pack(state)
 
+    def write_abilities(self, abilities: int) -> None:
+        ring_layout.ABILITIES.pack_into(self._memory, ring_layout.ABILITIES_OFFSET, abilities)
+
     def mark_disabled(self) -> None:
         """Without this a probe that gave up would look like a rank that hangs."""
         self._write_state(ring_layout.STATE_DISABLED)
@@ -100,6 +107,7 @@ class Ring:
     def abandon(self) -> None:
         """In a forked child: this ring is the parent's. The number may have been closed and used again by the user, so
         the file is closed only if it is still ours."""
+        self._counters.release()
         self._memory.close()
         with contextlib.suppress(OSError):
             if os.fstat(self._fd).st_ino == self._inode:

@@ -46,6 +46,7 @@ STATE_DISABLED = 2
 ABILITIES = struct.Struct("<I")
 ABILITIES_OFFSET = 84
 TAKES_CAPTURES = 1
+HANDS_OVER_RECORDER = 2  # a thread beside the training loop answers VERB_RECORDER while no step ends
 
 # CLOCK_MONOTONIC and unix time of one moment, then bytes allocated, reserved, peak allocated, device total, then
 # collectives enqueued and completed over all process groups; -1 is "not measured".
@@ -65,6 +66,8 @@ COMMAND = struct.Struct("<IIIqqIIIqq")
 COMMAND_BODY_OFFSET = COMMAND_OFFSET + 8
 VERB_CAPTURE = 1
 VERB_DROP = 2  # forget the capture of the number that stands in the place of the step: cancelled, or fetched
+VERB_RECORDER = 3  # hand over the records of torch's flight recorder, in the same way as a trace
+RECORDER_BYTES_MOST = 4 << 20  # some 30,000 records
 OPTIONS = ("record_shapes", "with_stack", "profile_memory", "with_flops", "with_modules")  # bit 0 first
 # Above them: how many windows to record after the first, each after as many steps of waiting and warm-up. A probe that
 # cannot takes it for an option that it does not know, and says so.

@@ -29,6 +29,8 @@ STALLED_NS = 2_000_000_000
 STALL_CHECK_SECONDS = 1.0
 # How often the device is looked at from beside the training loop, which may pass no hook for most of a step.
 LOOK_SECONDS = 0.2
+# For how long the process waits at its end for the other thread, which reads a recorder in milliseconds.
+LEAVE_SECONDS = 5.0
 HOST_ONLY = (math.nan, math.nan, math.nan)  # host, run-ahead and exposed seconds, where there is no device
 
 
@@ -52,7 +54,7 @@ class Session:
         self._recorded = RecordedDurations()
         self._watching = False
         self._leaving = False
-        # Held by whoever writes the ring: the training thread, or the second one while training is stalled.
+        # Held by the thread that writes the ring: the training thread, or the second one while training is stalled.
         self._lock = threading.Lock()
 
     def flush(self, now_ns: int) -> int:
@@ -168,7 +170,7 @@ class Session:
         steps = self.tally.ledger[STEPS] - since_steps
         if since_ns and steps > 0:
             seconds = (now_ns - since_ns) * 1e-9
-            self.sampler.tune(seconds / steps)
+            self.sampler.tune(seconds / steps, self.tally.ledger[STEPS])
             if self._device is None:
                 self.spans.groups.count(seconds, steps)
         self._use_device(ring)
@@ -190,36 +192,43 @@ class Session:
         if not self._watching and self._collectives != UNKNOWN_COLLECTIVES:
             self._watching = True
             atexit.register(self._leave)
+            ring.write_abilities(ring_layout.TAKES_CAPTURES | ring_layout.HANDS_OVER_RECORDER)
             # Not threading.Thread: it would show up in the user's threading.enumerate().
             _thread.start_new_thread(self._watch_for_stalls, ())
 
     def _watch_for_stalls(self) -> None:
         """The step hook of a hanging rank does not run, so the counters that show who never entered the collective are
-        refreshed from here. Memory is not: the query of CUDA's allocator could block behind the hang, holding the
-        GIL."""
+        refreshed from here, and the recorder is handed over. Memory is not read: the query of CUDA's allocator could
+        block behind the hang, holding the GIL."""
         check_at_ns = 0
+        is_stalled = False
         try:
             while switch.on and not self._leaving:
-                time.sleep(STALL_CHECK_SECONDS if self._device is None else LOOK_SECONDS)
+                time.sleep(LOOK_SECONDS if is_stalled or self._device is not None else STALL_CHECK_SECONDS)
                 self.look_at_device()
                 now_ns = time.monotonic_ns()
-                if now_ns - self.tally.ledger[LAST_END] < STALLED_NS or now_ns < check_at_ns:
+                is_stalled = now_ns - self.tally.ledger[LAST_END] >= STALLED_NS
+                if not is_stalled:
                     continue
-                check_at_ns = now_ns + int(STALL_CHECK_SECONDS * 1e9)
                 with self._lock:
                     if switch.on and not self._leaving and self._ring is not None:
-                        if self._device is not None:
-                            self._device.look()
-                        else:
-                            self._write(self._ring, NOT_MEASURED)
-                        self._collectives = read_collectives(self._torch)
-                        self._ring.write_live(self._memory, self._collectives)
+                        if now_ns >= check_at_ns:
+                            check_at_ns = now_ns + int(STALL_CHECK_SECONDS * 1e9)
+                            if self._device is not None:
+                                self._device.look()
+                            else:
+                                self._write(self._ring, NOT_MEASURED)
+                            self._collectives = read_collectives(self._torch)
+                            self._ring.write_live(self._memory, self._collectives)
+                        # NCCL's recorder asks for events, which would end the capture of a CUDA graph.
+                        if self.spans.clock is None or self.spans.clock.is_free:
+                            self._captures.hand_over_recorder(self._ring)
         except Exception as error:
             disable(error)
 
     def _leave(self) -> None:
         # A thread that is inside torch while the interpreter ends may crash it: wait for a read under way
-        # (microseconds), and let no other begin.
+        # (microseconds, longer where the machine pauses), and let no other begin.
         self._leaving = True
-        if self._lock.acquire(timeout=0.1):
+        if self._lock.acquire(timeout=LEAVE_SECONDS):
             self._lock.release()

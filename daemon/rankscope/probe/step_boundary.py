@@ -9,7 +9,15 @@ import weakref
 from typing import Any, Callable, Dict, Optional
 
 from .failure import disable, switch
-from .torch_timers import LAST_END, OPTIMIZER, OPTIMIZER_STARTED, STEPS, Tally, hide_from_dynamo
+from .torch_timers import (
+    LAST_END,
+    OPTIMIZER,
+    OPTIMIZER_STARTED,
+    STEPS,
+    Tally,
+    hide_from_dynamo,
+    keep_frame_from_dynamo,
+)
 
 RE_ELECT_AFTER_STEPS = 64
 
@@ -52,8 +60,18 @@ def training_thread_id() -> int:
     return here if here in started_by_python else threading.main_thread().ident or here
 
 
+def breaks_the_graph(optimizer: Any) -> bool:
+    """True of most of torch's own optimizers: torch.compile leaves their steps uncompiled."""
+    decorated = getattr(type(optimizer).step, "__wrapped__", None)
+    return decorated is not None and decorated.__code__.co_name == "_use_grad"
+
+
 def install_optimizer_hooks(
-    optimizer_module: Any, tally: Tally, flush: Callable[[int], int], scaler_class: Any = None
+    optimizer_module: Any,
+    tally: Tally,
+    flush: Callable[[int], int],
+    is_compiling: Callable[[], bool],
+    scaler_class: Any = None,
 ) -> Callable[[], None]:
     """Registers the global hooks; returns what rankscope.probe.step() calls. A step that torch's GradScaler
     (`scaler_class`) leaves out because of an overflow took its time all the same, and counts.
@@ -67,24 +85,43 @@ def install_optimizer_hooks(
     silence = anchor.silence
     explicit = False
     flush_at_ns = 0
+    plain_until_ns = 0  # until then, a step of the anchor is only counted: nothing else is to be looked at
 
+    # torch.compile may trace an optimizer's step whole, and only then is_compiling() is true. A graph break there would
+    # leave the step uncompiled, or raise with fullgraph=True (seen), so the hooks are left out of such a graph. Where
+    # the step breaks the graph itself, the hooks run outside of it.
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if is_compiling():
+            if breaks_the_graph(optimizer):
+                hidden_before(optimizer, args, kwargs)
+            return
         ledger[started] = now()
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal flush_at_ns
+        nonlocal flush_at_ns, plain_until_ns
+        if is_compiling():
+            if breaks_the_graph(optimizer):
+                hidden_after(optimizer, args, kwargs)
+            return
+        end_ns = now()
+        start_ns = ledger[started]
+        if start_ns and end_ns < plain_until_ns and id(optimizer) == anchor.optimizer_id:
+            ledger[optimizer_ns] += end_ns - start_ns
+            ledger[started] = 0
+            ledger[steps] += 1
+            ledger[last_end] = end_ns
+            return
         if not switch.on:
             return
         try:
-            end_ns = now()
+            plain_until_ns = 0
             # One optimizer may step inside another's step (ZeRO): the innermost is timed. A step that raises never gets
             # here, so nothing may be counted up on the way in.
-            if ledger[started]:
-                ledger[optimizer_ns] += end_ns - ledger[started]
+            if start_ns:
+                ledger[optimizer_ns] += end_ns - start_ns
                 ledger[started] = 0
             if id(optimizer) == anchor.optimizer_id:
-                if silence:
-                    silence.clear()
+                silence.clear()
             elif not anchor.other_stepped(optimizer):
                 return
             if explicit:
@@ -93,15 +130,20 @@ def install_optimizer_hooks(
             ledger[last_end] = end_ns
             if end_ns >= flush_at_ns:
                 flush_at_ns = flush(end_ns)
+            plain_until_ns = flush_at_ns
         except Exception as error:
             disable(error)
 
+    def end_plain_steps() -> None:
+        nonlocal plain_until_ns
+        plain_until_ns = 0
+
     def mark() -> None:
-        nonlocal explicit, flush_at_ns
+        nonlocal explicit, flush_at_ns, plain_until_ns
         if not switch.on:
             return
         try:
-            explicit = True
+            explicit, plain_until_ns = True, 0
             end_ns = ledger[last_end] = now()
             ledger[steps] += 1
             if end_ns >= flush_at_ns:
@@ -114,13 +156,18 @@ def install_optimizer_hooks(
 
         @functools.wraps(scaled_step)
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return scaled_step(scaler, optimizer, *args, **kwargs)
             counted = ledger[steps]
             result = scaled_step(scaler, optimizer, *args, **kwargs)
             if ledger[steps] == counted and id(optimizer) == anchor.optimizer_id:
                 after(optimizer, args, kwargs)
             return result
 
-        scaler_class.step = hide_from_dynamo(step)
-    optimizer_module.register_optimizer_step_pre_hook(hide_from_dynamo(before))
-    optimizer_module.register_optimizer_step_post_hook(hide_from_dynamo(after))
+        scaler_class.step = keep_frame_from_dynamo(step)
+    switch.when_disabled.append(end_plain_steps)
+    hidden_before = hide_from_dynamo(lambda *arguments: before(*arguments))
+    hidden_after = hide_from_dynamo(lambda *arguments: after(*arguments))
+    optimizer_module.register_optimizer_step_pre_hook(keep_frame_from_dynamo(before))
+    optimizer_module.register_optimizer_step_post_hook(keep_frame_from_dynamo(after))
     return hide_from_dynamo(mark)

@@ -17,7 +17,13 @@ def install(torch: Any) -> Dict[str, Callable[[Any], None]]:
     session = Session(torch)
     tally = session.tally
     scaler_class = getattr(sys.modules.get("torch.amp.grad_scaler"), "GradScaler", None)
-    mark = install_optimizer_hooks(sys.modules["torch.optim.optimizer"], tally, session.flush, scaler_class)
+    mark = install_optimizer_hooks(
+        sys.modules["torch.optim.optimizer"],
+        tally,
+        session.flush,
+        torch.compiler.is_dynamo_compiling,
+        scaler_class,
+    )
     time_checkpoints(torch, tally)
     session.spans.install_backward(torch.autograd, session.look_at_device)
 

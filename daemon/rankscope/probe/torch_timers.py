@@ -29,11 +29,22 @@ class Tally:
         self.thread_id = 0  # none before the first step
         self.inside = False
 
+    def add(self, cause: int, elapsed_ns: int) -> None:
+        self.ledger[cause] += elapsed_ns
+        if self.ledger[OPTIMIZER_STARTED]:
+            # An optimizer that communicates (ZeRO) is not computing meanwhile.
+            self.ledger[OPTIMIZER_STARTED] += elapsed_ns
+
 
 def hide_from_dynamo(function: Callable[..., Any], with_callees: bool = True) -> Callable[..., Any]:
     """torch.compile would otherwise trace into us, guard on our counters and recompile at every step (seen)."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # dynamo's own mark
-    # That holds where it traces a call. After a graph break it would compile what is called, frame by frame (seen).
+    return keep_frame_from_dynamo(function, with_callees)
+
+
+def keep_frame_from_dynamo(function: Callable[..., Any], with_callees: bool = False) -> Callable[..., Any]:
+    """After a graph break dynamo would compile what is called, frame by frame (seen). Its callees too, where they are
+    ours: a function of the user's is compiled as without us."""
     frames: Any = sys.modules.get("torch._C._dynamo.eval_frame")
     try:
         action = frames._FrameAction
@@ -47,7 +58,7 @@ def hide_from_dynamo(function: Callable[..., Any], with_callees: bool = True) ->
 def timed(function: Callable[..., Any], tally: Tally, cause: int) -> Callable[..., Any]:
     now = time.monotonic_ns
     get_ident = threading.get_ident
-    ledger = tally.ledger
+    add = tally.add
 
     # pybind's functions have no __module__ or the like; update what is there.
     @functools.wraps(function)
@@ -59,14 +70,10 @@ def timed(function: Callable[..., Any], tally: Tally, cause: int) -> Callable[..
         try:
             return function(*args, **kwargs)
         finally:
-            elapsed_ns = now() - start_ns
-            ledger[cause] += elapsed_ns
-            if ledger[OPTIMIZER_STARTED]:
-                # An optimizer that communicates (ZeRO) is not computing meanwhile.
-                ledger[OPTIMIZER_STARTED] += elapsed_ns
+            add(cause, now() - start_ns)
             tally.inside = False
 
-    return hide_from_dynamo(wrapper)
+    return hide_from_dynamo(wrapper, with_callees=False)
 
 
 def time_checkpoints(torch: Any, tally: Tally) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
@@ -12,15 +12,16 @@ from prometheus_client.registry import Collector
 
 from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity, Verdict
 from rankscope.common.metric_table import ANY, Counter, Gauge, Section, label
+from rankscope.common.run_names import run_labels
 from rankscope.operator.alerts.decision import Result
 from rankscope.operator.correlation.correlator import JobState, LostSeconds
 
 if TYPE_CHECKING:  # `rankscope up` has no Kubernetes client
     from rankscope.operator.access.api_server import UserApi
     from rankscope.operator.certificates.rotation import CertificateRotation
-    from rankscope.operator.kube.leader_election import ShardLeases
+    from rankscope.operator.kube.leader_election import Leases
     from rankscope.operator.kube.object_writer import Outbox
-    from rankscope.operator.runs.daemon_streams import DaemonPods, DaemonStreams
+    from rankscope.operator.runs.daemon_streams import DaemonStreams
     from rankscope.operator.runs.rank_binding import Binding
     from rankscope.operator.webhooks.webhooks import Webhooks
 
@@ -50,6 +51,7 @@ class _Job:
     state: JobState
     mfu_target_ratio: float | None
     lost_gpu_seconds: float
+    hangs_total: int
 
     @property
     def verdict(self) -> Verdict:
@@ -66,7 +68,7 @@ class _Job:
 
 
 # fmt: off
-JOBS: Section[_Job] = Section(("job", "namespace"), (
+JOBS: Section[_Job] = Section(("run_namespace", "run"), (
     Gauge("rankscope_job_info", "Size of a job, value 1.", lambda job: {str(job.state.world_size): 1},
         {"world_size": ANY}),
     Gauge("rankscope_job_verdict", "The current verdict, value 1.",
@@ -91,6 +93,8 @@ JOBS: Section[_Job] = Section(("job", "namespace"), (
     Counter("rankscope_job_lost_gpu_seconds_total",
         "GPU time that findings cost since the job was first seen: their impact times ranks and time. Restarts of the "
         "job do not reset it.", lambda job: job.lost_gpu_seconds),
+    Counter("rankscope_job_hangs_total",
+        "Hangs since the job was first seen. `rankscope hangs` shows the reports.", lambda job: job.hangs_total),
     Gauge("rankscope_job_impact_ratio",
         "Share of the job's time that the current finding costs.",
         lambda job: job.verdict.impact_ratio if job.has_finding else None),
@@ -100,7 +104,7 @@ JOBS: Section[_Job] = Section(("job", "namespace"), (
         f"A rank that the verdict names, value 1, while it warns or alarms; at most {CULPRITS_SHOWN} of a job. "
         "`bound`: `host` or `device`, where steps are timed on a GPU.",
         lambda job: _culprits(job.state) if job.has_finding else None,
-        dict.fromkeys(("rank", "node", "pod", "phase", "bound", "verdict"), ANY)),
+        dict.fromkeys(("rank", "node", "run_pod", "phase", "bound", "verdict"), ANY)),
 ))
 
 ALERTS: Section[Mapping[Result, int]] = Section((), (
@@ -111,11 +115,20 @@ ALERTS: Section[Mapping[Result, int]] = Section((), (
 # fmt: on
 
 
+class Addresses(Protocol):
+    @property
+    def addresses(self) -> Collection[str]: ...
+
+
 class OperatorView(Protocol):
     """What is exported of the operator. A part that is turned off is None."""
 
-    leases: ShardLeases
-    daemons: DaemonPods
+    @property
+    def leases(self) -> Leases: ...
+
+    @property
+    def daemons(self) -> Addresses: ...
+
     streams: DaemonStreams
     outbox: Outbox
     binding: Binding
@@ -173,26 +186,28 @@ class Exporter(Collector):
         states: Callable[[], Sequence[JobState]],
         lost: LostSeconds,
         mfu_target_of: Callable[[str], float | None],
+        hangs_of: Callable[[str], int],
         alert_totals: Callable[[], Mapping[Result, int]] | None = None,
         operator: OperatorView | None = None,
     ) -> None:
         self._states = states
         self._lost = lost
         self._mfu_target_of = mfu_target_of
+        self._hangs_of = hangs_of
         self._alert_totals = alert_totals
         self._operator = operator
 
     def collect(self) -> Iterable[Family]:
         states = self._states()
-        jobs: dict[str, JobState] = {}
+        jobs: dict[tuple[str, ...], JobState] = {}
         for state in sorted(states, key=lambda state: _SEVERITIES[state.verdict.severity]):
             # Of two names with the same label, the first is shown.
             if len(jobs) < JOBS_SHOWN:
-                jobs.setdefault(label(state.job), state)
+                jobs.setdefault(tuple(map(label, run_labels(state.job).values())), state)
         yield from JOB_COUNTS.of(_Jobs(len(states), len(states) - len(jobs)))
         yield from JOBS.families(
-            ((name, _namespace(state)), _Job(state, self._mfu_target_of(state.job), self._lost.of(state.job)))
-            for name, state in jobs.items()
+            (labels, _Job(state, self._mfu_target_of(state.job), self._lost.of(state.job), self._hangs_of(state.job)))
+            for labels, state in jobs.items()
         )
         if self._alert_totals is not None:
             yield from ALERTS.of(self._alert_totals())
@@ -206,16 +221,12 @@ class Exporter(Collector):
         return ()  # registering must not scrape
 
 
-def _namespace(state: JobState) -> str:
-    return next((identity.namespace for identity in state.identities.values() if identity.namespace), "")
-
-
 def _culprits(state: JobState) -> Mapping[tuple[str, ...], float]:
     verdict, identities = state.verdict, state.identities
     culprits: dict[tuple[str, ...], float] = {}
     for rank in islice(dict.fromkeys(verdict.culprits), CULPRITS_SHOWN):
         identity = identities.get(rank)
-        place = (identity.node, identity.pod) if identity else ("", "")
+        place = (identity.node, identity.pod_name or identity.pod) if identity else ("", "")
         labels = (str(rank), *place, verdict.cause.phase, verdict.cause.bound, verdict.kind.value)
         culprits[labels] = 1
     return culprits

@@ -1,18 +1,23 @@
-"""The operator: its parts, constructed in order, started and stopped together, and the pulse that drives them."""
+"""The operator: its settings, its parts, constructed in order, started and stopped together, and the pulse that drives
+them."""
 
 from __future__ import annotations
 
-import gc
-import logging
-import threading
+import os
+import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from rankscope.analysis.collectives.hang_report import HangReport
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY
 from rankscope.common.tls import FollowedTls, Read, files
-from rankscope.operator.access.api_server import UserApi
+from rankscope.operator.access.api_server import UserApi, UserApiSettings
+from rankscope.operator.access.guard import TokenAuthentication
+from rankscope.operator.access.profile_relay import JobNodes, ProfileRelay
+from rankscope.operator.access.run_service import UserJobs
 from rankscope.operator.access.token_review import MetricsGuard, Reviews
+from rankscope.operator.access.trace_relay import Traces
 from rankscope.operator.alerts.alertmanager_webhook import AlertReceiver, read_token
 from rankscope.operator.alerts.decision import AlertDecisions
 from rankscope.operator.captures.alert_captures import AlertCaptures
@@ -21,47 +26,67 @@ from rankscope.operator.captures.automatic import AutomaticCaptureMaker
 from rankscope.operator.captures.controller import CapturesController
 from rankscope.operator.captures.daemon_calls import DaemonCalls
 from rankscope.operator.certificates.roles import API_SECRET, OPERATOR_SECRET
-from rankscope.operator.certificates.rotation import CertificateRotation
+from rankscope.operator.certificates.rotation import CertificateRotation, RotationSettings
+from rankscope.operator.console.history import History
+from rankscope.operator.console_access import Console, ConsoleSettings
 from rankscope.operator.correlation.correlator import Correlator, JobState, LostSeconds
 from rankscope.operator.correlation.daemon_windows import DaemonMessage
-from rankscope.operator.http_endpoints import OperatorServer
-from rankscope.operator.kube.api_client import Api
-from rankscope.operator.kube.events import Events
-from rankscope.operator.kube.leader_election import ShardLeases
-from rankscope.operator.kube.object_writer import ObjectWriter, Outbox
-from rankscope.operator.kube.ownership import owners
+from rankscope.operator.correlation.hang_reporter import HangReporter
+from rankscope.operator.correlation.hang_store import HangStore
+from rankscope.operator.kube.api_client import Api, owners
+from rankscope.operator.kube.leader_election import SETTLING_SECONDS, ShardLeases
+from rankscope.operator.kube.object_writer import Events, ObjectWriter, Outbox
+from rankscope.operator.kube.report_maps import ReportMaps
 from rankscope.operator.kube.watch_cache import Watched
 from rankscope.operator.metrics import Exporter
 from rankscope.operator.policies.controller import PoliciesController
 from rankscope.operator.policies.policy import RunThresholds
+from rankscope.operator.process import OperatorServer, Part, Pulse, tune_garbage_collection
 from rankscope.operator.runs.controller import RunsController
-from rankscope.operator.runs.daemon_streams import DaemonPod, DaemonPods, DaemonStreams, read_daemon_pod
+from rankscope.operator.runs.daemon_streams import SELECTOR, DaemonPod, DaemonPods, DaemonStreams, read_daemon_pod
 from rankscope.operator.runs.inventory import Inventory
 from rankscope.operator.runs.pods import Pod, read_pod
 from rankscope.operator.runs.rank_binding import Binding
 from rankscope.operator.runs.slow_nodes import SlowNodes
-from rankscope.operator.settings import OperatorSettings
-from rankscope.operator.webhooks.webhooks import Webhooks
+from rankscope.operator.webhooks.webhooks import Webhooks, WebhookSettings
+from rankscope.v1.profile_service_pb2 import DumpStacksResponse
 
-log = logging.getLogger(__name__)
-
-PULSE_SECONDS = 1.0
-# New objects before a garbage collection of the youngest generation, and how many of those before one of the older
-# generations. Windows live for seconds and are in no cycle: Python's own pace took a tenth of the operator's time.
-COLLECTION_THRESHOLDS = (20_000, 20, 20)
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-def tune_garbage_collection() -> None:
-    """Once everything is imported."""
-    gc.collect()
-    gc.freeze()  # everything until now stays
-    gc.set_threshold(*COLLECTION_THRESHOLDS)
+def own_namespace() -> str:
+    try:
+        return _NAMESPACE_FILE.read_text().strip()
+    except OSError:
+        return "rankscope"
 
 
-class Part(Protocol):
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
+@dataclass(frozen=True)
+class OperatorSettings:
+    kubeconfig: Path | None = None  # None: the pod's service account
+    namespace: str = field(default_factory=own_namespace)  # of the operator and the daemons
+    identity: str = field(default_factory=lambda: os.environ.get("POD_NAME") or socket.gethostname())
+    shards: int = 1
+    settling_seconds: float = SETTLING_SECONDS
+    pod_selector: str = ""
+    daemon_selector: str = SELECTOR
+    listen_host: str = "127.0.0.1"
+    listen_port: int = 9466
+    # Our certificate and key for the daemons, and the authority that signs theirs.
+    daemon_tls: tuple[Path, Path, Path] | None = None
+    fleet_certificates: RotationSettings | None = None  # made and renewed by us, instead of `daemon_tls`
+    # Certificate and key for callers; without them, ours of `fleet_certificates`.
+    serving_files: tuple[Path, Path] | None = None
+    metrics_auth: bool = False
+    mfu_target: float | None = None
+    node_conditions: bool = False
+    # Alertmanager may ask for captures with this token; without one there is no receiver.
+    alert_token_file: Path | None = None
+    alert_host: str = "127.0.0.1"
+    alert_port: int = 9467
+    webhooks: WebhookSettings | None = None
+    user_api: UserApiSettings | None = None
+    console: ConsoleSettings | None = None  # needs `user_api`: the tokens are the same
 
 
 class Operator:
@@ -106,10 +131,14 @@ class Operator:
         self.correlator = Correlator(thresholds.base, policy_of=thresholds.policy_of)
         lost = LostSeconds()
         self.correlator.listen(lost)
+        reports = HangStore(ReportMaps(self.api, settings.namespace, owners()))
+        self.hangs = HangReporter(reports, self._dump, self._report_hang)
+        self.correlator.listen(self.hangs)
         self.streams = DaemonStreams(self._accept, shown_to_daemons)
 
         # Our own kinds of objects.
         calls = DaemonCalls(shown_to_daemons)
+        self._relay = ProfileRelay(calls, self.addresses)
         self.captures = CapturesController(
             self.api,
             writer,
@@ -117,7 +146,6 @@ class Operator:
             calls,
             self.states_by_job,
             self.addresses,
-            self.binding.daemon_job,
             audit=self.audit,
             policy_of=thresholds.policy_of,
         )
@@ -162,35 +190,48 @@ class Operator:
         if settings.webhooks is not None:
             self.webhooks = Webhooks(self.api, settings.webhooks, self.leases.leads, self.audit)
         self.user_api: UserApi | None = None
+        self.console: Console | None = None
+        history = History(lost, keeps=self._is_held)
         if settings.user_api is not None:
+            if not settings.user_api.audience:
+                raise ValueError("--api-audience is empty: tokens for the API server are not for us to see")
+            authentication = TokenAuthentication(Reviews(self.api, settings.user_api.audience))
             self.user_api = UserApi(
                 self.api,
                 settings.user_api,
+                authentication,
                 self.captures.watched,
                 self.runs,
-                calls,
-                self.addresses,
+                UserJobs(self.states, self.hangs.store, self.audit, lambda: self.runs.watched.objects.values()),
+                Traces(calls, self.addresses),
+                self._relay,
                 self.audit,
                 callers_tls,
             )
+            if settings.console is not None:
+                self.correlator.listen(history)
+                self.console = Console(
+                    settings.console,
+                    history,
+                    authentication,
+                    self.audit,
+                    self.user_api.handlers,
+                    shown_to_callers,
+                    self._elsewhere,
+                )
         # Prometheus shows the token that every pod has: one for the API server, so of its audience.
         guard = MetricsGuard(Reviews(self.api, audience="")) if settings.metrics_auth else None
         metrics_tls = None if guard is None else callers_tls
         alert_totals = None if self.alert_desk is None else self.alert_desk.totals
-        exporter = Exporter(self.states, lost, thresholds.mfu_target_of, alert_totals, operator=self)
+        exporter = Exporter(
+            self.states, lost, thresholds.mfu_target_of, self.hangs.hangs_of, alert_totals, operator=self
+        )
         self.server = OperatorServer(settings.listen_host, settings.listen_port, self, [exporter], metrics_tls, guard)
-        self._pulse = _Pulse(self)
-
-    @property
-    def _watches(self) -> Sequence[Watched[Any]]:
-        found: list[Watched[Any]] = [
-            self.pods,
-            self.daemon_watch,
-            self.runs.watched,
-            self.captures.watched,
-            self.policies.watched,
-        ]
-        return found if self.slow_nodes is None else [*found, self.slow_nodes.watched]
+        reconciled = [self._follow_daemons, self.runs.reconcile, self.captures.reconcile, self.policies.reconcile]
+        reconciled.append(history.forget_lost_runs)
+        if self.slow_nodes is not None:
+            reconciled.append(self.slow_nodes.reconcile)
+        self._pulse = Pulse(reconciled)
 
     @property
     def _parts(self) -> Sequence[Part]:
@@ -203,10 +244,16 @@ class Operator:
             self.alerts,
             self.certificates,
             self.webhooks,
-            *self._watches,
+            self.pods,
+            self.daemon_watch,
+            self.runs.watched,
+            self.captures.watched,
+            self.policies.watched,
+            None if self.slow_nodes is None else self.slow_nodes.watched,
             self.correlator,
             self.streams,
             self.user_api,
+            self.console,
         )
         return [part for part in every if part is not None]
 
@@ -222,6 +269,7 @@ class Operator:
             controller.stop()
         for part in reversed(self._parts):
             part.stop()
+        self.hangs.stop()
 
     @property
     def is_ready(self) -> bool:
@@ -240,19 +288,15 @@ class Operator:
         """Node to its daemon's HOST:PORT."""
         return self.daemons.addresses
 
-    def connected(self) -> frozenset[str]:
-        """Nodes whose windows arrive."""
+    def connected(self) -> Mapping[str, int]:
+        """Nodes whose windows arrive, with the number of the connection."""
         return self.streams.connected
 
-    def reconcile(self) -> None:
-        parts = [self._follow_daemons, self.runs.reconcile, self.captures.reconcile, self.policies.reconcile]
-        if self.slow_nodes is not None:
-            parts.append(self.slow_nodes.reconcile)
-        for reconcile in parts:
-            try:
-                reconcile()
-            except Exception:  # of one part: the others go on
-                log.exception("a part of the pulse failed; the next pulse tries again")
+    def _dump(self, job: str) -> DumpStacksResponse:
+        return self._relay.dump_hang(JobNodes(job, self.runs.nodes_of(job)))
+
+    def _report_hang(self, report: HangReport) -> None:
+        self.runs.report_hang(report)
 
     def _follow_daemons(self) -> None:
         addresses = self.addresses()
@@ -261,19 +305,24 @@ class Operator:
 
     def _accept(self, messages: Sequence[DaemonMessage]) -> None:
         """In the streams' thread. Windows of runs in shards that others hold are dropped."""
-        heard = self.binding.bind(messages, self._is_held)
-        if heard.windows or heard.departed:
-            self.correlator.take(heard.windows, heard.departed)
+        accepted = self.binding.bind(messages, self._is_held)
+        if accepted.windows or accepted.departed:
+            self.correlator.take(accepted.windows, accepted.departed)
 
     def _is_held(self, job: str) -> bool:
         # Not `holds`: while the API server is away nobody acts, but verdicts and metrics go on.
         return self.leases.keeps(job.partition("#")[0])
 
+    def _elsewhere(self) -> Mapping[str, str]:
+        """Runs that another replica correlates, with its name."""
+        running = [thing.place for thing in self.runs.watched.objects.values() if thing.status.phase == "Running"]
+        return {place: self.leases.holder_of(place) for place in running if not self.leases.keeps(place)}
+
     def _own_pods(self) -> Mapping[str, frozenset[str]] | None:
         """The pods that daemons are asked about where replicas share the runs; None: all."""
         if self.settings.shards == 1:
             return None
-        return self.inventory.pods_by_node(lambda key: self.leases.keeps(self.binding.run_name(key)))
+        return self.inventory.pods_by_node(lambda key: self.leases.keeps(key.full_name))
 
     def _shards_changed(self, held: frozenset[int]) -> None:
         # Another replica has written meanwhile: our writes may have been replaced.
@@ -289,23 +338,3 @@ class Operator:
         if self.settings.serving_files is not None:
             return files(*self.settings.serving_files)
         return None if self.certificates is None else self.certificates.server(API_SECRET)
-
-
-class _Pulse:
-    """Calls `reconcile` once a second, in a thread of its own."""
-
-    def __init__(self, operator: Operator) -> None:
-        self._operator = operator
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rankscope-pulse", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopping.set()
-        self._thread.join(5.0)
-
-    def _run(self) -> None:
-        while not self._stopping.wait(PULSE_SECONDS):
-            self._operator.reconcile()

@@ -527,7 +527,7 @@ class StartCaptureRequest(_message.Message):
     seconds: _builtins.float
     reason: _builtins.str
     start_unix_millis: _builtins.int
-    """When to begin, for whoever starts captures on several nodes at once; by default as soon as all ranks can."""
+    """When to begin, for a caller that starts captures on several nodes at once; by default as soon as all ranks can."""
     patience_seconds: _builtins.float
     """How long to wait for ranks that cannot be captured now (a profiler of the user's runs); default 60."""
     id: _builtins.str

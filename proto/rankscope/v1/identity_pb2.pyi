@@ -71,10 +71,10 @@ class RankIdentity(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     POD_NAME_FIELD_NUMBER: _builtins.int
-    SHARED_JOB_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """MASTER_ADDR:MASTER_PORT/run id; the same on every rank of one launch. A job has only one name on a node: see
-    `shared_job`.
+    """The name of the run, the same on all nodes: NAMESPACE/RUN in Kubernetes, a name without "/" elsewhere
+    (docs/concepts.md).
     """
     rank: _builtins.int
     local_rank: _builtins.int
@@ -91,10 +91,8 @@ class RankIdentity(_message.Message):
     incarnation: _builtins.int
     pod_name: _builtins.str
     """As the kubelet names it; `pod` is the uid."""
-    shared_job: _builtins.str
-    """What the ranks of the launch on other nodes call the job. Absent unless it differs from `job`, which has more of a
-    name where somebody else's job on the node has this one.
-    """
+    attempt: _builtins.int
+    """How often the run was restarted, as its scheduler and its launcher count."""
     @_builtins.property
     def coordinates(self) -> Global___ParallelCoordinates: ...
     def __init__(
@@ -113,11 +111,11 @@ class RankIdentity(_message.Message):
         pid: _builtins.int = ...,
         incarnation: _builtins.int = ...,
         pod_name: _builtins.str | None = ...,
-        shared_job: _builtins.str | None = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_model", b"_gpu_model", "_gpu_uuid", b"_gpu_uuid", "_namespace", b"_namespace", "_pod", b"_pod", "_pod_name", b"_pod_name", "_shared_job", b"_shared_job", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "namespace", b"namespace", "pod", b"pod", "pod_name", b"pod_name", "shared_job", b"shared_job"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_model", b"_gpu_model", "_gpu_uuid", b"_gpu_uuid", "_namespace", b"_namespace", "_pod", b"_pod", "_pod_name", b"_pod_name", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "namespace", b"namespace", "pod", b"pod", "pod_name", b"pod_name"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_model", b"_gpu_model", "_gpu_uuid", b"_gpu_uuid", "_namespace", b"_namespace", "_pod", b"_pod", "_pod_name", b"_pod_name", "_shared_job", b"_shared_job", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "incarnation", b"incarnation", "job", b"job", "local_rank", b"local_rank", "namespace", b"namespace", "node", b"node", "pid", b"pid", "pod", b"pod", "pod_name", b"pod_name", "rank", b"rank", "shared_job", b"shared_job", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_model", b"_gpu_model", "_gpu_uuid", b"_gpu_uuid", "_namespace", b"_namespace", "_pod", b"_pod", "_pod_name", b"_pod_name", "attempt", b"attempt", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "incarnation", b"incarnation", "job", b"job", "local_rank", b"local_rank", "namespace", b"namespace", "node", b"node", "pid", b"pid", "pod", b"pod", "pod_name", b"pod_name", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gpu_model: _TypeAlias = _typing.Literal["gpu_model"]  # noqa: Y015
     _WhichOneofArgType__gpu_model: _TypeAlias = _typing.Literal["_gpu_model", b"_gpu_model"]  # noqa: Y015
@@ -129,8 +127,6 @@ class RankIdentity(_message.Message):
     _WhichOneofArgType__pod: _TypeAlias = _typing.Literal["_pod", b"_pod"]  # noqa: Y015
     _WhichOneofReturnType__pod_name: _TypeAlias = _typing.Literal["pod_name"]  # noqa: Y015
     _WhichOneofArgType__pod_name: _TypeAlias = _typing.Literal["_pod_name", b"_pod_name"]  # noqa: Y015
-    _WhichOneofReturnType__shared_job: _TypeAlias = _typing.Literal["shared_job"]  # noqa: Y015
-    _WhichOneofArgType__shared_job: _TypeAlias = _typing.Literal["_shared_job", b"_shared_job"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_model) -> _WhichOneofReturnType__gpu_model | None: ...
     @_typing.overload
@@ -141,7 +137,5 @@ class RankIdentity(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pod) -> _WhichOneofReturnType__pod | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pod_name) -> _WhichOneofReturnType__pod_name | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__shared_job) -> _WhichOneofReturnType__shared_job | None: ...
 
 Global___RankIdentity: _TypeAlias = RankIdentity  # noqa: Y015

@@ -247,12 +247,17 @@ Global___JobStatus: _TypeAlias = JobStatus  # noqa: Y015
 class ListJobsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    RUN_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """empty: all; NAMESPACE/: all runs of a namespace"""
     def __init__(
         self,
+        *,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -282,12 +287,17 @@ Global___ListJobsResponse: _TypeAlias = ListJobsResponse  # noqa: Y015
 class WatchJobsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    RUN_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """as in ListJobsRequest"""
     def __init__(
         self,
+        *,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -312,3 +322,119 @@ class WatchJobsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchJobsResponse: _TypeAlias = WatchJobsResponse  # noqa: Y015
+
+@_typing.final
+class ListHangsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """as in ListJobsRequest"""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHangsRequest: _TypeAlias = ListHangsRequest  # noqa: Y015
+
+@_typing.final
+class ListHangsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hangs(self) -> _containers.RepeatedCompositeFieldContainer[Global___HangSummary]: ...
+    def __init__(
+        self,
+        *,
+        hangs: _abc.Iterable[Global___HangSummary] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hangs", b"hangs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHangsResponse: _TypeAlias = ListHangsResponse  # noqa: Y015
+
+@_typing.final
+class HangSummary(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    HEADLINE_FIELD_NUMBER: _builtins.int
+    BEGAN_UNIX_NANOS_FIELD_NUMBER: _builtins.int
+    MADE_UNIX_NANOS_FIELD_NUMBER: _builtins.int
+    ENDED_UNIX_NANOS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    run: _builtins.str
+    headline: _builtins.str
+    began_unix_nanos: _builtins.int
+    """the last step of any rank"""
+    made_unix_nanos: _builtins.int
+    """the report"""
+    ended_unix_nanos: _builtins.int
+    """0: it lasts, or its end was not observed"""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        run: _builtins.str = ...,
+        headline: _builtins.str = ...,
+        began_unix_nanos: _builtins.int = ...,
+        made_unix_nanos: _builtins.int = ...,
+        ended_unix_nanos: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_unix_nanos", b"began_unix_nanos", "ended_unix_nanos", b"ended_unix_nanos", "headline", b"headline", "id", b"id", "made_unix_nanos", b"made_unix_nanos", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HangSummary: _TypeAlias = HangSummary  # noqa: Y015
+
+@_typing.final
+class GetHangRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetHangRequest: _TypeAlias = GetHangRequest  # noqa: Y015
+
+@_typing.final
+class GetHangResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPORT_FIELD_NUMBER: _builtins.int
+    report: _builtins.bytes
+    """JSON; its keys are in docs/hangs.md"""
+    def __init__(
+        self,
+        *,
+        report: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetHangResponse: _TypeAlias = GetHangResponse  # noqa: Y015

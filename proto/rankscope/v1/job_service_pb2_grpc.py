@@ -44,6 +44,16 @@ class JobServiceStub:
                 request_serializer=rankscope_dot_v1_dot_job__service__pb2.WatchJobsRequest.SerializeToString,
                 response_deserializer=rankscope_dot_v1_dot_job__service__pb2.WatchJobsResponse.FromString,
                 _registered_method=True)
+        self.ListHangs = channel.unary_unary(
+                '/rankscope.v1.JobService/ListHangs',
+                request_serializer=rankscope_dot_v1_dot_job__service__pb2.ListHangsRequest.SerializeToString,
+                response_deserializer=rankscope_dot_v1_dot_job__service__pb2.ListHangsResponse.FromString,
+                _registered_method=True)
+        self.GetHang = channel.unary_unary(
+                '/rankscope.v1.JobService/GetHang',
+                request_serializer=rankscope_dot_v1_dot_job__service__pb2.GetHangRequest.SerializeToString,
+                response_deserializer=rankscope_dot_v1_dot_job__service__pb2.GetHangResponse.FromString,
+                _registered_method=True)
 
 
 class JobServiceServicer:
@@ -62,6 +72,19 @@ class JobServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListHangs(self, request, context):
+        """Reports of hangs, the latest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetHang(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +97,16 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.WatchJobs,
                     request_deserializer=rankscope_dot_v1_dot_job__service__pb2.WatchJobsRequest.FromString,
                     response_serializer=rankscope_dot_v1_dot_job__service__pb2.WatchJobsResponse.SerializeToString,
+            ),
+            'ListHangs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListHangs,
+                    request_deserializer=rankscope_dot_v1_dot_job__service__pb2.ListHangsRequest.FromString,
+                    response_serializer=rankscope_dot_v1_dot_job__service__pb2.ListHangsResponse.SerializeToString,
+            ),
+            'GetHang': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetHang,
+                    request_deserializer=rankscope_dot_v1_dot_job__service__pb2.GetHangRequest.FromString,
+                    response_serializer=rankscope_dot_v1_dot_job__service__pb2.GetHangResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -130,6 +163,60 @@ class JobService:
             '/rankscope.v1.JobService/WatchJobs',
             rankscope_dot_v1_dot_job__service__pb2.WatchJobsRequest.SerializeToString,
             rankscope_dot_v1_dot_job__service__pb2.WatchJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListHangs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rankscope.v1.JobService/ListHangs',
+            rankscope_dot_v1_dot_job__service__pb2.ListHangsRequest.SerializeToString,
+            rankscope_dot_v1_dot_job__service__pb2.ListHangsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetHang(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rankscope.v1.JobService/GetHang',
+            rankscope_dot_v1_dot_job__service__pb2.GetHangRequest.SerializeToString,
+            rankscope_dot_v1_dot_job__service__pb2.GetHangResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,6 +34,9 @@ class JobServiceStub:
     ListJobs: _grpc.UnaryUnaryMultiCallable[_job_service_pb2.ListJobsRequest, _job_service_pb2.ListJobsResponse]
     WatchJobs: _grpc.UnaryStreamMultiCallable[_job_service_pb2.WatchJobsRequest, _job_service_pb2.WatchJobsResponse]
     """All jobs after each evaluation."""
+    ListHangs: _grpc.UnaryUnaryMultiCallable[_job_service_pb2.ListHangsRequest, _job_service_pb2.ListHangsResponse]
+    """Reports of hangs, the latest first."""
+    GetHang: _grpc.UnaryUnaryMultiCallable[_job_service_pb2.GetHangRequest, _job_service_pb2.GetHangResponse]
 
 @_typing.type_check_only
 class JobServiceAsyncStub(JobServiceStub):
@@ -41,6 +44,9 @@ class JobServiceAsyncStub(JobServiceStub):
     ListJobs: _aio.UnaryUnaryMultiCallable[_job_service_pb2.ListJobsRequest, _job_service_pb2.ListJobsResponse]  # type: ignore[assignment]
     WatchJobs: _aio.UnaryStreamMultiCallable[_job_service_pb2.WatchJobsRequest, _job_service_pb2.WatchJobsResponse]  # type: ignore[assignment]
     """All jobs after each evaluation."""
+    ListHangs: _aio.UnaryUnaryMultiCallable[_job_service_pb2.ListHangsRequest, _job_service_pb2.ListHangsResponse]  # type: ignore[assignment]
+    """Reports of hangs, the latest first."""
+    GetHang: _aio.UnaryUnaryMultiCallable[_job_service_pb2.GetHangRequest, _job_service_pb2.GetHangResponse]  # type: ignore[assignment]
 
 class JobServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -57,5 +63,20 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_job_service_pb2.WatchJobsResponse], _abc.AsyncIterator[_job_service_pb2.WatchJobsResponse]]:
         """All jobs after each evaluation."""
+
+    @_abc_1.abstractmethod
+    def ListHangs(
+        self,
+        request: _job_service_pb2.ListHangsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_job_service_pb2.ListHangsResponse, _abc.Awaitable[_job_service_pb2.ListHangsResponse]]:
+        """Reports of hangs, the latest first."""
+
+    @_abc_1.abstractmethod
+    def GetHang(
+        self,
+        request: _job_service_pb2.GetHangRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_job_service_pb2.GetHangResponse, _abc.Awaitable[_job_service_pb2.GetHangResponse]]: ...
 
 def add_JobServiceServicer_to_server(servicer: JobServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

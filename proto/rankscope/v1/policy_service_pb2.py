@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!rankscope/v1/policy_service.proto\x12\x0crankscope.v1\"\xc6\x01\n\tRunPolicy\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04pods\x18\x02 \x03(\t\x12\x1d\n\x10stack_rate_hertz\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x1d\n\x10\x64uty_cycle_steps\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x1f\n\x12\x64uty_cycle_seconds\x18\x05 \x01(\x01H\x02\x88\x01\x01\x42\x13\n\x11_stack_rate_hertzB\x13\n\x11_duty_cycle_stepsB\x15\n\x13_duty_cycle_seconds\"X\n\x14\x41pplyPoliciesRequest\x12)\n\x08policies\x18\x01 \x03(\x0b\x32\x17.rankscope.v1.RunPolicy\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\"&\n\x15\x41pplyPoliciesResponse\x12\r\n\x05notes\x18\x01 \x03(\t\"\x15\n\x13ListPoliciesRequest\"Q\n\nHeldPolicy\x12\'\n\x06policy\x18\x01 \x01(\x0b\x32\x17.rankscope.v1.RunPolicy\x12\x1a\n\x12lease_left_seconds\x18\x02 \x01(\x01\"B\n\x14ListPoliciesResponse\x12*\n\x08policies\x18\x01 \x03(\x0b\x32\x18.rankscope.v1.HeldPolicy2\xc0\x01\n\rPolicyService\x12X\n\rApplyPolicies\x12\".rankscope.v1.ApplyPoliciesRequest\x1a#.rankscope.v1.ApplyPoliciesResponse\x12U\n\x0cListPolicies\x12!.rankscope.v1.ListPoliciesRequest\x1a\".rankscope.v1.ListPoliciesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!rankscope/v1/policy_service.proto\x12\x0crankscope.v1\"\xd7\x01\n\tRunPolicy\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04pods\x18\x02 \x03(\t\x12\x1d\n\x10stack_rate_hertz\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x1d\n\x10\x64uty_cycle_steps\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x1f\n\x12\x64uty_cycle_seconds\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\rB\x13\n\x11_stack_rate_hertzB\x13\n\x11_duty_cycle_stepsB\x15\n\x13_duty_cycle_seconds\"X\n\x14\x41pplyPoliciesRequest\x12)\n\x08policies\x18\x01 \x03(\x0b\x32\x17.rankscope.v1.RunPolicy\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\"&\n\x15\x41pplyPoliciesResponse\x12\r\n\x05notes\x18\x01 \x03(\t\"\x15\n\x13ListPoliciesRequest\"Q\n\nHeldPolicy\x12\'\n\x06policy\x18\x01 \x01(\x0b\x32\x17.rankscope.v1.RunPolicy\x12\x1a\n\x12lease_left_seconds\x18\x02 \x01(\x01\"B\n\x14ListPoliciesResponse\x12*\n\x08policies\x18\x01 \x03(\x0b\x32\x18.rankscope.v1.HeldPolicy2\xc0\x01\n\rPolicyService\x12X\n\rApplyPolicies\x12\".rankscope.v1.ApplyPoliciesRequest\x1a#.rankscope.v1.ApplyPoliciesResponse\x12U\n\x0cListPolicies\x12!.rankscope.v1.ListPoliciesRequest\x1a\".rankscope.v1.ListPoliciesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,17 +32,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rankscope.v1.policy_service
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RUNPOLICY']._serialized_start=52
-  _globals['_RUNPOLICY']._serialized_end=250
-  _globals['_APPLYPOLICIESREQUEST']._serialized_start=252
-  _globals['_APPLYPOLICIESREQUEST']._serialized_end=340
-  _globals['_APPLYPOLICIESRESPONSE']._serialized_start=342
-  _globals['_APPLYPOLICIESRESPONSE']._serialized_end=380
-  _globals['_LISTPOLICIESREQUEST']._serialized_start=382
-  _globals['_LISTPOLICIESREQUEST']._serialized_end=403
-  _globals['_HELDPOLICY']._serialized_start=405
-  _globals['_HELDPOLICY']._serialized_end=486
-  _globals['_LISTPOLICIESRESPONSE']._serialized_start=488
-  _globals['_LISTPOLICIESRESPONSE']._serialized_end=554
-  _globals['_POLICYSERVICE']._serialized_start=557
-  _globals['_POLICYSERVICE']._serialized_end=749
+  _globals['_RUNPOLICY']._serialized_end=267
+  _globals['_APPLYPOLICIESREQUEST']._serialized_start=269
+  _globals['_APPLYPOLICIESREQUEST']._serialized_end=357
+  _globals['_APPLYPOLICIESRESPONSE']._serialized_start=359
+  _globals['_APPLYPOLICIESRESPONSE']._serialized_end=397
+  _globals['_LISTPOLICIESREQUEST']._serialized_start=399
+  _globals['_LISTPOLICIESREQUEST']._serialized_end=420
+  _globals['_HELDPOLICY']._serialized_start=422
+  _globals['_HELDPOLICY']._serialized_end=503
+  _globals['_LISTPOLICIESRESPONSE']._serialized_start=505
+  _globals['_LISTPOLICIESRESPONSE']._serialized_end=571
+  _globals['_POLICYSERVICE']._serialized_start=574
+  _globals['_POLICYSERVICE']._serialized_end=766
 # @@protoc_insertion_point(module_scope)

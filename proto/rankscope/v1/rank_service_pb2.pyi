@@ -199,9 +199,11 @@ class EncodedRanks(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    NODE_FIELD_NUMBER: _builtins.int
     WINDOWS_FIELD_NUMBER: _builtins.int
     DEPARTED_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
     @_builtins.property
     def windows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
@@ -211,13 +213,14 @@ class EncodedRanks(_message.Message):
     def __init__(
         self,
         *,
+        node: _builtins.str = ...,
         windows: _abc.Iterable[_builtins.bytes] | None = ...,
         departed: _abc.Iterable[_builtins.bytes] | None = ...,
         columns: Global___EncodedColumns | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "departed", b"departed", "windows", b"windows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "departed", b"departed", "node", b"node", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -432,14 +432,15 @@ class FrameShare(_message.Message):
     FILE_FIELD_NUMBER: _builtins.int
     LINE_FIELD_NUMBER: _builtins.int
     SHARE_FIELD_NUMBER: _builtins.int
-    LEAF_SHARE_FIELD_NUMBER: _builtins.int
+    OWN_SHARE_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     function: _builtins.str
     file: _builtins.str
     line: _builtins.int
     share: _builtins.float
     """inclusive: anywhere on the stack"""
-    leaf_share: _builtins.float
+    own_share: _builtins.float
+    """as the innermost frame, or for the user's code as its innermost"""
     phase: _builtins.str
     """the phase of the samples it was seen in most"""
     def __init__(
@@ -449,12 +450,12 @@ class FrameShare(_message.Message):
         file: _builtins.str = ...,
         line: _builtins.int = ...,
         share: _builtins.float = ...,
-        leaf_share: _builtins.float = ...,
+        own_share: _builtins.float = ...,
         phase: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "function", b"function", "leaf_share", b"leaf_share", "line", b"line", "phase", b"phase", "share", b"share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "function", b"function", "line", b"line", "own_share", b"own_share", "phase", b"phase", "share", b"share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -537,6 +538,8 @@ class Stall(_message.Message):
     COLLECTIVES_ENQUEUED_FIELD_NUMBER: _builtins.int
     COLLECTIVES_COMPLETED_FIELD_NUMBER: _builtins.int
     SAME_STACK_LOOKS_FIELD_NUMBER: _builtins.int
+    IS_WORKING_FIELD_NUMBER: _builtins.int
+    IS_STOPPED_FIELD_NUMBER: _builtins.int
     seconds_since_step: _builtins.float
     phase: _builtins.str
     collectives_enqueued: _builtins.int
@@ -544,6 +547,10 @@ class Stall(_message.Message):
     collectives_completed: _builtins.int
     same_stack_looks: _builtins.int
     """How many looks in a row found that very stack: one look cannot tell a hang from a long evaluation."""
+    is_working: _builtins.bool
+    """It uses CPU, reads or writes, or goes from place to place: slow rather than stuck. Not set: not known."""
+    is_stopped: _builtins.bool
+    """by a signal"""
     @_builtins.property
     def stack(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """innermost first: "function (file:line)" """
@@ -557,15 +564,21 @@ class Stall(_message.Message):
         collectives_enqueued: _builtins.int | None = ...,
         collectives_completed: _builtins.int | None = ...,
         same_stack_looks: _builtins.int | None = ...,
+        is_working: _builtins.bool | None = ...,
+        is_stopped: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_collectives_completed", b"_collectives_completed", "_collectives_enqueued", b"_collectives_enqueued", "_phase", b"_phase", "_same_stack_looks", b"_same_stack_looks", "collectives_completed", b"collectives_completed", "collectives_enqueued", b"collectives_enqueued", "phase", b"phase", "same_stack_looks", b"same_stack_looks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_collectives_completed", b"_collectives_completed", "_collectives_enqueued", b"_collectives_enqueued", "_is_stopped", b"_is_stopped", "_is_working", b"_is_working", "_phase", b"_phase", "_same_stack_looks", b"_same_stack_looks", "collectives_completed", b"collectives_completed", "collectives_enqueued", b"collectives_enqueued", "is_stopped", b"is_stopped", "is_working", b"is_working", "phase", b"phase", "same_stack_looks", b"same_stack_looks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_collectives_completed", b"_collectives_completed", "_collectives_enqueued", b"_collectives_enqueued", "_phase", b"_phase", "_same_stack_looks", b"_same_stack_looks", "collectives_completed", b"collectives_completed", "collectives_enqueued", b"collectives_enqueued", "phase", b"phase", "same_stack_looks", b"same_stack_looks", "seconds_since_step", b"seconds_since_step", "stack", b"stack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_collectives_completed", b"_collectives_completed", "_collectives_enqueued", b"_collectives_enqueued", "_is_stopped", b"_is_stopped", "_is_working", b"_is_working", "_phase", b"_phase", "_same_stack_looks", b"_same_stack_looks", "collectives_completed", b"collectives_completed", "collectives_enqueued", b"collectives_enqueued", "is_stopped", b"is_stopped", "is_working", b"is_working", "phase", b"phase", "same_stack_looks", b"same_stack_looks", "seconds_since_step", b"seconds_since_step", "stack", b"stack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__collectives_completed: _TypeAlias = _typing.Literal["collectives_completed"]  # noqa: Y015
     _WhichOneofArgType__collectives_completed: _TypeAlias = _typing.Literal["_collectives_completed", b"_collectives_completed"]  # noqa: Y015
     _WhichOneofReturnType__collectives_enqueued: _TypeAlias = _typing.Literal["collectives_enqueued"]  # noqa: Y015
     _WhichOneofArgType__collectives_enqueued: _TypeAlias = _typing.Literal["_collectives_enqueued", b"_collectives_enqueued"]  # noqa: Y015
+    _WhichOneofReturnType__is_stopped: _TypeAlias = _typing.Literal["is_stopped"]  # noqa: Y015
+    _WhichOneofArgType__is_stopped: _TypeAlias = _typing.Literal["_is_stopped", b"_is_stopped"]  # noqa: Y015
+    _WhichOneofReturnType__is_working: _TypeAlias = _typing.Literal["is_working"]  # noqa: Y015
+    _WhichOneofArgType__is_working: _TypeAlias = _typing.Literal["_is_working", b"_is_working"]  # noqa: Y015
     _WhichOneofReturnType__phase: _TypeAlias = _typing.Literal["phase"]  # noqa: Y015
     _WhichOneofArgType__phase: _TypeAlias = _typing.Literal["_phase", b"_phase"]  # noqa: Y015
     _WhichOneofReturnType__same_stack_looks: _TypeAlias = _typing.Literal["same_stack_looks"]  # noqa: Y015
@@ -574,6 +587,10 @@ class Stall(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__collectives_completed) -> _WhichOneofReturnType__collectives_completed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__collectives_enqueued) -> _WhichOneofReturnType__collectives_enqueued | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__is_stopped) -> _WhichOneofReturnType__is_stopped | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__is_working) -> _WhichOneofReturnType__is_working | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__phase) -> _WhichOneofReturnType__phase | None: ...
     @_typing.overload

@@ -1,10 +1,10 @@
-"""A DDP job over gloo whose every rank profiles itself: rank, world size, folder, slow rank (or -1), its sleep."""
+"""A DDP job over gloo whose every rank profiles itself twice, healthy and with a slow rank: rank, world size, folder,
+slow rank, its sleep. The traces are in the folders `healthy` and `slow`."""
 
 from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,19 +20,19 @@ def main() -> None:
     layers = [torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)]
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    profiler = profile(
-        activities=[ProfilerActivity.CPU],
-        schedule=schedule(wait=0, warmup=WARM_UP, active=PROFILED),
-        on_trace_ready=lambda done: done.export_chrome_trace(str(Path(folder) / f"rank{rank}.json")),
-    )
-    with profiler:
-        for _ in range(WARM_UP + PROFILED):
-            if rank == slow:
-                time.sleep(float(seconds))
-            optimizer.zero_grad()
-            model(torch.randn(32, 64)).sum().backward()
-            optimizer.step()
-            profiler.step()
+    for name, sleep_seconds in (("healthy", 0.0), ("slow", float(seconds) if rank == slow else 0.0)):
+        profiler = profile(
+            activities=[ProfilerActivity.CPU],
+            schedule=schedule(wait=0, warmup=WARM_UP, active=PROFILED),
+            on_trace_ready=lambda done, name=name: done.export_chrome_trace(f"{folder}/{name}/rank{rank}.json"),
+        )
+        with profiler:
+            for _ in range(WARM_UP + PROFILED):
+                time.sleep(sleep_seconds)
+                optimizer.zero_grad()
+                model(torch.randn(32, 64)).sum().backward()
+                optimizer.step()
+                profiler.step()
     dist.destroy_process_group()
 
 

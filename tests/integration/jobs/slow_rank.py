@@ -34,6 +34,9 @@ def main(end: Path) -> None:
         dist.all_reduce(is_over)
     if dist.get_rank() == 0:
         print("trained", flush=True)
+    # gloo's thread keeps it for a moment. If the interpreter ends meanwhile, torch aborts the process.
+    while is_over._use_count() > 1:
+        time.sleep(0.001)
     dist.destroy_process_group()
 
 

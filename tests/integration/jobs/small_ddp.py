@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-SECONDS = float(os.environ.get("SMALL_DDP_SECONDS", "90"))
+SECONDS = float(os.environ.get("SMALL_DDP_SECONDS", "600"))
 FEATURES = 256
 
 
@@ -32,7 +32,11 @@ def main() -> None:
     model = DistributedDataParallel(Model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(
-        TensorDataset(torch.randn(4096, FEATURES)), batch_size=8, num_workers=1, multiprocessing_context="fork"
+        TensorDataset(torch.randn(4096, FEATURES)),
+        batch_size=8,
+        num_workers=1,
+        multiprocessing_context="fork",
+        persistent_workers=True,  # at every moment there is one
     )
     give_up_at = time.monotonic() + SECONDS
     steps = 0

@@ -3,9 +3,11 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rankscope.analysis.plots.svg import Axis, scale
-from rankscope.analysis.quantities import number, quantity, shorten
+from rankscope.analysis.quantities import number, quantity, shorten, shorten_all
 
 
 @pytest.mark.parametrize(
@@ -67,3 +69,24 @@ def test_no_values_break_an_axis(values: list[float], log: bool) -> None:
     drawn = scale(Axis("any", "us", log=log), values, 0, 100)
     assert 2 <= len(drawn.ticks) <= 14
     assert all(math.isfinite(drawn.place(tick)) for tick in drawn.ticks)
+
+
+def test_kernels_that_differ_in_the_middle_only_keep_different_labels() -> None:
+    kernel = (
+        "void at::native::vectorized_elementwise_kernel<4, at::native::{0}<float>, std::array<char*, 3ul> >"
+        "(int, at::native::{0}<float>, std::array<char*, 3ul>)"
+    )
+    names = [kernel.replace("{0}", functor) for functor in ("CUDAFunctor_add", "CUDAFunctor_mul", "CosFunctor")]
+    assert len({shorten(name, 46) for name in names}) == 1
+    short = shorten_all([*names, names[0]], 46)
+    assert short[3] == short[0] and len(set(short)) == 3
+    for functor, text in zip(("add", "mul", "Cos"), short, strict=False):
+        assert len(text) <= 46 and functor in text and text.startswith("vectorized"), text
+
+
+@given(st.lists(st.text("abv:", max_size=40), unique=True, max_size=12), st.integers(12, 30))
+def test_different_texts_stay_different_and_fit(texts: list[str], most: int) -> None:
+    short = shorten_all(texts, most)
+    assert len(set(short)) == len(texts)
+    assert all(len(text) <= most for text in short)
+    assert all(kept == text for kept, text in zip(short, texts, strict=True) if len(text) <= most)

@@ -46,7 +46,7 @@ class ScriptedCaptures(capture_service_pb2_grpc.CaptureServiceServicer):
             self.known[capture.id] = capture
             yield pb.StartCaptureResponse(capture=capture)
         if self.script[-1].state not in (ANALYSED, FAILED, CANCELLED):
-            self.cancelled.wait(60)
+            self.cancelled.wait(600)
 
     def GetCapture(self, request: pb.GetCaptureRequest, context: grpc.ServicerContext) -> pb.GetCaptureResponse:
         return pb.GetCaptureResponse(capture=self._find(request.id, context))

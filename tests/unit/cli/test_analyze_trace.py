@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -13,6 +14,7 @@ import pytest
 from rankscope.cli.main import main
 from rankscope.cli.trace_report.reduction import LayoutError, read_layout
 from rankscope.common.text import printable
+from rankscope.pprof import profile_pb2 as pb
 from tests.shared_data import H200, ROOT
 
 NCCL = H200 / "nccl_world1_3steps.json.gz"
@@ -354,3 +356,45 @@ def test_no_warning_of_numpy_reaches_a_user(tmp_path: Path, capfd: pytest.Captur
         for more in ([], ["--parallelism", "pp=2,dp=2,tp=1"], ["--html", tmp_path / "page.html"]):
             code, _, err = _run(capfd, *sorted(tmp_path.glob("*.json")), *more)
             assert code == 0 and "report" not in err.replace("wrote", "")
+
+
+def test_the_flame_graph_of_the_device_holds_the_same_time_in_every_format(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    kernels = {rank["rank"]: rank["top_kernels"] for rank in _json(capfd, *GLOO, "--top", 1000)["ranks"]}
+    nanos = {rank: sum(round(1000 * one["total_us"]) for one in listed) for rank, listed in kernels.items()}
+    for ending in (".pb.gz", ".json", ".folded", ".html"):
+        code, out, err = _run(capfd, *GLOO, "--flame", tmp_path / f"gpu{ending}")
+        assert code == 0 and f"wrote {tmp_path}/gpu{ending}: 1,446 kernels" in err and "rank" in out
+    profile = pb.Profile.FromString(gzip.decompress((tmp_path / "gpu.pb.gz").read_bytes()))
+    texts = profile.string_table
+    assert texts[profile.default_sample_type] == texts[profile.sample_type[1].type] == "device"
+    of_rank: dict[int, int] = {}
+    for sample in profile.sample:
+        (rank,) = (label.num for label in sample.label if texts[label.key] == "rank")
+        of_rank[rank] = of_rank.get(rank, 0) + sample.value[1]
+    assert of_rank == nanos
+    speedscope = json.loads((tmp_path / "gpu.json").read_text())["profiles"]
+    assert [(one["name"], one["endValue"]) for one in speedscope] == [(f"rank {rank}", nanos[rank]) for rank in (0, 1)]
+    folded = (tmp_path / "gpu.folded").read_text().splitlines()
+    assert sum(int(line.rpartition(" ")[2]) for line in folded) == sum(nanos.values())
+    assert folded[0].startswith("DistributedDataParallel.forward;aten::linear;aten::addmm;")
+    page = (tmp_path / "gpu.html").read_text()
+    (own,) = re.findall(r'"own":\[([\d,]*)\]', page)
+    assert sum(map(int, own.split(","))) == sum(nanos.values()) and "2 ranks: time on the device" in page
+
+
+def test_a_flame_graph_in_an_unknown_format_is_refused_before_anything_is_read(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out, err = _run(capfd, tmp_path / "absent.json", "--flame", "gpu.svg")
+    assert code == 2 and not out and "name FILE.html, .pb.gz, .json or .folded" in err and "absent" not in err
+
+
+def test_the_flame_graph_of_a_trace_without_a_device_is_empty_and_says_why(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    operator = {"ph": "X", "name": "aten::add", "cat": "cpu_op", "pid": 1, "tid": 1, "ts": 0, "dur": 5}
+    (tmp_path / "cpu.json").write_text(json.dumps({"traceEvents": [operator]}))
+    code, _, err = _run(capfd, tmp_path / "cpu.json", "--flame", tmp_path / "gpu.folded")
+    assert code == 0 and "nothing ran on a device" in err and (tmp_path / "gpu.folded").read_bytes() == b""

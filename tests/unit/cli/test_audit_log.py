@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.cli.audit_log import AuditFileError, open_audit_log
+from rankscope.cli.foreground import AuditFileError, open_audit_log
 from rankscope.common.audit import LOGGER
 
 

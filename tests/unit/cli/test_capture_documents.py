@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from rankscope.cli.capture_client.output import to_object
+from rankscope.cli.capture_output import to_object
 from rankscope.daemon.captures.orders import PATIENCE_LIMIT_SECONDS, SECONDS_LIMIT, STEPS_LIMIT
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.unit.cli.capture_server import ANALYSED, capture
@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs/captures.md").read_text()
 SOURCES = [
     *(ROOT / "daemon/rankscope/daemon").glob("captures/**/*.py"),
     *(ROOT / "cli/rankscope/cli").glob("capture*.py"),
-    *(ROOT / "cli/rankscope/cli").glob("capture_client/*.py"),
+    ROOT / "cli/rankscope/cli/connection.py",
     ROOT / "daemon/rankscope/daemon/server/grpc_server.py",
     ROOT / "daemon/rankscope/common/rank_selection.py",
 ]

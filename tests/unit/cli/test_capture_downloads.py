@@ -9,9 +9,10 @@ import grpc
 import pytest
 
 from rankscope.cli import capture as command
+from rankscope.cli import capture_download as capture_downloading
 from rankscope.cli import captures
-from rankscope.cli.capture_client import download as capture_downloading
-from rankscope.cli.capture_client.download import DownloadError, artifacts, download, file_name
+from rankscope.cli.capture_download import DownloadError, artifacts, download
+from rankscope.operator.console.capture_answers import artifact_name
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 from tests.unit.cli import capture_server as scripted
 from tests.unit.cli.capture_server import ANALYSED, FAILED, ID, ScriptedCaptures, capture
@@ -47,7 +48,7 @@ def test_output_gets_every_ranks_file_and_a_summary_and_names_the_next_command(
     daemon: ScriptedCaptures, endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "new" / "traces"
-    assert run(command, "--endpoint", endpoint, "--steps", "3", "--output", str(folder)) == 0
+    assert run(command, "--connect", endpoint, "--steps", "3", "--output", str(folder)) == 0
     names = {f"bert-{ID}-rank{rank}.json.gz" for rank in (0, 1)}
     assert {path.name for path in folder.iterdir()} == names | {"summary.json"}
     assert (folder / f"bert-{ID}-rank1.json.gz").read_bytes() == DATA[1]
@@ -61,7 +62,7 @@ def test_every_window_of_a_rank_that_recorded_several_is_fetched(
 ) -> None:
     daemon.artifacts[(0, 1)] = b"the second window"
     window = daemon.script[0].ranks[0].more_windows.add(artifact="rank0.window2.json.gz", bytes=17)
-    assert run(command, "--endpoint", endpoint, "--steps", "1", "--repeat", "2", "--wait", "5", "--json",
+    assert run(command, "--connect", endpoint, "--steps", "1", "--repeat", "2", "--wait", "5", "--json",
                "--output", str(tmp_path / "traces")) == 0  # fmt: skip
     told = json.loads(capsys.readouterr().out)
     (second,) = told["ranks"][0]["more_files"]
@@ -76,13 +77,13 @@ def test_beside_other_traces_the_next_command_names_this_captures_own(
     daemon: ScriptedCaptures, endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "older-rank0.json.gz").write_bytes(b"")
-    assert run(command, "--endpoint", endpoint, "--steps", "3", "--output", str(tmp_path)) == 0
+    assert run(command, "--connect", endpoint, "--steps", "3", "--output", str(tmp_path)) == 0
     assert f"rankscope analyze trace '{tmp_path}/bert-{ID}-rank*.json.gz'\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("job", ["../../etc/cron.d/x", "a/b\\c", "..", ".hidden", "-rf", "\x1b[2J\n", "", "j" * 5000])
 def test_no_job_name_leads_out_of_the_directory(job: str) -> None:
-    name = file_name(made := capture(ANALYSED, ANALYSED, job=job), made.ranks[0])
+    name = artifact_name(made := capture(ANALYSED, ANALYSED, job=job), made.ranks[0])
     assert Path(name).name == name and name[0] not in ".-" and len(name) < 255
     assert name.isprintable() and name.endswith(f"-{ID}-rank0.json.gz")
 
@@ -90,7 +91,7 @@ def test_no_job_name_leads_out_of_the_directory(job: str) -> None:
 def test_stacks_keep_their_own_ending() -> None:
     made = capture(ANALYSED, ANALYSED)
     made.ranks[0].artifact = "rank0.folded.gz"
-    assert file_name(made, made.ranks[0]).endswith("rank0.folded.gz")
+    assert artifact_name(made, made.ranks[0]).endswith("rank0.folded.gz")
 
 
 def test_a_partial_file_continues_where_it_ended(
@@ -157,7 +158,7 @@ def test_one_file_that_does_not_come_leaves_the_others_and_exits_with_1(
 ) -> None:
     del daemon.artifacts[0]
     folder = tmp_path / "traces"
-    assert run(command, "--endpoint", endpoint, "--steps", "3", "--output", str(folder), "--json") == 1
+    assert run(command, "--connect", endpoint, "--steps", "3", "--output", str(folder), "--json") == 1
     first, second = json.loads(capsys.readouterr().out)["ranks"]
     assert first["file"] is None and "not downloaded" in first["error"]
     assert Path(second["file"]).read_bytes() == DATA[1]
@@ -166,7 +167,7 @@ def test_one_file_that_does_not_come_leaves_the_others_and_exits_with_1(
 def test_get_takes_the_ranks_it_is_told_and_names_those_that_are_not_there(
     daemon: ScriptedCaptures, endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--endpoint", endpoint, "--output", str(tmp_path / "out")]
+    words = ["--connect", endpoint, "--output", str(tmp_path / "out")]
     assert run(captures, "get", ID, "--rank", "1", *words) == 0
     assert [path.name for path in (tmp_path / "out").glob("*.gz")] == [f"bert-{ID}-rank1.json.gz"]
     assert run(captures, "get", ID, "--rank", "7", *words) == 2
@@ -179,5 +180,5 @@ def test_get_without_a_directory_makes_one_named_after_the_capture(
     daemon: ScriptedCaptures, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(captures, "get", ID, "--endpoint", endpoint) == 0
+    assert run(captures, "get", ID, "--connect", endpoint) == 0
     assert len(list((tmp_path / ID).glob("*.json.gz"))) == 2

@@ -15,9 +15,9 @@ from tests.shared_data import H200
 Capture = pytest.CaptureFixture[str]
 
 
-def times(seed: int, factor: float = 1.0, steps: int = 200) -> list[float]:
-    noise = np.random.default_rng(seed).standard_normal(steps)
-    return [float(value) for value in 0.3 * factor * np.exp(0.02 * noise)]
+def times(seed: int, factor: float = 1.0, steps: int = 200, noise: float = 0.02) -> list[float]:
+    normal = np.random.default_rng(seed).standard_normal(steps)
+    return [float(value) for value in 0.3 * factor * np.exp(noise * normal)]
 
 
 def write(path: Path, values: Iterable[object]) -> Path:
@@ -133,9 +133,28 @@ def test_several_runs_a_side_are_compared_as_runs(tmp_path: Path, capsys: Captur
 
 
 def test_a_build_can_fail_on_a_slowdown(a: Path, slower: Path) -> None:
-    assert main(["compare", str(a), str(slower), "--fail-if-slower", "3"]) == 1
-    assert main(["compare", str(a), str(slower), "--fail-if-slower", "8%"]) == 0
-    assert main(["compare", str(slower), str(a), "--fail-if-slower", "0"]) == 0
+    assert main(["compare", str(a), str(slower), "--max-regression", "3"]) == 1
+    assert main(["compare", str(a), str(slower), "--max-regression", "8%"]) == 0
+    assert main(["compare", str(slower), str(a), "--max-regression", "1%"]) == 0
+
+
+def test_a_gate_that_cannot_decide_says_so(a: Path, slower: Path, tmp_path: Path, capsys: Capture) -> None:
+    def gate(*words: object) -> tuple[int, str]:
+        status = main(["compare", *map(str, words), "--json"])
+        read = json.loads(capsys.readouterr().out)
+        assert read["gate"]["max_regression_ratio"] == pytest.approx(float(str(words[-1]).removesuffix("%")) / 100)
+        return status, read["gate"]["result"]
+
+    assert gate(a, slower, "--max-regression", "3%") == (1, "regression")
+    assert gate(a, slower, "--max-regression", "8%") == (0, "passed")
+    few = write(tmp_path / "few.txt", times(1, 1.5, steps=4))
+    assert gate(a, few, "--max-regression", "5%") == (3, "undecided")
+    # As slow as before, but a slowdown of the limit would not have been seen.
+    noisy = [write(tmp_path / f"{name}.txt", times(seed, 1.0, noise=0.5, steps=40)) for seed, name in enumerate("xy")]
+    assert gate(*noisy, "--max-regression", "2%") == (3, "undecided")
+    assert main(["compare", *map(str, noisy), "--max-regression", "2%"]) == 3
+    assert "gate: undecided: " in (shown := capsys.readouterr().out) and "several runs each" in " ".join(shown.split())
+    assert main(["compare", str(a), str(tmp_path / "missing"), "--max-regression", "2%"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -193,7 +212,8 @@ def test_a_bad_file_is_one_line_and_exit_code_2(
         ("{a} {a} --warmup 1000", "would be dropped as warm-up"),
         ("{a} {a} --confidence 2", "--confidence"),
         ("{a} {a} --confidence nan", "--confidence"),
-        ("{a} {a} --fail-if-slower x", "--fail-if-slower"),
+        ("{a} {a} --max-regression x", "--max-regression"),
+        ("{a} {a} --max-regression 0%", "not a percentage above zero"),
     ],
 )
 def test_a_bad_question_is_one_line_and_exit_code_2(

@@ -14,7 +14,7 @@ from rankscope.cli import main as command_line
 def run(
     *words: str, code: str = "from rankscope.cli.main import main; import sys; sys.exit(main())"
 ) -> tuple[int, str, str]:
-    result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=180)
     return result.returncode, result.stdout, result.stderr
 
 
@@ -28,12 +28,6 @@ def test_help_lists_every_command_and_imports_none_of_them() -> None:
     assert status == 0
     assert all(subcommand.name in out for subcommand in command_line.SUBCOMMANDS)
     assert out.splitlines()[-1] == "set()"
-
-
-def test_the_list_of_commands_says_what_the_commands_say() -> None:
-    for subcommand in command_line.SUBCOMMANDS:
-        module = importlib.import_module(subcommand.module)
-        assert (subcommand.name, subcommand.help) == (module.NAME, module.HELP)
 
 
 def test_a_missing_extra_is_named_with_the_way_to_get_it(

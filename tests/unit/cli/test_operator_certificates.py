@@ -7,7 +7,8 @@ import pytest
 
 from rankscope.cli import operator
 from rankscope.cli.operator import with_certificates
-from rankscope.operator.settings import OperatorSettings
+from rankscope.operator.console_access import ConsoleSettings
+from rankscope.operator.runtime import OperatorSettings
 
 
 def settings(*flags: str, alert_host: str | None = None) -> OperatorSettings:
@@ -49,3 +50,31 @@ def test_alerts_are_not_taken_in_plain_text_where_others_can_listen() -> None:
     assert settings("--fleet-certificates", alert_host="0.0.0.0").alert_host
     files = ("--api-certificate", "a", "--api-key", "b")
     assert settings(*files, alert_host="0.0.0.0").serving_files == (Path("a"), Path("b"))
+
+
+def test_the_console_takes_the_tokens_of_the_api_and_a_proxy_by_name_and_authority(tmp_path: Path) -> None:
+    def console(*flags: str) -> ConsoleSettings | None:
+        parser = argparse.ArgumentParser()
+        operator.add_arguments(parser)
+        return operator._settings(parser.parse_args(flags)).console
+
+    authority = tmp_path / "ca.crt"
+    authority.touch()
+    listen = ("--api-listen", "127.0.0.1:0", "--console-listen", "0.0.0.0:9469")
+    proxy = ("--console-proxy-name", "login", "--console-proxy-authority", str(authority))
+    assert console() is None
+    prometheus = ("--prometheus-url", "http://prometheus:9090")
+    assert console(*listen, *proxy, "--console-name", "rankscope.example", *prometheus) == ConsoleSettings(
+        "0.0.0.0", 9469, ("rankscope.example",), False, "login", authority, "http://prometheus:9090"
+    )
+    for wrong, complaint in (
+        (listen[2:], "needs --api-listen"),
+        (proxy, "need --console-listen"),
+        (prometheus, "need --console-listen"),
+        ((*listen, *proxy[:2]), "belong together"),
+        ((*listen, *proxy[2:]), "belong together"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            console(*wrong)
+    with pytest.raises(OSError, match="nothing"):
+        console(*listen, *proxy[:3], "/nothing")

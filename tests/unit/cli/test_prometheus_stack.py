@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.cli.prometheus_stack import config as stack_files
-from rankscope.cli.prometheus_stack.config import (
+from rankscope.cli import prometheus_stack as stack_files
+from rankscope.cli.prometheus_stack import (
     Pace,
     StackError,
     alertmanager_config,
@@ -55,10 +55,9 @@ def test_the_rules_that_ship_lose_nothing_but_patience_in_a_hurry() -> None:
         assert re.sub(rf"\b{duration}\b", "D", hurried) == re.sub(rf"\b{duration}\b", "D", text)
 
 
-def test_prometheus_keeps_our_job_label() -> None:
+def test_prometheus_scrapes_under_a_name_that_the_rules_look_for() -> None:
     config = prometheus_config(Pace(1.0), Path("/rules"), "127.0.0.1:9464", "127.0.0.1:9093")
     [scrape] = config["scrape_configs"]
-    assert scrape["honor_labels"] is True
     assert "rankscope" in scrape["job_name"]
     assert config["global"]["evaluation_interval"] == "1000ms"
 
@@ -66,7 +65,7 @@ def test_prometheus_keeps_our_job_label() -> None:
 def test_alertmanager_keeps_the_examples_grouping_and_inhibition_and_gets_receivers_that_are_there() -> None:
     example = find_rules().alertmanager_example.read_text()
     config = alertmanager_config(Pace(1.0, 10), example, "http://127.0.0.1:1/a", Path("/token"), "http://127.0.0.1:2/")
-    assert config["route"]["group_by"] == ["job"]
+    assert config["route"]["group_by"] == ["cluster", "run_namespace", "run"]
     assert any("RankscopeHang" in str(rule["source_matchers"]) for rule in config["inhibit_rules"])
     receivers = {receiver["name"]: receiver["webhook_configs"] for receiver in config["receivers"]}
     assert receivers.pop("rankscope-capture") == [
@@ -133,6 +132,7 @@ def test_a_receiver_of_ones_own_needs_a_token_that_is_kept(tmp_path: Path) -> No
         (("--prometheus", "--alertmanager-listen", "[::]:9093"), "others can reach this address"),
         (("--alerts-listen", "0.0.0.0:9467", "--alerts-token", "/token"), "others can reach this address"),
         (("--prometheus", "--alerts-listen", "none"), "needs the receiver"),
+        (("--prometheus", "--prometheus-url", "http://127.0.0.1:9090"), "leave --prometheus-url out"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_anything_starts(

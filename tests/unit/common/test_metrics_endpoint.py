@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from rankscope.common.http_server import HttpServer, Limits, Request, Response, Route
-from rankscope.common.metrics_endpoint import MetricsPage
+from rankscope.common.metric_table import MetricsPage
 
 
 class Counted(Collector):
@@ -83,7 +83,7 @@ def test_requests_beyond_the_share_of_a_core_wait_and_are_answered() -> None:
 
         def ask_often() -> None:
             for _ in range(25):
-                with urllib.request.urlopen(f"{server.url}/", timeout=60) as answer:
+                with urllib.request.urlopen(f"{server.url}/", timeout=180) as answer:
                     assert answer.read() == b"done\n"
 
         callers = [threading.Thread(target=ask_often) for _ in range(4)]

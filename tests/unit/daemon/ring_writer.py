@@ -34,7 +34,8 @@ ME = RankProcess(
 )
 
 
-def window(seconds: float = 5.0) -> Span:
+def window(seconds: float = 600.0) -> Span:
+    """Long: a test may be late, and a collector leaves out what was before its first window."""
     now = time.time_ns()
     return Span(now - int(seconds * 1e9), now)
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from collections import deque
 
 import pytest
 
 from rankscope.daemon import blocking_reads
-from rankscope.daemon.blocking_reads import BLOCKS_PER_OWNER, BlockedError, BlockingReads
+from rankscope.daemon.blocking_reads import BLOCKS_PER_OWNER, PATIENCE_SECONDS, BlockedError, BlockingReads
 
 
 def owner_of(process: str) -> str:
@@ -27,8 +29,13 @@ class Node:
 
 
 @pytest.fixture
-def reads() -> BlockingReads:
+def reads(patient_reads: None, monkeypatch: pytest.MonkeyPatch) -> BlockingReads:
+    monkeypatch.setattr(blocking_reads, "PATIENCE_SECONDS", PATIENCE_SECONDS)
     return BlockingReads(owner_of)
+
+
+def readers() -> int:
+    return sum(thread.name == "rankscope-reads" for thread in threading.enumerate())
 
 
 def test_what_a_read_returns_or_raises_comes_back(reads: BlockingReads) -> None:
@@ -43,15 +50,15 @@ def test_a_process_that_blocks_is_left_behind_and_the_others_are_read(reads: Blo
     try:
         assert reads.each(["a/1", "a/blocked", "b/2"], str, node.read) == ["a/blocked"]
         assert node.read_processes == ["a/1", "b/2"]
-        threads = threading.active_count()
+        threads = readers()
         assert reads.each(["a/blocked", "b/3"], str, node.read) == ["a/blocked"]
         with pytest.raises(BlockedError):
             reads.call("a/blocked", lambda: 1)
-        assert threading.active_count() <= threads  # it is not tried again
+        assert readers() <= threads  # it is not tried again
         assert reads.blocked == 1
     finally:
         node.released.set()
-    give_up_at = time.monotonic() + 30
+    give_up_at = time.monotonic() + 180
     while reads.blocked:
         assert time.monotonic() < give_up_at
         time.sleep(0.01)
@@ -61,8 +68,8 @@ def test_a_process_that_blocks_is_left_behind_and_the_others_are_read(reads: Blo
 def test_an_owner_of_many_processes_that_block_loses_only_its_own(
     reads: BlockingReads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocking_reads, "PATIENCE_SECONDS", 0.01)
-    monkeypatch.setattr(blocking_reads, "LEAST_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(blocking_reads, "PATIENCE_SECONDS", 0.03)
+    monkeypatch.setattr(blocking_reads, "LEAST_PATIENCE_SECONDS", 0.03)
     node = Node()
     try:
         hostile = [f"a/blocked{number}" for number in range(40)]
@@ -77,5 +84,87 @@ def test_an_owner_of_many_processes_that_block_loses_only_its_own(
 def test_a_slow_sweep_that_makes_progress_is_not_left_behind(
     reads: BlockingReads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocking_reads, "PATIENCE_SECONDS", 0.2)
-    assert reads.each(range(8), str, lambda _: time.sleep(0.05)) == []
+    monkeypatch.setattr(blocking_reads, "PATIENCE_SECONDS", 1.0)
+    assert reads.each(range(50), str, lambda _: time.sleep(0.05)) == []
+
+
+def test_a_reader_that_begins_late_has_all_of_the_patience(
+    reads: BlockingReads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocking_reads, "_ticks_of_ready", lambda _: None)
+    sweep = blocking_reads._Sweep(deque(), lambda _: None)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        if len(waits) == 3:
+            sweep.item = "a/1"  # just before the third look
+        return False
+
+    monkeypatch.setattr(sweep.has_ended, "wait", wait)
+    assert reads._done_when_it_stalled(sweep) == 0
+    assert len(waits) == 4
+
+
+def test_a_reader_that_only_waits_for_a_cpu_is_not_left_behind(
+    reads: BlockingReads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocking_reads, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(blocking_reads, "LEAST_PATIENCE_SECONDS", 0.01)
+    ready, looks = [7] * 5, threading.Event()
+
+    def ticks_of_ready(_: int) -> int | None:
+        if not ready:
+            looks.set()
+        return ready.pop() if ready else None
+
+    monkeypatch.setattr(blocking_reads, "_ticks_of_ready", ticks_of_ready)
+    released = threading.Event()
+    try:
+        assert reads.each(["a/1"], str, lambda _: released.wait()) == ["a/1"]
+        assert looks.is_set(), "it had more patience while it was ready"
+    finally:
+        released.set()
+
+
+@pytest.mark.parametrize(
+    ("ticks_per_look", "looks"),
+    [(0, blocking_reads.LOOKS_AT_A_READY_THREAD), (blocking_reads.RUNNING_TICKS, 2)],
+    ids=["waits for a CPU without end", "computes"],
+)
+def test_a_reader_that_does_not_end_is_left_behind_sooner_if_it_computes(
+    ticks_per_look: int, looks: int, reads: BlockingReads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocking_reads, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(blocking_reads, "LEAST_PATIENCE_SECONDS", 0.01)
+    ticks = itertools.count(100, ticks_per_look)
+    looked: list[int] = []
+
+    def ticks_of_ready(_: int) -> int:
+        looked.append(next(ticks))
+        return looked[-1]
+
+    monkeypatch.setattr(blocking_reads, "_ticks_of_ready", ticks_of_ready)
+    released = threading.Event()
+    try:
+        assert reads.each(["a/1"], str, lambda _: released.wait()) == ["a/1"]
+        assert len(looked) == looks
+    finally:
+        released.set()
+
+
+def test_a_thread_that_sleeps_is_not_ready_and_one_that_looks_at_itself_is() -> None:
+    released, began = threading.Event(), threading.Event()
+    sleeper = threading.Thread(target=lambda: (began.set(), released.wait()))
+    sleeper.start()
+    try:
+        assert began.wait(180) and sleeper.native_id is not None
+        give_up_at = time.monotonic() + 180
+        while blocking_reads._ticks_of_ready(sleeper.native_id) is not None:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.01)
+        assert blocking_reads._ticks_of_ready(threading.get_native_id()) is not None
+    finally:
+        released.set()
+        sleeper.join()
+    assert blocking_reads._ticks_of_ready(1 << 30) is None

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.config import Config, ConfigError, parse_address, resolve, unknown_variables
+from rankscope.daemon.config import Config, ConfigError, Value, parse_address, resolve, unknown_variables
 
 
 def test_defaults_are_stated_once() -> None:
@@ -55,15 +54,6 @@ def test_a_file_that_was_named_must_exist(tmp_path: Path) -> None:
         resolve({}, {"RANKSCOPE_DAEMON_CONFIG": str(tmp_path / "missing.toml")})
 
 
-def test_a_python_without_a_toml_reader_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "rankscope.toml"
-    file.write_text("window_seconds = 2")
-    monkeypatch.setitem(sys.modules, "tomllib", None)
-    monkeypatch.setitem(sys.modules, "tomli", None)
-    with pytest.raises(ConfigError, match="pip install tomli"):
-        resolve({}, {}, file)
-
-
 def test_grpc_without_tls_stays_on_this_machine() -> None:
     for routable in ("0.0.0.0:9465", "[::]:9465", "192.0.2.1:9465", "127.example.com:9465", "node-a:9465"):
         with pytest.raises(ConfigError, match="there is no TLS; set tls_certificate"):
@@ -89,3 +79,34 @@ def test_addresses_are_parsed_or_explained() -> None:
 def test_a_misspelt_variable_is_noticed() -> None:
     variables = {"RANKSCOPE_DAEMON_WINDOW": "3", "RANKSCOPE_DAEMON_NODE": "a", "RANKSCOPE_PROBE": "1"}
     assert unknown_variables(variables) == ("RANKSCOPE_DAEMON_WINDOW",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"profile_push_url": "pyroscope:4040"}, "must be like https://"),
+        ({"profile_push_url": "ftp://pyroscope"}, "must be like https://"),
+        ({"profile_push_url": "https://"}, "must be like https://"),
+        ({"profile_push_url": "https://pyroscope:99999"}, "must be like https://"),
+        ({"profile_push_url": "https://p", "profile_dir": "none"}, "set profile_dir as well"),
+        ({"profile_push_tenant": "a"}, "need profile_push_url"),
+        ({"profile_push_url": "https://p", "profile_push_tenant": "a b"}, "profile_push_tenant = 'a b': must be"),
+        ({"profile_push_url": "http://p", "profile_push_token_file": "/t"}, "others could read the token"),
+        ({"profile_push_url": "http://localhost", "profile_push_authority": "/ca"}, "no certificate without TLS"),
+    ],
+)
+def test_a_wrong_server_of_profiles_is_refused(settings: dict[str, Value | None], complaint: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve(settings, {})
+    assert complaint in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["https://me:hunter2@pyroscope", "https://p/?token=hunter2", "https://me:hunter2@[p"])
+def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(ConfigError, match="set profile_push_token_file") as raised:
+        resolve({"profile_push_url": url}, {})
+    assert "hunter2" not in str(raised.value)
+
+
+def test_a_token_may_go_to_this_machine_without_tls() -> None:
+    resolve({"profile_push_url": "http://localhost:4040", "profile_push_token_file": "/t"}, {})

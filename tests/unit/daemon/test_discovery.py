@@ -36,7 +36,7 @@ def test_a_rank_carries_identity_namespaces_and_pod_but_no_secrets(proc: FakePro
         cgroup=f"0::/kubepods.slice/kubepods-burstable.slice/{slice_name}/cri-containerd-ab.scope\n",
     )
     (rank,) = scan(proc).ranks
-    assert rank.key == ("10.0.0.1:29500/run7", 3, 50, 77)
+    assert rank.key == ("run7", 3, 50, 77)
     assert (rank.local_rank, rank.world_size, rank.namespace_pids, rank.pod) == (3, 4, (50, 9), uid)
     assert rank.environment == {"KINETO_USE_DAEMON": "1", "TEARDOWN_CUPTI": "1"}
 
@@ -54,7 +54,7 @@ def test_a_data_loader_worker_is_not_a_rank_even_after_its_rank_died(proc: FakeP
 def test_torchrun_under_slurm_is_a_launcher_before_its_children_have_loaded_torch(proc: FakeProc) -> None:
     slurm = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0"}
     proc.add(40, slurm)
-    assert [rank.job for rank in scan(proc).ranks] == ["slurm-9.0"]
+    assert [rank.job for rank in scan(proc).ranks] == ["slurm-9"]
     proc.add(41, {**slurm, **torchrun(0, 2)}, parent=40, has_torch=False)
     assert scan(proc).ranks == ()
     proc.add(41, {**slurm, **torchrun(0, 2)}, parent=40)
@@ -171,7 +171,7 @@ def test_jobs_named_by_nothing_but_loopback_are_told_apart_by_pod_and_node(proc:
     proc.add(51, torchrun(0, MASTER_ADDR="localhost", TORCHELASTIC_RUN_ID="none"))
     proc.add(52, torchrun(0, MASTER_ADDR="localhost", TORCHELASTIC_RUN_ID="mine"))
     jobs = [rank.job for rank in scan(proc, "gpu-17").ranks]
-    assert jobs == [f"127.0.0.1:29500/none@{uid}", "localhost:29500/mine", "localhost:29500/none@gpu-17"]
+    assert jobs == [f"127.0.0.1:29500@{uid}", "localhost:29500@gpu-17", "mine"]
 
 
 def test_a_huge_environment_is_read_only_to_its_bound(proc: FakeProc) -> None:
@@ -187,21 +187,18 @@ def in_pod(letter: str) -> str:
 def test_pods_that_share_an_address_are_one_job(proc: FakeProc) -> None:
     proc.add(50, torchrun(0), cgroup=in_pod("a"))
     proc.add(51, torchrun(1), cgroup=in_pod("b"))
-    assert {(rank.job, rank.shared_job) for rank in scan(proc).ranks} == {
-        ("10.0.0.1:29500/run7", "10.0.0.1:29500/run7")
-    }
+    assert {rank.job for rank in scan(proc).ranks} == {"run7"}
 
 
-def test_a_second_job_of_the_same_name_is_a_job_of_its_own_that_other_nodes_still_know(proc: FakeProc) -> None:
+def test_a_second_job_of_the_same_name_is_a_job_of_its_own(proc: FakeProc) -> None:
     discovery = RankDiscovery(proc.root)
     proc.add(50, torchrun(1), cgroup=in_pod("a"), started=200)
     discovery.scan()
     proc.add(40, torchrun(0), cgroup=in_pod("b"), started=100)
     proc.add(41, torchrun(1), cgroup=in_pod("b"), started=100)
-    expected = {50: "10.0.0.1:29500/run7", **dict.fromkeys((40, 41), f"10.0.0.1:29500/run7@{'b' * 32}")}
+    expected = {50: "run7", **dict.fromkeys((40, 41), f"run7@{'b' * 32}")}
     found = discovery.scan()
     assert {rank.pid: rank.job for rank in found.ranks} == expected
-    assert {rank.shared_job for rank in found.ranks} == {"10.0.0.1:29500/run7"}
     assert not found.conflicts
     proc.remove(50)
     assert {rank.job for rank in discovery.scan().ranks} == {expected[40]}, "a job that runs is not renamed"
@@ -212,8 +209,25 @@ def test_loopback_with_a_run_id_is_one_job_in_a_network_namespace_and_two_in_two
     for pid, rank, network in ((50, 0, 7), (51, 1, 7), (52, 2, 8)):
         proc.add(pid, torchrun(rank, MASTER_ADDR="127.0.0.1"), network=network)
     jobs = {rank.pid: rank.job for rank in scan(proc, "gpu-17").ranks}
-    assert jobs[50] == jobs[51] == "127.0.0.1:29500/run7"
-    assert jobs[52] == "127.0.0.1:29500/run7@uid0-net8"
+    assert jobs[50] == jobs[51] == "run7"
+    assert jobs[52] == "run7@uid0-net8"
+
+
+def test_launches_beside_each_other_in_one_slurm_job_are_jobs_of_their_own_and_a_restart_has_the_name(
+    proc: FakeProc,
+) -> None:
+    slurm = {"SLURM_JOB_ID": "9", "SLURM_JOB_NAME": "llama"}
+    discovery = RankDiscovery(proc.root)
+    proc.add(50, {**slurm, **torchrun(0, 2, MASTER_PORT="1")}, started=1)
+    proc.add(51, {**slurm, **torchrun(0, 2, MASTER_PORT="2")}, started=2)
+    proc.add(52, {**slurm, **torchrun(1, 2, MASTER_PORT="1")}, started=3)
+    proc.add(53, {**slurm, **torchrun(0, 1, MASTER_PORT="1")}, started=4)  # an evaluation that a rank started
+    jobs = {rank.pid: rank.job for rank in discovery.scan().ranks}
+    assert jobs == {50: "llama-9", 51: "llama-9@uid0", 52: "llama-9", 53: "llama-9@uid0#2"}
+    for pid in jobs:
+        proc.remove(pid)
+    proc.add(60, {**slurm, **torchrun(0, 2, MASTER_PORT="3", SLURM_RESTART_COUNT="1")})
+    assert [(rank.job, rank.attempt) for rank in discovery.scan().ranks] == [("llama-9", 1)]
 
 
 def test_a_launchers_ring_shows_that_it_trains(proc: FakeProc, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +250,7 @@ def by_uid(proc: FakeProc, discovered: Discovered) -> dict[int, int]:
     return Counter(int(status.partition("Uid:\t")[2].split()[0]) for status in text)
 
 
-def test_whoever_has_more_ranks_than_there_is_room_for_leaves_the_others_theirs(proc: FakeProc) -> None:
+def test_an_owner_with_more_ranks_than_there_is_room_for_leaves_the_others_theirs(proc: FakeProc) -> None:
     discovery = RankDiscovery(proc.root, max_ranks=12)
     for rank in range(20):
         proc.add(100 + rank, job_of(2000, rank), uid=2000)

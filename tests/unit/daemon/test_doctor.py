@@ -6,13 +6,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rankscope.daemon import doctor
+from rankscope.daemon import doctor_checks as checks
 from rankscope.daemon.config import Config
-from rankscope.daemon.doctor import checks
-from rankscope.daemon.doctor.checks import Finding, Level
-from rankscope.daemon.doctor.doctor import CHECKS, WaitMeasured, examine, has_ring, rank_finding, wait_measured
+from rankscope.daemon.doctor import CHECKS, WaitMeasured, examine, has_ring, rank_finding, wait_measured
+from rankscope.daemon.doctor_checks import Finding, Level
 from rankscope.daemon.samples import RankProcess
 from rankscope.probe import ring_layout
 from tests.unit.daemon import window_makers as make
@@ -31,11 +33,22 @@ def test_a_machine_without_the_daemons_packages_is_examined_and_told() -> None:
     program = (
         "import sys; sys.modules.update(dict.fromkeys(('grpc', 'numpy', 'prometheus_client', 'google')))\n"
         "from rankscope.daemon.config import Config\n"
-        "from rankscope.daemon.doctor import doctor\n"
+        "from rankscope.daemon import doctor\n"
         "print(*(f'{found.check} {found.level.value}' for found in doctor.examine(Config(gpu=False))), sep='\\n')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert {"packages problem", "py-spy ok", "memfd ok"} <= set(done.stdout.splitlines())
+
+
+def test_a_folder_that_cannot_hold_profiles_is_a_problem_and_damage_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (refused,) = checks.profiles_can_be_kept(make.config(profile_dir=str(tmp_path / "file" / "profiles")))
+    assert refused.level is Level.PROBLEM and "--profile-dir" in refused.next_step
+    (tmp_path / "profiles.damaged").write_text("")
+    damaged, *_ = checks.profiles_can_be_kept(make.config(profile_dir=str(tmp_path)))
+    assert damaged.level is Level.WARNING and "dmesg" in damaged.next_step
+    (off,) = checks.profiles_can_be_kept(make.config())
+    assert off.level is Level.OK
 
 
 def test_py_spy_really_reads_the_stack_of_a_child() -> None:
@@ -167,15 +180,20 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:
     assert len(CHECKS) >= 12
 
 
-def test_a_check_that_does_not_end_is_a_finding_and_the_others_go_on() -> None:
-    never = threading.Event()
+def test_a_check_that_does_not_end_is_a_finding_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    never, now = threading.Event(), [0.0]
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def blocked(config: Config) -> Iterator[Finding]:
         yield Finding("first", Level.OK, "")
         never.wait()
 
+    findings = []
     try:
-        findings = list(examine(make.config(), (blocked, checks.python_is_new_enough), check_seconds=0.2))
+        for finding in examine(make.config(), (blocked, checks.python_is_new_enough), check_seconds=180.0):
+            findings.append(finding)
+            if finding.check == "first":
+                now[0] += 180.0
     finally:
         never.set()
     assert [finding.check for finding in findings] == ["first", "doctor", "python"]

@@ -5,11 +5,12 @@ import logging
 
 import pytest
 
+from rankscope.analysis.profiles.frames import Frame
+from rankscope.daemon.collector import LINES_PER_OWNER, ProblemLog
 from rankscope.daemon.loop import Daemon
-from rankscope.daemon.problem_log import LINES_PER_OWNER, ProblemLog
-from rankscope.daemon.samples import Frame, Problem, RankProcess, Span, StallDump
+from rankscope.daemon.sampler import Ticker
+from rankscope.daemon.samples import Problem, RankProcess, Span, StallDump
 from rankscope.daemon.windows.broadcast import Tick
-from rankscope.daemon.windows.schedule import Ticker
 from tests.unit.daemon import window_makers as make
 
 
@@ -118,7 +119,7 @@ def test_a_stalled_rank_shows_its_stack_one_window_later() -> None:
     watched = daemon(clock, make.rank(0), steps=lambda _: make.steps(steps_total=9, last_step_unix_nanos=make.START))
     watched._collectors.stacks.dump = lambda _: StallDump("communication", (Frame("recv", "train.py", 4),))
     watched.tick(make.span(20))
-    watched._stalls.join(30)
+    watched._stalls.join(180)
     (window,) = watched.tick(make.span(21)).windows.values()
     assert list(window.stall.stack) == ["recv (train.py:4)"]
 
@@ -151,11 +152,13 @@ def test_the_budget_lowers_the_rate_of_stacks() -> None:
     watched = Daemon(
         make.config(), collectors=collectors, clock=clock, own_cpu_seconds=lambda: 0.041 * clock.monotonic_seconds()
     )
+    stacks = collectors.stacks
+    assert isinstance(stacks, make.FakeSource)
     for index in range(14):
-        collectors.stacks.child_cpu_seconds = 0.009 * clock.monotonic_seconds()  # type: ignore[misc]
+        stacks.charged_cpu_seconds = 0.009 * clock.monotonic_seconds()
         watched.tick(make.span(index))
         clock.sleep(2.0)
-    assert watched._collectors.stacks.rates[0] == 5.0
+    assert stacks.rates[0] == 5.0
     assert watched.snapshot().daemon.budget_used_ratio == pytest.approx(5.0)
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from rankscope.common.run_names import run_labels
+from rankscope.daemon.export.rank_metrics import RankReport
 from rankscope.daemon.samples import Problem
-from rankscope.daemon.windows.totals import RankReport
 from rankscope.daemon.windows.window import RankSamples
 from tests.unit.daemon import window_makers as make
 from tools.daemon_samples import STATUS, full_gpu, full_rank, gpu_status, report, scrape
@@ -27,7 +28,7 @@ def names_of(text: str, rank: int) -> set[str]:
 
 
 def test_metrics_are_as_in_the_golden_file() -> None:
-    """REGENERATE_GOLDEN=1 writes the file anew; look at the difference before committing it."""
+    """REGENERATE_GOLDEN=1 rewrites the file; look at the difference before committing it."""
     problem = Problem("steps", "missing", "no ring")
     level_zero = report(make.rank(1), RankSamples(None, make.process(), make.stacks(), (problem,)))
     text = scrape(full_rank(), level_zero)
@@ -75,13 +76,13 @@ def test_phases_of_stacks_are_told_by_default_where_nothing_else_splits_the_step
 def test_what_was_not_measured_has_no_series() -> None:
     text = scrape(report(make.rank(3), RankSamples()))
     assert names_of(text, 3) == {"rankscope_rank_info", "rankscope_rank_up"}
-    assert series(text)[("rankscope_rank_up", frozenset({("job", make.rank().job), ("rank", "3")}))] == 0
+    assert series(text)[("rankscope_rank_up", frozenset({*run_labels(make.rank().job).items(), ("rank", "3")}))] == 0
 
 
 def test_counters_grow_from_window_to_window() -> None:
     sample = make.steps(1.0, 1.0, input=[0.25, 0.25])
     text = scrape(report(make.rank(), RankSamples(sample), windows=3))
-    labels = frozenset({("job", make.rank().job), ("rank", "0"), ("cause", "input")})
+    labels = frozenset({*run_labels(make.rank().job).items(), ("rank", "0"), ("cause", "input")})
     assert series(text)[("rankscope_rank_cause_seconds_total", labels)] == 1.5
 
 

@@ -9,7 +9,7 @@ import pytest
 from rankscope.daemon.captures.duty_cycle import DutyCycle, DutySettings
 from rankscope.daemon.loop import Daemon
 from rankscope.daemon.samples import RankProcess, Span
-from rankscope.daemon.server.policies import BadPolicyError, DutyWish, PolicyBoard
+from rankscope.daemon.server.policies import BadPolicyError, PolicyBoard, PolicyDutyCycle
 from rankscope.daemon.stacks.collector import StacksCollector
 from rankscope.daemon.stacks.recording import RankRecorder
 from rankscope.daemon.stacks.sampling_budget import Plan
@@ -42,7 +42,7 @@ def test_a_policy_holds_for_the_ranks_of_its_pods_and_for_no_others() -> None:
     played = Played()
     assert played.apply(stack_rate_hertz=2.0) == []
     assert played.rates() == {0: 2.0}
-    assert played.board.duty_wish([rank(0)]) is None
+    assert played.board.duty_cycle_of_policy([rank(0)]) is None
 
 
 def test_a_daemon_whose_operator_has_gone_silent_goes_back_to_its_own_settings() -> None:
@@ -50,10 +50,10 @@ def test_a_daemon_whose_operator_has_gone_silent_goes_back_to_its_own_settings()
     played.apply(stack_rate_hertz=2.0, duty_cycle_steps=3, duty_cycle_seconds=600)
     played.now = 59.0
     assert played.rates() == {0: 2.0}
-    assert played.board.duty_wish([rank(1, "other"), rank(0)]) == DutyWish(3, 600.0)
+    assert played.board.duty_cycle_of_policy([rank(1, "other"), rank(0)]) == PolicyDutyCycle(3, 600.0)
     played.now = 60.0
     assert played.rates() == {}
-    assert played.board.duty_wish([rank(0)]) is None
+    assert played.board.duty_cycle_of_policy([rank(0)]) is None
     assert played.board.held() == []
 
 
@@ -94,7 +94,7 @@ def test_rates_beyond_the_bounds_are_cut_and_told(asked: float, kept: float) -> 
 def test_a_duty_cycle_cannot_be_asked_for_without_a_pause() -> None:
     played = Played()
     assert "60 holds" in played.apply(duty_cycle_steps=5000, duty_cycle_seconds=0.1)[0]
-    assert played.board.duty_wish([rank(0)]) == DutyWish(100, 60.0)
+    assert played.board.duty_cycle_of_policy([rank(0)]) == PolicyDutyCycle(100, 60.0)
 
 
 @pytest.mark.parametrize("lease", [0.0, -5.0, 1e9, math.nan])
@@ -107,10 +107,10 @@ def test_a_lease_without_an_end_is_refused_as_a_whole(lease: float) -> None:
 
 def test_runs_beyond_the_limit_are_refused_by_name() -> None:
     played = Played()
-    flood = [RunPolicy(run=f"r{n}", pods=["p"], stack_rate_hertz=1.0) for n in range(1030)]
+    flood = [RunPolicy(run=f"team/r{n}", pods=["p"], stack_rate_hertz=1.0) for n in range(1030)]
     notes = played.board.apply(ApplyPoliciesRequest(policies=flood, lease_seconds=60))
     assert len(played.board.held()) == 1024
-    assert notes[0].startswith("r1024: ")
+    assert notes[0].startswith("team/r1024: ")
 
 
 def test_a_rank_with_a_rate_of_its_own_is_recorded_less_often_or_not_at_all(
@@ -139,12 +139,12 @@ def test_a_rank_with_a_rate_of_its_own_is_recorded_less_often_or_not_at_all(
 
 def test_a_policys_duty_cycle_runs_where_the_daemon_has_none_and_ends_with_it() -> None:
     captures = ScriptedCaptures()
-    wish: list[DutyWish] = []
+    policies: list[PolicyDutyCycle] = []
     own = DutySettings(0, 600.0, 0.5)
     now = [1e9]
 
     def settings(ranks: object) -> DutySettings:
-        return DutySettings(wish[0].steps, wish[0].period_seconds, 0.5) if wish else own
+        return DutySettings(policies[0].steps, policies[0].period_seconds, 0.5) if policies else own
 
     duty = DutyCycle(own, captures, 2.0, lambda: now[0], settings)
     ranks = [make.rank(0), make.rank(1)]
@@ -160,10 +160,10 @@ def test_a_policys_duty_cycle_runs_where_the_daemon_has_none_and_ends_with_it() 
 
     assert run(1200) == 0
     assert not duty.was_ever_on
-    wish.append(DutyWish(3, 100.0))
+    policies.append(PolicyDutyCycle(3, 100.0))
     assert 8 <= run(1000) <= 10
     assert captures.started[-1][0].steps == 3
-    wish.clear()
+    policies.clear()
     assert run(1000) == 0
 
 
@@ -180,7 +180,7 @@ def test_a_daemon_samples_each_rank_as_its_policy_says_and_as_its_budget_allows(
     assert stacks.rates_of[-1] == {0: 40.0}
     for number in range(1, 20):
         clock.sleep(2.0)
-        stacks.child_cpu_seconds += 2.0  # a whole core
+        stacks.charged_cpu_seconds += 2.0  # a whole core
         daemon.tick(make.span(number))
     own = stacks.rates[-1]
     assert own < 10.0

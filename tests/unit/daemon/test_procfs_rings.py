@@ -49,7 +49,7 @@ def test_a_ring_behind_many_descriptors_is_found_in_a_few_looks_and_then_at_once
     ring = os.memfd_create(ring_layout.RING_NAME)
     search = procfs.RingSearch(f"/proc/{os.getpid()}")
     try:
-        looks = [search.look(descriptors=8) for _ in range(12)]
+        looks = [search.look(descriptors=8) for _ in range(ring // 8 + 1)]
         assert looks[0] is None
         assert looks[-1] == f"/proc/{os.getpid()}/fd/{ring}"
         assert search.look(descriptors=0) == looks[-1]  # where it was
@@ -62,12 +62,28 @@ def test_a_ring_behind_many_descriptors_is_found_in_a_few_looks_and_then_at_once
             os.close(descriptor)
 
 
-@pytest.mark.parametrize(("descriptors", "searched_of_twelve"), [(64, 12), (2 * procfs.DESCRIPTORS_PER_LOOK, 4)])
+def test_empty_places_of_a_table_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", "print('ready', flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        opened = {str(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()}
+        read = os.readlink
+        links: list[str] = []
+        monkeypatch.setattr(os, "readlink", lambda path: links.append(path) or read(path))
+        assert procfs.RingSearch(f"/proc/{process.pid}").look() is None
+        process.communicate("\n")
+    assert set(links) == opened
+
+
+@pytest.mark.parametrize(("has_many", "searched_of_twelve"), [(False, 12), (True, 4)])
 def test_a_process_with_many_descriptors_and_no_ring_for_long_is_searched_less_often(
-    monkeypatch: pytest.MonkeyPatch, descriptors: int, searched_of_twelve: int
+    monkeypatch: pytest.MonkeyPatch, has_many: bool, searched_of_twelve: int
 ) -> None:
     """Where one look is enough, a ring is found as soon as it appears."""
-    monkeypatch.setattr(procfs.RingSearch, "_table_size", lambda self: descriptors)
+    if has_many:
+        monkeypatch.setattr(procfs.RingSearch, "_listed", lambda self, limit: range(limit))
+        monkeypatch.setattr(procfs.RingSearch, "_table_size", lambda self: 2 * procfs.DESCRIPTORS_PER_LOOK)
     search = procfs.RingSearch(f"/proc/{os.getpid()}", longest_pause=4)
     read = os.readlink
     links: list[str] = []

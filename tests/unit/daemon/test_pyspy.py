@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import rankscope.daemon
-from rankscope.daemon.samples import Frame, RankProcess
+from rankscope.analysis.profiles.frames import Frame
+from rankscope.daemon.samples import RankProcess
 from rankscope.daemon.stacks import pyspy
 from rankscope.daemon.stacks.pyspy_output import Recording, parse_dump, parse_errors, parse_recording
 from rankscope.daemon.stacks.recording import summarise

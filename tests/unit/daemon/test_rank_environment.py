@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,11 +11,18 @@ from rankscope.daemon.discovery.rank_environment import (
     Claim,
     InvalidClaim,
     kept,
+    lone_claim,
     read_claim,
 )
 
 OMPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"}
-SLURM = {"SLURM_PROCID": "6", "SLURM_LOCALID": "2", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3"}
+SLURM = {
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "2",
+    "SLURM_NTASKS": "16",
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NAME": "llama",
+}
 
 
 def claim(environment: dict[str, str]) -> Claim:
@@ -25,17 +33,72 @@ def claim(environment: dict[str, str]) -> Claim:
 
 def test_each_launcher_is_understood() -> None:
     torch = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    assert claim(torch) == Claim("h:1", 1, 0, 2, is_loopback=False)
-    assert claim({**torch, "TORCHELASTIC_RUN_ID": "r"}).job == "h:1/r"
-    assert claim({**OMPI, "MASTER_ADDR": "h", "MASTER_PORT": "1"}) == Claim("h:1", 5, 1, 8, is_loopback=False)
+    assert claim(torch) == Claim("h:1", 1, 0, 2, is_loopback=False, endpoint="h:1")
+    assert claim({**OMPI, "MASTER_ADDR": "h", "MASTER_PORT": "1"}) == Claim("h:1", 5, 1, 8, False, endpoint="h:1")
     assert claim({**OMPI, "PMIX_NAMESPACE": "prterun-a-1@1"}).job == "ompi-prterun-a-1@1"
-    assert claim(SLURM) == Claim("slurm-77.3", 6, 2, 16, is_loopback=False, has_run_id=True)
-    assert claim({**SLURM, **OMPI, **torch}).job == "h:1"
+    assert claim(SLURM) == Claim("llama-77", 6, 2, 16, is_loopback=False, has_run_id=True, endpoint="unnamed")
+    assert claim({**SLURM, **OMPI, **torch}).rank == 1
 
 
 def test_a_rank_without_a_world_size_is_somebody_elses_variable() -> None:
     assert read_claim({"RANK": "1"}) is None
     assert claim({"RANK": "1", **SLURM}).rank == 6
+
+
+TORCH = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+UUID = "3f2b8c1e-5d4a-4f6b-9c7d-8e1f2a3b4c5d"
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"RANKSCOPE_RUN": "mine", **SLURM, "TORCHELASTIC_RUN_ID": "r"}, "mine"),
+        ({"RANKSCOPE_RUN": "  "}, "h:1"),
+        (SLURM, "llama-77"),
+        ({**SLURM, "SLURM_STEP_ID": "0"}, "llama-77"),
+        ({**SLURM, "SLURM_STEP_ID": "2"}, "llama-77.2"),
+        ({**SLURM, "SLURM_STEP_ID": "4294967291"}, "llama-77"),
+        ({**SLURM, "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}, "llama-70_3"),
+        ({**SLURM, "SLURM_HET_JOB_ID": "76", "SLURM_HET_GROUP": "1"}, "llama-76+1"),
+        ({"TORCHELASTIC_RUN_ID": "llama"}, "llama"),
+        ({"TORCHELASTIC_RUN_ID": "20260115"}, "20260115"),
+        ({"TORCHELASTIC_RUN_ID": "llama", "RAY_JOB_ID": "01000000"}, "llama"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "h:1"),
+        ({"TORCHELASTIC_RUN_ID": UUID}, "h:1"),
+        ({"TORCHELASTIC_RUN_ID": UUID.replace("-", "")}, "h:1"),
+        ({"TORCHELASTIC_RUN_ID": "a3f09b2c"}, "h:1"),
+        ({"TORCHELASTIC_RUN_ID": "x7Kp2Qm9Lw4Rt8Vz"}, "h:1"),
+        ({"RAY_JOB_ID": "01000000"}, "ray-01000000@h"),
+        ({}, "h:1"),
+    ],
+)
+def test_a_runs_name_comes_from_the_first_variable_that_a_restart_keeps(variables: dict[str, str], name: str) -> None:
+    assert claim({**TORCH, **variables}).job == name
+
+
+@pytest.mark.parametrize("keeping", [SLURM, {"TORCHELASTIC_RUN_ID": "llama"}, {"RANKSCOPE_RUN": "llama"}])
+def test_a_restart_keeps_the_name_and_is_another_attempt(keeping: dict[str, str]) -> None:
+    before, after = claim({**TORCH, **keeping}), claim({**TORCH, **keeping, "MASTER_PORT": "9", **RESTARTED})
+    assert (before.job, before.attempt) == (after.job, 0)
+    assert after.attempt == 3
+
+
+RESTARTED = {"SLURM_RESTART_COUNT": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
+
+
+def test_a_program_that_trains_alone_has_the_runs_name_or_one_of_its_own() -> None:
+    assert lone_claim({}, 7).job == "local-7"
+    assert lone_claim({"RANKSCOPE_RUN": "mine"}, 7) != lone_claim({"RANKSCOPE_RUN": "mine"}, 8)
+    assert lone_claim({"RANKSCOPE_RUN": "mine"}, 7).job == lone_claim({"RANKSCOPE_RUN": "mine"}, 8).job == "mine"
+
+
+NAME_TEXTS = st.text(st.sampled_from("ab/-@#~ 7\n\u202e"), max_size=200)
+
+
+@given(NAME_TEXTS, NAME_TEXTS)
+def test_two_names_that_users_choose_never_become_one(one: str, other: str) -> None:
+    names = [claim({**TORCH, "RANKSCOPE_RUN": text}).job for text in (one, other)]
+    assert (names[0] == names[1]) == ((one.strip() or None) == (other.strip() or None))
 
 
 def test_long_names_of_different_jobs_stay_different() -> None:
@@ -61,12 +124,17 @@ def test_only_a_few_bounded_variables_are_kept() -> None:
 
 # Full Unicode takes seconds to set up; these are the characters that could matter.
 TEXTS = st.text(st.sampled_from("0159-+._ e\x00\x1b\n\u202e²٣a:/@"), max_size=300)
+NAMING = (
+    *("MASTER_ADDR", "MASTER_PORT", "RANKSCOPE_RUN", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID", "PMIX_NAMESPACE"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_STEP_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"),
+    *("SLURM_HET_JOB_ID", "SLURM_HET_GROUP", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"),
+)
 NAMES = sorted({name for scheme in SCHEMES for name in (scheme.rank, scheme.local_rank, scheme.world_size)})
 
 
 @given(
     st.dictionaries(
-        st.sampled_from([*NAMES, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"]),
+        st.sampled_from([*NAMES, *NAMING]),
         st.one_of(TEXTS, st.integers(-5, 20).map(str)),
     )
 )
@@ -77,6 +145,9 @@ def test_no_environment_breaks_it_or_gets_past_the_checks(environment: dict[str,
         assert 0 <= found.local_rank < found.world_size
         assert found.job.isprintable()
         assert len(found.job) <= JOB_LENGTH_LIMIT
+        assert "/" not in found.job
+        assert found == read_claim(environment)
+        assert 0 <= found.attempt < 2**31
     elif isinstance(found, InvalidClaim):
         assert found.reason.isprintable()
         assert len(found.reason) < 200

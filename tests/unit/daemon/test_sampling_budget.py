@@ -102,12 +102,12 @@ def test_work_that_others_cause_leaves_stacks_half_of_the_budget(fixed: float) -
     """Calls and processes to look at, which anybody on the node may add."""
     cheap = Machine(Budget(0.01, 10.0))
     assert set(cheap.run(300, fixed, 0.0001, 0.002)) == {10.0}
-    dear = Machine(Budget(0.01, 10.0))
-    rates = dear.run(300, fixed, 0.0005, 0.01)
+    expensive = Machine(Budget(0.01, 10.0))
+    rates = expensive.run(300, fixed, 0.0005, 0.01)
     assert 0.0 < rates[-1] < 10.0
-    before = dear.sampling
-    dear.run(100, fixed, 0.0005, 0.01)
-    assert 0.3 < (dear.sampling - before) / 100 / 0.01 <= 0.5
+    before = expensive.sampling
+    expensive.run(100, fixed, 0.0005, 0.01)
+    assert 0.3 < (expensive.sampling - before) / 100 / 0.01 <= 0.5
 
 
 def test_one_expensive_window_changes_nothing() -> None:
@@ -133,7 +133,7 @@ def test_the_rate_comes_back_step_by_step_once_there_is_room() -> None:
 
 
 def test_a_rate_that_never_fits_is_tried_less_and_less_often() -> None:
-    # Far over the budget at 10 Hz and far below at any other: the one case that could swing for ever.
+    # Far over the budget at 10 Hz and far below at any other: the one case that could swing forever.
     rates = []
     machine = Machine(Budget(0.01, 10.0))
     for _ in range(2000):

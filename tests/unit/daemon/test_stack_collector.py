@@ -9,18 +9,21 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, cast
 
 import pytest
 
+from rankscope.analysis.profiles.frames import Frame, Stack
 from rankscope.daemon import procfs
-from rankscope.daemon.samples import Frame, Problem, RankProcess, Span, StackSample, StallDump
+from rankscope.daemon.config import Config
+from rankscope.daemon.profiles.store import ProfileStore, Query
+from rankscope.daemon.samples import Problem, RankProcess, Recording, Span, StackSample, StallDump
+from rankscope.daemon.stacks import recording
 from rankscope.daemon.stacks.collector import HOLD_UP_SECONDS, StacksCollector
 from rankscope.daemon.stacks.pyspy import STUCK_PER_OWNER, Child, Ended, KilledChildren
-from rankscope.daemon.stacks.pyspy_output import Stack
 from rankscope.daemon.stacks.recording import FRAMES_KEPT, LIBRARY_FRAMES_KEPT, summarise
 from rankscope.daemon.stacks.sampling_budget import Budget, Plan
 
@@ -52,7 +55,7 @@ def calls(folder: Path) -> list[int]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + 30
+    give_up_at = time.monotonic() + 180
     while not condition():
         assert time.monotonic() < give_up_at, "waited in vain"
         time.sleep(0.005)
@@ -79,6 +82,7 @@ class SimulatedRecorder:
     started: ClassVar[list[tuple[float, int, Plan]]] = []
     overrun_seconds: ClassVar[dict[int, float]] = {}
     cost_seconds: ClassVar[tuple[float, float]] = (0.0, 0.0)  # of attaching and of a sample
+    extra_seconds: ClassVar[dict[int, float]] = {}  # that the next recording of a rank costs
 
     def __init__(self, rank: RankProcess, *_: object) -> None:
         self.rank = rank
@@ -99,7 +103,7 @@ class SimulatedRecorder:
         self.due_seconds, self.is_running = due, True
         self._ends_at = now + plan.seconds + self.overrun_seconds.get(self.rank.rank, 0.1 * self.rank.rank)
         attaching, sample = self.cost_seconds
-        self._cost = attaching + plan.seconds * plan.rate_hz * sample
+        self._cost = attaching + plan.seconds * plan.rate_hz * sample + self.extra_seconds.pop(self.rank.rank, 0.0)
 
     def poll(self, now: float) -> float:
         if not self.is_running or now < self._ends_at:
@@ -129,7 +133,7 @@ class SimulatedNode:
             self.source.poll(self.now)
             if self.budget is not None and tick % 10 == 0:
                 own = 0.002 * len(self.ranks) * self.now
-                cpu = self.source.child_cpu_seconds
+                cpu = self.source.charged_cpu_seconds
                 self.source.set_rate(self.budget.observe(self.now, own, cpu, len(self.ranks)))
                 self.used_ratios.append(self.budget.used_ratio or 0.0)
             self.now += 0.2
@@ -142,6 +146,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedRecorder, "started", [])
     monkeypatch.setattr(SimulatedRecorder, "overrun_seconds", {})
     monkeypatch.setattr(SimulatedRecorder, "cost_seconds", (0.0, 0.0))
+    monkeypatch.setattr(SimulatedRecorder, "extra_seconds", {})
 
 
 def stretches(started: list[tuple[float, int, Plan]]) -> dict[float, list[int]]:
@@ -259,6 +264,29 @@ def test_eight_ranks_with_many_threads_are_sampled_at_five_hertz_within_the_budg
     assert max(later - earlier for earlier, later in itertools.pairwise(times)) <= 10 * 5.0 / least_hertz
 
 
+@pytest.mark.usefixtures("simulated")
+def test_a_recording_that_costs_far_too_much_is_charged_over_minutes_and_costs_the_others_little() -> None:
+    SimulatedRecorder.cost_seconds = (0.01, 0.0005)
+    budget = Budget(0.02, 10.0)
+    node = SimulatedNode([rank(number) for number in range(3)], budget)
+    node.run(60)
+    SimulatedRecorder.extra_seconds[2] = 2.0
+    rates = []
+    for _ in range(12):
+        node.run(10)
+        rates.append(budget.rate_hertz)
+    assert min(rates) >= 5
+    before = node.source.child_cpu_seconds - node.source.charged_cpu_seconds
+    assert 1.0 < before < 2.0
+    node.run(1200)
+    assert node.source.child_cpu_seconds - node.source.charged_cpu_seconds < 0.05
+    # Again and again, it does reach the budget.
+    for _ in range(60):
+        SimulatedRecorder.extra_seconds[2] = 2.0
+        node.run(10)
+    assert budget.rate_hertz < 5
+
+
 def test_what_ended_since_the_last_call_is_one_sample_and_a_rate_of_zero_ends_it(tmp_path: Path) -> None:
     with collector(tmp_path, SUCCEED) as source:
         source.collect([rank(0)], SPAN)
@@ -272,6 +300,29 @@ def test_what_ended_since_the_last_call_is_one_sample_and_a_rate_of_zero_ends_it
         source.set_rate(0)
         settle(source, 1000.0)
         assert len(calls(tmp_path)) == 3
+
+
+def test_the_store_holds_what_the_windows_report_under_the_current_name_of_the_run(tmp_path: Path) -> None:
+    kept: list[Recording] = []
+    store = ProfileStore.from_config(Config(profile_dir=str(tmp_path / "profiles")))
+    with closing(store), collector(tmp_path, SUCCEED) as source:
+        source.keep_recordings(lambda recording: (kept.append(recording), store.record(recording))[1])
+        reported = {}
+        for name in ("job", "team/job"):
+            named = rank(3, job=name)
+            source.collect([named], SPAN)
+            for tenth in range(100):
+                settle(source, (1000.0 if name == "job" else 2000.0) + tenth / 10)
+            sample = source.collect([named], SPAN)[named.key]
+            assert isinstance(sample, StackSample)
+            reported[name] = sample.samples
+        assert [recording.run for recording in kept] == ["job"] * 3 + ["team/job"] * 3
+        assert store.flush(180)
+        ever = Span(0, time.time_ns())
+        assert {name: store.query(Query(name, ever)).samples_total for name in reported} == reported
+        assert store.status().samples_stored == sum(reported.values())
+        assert {(recording.rank, recording.period_nanos) for recording in kept} == {(3, 10**8)}
+        assert all(recording.span.end_unix_nanos <= time.time_ns() for recording in kept)
 
 
 def test_a_rank_that_fails_again_and_again_is_left_alone_for_longer_and_longer(tmp_path: Path) -> None:
@@ -304,7 +355,10 @@ def test_a_recording_that_overstays_is_killed(tmp_path: Path) -> None:
         wait_for(is_reaped)
 
 
-def test_a_recording_of_a_rank_that_departed_and_all_at_the_end_are_killed(tmp_path: Path) -> None:
+def test_a_recording_of_a_rank_that_departed_and_all_at_the_end_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankscope.daemon.stacks.collector.CLOSING_SECONDS", 180.0)
     with collector(tmp_path, "exec sleep 60") as source:
         source.collect([rank(0), rank(5)], SPAN)
         source.poll(0.0)
@@ -324,7 +378,31 @@ def test_a_dump_that_hangs_does_not_hold_the_daemon_up(tmp_path: Path, monkeypat
         assert problem.kind == "timeout"
 
 
-def test_a_dump_is_retried_when_a_thread_moved_while_it_was_read(tmp_path: Path) -> None:
+def test_a_dump_that_ended_while_the_daemon_itself_was_late_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, late = Child.poll, []
+
+    def poll(child: Child) -> Ended | None:
+        if not late:  # it runs, and before anything else happens it ends and the time is over
+            late.append(child)
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+            time.sleep(0.3)
+            return None
+        return real(child)
+
+    thread = {"thread_name": "MainThread", "os_thread_id": ME, "frames": [{"name": "f", "filename": "t.py", "line": 1}]}
+    monkeypatch.setattr("rankscope.daemon.stacks.collector.DUMP_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(Child, "poll", poll)
+    with collector(tmp_path, f"echo '{json.dumps([thread])}'") as source:
+        dump = source.dump_all([rank(0)])[rank(0).key]
+    assert isinstance(dump, StallDump), dump
+
+
+def test_a_dump_is_retried_when_a_thread_moved_while_it_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankscope.daemon.stacks.collector.DUMP_TIMEOUT_SECONDS", 180.0)
     thread = {"thread_name": "MainThread", "os_thread_id": ME, "frames": [{"name": "f", "filename": "t.py", "line": 1}]}
     moved = "echo 'Error: Failed to copy PyFrameObject: Bad address (os error 14)' >&2; exit 1"
     moves_twice = f"[ $(wc -l < {tmp_path}/calls) -gt 2 ] || {{ {moved}; }}; echo '{json.dumps([thread])}'"
@@ -363,9 +441,19 @@ def test_without_py_spy_every_rank_says_how_to_get_it(tmp_path: Path) -> None:
 def test_frames_count_once_per_stack_and_lines_of_one_function_stay_apart() -> None:
     outer, inner, other_line = Frame("f", "/t.py", 1), Frame("g", "/t.py", 8), Frame("g", "/t.py", 9)
     sample = summarise({(inner, inner, outer): 3, (other_line, outer): 2}, 1, SPAN)
-    found = {count.frame: (count.inclusive, count.leaf) for count in sample.frames}
+    found = {count.frame: (count.inclusive, count.own) for count in sample.frames}
     assert found == {outer: (5, 0), inner: (3, 3), other_line: (2, 2)}
     assert (sample.samples, sample.errors, sample.distinct_stacks, sample.phase_counts) == (5, 1, 2, {"other": 5})
+
+
+def test_time_in_a_library_is_the_users_own_line_that_calls_it_too() -> None:
+    library, line, loop = (
+        Frame("open", "/x/site-packages/a.py", 3),
+        Frame("load", "/t.py", 8),
+        Frame("main", "/t.py", 1),
+    )
+    sample = summarise({(library, line, loop): 3, (): 1}, 0, SPAN)
+    assert {count.frame: count.own for count in sample.frames} == {library: 3, line: 3, loop: 0}
 
 
 def test_when_frames_are_cut_the_programs_own_come_first_and_a_few_of_libraries_stay() -> None:
@@ -405,7 +493,7 @@ def test_children_that_do_not_end_cost_their_owner_its_stacks_and_nobody_else() 
     for child, held in zip(children, hostile, strict=False):
         killed.kill(cast(Child, child), held)
     assert killed.hold(hostile[0])
-    assert killed.reap() == 0.0
+    assert killed.reap() == []
     assert killed.stuck == 0  # it may take a moment
     now[0] = 5.0
     assert killed.stuck == STUCK_PER_OWNER
@@ -414,12 +502,16 @@ def test_children_that_do_not_end_cost_their_owner_its_stacks_and_nobody_else() 
     assert killed.objection(other) is None
     for child in children:
         child.has_ended = True
-    assert killed.reap() == 0.5 * STUCK_PER_OWNER
+    assert killed.reap() == [0.5] * STUCK_PER_OWNER
     assert killed.stuck == 0
     assert killed.objection(hostile[-1]) is None
 
 
-def test_a_rank_that_costs_far_too_much_is_given_up_and_tried_rarely(tmp_path: Path) -> None:
+def test_a_rank_that_costs_far_too_much_once_is_tried_again_soon_and_then_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "CPU_SECONDS_LIMIT", 0.2)
+    monkeypatch.setattr(recording, "RANK_CORE_RATIO", 0.002)
     with collector(tmp_path, "while :; do :; done") as source:
         source.collect([rank(0)], SPAN)
         now = [0.0]
@@ -428,8 +520,21 @@ def test_a_rank_that_costs_far_too_much_is_given_up_and_tried_rarely(tmp_path: P
             now[0] += 0.001
             source.poll(now[0])
             found = source.collect([rank(0)], SPAN).get(rank(0).key)
-            return isinstance(found, Problem) and found.kind == "expensive"
+            return isinstance(found, Problem) and found.kind == "expensive" and not source.running
+
+        def is_tried_again() -> bool:
+            source.poll(now[0])
+            return len(calls(tmp_path)) == 2
+
+        def is_reaped() -> bool:
+            source.poll(now[0])
+            return is_gone(calls(tmp_path)[-1])
 
         wait_for(is_given_up)
-        settle(source, now[0] + 50.0)
         assert len(calls(tmp_path)) == 1
+        now[0] += 20.0
+        wait_for(is_tried_again)  # once the killed child is reaped
+        wait_for(is_given_up)
+        wait_for(is_reaped)
+        settle(source, now[0] + 50.0)
+        assert len(calls(tmp_path)) == 2

@@ -32,6 +32,13 @@ def test_figures_sampled_on_some_steps_stand_for_all_steps_of_the_window() -> No
     assert window.step_seconds.p50 == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("wait", [[0.1, NAN, 0.1, NAN], [NAN, 0.1, NAN, 0.1]])
+def test_own_work_holds_a_checkpoint_whether_or_not_its_step_was_sampled(wait: list[float]) -> None:
+    window = window_of(RankSamples(make.steps(0.5, 8.5, 0.5, 0.5, wait=wait, checkpoint=[0.0, 8.0, 0.0, 0.0])))
+    assert window.checkpoint_seconds == pytest.approx(2.0)
+    assert window.self_seconds.mean == pytest.approx(2.4)
+
+
 def test_a_phase_that_was_never_measured_is_absent_and_not_zero() -> None:
     window = window_of(RankSamples(make.steps(0.5, 0.5, input=[0.0, 0.0])))
     measured = {field.name for field, _ in window.ListFields() if field.name.endswith("_seconds")}
@@ -111,7 +118,7 @@ def test_stack_counts_become_shares_of_the_samples() -> None:
     window = window_of(RankSamples(stacks=make.stacks()))
     assert dict(window.stacks.phase_shares) == {"forward": 0.75, "input": 0.25}
     assert window.stacks.frames[0].share == 1.0
-    assert window.stacks.frames[0].leaf_share == 0.5
+    assert window.stacks.frames[0].own_share == 0.5
 
 
 def test_problems_are_one_line_each_and_bounded_in_number() -> None:

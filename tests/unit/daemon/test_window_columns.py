@@ -16,7 +16,7 @@ from rankscope.analysis.verdicts.window_columns import (
 from rankscope.daemon.windows.window import window_columns
 from rankscope.operator.correlation.daemon_windows import DaemonMessage
 from rankscope.v1.rank_service_pb2 import EncodedColumns, EncodedRanks, WatchRanksResponse, WindowColumns
-from rankscope.v1.window_pb2 import GroupSpan, RankWindow, StepStatistics
+from rankscope.v1.window_pb2 import GpuUsage, GroupSpan, ProcessUsage, RankWindow, StepStatistics
 from tests.unit.daemon import window_makers as make
 
 
@@ -26,12 +26,24 @@ def row_of(table: WindowColumns, row: int = 0) -> dict[str, float]:
 
 
 def test_what_was_not_measured_is_not_sent_and_a_zero_is_not_nothing() -> None:
-    first = RankWindow(steps=2, step_seconds=StepStatistics(mean=0.1), input_seconds=0.0, communication_seconds=0.5)
+    first = RankWindow(steps=2, step_seconds=StepStatistics(mean=0.1), input_seconds=0.0, model_flops_per_step=0.5)
     table = window_columns([first, RankWindow(steps=0)], make.span())
     assert table.names.split() == ["steps", "step_seconds", "input_seconds", "is_captured"]
     assert row_of(table) == {"steps": 2, "step_seconds": 0.1, "input_seconds": 0.0, "is_captured": 0.0}
     assert row_of(table, 1) == {"steps": 0, "is_captured": 0.0}
     assert (table.start_unix_nanos, table.end_unix_nanos) == (make.span().start_unix_nanos, make.span().end_unix_nanos)
+
+
+def test_figures_of_a_gpu_are_sent_for_a_rank_that_has_it_to_itself_in_their_own_units() -> None:
+    gpu = GpuUsage(
+        gpus=1, sm_clock_hertz=1.98e9, memory_used_bytes=141 << 30, throttled_seconds={"power": 0.5, "hw": 9}
+    )
+    window = RankWindow(gpu=gpu, process=ProcessUsage(cpu_seconds=3.0), end_unix_nanos=2_000_000_000)
+    row = row_of(window_columns([window], make.span()))
+    assert (row["gpu_sm_clock_hertz"], row["gpu_memory_used_bytes"]) == (1.98e9, 141 << 30)
+    assert (row["gpu_throttled_ratio"], row["cpu_ratio"]) == (1.0, 1.5)
+    window.gpu.gpus = 2
+    assert not any(name.startswith("gpu_") for name in row_of(window_columns([window], make.span())))
 
 
 def test_only_so_many_groups_are_sent() -> None:

@@ -6,19 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from rankscope.analysis.profiles.frames import Frame
 from rankscope.daemon.collector import Collector
 from rankscope.daemon.config import Config
 from rankscope.daemon.discovery.ranks import Discovered
 from rankscope.daemon.sampler import Collectors
 from rankscope.daemon.samples import (
     Column,
-    Frame,
     FrameCount,
     ProbeFacts,
     Problem,
     ProcessSample,
     RankKey,
     RankProcess,
+    Recording,
     Span,
     StackSample,
     StallDump,
@@ -123,7 +124,7 @@ class FakeDiscovery:
 class FakeSource(Collector[object]):
     """A source whose answers a test decides: `answer(rank)` for each rank, or an exception out of it."""
 
-    child_cpu_seconds = 0.0
+    child_cpu_seconds = charged_cpu_seconds = 0.0
     recorded_ratio: float | None = None
     stuck = 0
 
@@ -150,6 +151,9 @@ class FakeSource(Collector[object]):
     def set_rates_of(self, hz: Mapping[RankKey, float]) -> None:
         self.rates_of.append({key[1]: rate for key, rate in hz.items()})
 
+    def keep_recordings(self, keep: Callable[[Recording], None]) -> None:
+        self.keep = keep
+
     def hurry(self, job: str, now_monotonic: float) -> None:
         self.hurried.append(job)
 
@@ -169,5 +173,5 @@ def collectors(
 
 
 def config(**settings: object) -> Config:
-    nowhere = dict.fromkeys(("metrics_listen", "socket", "capture_dir"), "none")
+    nowhere = dict.fromkeys(("metrics_listen", "socket", "capture_dir", "profile_dir"), "none")
     return Config(**{"node": "node-a", **nowhere, **settings})

@@ -49,6 +49,8 @@ def test_every_value_has_its_place_in_the_schema_and_nothing_else_has() -> None:
         ("operator.replicas", "two"),
         ("operator.replicas", 0),
         ("operator.replcas", 2),
+        ("operator.console.port", 443),
+        ("operator.console.names", ["https://rankscope.example"]),
         ("daemon.kinetoSocketDir", "/run/kineto/"),
         ("daemon.image.digest", "latest"),
         ("daemon.captures.quotaBytes", "10Gi"),
@@ -104,3 +106,17 @@ def test_the_kinds_that_the_chart_tells_of_are_those_it_installs() -> None:
     told = yaml.safe_load(yaml.safe_load((CHART / "Chart.yaml").read_text())["annotations"]["artifacthub.io/crds"])
     made = [yaml.safe_load(path.read_text()) for path in sorted((CHART / "files" / "crds").glob("*.yaml"))]
     assert {one["name"] for one in told} == {one["metadata"]["name"] for one in made}
+
+
+def test_the_images_that_the_kind_instructions_build_and_load_are_those_of_the_chart() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    registry = re.search(r"make images .*REGISTRY=(\S+)", page)
+    loaded = re.search(r"kind load docker-image (.*)", page)
+    assert registry is not None and loaded is not None
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    parts = (VALUES["daemon"]["image"], VALUES["operator"]["image"], VALUES["webhooks"]["probe"]["image"])
+    names = [part["repository"] for part in parts]
+    assert loaded[1].split() == [f"{VALUES['image']['registry']}/{name}:{version}" for name in names]
+    tag = '"${REGISTRY}rankscope-${component}:${VERSION}"'
+    assert tag in (ROOT / "deploy/docker/bake.hcl").read_text()
+    assert loaded[1].split() == [f"{registry[1]}{name}:{version}" for name in names]

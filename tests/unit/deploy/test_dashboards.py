@@ -15,14 +15,14 @@ import jsonschema
 import pytest
 
 from deploy.grafana import dashboards, laying_out
-from tests.promql_reading import selectors
+from tests.promql_reading import label_lists, selectors
 from tools.exported_metrics import exported_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = sorted(dashboards.FOLDER.glob("*.json"))
 # Grafana's names of units that we use; one it does not know is shown as text behind the number.
 UNITS = {"none", "short", "percentunit", "s", "bytes", "Bps", "watt", "celsius", "hertz"}
-ADDED_BY_PROMETHEUS = {"instance", "job"}
+ADDED_BY_PROMETHEUS = {"instance", "cluster"}
 
 each_dashboard = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
@@ -60,7 +60,7 @@ def validate(document: object, part: dict[str, Any], where: str) -> None:
 
 
 def test_there_are_four_dashboards_and_they_are_fresh() -> None:
-    """`make dashboards` makes them anew."""
+    """`make dashboards` regenerates them."""
     assert len(FILES) == 4
     assert dashboards.stale_files() == []
 
@@ -143,7 +143,7 @@ def test_every_panel_says_what_it_shows_and_asks_the_chosen_data_source(path: Pa
 def test_every_variable_that_is_used_is_defined_and_the_other_way_round(path: Path) -> None:
     defined = [variable["name"] for variable in read(path)["templating"]["list"]]
     body = re.sub(r"\$\{?__\w+(\.[^}]*\})?", "", path.read_text())
-    used = set(re.findall(r"\$\{?([a-z]+)", body))
+    used = set(re.findall(r"\$\{?([a-z_]+)", body))
     assert used == set(defined)
 
 
@@ -156,6 +156,18 @@ def test_links_lead_to_dashboards_of_ours_and_set_variables_that_those_have(path
         assert set(re.findall(r"var-(\w+)=", query)) <= variables[uid]
         assert "${datasource:queryparam}" in query
         assert "${__url_time_range}" in query
+
+
+@each_dashboard
+def test_every_query_tells_runs_and_machines_of_two_clusters_apart(path: Path) -> None:
+    for where, expression in expressions(path):
+        for labels in label_lists(expression):
+            assert not labels & {"job", "namespace", "pod"}, where
+            assert "run" not in labels or "run_namespace" in labels, where
+            assert "cluster" in labels or not labels & {"run", "instance"}, where
+        assert "on (gpu" not in expression, where
+        # Every metric is chosen by cluster, or joined with one that is.
+        assert where == "cluster" or "$cluster" in expression, where
 
 
 @each_dashboard

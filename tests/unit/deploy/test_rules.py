@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 
 from deploy.grafana.dashboards import dashboards
-from tests.promql_reading import selectors
+from tests.promql_reading import label_lists, selectors
 from tools.exported_metrics import exported_metrics
 
 FOLDER = Path(__file__).resolve().parents[3] / "rules"
-ADDED_BY_PROMETHEUS = {"instance", "job"}
+ADDED_BY_PROMETHEUS = {"instance", "cluster"}
 
 
 def rules() -> Iterator[dict[str, Any]]:
@@ -37,6 +37,15 @@ def test_every_rule_is_about_metrics_labels_and_values_that_are_exported() -> No
                 if closed := labels.get(matcher.label):
                     assert set(matcher.words) <= set(closed), f"{name}: {selector.metric} {matcher}"
     assert len(seen) > 20
+
+
+def test_every_rule_keeps_the_cluster_and_the_namespace_of_a_run_and_reads_no_label_of_a_target() -> None:
+    for rule in rules():
+        for text in (rule["expr"], *rule.get("annotations", {}).values()):
+            for labels in label_lists(text):
+                assert not labels & {"job", "namespace", "pod"}, text
+                assert "run" not in labels or "run_namespace" in labels, text
+                assert "cluster" in labels or text != rule["expr"], text
 
 
 def test_every_recorded_series_that_a_rule_reads_is_recorded() -> None:

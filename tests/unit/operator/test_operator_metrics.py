@@ -25,7 +25,7 @@ def scrape_everything() -> str:
         user_api=SimpleNamespace(calls=Counter({("StartCapture", "OK"): 4})),
     )
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Exporter(lambda: (), LostSeconds(), lambda job: None, operator=shown))
+    registry.register(Exporter(lambda: (), LostSeconds(), lambda job: None, lambda job: 0, operator=shown))
     return cast(bytes, generate_latest(registry)).decode()
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rankscope.daemon.captures import probe_commands as commands
 from rankscope.daemon.captures.orders import Options
-from rankscope.daemon.captures.probe import commands
-from rankscope.daemon.captures.probe.commands import Answer, Command
+from rankscope.daemon.captures.probe_commands import Answer, Command
 from rankscope.probe import capture, ring_layout
 from rankscope.probe.capture import Captures
 from rankscope.probe.ring import Ring
@@ -136,7 +138,7 @@ class Loop:
         return self.answer.phase
 
     def wait_for(self, phase: int) -> Answer:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 180
         while self.answer is None or self.answer.phase != phase:
             assert time.monotonic() < end, self.answer
             time.sleep(0.01)
@@ -145,6 +147,26 @@ class Loop:
     @property
     def profiled(self) -> list[str]:
         return [event for event in self.notes.events if "Optimizer" not in event]
+
+
+class Clock:
+    """The time of the process, which passes when a test says so."""
+
+    def __init__(self) -> None:
+        self._unix_ns, self._monotonic_ns, self.passed_ns = time.time_ns(), time.monotonic_ns(), 0
+
+    def time_ns(self) -> int:
+        return self._unix_ns + self.passed_ns
+
+    def monotonic_ns(self) -> int:
+        return self._monotonic_ns + self.passed_ns
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(capture, "time", clock)
+    return clock
 
 
 @pytest.fixture
@@ -158,7 +180,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
         # What is left running would complain on stderr about a ring that is gone, in another test.
         loop.drop()
         loop.steps(1)
-    loop.captures._handover.wait(70.0)
+    loop.captures._handover.wait(180.0)
     loop.ring.abandon()
 
 
@@ -183,7 +205,7 @@ def test_the_steps_asked_for_are_recorded_from_the_step_agreed_on(loop: Loop) ->
     assert (answer.first_step, answer.steps, answer.trace_bytes) == (5, 2, 2)
     assert os.pread(answer.fd, 10, 0) == b"{}"
     loop.drop()
-    loop.captures._handover.wait(30.0)
+    loop.captures._handover.wait(180.0)
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(answer.fd)
 
@@ -259,20 +281,20 @@ def test_waiting_and_warming_up_come_before_recording(loop: Loop) -> None:
     ]
 
 
-def test_recording_by_time_ends_at_the_first_boundary_after_it(loop: Loop) -> None:
-    loop.ask(steps=0, length_nanos=SECOND)  # more than three steps take on a busy machine
+def test_recording_by_time_ends_at_the_first_boundary_after_it(loop: Loop, clock: Clock) -> None:
+    loop.ask(start_unix_nanos=clock.time_ns(), steps=0, length_nanos=SECOND)
     loop.steps(3)
     assert loop.phase == ring_layout.PHASE_RUNNING
-    time.sleep(1.0)
+    clock.passed_ns += SECOND
     loop.steps(1)
     assert loop.wait_for(ring_layout.PHASE_WRITTEN).steps == 3
 
 
-def test_a_start_in_the_future_is_waited_for(loop: Loop) -> None:
-    loop.ask(start_unix_nanos=time.time_ns() + SECOND)
+def test_a_start_in_the_future_is_waited_for(loop: Loop, clock: Clock) -> None:
+    loop.ask(start_unix_nanos=clock.time_ns() + SECOND)
     loop.steps(3)
     assert loop.profiled == []
-    time.sleep(1.0)
+    clock.passed_ns += SECOND
     loop.steps(1)
     assert loop.phase == ring_layout.PHASE_RUNNING
 
@@ -301,11 +323,11 @@ def test_a_profiler_of_the_users_that_begins_goes_first(loop: Loop) -> None:
     assert not loop.captures.active
 
 
-def test_a_deadline_that_passes_ends_it(loop: Loop) -> None:
+def test_a_deadline_that_passes_ends_it(loop: Loop, clock: Clock) -> None:
     loop.notes.profiler._prepare_profiler()
-    loop.ask(give_up_unix_nanos=time.time_ns() + SECOND // 10)
+    loop.ask(give_up_unix_nanos=clock.time_ns() + SECOND)
     loop.steps(2)
-    time.sleep(0.1)
+    clock.passed_ns += SECOND + 1
     loop.steps(1)
     assert loop.answer is not None and "profiler of the user's own" in loop.answer.text
     assert not loop.captures.active
@@ -357,7 +379,7 @@ def test_steps_on_a_thread_of_autograds_own_are_refused(loop: Loop) -> None:
     loop.ask()
     done = threading.Event()
     _thread.start_new_thread(lambda: (loop.steps(1), done.set()), ())
-    assert done.wait(30)
+    assert done.wait(180)
     assert loop.answer is not None and "thread of autograd" in loop.answer.text
 
 
@@ -410,3 +432,52 @@ def test_a_fork_ends_what_runs_and_a_child_takes_no_commands(loop: Loop) -> None
     loop.ask()
     loop.steps(3)
     assert loop.answer is None
+
+
+def dumping(loop: Loop, **dumps: bytes) -> list[dict[str, bool]]:
+    """Gives torch flight recorders by name; returns with which arguments they are dumped."""
+    asked: list[dict[str, bool]] = []
+
+    def recorder(content: bytes, **arguments: bool) -> bytes:
+        asked.append(arguments)
+        return pickle.dumps({"pg_status": {"0": {}} if content else {}}) if len(asked) % 2 else content
+
+    made = {name: partial(recorder, content) for name, content in dumps.items()}
+    loop.notes.torch._C = SimpleNamespace(_distributed_c10d=SimpleNamespace(**made))
+    return asked
+
+
+def test_the_flight_recorder_is_handed_over_without_stacks_and_kept_until_it_is_dropped(loop: Loop) -> None:
+    asked = dumping(loop, _dump_fr_trace=b"records")
+    loop.ask(verb=ring_layout.VERB_RECORDER)
+    loop.steps(2)
+    assert loop.answer is None and not asked, "steps end, so nothing is dumped"
+    loop.captures.hand_over_recorder(loop.ring)
+    answer = loop.wait_for(ring_layout.PHASE_WRITTEN)
+    assert os.pread(answer.fd, 99, 0) == b"records"
+    assert asked == [{"includeCollectives": False}, {"includeStackTraces": False}]
+    loop.captures.hand_over_recorder(loop.ring)
+    assert len(asked) == 2, "a command is answered once"
+    loop.drop()
+    loop.captures._handover.wait(180.0)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(answer.fd)
+
+
+def test_a_recorder_that_cannot_be_dumped_is_a_reason_and_captures_go_on(loop: Loop) -> None:
+    for dump, words in ((b"", "TORCH_FR_BUFFER_SIZE=2000"), (bytes(ring_layout.RECORDER_BYTES_MOST + 1), "bytes")):
+        dumping(loop, _dump_fr_trace=dump)
+        loop.ask(verb=ring_layout.VERB_RECORDER)
+        loop.captures.hand_over_recorder(loop.ring)
+        assert loop.phase == ring_layout.PHASE_FAILED and loop.answer is not None and words in loop.answer.text
+    loop.ask()
+    loop.steps(4)
+    loop.wait_for(ring_layout.PHASE_WRITTEN)
+
+
+def test_commands_that_are_late_or_for_captures_dump_nothing(loop: Loop) -> None:
+    asked = dumping(loop, _dump_fr_trace=b"records")
+    for changes in ({"verb": ring_layout.VERB_RECORDER, "give_up_unix_nanos": time.time_ns() - 1}, {}):
+        loop.ask(**changes)
+        loop.captures.hand_over_recorder(loop.ring)
+    assert not asked and loop.answer is None

@@ -14,6 +14,7 @@ from rankscope.probe.ddp import CUDA_SAMPLE_SECONDS, NOT_MEASURED, DdpSampler
 class Ddp:
     def __init__(self, cuda: bool = False) -> None:
         self.iteration = 0
+        self.timed = 0  # the iteration that was measured last
         self.published: dict[str, int] = {"iteration": 0}
         self.rate = 100
         self.reads = 0
@@ -21,15 +22,20 @@ class Ddp:
         self.logger = self
 
     def forward(self) -> None:
-        if self.iteration and (self.iteration <= 10 or self.iteration % self.rate == 0):
+        if self._is_sampled():
             self.published = {
                 "iteration": self.iteration,
-                "forward_compute_time": self.iteration,
+                "forward_compute_time": self.timed,
                 "backward_compute_time": 20,
                 "backward_comm_time": 30,
                 "backward_compute_comm_overlap_time": 10,
             }
         self.iteration += 1
+        if self._is_sampled():
+            self.timed = self.iteration
+
+    def _is_sampled(self) -> bool:
+        return self.iteration > 0 and (self.iteration <= 10 or self.iteration % self.rate == 0)
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
         self.reads += 1
@@ -61,7 +67,7 @@ def test_figures_read_at_a_boundary_are_those_of_the_step_before(sampler: DdpSam
 
 def test_with_a_rate_only_boundaries_with_new_figures_are_read(sampler: DdpSampler) -> None:
     model = Ddp(cuda=True)
-    sampler.tune(0.05)
+    sampler.tune(0.05, 0)
     assert model.rate == math.ceil((CUDA_SAMPLE_SECONDS + 40e-6) / 5e-5)
     found = []
     for boundary in range(200):
@@ -73,17 +79,34 @@ def test_with_a_rate_only_boundaries_with_new_figures_are_read(sampler: DdpSampl
     assert model.reads <= len(found) + 2 * model.rate
 
 
+@pytest.mark.parametrize("is_inside_step", [False, True])
+def test_no_figures_of_an_older_step_are_taken_when_the_rate_changes(sampler: DdpSampler, is_inside_step: bool) -> None:
+    model = Ddp(cuda=True)
+    found = {}
+    for boundary in range(1, 200):
+        model.forward()
+        if is_inside_step and boundary % 37 == 0:
+            sampler.tune(0.05 if boundary % 2 else 1.0, boundary - 1)
+        figures = sampler.read(boundary)
+        if figures != NOT_MEASURED:
+            found[boundary] = round(figures[0] * 1e9)
+        if not is_inside_step and boundary % 37 == 0:
+            sampler.tune(0.05 if boundary % 2 else 1.0, boundary)
+    assert len(found) > 80
+    assert all(iteration == boundary - 1 for boundary, iteration in found.items()), found
+
+
 def test_the_rate_follows_the_length_of_a_step_so_that_the_cost_stays_below_a_thousandth(sampler: DdpSampler) -> None:
     model = Ddp(cuda=True)
     for step_seconds in (0.005, 0.05, 1.0):
-        sampler.tune(step_seconds)
+        sampler.tune(step_seconds, 0)
         assert CUDA_SAMPLE_SECONDS / model.rate <= 0.001 * step_seconds
     assert model.rate == 1
 
 
 def test_iterations_that_all_synchronise_in_one_step_are_scaled_up(sampler: DdpSampler) -> None:
     model = Ddp()
-    sampler.tune(10.0)
+    sampler.tune(10.0, 0)
     communication = []
     for boundary in range(10):
         for _ in range(4):
@@ -104,4 +127,4 @@ def test_a_model_that_is_gone_does_not_hurt(sampler: DdpSampler) -> None:
     model.forward()
     del model
     assert sampler.read(1) == NOT_MEASURED or all(math.isnan(value) for value in sampler.read(1))
-    sampler.tune(1.0)
+    sampler.tune(1.0, 1)

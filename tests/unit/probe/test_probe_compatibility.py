@@ -138,3 +138,33 @@ def test_hooks_are_installed_after_torch_has_run_and_into_parts_that_come_later(
         "['late runs', 'install late']",
         "SourceFileLoader set() torch",
     ]
+
+
+def test_a_loader_that_serves_every_module_and_is_asked_twice_still_imports_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("runs = True")
+    (tmp_path / "other.py").write_text("")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import rankscope.probe.torch_hooks as hooking\n"
+        "def install(torch): torch.is_hooked = True; return {}\n"
+        "hooking.install = install\n"
+    )
+    code = (
+        "import sys\n"
+        "from importlib import util\n"
+        "from importlib.machinery import PathFinder\n"
+        "class Loader:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        found = PathFinder.find_spec(name, path)\n"
+        "        return found and util.spec_from_file_location(name, found.origin, loader=self)\n"
+        "    def create_module(self, spec): return None\n"
+        "    def exec_module(self, module): exec(open(module.__file__).read(), vars(module))\n"
+        "sys.meta_path.insert(1, Loader())\n"
+        "util.find_spec('torch'); util.find_spec('torch')\n"
+        "import other, torch\n"
+        "print(torch.runs, torch.is_hooked, hasattr(other, 'is_hooked'), vars(torch.__loader__))\n"
+    )
+    path = os.pathsep.join([injection.inject_folder(), str(FOLDER.parents[1]), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert (done.stderr, done.stdout) == ("", "True True False {}\n")

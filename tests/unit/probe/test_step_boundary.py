@@ -26,6 +26,8 @@ class Loop:
         self.pre: Hook
         self.post: Hook
         self.fails = False
+        self.flush_every_ns = 0
+        self.is_compiling = False
         loop = self
 
         class Scaler:
@@ -36,7 +38,9 @@ class Loop:
                     loop.step(optimizer)
 
         self.scaler = Scaler()
-        self.mark = step_boundary.install_optimizer_hooks(self, self.tally, self.flush, Scaler)
+        self.mark = step_boundary.install_optimizer_hooks(
+            self, self.tally, self.flush, lambda: self.is_compiling, Scaler
+        )
 
     def register_optimizer_step_pre_hook(self, hook: Hook) -> None:
         self.pre = hook
@@ -47,7 +51,7 @@ class Loop:
     def flush(self, now_ns: int) -> int:
         if self.fails:
             raise ValueError("the ring is\nbroken")
-        return now_ns
+        return now_ns + self.flush_every_ns
 
     def step(self, optimizer: object) -> None:
         self.pre(optimizer, (), {})
@@ -146,3 +150,32 @@ def test_a_step_that_the_scaler_leaves_out_took_its_time_and_counts_once() -> No
         loop.scaler.step(model, overflows=number % 5 == 4)
         loop.scaler.step(other, overflows=number % 5 == 4)
     assert loop.steps == 20
+
+
+def test_between_two_records_the_same_is_counted() -> None:
+    loop, optimizer, other = Loop(), Optimizer(), Optimizer()
+    loop.flush_every_ns = 10**15
+    for _ in range(5):
+        loop.step(optimizer)
+    assert loop.steps == 5 and 0 < loop.tally.ledger[torch_timers.OPTIMIZER] < 10**12
+    loop.step(other)
+    assert loop.steps == 5, "of another optimizer"
+    loop.pre(optimizer, (), {})
+    loop.step(other)  # inside the step of the first
+    loop.post(optimizer, (), {})
+    loop.scaler.step(optimizer, overflows=True)
+    assert loop.steps == 7 and loop.tally.ledger[torch_timers.OPTIMIZER] < 10**12
+    loop.step(optimizer)
+    loop.mark()
+    loop.step(optimizer)
+    assert loop.steps == 9, "steps that are marked replace those of optimizers"
+
+
+def test_a_probe_that_is_disabled_between_two_records_counts_nothing_more() -> None:
+    loop, optimizer = Loop(), Optimizer()
+    loop.flush_every_ns = 10**15
+    for _ in range(3):
+        loop.step(optimizer)
+    step_boundary.disable(ValueError("the ring is broken"))
+    loop.step(optimizer)
+    assert loop.steps == 3

@@ -140,7 +140,7 @@ def test_a_runbook_has_its_sections_and_two_commands_that_exist(name: str) -> No
     assert not others
     recorded = {rule["record"] for rule in RECORDED}
     assert (
-        set(re.findall(r"\b\w+:rankscope_\w+:\w+|rankscope:threshold:\w+", text)) - {"job:rankscope_mfu_ratio:"}
+        set(re.findall(r"\b\w+:rankscope_\w+:\w+|rankscope:threshold:\w+", text)) - {"run:rankscope_mfu_ratio:"}
         <= recorded
     )
 

@@ -7,14 +7,13 @@ span six orders of magnitude."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
 
-from rankscope.analysis.collectives.bandwidth import bus_factor
-from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, Floats, Ints, number_groups
+from rankscope.analysis.collectives.kinds import CollectiveKind, bus_factor
+from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Floats, Ints, number_groups, take_rows
 
 # Number of points on each side whose pairs give starting lines: many pairs join two good points even if a third of all
 # points are outliers.
@@ -67,10 +66,6 @@ class Observations:
 
     def __len__(self) -> int:
         return len(self.kind)
-
-    def where(self, chosen: Bools | Ints) -> Observations:
-        columns = [field.name for field in fields(self) if field.name not in ("groups", "in_order")]
-        return replace(self, **{name: getattr(self, name)[chosen] for name in columns})
 
 
 @dataclass(frozen=True)
@@ -127,7 +122,7 @@ def fit_collectives(observed: Observations) -> tuple[Fit, ...]:
     which, count = number_groups(observed.group, observed.kind)
     order = np.argsort(which, kind="stable")
     bounds = np.searchsorted(which[order], np.arange(count + 1))
-    return tuple(_fit(observed.where(order[bounds[n] : bounds[n + 1]])) for n in range(count))
+    return tuple(_fit(take_rows(observed, order[bounds[n] : bounds[n + 1]])) for n in range(count))
 
 
 def residual_ratios(observed: Observations, fit: Fit) -> Floats:
@@ -198,7 +193,7 @@ def _fit(mine: Observations) -> Fit:
     # Not bincount: a trace may contain any number, and the table would be as long.
     group_sizes, counts = np.unique(known, return_counts=True)
     ranks = int(group_sizes[counts.argmax()]) if len(known) else -1
-    usable = mine.where((mine.bytes > 0) & (mine.seconds > 0) & np.isfinite(mine.seconds) & (mine.ranks > 0))
+    usable = take_rows(mine, (mine.bytes > 0) & (mine.seconds > 0) & np.isfinite(mine.seconds) & (mine.ranks > 0))
     sizes = np.unique(usable.bytes)
     empty = Fit(mine.groups[mine.group[0]], kind, ranks, len(usable), len(sizes))
     empty = replace(empty, bus_bytes_per_second_p50=_bus_rate(usable) if len(usable) else None)

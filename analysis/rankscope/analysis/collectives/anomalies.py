@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from rankscope.analysis.collectives.alpha_beta import Fit, Observations, fit_collectives, residual_ratios
-from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, Floats, grouped_median
+from rankscope.analysis.stats.robust import MAD_TO_SIGMA, Bools, Floats, grouped_median, join_rows, take_rows
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Severity
 
@@ -155,9 +155,9 @@ def _usable(observed: Observations, fit: Fit) -> Observations:
     chosen &= (observed.seconds > 0) & np.isfinite(observed.seconds)
     if fit.is_fitted:
         chosen &= observed.ranks > 0
-    mine = observed.where(chosen)
+    mine = take_rows(observed, chosen)
     timed = len(mine) > 0 and bool(np.isfinite(mine.time_seconds).all())
-    return mine.where(np.argsort(mine.time_seconds, kind="stable")) if timed else mine
+    return take_rows(mine, np.argsort(mine.time_seconds, kind="stable")) if timed else mine
 
 
 def _typical_of_size(mine: Observations) -> Floats:
@@ -167,15 +167,8 @@ def _typical_of_size(mine: Observations) -> Floats:
 
 def _common_expectation(parts: list[Observations]) -> list[Floats]:
     """The expected time of each observation, from the whole cohort."""
-    pooled = Observations(
-        group=np.zeros(sum(map(len, parts)), dtype=np.int64),
-        kind=np.concatenate([part.kind for part in parts]),
-        ranks=np.concatenate([part.ranks for part in parts]),
-        bytes=np.concatenate([part.bytes for part in parts]),
-        seconds=np.concatenate([part.seconds for part in parts]),
-        time_seconds=np.concatenate([part.time_seconds for part in parts]),
-        groups=("",),
-    )
+    pooled = join_rows(parts)
+    pooled = replace(pooled, group=np.zeros_like(pooled.group), groups=("",))
     fit = fit_collectives(pooled)[0]
     if fit.is_fitted:
         return [fit.predict(part.bytes, part.ranks) for part in parts]

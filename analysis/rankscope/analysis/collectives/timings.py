@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 
 from rankscope.analysis.collectives.alpha_beta import Observations
-from rankscope.analysis.collectives.bandwidth import bus_factor
-from rankscope.analysis.collectives.kinds import CollectiveKind, kind_of_note
+from rankscope.analysis.collectives.kinds import CollectiveKind, bus_factor, kind_of_note
 
 # Accepted column names; the first that is present is used.
 _OP = ("op", "operation", "collective", "kind", "coll", "name")

@@ -1,18 +1,15 @@
-"""Charts as SVG text: bars, stacked bars, lines, scatter, histogram. Values that are None or not finite are not
+"""Charts as SVG text: bars, stacked bars, lines, scatter. Values that are None or not finite are not
 drawn."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from rankscope.analysis.plots import svg
 from rankscope.analysis.plots.svg import (
     Axis,
-    Frame,
     Scale,
     base_line,
     drawing,
@@ -21,20 +18,18 @@ from rankscope.analysis.plots.svg import (
     heading,
     hover,
     label,
-    round_step,
     scale,
     text_pixels,
     x_axis,
     y_axis,
 )
-from rankscope.analysis.quantities import quantity, shorten
+from rankscope.analysis.quantities import quantity, shorten_all
 
 Values = Sequence[float | None]
 _ROW_PIXELS = 22.0
 _BARS_PIXELS = 720.0
 _PLOT_PIXELS = 300.0
 _LABEL_CHARACTERS = 46
-_MOST_BINS = 40
 
 
 @dataclass(frozen=True)
@@ -85,11 +80,10 @@ def lines(
     across: Axis,
     up: Axis,
     title: str = "",
-    from_zero: bool = True,
 ) -> str:
     """One line per series over common positions. A missing value breaks the line."""
     clouds = [Cloud(one.name, positions, one.values, one.colour) for one in series]
-    return _plot(clouds, (), across, up, title, joined=True, from_zero=from_zero, diagonal=False)
+    return _plot(clouds, (), across, up, title, joined=True, diagonal=False)
 
 
 def scatter(
@@ -102,31 +96,7 @@ def scatter(
     diagonal: bool = False,
 ) -> str:
     """Points, with fitted `curves` on top; `diagonal` draws y = x (predicted against actual)."""
-    return _plot(clouds, curves, across, up, title, joined=False, from_zero=False, diagonal=diagonal)
-
-
-def histogram(
-    values: Values, *, axis: Axis, title: str = "", bins: int | None = None, marks: Mapping[str, float] | None = None
-) -> str:
-    """Bins end at round numbers. `marks` are named positions, such as a median."""
-    known = _known(values)
-    wanted = min(bins or max(8, round(2 * len(known) ** (1 / 3))), _MOST_BINS)
-    inside = frame(_PLOT_PIXELS, left=64, title=title)
-    across = scale(axis, known, inside.left, inside.right, most=8)
-    step = round_step((across.high - across.low) / across.shown.factor, wanted) * across.shown.factor
-    edges = across.low + step * np.arange(math.ceil((across.high - across.low) / step - 1e-9) + 1)
-    counts = np.histogram(known, edges)[0].tolist() if known else [0] * (len(edges) - 1)
-    up = scale(Axis("count"), [0.0, float(max(counts, default=1) or 1)], inside.bottom, inside.top, from_zero=True)
-    parts = [heading(title), x_axis(inside, across), y_axis(inside, up)]
-    for low, high, count in zip(edges[:-1].tolist(), edges[1:].tolist(), counts, strict=True):
-        if count:
-            text = f"{quantity(low, axis.unit)} to {quantity(high, axis.unit)}: {count}"
-            left, top = across.place(low), up.place(count)
-            parts.append(_block(left + 0.5, top, across.place(high) - left - 1, inside.bottom - top, svg.BLUE, text))
-    for name, value in (marks or {}).items():
-        if math.isfinite(value):
-            parts.append(_mark(inside, across.place(value), f"{name} {quantity(value, axis.unit)}"))
-    return drawing(inside.width, inside.height, title or axis.title, "".join(parts))
+    return _plot(clouds, curves, across, up, title, joined=False, diagonal=diagonal)
 
 
 def _horizontal_bars(
@@ -140,7 +110,7 @@ def _horizontal_bars(
     legend: bool,
 ) -> str:
     row = min(_ROW_PIXELS, max(1.5, _BARS_PIXELS / max(len(labels), 1)))
-    shown = [shorten(text, _LABEL_CHARACTERS) for text in labels]
+    shown = shorten_all(labels, _LABEL_CHARACTERS)
     left = min(max((text_pixels(text) for text in shown), default=40.0) + 34, 340.0)
     inside = frame(
         row * max(len(labels), 1) + 4, left=left, title=title, names=[one.name for one in series] if legend else ()
@@ -186,7 +156,6 @@ def _plot(
     title: str,
     *,
     joined: bool,
-    from_zero: bool,
     diagonal: bool,
 ) -> str:
     everything = [*clouds, *curves]
@@ -197,7 +166,7 @@ def _plot(
     xs = [value for one in everything for value in one.x]
     ys = [value for one in everything for value in one.y]
     across = scale(x, xs, inside.left, inside.right, most=8)
-    up = scale(y, ys, inside.bottom, inside.top, from_zero=from_zero)
+    up = scale(y, ys, inside.bottom, inside.top, from_zero=joined)
     parts = [heading(title, *(([c.name for c in named], [fills[id(c)] for c in named]) if legend else ()))]
     parts += [x_axis(inside, across), y_axis(inside, up)]
     if diagonal:
@@ -246,12 +215,6 @@ def _path(points: Sequence[tuple[float, float]], colour: str, *, dashed: bool = 
 
 def _block(x: float, y: float, width: float, height: float, colour: str, note: str) -> str:
     return element("rect", hover(note), x=x, y=y, width=width, height=height, fill=colour)
-
-
-def _mark(inside: Frame, x: float, text: str) -> str:
-    line = element("line", x1=x, y1=inside.top, x2=x, y2=inside.bottom, stroke=svg.VERMILION, stroke_width=1.5)
-    right = x + text_pixels(text) + 8 < inside.right
-    return line + label(x + 5 if right else x - 5, inside.top + 11, text, anchor="start" if right else "end")
 
 
 def _drawable(value: float | None, on: Scale) -> bool:

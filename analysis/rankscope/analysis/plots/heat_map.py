@@ -11,7 +11,7 @@ import numpy as np
 
 from rankscope.analysis.plots import svg
 from rankscope.analysis.plots.svg import WIDTH, Axis, drawing, element, heading, hover, label, scale, text_pixels
-from rankscope.analysis.quantities import NOT_MEASURED, display, number, quantity, shorten
+from rankscope.analysis.quantities import NOT_MEASURED, display, number, quantity, shorten_all
 from rankscope.analysis.stats.robust import Floats
 
 _CELL_PIXELS = 34.0
@@ -29,7 +29,6 @@ def heat_map(
     column_labels: Sequence[str],
     title: str = "",
     unit: str = "",
-    row_title: str = "",
     column_title: str = "",
     value_title: str = "",
     low: float | None = None,
@@ -39,8 +38,8 @@ def heat_map(
     grid = np.atleast_2d(np.asarray(values, dtype=np.float64))
     rows, columns = grid.shape
     share, bottom, top = shares(grid, low, high)
-    names = [shorten(text, 30) for text in row_labels]
-    left = max((text_pixels(text) for text in names), default=20.0) + (38 if row_title else 20)
+    names = shorten_all(row_labels, 30)
+    left = max((text_pixels(text) for text in names), default=20.0) + 20
     head = 14.0 + (26 if title else 0)
     wide = min(_CELL_PIXELS * 1.6, max(_LEAST_PIXELS, (WIDTH - left - _COLOUR_BAR_PIXELS - 20) / max(columns, 1)))
     tall = min(_CELL_PIXELS, max(_LEAST_PIXELS, _HEIGHT_PIXELS / max(rows, 1)))
@@ -70,8 +69,6 @@ def heat_map(
     parts += _names(names, row_labels, column_labels, left, head, wide, tall)
     if column_title:
         parts.append(label(left + inner_width / 2, head + inner_height + 34, column_title, anchor="middle", muted=True))
-    if row_title:
-        parts.append(label(16, head + inner_height / 2, row_title, anchor="middle", muted=True, rotated=True))
     bar_height = max(inner_height, 60.0)
     parts.append(_colour_bar(left + inner_width + 18, head, bar_height, Axis(value_title, unit), bottom, top))
     height = head + bar_height + 46
@@ -112,7 +109,7 @@ def _names(
     for row in range(0, len(names), max(1, math.ceil(13 / tall))):
         tip = row_labels[row] if names[row] != row_labels[row] else ""
         parts.append(label(left - 6, head + row * tall + tall / 2 + 4, names[row], anchor="end", tooltip=tip))
-    short = [shorten(text, 16) for text in column_labels]
+    short = shorten_all(column_labels, 16)
     every = max(1, math.ceil((max((text_pixels(text) for text in short), default=0.0) + 8) / wide))
     bottom = head + len(names) * tall + 15
     for column in range(0, len(short), every):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rankscope.analysis.plots.svg import clean
 
+_LONG_WORD = 40  # characters
 _NAMESPACE = ' xmlns="http://www.w3.org/2000/svg"'
 _STYLE = """
 :root { --paper: #ffffff; --ink: #1f2328; --muted: #59636e; --grid: #d8dee4; --mark: #fff3e0; --lead: #f6f8fa; }
@@ -24,8 +25,8 @@ summary { cursor: pointer; }
 p { margin: 8px 0; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; margin: 10px 0; }
 table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--grid); vertical-align: top;
-  overflow-wrap: anywhere; }
+th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
+td.w { overflow-wrap: anywhere; min-width: 16em; }
 th { color: var(--muted); font-weight: 600; white-space: nowrap; }
 .n { text-align: right; white-space: nowrap; }
 tr.marked td { background: var(--mark); }
@@ -39,7 +40,8 @@ footer { margin-top: 40px; color: var(--muted); font-size: 13px; }
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are plain text and escaped here. Numeric columns are right-aligned."""
+    """Cells are plain text and escaped here. Numeric columns are right-aligned. Words are broken only in columns that
+    hold very long ones, such as names of kernels."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -97,6 +99,9 @@ def _section(section: Section) -> str:
 def _table(table: Table) -> str:
     numeric = [*table.numeric, *[False] * (len(table.columns) - len(table.numeric))]
     kinds = [' class="n"' if right else "" for right in numeric]
+    for column, cells in enumerate(zip(*table.rows, strict=True)):
+        if not numeric[column] and any(len(word) > _LONG_WORD for cell in cells for word in cell.split()):
+            kinds[column] = ' class="w"'
     head = "".join(f"<th{kind}>{clean(text)}</th>" for kind, text in zip(kinds, table.columns, strict=True))
     marked = frozenset(table.marked)
     rows = "\n".join(

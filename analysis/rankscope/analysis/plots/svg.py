@@ -245,12 +245,12 @@ class Frame:
     height: float
 
 
-def frame(inner_height: float, *, left: float, title: str, names: Sequence[str] = (), width: float = WIDTH) -> Frame:
+def frame(inner_height: float, *, left: float, title: str, names: Sequence[str] = ()) -> Frame:
     """`names` are those of the legend; space is reserved for as many lines as it needs."""
     lines = max((line for line, _ in _legend_places(names)), default=-1) + 1
     top = 12.0 + (_TITLE_PIXELS if title else 0.0) + lines * _LEGEND_PIXELS
     bottom = top + inner_height
-    return Frame(left, width - 34.0, top, bottom, width, bottom + _AXIS_PIXELS)
+    return Frame(left, WIDTH - 34.0, top, bottom, WIDTH, bottom + _AXIS_PIXELS)
 
 
 def heading(title: str, names: Sequence[str] = (), colours: Sequence[str] = ()) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import TypeAlias
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +13,10 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Table = TypeVar("Table", bound="DataclassInstance")  # a dataclass with a column per field
 # Scales the median absolute deviation of normal noise to its standard deviation.
 MAD_TO_SIGMA = 1.4826
 # Up to this many values, sorting is faster than the overhead of np.median, which matters at thousands of calls per
@@ -30,6 +36,20 @@ def number_groups(*keys: Ints) -> tuple[Ints, int]:
     numbers = np.empty(len(order), dtype=np.int64)
     numbers[order] = np.cumsum(changed)
     return numbers, int(numbers[order[-1]]) + 1
+
+
+def take_rows(table: Table, rows: Ints | Bools | slice) -> Table:
+    """A selection of the rows, by mask, index or slice. Fields that are no columns stay."""
+    columns = {field.name: getattr(table, field.name) for field in fields(table)}
+    chosen: dict[str, Any] = {name: each[rows] for name, each in columns.items() if isinstance(each, np.ndarray)}
+    return replace(table, **chosen)
+
+
+def join_rows(tables: Sequence[Table]) -> Table:
+    """The rows of all tables, in order. Fields that are no columns are those of the first."""
+    names = [field.name for field in fields(tables[0]) if isinstance(getattr(tables[0], field.name), np.ndarray)]
+    joined: dict[str, Any] = {name: np.concatenate([getattr(table, name) for table in tables]) for name in names}
+    return replace(tables[0], **joined)
 
 
 def rows_of_groups(numbers: Ints, count: int) -> list[Ints]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rankscope.analysis.stats.robust import Bools, Floats, Ints
+from rankscope.analysis.stats.robust import Bools, Floats, Ints, take_rows
 from rankscope.analysis.timelines.timeline import (
     COMPUTES,
     GC,
@@ -85,7 +85,7 @@ def lay_out(timeline: Timeline, sizes: JobSizes) -> Layout:
     timeline, lanes, data, tensor = find_lanes(timeline, sizes)
     _require_computes(timeline, lanes)
     rows, index, notes = clean_rows(timeline, data, tensor, lanes)
-    timeline, data, tensor = take(timeline, rows), data[rows], tensor[rows]
+    timeline, data, tensor = take_rows(timeline, rows), data[rows], tensor[rows]
     in_chain = np.array([name in COMPUTES or not is_known(name) for name in timeline.names])[timeline.operation]
     code, _ = number_groups(timeline.stage, timeline.operation, index, timeline.chunk)
     block, block_count = number_groups(timeline.step, data, tensor)
@@ -234,7 +234,7 @@ def find_lanes(timeline: Timeline, sizes: JobSizes) -> tuple[Timeline, Lanes, In
     rows = kept_place[place]
     expected = stages * (sizes.data or len(data_ranks)) * tensors
     lanes = Lanes(data_ranks[complete], rank, int(kept_place.sum()), max(expected, len(places)), tuple(notes))
-    kept = take(timeline, rows)
+    kept = timeline if rows.all() else take_rows(timeline, rows)
     return kept, lanes, renumbered[data_of_place[place[rows]]], tensor_of_place[place[rows]]
 
 
@@ -245,13 +245,6 @@ def _places(timeline: Timeline) -> tuple[Ints, Ints]:
     row = np.zeros(count, dtype=np.int64)
     row[place] = np.arange(len(place))
     return place, np.stack([key[row] for key in keys], axis=1)
-
-
-def take(timeline: Timeline, rows: Bools | Ints) -> Timeline:
-    if rows.dtype == np.bool_ and rows.all():
-        return timeline
-    columns = ("data_rank", "stage", "rank", "step", "operation", "start_seconds", "duration_seconds", "order", "chunk")
-    return replace(timeline, **{name: getattr(timeline, name)[rows] for name in columns})
 
 
 def _count_stages(timeline: Timeline, sizes: JobSizes) -> int:

@@ -19,14 +19,16 @@ from rankscope.analysis.timelines.replay import (
     replay_scenarios,
     replay_typical,
 )
-from rankscope.analysis.timelines.slow_ranks import Outliers, find_outliers, self_seconds
 from rankscope.analysis.timelines.timeline import JobSizes, Timeline, TimelineError
 from rankscope.analysis.timelines.what_if import (
+    Outliers,
     find_imbalance,
+    find_outliers,
     find_slow_stage,
     find_slow_transfer,
     like_peers,
     peers_of_each,
+    self_seconds,
     stage_levels,
     stages_like_others,
 )
@@ -221,7 +223,7 @@ def judge(model: Model, policy: Policy) -> Judgement:
     durations = [part.net_seconds for part in model.parts]
     if outlier.any():
         durations = like_peers(model, outlier)
-        slow, note = _slow_ranks(model, durations, found, outlier, own, policy)
+        slow, note = _slow_ranks(model, durations, found, outlier, policy)
         candidates += [slow] if slow else []
         notes += [note] if note else []
     candidates += _job_wide(model, durations, policy)
@@ -248,7 +250,7 @@ def _abstain(model: Model, policy: Policy) -> Verdict | None:
 
 
 def _slow_ranks(
-    model: Model, durations: list[Floats], found: Outliers, outlier: Bools, own: Floats, policy: Policy
+    model: Model, durations: list[Floats], found: Outliers, outlier: Bools, policy: Policy
 ) -> tuple[Verdict | None, str]:
     whole = float(replay_recorded(model).mean())
     impact = 1 - float(replay_durations(model, durations).mean()) / whole

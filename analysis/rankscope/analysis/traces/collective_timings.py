@@ -10,7 +10,7 @@ import numpy as np
 
 from rankscope.analysis.collectives.alpha_beta import Observations
 from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Ints
+from rankscope.analysis.stats.robust import Ints, take_rows
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.joins.channels import Channel
 from rankscope.analysis.traces.joins.join import join_traces
@@ -30,7 +30,7 @@ def observe_traces(traces: Mapping[int, Trace], *, ranks: int | None = None) -> 
         observed = _observe_joined(traces, collectives, ranks)
         if len(observed.observations):
             return observed
-    return _observe_single(traces, collectives, ranks)
+    return _observe_single(collectives, ranks)
 
 
 def _observe_joined(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives], ranks: int | None) -> Observed:
@@ -66,12 +66,12 @@ def _observe_joined(traces: Mapping[int, Trace], collectives: Mapping[int, Colle
     return Observed(observations, tuple(notes))
 
 
-def _observe_single(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives], ranks: int | None) -> Observed:
+def _observe_single(collectives: Mapping[int, Collectives], ranks: int | None) -> Observed:
     labels: dict[str, int] = {}
     parts: list[tuple[Ints, Collectives]] = []
     for rows in collectives.values():
         numbers = np.array([labels.setdefault(label(each), len(labels)) for each in rows.groups], dtype=np.int64)
-        kept = rows.where(rows.measured)
+        kept = take_rows(rows, rows.measured)
         parts.append((numbers[kept.group] if len(kept) else kept.group, kept))
 
     def column(name: str) -> Ints:

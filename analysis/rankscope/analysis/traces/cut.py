@@ -25,7 +25,6 @@ HEAD_LIMIT_BYTES = 8 << 20
 MOST_RUNS = 1024
 # The nearest run begins among the steps around the same moment.
 RUNS_AROUND = 3
-_SECOND_NS = 1_000_000_000
 # Written again from other sources.
 _REPLACED = ("traceEvents", "distributedInfo", "")
 _EVENTS = msgspec.json.Decoder(list[RawEvent])

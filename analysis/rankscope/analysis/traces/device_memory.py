@@ -37,9 +37,7 @@ class MeasuredMemory:
 
     device: int
     on_device: bool
-    first_allocated_bytes: int
     peak_allocated_bytes: int
-    peak_time_ns: int
     peak_reserved_bytes: int | None
     fragmentation_ratio: float | None  # 1 − allocated ÷ reserved, when most was reserved
     before_trace_bytes: int  # this and the next three add up to the peak
@@ -72,9 +70,7 @@ def _measure(trace: Trace, rows: Ints, most_holders: int) -> MeasuredMemory:
     return MeasuredMemory(
         device=int(memory.device[rows[0]]),
         on_device=bool(memory.on_device[rows[0]]),
-        first_allocated_bytes=int(allocated[0] - memory.change_bytes[rows[0]]),
         peak_allocated_bytes=int(allocated[peak]),
-        peak_time_ns=int(memory.time_ns[rows[peak]]),
         peak_reserved_bytes=largest if largest > 0 else None,
         fragmentation_ratio=_fragmentation(allocated, reserved) if largest > 0 else None,
         before_trace_bytes=int(allocated[peak] - sizes.sum()),

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from rankscope.analysis.stats.robust import Bools, Ints, number_groups
-from rankscope.analysis.traces.trace import ABSENT, Trace
+from rankscope.analysis.traces.trace import ABSENT, Trace, take_or_absent
 
 Intervals: TypeAlias = tuple[Ints, Ints]
 # Deeper nesting than operators have.
@@ -149,19 +149,15 @@ class Spans:
     def _climb(self, found: Ints, moment_ns: Ints) -> Ints:
         """For nesting as deep as a forged trace has it: ancestors 1, 2, 4, … levels up, then from the furthest down."""
         ancestors = [self.parent]
-        while np.any((up := _above(ancestors[-1], ancestors[-1])) >= 0):
+        while np.any((up := take_or_absent(ancestors[-1], ancestors[-1])) >= 0):
             ancestors.append(up)
         rows = np.flatnonzero((found >= 0) & (self.end_ns[found] < moment_ns))
         place, moments = found[rows], moment_ns[rows]
         for ancestor in reversed(ancestors):
-            higher = _above(ancestor, place)
+            higher = take_or_absent(ancestor, place)
             place = np.where((higher >= 0) & (self.end_ns[higher] < moments), higher, place)
-        found[rows] = _above(self.parent, place)
+        found[rows] = take_or_absent(self.parent, place)
         return found
-
-
-def _above(parent: Ints, places: Ints) -> Ints:
-    return np.where(places >= 0, parent[places], ABSENT)
 
 
 def nest(trace: Trace, rows: Ints) -> Spans:

@@ -10,11 +10,11 @@ import numpy as np
 from rankscope.analysis.stats.robust import Bools, Ints
 from rankscope.analysis.traces.intervals import merge
 from rankscope.analysis.traces.kernels import names_like
-from rankscope.analysis.traces.trace import ABSENT, Category, Trace
+from rankscope.analysis.traces.trace import ABSENT, Category, Trace, match
 
 # An annotation that Rankscope writes where it cut a recording at a step boundary.
 CUT_AT_A_STEP = "rankscope: requested steps begin here"
-_PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,18})")
+PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,18})")
 OPTIMIZER_STEP = re.compile(r"Optimizer\.step#")
 BACKWARD = re.compile(r"autograd::engine::evaluate_function")
 NO_STEP = -1
@@ -50,7 +50,7 @@ NO_STEPS = Steps(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.in
 
 def find_steps(trace: Trace) -> Steps:
     on_host = trace.of(Category.USER_ANNOTATION, Category.CPU_OP) & (trace.stream == ABSENT)
-    marked = on_host & names_like(trace, _PROFILER_STEP)[trace.name]
+    marked = on_host & names_like(trace, PROFILER_STEP)[trace.name]
     if marked.any():
         return _profiler_steps(trace, np.flatnonzero(marked))
     optimizers = on_host & names_like(trace, OPTIMIZER_STEP)[trace.name]
@@ -65,18 +65,10 @@ def first_whole(steps: Steps) -> int:
 def launch_rows(trace: Trace) -> Ints:
     """Per row, the row of the host call that launched it; -1 for host events and if the call is not in the trace.
     One call may launch many kernels (a graph)."""
+    calls = np.flatnonzero(trace.of(Category.RUNTIME, Category.DRIVER))
+    work = np.flatnonzero(trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.SYNC))
     found = np.full(len(trace), ABSENT, dtype=np.int64)
-    calls = np.flatnonzero(trace.of(Category.RUNTIME, Category.DRIVER) & (trace.correlation != ABSENT))
-    work = np.flatnonzero(
-        trace.of(Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.SYNC) & (trace.correlation != ABSENT)
-    )
-    if len(calls) == 0 or len(work) == 0:
-        return found
-    calls = calls[np.argsort(trace.correlation[calls], kind="stable")]
-    known = trace.correlation[calls]
-    place = np.minimum(np.searchsorted(known, trace.correlation[work]), len(known) - 1)
-    same = known[place] == trace.correlation[work]
-    found[work[same]] = calls[place[same]]
+    found[work] = match(trace.correlation[work], trace.correlation[calls], calls)
     return found
 
 
@@ -107,7 +99,7 @@ def _profiler_steps(trace: Trace, rows: Ints) -> Steps:
 
 
 def _step_number(name: str) -> int:
-    found = _PROFILER_STEP.match(name)
+    found = PROFILER_STEP.match(name)
     return int(found[1]) if found else 0
 
 

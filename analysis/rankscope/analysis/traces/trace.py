@@ -35,7 +35,6 @@ class Device:
     index: int
     name: str
     memory_bytes: int | None
-    multiprocessors: int | None
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,18 @@ class MemoryColumns:
 
 
 @dataclass(frozen=True)
+class FlowColumns:
+    """Both ends of the arrows from a forward operator to the backward operator that autograd made of it. An end names
+    the operator that starts on this thread at this time."""
+
+    number: Ints  # the same at both ends
+    time_ns: Ints
+    process: Ints
+    thread: Ints
+    is_forward: Bools
+
+
+@dataclass(frozen=True)
 class Trace:
     """Times are nanoseconds since `base_ns` (Unix time, if the trace has it), as exact as in the file. Each trace
     has its own base, the whole second of its first event: add it before comparing ranks. Rows are sorted by start;
@@ -102,6 +113,7 @@ class Trace:
     groups: tuple[ProcessGroup, ...]
     collectives: CollectiveColumns
     memory: MemoryColumns
+    flows: FlowColumns
     repairs: tuple[str, ...]  # messages: what was repaired while reading the file
 
     def __len__(self) -> int:
@@ -122,18 +134,29 @@ class Trace:
         return self.names[index] if index >= 0 else ""
 
 
+def take_or_absent(column: Ints, index: Ints) -> Ints:
+    """The column by index; -1 where the index is -1."""
+    if not len(column):
+        return np.full(len(index), ABSENT)
+    return np.where(index >= 0, column[index], ABSENT)
+
+
+def match(wanted: Ints, offered: Ints, result: Ints) -> Ints:
+    """The first result with the wanted number; -1 if there is none or nothing is wanted."""
+    order = np.argsort(offered, kind="stable")
+    place = np.searchsorted(offered, wanted, sorter=order)
+    inside = (place < len(offered)) & (wanted >= 0)
+    found = np.full(len(wanted), ABSENT)
+    candidate = order[place[inside]]
+    found[inside] = np.where(offered[candidate] == wanted[inside], result[candidate], ABSENT)
+    return found
+
+
 class TraceError(ValueError):
-    """The file is not a readable trace. `reason` is a clause without the file's name; `byte` is the position in the
-    decompressed text, if known."""
+    """The file is not a readable trace. `byte` is the position in the decompressed text, if known."""
 
     def __init__(self, reason: str, *, byte: int | None = None) -> None:
-        self.reason = reason if byte is None else f"{reason} (byte {byte})"
-        self.byte = byte
-        super().__init__(self.reason)
-
-    def name_file(self, name: str) -> None:
-        if name:
-            self.args = (f"{name}: {self.reason}",)
+        super().__init__(reason if byte is None else f"{reason} (byte {byte})")
 
 
 class Repairs:

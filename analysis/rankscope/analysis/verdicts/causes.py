@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
 
 import numpy as np
 
+from rankscope.analysis.profiles.comparison import FrameExcess, sentence
+from rankscope.analysis.profiles.phases import WAITING_PHASES
 from rankscope.analysis.stats.robust import Bools, Floats, median_or_nan
 from rankscope.analysis.verdicts.gpu_throttling import PHASES_OFF_THE_GPU, compare_clocks, compare_errors, name_throttle
 from rankscope.analysis.verdicts.slow_rank import Screen, device_bound, is_timed_on_device
+from rankscope.analysis.verdicts.stack_profiles import StackHistory, frames_in_excess
 from rankscope.analysis.verdicts.thresholds import Policy
-from rankscope.analysis.verdicts.verdict import DEVICE, HOST, Cause, milliseconds
+from rankscope.analysis.verdicts.verdict import DEVICE, HOST, Cause, milliseconds, ranks
 from rankscope.analysis.verdicts.windows import (
     HOST_WAITING_PHASES,
-    WAITING_PHASES,
     WORK_PHASES,
     FrameSeen,
     GpuEvidence,
@@ -28,22 +30,14 @@ from rankscope.analysis.verdicts.windows import (
 FRAMES_SHOWN = 3
 # Measured phases without a sharp border: forward lasts until backward begins, and so holds code of the loop.
 PHASES_WITH_OTHER_CODE = frozenset({"forward", "other"})
-_LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/", "/lib/python3", "/torchinductor_", "/rankscope/probe/")
-_NO_FRAME = FrameSeen("", "", 0, 0.0, 0.0, "other")
-_NOTHING = (0.0, 0.0, "other")
-
-
-@dataclass(frozen=True)
-class FrameExcess:
-    frame: FrameSeen
-    share: float  # inclusive share beyond the peers'
-    leaf_share: float
 
 
 @dataclass(frozen=True)
 class _Culprit:
     """The slowest of the culprits, against the ranks of its cohort that are no culprits."""
 
+    rank: int
+    others: Sequence[int]
     columns: RankColumns
     row: int
     peers: Bools
@@ -52,6 +46,7 @@ class _Culprit:
     bound: str
     stacks: StackProfile | None
     peers_stacks: Sequence[StackProfile]
+    history: StackHistory
     gpu: GpuEvidence | None
     peers_gpus: Sequence[GpuEvidence]
 
@@ -68,6 +63,21 @@ class _Culprit:
             return []
         return frames_in_excess(self.stacks, self.peers_stacks, waiting=waiting)
 
+    def explained(self, cause: Cause, waiting: Collection[str] = WAITING_PHASES) -> Cause:
+        """The cause with the first lines of its phase. Where there are samples enough to prove one, its evidence has
+        the share of the rank's time in that line and its peers' share."""
+        recent = _of_phase(self.frames(waiting), cause.phase)
+        proven = self.history.proven(self.rank, self.others, {one.frame for one in recent})
+        if not proven:
+            return replace(cause, frames=self.shown(recent))
+        evidence = _joined(cause.evidence, sentence(ranks([self.rank]), proven[0]))
+        return replace(cause, frames=self.shown(proven), evidence=evidence)
+
+    def shown(self, found: Sequence[FrameExcess]) -> tuple[FrameSeen, ...]:
+        """The first few of those that the latest stacks have."""
+        seen = {frame[:3]: frame for frame in self.stacks.frames} if self.stacks is not None else {}
+        return tuple(seen[one.frame[:3]]._replace(share=one.share) for one in found[:FRAMES_SHOWN])
+
 
 def name_cause(
     columns: RankColumns,
@@ -76,12 +86,15 @@ def name_cause(
     stacks: Mapping[int, StackProfile],
     policy: Policy,
     gpus: Mapping[int, GpuEvidence] | None = None,
+    history: StackHistory | None = None,
 ) -> Cause:
     """Cause of the culprits' excess in one (merged) window of one job. `stacks` and `gpus` are by rank."""
     row = screened.slowest(culprits)
     peers = ~culprits & (columns.stage == columns.stage[row])
     rank, others = int(columns.rank[row]), columns.rank[peers].tolist()
     culprit = _Culprit(
+        rank,
+        others,
         columns,
         row,
         peers,
@@ -90,6 +103,7 @@ def name_cause(
         _bound(columns, screened, row, policy),
         stacks.get(rank),
         [stacks[other] for other in others if other in stacks],
+        history or StackHistory(),
         (gpus or {}).get(rank),
         [gpus[other] for other in others if other in gpus] if gpus else [],
     )
@@ -114,7 +128,7 @@ def _bound(columns: RankColumns, screened: Screen, row: int, policy: Policy) -> 
 def _starved(culprit: _Culprit) -> Cause:
     delay = np.nan_to_num(culprit.more_than_peers(culprit.columns.starved_seconds))
     evidence = f"{milliseconds(float(delay))} a step without a CPU, of {milliseconds(culprit.excess_seconds)} in excess"
-    return Cause("starved", _shown(culprit.frames()), evidence, culprit.bound)
+    return Cause("starved", culprit.shown(culprit.frames()), evidence, culprit.bound)
 
 
 def _cause_on_device(culprit: _Culprit, policy: Policy) -> Cause:
@@ -122,8 +136,8 @@ def _cause_on_device(culprit: _Culprit, policy: Policy) -> Cause:
     excess, columns = culprit.excess_seconds, culprit.columns
     exposed = culprit.more_than_peers(columns.input_seconds)
     if exposed >= policy.cause_share * excess:
-        frames = _shown(e for e in culprit.frames() if e.frame.phase == "input")
-        return Cause("input", frames, f"its device stands still {milliseconds(exposed)} a step for its input", HOST)
+        evidence = f"its device stands still {milliseconds(exposed)} a step for its input"
+        return culprit.explained(Cause("input", (), evidence, HOST))
     if culprit.bound == HOST:
         return _late_host(culprit, policy)
     throttle = name_throttle(culprit.gpu, culprit.peers_gpus, _slowdown(culprit), policy)
@@ -150,12 +164,10 @@ def _late_host(culprit: _Culprit, policy: Policy) -> Cause:
         return Cause("unknown", (), f"{late}; {of} stacks were not sampled", HOST)
     needed = policy.stack_cause_share * excess
     phase, held = _seen_in_stacks(culprit, HOST_WAITING_PHASES, needed)
-    frames = culprit.frames(waiting=HOST_WAITING_PHASES)
+    cause = Cause(phase, (), f"{late}, {milliseconds(held)} of it in {_named(phase).removeprefix('of ')}", HOST)
     if held < needed:
-        return Cause("unknown", _shown(frames), f"{late}, spread over several phases", HOST)
-    return Cause(
-        phase, _shown(frames, phase), f"{late}, {milliseconds(held)} of it in {_named(phase).removeprefix('of ')}", HOST
-    )
+        cause = Cause("unknown", (), f"{late}, spread over several phases", HOST)
+    return culprit.explained(cause, HOST_WAITING_PHASES)
 
 
 def _named(phase: str) -> str:
@@ -180,24 +192,20 @@ def _cause_by_phase(culprit: _Culprit, policy: Policy) -> Cause:
             return throttle
     if held < needed:
         evidence = f"{milliseconds(excess)} a step in excess, spread over several phases"
-        return Cause("unknown", _shown(culprit.frames()), evidence)
-    return Cause(
-        phase, _shown(culprit.frames(), phase), f"{milliseconds(held)} a step more {_named(phase)} than its peers"
-    )
+        return culprit.explained(Cause("unknown", (), evidence))
+    return culprit.explained(Cause(phase, (), f"{milliseconds(held)} a step more {_named(phase)} than its peers"))
 
 
 def _slowdown(culprit: _Culprit) -> float:
     return culprit.compared_seconds / culprit.usual_seconds if culprit.usual_seconds > 0 else inf
 
 
-def _shown(found: Iterable[FrameExcess], phase: str | None = None) -> tuple[FrameSeen, ...]:
-    """The first few, of `phase` only: a line of another phase explains nothing."""
-    frames = [excess.frame for excess in found]
-    if phase is not None:
-        in_phase = [frame for frame in frames if step_phase(frame.phase) == phase]
-        loop = [frame for frame in frames if frame.phase == "other"] if phase in PHASES_WITH_OTHER_CODE else []
-        frames = in_phase or loop
-    return tuple(frames[:FRAMES_SHOWN])
+def _of_phase(found: Sequence[FrameExcess], phase: str) -> Sequence[FrameExcess]:
+    """A line of another phase explains nothing."""
+    if phase == "unknown":
+        return found
+    loop = [one for one in found if one.phase == "other"] if phase in PHASES_WITH_OTHER_CODE else []
+    return [one for one in found if step_phase(one.phase) == phase] or loop
 
 
 def _seen_in_stacks(culprit: _Culprit, waiting: Collection[str], needed_seconds: float) -> tuple[str, float]:
@@ -205,8 +213,8 @@ def _seen_in_stacks(culprit: _Culprit, waiting: Collection[str], needed_seconds:
     phase: a rank that is blocked, because its device's queue is full, is seen in any phase."""
     step_seconds = float(culprit.columns.step_seconds[culprit.row])
     found = culprit.frames(waiting)
-    if found and found[0].share * step_seconds >= needed_seconds:
-        phase, share = step_phase(found[0].frame.phase), found[0].share
+    if found and found[0].excess * step_seconds >= needed_seconds:
+        phase, share = step_phase(found[0].phase), found[0].excess
     else:
         phase, share = _phase_from_stacks(culprit, waiting)
     return phase, min(share * step_seconds, culprit.excess_seconds)
@@ -222,57 +230,3 @@ def _phase_from_stacks(culprit: _Culprit, waiting: Collection[str]) -> tuple[str
             usual = median(other.phase_shares.get(phase, 0.0) for other in culprit.peers_stacks)
             best = max(best, (step_phase(phase), share - usual), key=lambda item: item[1])
     return best
-
-
-def frames_in_excess(
-    mine: StackProfile,
-    others: Sequence[StackProfile],
-    usual: Callable[[list[float]], float] = median,
-    waiting: Collection[str] = WAITING_PHASES,
-) -> list[FrameExcess]:
-    """Own work seen more than the peers do it, the innermost place of the user's own code first."""
-    tables = [{_place(frame): frame for frame in other.frames} for other in others]
-    found = []
-    for frame in mine.frames:
-        if frame.phase in waiting:
-            continue
-        seen = [table.get(_place(frame), _NO_FRAME) for table in tables]
-        share = frame.share - usual([f.share for f in seen])
-        leaf = frame.leaf_share - usual([f.leaf_share for f in seen])
-        if share >= 0.05:
-            found.append(FrameExcess(frame, share, leaf))
-    largest = max((excess.share for excess in found), default=0.0)
-    # Every caller of the slow line is in excess with it; what is wanted is the line itself: the innermost that still
-    # holds most of the excess.
-    kept = [excess for excess in found if excess.share >= 0.3 * largest]
-    return sorted(kept, key=lambda e: (is_library(e.frame.file), -round(e.leaf_share, 2), -e.share))
-
-
-def is_library(file: str) -> bool:
-    """Not the user's code: the place to look is where he calls it."""
-    return file.startswith("<") or any(folder in file for folder in _LIBRARY_FOLDERS)
-
-
-def _place(frame: FrameSeen) -> tuple[str, str, int]:
-    return (frame.file, frame.function, frame.line)
-
-
-def merge_profiles(profiles: Iterable[StackProfile]) -> StackProfile | None:
-    """One profile of several windows, weighted by their samples."""
-    kept = [profile for profile in profiles if profile.samples > 0]
-    total = sum(profile.samples for profile in kept)
-    if total == 0:
-        return None
-    phases: dict[str, float] = {}
-    shares: dict[tuple[str, str, int], tuple[float, float, str]] = {}
-    for profile in kept:
-        weight = profile.samples / total
-        for phase, share in profile.phase_shares.items():
-            phases[phase] = phases.get(phase, 0.0) + weight * share
-        for frame in profile.frames:
-            function, file, line, share, leaf_share, phase = frame
-            place = (file, function, line)
-            known_share, known_leaf_share, _ = shares.get(place, _NOTHING)
-            shares[place] = (known_share + weight * share, known_leaf_share + weight * leaf_share, phase)
-    frames = (FrameSeen(function, file, line, *share) for (file, function, line), share in shares.items())
-    return StackProfile(total, phases, tuple(frames))

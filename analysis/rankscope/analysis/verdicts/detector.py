@@ -7,7 +7,7 @@ no steps are known (stack_verdict.py)."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from operator import attrgetter
 
@@ -19,7 +19,7 @@ from rankscope.analysis.verdicts.job_summary import summarize
 from rankscope.analysis.verdicts.rules import HEALTHY, Damper, RecentWindows
 from rankscope.analysis.verdicts.slow_communication import TransferBaseline
 from rankscope.analysis.verdicts.slow_rank import screen
-from rankscope.analysis.verdicts.stack_verdict import judge_stack_windows
+from rankscope.analysis.verdicts.stack_verdict import StackJudge
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict
 from rankscope.analysis.verdicts.window_merge import merge_evidence, merge_windows
@@ -62,14 +62,12 @@ class CaptureWindows:
         self.count += 1
         self.verdict = verdict or self.verdict
 
-    def settle(self, recent: Iterable[JobWindow], policy: Policy, missing: str = "no step records") -> Verdict:
-        """A finding of captures comes before one of stacks; that captures found nothing comes after. `recent` are the
-        latest windows, oldest first; `missing` is what they lack."""
-        windows = list(recent)
+    def settle(self, judge_stacks: Callable[[], Verdict]) -> Verdict:
+        """A finding of captures comes before one of stacks; that captures found nothing comes after."""
         standing = self._standing()
         if standing is not None and standing.kind.is_finding:
             return standing
-        by_stacks = judge_stack_windows(windows, policy, missing)
+        by_stacks = judge_stacks()
         return standing if standing is not None and by_stacks.kind is Kind.INSUFFICIENT_DATA else by_stacks
 
     def _standing(self) -> Verdict | None:
@@ -94,6 +92,7 @@ class JobDetector:
         self._step_seconds: float | None = None
         self._lost_gpu_seconds = 0.0
         self._captures = CaptureWindows()
+        self._stacks = StackJudge()
         self.verdict = Verdict(Kind.INSUFFICIENT_DATA, "no window yet")
 
     @property
@@ -175,7 +174,7 @@ class JobDetector:
             return Verdict(Kind.INSUFFICIENT_DATA, f"{seen} of {latest.world_size} ranks report")
         if ready is None:
             if (self._steps_seen == 0 or self._captures.count) and np.isnan(latest.columns.steps).all():
-                return self._captures.settle(self._raw, self._policy)
+                return self._captures.settle(self._judge_stacks)
             if self.verdict.kind is Kind.HANG:
                 return Verdict(Kind.INSUFFICIENT_DATA, "moving again; no window compared yet")
             return None
@@ -184,12 +183,12 @@ class JobDetector:
             self._unmeasured += 1
             missing = f"waiting on others is measured on {summary.ranks_measured:.0f} of {latest.world_size} ranks"
             if self._captures.count:
-                return self._captures.settle(self._raw, self._policy, missing)
+                return self._captures.settle(lambda: self._judge_stacks(missing))
             if self._steps_seen and self._unmeasured <= self._patience:
                 return None  # waiting is sampled, and a window may hold no sample: that alone changes nothing
             if self._unmeasured <= self._patience:
                 return Verdict(Kind.INSUFFICIENT_DATA, missing)  # the first steps; stacks before them show nothing
-            return judge_stack_windows(list(self._raw), self._policy, missing)
+            return self._judge_stacks(missing)
         if self._steps_seen and self._unmeasured > self._patience:
             # Samples of this job are that far apart.
             self._patience = min(GAPS_WAITED * self._unmeasured, LONGEST_PATIENCE)
@@ -210,6 +209,9 @@ class JobDetector:
             return Verdict(Kind.INSUFFICIENT_DATA, f"clocks of the nodes are {skew:.1f} s apart; check NTP or chrony")
         return self._recent.decide(observe(ready, self._baseline, self._policy), self.verdict)
 
+    def _judge_stacks(self, missing: str = "no step records") -> Verdict:
+        return self._stacks.judge(list(self._raw), self._policy, missing)
+
     def _judge_captures(self, ready: ReadyWindow) -> Verdict:
         """A few steps of many: confidence is low, and the stacks of the rest count too."""
         if self._steps_seen < self._policy.steps_needed:
@@ -219,7 +221,7 @@ class JobDetector:
             verdict = self._recent.decide(observe(ready, self._baseline, self._policy), standing)
             reason = f"{verdict.reason.removesuffix(IN_CAPTURES)}{IN_CAPTURES}"
             self._captures.add(ready.window, replace(verdict, reason=reason, confidence=Confidence.LOW))
-        return self._captures.settle(self._raw, self._policy)
+        return self._captures.settle(self._judge_stacks)
 
 
 class FleetDetector:

@@ -155,8 +155,10 @@ def _concerns_everyone(summary: JobSummary, policy: Policy) -> bool:
 def _look_for_splits(
     window: JobWindow, screen: Screen, summary: JobSummary, policy: Policy
 ) -> tuple[Bools, Screen, float | None]:
-    """Half of a cohort may be slow: a median cannot see it. Where the split follows a node, that node is slow."""
+    """Half of a cohort may be slow: a median cannot see it. Where the split follows a node, that node is slow. Halves
+    must stand out of the noise of their steps, as a rank must: four ranks fall into two pairs by chance."""
     columns = window.columns
+    noise = step_noise(columns)
     outlier = screen.outlier.copy()
     reference, impact = screen.reference_seconds.copy(), screen.impact_ratio.copy()
     imbalance: float | None = None
@@ -165,8 +167,11 @@ def _look_for_splits(
         split = find_split(screen.compared_seconds[rows], columns.place[rows], float(screen.rank_ratio[rows[0]]))
         if split is None:
             continue
-        share = (split.slow_seconds - split.fast_seconds) / max(summary.step_seconds, split.slow_seconds)
+        excess = split.slow_seconds - split.fast_seconds
+        share = excess / max(summary.step_seconds, split.slow_seconds)
         if not share >= policy.impact_ratio:
+            continue
+        if excess < policy.rank_score * policy.step_noise_weight * float(noise[rows].mean()):
             continue
         is_wide = split.slow_seconds >= policy.rank_ratio * split.fast_seconds
         if split.follows_place:

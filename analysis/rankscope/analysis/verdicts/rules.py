@@ -13,6 +13,7 @@ from rankscope.analysis.stats.robust import Bools, median_or_nan
 from rankscope.analysis.verdicts.causes import name_cause
 from rankscope.analysis.verdicts.findings import Observation
 from rankscope.analysis.verdicts.slow_rank import Screen
+from rankscope.analysis.verdicts.stack_profiles import StackHistory
 from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict, milliseconds, percent, ranks
 from rankscope.analysis.verdicts.window_merge import merge_evidence
@@ -43,6 +44,7 @@ class RecentWindows:
         self._before = HEALTHY
         self._usual_steps: deque[float] = deque(maxlen=USUAL_STEPS_KEPT)  # of windows in which nothing stood out
         self._cause_age = 0
+        self._history = StackHistory()
         self._other_causes = 0  # in a row
         self._unremarkable = 0  # windows since the last finding of any kind
 
@@ -130,13 +132,18 @@ class RecentWindows:
         before = self._before
         same = before.kind is Kind.SLOW_RANK and before.culprits == culprits
         self._cause_age = self._cause_age + 1 if same else 0
-        if self._cause_age > self._policy.windows_kept and self._cause_age % CAUSE_KEPT_WINDOWS:
+        period = max(CAUSE_KEPT_WINDOWS, self._policy.windows_kept)
+        if self._cause_age > self._policy.windows_kept and self._cause_age % period:
             return before.cause
         rows = np.isin(columns.rank, culprits)
         evidence = merge_evidence(windows, _witnesses(columns, screened, rows))
         stacks = {rank: e.stacks for rank, e in evidence.items() if e.stacks is not None}
         gpus = {rank: e.gpu for rank, e in evidence.items() if e.gpu is not None}
-        cause = name_cause(columns, screened, rows, stacks, self._policy, gpus)
+        if not same:
+            self._history = StackHistory()
+        if self._cause_age % period == 0 and not windows[-1].is_captured:  # so no window is counted twice
+            self._history.add(stacks)
+        cause = name_cause(columns, screened, rows, stacks, self._policy, gpus, self._history)
         is_other = (cause.bound, cause.phase) != (before.cause.bound, before.cause.phase)
         self._other_causes = self._other_causes + 1 if same and is_other else 0
         if not same:

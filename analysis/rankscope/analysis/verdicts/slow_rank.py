@@ -133,7 +133,7 @@ def screen(columns: RankColumns, policy: Policy) -> Screen:
 def step_noise(columns: RankColumns) -> Floats:
     """Standard error of a rank's mean over the steps of the window, from its own p10 and p90."""
     sigma = columns.self_seconds * (columns.self_spread_ratio - 1) / P10_TO_P90_SIGMAS
-    return np.nan_to_num(sigma / np.sqrt(np.maximum(columns.steps, 1.0)))
+    return np.nan_to_num(sigma / np.sqrt(np.maximum(np.fmin(columns.steps, columns.self_steps), 1.0)))
 
 
 def _compare(

@@ -4,17 +4,22 @@ exceeds that of every peer *and* its waiting is missing; otherwise it abstains."
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
-from rankscope.analysis.verdicts.causes import FRAMES_SHOWN, frames_in_excess
+from rankscope.analysis.profiles.comparison import sentence
+from rankscope.analysis.profiles.frames import Frame
+from rankscope.analysis.profiles.phases import WAITING_PHASES
+from rankscope.analysis.verdicts.causes import FRAMES_SHOWN
+from rankscope.analysis.verdicts.stack_profiles import StackHistory, frames_in_excess
 from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict, ranks
 from rankscope.analysis.verdicts.window_merge import merge_evidence
-from rankscope.analysis.verdicts.windows import EXCUSED_PHASES, WAITING_PHASES, JobWindow, StackProfile, step_phase
+from rankscope.analysis.verdicts.windows import EXCUSED_PHASES, JobWindow, StackProfile, step_phase
 
 TRAINING_PHASES = frozenset({*WAITING_PHASES, "input", "forward", "backward_code", "optimizer"})
 TRAINING_SHARE = 0.1  # of the samples of some rank
+PEERS_COMPARED = 64
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class StackVerdict:
 
     suspect: Suspect | None = None
     reason: str = ""
+    samples: int = 0  # of the rank with the fewest
 
 
 def judge_stacks(
@@ -50,7 +56,7 @@ def judge_stacks(
     ranked = sorted(profiles, key=lambda rank: excess[rank].excess_share, reverse=True)
     first, second = excess[ranked[0]], excess[ranked[1]]
     if first.excess_share < policy.stack_excess_share:
-        return StackVerdict()
+        return StackVerdict(samples=min(profile.samples for profile in profiles.values()))
     if second.excess_share > 0.5 * first.excess_share:
         return StackVerdict(reason="several ranks differ from their peers; stacks alone cannot tell which is late")
     others = [_waiting(profiles[rank]) for rank in ranked[1:]]
@@ -76,13 +82,14 @@ def _excess(
             evidence = f"{starved:.0%} of the time without a CPU, more than any peer"
             return Suspect(rank, starved, Cause("starved", (), evidence))
     found = frames_in_excess(mine, others, usual=max)
-    significant = [e for e in found if _score(e.frame.share, e.share, mine.samples) >= policy.stack_score]
+    significant = [e for e in found if _score(e.share, e.excess, mine.samples) >= policy.stack_score]
     if not significant:
         return Suspect(rank, 0.0, Cause())
-    largest = max(significant, key=lambda e: e.share)
-    frames = tuple(e.frame for e in significant[:FRAMES_SHOWN])
-    evidence = f"seen in {frames[0].function} {largest.share:.0%} of the time more than any peer"
-    return Suspect(rank, largest.share, Cause(step_phase(frames[0].phase), frames, evidence))
+    largest = max(significant, key=lambda e: e.excess)
+    seen = {frame[:3]: frame for frame in mine.frames}
+    frames = tuple(seen[e.frame[:3]] for e in significant[:FRAMES_SHOWN])
+    evidence = f"seen in {frames[0].function} {largest.excess:.0%} of the time more than any peer"
+    return Suspect(rank, largest.excess, Cause(step_phase(frames[0].phase), frames, evidence))
 
 
 def _score(share: float, excess: float, samples: int) -> float:
@@ -92,12 +99,36 @@ def _score(share: float, excess: float, samples: int) -> float:
     return excess / sqrt(variance / samples)
 
 
-# The verdict where no step is known: stacks of two stretches of time that must agree.
+class StackJudge:
+    """The verdicts on a job where no step is known."""
+
+    def __init__(self) -> None:
+        self._suspect: int | None = None
+        self._history = StackHistory()
+
+    def judge(self, windows: Sequence[JobWindow], policy: Policy, missing: str = "no step records") -> Verdict:
+        """`windows` are the latest, oldest first, one more than in the call before. `missing` is the reason why there
+        are only stacks."""
+        verdict = _judge_windows(windows, policy, missing)
+        suspect = verdict.culprits[0] if verdict.culprits else None
+        fresh = windows[-1:] if suspect == self._suspect else windows
+        if suspect != self._suspect:
+            self._suspect, self._history = suspect, StackHistory()
+        if suspect is None or not verdict.cause.frames:
+            return verdict
+        peers = [rank for rank in windows[-1].columns.rank.tolist() if rank != suspect][:PEERS_COMPARED]
+        evidence = merge_evidence(fresh, [suspect, *peers])
+        self._history.add({rank: e.stacks for rank, e in evidence.items() if e.stacks is not None})
+        cause = verdict.cause
+        proven = self._history.proven(suspect, peers, {Frame(*frame[:3]) for frame in cause.frames})
+        if not proven:
+            return verdict
+        said = f"{cause.evidence}; {sentence(ranks([suspect]), proven[0])}"
+        return replace(verdict, cause=replace(cause, evidence=said))
 
 
-def judge_stack_windows(windows: Sequence[JobWindow], policy: Policy, missing: str = "no step records") -> Verdict:
-    """`windows` are the latest, oldest first. Overlapping stretches would not be independent. `missing` is the reason
-    why there are only stacks."""
+def _judge_windows(windows: Sequence[JobWindow], policy: Policy, missing: str) -> Verdict:
+    """Stacks of two stretches of time must agree. Overlapping ones would not be independent."""
     length = policy.stack_windows
     if len(windows) < 2 * length:
         return _abstain(missing, f"{len(windows)} of {2 * length} windows of stacks gathered")
@@ -115,9 +146,21 @@ def judge_stack_windows(windows: Sequence[JobWindow], policy: Policy, missing: s
         )
     if newer.reason or older.reason:
         return _abstain(missing, newer.reason or older.reason)
-    if suspect is not None or older.suspect is not None:
+    whole = _compare(windows[-2 * length :], policy)
+    if suspect is not None or older.suspect is not None or whole.suspect is not None:
         return _abstain(missing, "a rank differs from its peers, but not for long enough")
+    if whole.reason:
+        return _abstain(missing, whole.reason)
+    if not _can_rule_out(whole.samples, policy):
+        return _abstain(missing, f"{whole.samples} stack samples of a rank are too few to rule out a slow one")
     return Verdict(Kind.HEALTHY, f"no rank stands out in its stacks; {missing}", confidence=Confidence.LOW)
+
+
+def _can_rule_out(samples: int, policy: Policy) -> bool:
+    """Whether a rank that is clearly slow, by twice the threshold, would have been found in half of the samples: chance
+    may hide it in as many."""
+    share = 2 * policy.stack_excess_share
+    return samples > 1 and _score(share, share, samples // 2) >= policy.stack_score
 
 
 def _compare(windows: Sequence[JobWindow], policy: Policy) -> StackVerdict:

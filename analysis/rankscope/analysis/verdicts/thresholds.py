@@ -78,6 +78,13 @@ class Policy:
     hang_steps: float = threshold(
         10.0, "steps", "A job hangs when no rank ends a step for this many of its usual steps."
     )
+    hang_checkpoint_seconds: float = threshold(
+        60.0, "seconds", "A job hangs in a checkpoint that makes no progress when no rank ends a step for this long."
+    )
+    # NCCL gives up after 600 s by default.
+    hang_working_seconds: float = threshold(
+        480.0, "seconds", "A job hangs when ranks wait this long in one collective for a rank that is at work."
+    )
     # Stacks alone, where no step is known.
     stack_windows: int = threshold(5, "windows", "Two stretches of this many windows must agree.")
     stack_samples_needed: int = threshold(30, "samples", "Each rank needs this many stack samples in each stretch.")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import isnan
+from pathlib import PurePath
 
 from rankscope.analysis.verdicts.windows import FrameSeen
 
@@ -72,6 +73,10 @@ class Confidence(str, Enum):
     HIGH = "high"
 
 
+# In place of the phase of a rank that others wait for.
+STOPPED = "stopped"
+ENDED = "ended"
+
 # What a slow rank is held up by, where its steps are timed on a device.
 HOST = "host"
 DEVICE = "device"
@@ -128,3 +133,62 @@ def milliseconds(seconds: float) -> str:
 
 def percent(ratio: float) -> str:
     return f"{ratio * 100:.0f} %"
+
+
+_LATE = {False: "its host is late", True: "its input is late"}
+
+
+def headline(verdict: Verdict) -> str:
+    """`rank 2 is slow because of model.py:88 (normalize_features, forward)`"""
+    who = verdict.group or (ranks(verdict.culprits) if verdict.culprits else "")
+    plural = "are" if len(verdict.culprits) > 1 and not verdict.group else "is"
+    what = verdict.kind.headline.format(who=who, are=plural, stage=verdict.stage, reason=verdict.reason)
+    if verdict.kind is Kind.HANG and who:
+        what += f": {who} {_HUNG.get(verdict.cause.phase, 'never entered the collective').format(is_=plural)}"
+    if verdict.kind in (Kind.SLOW_RANK, Kind.HANG) and verdict.culprits:
+        what += because(verdict)
+    if verdict.kind.is_finding and verdict.confidence is Confidence.LOW:
+        what += " (low confidence)"
+    return what
+
+
+_HUNG = {STOPPED: "{is_} stopped by a signal", ENDED: "{is_} no longer running"}
+
+
+def because(verdict: Verdict) -> str:
+    cause = verdict.cause
+    place = source_line(cause.frames[0]) if cause.frames else ""
+    if cause.phase == "starved":
+        return " because it is starved of CPU"
+    if cause.phase in _HUNG:
+        return f" at {place} ({cause.frames[0].function})" if place else ""
+    if cause.phase == "throttled":
+        return f" because its GPU is throttled ({cause.evidence})"
+    if cause.bound == DEVICE:
+        return f" because its GPU is slow ({cause.evidence})"
+    if place:
+        phase = f", {cause.phase}" if cause.phase not in ("unknown", "other") else ""
+        who = _LATE[cause.phase == "input"] + ", at " if cause.bound == HOST else "of "
+        return f" because {who}{place} ({cause.frames[0].function}{phase})"
+    if cause.bound == HOST:
+        where = f" in its {cause.phase} phase" if cause.phase not in ("unknown", "input") else ""
+        return f" because {_LATE[cause.phase == 'input']}{where}"
+    return f" in its {cause.phase} phase" if cause.phase != "unknown" else ""
+
+
+def source_line(frame: FrameSeen) -> str:
+    return f"{PurePath(frame.file).name}:{frame.line}"
+
+
+def evidence(verdict: Verdict) -> str:
+    """Of the cause of a rank that is slow or hangs, where the headline does not have it."""
+    is_in_headline = verdict.cause.phase == "throttled" or verdict.cause.bound == DEVICE
+    return "" if is_in_headline or verdict.kind not in (Kind.SLOW_RANK, Kind.HANG) else verdict.cause.evidence
+
+
+def loss(verdict: Verdict) -> str:
+    """`costs 41 % of the job, 0.02 GPU-hours so far`; empty if nothing is lost."""
+    if verdict.impact_ratio is None or not verdict.kind.is_finding:
+        return ""
+    lost = f", {verdict.lost_gpu_seconds / 3600:.3f} GPU-hours so far" if verdict.lost_gpu_seconds else ""
+    return f"costs {verdict.impact_ratio:.0%} of the job{lost}"

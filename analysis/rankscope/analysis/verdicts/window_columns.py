@@ -18,9 +18,16 @@ from rankscope.analysis.verdicts.windows import RankColumns
 GROUPS = 8
 GROUP_FIGURES = ("number", "kind", "seconds", "step_seconds")
 RANK_FIGURES = tuple(column.name for column in fields(RankColumns))[4:]  # after the keys
+# Shown to people; no rule reads them. Those of a GPU are there for ranks that use exactly one.
+SHOWN_FIGURES = (
+    *("communication_seconds", "cpu_ratio", "resident_bytes", "memory_allocated_bytes"),
+    *("gpu_utilization_ratio", "gpu_tensor_active_ratio", "gpu_sm_clock_hertz", "gpu_power_watts"),
+    *("gpu_temperature_celsius", "gpu_throttled_ratio", "gpu_memory_used_bytes"),
+)
 FIGURES = (
     *RANK_FIGURES,
     *("steps_total", "last_step_unix_seconds", "is_captured"),
+    *SHOWN_FIGURES,
     *(f"group{number}_{name}" for number in range(GROUPS) for name in GROUP_FIGURES),
 )
 
@@ -30,7 +37,14 @@ LONGEST_SECONDS = 86_400.0
 LARGEST_COUNT = 2.0**53
 SHORTEST_STEP_SECONDS = 1e-9
 NAMES_LIMIT_CHARACTERS = 16 << 10
-_COUNTS = {"steps", "steps_total", "last_step_unix_seconds", *(f"group{number}_number" for number in range(GROUPS))}
+_COUNTS = {
+    "steps",
+    "self_steps",
+    "steps_total",
+    "last_step_unix_seconds",
+    *(name for name in SHOWN_FIGURES if name.endswith(("_bytes", "_hertz"))),
+    *(f"group{number}_number" for number in range(GROUPS)),
+}
 _LARGEST = np.array([[LARGEST_COUNT if name in _COUNTS else LONGEST_SECONDS] for name in FIGURES])
 _PLACE = {name: place for place, name in enumerate(FIGURES)}
 _ROW_BYTES = 8 * len(FIGURES)

@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from rankscope.analysis.verdicts.causes import merge_profiles
 from rankscope.analysis.verdicts.gpu_throttling import merge_gpus
+from rankscope.analysis.verdicts.stack_profiles import merge_profiles
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns, RankEvidence
 
 _KEYS = {"job", "rank", "stage", "place"}
@@ -34,6 +34,8 @@ def merge_columns(parts: Sequence[RankColumns]) -> RankColumns:
         known = np.where(weights > 0, values, 0.0)
         made[column.name] = np.where(total > 0, (known * weights).sum(axis=0) / np.maximum(total, 1e-12), np.nan)
     made["steps"] = steps.sum(axis=0)
+    sampled = np.array([part.self_steps for part in aligned])
+    made["self_steps"] = np.where(np.isnan(sampled), steps, sampled).sum(axis=0)
     return RankColumns(**made)
 
 

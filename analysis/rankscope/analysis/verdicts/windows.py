@@ -12,10 +12,7 @@ from rankscope.analysis.stats.robust import Bools, Floats, Ints
 
 # Phases of own work, in the order in which a step goes through them.
 WORK_PHASES = ("input", "forward", "backward", "optimizer", "checkpoint", "other")
-# Where a rank may be waiting for others. DDP waits for its buckets inside backward, where a Python stack cannot see it.
-# Python code that runs inside backward does not wait: in stacks it is `backward_code`.
-WAITING_PHASES = frozenset({"communication", "device_sync", "backward"})
-# The same for a rank that is known not to wait in backward.
+# Where a rank that is known not to wait in backward may be waiting for others; see `phases.WAITING_PHASES`.
 HOST_WAITING_PHASES = frozenset({"communication", "device_sync"})
 BACKWARD_CODE = "backward_code"
 # Slow by nature and not a fault.
@@ -40,6 +37,7 @@ class RankColumns:
     self_seconds: Floats
     wait_seconds: Floats
     transfer_seconds: Floats  # a low quantile of `wait`: what it costs even the rank that comes last
+    self_steps: Floats  # steps that `self_seconds` is the mean of; NaN: all
     self_spread_ratio: Floats  # the rank's own slow steps (p90) against its own fast ones (p10)
     input_seconds: Floats
     forward_seconds: Floats
@@ -83,7 +81,7 @@ class FrameSeen(NamedTuple):
     file: str
     line: int
     share: float
-    leaf_share: float
+    own_share: float  # as the innermost frame, or for the user's code as its innermost
     phase: str
 
 
@@ -92,6 +90,7 @@ class StackProfile:
     samples: int
     phase_shares: Mapping[str, float]
     frames: tuple[FrameSeen, ...]
+    seconds: float = 0.0  # that the samples stand for; 0: not known
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,8 @@ class Stall:
     collectives_enqueued: int | None = None
     collectives_completed: int | None = None
     same_stack_looks: int | None = None
+    is_working: bool | None = None  # uses CPU, reads or writes, or goes from place to place
+    is_stopped: bool = False  # by a signal
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,13 @@ class Board:
 
     @fault_step.setter
     def fault_step(self, step: int | None) -> None:
-        struct.pack_into("=Q", self._map, 0, _NEVER if step is None else step)
+        self._write("=Q", 0, _NEVER if step is None else step)
 
     def record_step(self, rank: int, seconds: float) -> None:
         base = _HEADER_BYTES + rank * _RANK_BYTES
         (steps,) = struct.unpack_from("=Q", self._map, base)
-        struct.pack_into("=d", self._map, base + 16 + 8 * (steps % RECENT_STEPS), seconds)
-        struct.pack_into("=Q", self._map, base, steps + 1)
+        self._write("=d", base + 16 + 8 * (steps % RECENT_STEPS), seconds)
+        self._write("=Q", base, steps + 1)
 
     def steps_done(self, rank: int) -> int:
         (steps,) = struct.unpack_from("=Q", self._map, _HEADER_BYTES + rank * _RANK_BYTES)
@@ -57,3 +57,8 @@ class Board:
         base = _HEADER_BYTES + rank * _RANK_BYTES + 16
         ring = struct.unpack_from(f"={RECENT_STEPS}d", self._map, base)
         return [ring[step % RECENT_STEPS] for step in range(max(0, steps - RECENT_STEPS), steps)]
+
+    def _write(self, form: str, offset: int, value: float) -> None:
+        """At once: `pack_into` writes zeros first, which a reader would take for a value."""
+        packed = struct.pack(form, value)
+        self._map[offset : offset + len(packed)] = packed

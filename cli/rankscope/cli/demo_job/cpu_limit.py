@@ -19,6 +19,9 @@ _LEAST_QUOTA_MICROSECONDS = 1000  # the kernel refuses less
 # Stopping also interrupts the waits for a device: this share of the time slows a rank about as much as half of its
 # processor time.
 RUNNING_FRACTION = 0.4
+# After a run that was longer than planned, because the helper itself was late, the process is stopped for longer, but
+# not for so long that it seems to hang.
+LONGEST_STOP_SECONDS = 0.5
 _GROUP_PREFIX = "rankscope-confined-"
 _ABANDONED_SECONDS = 60.0
 
@@ -137,17 +140,23 @@ def _stop_and_go(pid: int) -> None:
         signal.signal(number, lambda *_: sys.exit(0))
     try:
         while True:
+            began = time.monotonic()
             signal.pidfd_send_signal(handle, signal.SIGCONT)
             if _ended(handle, PERIOD_SECONDS * RUNNING_FRACTION):
                 return
             signal.pidfd_send_signal(handle, signal.SIGSTOP)
-            if _ended(handle, PERIOD_SECONDS * (1 - RUNNING_FRACTION)):
+            if _ended(handle, stop_seconds(time.monotonic() - began)):
                 return
     except ProcessLookupError:
         return
     finally:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(handle, signal.SIGCONT)
+
+
+def stop_seconds(ran_seconds: float) -> float:
+    """For how long a process is stopped that ran for so long."""
+    return min(LONGEST_STOP_SECONDS, ran_seconds * (1 - RUNNING_FRACTION) / RUNNING_FRACTION)
 
 
 def _ended(handle: int, seconds: float) -> bool:

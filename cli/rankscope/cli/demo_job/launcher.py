@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from rankscope.cli.demo_job.board import Board
 from rankscope.cli.demo_job.cpu_limit import ControlGroup, StopAndGo, confine
@@ -64,9 +63,7 @@ class DemoJob:
     def __enter__(self) -> DemoJob:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         self.stop()
 
     @property
@@ -76,8 +73,7 @@ class DemoJob:
 
     @property
     def job_name(self) -> str:
-        """Address, port and run id: they distinguish this job from others on the machine."""
-        return f"127.0.0.1:{self.port}/{self.run_id}"
+        return self.run_id
 
     def start(self) -> None:
         if self._processes:

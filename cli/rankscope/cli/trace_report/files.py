@@ -9,12 +9,15 @@ import re
 import signal
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
 from rankscope.analysis.traces.trace import Trace
+from rankscope.cli.messages import overwrite
 
 # Most specific first. Bare numbers must be short: torch's default names end in a time, libkineto's in a process id.
 _PATTERNS = (
@@ -31,11 +34,12 @@ _SUFFIXES = (".json", ".json.gz")
 _CAPTURE_SUMMARY = "summary.json"
 _BLOCK_BYTES = 1 << 20
 # Below this, starting processes costs more than they save.
-_POOL_TEXT_BYTES = 64 << 20
+_POOL_TEXT_BYTES = 32 << 20
 _GZIP_RATIO = 12
+_MOST_PROCESSES = 8
 
-
-# The rank of a trace file: from the trace, else from its name; and how to resolve duplicates.
+Made = TypeVar("Made")
+Progress = Callable[[int, int], None]  # files done, files
 
 
 def rank_in_name(path: Path) -> int | None:
@@ -51,48 +55,9 @@ def rank_in_name(path: Path) -> int | None:
 
 
 @dataclass(frozen=True)
-class Claim:
-    path: Path
-    stated: int | None  # according to the trace
-    named: int | None  # according to the file name
-
-
-@dataclass(frozen=True)
-class Assigned:
-    rank: dict[Path, int | None]  # without files that cannot have a rank of their own
-    reason: dict[Path, str]
-
-
-def assign_ranks(claims: list[Claim]) -> Assigned:
-    """The trace takes precedence over the file name, unless several traces give the same rank and their names
-    differ: then each was profiled as a job of its own."""
-    stated = Counter(claim.stated for claim in claims if claim.stated is not None)
-    names = Counter(claim.named for claim in claims if claim.named is not None)
-    rank: dict[Path, int | None] = {}
-    reason: dict[Path, str] = {}
-    holder: dict[int, Path] = {}
-    for claim in claims:
-        mine, why = claim.stated, "the trace says so"
-        if claim.stated is None:
-            mine, why = claim.named, "the file's name says so"
-        elif stated[claim.stated] > 1 and claim.named is not None and names[claim.named] == 1:
-            mine, why = claim.named, "the file's name says so; several files say the same rank"
-        if mine is None:
-            rank[claim.path], reason[claim.path] = None, "neither the trace nor the file's name has the rank"
-        elif mine in holder:
-            other = holder[mine]
-            reason[claim.path] = f"it is of rank {mine}, and so is {other}; give one trace per rank"
-        else:
-            holder[mine] = claim.path
-            rank[claim.path], reason[claim.path] = mine, why
-    return Assigned(rank, reason)
-
-
-@dataclass(frozen=True)
 class LoadedTrace:
     path: Path
     trace: Trace  # its rank is the assigned one, even if only the file name gives it
-    rank_reason: str  # the source of the rank, or why there is none
 
 
 @dataclass(frozen=True)
@@ -107,45 +72,73 @@ class LoadedTraces:
     broken: tuple[BrokenFile, ...]
 
 
-@dataclass(frozen=True)
-class Progress:
-    path: Path
-    files_done: int
-    files: int
-    bytes_done: int
-    bytes: int
-
-
 def load_traces(
+    paths: Sequence[str | Path], *, processes: int | None = None, progress: Progress | None = None
+) -> LoadedTraces:
+    """Whole traces, by `read_files`."""
+    read, broken = read_files(paths, _load, lambda trace: trace.rank, processes=processes, progress=progress)
+    return LoadedTraces(tuple(LoadedTrace(path, replace(trace, rank=rank)) for path, rank, trace in read), broken)
+
+
+def _load(path: Path, salvage: bool) -> Trace | str:
+    trace = read_file(path, salvage)
+    if not isinstance(trace, str) and not len(trace):
+        return "it holds no event with a duration: nothing was recorded"
+    return trace
+
+
+def read_files(
     paths: Sequence[str | Path],
+    read: Callable[[Path, bool], Made | str],
+    rank_of: Callable[[Made], int | None],
     *,
     processes: int | None = None,
-    progress: Callable[[Progress], None] | None = None,
-) -> LoadedTraces:
-    """Read files, all traces below directories, and globs. Never raises for a bad file: missing files, missing
-    permissions, files that are not traces and duplicate ranks are in `broken`. A truncated file is salvaged only if
-    it is the only one: torch writes kernels last, so beside complete traces it would look like a rank that computes
-    nothing."""
+    progress: Progress | None = None,
+) -> tuple[list[tuple[Path, int | None, Made]], tuple[BrokenFile, ...]]:
+    """What `read` makes of files, all traces below directories, and globs, with the rank of each, in their order; those
+    without a rank come last. Never raises for a bad file: missing files, missing permissions, what `read` gives a
+    reason for, and duplicate ranks are in the second part. A truncated file is salvaged only if it is the only one:
+    torch writes kernels last, so beside complete traces it would look like a rank that computes nothing."""
     files, broken = find_files(paths)
-    tracker = _Tracker(files, progress)
-    salvage = len(files) == 1
-    count = _process_count(files, processes)
-    if count > 1:
-        read = _read_in_pool(files, salvage, count, tracker)
-    else:
-        read = {path: _read_file(path, salvage, tracker) for path in files}
-    traces = {path: result for path in files if isinstance(result := read[path], Trace)}
-    broken += [BrokenFile(path, result) for path in files if isinstance(result := read[path], str)]
-    claims = [Claim(path, trace.rank, rank_in_name(path)) for path, trace in traces.items()]
-    assigned = assign_ranks(claims)
-    loaded = [
-        LoadedTrace(path, replace(trace, rank=assigned.rank[path]), assigned.reason[path])
-        for path, trace in traces.items()
-        if path in assigned.rank
-    ]
-    loaded.sort(key=lambda one: (one.trace.rank is None, one.trace.rank or 0))
-    broken += [BrokenFile(path, assigned.reason[path]) for path in traces if path not in assigned.rank]
-    return LoadedTraces(tuple(loaded), tuple(broken))
+    results: dict[Path, Made | str] = {}
+    for path, result in _each(files, read, processes):
+        results[path] = result
+        if progress:
+            progress(len(results), len(files))
+    made: dict[Path, Made] = {}
+    for path in files:
+        result = results[path]
+        if isinstance(result, str):
+            broken.append(BrokenFile(path, result))
+        else:
+            made[path] = result
+    ranks = _assign_ranks({path: rank_of(one) for path, one in made.items()}, broken)
+    found = [(path, rank, made[path]) for path, rank in ranks.items()]
+    found.sort(key=lambda one: (one[1] is None, one[1] or 0, str(one[0])))
+    return found, tuple(broken)
+
+
+def show_progress(done: int, total: int) -> None:
+    if total > 1:
+        overwrite("" if done == total else f"read {done} of {total} traces")
+
+
+def _assign_ranks(stated: Mapping[Path, int | None], broken: list[BrokenFile]) -> dict[Path, int | None]:
+    """The trace takes precedence over the file name, unless several traces give the same rank and their names
+    differ: then each was profiled as a job of its own."""
+    named = {path: rank_in_name(path) for path in stated}
+    times_stated, times_named = Counter(stated.values()), Counter(named.values())
+    ranks: dict[Path, int | None] = {}
+    holder: dict[int, Path] = {}
+    for path, rank in stated.items():
+        name = named[path]
+        if rank is None or (times_stated[rank] > 1 and name is not None and times_named[name] == 1):
+            rank = name
+        if rank is not None and holder.setdefault(rank, path) != path:
+            broken.append(BrokenFile(path, f"it is of rank {rank}, and so is {holder[rank]}; give one trace per rank"))
+        else:
+            ranks[path] = rank
+    return ranks
 
 
 def find_files(paths: Sequence[str | Path]) -> tuple[list[Path], list[BrokenFile]]:
@@ -213,53 +206,52 @@ def _regular(paths: list[Path], broken: list[BrokenFile]) -> list[Path]:
     return found
 
 
-def _read_file(path: Path, salvage: bool, tracker: _Tracker | None = None) -> Trace | str:
+def read_file(path: Path, salvage: bool) -> Trace | str:
     """A trace, or the reason why there is none."""
     try:
-        trace = read_trace(_blocks(path, tracker), salvage=salvage)
-        return trace if len(trace) else "it holds no event with a duration: nothing was recorded"
+        with path.open("rb", buffering=0) as file:
+            return read_trace(iter(partial(file.read, _BLOCK_BYTES), b""), salvage=salvage)
     except TraceError as error:
-        return error.reason
+        return str(error)
     except OSError as error:
         return _os_reason(error)
     except MemoryError:
         return "there is not enough memory to read it"
-    finally:
-        if tracker:
-            tracker.finish(path)
 
 
-def _blocks(path: Path, tracker: _Tracker | None) -> Iterator[bytes]:
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK_BYTES):
-            yield block
-            if tracker:
-                tracker.advance(path, len(block))
+def _each(
+    files: list[Path], read: Callable[[Path, bool], Made | str], processes: int | None
+) -> Iterator[tuple[Path, Made | str]]:
+    """In processes, if the files are large. One file's events are in memory at a time in each."""
+    done: set[Path] = set()
+    count = _process_count(files, processes)
+    if count > 1:
+        for path, result in _each_in_pool(files, read, count):
+            done.add(path)
+            yield path, result
+    for path in files:
+        if path not in done:
+            yield path, read(path, len(files) == 1)
 
 
-def _read_in_pool(files: list[Path], salvage: bool, count: int, tracker: _Tracker) -> dict[Path, Trace | str]:
-    """Columns are small compared with the text, so returning them from a process is cheap."""
+def _each_in_pool(
+    files: list[Path], read: Callable[[Path, bool], Made | str], count: int
+) -> Iterator[tuple[Path, Made | str]]:
     # Most calls read one or two files and need no pool.
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
 
-    read: dict[Path, Trace | str] = {}
     # Forked: children reuse the imports, and no other threads run yet.
     pool = ProcessPoolExecutor(count, mp_context=get_context("fork"), initializer=_leave_interrupts_to_the_parent)
     try:
-        waiting = {pool.submit(_read_file, path, salvage): path for path in files}
+        waiting = {pool.submit(read, path, False): path for path in files}
         for done in as_completed(waiting):
-            read[waiting[done]] = done.result()
-            tracker.finish(waiting[done])
+            yield waiting[done], done.result()
     except BrokenProcessPool:
-        # A child was killed, probably for its memory: reading one by one takes less.
-        for path in files:
-            if path not in read:
-                read[path] = _read_file(path, salvage, tracker)
+        return  # a child was killed, probably for its memory: reading one by one takes less
     finally:
         pool.shutdown(cancel_futures=True)
-    return read
 
 
 def _leave_interrupts_to_the_parent() -> None:
@@ -270,7 +262,7 @@ def _process_count(files: list[Path], asked: int | None) -> int:
     if asked is not None:
         return min(asked, len(files))
     text_bytes = sum(_size(path) * (_GZIP_RATIO if path.suffix == ".gz" else 1) for path in files)
-    return min(os.cpu_count() or 1, len(files)) if text_bytes > _POOL_TEXT_BYTES else 1
+    return min(os.cpu_count() or 1, len(files), _MOST_PROCESSES) if text_bytes > _POOL_TEXT_BYTES else 1
 
 
 def _size(path: Path) -> int:
@@ -285,29 +277,3 @@ def _os_reason(error: OSError | ValueError) -> str:
         return "permission denied; run as a user who may read it, or change its mode"
     words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return f"cannot be read: {words[:1].lower()}{words[1:]}"
-
-
-class _Tracker:
-    """Progress of reading, for display."""
-
-    def __init__(self, files: list[Path], progress: Callable[[Progress], None] | None) -> None:
-        self._progress = progress
-        self._sizes = {path: _size(path) for path in files} if progress else {}
-        self._read = dict.fromkeys(self._sizes, 0)
-        self._files_done = 0
-
-    def advance(self, path: Path, count: int) -> None:
-        if self._progress:
-            self._read[path] += count
-            self._tell(path)
-
-    def finish(self, path: Path) -> None:
-        if self._progress:
-            self._read[path] = self._sizes[path]
-            self._files_done += 1
-            self._tell(path)
-
-    def _tell(self, path: Path) -> None:
-        if self._progress:
-            done, total = sum(self._read.values()), sum(self._sizes.values())
-            self._progress(Progress(path, self._files_done, len(self._sizes), done, total))

@@ -25,6 +25,10 @@ _PARTS = (
     ("synchronisation", "after synchronisation", "#8c510a"),
     ("other", "other idle", svg.GREY),
 )
+_PARTS_EXPLAINED = (
+    "Each rank's span from its first kernel to its last, divided without overlap: what a colour shows is time in which "
+    "nothing of the colours before it ran. Communication here is what computation does not hide."
+)
 # Limit for a page that scrolls smoothly; the table has all ranks.
 _MOST_BARS = 256
 _FOLDED_ABOVE = 32
@@ -200,12 +204,12 @@ def make_page(report: Report) -> str:
     sentence = f"{report.sentence[:1].upper()}{report.sentence[1:]}."
     verdict = verdict_sentence(report)
     sections = [
-        Section("Where the time goes", [_explain_parts(report)], plots=[part_plot(report)]),
+        Section("Where the time goes", [_PARTS_EXPLAINED], plots=[part_plot(report)]),
         _findings(report),
-        _steps(report),
+        Section("Steps", plots=[plot for plot in [step_plot(report)] if plot]),
     ]
     if report.join is not None:
-        sections.append(_ranks_together(report))
+        sections.append(_ranks_together(report.join))
     sections += [_kernels(report), _collectives(report)]
     numbers = rank_table(report)
     sections.append(Section("All ranks", tables=[numbers], open=len(report.ranks) <= _FOLDED_ABOVE))
@@ -222,14 +226,6 @@ def make_page(report: Report) -> str:
         lead=f"{verdict} {sentence}".strip(),
         foot=f"{facts(report)}. Times follow the definitions in docs/analyze-trace.md; this page needs no network.",
     )
-
-
-def _explain_parts(report: Report) -> str:
-    text = (
-        "Each rank's span from its first kernel to its last, divided without overlap: what a colour shows is time in "
-    )
-    text += "which nothing of the colours before it ran. Communication here is what computation does not hide."
-    return text
 
 
 def _findings(report: Report) -> Section:
@@ -250,21 +246,12 @@ def _findings(report: Report) -> Section:
     return Section(title, tables=[Table(columns, rows, [False, True, True, False, False])])
 
 
-def _steps(report: Report) -> Section:
-    plot = step_plot(report)
-    return Section("Steps", plots=[plot] if plot else [])
-
-
-def _ranks_together(report: Report) -> Section:
-    join = report.join
-    if join is None:
-        return Section("Ranks together")
+def _ranks_together(join: JoinReport) -> Section:
     text = f"{count(join.collectives_matched, 'collective')} matched between ranks by process group and sequence. "
     if join.clock_residual_us is not None:
         text += f"Clocks are aligned by their ends, to {quantity(join.clock_residual_us, 'us')}. "
-    text += (
-        f"Verdict: {join.verdict.replace('_', ' ')} ({join.reason})." if join.reason else f"Verdict: {join.verdict}."
-    )
+    verdict = join.verdict.value
+    text += f"Verdict: {verdict.replace('_', ' ')} ({join.reason})." if join.reason else f"Verdict: {verdict}."
     return Section("Ranks together", [text], plots=arrival_plots(join))
 
 

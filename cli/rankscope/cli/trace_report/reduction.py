@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from msgspec import structs
 
+from rankscope.analysis.profiles.profile import Profile
 from rankscope.analysis.traces.breakdown import Breakdown, break_down
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.joins.join import keep_essentials
-from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
+from rankscope.analysis.traces.kernel_stacks import kernel_profile
 from rankscope.analysis.traces.summary import summarize
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.analysis.traces.trace import Trace
-from rankscope.cli.trace_report.files import BrokenFile, Claim, assign_ranks, find_files, rank_in_name
+from rankscope.cli.exit_codes import CommandError
+from rankscope.cli.trace_report.files import BrokenFile, Progress, read_file, read_files
 
-# Below this much on disk, starting processes costs more than they save.
-_POOL_BYTES = 8 << 20
-_MOST_PROCESSES = 8
-_BLOCK_BYTES = 1 << 20
 SURPRISES = (ArithmeticError, LookupError, TypeError, ValueError)
 _DIMENSIONS = ("pp", "dp", "tp", "cp", "ep")
 _MOST_RANKS = 1 << 20
@@ -38,20 +36,13 @@ class Reduced:
     breakdown: Breakdown
     trace: Trace
     collectives: Collectives
+    kernels: Profile | None  # if wanted
 
 
 @dataclass(frozen=True)
 class ReducedFiles:
     ranks: tuple[Reduced, ...]  # by rank; unknown ranks last
     broken: tuple[BrokenFile, ...]
-    rank_reasons: dict[Path, str]
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    salvage: bool  # read the intact part of a truncated file
-    top: int
-    stages: int | None
 
 
 def reduce_files(
@@ -59,54 +50,18 @@ def reduce_files(
     *,
     top: int,
     stages: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    kernels: bool = False,
+    progress: Progress | None = None,
 ) -> ReducedFiles:
-    """Never raises for a bad file. One file's events are in memory at a time (per process)."""
-    files, broken = find_files(paths)
-    results: dict[Path, Reduced | str] = {}
-    for path, result in _reduced(files, _Wanted(len(files) == 1, top, stages)):
-        results[path] = result
-        if progress:
-            progress(len(results), len(files))
-    good = {path: result for path in files if isinstance(result := results[path], Reduced)}
-    broken += [BrokenFile(path, result) for path in files if isinstance(result := results[path], str)]
-    assigned = assign_ranks([Claim(path, one.summary.rank, rank_in_name(path)) for path, one in good.items()])
-    kept = [_ranked(one, assigned.rank[path]) for path, one in good.items() if path in assigned.rank]
-    kept.sort(key=lambda one: (one.summary.rank is None, one.summary.rank or 0, str(one.path)))
-    broken += [BrokenFile(path, assigned.reason[path]) for path in good if path not in assigned.rank]
-    return ReducedFiles(tuple(kept), tuple(broken), assigned.reason)
+    """By `read_files`: never raises for a bad file."""
+    read = partial(_reduce_file, top=top, stages=stages, kernels=kernels)
+    found, broken = read_files(paths, read, lambda one: one.summary.rank, progress=progress)
+    return ReducedFiles(tuple(_ranked(one, rank) for _, rank, one in found), broken)
 
 
-def _reduced(files: list[Path], wanted: _Wanted) -> Iterator[tuple[Path, Reduced | str]]:
-    count = min(os.cpu_count() or 1, len(files), _MOST_PROCESSES)
-    done: set[Path] = set()
-    if count > 1 and sum(_size(path) for path in files) > _POOL_BYTES:
-        for path, result in _reduced_in_pool(files, wanted, count):
-            done.add(path)
-            yield path, result
-    for path in files:
-        if path not in done:
-            yield path, _reduce_file(path, wanted)
-
-
-def _reduced_in_pool(files: list[Path], wanted: _Wanted, count: int) -> Iterator[tuple[Path, Reduced | str]]:
-    from concurrent.futures import ProcessPoolExecutor, as_completed
-    from concurrent.futures.process import BrokenProcessPool
-    from multiprocessing import get_context
-
-    try:
-        # Forked: children reuse the imports, and no other threads run yet.
-        with ProcessPoolExecutor(count, mp_context=get_context("fork")) as pool:
-            waiting = {pool.submit(_reduce_file, path, wanted): path for path in files}
-            for done in as_completed(waiting):
-                yield waiting[done], done.result()
-    except BrokenProcessPool:
-        return  # a child was killed, probably for its memory: reading one by one takes less
-
-
-def _reduce_file(path: Path, wanted: _Wanted) -> Reduced | str:
+def _reduce_file(path: Path, salvage: bool, top: int, stages: int | None, kernels: bool) -> Reduced | str:
     """The file's numbers, or the reason why there are none."""
-    trace = _read(path, wanted.salvage)
+    trace = read_file(path, salvage)
     if isinstance(trace, str):
         return trace
     try:
@@ -114,16 +69,9 @@ def _reduce_file(path: Path, wanted: _Wanted) -> Reduced | str:
         if breakdown is None:
             return "it holds no work: neither events of a device nor operators; was anything profiled?"
         collectives = find_collectives(trace)
-        summary = summarize(
-            trace,
-            breakdown,
-            collectives,
-            rank=trace.rank,
-            file=str(path),
-            top=wanted.top,
-            stages=wanted.stages,
-        )
-        return Reduced(path, summary, breakdown, *keep_essentials(trace, collectives))
+        summary = summarize(trace, breakdown, collectives, rank=trace.rank, file=str(path), top=top, stages=stages)
+        profile = kernel_profile(trace) if kernels else None
+        return Reduced(path, summary, breakdown, *keep_essentials(trace, collectives), profile)
     except MemoryError:
         return "there is not enough memory to analyse it"
     except SURPRISES as error:
@@ -131,36 +79,17 @@ def _reduce_file(path: Path, wanted: _Wanted) -> Reduced | str:
         return f"it was read but cannot be analysed ({type(error).__name__}: {error}); please report this trace"
 
 
-def _read(path: Path, salvage: bool) -> Trace | str:
-    try:
-        with path.open("rb", buffering=0) as file:
-            return read_trace(iter(partial(file.read, _BLOCK_BYTES), b""), salvage=salvage)
-    except TraceError as error:
-        return error.reason
-    except PermissionError:
-        return "permission denied; run as a user who may read it, or change its mode"
-    except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
-    except MemoryError:
-        return "there is not enough memory to read it"
-
-
 def _ranked(one: Reduced, rank: int | None) -> Reduced:
-    return replace(one, summary=structs.replace(one.summary, rank=rank), trace=replace(one.trace, rank=rank))
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    kernels = one.kernels and replace(one.kernels, rank=np.full_like(one.kernels.rank, rank or 0))
+    summary, trace = structs.replace(one.summary, rank=rank), replace(one.trace, rank=rank)
+    return replace(one, summary=summary, trace=trace, kernels=kernels)
 
 
 # The pipeline stage of each rank, from the layout that the user gives.
 
 
-class LayoutError(ValueError):
-    """The layout is impossible; the message is for the user."""
+class LayoutError(CommandError):
+    """The layout is impossible."""
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,17 @@ from typing import IO, TYPE_CHECKING, cast
 import msgspec
 
 from rankscope.analysis.quantities import NOT_MEASURED, count, quantity
-from rankscope.analysis.traces.diagnosis.diagnosis import diagnose
-from rankscope.analysis.traces.diagnosis.findings import Finding
+from rankscope.analysis.traces.diagnosis import diagnose
+from rankscope.analysis.traces.diagnosis_rules import Finding
 from rankscope.analysis.traces.joins.clock_alignment import ClockShift
 from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto
 from rankscope.analysis.traces.summary_records import RankSummary
-from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict
+from rankscope.analysis.verdicts.verdict import Confidence, Kind, Verdict, headline, loss
 from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
-from rankscope.cli.job_tables import headline, loss
 from rankscope.cli.output_file import open_output
 from rankscope.cli.trace_report.reduction import SURPRISES, Reduced, ReducedFiles
 
 if TYPE_CHECKING:
-    from rankscope.analysis.traces.joins.clock_alignment import ClockShift
     from rankscope.analysis.traces.joins.join import GroupWaits, Join, RankWaits
 
 
@@ -40,15 +38,17 @@ class BrokenReport(msgspec.Struct, frozen=True):
 
 
 class JoinReport(msgspec.Struct, frozen=True):
+    """The join of several ranks, as it is printed and written as JSON."""
+
     clock_residual_us: float | None
     collectives_matched: int
     close_arrivals: int
     last_arrivals: Mapping[int, int]
-    verdict: str
+    verdict: Kind
     culprits: tuple[int, ...]
     stage: int | None
     impact_ratio: float | None
-    confidence: str
+    confidence: Confidence
     reason: str
     world_size: int
     clock_offsets_us: Mapping[int, float]
@@ -155,23 +155,9 @@ def _join(ranks: Sequence[Reduced], stage_of: Mapping[int, int] | None) -> Join 
 
 
 def _join_report(join: Join) -> JoinReport:
-    return JoinReport(
-        clock_residual_us=join.clock_residual_us,
-        collectives_matched=join.collectives_matched,
-        close_arrivals=join.close_arrivals,
-        last_arrivals=join.last_arrivals,
-        verdict=join.verdict.value,
-        culprits=join.culprits,
-        stage=join.stage,
-        impact_ratio=join.impact_ratio,
-        confidence=join.confidence.value,
-        reason=join.reason,
-        world_size=join.world_size,
-        clock_offsets_us={rank: shift.offset_ns / 1000 for rank, shift in join.clocks.shifts.items()},
-        waits=join.waits,
-        groups=join.groups,
-        notes=join.notes,
-    )
+    same = {name: getattr(join, name) for name in JoinReport.__struct_fields__ if name != "clock_offsets_us"}
+    offsets = {rank: shift.offset_ns / 1000 for rank, shift in join.clocks.shifts.items()}
+    return JoinReport(clock_offsets_us=offsets, **same)
 
 
 # Sentences for table and page.
@@ -182,9 +168,9 @@ def verdict_sentence(report: Report) -> str:
     if report.join is None:
         return ""
     verdict = Verdict(
-        kind=Kind(report.join.verdict),
+        kind=report.join.verdict,
         reason=report.join.reason,
-        confidence=Confidence(report.join.confidence),
+        confidence=report.join.confidence,
         culprits=report.join.culprits,
         stage=report.join.stage,
         impact_ratio=report.join.impact_ratio,
@@ -213,9 +199,9 @@ def facts(report: Report) -> str:
         text += f"; {count(join.collectives_matched, 'collective')} matched"
         if join.clock_residual_us is not None:
             text += f", clocks aligned to {quantity(join.clock_residual_us, 'us')}"
-        if join.verdict == Kind.INSUFFICIENT_DATA.value:
+        if join.verdict is Kind.INSUFFICIENT_DATA:
             text += f"; no verdict on ranks: {join.reason}"
-        elif join.verdict == Kind.HEALTHY.value:
+        elif join.verdict is Kind.HEALTHY:
             text += "; no rank stands out"
     if report.broken:
         text += f"; {count(len(report.broken), 'file')} could not be read"

@@ -9,9 +9,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.analysis.quantities import NOT_MEASURED, display, quantity, shorten
+from rankscope.analysis.quantities import NOT_MEASURED, display, quantity, shorten, shorten_all
 from rankscope.analysis.traces.summary_records import RankSummary
-from rankscope.cli.terminal import Terminal
+from rankscope.cli.terminal import Terminal, make_table
 from rankscope.cli.trace_report.report import Report, facts, gbps, name_of, shown_rank, verdict_sentence
 from rankscope.common.text import printable
 
@@ -69,9 +69,7 @@ def _rank_table(report: Report) -> Table:
     ranks = [rank for rank in report.ranks if rank.span_us > 0]
     many = len(ranks) > MOST_ROWS
     culprits = frozenset(report.join.culprits if report.join else ())
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("ranks" if many else "rank", *(name for name, _, _ in _COLUMNS)):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = make_table(("ranks" if many else "rank", *(name for name, _, _ in _COLUMNS)))
     if many:
         for row in extreme_rows(ranks):
             table.add_row(*row)
@@ -111,12 +109,12 @@ def _print_kernels(report: Report, console: Terminal) -> None:
     if not rank.top_kernels:
         return
     what = "operators" if rank.on_host else "kernels"
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("share", "total", "count", "mean", "longest", "kind"):
-        table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
-    table.add_column(f"top {what} of rank {name_of(rank)}", no_wrap=True)
+    title = f"top {what} of rank {name_of(rank)}"
+    table = make_table(("share", "total", "count", "mean", "longest", "kind", title), ("kind", title))
     shown = display("us", [kernel.total_us for kernel in rank.top_kernels])
-    for kernel in rank.top_kernels:
+    room = max(16, console.width - _KERNEL_NUMBERS_COLUMNS)
+    names = shorten_all([printable(kernel.name) for kernel in rank.top_kernels], room)
+    for kernel, name in zip(rank.top_kernels, names, strict=True):
         table.add_row(
             _cell(kernel.share_ratio, "ratio"),
             shown.text(kernel.total_us),
@@ -124,7 +122,7 @@ def _print_kernels(report: Report, console: Terminal) -> None:
             quantity(kernel.mean_us, "us"),
             quantity(kernel.longest_us, "us"),
             "tensor" if kernel.tensor_core else kernel.kind,
-            Text(shorten(printable(kernel.name), max(16, console.width - _KERNEL_NUMBERS_COLUMNS))),
+            Text(name),
         )
     console.print()
     console.print(table)
@@ -135,10 +133,8 @@ def _print_collectives(report: Report, console: Terminal) -> None:
     found = [one for one in rank.collectives if one.measured_count]
     if not found:
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("count", "size", "median", "exposed", "algbw", "busbw"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column(f"collectives of rank {name_of(rank)}", no_wrap=True)
+    title = f"collectives of rank {name_of(rank)}"
+    table = make_table(("count", "size", "median", "exposed", "algbw", "busbw", title), (title,))
     for one in found[:_MOST_COLLECTIVES]:
         ranks = f" of {one.group_size}" if one.group_size else ""
         group = f" in {one.group or one.group_description}" if one.group or one.group_description else ""

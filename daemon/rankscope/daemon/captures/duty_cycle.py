@@ -14,15 +14,21 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, log2
-from typing import Final, Protocol
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 from google.protobuf.message import Message
 
 from rankscope.analysis.verdicts.window_columns import plausible_seconds
-from rankscope.daemon.captures.kineto.backend import seconds_to_record
-from rankscope.daemon.captures.orders import CaptureError, Order
+from rankscope.daemon.captures.kineto.backend import KinetoBackend, seconds_to_record
+from rankscope.daemon.captures.kineto.endpoint import Endpoint
+from rankscope.daemon.captures.orders import CaptureError, Options, Order
+from rankscope.daemon.captures.probe_backend import ProbeBackend
 from rankscope.daemon.captures.records import DUTY_CYCLE, FINAL
+from rankscope.daemon.captures.request import slowdown_objection
+from rankscope.daemon.captures.runner import CaptureRunner
+from rankscope.daemon.captures.store import Store
 from rankscope.daemon.samples import Column, RankKey, RankProcess, self_seconds
 from rankscope.daemon.windows.window import PARTS_OF_SELF, STATISTICS, statistics_of
 from rankscope.v1 import capture_service_pb2 as pb
@@ -155,30 +161,58 @@ def _add_statistics(window: RankWindow, breakdown: CaptureBreakdown, *names: str
     window.wait_source = "capture"
 
 
-class Captures(Protocol):
-    """What the duty cycle needs of the capture service. All methods return quickly."""
+class DutyCaptures:
+    """What the duty cycle needs of captures: by libkineto, else by a probe that cannot measure what its steps wait for.
+    Stacks have no breakdown. All methods return quickly."""
 
-    def start(self, request: pb.StartCaptureRequest, requested_by: str, step_seconds: float | None) -> str: ...
+    def __init__(
+        self,
+        runner: CaptureRunner,
+        store: Store,
+        kineto: KinetoBackend,
+        probe: ProbeBackend,
+        endpoint: Endpoint,
+        proc_root: Path,
+    ) -> None:
+        self._runner = runner
+        self._store = store
+        self._kineto = kineto
+        self._probe = probe
+        self._endpoint = endpoint
+        self._proc_root = proc_root
 
-    def find(self, capture_id: str) -> pb.Capture | None: ...
+    def start(self, request: pb.StartCaptureRequest, requested_by: str, step_seconds: float | None) -> str:
+        return self._runner.start(request, requested_by, step_seconds)
+
+    def find(self, capture_id: str) -> pb.Capture | None:
+        return self._runner.records.get(capture_id)
 
     def is_busy(self, job: str) -> bool:
-        """Whether a rank of the job is being captured."""
-        ...
-
-    def objection(self, rank: RankProcess) -> str | None:
-        """Why the rank cannot be recorded now without harm, one of REASONS; None if it can."""
-        ...
+        return self._runner.is_busy(job)
 
     def is_able(self, rank: RankProcess) -> bool:
         """Whether libkineto or the probe in the rank's process can record at all."""
-        ...
+        return self._kineto.objection(rank) is None or self._probe.objection(rank) is None
+
+    def objection(self, rank: RankProcess) -> str | None:
+        """Why the rank cannot be recorded now without harm, one of REASONS; None if it can."""
+        if self._kineto.objection(rank) is None:
+            client = self._endpoint.client(rank.pid)
+            if client is None:
+                return UNABLE
+            if not client.is_ready:
+                return PROFILER
+        elif self._probe.objection(rank) is not None:
+            return UNABLE
+        return None if slowdown_objection(rank, Options(), self._proc_root) is None else SLOWDOWN
 
     def kept(self) -> Sequence[tuple[str, str]]:
         """Id and job of finished captures of the duty cycle, oldest first."""
-        ...
+        return self._runner.records.finished(DUTY_CYCLE)
 
-    def forget(self, capture_id: str) -> None: ...
+    def forget(self, capture_id: str) -> None:
+        self._runner.records.forget(capture_id)
+        self._store.remove(capture_id)
 
 
 @dataclass
@@ -205,7 +239,7 @@ class DutyCycle:
     def __init__(
         self,
         settings: DutySettings,
-        captures: Captures,
+        captures: DutyCaptures,
         window_seconds: float = 2.0,
         unix_seconds: Callable[[], float] = time.time,
         settings_of: Callable[[Sequence[RankProcess]], DutySettings] | None = None,

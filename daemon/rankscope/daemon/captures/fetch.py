@@ -40,8 +40,8 @@ def take_file(
     reserve: Reserve,
     proc_root: Path = Path("/proc"),
     limit_bytes: int = SIZE_LIMIT_BYTES,
-) -> int:
-    """Copy a text file that the process sees at `path` and that the process wrote; returns its size. Later changes to
+) -> os.stat_result:
+    """Copy a text file that the process sees at `path` and that the process wrote; returns its status. Later changes to
     the process' own file do not affect the copy."""
     what = f"{path} of pid {pid}"
     place = _locate_file(pid, path, proc_root)
@@ -51,7 +51,7 @@ def take_file(
             raise CaptureError(f"{what} is not a plain file; the container put something else there")
         if status.st_nlink > 1:
             raise CaptureError(f"{what} has other names as well; it may be a file that is not the process' to give")
-        _check_owner(what, status, _uid_of(pid, proc_root))
+        _check_owner(what, status, procfs.real_uid(f"{proc_root}/{pid}"))
         if status.st_size > limit_bytes:
             raise CaptureError(f"{what} has {status.st_size} bytes; {limit_bytes} at most are taken; record less")
         # Opened only now: opening a device or a FIFO can have effects or block.
@@ -61,14 +61,7 @@ def take_file(
         os.close(place)
     with source:
         copy_file(source, target, status.st_size, what, reserve)
-    return status.st_size
-
-
-def _uid_of(pid: int, proc_root: Path) -> int | None:
-    try:
-        return procfs.real_uid(f"{proc_root}/{pid}")
-    except OSError:
-        return None  # it has just ended
+    return status
 
 
 def _check_owner(what: str, status: os.stat_result, uid: int | None) -> None:

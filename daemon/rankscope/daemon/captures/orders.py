@@ -1,14 +1,18 @@
-"""What a capture requests of one rank, and what a back end returns."""
+"""What a capture requests of one rank, what a back end returns, and how tenants share limited places: nobody loses a
+place to a tenant that has more of them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
+from rankscope.daemon import procfs
 from rankscope.daemon.samples import RankProcess
 from rankscope.probe import ring_layout
 
@@ -19,6 +23,8 @@ REPEAT_LIMIT = ring_layout.WINDOWS_LIMIT
 SECONDS_LIMIT = 60.0
 DEFAULT_PATIENCE_SECONDS = 60.0
 PATIENCE_LIMIT_SECONDS = 600.0
+
+Item = TypeVar("Item", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -111,3 +117,30 @@ class Backend(Protocol):
     def record(
         self, order: Order, workspace: Workspace, report: Callable[[Stage], None], cancelled: threading.Event
     ) -> Recording: ...
+
+
+def tenant_of(rank: RankProcess, proc_root: Path = Path("/proc")) -> str:
+    """Its pod, else its user. The job's name is the process' own choice: it counts only for a process that has just
+    ended."""
+    if rank.pod is not None:
+        return f"pod {rank.pod}"
+    uid = procfs.real_uid(f"{proc_root}/{rank.pid}")
+    return f"job {rank.job}" if uid is None else f"uid {uid}"
+
+
+def surplus(oldest_first: Sequence[Item], tenant: Callable[[Item], str], limit: int) -> list[Item]:
+    """What goes so that no more than `limit` stay: each time the oldest of the tenant that has the most."""
+    of_tenant: dict[str, deque[Item]] = {}
+    for item in oldest_first:
+        of_tenant.setdefault(tenant(item), deque()).append(item)
+    return [max(of_tenant.values(), key=len).popleft() for _ in range(len(oldest_first) - max(0, limit))]
+
+
+def fair_choice(items: Mapping[Item, str], limit: int, incumbents: Collection[object]) -> set[Item]:
+    """At most `limit` of the items, which have tenants: the first of each tenant, then the second of each, and so on.
+    Incumbents come first, among those of a tenant and among tenants."""
+    of_tenant: dict[str, list[Item]] = {}
+    for item in sorted(items, key=lambda item: item not in incumbents):
+        of_tenant.setdefault(items[item], []).append(item)
+    place = {item: number for own in of_tenant.values() for number, item in enumerate(own)}
+    return set(islice(sorted(place, key=lambda item: (place[item], item not in incumbents)), limit))

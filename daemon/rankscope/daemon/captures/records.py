@@ -1,19 +1,21 @@
-"""The records of captures: the request, what each rank did, and why it failed.
+"""The records of captures: the request, what each rank did, and why it failed; and the audit lines about them.
 
 A record is the protobuf message itself. It is changed only here under a lock, returned as a copy, and saved at every
 change of state."""
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from rankscope.daemon.captures.orders import CaptureError, Recording, Workspace
+from rankscope.common.audit import LOGGER, AuditRecord, audit_line
+from rankscope.daemon.captures.orders import Recording, surplus
 from rankscope.daemon.captures.reservations import LASTING
-from rankscope.daemon.captures.tenants import surplus
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
@@ -23,6 +25,8 @@ DUTY_CYCLE = "duty cycle"
 FOLLOW_SECONDS = 1.0
 FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, pb.CAPTURE_STATE_CANCELLED})
 Recorded = Mapping[int, tuple[RankProcess, Recording]]
+# A rank's typical step time over an interval (Unix seconds); None if its steps are not seen.
+StepSecondsOf = Callable[[RankProcess, float, float], float | None]
 
 
 class Records:
@@ -173,36 +177,67 @@ def fail(capture: pb.Capture, error: str) -> None:
             rank.state, rank.error = pb.CAPTURE_STATE_FAILED, error
 
 
-# What the runner needs: an archive for recordings, and step times.
+# Audit records: who requested a capture on this node, for what, and how it ended.
+
+OPERATOR = "rankscope-operator"
+_OPTIONS = ("shapes", "stacks", "memory", "flops", "modules", "allow_slowdown")
 
 
-class Archive(Protocol):
-    """Stores recordings and records. Any method may raise CaptureError."""
+class CaptureAudit:
+    """`has_tls`: a TCP peer has presented an operator's certificate, or was refused."""
 
-    def assign(self, capture_id: str, tenant: str) -> None:
-        """What the capture takes counts for this tenant."""
-        ...
+    def __init__(self, node: str, has_tls: bool) -> None:
+        self._node = node
+        self._has_tls = has_tls
 
-    def tenant(self, capture_id: str) -> str: ...
+    def asked(self, capture: pb.Capture, request: pb.StartCaptureRequest) -> None:
+        ranks = ",".join(str(entry.rank) for entry in capture.ranks)
+        record = replace(self._of(capture.requested_by), job=capture.job, id=capture.id, reason=capture.reason)
+        self._say(replace(_wanted(record, request), ranks=ranks or request.ranks))
 
-    def workspace(self, capture_id: str) -> Workspace: ...
+    def refused(self, requested_by: str, request: pb.StartCaptureRequest, why: str) -> None:
+        record = replace(self._of(requested_by), event="refused", job=request.job, id=request.id, reason=request.reason)
+        self._say(replace(_wanted(record, request), result="Refused", message=why))
 
-    def deliver(
-        self, capture: pb.Capture, recorded: Recorded, steps: int | None, cancelled: threading.Event
-    ) -> Iterator[tuple[int, Delivered | CaptureError]]:
-        """All ranks at once: their traces are cut at the same step."""
-        ...
+    def ended(self, capture: pb.Capture | None) -> None:
+        if capture is None:
+            return  # deleted at the very end
+        ranks = ",".join(str(entry.rank) for entry in capture.ranks)
+        delivered = sum(entry.state == pb.CAPTURE_STATE_ANALYSED for entry in capture.ranks)
+        errors = dict.fromkeys(entry.error for entry in capture.ranks if entry.error)
+        record = replace(
+            self._of(capture.requested_by),
+            event="ended",
+            job=capture.job,
+            id=capture.id,
+            ranks=ranks,
+            reason=capture.reason,
+            result=pb.CaptureState.Name(capture.state).removeprefix("CAPTURE_STATE_").lower(),
+            message="; ".join([f"{delivered}/{len(capture.ranks)} ranks delivered", *errors]),
+        )
+        self._say(record)
 
-    def join(self, capture: pb.Capture) -> pb.JoinSummary | None: ...
+    def _of(self, requested_by: str) -> AuditRecord:
+        record = AuditRecord("asked", "local", node=self._node)
+        if requested_by == DUTY_CYCLE:
+            return replace(record, via="duty cycle", user="rankscope-daemon", verified=True)
+        if requested_by.startswith(("ipv4:", "ipv6:")):
+            if self._has_tls:
+                return replace(record, via="operator", user=OPERATOR, verified=True, address=requested_by)
+            return replace(record, via="loopback", address=requested_by)
+        # Only the daemon's user and root can open the socket: its mode is 0600.
+        return replace(record, user=f"uid {os.geteuid()}", verified=True)
 
-    def clean(self, capture_id: str) -> None: ...
-
-    def save(self, capture: pb.Capture) -> None: ...
-
-    def load(self) -> Sequence[pb.Capture]: ...
+    def _say(self, record: AuditRecord) -> None:
+        logging.getLogger(LOGGER).info("%s", audit_line(record, time.time()))
 
 
-class StepSecondsOf(Protocol):
-    """A rank's typical step time over a recent interval; None if its steps are not seen."""
-
-    def __call__(self, rank: RankProcess, start_unix_seconds: float, end_unix_seconds: float) -> float | None: ...
+def _wanted(record: AuditRecord, request: pb.StartCaptureRequest) -> AuditRecord:
+    length = request.WhichOneof("length")
+    return replace(
+        record,
+        ranks=request.ranks,
+        steps=request.steps if length == "steps" else None,
+        seconds=request.seconds if length == "seconds" else None,
+        options=tuple(name for name in _OPTIONS if getattr(request.options, name)),
+    )

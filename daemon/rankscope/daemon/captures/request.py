@@ -1,4 +1,4 @@
-"""Checks a capture request: bounds, defaults, and error messages."""
+"""Checks a capture request: bounds, defaults, and error messages; and whether it may leave a process slower."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, Suspected
 from rankscope.common.rank_selection import choose_ranks as chosen
 from rankscope.common.text import printable
+from rankscope.daemon import procfs
 from rankscope.daemon.captures.orders import (
     DEFAULT_PATIENCE_SECONDS,
     PATIENCE_LIMIT_SECONDS,
@@ -28,6 +30,7 @@ START_AHEAD_LIMIT_SECONDS = 600.0
 # It becomes the name of a directory.
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 NAME_CHARACTERS = 200
+TEXT_CHARACTERS = 512
 SuspectsOf = Callable[[str], Suspected | None]
 
 
@@ -105,9 +108,9 @@ def options_of(request: pb.StartCaptureRequest) -> Options:
     )
 
 
-def kept_text(text: str, limit: int = 512) -> str:
+def kept_text(text: str) -> str:
     """A caller's text as it may be stored and shown: one line, bounded."""
-    return printable(text, limit).strip()
+    return printable(text, TEXT_CHARACTERS).strip()
 
 
 # Which job and ranks a request is for.
@@ -125,26 +128,28 @@ def choose_job(wanted: str, jobs: Collection[str], names_others: bool = True) ->
         raise CaptureError("no training job on this node; is it running? `rankscope top` shows what is seen")
     if len(jobs) > 1:
         known = f": {', '.join(sorted(jobs))}" if names_others else ""
-        raise CaptureError(f"several jobs run on this node; name one with --job{known}")
+        raise CaptureError(f"several jobs run on this node; name one with --run{known}")
     return next(iter(jobs))
 
 
 def choose_processes(
     request: pb.StartCaptureRequest, ranks: Collection[RankProcess], names_others: bool = True
 ) -> dict[int, RankProcess]:
-    """The job's ranks on this node, by number. With `pods`, they are found by their pods: the job of another tenant may
-    have the same name, and a rank may have moved since the caller looked."""
+    """The job's ranks on this node, by number. With `pods`, they are found by their pods: a rank may have moved since
+    the caller looked, and the operator may know the job's name before the daemon does."""
     if not request.pods:
         job = choose_job(request.job, {rank.job for rank in ranks}, names_others)
         return {rank.rank: rank for rank in ranks if rank.job == job}
-    here = {
-        rank.rank: rank
-        for rank in ranks
-        if request.job in (rank.job, rank.shared_job) and request.pods.get(rank.rank, "") == rank.pod
-    }
+    here = {rank.rank: rank for rank in ranks if _is_asked_for(rank, request)}
     if not here:
         raise CaptureError("no rank of the job runs in the named pods any more; look for them and ask again")
     return here
+
+
+def _is_asked_for(rank: RankProcess, request: pb.StartCaptureRequest) -> bool:
+    pod = request.pods.get(rank.rank)
+    # A pod says enough while the operator has not named its run; without a pod, the name decides.
+    return pod == (rank.pod or "") and (rank.job == request.job or (bool(pod) and "/" not in rank.job))
 
 
 def choose_ranks(text: str, job: str, here: Collection[int], world_size: int, suspects_of: SuspectsOf) -> list[int]:
@@ -154,3 +159,42 @@ def choose_ranks(text: str, job: str, here: Collection[int], world_size: int, su
         return chosen(text, here, world_size, suspected)
     except ChoiceError as error:
         raise CaptureError(f"job {job!r}: {error}") from error
+
+
+# CUPTI stays attached after a capture and costs a launch-bound job 19–31 % for the rest of its life, unless the process
+# was started with TEARDOWN_CUPTI=1.
+
+# An open device file means a CUDA context, now or soon.
+_DEVICES = ("/dev/nvidia", "/dev/dxg")
+_DESCRIPTORS_LIMIT = 4096
+
+
+def uses_cuda(pid: int, proc_root: Path = Path("/proc")) -> bool:
+    """Doubtful cases count as yes: the harm is permanent."""
+    try:
+        return procfs.BLOCKING.call(f"{proc_root}/{pid}", lambda: _has_device(pid, proc_root))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def _has_device(pid: int, proc_root: Path) -> bool:
+    for number, descriptor in enumerate((proc_root / str(pid) / "fd").iterdir()):
+        if number >= _DESCRIPTORS_LIMIT:
+            return True
+        try:
+            if str(descriptor.readlink()).startswith(_DEVICES):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def slowdown_objection(rank: RankProcess, options: Options, proc_root: Path = Path("/proc")) -> str | None:
+    if options.allow_slowdown or rank.environment.get("TEARDOWN_CUPTI") == "1" or not uses_cuda(rank.pid, proc_root):
+        return None
+    return (
+        f"{rank} uses CUDA and was started without TEARDOWN_CUPTI=1: a capture could leave "
+        "it up to 30 % slower for good; start the job with TEARDOWN_CUPTI=1, or accept that with --allow-slowdown"
+    )

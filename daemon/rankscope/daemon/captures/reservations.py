@@ -33,7 +33,8 @@ class Reservations:
         self._lock = threading.Lock()
         self._cancelled: dict[str, threading.Event] = {}
         self._tenants: dict[str, str] = {}  # by capture id
-        self._taken: dict[tuple[str, int], str] = {}  # rank to capture id
+        # By process, because a run's name may change: rank, pid and start of the process to job and capture id.
+        self._taken: dict[tuple[int, int, int], tuple[str, str]] = {}
 
     def begin(
         self,
@@ -55,14 +56,14 @@ class Reservations:
             for number in numbers:
                 entry = capture.ranks.add(rank=number, node=self._node, state=pb.CAPTURE_STATE_ACCEPTED)
                 try:
-                    rank = self._take(capture.job, number, here)
+                    rank = self._take(number, here)
                     backend, objections = suitable[number]
                     if backend is None:
                         raise CaptureError(f"{rank} cannot be captured: {'; '.join(objections)}")
                 except CaptureError as error:
                     entry.state, entry.error = pb.CAPTURE_STATE_FAILED, str(error)
                     continue
-                self._taken[rank.job, number] = capture.id
+                self._taken[rank.key[1:]] = (rank.job, capture.id)
                 entry.backend, entry.pid = backend.name, rank.pid
                 entry.notes.extend(f"{NOT_BY}{objection}" for objection in objections)
                 if options.is_scheduled and not backend.keeps_schedules:
@@ -77,17 +78,17 @@ class Reservations:
             if stuck and cancelled is not None:
                 cancelled.set()
             self._tenants.pop(capture_id, None)
-            for place in [place for place, holder in self._taken.items() if holder == capture_id]:
-                if place[1] not in stuck:
-                    del self._taken[place]
+            for process in [process for process, (_, holder) in self._taken.items() if holder == capture_id]:
+                if process[0] not in stuck:
+                    del self._taken[process]
 
-    def release(self, job: str, number: int) -> None:
+    def release(self, rank: RankProcess) -> None:
         with self._lock:
-            self._taken.pop((job, number), None)
+            self._taken.pop(rank.key[1:], None)
 
     def is_busy(self, job: str) -> bool:
         with self._lock:
-            return any(taken == job for taken, _ in self._taken)
+            return any(taken == job for taken, _ in self._taken.values())
 
     def cancelled(self, capture_id: str) -> threading.Event:
         """Set when the capture is to stop."""
@@ -114,13 +115,13 @@ class Reservations:
                 f"{ACTIVE_SPARE} places are for others; wait for one or cancel it"
             )
 
-    def _take(self, job: str, number: int, here: Mapping[int, RankProcess]) -> RankProcess:
+    def _take(self, number: int, here: Mapping[int, RankProcess]) -> RankProcess:
         if number not in here:
             raise CaptureError(
                 f"rank {number} does not run on {self._node}; ask the operator, or the daemon of its own node"
             )
-        other = self._taken.get((job, number))
-        if other is not None:
+        _, other = self._taken.get(here[number].key[1:], ("", ""))
+        if other:
             raise CaptureError(f"rank {number} is being captured already, by {other}; wait for that or cancel it")
         return here[number]
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from rankscope.daemon.captures.audit import CaptureAudit
-from rankscope.daemon.captures.orders import Backend, CancelledError, CaptureError, Order, Recording, Stage
+from rankscope.daemon.captures.orders import Backend, CancelledError, CaptureError, Order, Recording, Stage, tenant_of
+from rankscope.daemon.captures.processing.delivery import LocalArchive
 from rankscope.daemon.captures.records import (
-    Archive,
+    CaptureAudit,
     Records,
     StepSecondsOf,
     enter_delivery,
@@ -34,7 +34,6 @@ from rankscope.daemon.captures.request import (
     start_of,
 )
 from rankscope.daemon.captures.reservations import Reservations
-from rankscope.daemon.captures.tenants import tenant_of
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
@@ -130,11 +129,11 @@ class CaptureRunner:
         self,
         node: str,
         backends: Sequence[Backend],
-        archive: Archive,
+        archive: LocalArchive,
         ranks: Callable[[], Sequence[RankProcess]],
         *,
         earliest_start: Callable[[Sequence[RankProcess], float], float] = lambda ranks, now: now,
-        step_seconds: StepSecondsOf = lambda rank, start_unix_seconds, end_unix_seconds: None,
+        step_seconds: StepSecondsOf = lambda rank, start, end: None,
         unix_seconds: Callable[[], float] = time.time,
         audit: CaptureAudit | None = None,
         tenant_of: Callable[[RankProcess], str] = tenant_of,
@@ -361,7 +360,7 @@ class CaptureRunner:
             enter(pb.CAPTURE_STATE_FAILED, f"unexpected: {type(error).__name__}: {error}; please report this")
         finally:
             if number in stuck:
-                self._reservations.release(order.rank.job, number)
+                self._reservations.release(order.rank)
 
     def _measure_aftermath(self, capture_id: str, orders: Sequence[Order]) -> None:
         """Step time before, during and after the capture: a capture may leave its process slower."""

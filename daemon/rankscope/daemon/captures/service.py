@@ -11,29 +11,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NoReturn, Protocol
 
 import grpc
 
-from rankscope.daemon.captures.audit import CaptureAudit
-from rankscope.daemon.captures.cupti import slowdown_objection
-from rankscope.daemon.captures.duty_cycle import PROFILER, SLOWDOWN, UNABLE, DutyCycle, DutySettings
+from rankscope.daemon.captures.duty_cycle import DutyCaptures, DutyCycle, DutySettings
 from rankscope.daemon.captures.kineto.backend import KinetoBackend
 from rankscope.daemon.captures.kineto.endpoint import Endpoint
 from rankscope.daemon.captures.kineto.sockets import network_namespace
-from rankscope.daemon.captures.orders import Backend, CaptureError, Options
-from rankscope.daemon.captures.probe.backend import ProbeBackend
+from rankscope.daemon.captures.orders import Backend, CaptureError, tenant_of
+from rankscope.daemon.captures.probe_backend import ProbeBackend
 from rankscope.daemon.captures.processing.delivery import LocalArchive
-from rankscope.daemon.captures.records import DUTY_CYCLE, FINAL
+from rankscope.daemon.captures.records import FINAL, CaptureAudit
 from rankscope.daemon.captures.request import SuspectsOf
 from rankscope.daemon.captures.runner import CaptureRunner
 from rankscope.daemon.captures.stack_backend import StacksBackend
 from rankscope.daemon.captures.store import Quota, Store
-from rankscope.daemon.captures.tenants import tenant_of
 from rankscope.daemon.config import NONE, Config
 from rankscope.daemon.samples import RankKey, RankProcess
-from rankscope.daemon.server.grpc_server import DOWNLOADS_LIMIT, Service
-from rankscope.daemon.server.policies import DutyWish
+from rankscope.daemon.server.grpc_server import DOWNLOADS_LIMIT, Service, abort
+from rankscope.daemon.server.policies import PolicyDutyCycle
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1 import capture_service_pb2_grpc
 from rankscope.v1.window_pb2 import SOURCE_CAPTURE, RankWindow
@@ -50,14 +46,6 @@ SWEEP_SECONDS = 3600.0
 # CaptureService: captures of the runner, and artifacts in chunks.
 
 
-class Artifacts(Protocol):
-    def open(self, capture_id: str, rank: int, window: int = 0) -> tuple[BinaryIO, int]:
-        """The artifact and its size. Raises CaptureError if there is none."""
-        ...
-
-    def remove(self, capture_id: str) -> None: ...
-
-
 @dataclass(eq=False)
 class _Download:
     end: Callable[[], object]
@@ -72,23 +60,21 @@ class Downloads:
     """Each keeps a thread of the server for as long as its caller reads. If there are too many, the slowest gives way:
     its caller can resume it."""
 
-    def __init__(self, limit: int = DOWNLOADS_LIMIT, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._limit = limit
-        self._monotonic = monotonic
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: list[_Download] = []  # oldest first
 
     @contextmanager
     def started(self, end: Callable[[], object]) -> Iterator[_Download]:
-        now = self._monotonic()
+        now = time.monotonic()
         download, slowest = _Download(end, now), None
         with self._lock:
-            if len(self._running) >= self._limit:
+            if len(self._running) >= DOWNLOADS_LIMIT:
                 slowest = min(self._running, key=lambda running: running.bytes_per_second(now))
                 self._running.remove(slowest)
             self._running.append(download)
         if slowest is not None:
-            log.debug("%d downloads at once: the slowest gives way to a new one", self._limit)
+            log.debug("%d downloads at once: the slowest gives way to a new one", DOWNLOADS_LIMIT)
             slowest.end()
         try:
             yield download
@@ -99,9 +85,9 @@ class Downloads:
 
 
 class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
-    def __init__(self, runner: CaptureRunner, artifacts: Artifacts) -> None:
+    def __init__(self, runner: CaptureRunner, store: Store) -> None:
         self._runner = runner
-        self._artifacts = artifacts
+        self._store = store
         self._downloads = Downloads()
 
     def StartCapture(
@@ -112,14 +98,14 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
             capture_id = self._runner.start(request, requested_by=context.peer())
         except CaptureError as error:
             self._runner.audit.refused(context.peer(), request, str(error))
-            _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         for capture in self._runner.records.follow(capture_id, context.is_active):
             yield pb.StartCaptureResponse(capture=capture)
 
     def GetCapture(self, request: pb.GetCaptureRequest, context: grpc.ServicerContext) -> pb.GetCaptureResponse:
         capture = self._runner.records.get(request.id)
         if capture is None:
-            _abort(context, grpc.StatusCode.NOT_FOUND, _unknown(request.id))
+            abort(context, grpc.StatusCode.NOT_FOUND, _unknown(request.id))
         return pb.GetCaptureResponse(capture=capture)
 
     def ListCaptures(self, request: pb.ListCapturesRequest, context: grpc.ServicerContext) -> pb.ListCapturesResponse:
@@ -130,7 +116,7 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
     ) -> pb.CancelCaptureResponse:
         capture = self._runner.cancel(request.id)
         if capture is None:
-            _abort(context, grpc.StatusCode.NOT_FOUND, _unknown(request.id))
+            abort(context, grpc.StatusCode.NOT_FOUND, _unknown(request.id))
         return pb.CancelCaptureResponse(capture=capture)
 
     def DeleteCapture(
@@ -138,11 +124,11 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
     ) -> pb.DeleteCaptureResponse:
         capture = self._runner.records.get(request.id)
         if capture is None:
-            _abort(context, grpc.StatusCode.NOT_FOUND, _unknown(request.id))
+            abort(context, grpc.StatusCode.NOT_FOUND, _unknown(request.id))
         if capture.state not in FINAL:
-            _abort(context, grpc.StatusCode.UNAVAILABLE, f"capture {request.id} is under way; cancel it first")
+            abort(context, grpc.StatusCode.UNAVAILABLE, f"capture {request.id} is under way; cancel it first")
         self._runner.records.forget(request.id)
-        self._artifacts.remove(request.id)
+        self._store.remove(request.id)
         return pb.DeleteCaptureResponse()
 
     def DownloadArtifact(
@@ -150,13 +136,13 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
     ) -> Iterator[pb.DownloadArtifactResponse]:
         """Resumable: `offset` is how much the caller already has."""
         try:
-            artifact, size = self._artifacts.open(request.id, request.rank, request.window)
+            artifact, size = self._store.open(request.id, request.rank, request.window)
         except CaptureError as error:
-            _abort(context, grpc.StatusCode.NOT_FOUND, str(error))
+            abort(context, grpc.StatusCode.NOT_FOUND, str(error))
         with artifact, self._downloads.started(context.cancel) as download:
             if request.offset > size:
                 reason = f"offset {request.offset} lies behind the end of the artifact ({size} bytes)"
-                _abort(context, grpc.StatusCode.OUT_OF_RANGE, reason)
+                abort(context, grpc.StatusCode.OUT_OF_RANGE, reason)
             artifact.seek(request.offset)
             chunk = artifact.read(CHUNK_BYTES)
             while True:
@@ -167,72 +153,8 @@ class CaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
                     return
 
 
-def capture_service(runner: CaptureRunner, artifacts: Artifacts) -> Service:
-    name = pb.DESCRIPTOR.services_by_name["CaptureService"].full_name
-    servicer = CaptureServicer(runner, artifacts)
-    return Service(name, lambda to: capture_service_pb2_grpc.add_CaptureServiceServicer_to_server(servicer, to))
-
-
 def _unknown(capture_id: str) -> str:
     return f"no capture {capture_id[:64]!r} on this node; `rankscope captures ls` lists them"
-
-
-def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, text: str) -> NoReturn:
-    context.abort(code, text)
-    raise AssertionError("abort returns never")
-
-
-# Captures as the duty cycle uses them.
-
-
-class DutyCaptures:
-    """By libkineto, else by a probe that cannot measure what its steps wait for. Stacks have no breakdown."""
-
-    def __init__(
-        self,
-        runner: CaptureRunner,
-        store: Store,
-        kineto: KinetoBackend,
-        probe: ProbeBackend,
-        endpoint: Endpoint,
-        proc_root: Path,
-    ) -> None:
-        self._runner = runner
-        self._store = store
-        self._kineto = kineto
-        self._probe = probe
-        self._endpoint = endpoint
-        self._proc_root = proc_root
-
-    def start(self, request: pb.StartCaptureRequest, requested_by: str, step_seconds: float | None) -> str:
-        return self._runner.start(request, requested_by, step_seconds)
-
-    def find(self, capture_id: str) -> pb.Capture | None:
-        return self._runner.records.get(capture_id)
-
-    def is_busy(self, job: str) -> bool:
-        return self._runner.is_busy(job)
-
-    def is_able(self, rank: RankProcess) -> bool:
-        return self._kineto.objection(rank) is None or self._probe.objection(rank) is None
-
-    def objection(self, rank: RankProcess) -> str | None:
-        if self._kineto.objection(rank) is None:
-            client = self._endpoint.client(rank.pid)
-            if client is None:
-                return UNABLE
-            if not client.is_ready:
-                return PROFILER
-        elif self._probe.objection(rank) is not None:
-            return UNABLE
-        return None if slowdown_objection(rank, Options(), self._proc_root) is None else SLOWDOWN
-
-    def kept(self) -> Sequence[tuple[str, str]]:
-        return self._runner.records.finished(DUTY_CYCLE)
-
-    def forget(self, capture_id: str) -> None:
-        self._runner.records.forget(capture_id)
-        self._store.remove(capture_id)
 
 
 # Recent step times of ranks, from closed windows: captures are planned and judged by them.
@@ -286,11 +208,13 @@ class CaptureStatus:
 
 
 class NodeCaptures:
-    """Raises CaptureError if captures cannot be stored in the configured directory. `duty_wish` returns a policy's
-    settings for the ranks of a job, or None."""
+    """Raises CaptureError if captures cannot be stored in the configured directory. `policy_of` returns the duty
+    cycle that a policy sets for the ranks of a job, or None."""
 
     def __init__(
-        self, config: Config, duty_wish: Callable[[Sequence[RankProcess]], DutyWish | None] = lambda ranks: None
+        self,
+        config: Config,
+        policy_of: Callable[[Sequence[RankProcess]], PolicyDutyCycle | None] = lambda ranks: None,
     ) -> None:
         proc_root = Path(config.proc_root)
         self._proc_root = proc_root
@@ -324,14 +248,19 @@ class NodeCaptures:
         captures = DutyCaptures(self._runner, self._store, kineto, probe, self._endpoint, proc_root)
 
         def duty_settings_of(ranks: Sequence[RankProcess]) -> DutySettings:
-            wish = duty_wish(ranks)
-            return settings if wish is None else replace(settings, steps=wish.steps, period_seconds=wish.period_seconds)
+            policy = policy_of(ranks)
+            return (
+                settings
+                if policy is None
+                else replace(settings, steps=policy.steps, period_seconds=policy.period_seconds)
+            )
 
         self._duty = DutyCycle(settings, captures, config.window_seconds, settings_of=duty_settings_of)
 
     @property
     def service(self) -> Service:
-        return capture_service(self._runner, self._store)
+        servicer = CaptureServicer(self._runner, self._store)
+        return Service.of("CaptureService", capture_service_pb2_grpc.add_CaptureServiceServicer_to_server, servicer)
 
     def suspect(self, suspects_of: SuspectsOf) -> None:
         """Which ranks are slow: answered by the correlation."""
@@ -396,9 +325,9 @@ class NodeCaptures:
             results=self._runner.tally.results,
             slowdowns=self._runner.tally.slowdowns,
             clients=self._endpoint.client_count(),
-            malformed_total=tallies.malformed,
-            unvouched_total=tallies.unvouched,
-            unanswered={"late": tallies.late, "hushed": tallies.hushed, "unsent": tallies.unsent},
+            malformed_total=tallies["malformed"],
+            unvouched_total=tallies["unvouched"],
+            unanswered={reason: tallies[reason] for reason in ("late", "skipped", "unsent")},
             duty_results=self._duty.results if self._duty.was_ever_on else None,
             duty_skips=self._duty.skips if self._duty.was_ever_on else None,
         )

@@ -53,14 +53,12 @@ class StacksBackend:
         try:
             procfs.BLOCKING.call(folder, lambda: os.close(os.open(f"{folder}/mem", os.O_RDONLY | os.O_CLOEXEC)))
         except BlockedError:
-            return f"rank {rank.rank} (pid {rank.pid}) blocks readers of its memory; does an exec of it not end?"
+            return f"{rank} blocks readers of its memory; does an exec of it not end?"
         except FileNotFoundError:
-            return f"rank {rank.rank} (pid {rank.pid}) has ended"
+            return f"{rank} has ended"
         except OSError as error:
-            return (
-                f"rank {rank.rank} (pid {rank.pid}): its memory may not be read: {error.strerror}; the daemon needs "
-                "CAP_SYS_PTRACE (see docs/troubleshooting.md)"
-            )
+            needs = "the daemon needs CAP_SYS_PTRACE (see docs/troubleshooting.md)"
+            return f"{rank}: its memory may not be read: {error.strerror}; {needs}"
         return None
 
     def record(
@@ -69,11 +67,10 @@ class StacksBackend:
         objection = self.objection(order.rank)
         if objection is not None or self._py_spy is None:
             raise CaptureError(objection or pyspy.missing(None).text)
-        who = f"rank {order.rank.rank} (pid {order.rank.pid})"
         report(Stage.ARMED)
         while (left := order.start_unix_millis / 1000 - time.time()) > 0:
             if cancelled.wait(min(TICK_SECONDS, left)):
-                raise CancelledError(f"{who}: cancelled")
+                raise CancelledError(f"{order.rank}: cancelled")
         seconds = _seconds(order)
         output = workspace.folder / f"rank{order.rank.rank}.folded"
         workspace.reserve(output, ROOM_FACTOR * pyspy.OUTPUT_LIMIT_BYTES)
@@ -99,7 +96,7 @@ class StacksBackend:
         try:
             while (ended := child.poll()) is None and time.monotonic() < kill_at:
                 if cancelled.wait(TICK_SECONDS):
-                    raise CancelledError(f"rank {rank.rank} (pid {rank.pid}): cancelled")
+                    raise CancelledError(f"{rank}: cancelled")
         finally:
             if ended is None:
                 child.kill()

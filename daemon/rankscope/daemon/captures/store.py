@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import calendar
 import contextlib
-import fcntl
 import logging
 import os
 import re
 import shutil
-import stat
-import tempfile
 import threading
 import time
 from collections import Counter, deque
@@ -22,10 +19,10 @@ from typing import BinaryIO, Final
 
 from google.protobuf import json_format
 
-from rankscope.daemon.captures.orders import CaptureError, Workspace
-from rankscope.daemon.captures.probe.commands import window_file
+from rankscope.common.private_folder import FolderError, claim
+from rankscope.daemon.captures.orders import CaptureError, Workspace, surplus
+from rankscope.daemon.captures.probe_commands import window_file
 from rankscope.daemon.captures.records import CAPTURES_REMEMBERED, FINAL
-from rankscope.daemon.captures.tenants import surplus
 from rankscope.v1 import capture_service_pb2 as pb
 
 CAPTURES_LIMIT = 2000
@@ -224,14 +221,9 @@ class Store:
         folder = self._of(capture.id)
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{RECORD}.")
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(text)
-                Path(temporary).replace(folder / RECORD)
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+            part = folder / f".{RECORD}.part"
+            part.write_bytes(text)
+            part.replace(folder / RECORD)
         except OSError as error:  # the capture continues; after a restart it would be unknown
             log.warning("record of capture %s cannot be saved: %s", capture.id, error)
 
@@ -311,28 +303,10 @@ class Store:
 
 
 def _claim(folder: Path) -> int:
-    """A descriptor that locks the directory. Its content describes other users' programs: nobody else may read it or
-    create it."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise CaptureError(f"{folder} cannot be used: {error.strerror}; pass another --capture-dir") from error
-    try:
-        status = os.fstat(descriptor)
-        if status.st_uid != os.geteuid():
-            raise CaptureError(f"{folder} belongs to another user (uid {status.st_uid}); pass another --capture-dir")
-        if stat.S_IMODE(status.st_mode) & 0o077:
-            os.fchmod(descriptor, 0o700)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except CaptureError:
-        os.close(descriptor)
-        raise
-    except OSError as error:
-        os.close(descriptor)
-        reason = "in use by another daemon" if isinstance(error, BlockingIOError) else error.strerror
-        raise CaptureError(f"{folder} cannot be used: {reason}; pass another --capture-dir") from error
-    return descriptor
+        return claim(folder)
+    except FolderError as error:
+        raise CaptureError(f"{error}; pass another --capture-dir") from error
 
 
 def _end_lost(capture: pb.Capture) -> None:

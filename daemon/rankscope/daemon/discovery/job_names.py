@@ -1,19 +1,20 @@
-"""Which process is which rank of which job.
+"""Which process is which rank of which job. This module decides the name of a run; everything else uses it.
 
-Names of jobs come from processes that need not trust each other. A process that is a rank stays that rank, and a job
-keeps its name, while it lives. Ranks that cannot be of one job (another user's, another machine's loopback address, a
-rank that runs elsewhere already) are a job of their own, with their place in its name: "10.0.0.1:29500@uid1001"."""
+The operator names the runs of pods: "NAMESPACE/RUN". All other names come from processes that need not trust each
+other, and have no "/". A process that is a rank stays that rank, and a job keeps its name, while it lives or until the
+operator names it. Ranks that cannot be of one job (another user's, another machine's loopback address, a rank that runs
+elsewhere already) are a job of their own, with their place in its name: "10.0.0.1:29500@uid1001"."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from rankscope.common.text import printable_name
 from rankscope.daemon.discovery.process_table import KnownProcess
 from rankscope.daemon.discovery.rank_environment import JOB_LENGTH_LIMIT, Claim
-from rankscope.daemon.samples import RankProcess
+from rankscope.daemon.samples import PodRun, RankProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,6 @@ class Job:
 
     key: Hashable
     name: str
-    shared_name: str  # what ranks of the job on other nodes call it
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +52,13 @@ class Claimant:
     process: KnownProcess
     claim: Claim
     place: Place
+    run: PodRun | None = None  # kept when the operator forgets a pod: a pod that terminates still trains
     job: Job | None = None
     rank: RankProcess | None = None
+
+    @property
+    def attempt(self) -> int:
+        return self.claim.attempt + (0 if self.run is None else self.run.attempt)
 
 
 Seat = tuple[Job, int]
@@ -67,13 +72,21 @@ class Settled:
 
 class JobNames:
     """Outside of pods, `node_name` is added to the name of a job whose address is any machine's:
-    "127.0.0.1:29500/none@gpu-17"."""
+    "127.0.0.1:29500@gpu-17"."""
 
-    def __init__(self, node_name: str) -> None:
+    def __init__(self, node_name: str, run_of_pod: Callable[[str], PodRun | None] = lambda uid: None) -> None:
         self._node_name = node_name
+        self._run_of_pod = run_of_pod
 
     def settle(self, claimants: Sequence[Claimant]) -> Settled:
-        """Which of the claimants, the first to come first, are ranks. Sets the `job` of those that become one."""
+        """Which of the claimants, the first to come first, are ranks. Sets the `job` of those that become one, and
+        changes it for those whose pod has another run by now."""
+        for each in claimants:
+            run = None if each.place.pod is None else self._run_of_pod(each.place.pod)
+            if run is not None:
+                if each.run is None or each.run.name != run.name:
+                    each.job = None
+                each.run = run
         seats = {(each.job, each.claim.rank): each for each in claimants if each.job is not None}
         newcomers: dict[tuple[Hashable, Place], list[Claimant]] = {}
         for each in claimants:
@@ -85,10 +98,11 @@ class JobNames:
         names = {job.name for job in jobs.values()}
         conflicts = []
         for (key, place), together in newcomers.items():
-            is_apart = (key, place) in jobs or _is_taken(together, jobs.get(key), seats)
+            # Pods of one run trust each other: of two with one rank, the later waits until the first has ended.
+            is_apart = together[0].run is None and ((key, place) in jobs or _is_taken(together, jobs.get(key), seats))
             key = (key, place) if is_apart else key
             if key not in jobs:
-                jobs[key] = self._new_job(key, together[0], is_apart, names)
+                jobs[key] = Job(key, next(name for name in self._names(together[0], is_apart) if name not in names))
                 names.add(jobs[key].name)
             for each in together:
                 holder = seats.setdefault((jobs[key], each.claim.rank), each)
@@ -98,23 +112,28 @@ class JobNames:
                     conflicts.append((holder, each))
         return Settled([*seats.values()], conflicts)
 
-    def _new_job(self, key: Hashable, first: Claimant, is_apart: bool, taken: set[str]) -> Job:
-        claim, place = first.claim, first.place
-        shared = claim.job
+    def _names(self, first: Claimant, is_apart: bool) -> Iterator[str]:
+        """For a new job, the best first."""
+        claim, place, run = first.claim, first.place, first.run
+        if run is not None:  # several launches at a time in the pods of one run are numbered
+            yield run.name
+            yield from (f"{run.name}#{number}" for number in count(2))
+        name = claim.job
         if claim.is_local_name:
             network = f"net{place.network}" if place.network else ""
-            shared = _joined(shared, place.pod or "/".join(filter(None, (self._node_name, network))))
-        names = (_joined(shared, scope) for scope in _scopes(place, is_apart))
-        return Job(key, next(name for name in names if name not in taken), shared)
+            name = _joined(name, place.pod or "-".join(filter(None, (self._node_name, network))))
+        yield from (_joined(name, scope) for scope in _scopes(place, is_apart))
 
 
 def _job_key(claimant: Claimant) -> Hashable:
-    """Equal for claimants that may be ranks of one job: pods of one job share an address, as do the containers of one
-    user. Nobody shares a loopback address with another network namespace."""
+    """Equal for claimants that may be ranks of one job. Pods of one job share the master's address, and so do
+    containers of one user. A loopback address is valid in one network namespace only. Several launches may have the
+    same name at the same time, for example the steps of a Slurm job: the master's port or the world size differs."""
     claim, place = claimant.claim, claimant.place
+    launch = (claim.job, claim.endpoint, claim.world_size, "" if claimant.run is None else claimant.run.name)
     if claim.is_loopback:
-        return (claim.job, place.pod, place.uid, place.network)
-    return (claim.job, place.pod is None, place.uid)
+        return (*launch, place.pod, place.uid, place.network)
+    return (*launch, place.pod is None, place.uid)
 
 
 def _is_taken(claimants: Sequence[Claimant], job: Job | None, seats: Mapping[Seat, Claimant]) -> bool:

@@ -18,10 +18,10 @@ from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, rea
 LOOK_AGAIN_SECONDS: Final = 30.0
 # How long a process that carries rank variables is asked in every scan whether it has loaded torch by now.
 IMPORT_PATIENCE_SECONDS: Final = 120.0
-# The processes of one user must not take the budget of all ranks: a look costs up to 0.4 ms. So many
-# that are new, and so many that are looked at again, are looked at in one scan; ranks always are. Environments and maps
-# that are larger than is usual take turns.
-LOOKS_PER_SCAN: Final = 48
+# The processes of one user must not take the budget of all ranks: a look costs 0.1 to 0.2 ms. So many that are new, and
+# so many that are looked at again, are looked at in one scan; ranks always are. Environments and maps that are larger
+# than is usual take turns.
+LOOKS_PER_SCAN: Final = 32
 LOOKS_AGAIN_PER_SCAN: Final = 16
 LARGE_ENVIRON_BYTES: Final = 32 << 10
 LARGE_MAPS_BYTES: Final = 512 << 10

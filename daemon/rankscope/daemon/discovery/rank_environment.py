@@ -1,11 +1,14 @@
-"""The identity that a process' environment claims: rank, world size and job from the variables that launchers set.
+"""The identity that a process' environment claims: rank, world size, and the name and attempt of its run.
 
-The environment belongs to the training process, so every value is checked before it becomes a name or a number here."""
+The name of a run comes from the first of: RANKSCOPE_RUN, Slurm's job, a launcher's id that a restart keeps, the address
+and port of the master. In Kubernetes the operator's name replaces it (`job_names`). The environment belongs to the
+training process, so every value is checked before it becomes a name or a number here."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from rankscope.common.text import printable, printable_name
 
@@ -17,8 +20,16 @@ KEPT_LENGTH_LIMIT: Final = 4096  # of all values together
 KEPT_NAMES: Final = (
     *("KINETO_USE_DAEMON", "TEARDOWN_CUPTI", "CUDA_DEVICE_ORDER"),
     *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "KINETO_ONDEMAND_TRACE_DIR"),
+    *("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "XDG_CACHE_HOME", "HOME"),
 )
 _NO_MASTER: Final = "unnamed"
+_ATTEMPTS: Final = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+# Steps of these numbers and above are Slurm's own: the batch script, an interactive shell.
+_SLURM_OWN_STEPS: Final = 0xFFFF_0000
+# A UUID or hash: hexadecimal, and either long or with digits and letters mixed. A token: long, with digits and letters
+# of both cases and no separator.
+_HEXADECIMAL: Final = re.compile(r"[0-9a-f]{16,}|(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{8,15}", re.IGNORECASE)
+_TOKEN: Final = re.compile(r"(?=.*[0-9])(?=.*[a-z])(?=.*[A-Z])[0-9A-Za-z]{16,}")
 
 
 class Variables(Protocol):
@@ -49,12 +60,14 @@ SCHEMES: Final = (
 class Claim:
     """The identity that a process' environment states. Two processes with equal claims are the same rank."""
 
-    job: str
+    job: str  # the run's name; without "/"
     rank: int
     local_rank: int
     world_size: int
-    is_loopback: bool  # the master's address is this machine's own, or there is none
+    is_loopback: bool  # the master's address is this machine's own, or nothing names the launch
     has_run_id: bool = False
+    endpoint: str = ""  # address and port of the master: launches with one name at a time differ in it
+    attempt: int = field(default=0, compare=False)  # restarts, as Slurm and torchrun count them
     # A launcher has fewer of the variables than the ranks it starts: torchrun is started with RANK by a pod or with
     # SLURM_PROCID by SLURM, and adds LOCAL_RANK.
     launch_depth: int = field(default=0, compare=False)
@@ -103,15 +116,31 @@ def _claim(scheme: Scheme, rank_text: str, world_text: str, environment: Variabl
     local_rank = 0 if local_text is None else _number(local_text)
     if local_rank is None or local_rank >= world_size:
         return _invalid(scheme.local_rank, local_text or "", f"not a number from 0 to {world_size - 1}")
-    job, is_loopback, has_run_id = _job(scheme, environment)
+    named = _run_name(environment)
     return Claim(
-        printable_name(job, JOB_LENGTH_LIMIT),
+        printable_name(named.name, JOB_LENGTH_LIMIT),
         rank,
         local_rank,
         world_size,
-        is_loopback,
-        has_run_id,
+        named.is_loopback,
+        named.has_run_id,
+        _endpoint(environment),
+        _attempt(environment),
         launch_depth=2 * (len(SCHEMES) - SCHEMES.index(scheme)) + (local_text is not None),
+    )
+
+
+def lone_claim(environment: Variables, pid: int) -> Claim:
+    """Of a process that trains without a launcher's variables: the only rank of a launch of its own."""
+    named = _run_name(environment)
+    name = f"local-{pid}" if named.name == _endpoint(environment) else named.name
+    return Claim(
+        printable_name(name, JOB_LENGTH_LIMIT),
+        *(0, 0, 1),
+        is_loopback=True,
+        has_run_id=named.has_run_id,
+        endpoint=f"pid {pid}",
+        attempt=_attempt(environment),
     )
 
 
@@ -128,27 +157,64 @@ def _invalid(name: str, text: str, reason: str) -> InvalidClaim:
     return InvalidClaim(f"{name}={printable(text, 40)!r} is {reason}")
 
 
-def _job(scheme: Scheme, environment: Variables) -> tuple[str, bool, bool]:
-    """Name, whether its address is this machine's or missing, and whether the launch has a name of its own."""
+class _NamedRun(NamedTuple):
+    name: str
+    has_run_id: bool  # restarts keep the name, and no other launch has it
+    is_loopback: bool
 
-    def text(name: str) -> str:
-        return environment.get(name) or ""
 
-    if scheme.name == "slurm" and (slurm_job := text("SLURM_JOB_ID")):
-        step = text("SLURM_STEP_ID")
-        return (f"slurm-{slurm_job}.{step}" if step else f"slurm-{slurm_job}"), False, True
-    address = text("MASTER_ADDR").strip()
-    if scheme.name == "ompi" and not address:
-        launch = text("PMIX_NAMESPACE") or text("OMPI_MCA_ess_base_jobid")
-        return f"ompi-{launch or _NO_MASTER}", not launch, bool(launch)
-    job = address or _NO_MASTER
-    if port := text("MASTER_PORT"):
-        job += f":{port}"
-    run_id = text("TORCHELASTIC_RUN_ID")
-    if run_id:
-        job += f"/{run_id}"
-    # "none" is torchrun's default.
-    return job, not address or _is_loopback(address), run_id not in ("", "none")
+def _run_name(environment: Variables) -> _NamedRun:
+    address = _text(environment, "MASTER_ADDR")
+    is_local = _is_loopback(address)
+    if name := _text(environment, "RANKSCOPE_RUN"):
+        return _NamedRun(name, True, is_local)
+    if name := _slurm_name(environment):
+        return _NamedRun(name, True, False)
+    run_id = _text(environment, "TORCHELASTIC_RUN_ID")
+    if is_stable(run_id):
+        return _NamedRun(run_id, True, is_local)
+    if ray_job := _text(environment, "RAY_JOB_ID"):
+        # Ray numbers the jobs of a cluster from one: only with an address is it a name.
+        is_local = is_local or not address
+        return _NamedRun(f"ray-{ray_job}" + (f"@{address}" if address else ""), not is_local, is_local)
+    launch = _text(environment, "PMIX_NAMESPACE") or _text(environment, "OMPI_MCA_ess_base_jobid")
+    if launch and not address:
+        return _NamedRun(f"ompi-{launch}", True, False)
+    return _NamedRun(_endpoint(environment), False, is_local or not address)
+
+
+def _slurm_name(environment: Variables) -> str:
+    """`llama-77`, `llama-70_3` for task 3 of an array, `llama-77+1` for a component of a heterogeneous job, and
+    `llama-77.2` for a step that is not the first: steps of one job may run at the same time."""
+    job = _text(environment, "SLURM_HET_JOB_ID") or _text(environment, "SLURM_JOB_ID")
+    if not job:
+        return ""
+    array, task = (_text(environment, f"SLURM_ARRAY_{part}") for part in ("JOB_ID", "TASK_ID"))
+    name = f"{_text(environment, 'SLURM_JOB_NAME') or 'slurm'}-" + (f"{array}_{task}" if array and task else job)
+    group = _text(environment, "SLURM_HET_GROUP") or _text(environment, "SLURM_HET_JOB_OFFSET")
+    if group:
+        name += f"+{group}"
+    step = _text(environment, "SLURM_STEP_ID")
+    return f"{name}.{step}" if step.isdecimal() and 0 < int(step[:12]) < _SLURM_OWN_STEPS else name
+
+
+def is_stable(run_id: str) -> bool:
+    """Whether the user chose a run id. "none" is torchrun's default, and --standalone makes a UUID for each start."""
+    joined = re.sub("[-_]", "", run_id)
+    return run_id not in ("", "none") and not _HEXADECIMAL.fullmatch(joined) and not _TOKEN.fullmatch(run_id)
+
+
+def _endpoint(environment: Variables) -> str:
+    port = _text(environment, "MASTER_PORT")
+    return (_text(environment, "MASTER_ADDR") or _NO_MASTER) + (f":{port}" if port else "")
+
+
+def _attempt(environment: Variables) -> int:
+    return sum(_number(_text(environment, name)) or 0 for name in _ATTEMPTS)
+
+
+def _text(environment: Variables, name: str) -> str:
+    return (environment.get(name) or "").strip()
 
 
 def _is_loopback(address: str) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -13,8 +13,8 @@ from typing import Final, TypeVar
 from rankscope.daemon import procfs
 from rankscope.daemon.discovery.job_names import Claimant, JobNames, Place
 from rankscope.daemon.discovery.process_table import KnownProcess, ProcessTable
-from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, kept
-from rankscope.daemon.samples import Problem, RankProcess
+from rankscope.daemon.discovery.rank_environment import Claim, InvalidClaim, kept, lone_claim
+from rankscope.daemon.samples import PodRun, Problem, RankProcess
 
 INIT_PID: Final = 1
 PROBLEMS_LIMIT: Final = 32
@@ -42,7 +42,8 @@ class Conflict:
     def text(self) -> str:
         return (
             f"rank {self.rank} of job {self.job} is claimed by pid {self.kept_pid} and pid {self.ignored_pid}; "
-            f"pid {self.ignored_pid} came later and is not watched; give each launch its own MASTER_PORT or run id"
+            f"pid {self.ignored_pid} came later and is not watched; give each launch its own MASTER_PORT or "
+            "RANKSCOPE_RUN"
         )
 
 
@@ -55,7 +56,8 @@ class Discovered:
 
 
 class RankDiscovery:
-    """`scan` returns the ranks that are alive now, `max_ranks` of them at most."""
+    """`scan` returns the ranks that are alive now, `max_ranks` of them at most. `run_of_pod` is the operator's name for
+    the run of a pod, by the pod's uid."""
 
     def __init__(
         self,
@@ -63,10 +65,11 @@ class RankDiscovery:
         node_name: str = "",
         max_ranks: int = MAX_RANKS,
         monotonic: Callable[[], float] = time.monotonic,
+        run_of_pod: Callable[[str], PodRun | None] = lambda uid: None,
     ) -> None:
         self._max_ranks = max_ranks
         self._table = ProcessTable(proc_root, monotonic)
-        self._names = JobNames(node_name)
+        self._names = JobNames(node_name, run_of_pod)
         self._claimants: dict[int, Claimant] = {}
         # Those of the node's init, or our own where that cannot be read.
         self._home = {
@@ -85,8 +88,12 @@ class RankDiscovery:
         ranks = []
         for claimant in kept_claimants:
             try:
-                claimant.rank = claimant.rank or self._read(claimant.process, partial(self._describe, claimant))
-                ranks.append(claimant.rank)
+                rank = claimant.rank or self._read(claimant.process, partial(self._describe, claimant))
+                assert claimant.job is not None, "only those with a job are watched"
+                if (rank.job, rank.attempt) != (claimant.job.name, claimant.attempt):
+                    rank = replace(rank, job=claimant.job.name, attempt=claimant.attempt)
+                claimant.rank = rank
+                ranks.append(rank)
             except OSError:
                 self._table.forget(claimant.process.pid)  # ended meanwhile; found again if it did not
         ranks.sort(key=lambda rank: (rank.job, rank.rank))
@@ -119,7 +126,7 @@ class RankDiscovery:
             try:
                 if claimant is None or claimant.process is not known:
                     # A ring without rank variables: a program that trains alone.
-                    claim = known.claim or Claim(f"local/{known.pid}", 0, 0, 1, is_loopback=True)
+                    claim = known.claim or self._read(known, partial(self._lone_claim, known.pid))
                     claimant = Claimant(known, claim, self._read(known, partial(self._place_of, known)))
                 claimants.append(claimant)
             except OSError:
@@ -129,6 +136,9 @@ class RankDiscovery:
 
     def _read(self, known: KnownProcess, read: Callable[[], Result]) -> Result:
         return procfs.BLOCKING.call(self._table.folder(known.pid), read)
+
+    def _lone_claim(self, pid: int) -> Claim:
+        return lone_claim(procfs.Environment(self._table.folder(pid)), pid)
 
     def _place_of(self, known: KnownProcess) -> Place:
         folder = self._table.folder(known.pid)
@@ -155,7 +165,7 @@ class RankDiscovery:
             namespace_pids=procfs.read_status(folder).namespace_pids or (known.pid,),
             environment=kept(procfs.Environment(folder)),
             pod=claimant.place.pod,
-            shared_job=job.shared_name,
+            attempt=claimant.attempt,
             owner=claimant.place.owner,
         )
 
@@ -213,19 +223,26 @@ def relatives(bearers: Collection[KnownProcess], parent_of: Callable[[int], int 
     their launchers, above a process that has more of a launcher's variables (torchrun under SLURM). A rank may start
     another job: that does not make it a launcher."""
     by_pid = {bearer.pid: bearer for bearer in bearers}
+    elders_above: dict[int | None, list[KnownProcess]] = {}  # by parent: thousands of processes may share one
     helpers: set[int] = set()
     launchers: set[int] = set()
     for bearer in bearers:
-        ancestor = parent_of(bearer.pid)
-        for _ in range(GENERATIONS_LIMIT):
-            if not ancestor:
-                break
-            elder = by_pid.get(ancestor)
-            if elder is not None and elder.identity != bearer.identity:
+        parent = parent_of(bearer.pid)
+        if (elders := elders_above.get(parent)) is None:
+            elders = elders_above[parent] = [by_pid[pid] for pid in _lineage(parent, parent_of) if pid in by_pid]
+        for elder in elders:
+            if elder.identity != bearer.identity:
                 # A child shows its identity from its first instant, long before it has loaded torch.
                 if elder.launch_depth < bearer.launch_depth:
                     launchers.add(elder.pid)
-            elif elder is not None and elder.is_candidate:
+            elif elder.is_candidate:
                 helpers.add(bearer.pid)
-            ancestor = parent_of(ancestor)
     return helpers, launchers
+
+
+def _lineage(pid: int | None, parent_of: Callable[[int], int | None]) -> Iterator[int]:
+    for _ in range(GENERATIONS_LIMIT):
+        if not pid:
+            return
+        yield pid
+        pid = parent_of(pid)

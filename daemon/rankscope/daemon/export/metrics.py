@@ -1,19 +1,89 @@
-"""The daemon's metrics: the table of those about itself and its captures, and the exporter that walks all tables."""
+"""The daemon's metrics: what it knows about itself, the table of that and of its captures, and the exporter that walks
+all tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+import resource
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
 
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from rankscope.common.metric_table import ANY, Counter, Gauge, Section
+from rankscope.common.run_names import run_labels
 from rankscope.daemon.captures.duty_cycle import DONE, FAILED, REASONS, SKIPPED
 from rankscope.daemon.captures.runner import RESULTS
 from rankscope.daemon.captures.service import CaptureStatus
+from rankscope.daemon.collector import CollectorStatus
 from rankscope.daemon.export.gpu_metrics import GPU_SOURCES, GPUS, LIVE_GPUS, gpu_metrics
-from rankscope.daemon.export.rank_metrics import RANKS, rank_metrics
-from rankscope.daemon.export.status import FULL, DaemonStatus, Snapshot
+from rankscope.daemon.export.rank_metrics import RANKS, RankReport, rank_metrics
+from rankscope.daemon.gpu.collector import GpuStatus
+from rankscope.daemon.profiles.push import LOSSES, PushStatus
+from rankscope.daemon.profiles.pyroscope import FAILURES
+from rankscope.daemon.profiles.store import StoreStatus
+
+FULL: Final = "full"  # metrics_detail
+
+
+@dataclass(frozen=True)
+class DaemonStatus:
+    version: str
+    node: str
+    collectors: Mapping[str, CollectorStatus] = field(default_factory=dict)
+    own_cpu_seconds: float = 0.0
+    sampling_cpu_seconds: float = 0.0
+    scrape_cpu_seconds: float = 0.0
+    stuck_samplers: int = 0
+    resident_bytes: int | None = None
+    budget_used_ratio: float | None = None
+    stack_rate_hertz: float = 0.0
+    stack_recorded_ratio: float | None = None
+    ranks: int = 0
+    ranks_cut: Mapping[str, int] = field(default_factory=dict)
+    rank_conflicts: int = 0
+    discovery_problems: int = 0
+    windows_total: int = 0
+    windows_skipped_total: int = 0
+    watch_readers: int = 0
+    watch_dropped_total: int = 0
+    captures: CaptureStatus | None = None
+    profiles: StoreStatus | None = None  # None while they are off
+    gpu: GpuStatus | None = None
+    profile_push: PushStatus | None = None  # None: profiles are not pushed
+    metrics_detail: str = FULL
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one scrape shows. Replaced as a whole at each tick, so that a scrape never sees half a window."""
+
+    daemon: DaemonStatus
+    ranks: tuple[RankReport, ...] = ()
+
+
+def process_cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def package_version() -> str:
+    try:
+        return version("rankscope")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def resident_bytes() -> int | None:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
+
 
 # fmt: off
 DAEMON: Section[DaemonStatus] = Section((), (
@@ -29,7 +99,8 @@ DAEMON: Section[DaemonStatus] = Section((), (
         {"part": ("self", "sampling", "scrapes")}),
     Gauge("rankscope_daemon_resident_bytes", "Memory of the daemon.", lambda d: d.resident_bytes),
     Gauge("rankscope_daemon_budget_ratio",
-        "CPU use over the last seconds as a ratio of the budget; above 1, stacks are recorded less.",
+        "CPU use over the last seconds as a ratio of the budget; above 1, stacks are recorded less. What a recording "
+        "costs above 0.25 s is spread over five minutes.",
         lambda d: d.budget_used_ratio),
     Gauge("rankscope_daemon_stack_rate_hertz", "Stack samples per second of a rank while it is recorded; 0: none is.",
         lambda d: d.stack_rate_hertz),
@@ -59,23 +130,44 @@ CAPTURES: Section[CaptureStatus] = Section((), (
         lambda c: c.results, {"result": tuple(RESULTS.values())}),
     Gauge("rankscope_capture_step_ratio",
         "Step time after the job's last capture divided by that before it, of the rank it slowed most.",
-        lambda c: c.slowdowns, {"job": ANY}),
+        lambda c: {tuple(run_labels(job).values()): ratio for job, ratio in c.slowdowns.items()},
+        {"run_namespace": ANY, "run": ANY}),
     Gauge("rankscope_capture_clients", "Processes whose libkineto polls this daemon.", lambda c: c.clients),
     Counter("rankscope_capture_datagrams_refused_total", "Datagrams that were not answered, by reason.",
         lambda c: {"malformed": c.malformed_total, "unvouched": c.unvouched_total},
         {"reason": ("malformed", "unvouched")}),
     Counter("rankscope_capture_datagrams_unanswered_total",
-        "Polls in order that got no answer, and are made again: late (it would have come too late), hushed (the first "
+        "Polls in order that got no answer, and are made again: late (it would have come too late), skipped (the first "
         "on a new socket, or to set a client right), unsent (the client was gone, or its queue full).",
-        lambda c: c.unanswered, {"reason": ("late", "hushed", "unsent")}),
+        lambda c: c.unanswered, {"reason": ("late", "skipped", "unsent")}),
     Counter("rankscope_duty_cycle_captures_total", "Captures of the duty cycle, by result.",
         lambda c: c.duty_results, {"result": (DONE, FAILED, SKIPPED)}),
     Counter("rankscope_duty_cycle_skipped_total", "Captures of the duty cycle that were skipped, by reason.",
         lambda c: c.duty_skips, {"reason": REASONS}),
 ))
+
+PROFILES: Section[StoreStatus] = Section((), (
+    Counter("rankscope_profile_samples_total",
+        "Stack samples: stored in profiles, or lost (a full or slow disk, a damaged file, too many distinct stacks).",
+        lambda p: {"stored": p.samples_stored, "lost": p.samples_lost}, {"result": ("stored", "lost")}),
+    Gauge("rankscope_profile_store_bytes", "Disk space in use by profiles.", lambda p: p.size_bytes),
+))
+
+PROFILE_PUSH: Section[PushStatus] = Section((), (
+    Counter("rankscope_profile_push_profiles_total",
+        "Profiles (a rank's minute each) that the server of profiles accepted.", lambda p: p.pushed_total),
+    Counter("rankscope_profile_push_lost_total",
+        "Profiles that were not delivered: refused by the server, expired in the queue, no room in it, or invalid.",
+        lambda p: dict.fromkeys(LOSSES, 0) | dict(p.lost), {"reason": LOSSES}),
+    Counter("rankscope_profile_push_failures_total",
+        "Requests that failed: connection (with TLS), throttled (429), server (5xx), refused (3xx, 4xx), files (the "
+        "token or the authority cannot be read). All but refused ones are made again.",
+        lambda p: dict.fromkeys(FAILURES, 0) | dict(p.failures), {"reason": FAILURES}),
+    Gauge("rankscope_profile_push_queued_bytes", "Profiles that wait to be sent.", lambda p: p.queued_bytes),
+))
 # fmt: on
 
-TABLE = (DAEMON, CAPTURES, GPU_SOURCES, GPUS, LIVE_GPUS, RANKS)
+TABLE = (DAEMON, CAPTURES, PROFILES, PROFILE_PUSH, GPU_SOURCES, GPUS, LIVE_GPUS, RANKS)
 
 
 class Exporter(Collector):
@@ -88,6 +180,8 @@ class Exporter(Collector):
         full = daemon.metrics_detail == FULL
         yield from DAEMON.of(daemon)
         yield from CAPTURES.of(daemon.captures)
+        yield from PROFILES.of(daemon.profiles)
+        yield from PROFILE_PUSH.of(daemon.profile_push)
         if daemon.gpu is not None:
             yield from gpu_metrics(daemon.gpu, daemon.node, full)
         yield from rank_metrics(snapshot.ranks, full)

@@ -1,19 +1,31 @@
-"""The table of rank metrics. `standard` of a row says what `metrics_detail = standard` shows of it."""
+"""The table of rank metrics, and the counters over a rank's life that are summed from its windows. `standard` of a row
+says what `metrics_detail = standard` shows of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 from prometheus_client.metrics_core import Metric as Family
 
+from rankscope.analysis.profiles.phases import OTHER, PHASES
 from rankscope.common.metric_table import ANY, FULL_ONLY, Counter, Gauge, Section
-from rankscope.daemon.stacks.phases import OTHER, PHASES
-from rankscope.daemon.windows.totals import CAUSES, RankReport
+from rankscope.common.run_names import run_labels
+from rankscope.daemon.samples import Problem
+from rankscope.daemon.windows.window import measured, step_means
 from rankscope.probe import ring_layout
 from rankscope.v1.window_pb2 import RankWindow, StepStatistics
 
+CAUSES = ("self", "wait", "communication", "input", "forward", "backward", "optimizer", "checkpoint", "other")
+PROCESS_COUNTERS = (
+    "cpu_seconds",
+    "run_delay_seconds",
+    "throttled_seconds",
+    "stopped_seconds",
+    "involuntary_switches",
+    "voluntary_switches",
+)
 PROBLEMS_LOOKED_AT = 64
 PROBLEMS_PER_RANK = 6
 PROBLEMS_IN_STANDARD = 3
@@ -30,6 +42,52 @@ GROUP_KINDS = {
 
 
 @dataclass(frozen=True)
+class RankTotals:
+    """Since the daemon first saw this incarnation. A missing name was never measured."""
+
+    cause_seconds: Mapping[str, float] = field(default_factory=dict)
+    process: Mapping[str, float] = field(default_factory=dict)
+    steps_lost: int | None = None
+    stack_samples: int | None = None
+    stack_errors: int | None = None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank as the exporter shows it."""
+
+    window: RankWindow
+    totals: RankTotals
+    problems: tuple[Problem, ...] = ()
+
+
+def add_window(totals: RankTotals, window: RankWindow) -> RankTotals:
+    has_stacks = window.HasField("stacks")
+    return RankTotals(
+        cause_seconds=_added(totals.cause_seconds, _cause_seconds(window)),
+        process=_added(totals.process, measured(window.process, PROCESS_COUNTERS)),
+        steps_lost=_sum(totals.steps_lost, window.steps_lost if window.HasField("steps_lost") else None),
+        stack_samples=_sum(totals.stack_samples, window.stacks.samples if has_stacks else None),
+        stack_errors=_sum(totals.stack_errors, window.stacks.errors if has_stacks else None),
+    )
+
+
+def _cause_seconds(window: RankWindow) -> Mapping[str, float]:
+    """Of all steps of the window: the window holds means per step."""
+    means = step_means(window)
+    names = {cause: f"{cause}_seconds" for cause in CAUSES}
+    return {cause: means[name] * window.steps for cause, name in names.items() if name in means}
+
+
+def _added(before: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    return {**before, **{name: before.get(name, 0.0) + value for name, value in more.items()}}
+
+
+def _sum(before: int | None, value: int | None) -> int | None:
+    return before if value is None else (before or 0) + value
+
+
+@dataclass(frozen=True)
 class _Rank:
     report: RankReport
     full: bool
@@ -40,11 +98,11 @@ class _Rank:
 
 
 # fmt: off
-RANKS: Section[_Rank] = Section(("job", "rank"), (
+RANKS: Section[_Rank] = Section(("run_namespace", "run", "rank"), (
     Gauge("rankscope_rank_info",
-        "Identity of a rank, value 1; join on job and rank. pipeline, tensor and data are its place in the parallel "
-        "layout. A label is empty where it is not known.", lambda rank: _rank_info(rank.window),
-        dict.fromkeys(("node", "namespace", "pod", "gpu", "world_size", "pid", "pipeline", "tensor", "data"), ANY)),
+        "Identity of a rank, value 1; join on run_namespace, run and rank. pipeline, tensor and data are its place in "
+        "the parallel layout. A label is empty where it is not known.", lambda rank: _rank_info(rank.window),
+        dict.fromkeys(("node", "run_pod", "gpu", "world_size", "pid", "attempt", "pipeline", "tensor", "data"), ANY)),
     Gauge("rankscope_rank_up", "1 if any source could measure the rank.", lambda rank: bool(rank.window.sources)),
     Counter("rankscope_rank_steps_total", "Steps since the process began.",
         lambda rank: _optional(rank.window, "steps_total")),
@@ -54,9 +112,9 @@ RANKS: Section[_Rank] = Section(("job", "rank"), (
         lambda rank: rank.window.HasField("stall") if rank.window.sources else None),
     Gauge("rankscope_rank_step_seconds",
         "Step time in the last window. In synchronous training it is the same on every rank.",
-        lambda rank: _quantiles(rank.window.step_seconds), {"quantile": ("0.5", "0.9")}),
+        lambda rank: _statistics(rank.window.step_seconds), {"stat": ("p50", "p90")}),
     Gauge("rankscope_rank_self_seconds", "Step time less waiting on others, in the last window. The one to compare.",
-        lambda rank: _quantiles(rank.window.self_seconds), {"quantile": ("0.5", "0.9")}),
+        lambda rank: _statistics(rank.window.self_seconds), {"stat": ("p50", "p90")}),
     Gauge("rankscope_rank_host_seconds",
         "What a step took on the host, where step time is the device's. It says nothing about the step by itself.",
         lambda rank: _optional(rank.window, "host_seconds"), standard=FULL_ONLY),
@@ -120,7 +178,7 @@ def rank_metrics(reports: Iterable[RankReport], full: bool) -> Iterator[Family]:
     ranks = [_Rank(report, full) for report in reports]
     identities = [rank.window.identity for rank in ranks]
     yield from RANKS.families(
-        zip(((identity.job, str(identity.rank)) for identity in identities), ranks, strict=True), full=full
+        zip(((*run_labels(one.job).values(), str(one.rank)) for one in identities), ranks, strict=True), full=full
     )
 
 
@@ -130,7 +188,7 @@ def _rank_info(window: RankWindow) -> Mapping[tuple[str, ...], float]:
     size, pid = str(identity.world_size), str(identity.pid)
     place = identity.coordinates
     axes = (str(getattr(place, axis)) if place.HasField(axis) else "" for axis in ("pipeline", "tensor", "data"))
-    return {(identity.node, identity.namespace, pod, identity.gpu_uuid, size, pid, *axes): 1}
+    return {(identity.node, pod, identity.gpu_uuid, size, pid, str(identity.attempt), *axes): 1}
 
 
 def _seconds_since_step(window: RankWindow) -> float | None:
@@ -139,8 +197,8 @@ def _seconds_since_step(window: RankWindow) -> float | None:
     return max(0.0, (window.end_unix_nanos - window.last_step_unix_nanos) / 1e9)
 
 
-def _quantiles(statistics: StepStatistics) -> Mapping[str, float]:
-    return {"0.5": statistics.p50, "0.9": statistics.p90} if statistics.ListFields() else {}
+def _statistics(statistics: StepStatistics) -> Mapping[str, float]:
+    return {"p50": statistics.p50, "p90": statistics.p90} if statistics.ListFields() else {}
 
 
 def _is_device_bound(window: RankWindow) -> bool | None:

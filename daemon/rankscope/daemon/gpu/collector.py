@@ -14,10 +14,9 @@ from rankscope.analysis.models.mfu import estimated_flops_per_second, pipe_peaks
 from rankscope.common.text import one_line
 from rankscope.daemon.collector import Collector
 from rankscope.daemon.config import NONE, Config
-from rankscope.daemon.gpu.attribution import Attributed, Attribution, attribute
+from rankscope.daemon.gpu.attribution import NO_PODS, Attributed, Attribution, KubeletPods, Pod, attribute
 from rankscope.daemon.gpu.dcgm import DcgmSource
 from rankscope.daemon.gpu.nvml import NvmlSource
-from rankscope.daemon.gpu.pod_resources import NO_PODS, KubeletPods, Pod, PodSource
 from rankscope.daemon.gpu.readings import PROFILE, GpuReading, GpuSnapshot, GpuSource, GpuState, SourceState
 from rankscope.daemon.samples import GpuSample, Problem, RankKey, RankProcess, Span
 
@@ -46,7 +45,7 @@ class GpuCollector(Collector[GpuSample]):
         self,
         driver: GpuSource,
         dcgm: GpuSource | None = None,
-        pods: PodSource | None = None,
+        pods: KubeletPods | None = None,
         *,
         interval_seconds: float = 1.0,
         proc_root: Path = Path("/proc"),

@@ -10,7 +10,6 @@ counter in one release and a rate in another."""
 
 from __future__ import annotations
 
-import http.client
 import math
 import re
 import threading
@@ -21,12 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from typing import Any, Final
 
+from rankscope.common.http_client import REQUEST_FAILURES, body_of, requested
 from rankscope.common.text import printable
 from rankscope.daemon.gpu.readings import GpuReading, GpuSnapshot, SourceState
 
 ANSWER_BYTES: Final = 8 << 20
 ANSWER_SECONDS: Final = 5.0
-CHUNK_BYTES: Final = 64 << 10
 KEPT: Final = 64
 NEXT_STEP: Final = "see that dcgm-exporter runs on this node and that dcgm_url is right"
 GPUS_READ: Final = 256
@@ -41,77 +40,58 @@ _SAMPLE = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d
 _LABEL = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*(?:,|$)')
 _ESCAPES: Final = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
 
-# Metric, field of a reading, key where that is a mapping, what one of it is in our unit, and the most it may be.
-_Row = tuple[str, str, object, float, float]
-_OLD: Final[tuple[_Row, ...]] = (
-    ("DCGM_FI_DEV_GPU_UTIL", "utilization_ratio", None, 0.01, 1),
-    ("DCGM_FI_DEV_FB_USED", "memory_used_bytes", None, MEBIBYTE, 1e15),
-    ("DCGM_FI_DEV_FB_TOTAL", "memory_total_bytes", None, MEBIBYTE, 1e15),
-    ("DCGM_FI_DEV_POWER_USAGE", "power_watts", None, 1, 1e5),
-    ("DCGM_FI_DEV_POWER_MGMT_LIMIT", "power_limit_watts", None, 1, 1e5),
-    ("DCGM_FI_DEV_ENFORCED_POWER_LIMIT", "power_limit_watts", None, 1, 1e5),
-    ("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", "energy_joules", None, 1e-3, 1e15),
-    ("DCGM_FI_DEV_GPU_TEMP", "temperature_celsius", None, 1, 1000),
-    ("DCGM_FI_DEV_SM_CLOCK", "sm_clock_hertz", None, 1e6, 1e11),
-    ("DCGM_FI_DEV_MEM_CLOCK", "memory_clock_hertz", None, 1e6, 1e11),
-    ("DCGM_FI_DEV_MAX_SM_CLOCK", "sm_clock_max_hertz", None, 1e6, 1e11),
-    ("DCGM_FI_DEV_MAX_MEM_CLOCK", "memory_clock_max_hertz", None, 1e6, 1e11),
-    ("DCGM_FI_DEV_POWER_VIOLATION", "throttled_seconds", "power_cap", 1e-9, 1e10),
-    ("DCGM_FI_DEV_THERMAL_VIOLATION", "throttled_seconds", "sw_thermal", 1e-9, 1e10),
-    ("DCGM_FI_DEV_SYNC_BOOST_VIOLATION", "throttled_seconds", "sync_boost", 1e-9, 1e10),
-    ("DCGM_FI_DEV_ECC_SBE_VOL_TOTAL", "ecc_errors", ("volatile", "corrected"), 1, 1e15),
-    ("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", "ecc_errors", ("volatile", "uncorrected"), 1, 1e15),
-    ("DCGM_FI_DEV_ECC_SBE_AGG_TOTAL", "ecc_errors", ("aggregate", "corrected"), 1, 1e15),
-    ("DCGM_FI_DEV_ECC_DBE_AGG_TOTAL", "ecc_errors", ("aggregate", "uncorrected"), 1, 1e15),
-    ("DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS", "remapped_rows", "correctable", 1, 1e9),
-    ("DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS", "remapped_rows", "uncorrectable", 1, 1e9),
-    ("DCGM_FI_DEV_ROW_REMAP_PENDING", "remapping_pending", None, 1, 1e9),
-    ("DCGM_FI_DEV_ROW_REMAP_FAILURE", "remapping_failed", None, 1, 1e9),
-    ("DCGM_FI_DEV_RETIRED_SBE", "retired_pages", "single_bit", 1, 1e9),
-    ("DCGM_FI_DEV_RETIRED_DBE", "retired_pages", "double_bit", 1, 1e9),
-    ("DCGM_FI_PROF_SM_ACTIVE", "sm_active_ratio", None, 1, 1),
-    ("DCGM_FI_PROF_SM_OCCUPANCY", "sm_occupancy_ratio", None, 1, 1),
-    ("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "tensor_active_ratio", "any", 1, 1),
-    ("DCGM_FI_PROF_PIPE_TENSOR_HMMA_ACTIVE", "tensor_active_ratio", "hmma", 1, 1),
-    ("DCGM_FI_PROF_PIPE_TENSOR_IMMA_ACTIVE", "tensor_active_ratio", "imma", 1, 1),
-    ("DCGM_FI_PROF_PIPE_TENSOR_DFMA_ACTIVE", "tensor_active_ratio", "dfma", 1, 1),
-    ("DCGM_FI_PROF_PIPE_FP64_ACTIVE", "pipe_active_ratio", "fp64", 1, 1),
-    ("DCGM_FI_PROF_PIPE_FP32_ACTIVE", "pipe_active_ratio", "fp32", 1, 1),
-    ("DCGM_FI_PROF_PIPE_FP16_ACTIVE", "pipe_active_ratio", "fp16", 1, 1),
-    ("DCGM_FI_PROF_DRAM_ACTIVE", "dram_active_ratio", None, 1, 1),
+# Field of a reading, key where that is a mapping, the most it may be, the metric's old name, what one of it is in our
+# unit, and the new name, which has our unit; names without DCGM_FI_.
+_FIELDS: Final[tuple[tuple[str, object, float, str, float, str], ...]] = (
+    ("utilization_ratio", None, 1, "DEV_GPU_UTIL", 0.01, "DEV_GPU_UTIL_RATIO"),
+    ("memory_used_bytes", None, 1e15, "DEV_FB_USED", MEBIBYTE, "DEV_FB_USED_BYTES"),
+    ("memory_total_bytes", None, 1e15, "DEV_FB_TOTAL", MEBIBYTE, "DEV_FB_CAPACITY_BYTES"),
+    ("power_watts", None, 1e5, "DEV_POWER_USAGE", 1, "DEV_BOARD_POWER_WATTS"),
+    ("power_limit_watts", None, 1e5, "DEV_POWER_MGMT_LIMIT", 1, ""),
+    ("power_limit_watts", None, 1e5, "DEV_ENFORCED_POWER_LIMIT", 1, ""),
+    ("energy_joules", None, 1e15, "DEV_TOTAL_ENERGY_CONSUMPTION", 1e-3, "DEV_GPU_ENERGY_JOULES_TOTAL"),
+    ("temperature_celsius", None, 1000, "DEV_GPU_TEMP", 1, "DEV_GPU_TEMP_CELSIUS"),
+    ("sm_clock_hertz", None, 1e11, "DEV_SM_CLOCK", 1e6, "DEV_SM_CLOCK_HERTZ"),
+    ("memory_clock_hertz", None, 1e11, "DEV_MEM_CLOCK", 1e6, "DEV_MEMORY_CLOCK_HERTZ"),
+    ("sm_clock_max_hertz", None, 1e11, "DEV_MAX_SM_CLOCK", 1e6, "DEV_SM_MAX_CLOCK_HERTZ"),
+    ("memory_clock_max_hertz", None, 1e11, "DEV_MAX_MEM_CLOCK", 1e6, "DEV_MEMORY_MAX_CLOCK_HERTZ"),
+    ("throttled_seconds", "power_cap", 1e10, "DEV_POWER_VIOLATION", 1e-9, "DEV_GPU_POWER_THROTTLE_SECONDS_TOTAL"),
+    ("throttled_seconds", "sw_thermal", 1e10, "DEV_THERMAL_VIOLATION", 1e-9, "DEV_GPU_THERMAL_THROTTLE_SECONDS_TOTAL"),
+    (
+        "throttled_seconds",
+        "sync_boost",
+        1e10,
+        "DEV_SYNC_BOOST_VIOLATION",
+        1e-9,
+        "DEV_GPU_SYNC_BOOST_THROTTLE_SECONDS_TOTAL",
+    ),
+    ("ecc_errors", ("volatile", "corrected"), 1e15, "DEV_ECC_SBE_VOL_TOTAL", 1, ""),
+    ("ecc_errors", ("volatile", "uncorrected"), 1e15, "DEV_ECC_DBE_VOL_TOTAL", 1, ""),
+    ("ecc_errors", ("aggregate", "corrected"), 1e15, "DEV_ECC_SBE_AGG_TOTAL", 1, ""),
+    ("ecc_errors", ("aggregate", "uncorrected"), 1e15, "DEV_ECC_DBE_AGG_TOTAL", 1, ""),
+    ("remapped_rows", "correctable", 1e9, "DEV_CORRECTABLE_REMAPPED_ROWS", 1, "DEV_ROW_REMAP_CORRECTABLE_TOTAL"),
+    ("remapped_rows", "uncorrectable", 1e9, "DEV_UNCORRECTABLE_REMAPPED_ROWS", 1, "DEV_ROW_REMAP_UNCORRECTABLE_TOTAL"),
+    ("remapping_pending", None, 1e9, "DEV_ROW_REMAP_PENDING", 1, ""),
+    ("remapping_failed", None, 1e9, "DEV_ROW_REMAP_FAILURE", 1, "DEV_ROW_REMAP_FAILED"),
+    ("retired_pages", "single_bit", 1e9, "DEV_RETIRED_SBE", 1, "DEV_PAGE_RETIRED_SBE_TOTAL"),
+    ("retired_pages", "double_bit", 1e9, "DEV_RETIRED_DBE", 1, "DEV_PAGE_RETIRED_DBE_TOTAL"),
+    ("sm_active_ratio", None, 1, "PROF_SM_ACTIVE", 1, "PROF_SM_UTIL_RATIO"),
+    ("sm_occupancy_ratio", None, 1, "PROF_SM_OCCUPANCY", 1, "PROF_SM_OCCUPANCY_RATIO"),
+    ("tensor_active_ratio", "any", 1, "PROF_PIPE_TENSOR_ACTIVE", 1, "PROF_TENSOR_UTIL_RATIO"),
+    ("tensor_active_ratio", "hmma", 1, "PROF_PIPE_TENSOR_HMMA_ACTIVE", 1, "PROF_HMMA_UTIL_RATIO"),
+    ("tensor_active_ratio", "imma", 1, "PROF_PIPE_TENSOR_IMMA_ACTIVE", 1, "PROF_IMMA_UTIL_RATIO"),
+    ("tensor_active_ratio", "dfma", 1, "PROF_PIPE_TENSOR_DFMA_ACTIVE", 1, "PROF_DFMA_UTIL_RATIO"),
+    ("pipe_active_ratio", "fp64", 1, "PROF_PIPE_FP64_ACTIVE", 1, "PROF_FP64_UTIL_RATIO"),
+    ("pipe_active_ratio", "fp32", 1, "PROF_PIPE_FP32_ACTIVE", 1, "PROF_FP32_UTIL_RATIO"),
+    ("pipe_active_ratio", "fp16", 1, "PROF_PIPE_FP16_ACTIVE", 1, "PROF_FP16_UTIL_RATIO"),
+    ("dram_active_ratio", None, 1, "PROF_DRAM_ACTIVE", 1, "PROF_DRAM_UTIL_RATIO"),
 )
-_NEW: Final[tuple[_Row, ...]] = (
-    ("DCGM_FI_DEV_GPU_UTIL_RATIO", "utilization_ratio", None, 1, 1),
-    ("DCGM_FI_DEV_FB_USED_BYTES", "memory_used_bytes", None, 1, 1e15),
-    ("DCGM_FI_DEV_FB_CAPACITY_BYTES", "memory_total_bytes", None, 1, 1e15),
-    ("DCGM_FI_DEV_BOARD_POWER_WATTS", "power_watts", None, 1, 1e5),
-    ("DCGM_FI_DEV_GPU_ENERGY_JOULES_TOTAL", "energy_joules", None, 1, 1e15),
-    ("DCGM_FI_DEV_GPU_TEMP_CELSIUS", "temperature_celsius", None, 1, 1000),
-    ("DCGM_FI_DEV_SM_CLOCK_HERTZ", "sm_clock_hertz", None, 1, 1e11),
-    ("DCGM_FI_DEV_MEMORY_CLOCK_HERTZ", "memory_clock_hertz", None, 1, 1e11),
-    ("DCGM_FI_DEV_SM_MAX_CLOCK_HERTZ", "sm_clock_max_hertz", None, 1, 1e11),
-    ("DCGM_FI_DEV_MEMORY_MAX_CLOCK_HERTZ", "memory_clock_max_hertz", None, 1, 1e11),
-    ("DCGM_FI_DEV_GPU_POWER_THROTTLE_SECONDS_TOTAL", "throttled_seconds", "power_cap", 1, 1e10),
-    ("DCGM_FI_DEV_GPU_THERMAL_THROTTLE_SECONDS_TOTAL", "throttled_seconds", "sw_thermal", 1, 1e10),
-    ("DCGM_FI_DEV_GPU_SYNC_BOOST_THROTTLE_SECONDS_TOTAL", "throttled_seconds", "sync_boost", 1, 1e10),
-    ("DCGM_FI_DEV_ROW_REMAP_CORRECTABLE_TOTAL", "remapped_rows", "correctable", 1, 1e9),
-    ("DCGM_FI_DEV_ROW_REMAP_UNCORRECTABLE_TOTAL", "remapped_rows", "uncorrectable", 1, 1e9),
-    ("DCGM_FI_DEV_ROW_REMAP_FAILED", "remapping_failed", None, 1, 1e9),
-    ("DCGM_FI_DEV_PAGE_RETIRED_SBE_TOTAL", "retired_pages", "single_bit", 1, 1e9),
-    ("DCGM_FI_DEV_PAGE_RETIRED_DBE_TOTAL", "retired_pages", "double_bit", 1, 1e9),
-    ("DCGM_FI_PROF_SM_UTIL_RATIO", "sm_active_ratio", None, 1, 1),
-    ("DCGM_FI_PROF_SM_OCCUPANCY_RATIO", "sm_occupancy_ratio", None, 1, 1),
-    ("DCGM_FI_PROF_TENSOR_UTIL_RATIO", "tensor_active_ratio", "any", 1, 1),
-    ("DCGM_FI_PROF_HMMA_UTIL_RATIO", "tensor_active_ratio", "hmma", 1, 1),
-    ("DCGM_FI_PROF_IMMA_UTIL_RATIO", "tensor_active_ratio", "imma", 1, 1),
-    ("DCGM_FI_PROF_DFMA_UTIL_RATIO", "tensor_active_ratio", "dfma", 1, 1),
-    ("DCGM_FI_PROF_FP64_UTIL_RATIO", "pipe_active_ratio", "fp64", 1, 1),
-    ("DCGM_FI_PROF_FP32_UTIL_RATIO", "pipe_active_ratio", "fp32", 1, 1),
-    ("DCGM_FI_PROF_FP16_UTIL_RATIO", "pipe_active_ratio", "fp16", 1, 1),
-    ("DCGM_FI_PROF_DRAM_UTIL_RATIO", "dram_active_ratio", None, 1, 1),
-)
-_ROWS: Final[Mapping[str, tuple[int, _Row]]] = {
-    row[0]: (newness, row) for newness, rows in enumerate((_OLD, _NEW)) for row in rows
+# By metric: whether its name is new, field, key, scale, and the most.
+_ROWS: Final[Mapping[str, tuple[bool, str, object, float, float]]] = {
+    f"DCGM_FI_{name}": (is_new, field, key, scale, most)
+    for field, key, most, old_name, old_scale, new_name in _FIELDS
+    for is_new, name, scale in ((False, old_name, old_scale), (True, new_name, 1.0))
+    if name
 }
 # Of the memory, beside what is used: the total is not among the fields that old exporters give by default.
 _PARTS: Final = {
@@ -134,7 +114,7 @@ _MADE: Final[Mapping[str, Callable[[float], object]]] = {
 def parse_readings(text: str) -> tuple[GpuReading, ...]:
     """Whole GPUs by index. MIG instances are left out: the exporter gives them no UUID of their own."""
     found: dict[str, dict[str, Any]] = {}
-    newness_of: dict[tuple[str, str, object], int] = {}
+    read_by_new_name: set[tuple[str, str, object]] = set()
     for name, labels, value in samples(text):
         uuid = labels.get("UUID") or labels.get("uuid") or ""
         if not uuid.startswith("GPU-") or labels.get("GPU_I_ID") or not 0 <= value < BLANK:
@@ -146,10 +126,11 @@ def parse_readings(text: str) -> tuple[GpuReading, ...]:
             fields[name] = value * _PARTS[name]
         if name not in _ROWS:
             continue
-        newness, (_, field, key, scale, most) = _ROWS[name]
-        if value * scale > most * 1.001 or newness < newness_of.get((uuid, field, key), 0):
+        is_new, field, key, scale, most = _ROWS[name]
+        if value * scale > most * 1.001 or (not is_new and (uuid, field, key) in read_by_new_name):
             continue
-        newness_of[uuid, field, key] = newness
+        if is_new:
+            read_by_new_name.add((uuid, field, key))
         number = min(value * scale, most)
         made = _MADE.get(field, float)(number)
         if key is None:
@@ -260,34 +241,15 @@ class DcgmSource:
 
 
 def fetch(url: str) -> str:
-    """The body of a GET, straight from the host that is named: no proxy, no redirection."""
+    """The body of a GET."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise DcgmError(f"dcgm_url = {url!r}: must be like http://127.0.0.1:9400/metrics")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    give_up_at = time.monotonic() + ANSWER_SECONDS
+    wanted = parts._replace(path=parts.path or "/metrics")
     try:
-        connection = kind(parts.hostname, parts.port, timeout=ANSWER_SECONDS)
-        try:
-            path = parts.path or "/metrics"
-            connection.request("GET", f"{path}?{parts.query}" if parts.query else path)
-            answer = connection.getresponse()
+        with requested("GET", wanted, {}, seconds=ANSWER_SECONDS, answer_bytes=ANSWER_BYTES) as answer:
             if answer.status != 200:
                 raise DcgmError(f"{url}: status {answer.status}; {NEXT_STEP}")
-            return _body(answer, url, give_up_at).decode("utf-8", "replace")
-        finally:
-            connection.close()
-    except (OSError, http.client.HTTPException, ValueError) as error:
+            return body_of(answer).decode("utf-8", "replace")
+    except REQUEST_FAILURES as error:
         raise DcgmError(f"{url}: {error or type(error).__name__}; {NEXT_STEP}") from error
-
-
-def _body(answer: http.client.HTTPResponse, url: str, give_up_at: float) -> bytes:
-    body = bytearray()
-    # read1 gives what has come, so that one byte now and then does not outlast the deadline.
-    while chunk := answer.read1(CHUNK_BYTES):
-        body += chunk
-        if len(body) > ANSWER_BYTES:
-            raise DcgmError(f"{url}: more than {ANSWER_BYTES >> 20} MiB; give it fewer fields")
-        if time.monotonic() > give_up_at:
-            raise DcgmError(f"{url}: took longer than {ANSWER_SECONDS:g} s; {NEXT_STEP}")
-    return bytes(body)

@@ -124,9 +124,6 @@ class Asker:
         self._answers += 1
         return answer
 
-    def forget_unsupported(self, *names: str) -> None:
-        self._unsupported = {key for key in self._unsupported if key[0] not in names}
-
     def _note(self, name: str, key: tuple[Any, ...], error: Any) -> None:
         code = int(error.value)
         text = f"{name}: {error} (error {code})"

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from rankscope.daemon.gpu import nvml_calls
-from rankscope.daemon.gpu.gpm import GpmWindow
 from rankscope.daemon.gpu.nvml_calls import Asker, GpuLostError
-from rankscope.daemon.gpu.nvml_counters import COUNTERS, EnergyMeter, ThrottleClock, running_processes
+from rankscope.daemon.gpu.nvml_counters import COUNTERS, EnergyMeter, GpmWindow, ThrottleClock, running_processes
 from rankscope.daemon.gpu.readings import GpuReading, GpuState
 
 Value = TypeVar("Value")

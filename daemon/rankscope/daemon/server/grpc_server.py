@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -17,13 +18,13 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rankscope.common.descriptors import CONNECTIONS_OPTION, with_bounded_connections
+from rankscope.common.tls import CONNECTIONS_OPTION, with_bounded_connections
 from rankscope.daemon.config import Config, parse_address
 from rankscope.daemon.server.certificates import CertificateError, Certificates, TlsFiles, names
 from rankscope.daemon.server.sockets import ListenError, SocketLock, in_use
 from rankscope.daemon.windows.broadcast import Publisher, Tick, TooManyReadersError
 from rankscope.daemon.windows.window import window_columns
-from rankscope.v1 import capture_service_pb2, capture_service_pb2_grpc, rank_service_pb2, rank_service_pb2_grpc
+from rankscope.v1 import capture_service_pb2_grpc, rank_service_pb2_grpc
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import (
     ListRanksRequest,
@@ -220,6 +221,15 @@ class Service:
     name: str
     add_to: Callable[[grpc.Server], None]
 
+    @classmethod
+    def of(cls, name: str, add: Callable[[Any, grpc.Server], None], servicer: object) -> Service:
+        return cls(f"rankscope.v1.{name}", partial(add, servicer))
+
+
+def abort(context: grpc.ServicerContext, code: grpc.StatusCode, text: str) -> NoReturn:
+    context.abort(code, text)
+    raise AssertionError("abort returns never")
+
 
 class RankServicer(rank_service_pb2_grpc.RankServiceServicer):
     def __init__(self, node: str, publisher: Publisher) -> None:
@@ -274,22 +284,19 @@ class NoCaptureServicer(capture_service_pb2_grpc.CaptureServiceServicer):
     """Gives the next step in place of gRPC's "Method not implemented!"."""
 
     def _refuse(self, request: object, context: grpc.ServicerContext) -> NoReturn:
-        context.abort(grpc.StatusCode.UNIMPLEMENTED, NO_CAPTURES)
-        raise AssertionError("abort returns never")
+        abort(context, grpc.StatusCode.UNIMPLEMENTED, NO_CAPTURES)
 
     StartCapture = GetCapture = ListCaptures = CancelCapture = DeleteCapture = DownloadArtifact = _refuse
 
 
 def rank_service(node: str, publisher: Publisher) -> Service:
-    name = rank_service_pb2.DESCRIPTOR.services_by_name["RankService"].full_name
     servicer = RankServicer(node, publisher)
-    return Service(name, lambda to: rank_service_pb2_grpc.add_RankServiceServicer_to_server(servicer, to))
+    return Service.of("RankService", rank_service_pb2_grpc.add_RankServiceServicer_to_server, servicer)
 
 
 def no_capture_service() -> Service:
-    name = capture_service_pb2.DESCRIPTOR.services_by_name["CaptureService"].full_name
-    servicer = NoCaptureServicer()
-    return Service(name, lambda to: capture_service_pb2_grpc.add_CaptureServiceServicer_to_server(servicer, to))
+    add = capture_service_pb2_grpc.add_CaptureServiceServicer_to_server
+    return Service.of("CaptureService", add, NoCaptureServicer())
 
 
 class GrpcServer:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client.registry import Collector
 
 from rankscope.common.http_server import HttpServer, Limits, Request, Response, Route
-from rankscope.common.metrics_endpoint import MetricsPage
+from rankscope.common.metric_table import MetricsPage
 from rankscope.common.tls import FollowedTls
 from rankscope.daemon.server.certificates import CertificateError, names
 from rankscope.daemon.server.sockets import ListenError, in_use

@@ -1,5 +1,8 @@
-"""Rates that the operator's policies ask for, rank by rank. They hold on lease and within the daemon's own bounds: an
-operator that is gone, or a policy that asks for too much, must not leave a node sampling harder than its owner said."""
+"""What the operator says of the runs on this node: the names of their ranks, by pod, and the rates that policies set.
+
+Rates hold on lease and within the daemon's own bounds: an operator that is gone, or a policy that asks for too much,
+must not leave a node sampling harder than its owner said. A name holds until the operator withdraws it: a run keeps its
+name while the operator is away."""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from dataclasses import dataclass
 
 import grpc
 
-from rankscope.daemon.samples import RankKey, RankProcess
-from rankscope.daemon.server.grpc_server import Service
+from rankscope.common.text import printable
+from rankscope.daemon.samples import PodRun, RankKey, RankProcess
+from rankscope.daemon.server.grpc_server import Service, abort
+from rankscope.daemon.windows.window import NAME_CHARACTERS
 from rankscope.v1 import policy_service_pb2 as pb
 from rankscope.v1 import policy_service_pb2_grpc
 from rankscope.v1.policy_service_pb2 import ApplyPoliciesRequest, HeldPolicy, RunPolicy
@@ -22,6 +27,7 @@ log = logging.getLogger(__name__)
 
 RUNS_LIMIT = 1024
 PODS_LIMIT = 1024
+NAMED_PODS_LIMIT = 4096  # of all runs; a kubelet runs some hundreds
 TEXT_CHARACTERS = 512
 SHORTEST_LEASE_SECONDS, LONGEST_LEASE_SECONDS = 5.0, 3600.0
 # As the daemon's own settings allow.
@@ -36,7 +42,7 @@ class BadPolicyError(ValueError):
 
 
 @dataclass(frozen=True)
-class DutyWish:
+class PolicyDutyCycle:
     steps: int
     period_seconds: float
 
@@ -55,6 +61,11 @@ class PolicyBoard:
         self._monotonic_seconds = monotonic_seconds
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
+        self._runs: dict[str, PodRun] = {}  # by pod
+
+    def run_of_pod(self, uid: str) -> PodRun | None:
+        with self._lock:
+            return self._runs.get(uid)
 
     def apply(self, request: ApplyPoliciesRequest) -> list[str]:
         """What was not taken as it was asked for."""
@@ -69,7 +80,8 @@ class PolicyBoard:
             self._forget_expired()
             for policy in request.policies:
                 run = policy.run[:TEXT_CHARACTERS]
-                if not policy.pods:
+                notes.extend(self._name_pods(policy))
+                if not policy.pods or not _has_rates(policy):
                     if self._held.pop(run, None) is not None:
                         log.info("policy of %r: withdrawn", run[:128])
                 elif run not in self._held and len(self._held) >= RUNS_LIMIT:
@@ -81,6 +93,17 @@ class PolicyBoard:
                         log.info("policy of %r: %s", run[:128], _told(kept))
                     self._held[run] = _Held(kept, until)
         return notes[:NOTES_LIMIT]
+
+    def _name_pods(self, policy: RunPolicy) -> list[str]:
+        """Replaces the pods of the run. The oldest are forgotten first where there are too many."""
+        namespace, _, run = policy.run.partition("/")
+        if not (namespace and run and printable(policy.run, NAME_CHARACTERS) == policy.run):
+            return [f"{printable(policy.run, 128)}: not the name of a run; it is NAMESPACE/RUN"]
+        named = PodRun(policy.run, policy.attempt)
+        runs = {uid: known for uid, known in self._runs.items() if known.name != named.name}
+        runs |= {uid[:TEXT_CHARACTERS]: named for uid in policy.pods[:PODS_LIMIT]}
+        self._runs = dict(list(runs.items())[-NAMED_PODS_LIMIT:])
+        return []
 
     def held(self) -> list[HeldPolicy]:
         with self._lock:
@@ -107,13 +130,13 @@ class PolicyBoard:
                 rates[rank.key] = asked
         return rates
 
-    def duty_wish(self, ranks: Sequence[RankProcess]) -> DutyWish | None:
+    def duty_cycle_of_policy(self, ranks: Sequence[RankProcess]) -> PolicyDutyCycle | None:
         """For the ranks of one job: None leaves it to the daemon's own settings."""
         by_pod = self._by_pod()
         for rank in ranks if by_pod else ():
             policy = by_pod.get(rank.pod or "")
             if policy is not None and policy.HasField("duty_cycle_steps"):
-                return DutyWish(policy.duty_cycle_steps, policy.duty_cycle_seconds)
+                return PolicyDutyCycle(policy.duty_cycle_steps, policy.duty_cycle_seconds)
         return None
 
     def _by_pod(self) -> Mapping[str, RunPolicy]:
@@ -145,6 +168,10 @@ def _bounded(policy: RunPolicy, base_hertz: float, notes: list[str]) -> RunPolic
     return kept
 
 
+def _has_rates(policy: RunPolicy) -> bool:
+    return policy.HasField("stack_rate_hertz") or policy.HasField("duty_cycle_steps")
+
+
 def _clamped(value: float, low: float, high: float, what: str, notes: list[str]) -> float:
     kept = min(high, max(low, value)) if math.isfinite(value) else low
     if kept != value:
@@ -174,14 +201,12 @@ class PolicyServicer(policy_service_pb2_grpc.PolicyServiceServicer):
         try:
             return pb.ApplyPoliciesResponse(notes=self._board.apply(request))
         except BadPolicyError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            raise AssertionError("abort returns never") from error
+            abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     def ListPolicies(self, request: pb.ListPoliciesRequest, context: grpc.ServicerContext) -> pb.ListPoliciesResponse:
         return pb.ListPoliciesResponse(policies=self._board.held())
 
 
 def policy_service(board: PolicyBoard) -> Service:
-    name = pb.DESCRIPTOR.services_by_name["PolicyService"].full_name
-    servicer = PolicyServicer(board)
-    return Service(name, lambda to: policy_service_pb2_grpc.add_PolicyServiceServicer_to_server(servicer, to))
+    add = policy_service_pb2_grpc.add_PolicyServiceServicer_to_server
+    return Service.of("PolicyService", add, PolicyServicer(board))

@@ -14,7 +14,7 @@ from typing import Final
 
 from rankscope.daemon.collector import Collector
 from rankscope.daemon.config import Config
-from rankscope.daemon.samples import Problem, RankKey, RankProcess, Span, StackSample, StallDump
+from rankscope.daemon.samples import Problem, RankKey, RankProcess, Recording, Span, StackSample, StallDump
 from rankscope.daemon.stacks.dump import dump_stacks
 from rankscope.daemon.stacks.pyspy import KilledChildren, find_py_spy, missing
 from rankscope.daemon.stacks.recording import RankRecorder
@@ -27,6 +27,10 @@ CLOSING_SECONDS: Final = 0.5
 # A recording that does not end delays those of the other ranks for at most this long.
 HOLD_UP_SECONDS: Final = 3.0
 RECORDED_OVER_SECONDS: Final = 60.0
+# What a recording costs above this, more than one of a process with 200 threads, is charged to the budget over minutes.
+# It says nothing about recordings at another rate, and one rank must not end the stacks of all.
+USUAL_CPU_SECONDS: Final = 0.25
+CHARGED_OVER_SECONDS: Final = 300.0
 # A recording out of turn costs as much as any other, so there is at most one in this time.
 HURRY_SECONDS: Final = 20.0
 
@@ -83,6 +87,8 @@ class StacksCollector(Collector[StackSample]):
         self._py_spy = Path(py_spy) if py_spy else find_py_spy()
         self._cpu_lock = threading.Lock()
         self._child_cpu_seconds = 0.0
+        self._uncharged_cpu_seconds = 0.0
+        self._polled_seconds = math.inf
         self._plan = plan_at(rate_hz)
         self._plans_of: dict[RankKey, Plan | None] = {}
         self._turns: list[_Turn] | None = None  # None: not arranged yet
@@ -91,6 +97,7 @@ class StacksCollector(Collector[StackSample]):
         self._hurried: dict[str, float] = {}  # when each job was last recorded out of turn
         # Time, rank-seconds recorded, and rank-seconds that could have been.
         self._recorded: deque[tuple[float, float, float]] = deque()
+        self._keep: Callable[[Recording], None] | None = None
 
     @classmethod
     def from_config(cls, config: Config) -> StacksCollector:
@@ -102,6 +109,14 @@ class StacksCollector(Collector[StackSample]):
         with self._cpu_lock:
             ended_seconds = self._child_cpu_seconds
         return ended_seconds + sum(recorder.running_cpu_seconds for recorder in self._recorders.values())
+
+    @property
+    def charged_cpu_seconds(self) -> float:
+        """The same as far as the budget is to know of it, as of the last `poll`."""
+        with self._cpu_lock:
+            ended_seconds = self._child_cpu_seconds - self._uncharged_cpu_seconds
+        running = (recorder.running_cpu_seconds for recorder in self._recorders.values())
+        return ended_seconds + sum(min(cpu_seconds, USUAL_CPU_SECONDS) for cpu_seconds in running)
 
     @property
     def running(self) -> int:
@@ -120,6 +135,10 @@ class StacksCollector(Collector[StackSample]):
             return None
         (_, recorded_before, possible_before), (_, recorded, possible) = self._recorded[0], self._recorded[-1]
         return min(1.0, (recorded - recorded_before) / (possible - possible_before))
+
+    def keep_recordings(self, keep: Callable[[Recording], None]) -> None:
+        """Hand over every recording from now on. `keep` must not block, and must not change what it gets."""
+        self._keep = keep
 
     def set_rate(self, rate_hz: float) -> None:
         """Average samples per second and rank. A low rate means pauses between recordings; 0 means none."""
@@ -143,9 +162,13 @@ class StacksCollector(Collector[StackSample]):
             recorder.due_seconds = min(recorder.due_seconds, now_monotonic)
 
     def poll(self, now_monotonic: float) -> None:
+        elapsed_seconds = max(0.0, now_monotonic - self._polled_seconds)
+        self._polled_seconds = now_monotonic
+        with self._cpu_lock:
+            self._uncharged_cpu_seconds *= math.exp(-elapsed_seconds / CHARGED_OVER_SECONDS)
         for recorder in self._recorders.values():
             self._account(recorder.poll(now_monotonic))
-        self._account(self._killed.reap())
+        self._account(*self._killed.reap())
         self._note_recorded(now_monotonic)
         if self._turns is None:
             self._turns = self._arrange(now_monotonic)
@@ -215,7 +238,7 @@ class StacksCollector(Collector[StackSample]):
         for rank in ranks:
             if rank.key not in self._recorders:
                 self._recorders[rank.key] = RankRecorder(
-                    rank, self._py_spy, self._killed, self._proc_root, self._unix_nanos
+                    rank, self._py_spy, self._killed, self._proc_root, self._unix_nanos, self._hand_over
                 )
                 self._turns = None
         taken = {key: recorder.take() for key, recorder in self._recorders.items()}
@@ -235,8 +258,14 @@ class StacksCollector(Collector[StackSample]):
         for recorder in self._recorders.values():
             recorder.close()
         self._recorders.clear()
-        self._account(self._killed.reap(CLOSING_SECONDS))
+        self._account(*self._killed.reap(CLOSING_SECONDS))
 
-    def _account(self, cpu_seconds: float) -> None:
+    def _hand_over(self, recording: Recording) -> None:
+        if self._keep is not None:
+            self._keep(recording)
+
+    def _account(self, *cpu_seconds: float) -> None:
+        """Of a recording each, or of a dump."""
         with self._cpu_lock:
-            self._child_cpu_seconds += cpu_seconds
+            self._child_cpu_seconds += sum(cpu_seconds)
+            self._uncharged_cpu_seconds += sum(max(0.0, each - USUAL_CPU_SECONDS) for each in cpu_seconds)

@@ -92,7 +92,7 @@ class Child:
         weakref.finalize(self, _close, files)
         path = f"/proc/self/fd/{self._output}"  # of the child: it inherits the file under the same number
         self._process = subprocess.Popen(
-            [*_DIE_WITH_PARENT, *(path if word == str(IN_MEMORY) else word for word in command)],
+            [*DIE_WITH_PARENT, *(path if word == str(IN_MEMORY) else word for word in command)],
             stdin=subprocess.DEVNULL,
             stdout=self._output if keeps_stdout else self._log,
             stderr=self._log,
@@ -165,16 +165,16 @@ class KilledChildren:
         with self._lock:
             self._killed.append((child, rank, self._monotonic()))
 
-    def reap(self, patience_seconds: float = 0.0) -> float:
-        """Returns the CPU seconds of those that have ended by then."""
+    def reap(self, patience_seconds: float = 0.0) -> Sequence[float]:
+        """Returns the CPU seconds of each that has ended by then."""
         give_up_at = self._monotonic() + patience_seconds
-        cpu_seconds = 0.0
+        cpu_seconds = []
         with self._lock:
             for killed in self._killed[:]:
                 ended = killed[0].wait(max(0.0, give_up_at - self._monotonic()))
                 if ended is not None:
                     self._killed.remove(killed)
-                    cpu_seconds += ended.cpu_seconds
+                    cpu_seconds.append(ended.cpu_seconds)
         return cpu_seconds
 
     @property
@@ -212,7 +212,7 @@ def _die_with_parent() -> tuple[str, ...]:
     return (setpriv, "--pdeathsig", "KILL", "--") if setpriv else ()
 
 
-_DIE_WITH_PARENT: Final = _die_with_parent()
+DIE_WITH_PARENT: Final = _die_with_parent()
 
 
 def explain_failure(rank: RankProcess, ended: Ended | None, log: str, is_alive: bool) -> Problem:

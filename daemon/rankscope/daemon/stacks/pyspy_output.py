@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, Generic, TypeAlias, TypeVar
 
+from rankscope.analysis.profiles.frames import Frame, Stack
+from rankscope.analysis.profiles.phases import is_engine
 from rankscope.common.text import printable
-from rankscope.daemon.samples import Frame
-from rankscope.daemon.stacks.phases import is_engine
 
 FRAMES_PER_STACK_LIMIT: Final = 512
 NAME_LENGTH_LIMIT: Final = 256
 
-Stack: TypeAlias = tuple[Frame, ...]  # innermost first
 ThreadIds: TypeAlias = Callable[[], Collection[int]]
 Unparsed = TypeVar("Unparsed")
 

@@ -8,14 +8,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from rankscope.analysis.profiles.frames import Frame, Stack, is_user_code
+from rankscope.analysis.profiles.phases import phase_of
 from rankscope.daemon import procfs
-from rankscope.daemon.samples import Frame, FrameCount, Problem, RankProcess, Span, StackSample
+from rankscope.daemon.samples import FrameCount, Problem, RankProcess, Recording, Span, StackSample
 from rankscope.daemon.stacks import pyspy
-from rankscope.daemon.stacks.phases import is_user_code, phase_of
-from rankscope.daemon.stacks.pyspy_output import Stack, parse_errors, parse_recording
+from rankscope.daemon.stacks.pyspy_output import parse_errors, parse_recording
 from rankscope.daemon.stacks.sampling_budget import Plan, back_off_seconds
 
 FRAMES_KEPT: Final = 64
@@ -31,14 +33,17 @@ RECORDINGS_KEPT: Final = 16
 # average twice the budget of a rank. The rest of the budget is for the other ranks.
 CPU_SECONDS_LIMIT: Final = 2.0
 RANK_CORE_RATIO: Final = 0.02
+# One recording in so long may cost more without a pause after it: py-spy has been seen to take 2 s of CPU time on a
+# process that was importing torch, and a few milliseconds a sample from then on.
+FORGIVEN_SECONDS: Final = 600.0
 # Problems that do not go away by themselves; anything else may have been an accident.
-LASTING_KINDS: Final = frozenset({"permission", "threads", "stuck", "expensive", "blocked"})
+LASTING_KINDS: Final = frozenset({"permission", "threads", "stuck", "blocked"})
 
 
 def summarise(stacks: Mapping[Stack, int], errors: int, span: Span) -> StackSample:
     phase_counts: Counter[str] = Counter()
     inclusive: Counter[Frame] = Counter()
-    leaf: Counter[Frame] = Counter()
+    own: Counter[Frame] = Counter()
     phases_of_frame: dict[Frame, Counter[str]] = {}
     for stack, count in stacks.items():
         phase = phase_of(stack)
@@ -46,10 +51,10 @@ def summarise(stacks: Mapping[Stack, int], errors: int, span: Span) -> StackSamp
         for frame in set(stack):  # once, however deep the recursion
             inclusive[frame] += count
             phases_of_frame.setdefault(frame, Counter())[phase] += count
-        if stack:
-            leaf[stack[0]] += count
+        for frame in {*stack[:1], *islice(filter(is_user_code, stack), 1)}:
+            own[frame] += count
     counts = [
-        FrameCount(frame, total, leaf[frame], phases_of_frame[frame].most_common(1)[0][0])
+        FrameCount(frame, total, own[frame], phases_of_frame[frame].most_common(1)[0][0])
         for frame, total in inclusive.items()
     ]
     return StackSample(
@@ -65,26 +70,26 @@ def summarise(stacks: Mapping[Stack, int], errors: int, span: Span) -> StackSamp
 def _largest(counts: list[FrameCount]) -> tuple[FrameCount, ...]:
     if len(counts) > FRAMES_KEPT:
         own = sorted((count for count in counts if is_user_code(count.frame)), key=_weight)
-        library = sorted((count for count in counts if not is_user_code(count.frame)), key=_leaf_weight)
+        library = sorted((count for count in counts if not is_user_code(count.frame)), key=_own_weight)
         own_kept = max(FRAMES_KEPT - LIBRARY_FRAMES_KEPT, FRAMES_KEPT - len(library))
         counts = [*own[:own_kept], *library[: FRAMES_KEPT - min(len(own), own_kept)]]
     return tuple(sorted(counts, key=_weight))
 
 
 def _weight(count: FrameCount) -> tuple[int, int, str, int]:
-    return (-count.inclusive, -count.leaf, count.frame.file, count.frame.line)
+    return (-count.inclusive, -count.own, count.frame.file, count.frame.line)
 
 
-def _leaf_weight(count: FrameCount) -> tuple[int, int, str, int]:
-    return (-count.leaf, -count.inclusive, count.frame.file, count.frame.line)
+def _own_weight(count: FrameCount) -> tuple[int, int, str, int]:
+    return (-count.own, -count.inclusive, count.frame.file, count.frame.line)
 
 
 @dataclass(frozen=True)
 class _Running:
     child: pyspy.Child
-    started_unix_nanos: int
     started_seconds: float
     kill_at_seconds: float
+    period_nanos: int  # that a sample stands for
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,11 @@ class RankRecorder:
         killed: pyspy.KilledChildren,
         proc_root: Path = Path("/proc"),
         unix_nanos: Callable[[], int] = time.time_ns,
+        keep: Callable[[Recording], None] = lambda recording: None,
     ) -> None:
+        """`keep` gets every recording that has samples, as soon as it ends. It must not block."""
         self.rank = rank
+        self._keep = keep
         self.due_seconds = -math.inf  # on the clock that `start` and `poll` are given
         self._py_spy = py_spy
         self._killed = killed
@@ -114,6 +122,7 @@ class RankRecorder:
         self._pids = frozenset((rank.pid, *rank.namespace_pids))
         self._running: _Running | None = None
         self._not_before_seconds = -math.inf
+        self._forgiven_at_seconds = -math.inf
         self._plan: Plan | None = None
         self._ended: deque[_Ended] = deque(maxlen=RECORDINGS_KEPT)
         self._failures = 0
@@ -149,7 +158,7 @@ class RankRecorder:
             self._fail(problem, now_seconds)
             return
         kill_at_seconds = now_seconds + plan.seconds * OVERSTAY_FACTOR + OVERSTAY_SECONDS
-        self._running = _Running(child, self._unix_nanos(), now_seconds, kill_at_seconds)
+        self._running = _Running(child, now_seconds, kill_at_seconds, round(1e9 / plan.rate_hz))
 
     def poll(self, now_seconds: float) -> float:
         """Reap the child if it has ended; kill it if it takes too long or costs too much. Returns the CPU seconds of an
@@ -160,8 +169,7 @@ class RankRecorder:
         ended = running.child.poll()
         if ended is not None:
             self._running = None
-            # A rank that costs far more than others is recorded less often, so that others are not.
-            self._not_before_seconds = running.started_seconds + ended.cpu_seconds / RANK_CORE_RATIO
+            self._pause_for_cost(running.started_seconds, ended.cpu_seconds, now_seconds)
             self._read_output(running, ended, now_seconds)
             return ended.cpu_seconds
         is_expensive = running.child.cpu_seconds > CPU_SECONDS_LIMIT
@@ -169,9 +177,10 @@ class RankRecorder:
             self.close()
             problem = pyspy.explain_failure(self.rank, None, "", self._is_alive())
             if is_expensive and problem.kind == "timeout":
-                text = f"{self.rank}: py-spy took {running.child.cpu_seconds:.1f} s of CPU time; it is sampled rarely"
-                problem = Problem("stacks", "expensive", f"{text} (many threads, or deep stacks?)")
-            self._fail(problem, now_seconds, running.child.cpu_seconds)
+                text = f"{self.rank}: py-spy took {running.child.cpu_seconds:.1f} s of CPU time (deep stacks?)"
+                problem = Problem("stacks", "expensive", f"{text}; it is sampled rarely if that happens again")
+            self._fail(problem, now_seconds)
+            self._pause_for_cost(now_seconds, running.child.cpu_seconds, now_seconds)
         return 0.0
 
     def take(self) -> StackSample | Problem | None:
@@ -206,8 +215,11 @@ class RankRecorder:
         samples = recording.stacks.total()
         errors = parse_errors(log) + recording.garbled_lines
         if samples:
-            span = Span(running.started_unix_nanos, max(running.started_unix_nanos, self._unix_nanos()))
+            # Only its end is read from the wall clock, which may have been set since its start.
+            end = self._unix_nanos()
+            span = Span(end - round((now_seconds - running.started_seconds) * 1e9), end)
             self._ended.append(_Ended(recording.stacks, errors, span))
+            self._keep(Recording(self.rank.job, self.rank.rank, span, running.period_nanos, recording.stacks))
         if errors <= ERRORS_LIMIT_RATIO * (samples + errors) and samples:
             self._failures, self._problem = 0, None
         elif not self._is_alive():
@@ -217,12 +229,19 @@ class RankRecorder:
             text = f"{self.rank}: py-spy {what}; it is sampled less often until that gets better"
             self._fail(Problem("stacks", "unreadable", text), now_seconds)
 
-    def _fail(self, problem: Problem, now_seconds: float, cpu_seconds: float = 0.0) -> None:
+    def _pause_for_cost(self, since_seconds: float, cpu_seconds: float, now_seconds: float) -> None:
+        """A rank that costs far more than others is recorded less often, so that others are not."""
+        assert self._plan is not None
+        pause_seconds = cpu_seconds / RANK_CORE_RATIO
+        if pause_seconds > self._plan.period_seconds and now_seconds >= self._forgiven_at_seconds + FORGIVEN_SECONDS:
+            self._forgiven_at_seconds, pause_seconds = now_seconds, self._plan.period_seconds
+        self._not_before_seconds = max(self._not_before_seconds, since_seconds + pause_seconds)
+
+    def _fail(self, problem: Problem, now_seconds: float) -> None:
         assert self._plan is not None
         self._problem = problem
         self._failures += 1
         pause_seconds = back_off_seconds(self._plan, self._failures, problem.kind in LASTING_KINDS)
-        pause_seconds = max(pause_seconds, cpu_seconds / RANK_CORE_RATIO)
         self._not_before_seconds = max(self._not_before_seconds, now_seconds + pause_seconds)
 
     def _is_alive(self) -> bool:

@@ -88,6 +88,12 @@ class StepsCollector(Collector[StepSample]):
             found[rank.key] = blocked(self.name, rank)
         return found
 
+    def _clock_ns(self, span: Span) -> int:
+        """The wall clock less the monotonic one; if it was set after the window had ended, as it was before."""
+        clock_ns = self._wall_minus_monotonic_ns()
+        since_end_ns = clock_ns + time.monotonic_ns() - span.end_unix_nanos
+        return clock_ns if abs(since_end_ns) < step_columns.FUTURE_NS else clock_ns - since_end_ns
+
     def _problem(self, rank: RankProcess, kind: str, text: str) -> Problem:
         return Problem(self.name, kind, f"{rank}: {text}")
 
@@ -105,7 +111,7 @@ class StepsCollector(Collector[StepSample]):
             if header.disabled:
                 raise RingError("disabled", "the probe has disabled itself; its reason is on the process' stderr")
             progress = self._progress_of(rank, header, span)
-            clock_ns = self._wall_minus_monotonic_ns() - progress.monotonic_offset_ns
+            clock_ns = self._clock_ns(span) - progress.monotonic_offset_ns
             sample, self._progress[rank.key] = _sample(fd, header, progress, span, clock_ns)
             return sample
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ class Header:
     steps: int
     disabled: bool
     takes_captures: bool = False
+    hands_over_recorder: bool = False
 
 
 @contextlib.contextmanager
@@ -159,8 +161,15 @@ def read_header(fd: int) -> Header:
     records, steps = ring_layout.COUNTERS.unpack_from(start, ring_layout.COUNTERS_OFFSET)
     (state,) = ring_layout.STATE.unpack_from(start, ring_layout.STATE_OFFSET)
     (abilities,) = ring_layout.ABILITIES.unpack_from(start, ring_layout.ABILITIES_OFFSET)
-    takes_captures = bool(abilities & ring_layout.TAKES_CAPTURES)
-    return Header(ring_id, owner_pid, records, steps, state == ring_layout.STATE_DISABLED, takes_captures)
+    return Header(
+        ring_id,
+        owner_pid,
+        records,
+        steps,
+        disabled=state == ring_layout.STATE_DISABLED,
+        takes_captures=bool(abilities & ring_layout.TAKES_CAPTURES),
+        hands_over_recorder=bool(abilities & ring_layout.HANDS_OVER_RECORDER),
+    )
 
 
 def seals_of(fd: int) -> int:
@@ -222,6 +231,17 @@ def read_records(fd: int, first: int, last: int) -> tuple[Records, npt.NDArray[n
     expected = np.arange(first, first + count, dtype=np.uint64)
     whole = (records["sequence"] == expected) & (records["checksum"] == _checksums(raw, count))
     return records, whole
+
+
+def seconds_since_last_step(fd: int, header: Header) -> float | None:
+    """None if no step has ended, or its record cannot be right."""
+    if not 0 < header.records < 1 << 53:
+        return None
+    records, whole = read_records(fd, header.records, header.records)
+    if not len(records) or not whole.all():
+        return None
+    since = (time.monotonic_ns() - int(records["end_ns"][0])) / 1e9
+    return since if since >= 0 else None
 
 
 def _pread_slots(fd: int, slot: int, count: int) -> bytes:

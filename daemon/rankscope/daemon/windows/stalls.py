@@ -11,9 +11,11 @@ from statistics import median
 
 import numpy as np
 
+from rankscope.analysis.profiles.frames import Frame
 from rankscope.common.text import printable
+from rankscope.daemon.procfs import CLOCK_TICKS_PER_SECOND
 from rankscope.daemon.samples import (
-    Frame,
+    Activity,
     Problem,
     ProcessSample,
     RankKey,
@@ -40,6 +42,11 @@ STILL_RECORDINGS = 2
 RECORDING_SECONDS = 30.0
 STILL_SAMPLES = 20
 STILL_CPU_RATIO = 0.02
+# A rank is at work with more than the threads of its libraries take while it waits.
+WORKING_CPU_RATIO = 0.05
+WORKING_BYTES_PER_SECOND = 32 * 1024
+WORKING_SECONDS = 3.0
+STOPPED_RATIO = 0.9
 STACK_LINES = 64
 
 WINDOWS_OF_A_PACE = 8
@@ -62,8 +69,13 @@ class _Memory:
     still_samples: int = 0
     seen_recording_end: int = 0
     still_phase: str | None = None
+    since_busy_seconds: float | None = None  # None: CPU time is not known
     dump: StallDump | None = None
+    dumps_read: int = 0
+    changes: int = 0  # of the stack, one look after the other
+    was_at_work: bool | None = None  # between the last two looks
     same_stack_looks: int = 0
+    collectives_enqueued: int | None = None
     dumps: int = 0
     dumped_at: float | None = None
 
@@ -85,13 +97,22 @@ class StallWatch:
             stall = _stall_by_steps(memory, samples.steps, span)
         else:
             stall = _stall_by_stacks(memory, samples.stacks, samples.process, span)
+        _note_process(memory, samples.process, span)
         with self._lock:
             if stall is None:
-                memory.dump = None
-                memory.same_stack_looks = memory.dumps = 0
+                memory.dump = memory.was_at_work = None
+                memory.same_stack_looks = memory.dumps = memory.dumps_read = memory.changes = 0
                 return None
             self._stalled.append(rank)
-            dump, looks = memory.dump, memory.same_stack_looks
+            if stall.HasField("collectives_enqueued") and memory.collectives_enqueued != stall.collectives_enqueued:
+                memory.collectives_enqueued = stall.collectives_enqueued
+                memory.same_stack_looks = 0  # the same place, in another collective
+            dump, looks, was_at_work = memory.dump, memory.same_stack_looks, memory.was_at_work
+        is_busy = None if memory.since_busy_seconds is None else memory.since_busy_seconds < WORKING_SECONDS
+        if is_busy is not None or was_at_work is not None:
+            stall.is_working = bool(is_busy or was_at_work)
+        if samples.process is not None and samples.process.stopped_seconds is not None:
+            stall.is_stopped = samples.process.stopped_seconds >= STOPPED_RATIO * span.seconds
         if dump is not None:
             if not stall.HasField("same_stack_looks"):
                 stall.same_stack_looks = looks
@@ -136,9 +157,39 @@ class StallWatch:
             for key, dump in dumps.items():
                 memory = self._memories.get(key)
                 if memory is not None and isinstance(dump, StallDump):
-                    same = memory.dump is not None and memory.dump.stack == dump.stack
-                    memory.same_stack_looks = memory.same_stack_looks + 1 if same else 1
-                    memory.dump = dump
+                    _note_dump(memory, dump)
+
+
+def _note_process(memory: _Memory, process: ProcessSample | None, span: Span) -> None:
+    cpu_seconds = None if process is None else process.cpu_seconds
+    since_seconds = (memory.since_busy_seconds or 0.0) + span.seconds
+    if cpu_seconds is not None:
+        memory.since_busy_seconds = 0.0 if cpu_seconds >= WORKING_CPU_RATIO * span.seconds else since_seconds
+    elif memory.since_busy_seconds is not None:
+        # A window may lack a sample. Work that was seen still counts for as long as it would; idleness is not known.
+        memory.since_busy_seconds = since_seconds if since_seconds < WORKING_SECONDS else None
+
+
+def _note_dump(memory: _Memory, dump: StallDump) -> None:
+    before, memory.dump = memory.dump, dump
+    memory.dumps_read += 1
+    if before is None:
+        memory.same_stack_looks = 1
+        return
+    is_same = before.stack == dump.stack
+    memory.same_stack_looks = memory.same_stack_looks + 1 if is_same else 1
+    memory.changes = 0 if is_same else memory.changes + 1
+    # A wait that polls is seen at another line now and then, but hardly twice in a row.
+    is_moving = memory.changes >= min(2, memory.dumps_read - 1)
+    memory.was_at_work = is_moving or _is_active(before.activity, dump.activity)
+
+
+def _is_active(before: Activity | None, now: Activity | None) -> bool:
+    if before is None or now is None or now.monotonic_seconds <= before.monotonic_seconds:
+        return False
+    seconds = now.monotonic_seconds - before.monotonic_seconds
+    is_computing = now.cpu_seconds - before.cpu_seconds >= WORKING_CPU_RATIO * seconds
+    return is_computing or now.moved_bytes - before.moved_bytes >= WORKING_BYTES_PER_SECOND * seconds
 
 
 def _stall_by_steps(memory: _Memory, sample: StepSample, span: Span) -> Stall | None:
@@ -177,7 +228,9 @@ def _stall_by_stacks(
 ) -> Stall | None:
     """Without step records, a hang is a training thread that stays at one place in a process that uses no CPU."""
     cpu_seconds = None if process is None else process.cpu_seconds
-    if cpu_seconds is None or cpu_seconds >= STILL_CPU_RATIO * span.seconds:
+    # One tick may be of the window before, and is 2 % of a window of half a second.
+    idle_cpu_seconds = STILL_CPU_RATIO * span.seconds + 1.0 / CLOCK_TICKS_PER_SECOND
+    if cpu_seconds is None or cpu_seconds > idle_cpu_seconds:
         memory.still_frames = None
     else:
         memory.still_seconds += span.seconds

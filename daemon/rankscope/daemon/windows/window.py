@@ -54,6 +54,10 @@ MEASURED = (
     "temperature_celsius",
     "estimated_flops_per_second",
 )
+SHOWN_OF_GPU = (
+    *("utilization_ratio", "tensor_active_ratio", "sm_clock_hertz", "power_watts", "temperature_celsius"),
+    "memory_used_bytes",
+)
 COUNTED = ("memory_used_bytes", "memory_total_bytes", "ecc_uncorrected_errors", "ecc_corrected_errors", "xids")
 
 
@@ -169,7 +173,7 @@ def identity_of(rank: RankProcess, node: str, steps: StepSample | None = None) -
         namespace=None if rank.namespace is None else printable(rank.namespace, NAME_CHARACTERS),
         pid=rank.pid,
         incarnation=rank.start_ticks,
-        shared_job=None if rank.shared_job in ("", rank.job) else printable(rank.shared_job, NAME_CHARACTERS),
+        attempt=rank.attempt,
     )
     if steps is not None:
         place = {name: getattr(steps.facts, name) for name in ("pipeline", "tensor", "data")}
@@ -211,7 +215,7 @@ def stack_summary(sample: StackSample) -> StackSummary:
                 file=printable(counted.frame.file, NAME_CHARACTERS),
                 line=counted.frame.line,
                 share=counted.inclusive / total,
-                leaf_share=counted.leaf / total,
+                own_share=counted.own / total,
                 phase=printable(counted.phase, 32),
             )
             for counted in sample.frames
@@ -235,6 +239,8 @@ def _add_steps(window: RankWindow, sample: StepSample) -> None:
         if statistics is not None:
             getattr(window, name).CopyFrom(statistics)
             names.append(name)
+    if window.HasField("self_seconds"):
+        window.self_seconds.mean = _mean_self_seconds(sample)
     # Over the steps where it was measured: sampled figures represent the window.
     for name in MEANS:
         mean = _mean(getattr(sample, name))
@@ -275,6 +281,14 @@ def _wait_source(window: RankWindow, sample: StepSample) -> str:
         return ""
     has_ddp = not np.isnan(sample.forward_seconds).all()
     return " + ".join(["ddp timers"] * has_ddp + ["blocking calls"] * bool(names or not has_ddp))
+
+
+def _mean_self_seconds(sample: StepSample) -> float:
+    """Of all steps: those in which waiting was not measured are as the others, but for their checkpoints. These are
+    rare and timed in every step."""
+    own, checkpoint = sample.self_seconds, np.nan_to_num(sample.checkpoint_seconds)
+    usual = np.nanmean(np.maximum(own - checkpoint, 0.0))
+    return float(np.where(np.isnan(own), usual + checkpoint, own).mean())
 
 
 def _mean(column: Column) -> float | None:
@@ -374,6 +388,24 @@ def _column_values(window: RankWindow) -> dict[str, float]:
         steps = (window.end_unix_nanos - window.start_unix_nanos) / 1e9 / window.step_seconds.mean
     if window.process.HasField("starved_seconds") and steps > 0:
         row["starved_seconds"] = window.process.starved_seconds / steps
+    if window.groups and window.HasField("host_seconds"):
+        row["self_steps"] = float(max(group.samples for group in window.groups))
     for number, group in enumerate(window.groups[:GROUPS]):
         row |= {f"group{number}_{name}": float(getattr(group, name)) for name in GROUP_FIGURES}
+    return row | _shown_values(window)
+
+
+def _shown_values(window: RankWindow) -> dict[str, float]:
+    seconds = (window.end_unix_nanos - window.start_unix_nanos) / 1e9
+    row = measured(window.process, ("resident_bytes",))
+    if window.memory.HasField("allocated_bytes"):
+        row["memory_allocated_bytes"] = float(window.memory.allocated_bytes)
+    if window.process.HasField("cpu_seconds") and seconds > 0:
+        row["cpu_ratio"] = window.process.cpu_seconds / seconds
+    if window.gpu.gpus != 1:
+        return row
+    row |= {f"gpu_{name}": value for name, value in measured(window.gpu, SHOWN_OF_GPU).items()}
+    if window.gpu.HasField("sm_clock_hertz") and seconds > 0:
+        # Reasons overlap: the longest one is at least how long the clock was held back.
+        row["gpu_throttled_ratio"] = min(max(window.gpu.throttled_seconds.values(), default=0.0) / seconds, 1.0)
     return row

@@ -1,14 +1,22 @@
-{{/* Names are fixed: one Rankscope to a cluster, for its kinds and webhooks are the cluster's. A second release fails on them. */}}
+{{/* Names do not depend on the release: one Rankscope per cluster, because its kinds and webhooks are cluster-wide. A second
+release fails on them. The operator refers to Secrets and roles by name, so these two are not renamed. */}}
+{{- define "rankscope.name" -}}
+{{ .Values.nameOverride | default "rankscope" }}
+{{- end }}
+
+{{- define "rankscope.fullname" -}}
+{{ .Values.fullnameOverride | default (include "rankscope.name" .) }}
+{{- end }}
 
 {{- define "rankscope.selector" -}}
-app.kubernetes.io/name: rankscope
+app.kubernetes.io/name: {{ include "rankscope.name" .root }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
 {{/* Ours win over those that values add (commonLabels, .more): selectors rely on them. */}}
 {{- define "rankscope.labels" -}}
 {{- $ours := dict
-  "app.kubernetes.io/name" "rankscope"
+  "app.kubernetes.io/name" (include "rankscope.name" .root)
   "app.kubernetes.io/component" .component
   "app.kubernetes.io/instance" .root.Release.Name
   "app.kubernetes.io/version" .root.Chart.AppVersion
@@ -33,14 +41,6 @@ app.kubernetes.io/component: {{ .component }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- end }}
-
-{{/* The labels that Prometheus Operator gives a target would be taken for the training pod's. */}}
-{{- define "rankscope.relabelings" -}}
-- action: labeldrop
-  regex: namespace|pod|container|service
-- sourceLabels: [__meta_kubernetes_pod_node_name]
-  targetLabel: node
 {{- end }}
 
 {{/* Whether daemons listen for an operator: ours, or one elsewhere that has certificates of the same authority. */}}

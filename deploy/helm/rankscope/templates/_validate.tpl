@@ -13,6 +13,16 @@
 {{- $wrong = append $wrong "metrics.serviceMonitor.enabled is true, but the operator is off. Next step: set operator.enabled=true, or metrics.serviceMonitor.enabled=false (daemons are scraped by metrics.podMonitor)" }}
 {{- end }}
 {{- end }}
+{{- $console := .Values.operator.console }}
+{{- if and $console.enabled (not .Values.api.enabled) }}
+{{- $wrong = append $wrong "operator.console.enabled is true, but api.enabled, whose tokens the console takes, is false. Next step: set api.enabled=true or operator.console.enabled=false" }}
+{{- end }}
+{{- if ne (empty $console.proxy.name) (empty $console.proxy.authorityConfigMap) }}
+{{- $wrong = append $wrong "operator.console.proxy has a name or an authorityConfigMap, and a proxy is known by both. Next step: set both or none" }}
+{{- end }}
+{{- if has (int $console.port) (list 9443 9466 9467 9468) }}
+{{- $wrong = append $wrong (printf "operator.console.port is %d, which is another listener's of the operator. Next step: set another port" (int $console.port)) }}
+{{- end }}
 {{- if and .Values.metrics.tls (not (include "rankscope.daemonListens" .)) $daemon.enabled }}
 {{- $wrong = append $wrong "metrics.tls needs certificates, and without the operator nobody makes them. Next step: set operator.enabled=true, or tls.mode=certManager or existing" }}
 {{- end }}
@@ -33,6 +43,16 @@
 {{- if $daemon.kinetoSocketDir }}
 {{- $wrong = append $wrong "daemon.kinetoSocketDir is for captures, and daemon.captures.enabled is false. Next step: set daemon.captures.enabled=true or leave the directory out" }}
 {{- end }}
+{{- end }}
+{{- $push := $daemon.profilePush }}
+{{- if and (or $push.tenant $push.secretName $push.authorityConfigMap) (not $push.url) }}
+{{- $wrong = append $wrong "daemon.profilePush has no url, so nothing is pushed. Next step: set daemon.profilePush.url or leave the other values out" }}
+{{- end }}
+{{- if and $push.url (not $daemon.profiles.enabled) }}
+{{- $wrong = append $wrong "daemon.profilePush.url is set, but daemon.profiles.enabled is false, so there are no profiles to push. Next step: set daemon.profiles.enabled=true or leave the URL out" }}
+{{- end }}
+{{- if and (hasPrefix "http://" $push.url) (or $push.secretName $push.authorityConfigMap) }}
+{{- $wrong = append $wrong "daemon.profilePush.secretName and authorityConfigMap need TLS, and daemon.profilePush.url is http. Next step: set an https URL or leave them out" }}
 {{- end }}
 {{- if and $daemon.gpu.dcgmUrl (not $daemon.gpu.enabled) }}
 {{- $wrong = append $wrong "daemon.gpu.dcgmUrl is set, but daemon.gpu.enabled is false. Next step: set daemon.gpu.enabled=true or leave the URL out" }}

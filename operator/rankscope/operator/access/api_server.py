@@ -5,25 +5,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
 
-from rankscope.common.descriptors import CONNECTIONS_OPTION, with_bounded_connections
 from rankscope.common.http_server import is_loopback
-from rankscope.common.tls import FollowedTls, TlsMaterial
+from rankscope.common.tls import CONNECTIONS_OPTION, FollowedTls, TlsMaterial, with_bounded_connections
 from rankscope.operator.access.capture_service import UserCaptures
-from rankscope.operator.access.guard import Guard
-from rankscope.operator.access.token_review import Reviews
+from rankscope.operator.access.guard import Authentication, Guard
+from rankscope.operator.access.profile_relay import ProfileRelay
+from rankscope.operator.access.profile_service import KnownRuns, UserProfiles
+from rankscope.operator.access.run_service import UserJobs
 from rankscope.operator.access.trace_relay import Traces
 from rankscope.operator.captures.audit import CaptureAudit
-from rankscope.operator.captures.daemon_calls import DaemonCalls
-from rankscope.operator.kube.api_client import Api
+from rankscope.operator.kube.api_client import ObjectApi
 from rankscope.operator.kube.objects import CaptureObject
 from rankscope.operator.kube.watch_cache import Watched
-from rankscope.operator.runs.controller import RunsController
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +53,16 @@ class UserApiSettings:
     listen_port: int = PORT
     # Audience of the tokens: those that pods and kubectl have for the API server are not for anybody else.
     audience: str = "rankscope"
+    # Callers need a certificate that the server's own authorities have signed.
+    needs_certificates: bool = False
 
 
 class UserApiServer:
     """From `start` to `stop`. Raises ValueError for an address that others can reach without TLS."""
 
-    def __init__(self, settings: UserApiSettings, handler: grpc.GenericRpcHandler, tls: FollowedTls | None) -> None:
+    def __init__(
+        self, settings: UserApiSettings, handlers: Sequence[grpc.GenericRpcHandler], tls: FollowedTls | None
+    ) -> None:
         host = settings.listen_host
         if tls is None and not is_loopback(host):
             raise ValueError(
@@ -68,13 +71,14 @@ class UserApiServer:
             )
         self._address = f"[{host}]:{settings.listen_port}" if ":" in host else f"{host}:{settings.listen_port}"
         self._tls = tls
+        self._needs_certificates = settings.needs_certificates
         self._used: TlsMaterial | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve_when_possible, name="rankscope-api", daemon=True)
         self.port = 0  # once it listens
         self._server = grpc.server(
             ThreadPoolExecutor(THREADS, thread_name_prefix="rankscope-api"),
-            handlers=(handler,),
+            handlers=handlers,
             # More calls than threads would wait unseen in the pool's queue; this way they are refused.
             maximum_concurrent_rpcs=THREADS,
             options=with_bounded_connections(OPTIONS),
@@ -117,7 +121,7 @@ class UserApiServer:
             if first is None:
                 self.port = int(self._server.add_insecure_port(self._address))
             else:
-                credentials = grpc.dynamic_ssl_server_credentials(first, self._changed)
+                credentials = grpc.dynamic_ssl_server_credentials(first, self._changed, self._needs_certificates)
                 self.port = int(self._server.add_secure_port(self._address, credentials))
         except RuntimeError as error:
             raise ValueError(f"--api-listen {self._address}: the address is taken, or not ours") from error
@@ -132,37 +136,45 @@ class UserApiServer:
         if material is None or material is self._used:
             return None
         self._used = material
-        return grpc.ssl_server_certificate_configuration([(material.key, material.certificate)])
+        authorities = material.authorities if self._needs_certificates else None
+        return grpc.ssl_server_certificate_configuration([(material.key, material.certificate)], authorities)
 
 
 class UserApi:
-    """Server, authentication and captures. Raises ValueError where tokens would travel in plain text."""
+    """Server, authentication, and all services. Raises ValueError where tokens would travel in plain text."""
 
     def __init__(
         self,
-        api: Api,
+        api: ObjectApi,
         settings: UserApiSettings,
+        authentication: Authentication,
         captures: Watched[CaptureObject],
-        runs: RunsController,
-        calls: DaemonCalls,
-        addresses: Callable[[], Mapping[str, str]],
+        runs: KnownRuns,
+        jobs: UserJobs,
+        traces: Traces,
+        relay: ProfileRelay,
         audit: CaptureAudit,
         tls: FollowedTls | None,
+        has_namespaces: bool = True,
     ) -> None:
-        if not settings.audience:
-            raise ValueError("--api-audience is empty: tokens for the API server are not for us to see")
-        self._traces = Traces(calls, addresses)
+        self._traces = traces
         service = UserCaptures(
             api,
             captures,
             runs.object_of,
             self._traces,
             audit,
-            is_ready=lambda: captures.listed.is_set() and runs.watched.listed.is_set(),
+            is_ready=lambda: captures.listed.is_set() and runs.is_listed,
+            has_namespaces=has_namespaces,
         )
-        guard = Guard(Reviews(api, settings.audience), audit)
+        self._services = (service, UserProfiles(runs, relay, audit, has_namespaces), jobs)
+        guard = Guard(authentication, audit)
         self.calls = guard.counts
-        self.server = UserApiServer(settings, service.handler(guard), tls)
+        self.server = UserApiServer(settings, self.handlers(guard), tls)
+
+    def handlers(self, guard: Guard) -> Sequence[grpc.GenericRpcHandler]:
+        """The same services, behind this guard."""
+        return [service.handler(guard) for service in self._services]
 
     def start(self) -> None:
         self.server.start()

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 import grpc
 from msgspec import structs
@@ -19,18 +18,21 @@ from rankscope.operator.access.requests import (
     Place,
     capture_name,
     document,
+    no_run,
     place_of_capture,
     place_of_run,
     places_to_list,
     read_spec,
     spec_document,
+    starting,
 )
 from rankscope.operator.access.token_review import Access
 from rankscope.operator.access.trace_relay import Traces
 from rankscope.operator.captures.audit import CaptureAudit, asked_for
-from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, MissingError, UnreachableError
+from rankscope.operator.kube.api_client import ApiError, ConflictError, MissingError, ObjectApi, UnreachableError
 from rankscope.operator.kube.objects import CANCEL, CaptureObject, RunObject, collection, read_capture_object
 from rankscope.operator.kube.resources import CapturedRank
+from rankscope.operator.kube.watch_cache import Watched
 from rankscope.v1 import capture_service_pb2 as pb
 
 WINDOWS_MOST = 20
@@ -42,7 +44,7 @@ def answer(thing: CaptureObject, details: Mapping[str, pb.Capture] | None = None
     """`details` are the daemons' reports by node; a daemon is trusted only about ranks that ran on its node."""
     status = thing.status
     capture = pb.Capture(
-        id=f"{thing.namespace}/{thing.name}",
+        id=thing.place,
         job=thing.namespace if thing.spec is None else thing.job,
         state=state_of(thing),
         reason=thing.spec.reason if thing.spec is not None and isinstance(thing.spec.reason, str) else "",
@@ -130,26 +132,19 @@ SERVICE = pb.DESCRIPTOR.services_by_name["CaptureService"].full_name
 Code = grpc.StatusCode
 
 
-class Kept(Protocol):
-    """The watch's copy."""
-
-    @property
-    def objects(self) -> Mapping[str, CaptureObject]: ...
-
-    def find(self, uid: str) -> CaptureObject | None: ...
-
-
 class UserCaptures:
     def __init__(
         self,
-        api: Api,
-        captures: Kept,
+        api: ObjectApi,
+        captures: Watched[CaptureObject],
         run_of: Callable[[str, str], RunObject | None],
         traces: Traces,
         audit: CaptureAudit,
         clock: Callable[[], float] = time.time,
         is_ready: Callable[[], bool] = lambda: True,
+        has_namespaces: bool = True,
     ) -> None:
+        """`has_namespaces` is False without Kubernetes: runs and captures have plain names there."""
         self._api = api
         self._captures = captures
         self._run_of = run_of
@@ -157,6 +152,7 @@ class UserCaptures:
         self._audit = audit
         self._clock = clock
         self._is_ready = is_ready
+        self._has_namespaces = has_namespaces
         self._asks = KeyedTokenBuckets(ASKS_AT_ONCE, ASKS_PER_SECOND)  # by tenant
         self._lock = threading.Lock()
         self._made: dict[str, tuple[CaptureObject, float]] = {}  # by uid: not yet in the watch, and since when
@@ -174,15 +170,14 @@ class UserCaptures:
 
     def start(self, request: pb.StartCaptureRequest, call: Call) -> Iterator[pb.StartCaptureResponse]:
         """The capture goes on when the caller leaves: GetCapture has the result."""
-        place = place_of_run(request.job)
+        place = place_of_run(request.job, self._has_namespaces)
         access = Access("create", place.namespace)
         call.require(access)
         spec = spec_document(request, place)
         self._require_ready()
         run = self._run_of(place.namespace, place.name)
         if run is None or run.deleting:
-            text = f"no run {place.name} in namespace {place.namespace}"
-            raise RefusedError(Code.NOT_FOUND, f"{text}; next: kubectl get trainingruns -n {place.namespace}")
+            raise no_run(place)
         if not self._asks.take(call.caller.tenant):
             text = f"{ASKS_AT_ONCE:g} captures asked for at once; one more every {1 / ASKS_PER_SECOND:g} s"
             raise RefusedError(Code.RESOURCE_EXHAUSTED, text)
@@ -192,21 +187,21 @@ class UserCaptures:
         try:
             thing = self._create(document(name, run, spec, call.caller))
         except ConflictError:
-            thing = self._same(Place(place.namespace, name), run.name, spec, call)
+            thing = self._same(Place(place.namespace, name), spec, call)
         except UnreachableError as error:
             raise RefusedError(Code.UNAVAILABLE, "the API server does not answer; try again") from error
         except ApiError as error:
             self._audit.write(replace(record, event="refused", result=error.reason or str(error.status)))
-            log.warning("capture %s/%s for %r: %s", place.namespace, name, call.caller.name, error)
+            log.warning("capture %s of %s for %r: %s", name, request.job, call.caller.name, error)
             raise RefusedError(Code.FAILED_PRECONDITION, f"{error}"[:500]) from error
         yield from self._follow(thing, call, access)
 
     def get(self, request: pb.GetCaptureRequest, call: Call) -> pb.GetCaptureResponse:
-        thing = self._found(request.id, call, Access("get", place_of_capture(request.id).namespace))
+        thing = self._found(request.id, call, "get")
         return pb.GetCaptureResponse(capture=answer(thing, self._traces.details(thing) if thing.is_finished else None))
 
     def list(self, request: pb.ListCapturesRequest, call: Call) -> pb.ListCapturesResponse:
-        place = places_to_list(request.job)
+        place = places_to_list(request.job, self._has_namespaces)
         call.require(Access("list", place.namespace))
         found = [
             thing
@@ -218,7 +213,7 @@ class UserCaptures:
         return pb.ListCapturesResponse(captures=[answer(thing) for thing in found[:LISTED_MOST]])
 
     def cancel(self, request: pb.CancelCaptureRequest, call: Call) -> pb.CancelCaptureResponse:
-        thing = self._found(request.id, call, Access("delete", place_of_capture(request.id).namespace))
+        thing = self._found(request.id, call, "delete")
         if not thing.is_finished and not thing.is_cancelled:
             self._audit.write(call.record("cancelled", namespace=thing.namespace, capture=thing.name))
             body = {"metadata": {"uid": thing.uid, "annotations": {CANCEL: call.caller.name[:256]}}}
@@ -226,7 +221,7 @@ class UserCaptures:
         return pb.CancelCaptureResponse(capture=answer(thing))
 
     def delete(self, request: pb.DeleteCaptureRequest, call: Call) -> pb.DeleteCaptureResponse:
-        thing = self._found(request.id, call, Access("delete", place_of_capture(request.id).namespace))
+        thing = self._found(request.id, call, "delete")
         if not thing.is_finished:
             raise RefusedError(Code.FAILED_PRECONDITION, "the capture is under way; cancel it first")
         self._audit.write(call.record("deleted", namespace=thing.namespace, capture=thing.name))
@@ -236,8 +231,8 @@ class UserCaptures:
         return pb.DeleteCaptureResponse()
 
     def download(self, request: pb.DownloadArtifactRequest, call: Call) -> Iterator[pb.DownloadArtifactResponse]:
-        access = Access("get", place_of_capture(request.id).namespace, subresource="artifacts")
-        thing = self._found(request.id, call, access)
+        thing = self._found(request.id, call, "get", "artifacts")
+        access = Access("get", thing.namespace, subresource="artifacts")
         what = {"namespace": thing.namespace, "capture": thing.name, "ranks": str(request.rank)}
         self._audit.write_once_a_minute(call.record("downloaded", **what))
         checked = time.monotonic()
@@ -281,7 +276,7 @@ class UserCaptures:
             self._made[made.uid] = (made, time.monotonic())
         return made
 
-    def _same(self, place: Place, run: str, spec: dict[str, object], call: Call) -> CaptureObject:
+    def _same(self, place: Place, spec: dict[str, object], call: Call) -> CaptureObject:
         """The capture of an earlier request of this caller with this id, perhaps to another replica."""
         give_up = time.monotonic() + UNSEEN_SECONDS
         while (thing := self._named(place)) is None:
@@ -307,7 +302,7 @@ class UserCaptures:
 
     def _require_ready(self) -> None:
         if not self._is_ready():
-            raise RefusedError(Code.UNAVAILABLE, "the operator is starting and has not seen everything yet; try again")
+            raise starting()
 
     def _find(self, uid: str) -> CaptureObject | None:
         return self._captures.find(uid) or self._all().get(uid)
@@ -316,13 +311,13 @@ class UserCaptures:
         everything = self._all().values()
         return next((one for one in everything if (one.namespace, one.name) == (place.namespace, place.name)), None)
 
-    def _found(self, capture_id: str, call: Call, access: Access) -> CaptureObject:
+    def _found(self, capture_id: str, call: Call, verb: str, subresource: str = "") -> CaptureObject:
         """Whether the capture exists is shown only to callers that may see it."""
-        call.require(access)
-        place = place_of_capture(capture_id)
+        place = place_of_capture(capture_id, self._has_namespaces)
+        call.require(Access(verb, place.namespace, subresource=subresource))
         thing = self._named(place)
         if thing is None:
-            raise RefusedError(Code.NOT_FOUND, f"no capture {place.name} in namespace {place.namespace}")
+            raise RefusedError(Code.NOT_FOUND, f"no capture {place}")
         return thing
 
     def _change(self, change: Callable[[], object]) -> None:

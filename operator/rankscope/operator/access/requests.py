@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import grpc
 import msgspec
 
+from rankscope.common.run_names import run_name
 from rankscope.common.text import printable
 from rankscope.operator.access.guard import RefusedError
 from rankscope.operator.access.token_review import Caller
@@ -32,25 +33,61 @@ _ID = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class Place:
-    """A namespace and a name in it: of a run, or of a capture."""
+    """A namespace, empty without Kubernetes, and a name in it: of a run, or of a capture."""
 
     namespace: str
     name: str
     job_number: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.name} in namespace {self.namespace}" if self.namespace else self.name
+
+    @property
+    def job(self) -> str:
+        """The job of this number of the run, as daemons and correlation call it."""
+        name = run_name(self.namespace, self.name)
+        return f"{name}#{self.job_number}" if self.job_number > 1 else name
 
 
 def bad(text: str) -> RefusedError:
     return RefusedError(grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
-def place_of_capture(text: str) -> Place:
+def no_run(place: Place) -> RefusedError:
+    """For callers that may know it."""
+    next_step = f"kubectl get trainingruns -n {place.namespace}" if place.namespace else "rankscope top"
+    return RefusedError(grpc.StatusCode.NOT_FOUND, f"no run {place}; next: {next_step}")
+
+
+def starting() -> RefusedError:
+    text = "the operator is starting and has not seen everything yet; try again"
+    return RefusedError(grpc.StatusCode.UNAVAILABLE, text)
+
+
+def place_of_capture(text: str, has_namespaces: bool = True) -> Place:
+    return _place_of(text, has_namespaces, "a capture", "rankscope captures ls")
+
+
+def place_of_hang(text: str, has_namespaces: bool = True) -> Place:
+    return _place_of(text, has_namespaces, "a hang", "rankscope hangs")
+
+
+def _place_of(text: str, has_namespaces: bool, what: str, lists: str) -> Place:
+    if not has_namespaces:
+        if not _is_name(text):
+            raise bad(f"name {what} by its id; `{lists}` lists them")
+        return Place("", text)
     namespace, _, name = text.partition("/")
     if not _is_namespace(namespace) or not _is_name(name):
-        raise bad("name a capture as NAMESPACE/NAME; `rankscope captures ls` lists them")
+        raise bad(f"name {what} as NAMESPACE/NAME; `{lists}` lists them")
     return Place(namespace, name)
 
 
-def place_of_run(text: str) -> Place:
+def place_of_run(text: str, has_namespaces: bool = True) -> Place:
+    if not has_namespaces:
+        if not 1 <= len(text) <= 253 or "/" in text:
+            raise bad("name a run as `rankscope top` shows it")
+        return Place("", text)
     namespace, _, run = text.partition("/")
     name, hash_sign, number = run.partition("#")
     is_number = number.isascii() and number.isdigit() and 1 <= len(number) <= 4 and int(number) >= 1
@@ -59,13 +96,13 @@ def place_of_run(text: str) -> Place:
     return Place(namespace, name, int(number) if hash_sign else 1)
 
 
-def places_to_list(text: str) -> Place:
-    """`NAMESPACE/` for all runs of one; nothing for all namespaces."""
+def places_to_list(text: str, has_namespaces: bool = True) -> Place:
+    """`NAMESPACE/` for all runs of one; nothing for all runs."""
     if not text:
         return Place("", "")
     if text.endswith("/") and _is_namespace(text[:-1]):
         return Place(text[:-1], "")
-    return place_of_run(text)
+    return place_of_run(text, has_namespaces)
 
 
 def capture_name(request: pb.StartCaptureRequest, now_unix_seconds: float) -> str:

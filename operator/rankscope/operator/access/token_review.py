@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from rankscope.common.http_server import Response
+from rankscope.common.http_server import Request, Response
 from rankscope.operator.kube.api_client import TOKEN_REVIEWS, Api, ApiError, Document, UnreachableError
 
 log = logging.getLogger(__name__)
@@ -43,12 +43,13 @@ SERVICE_ACCOUNT_PREFIX = "system:serviceaccount:"
 
 @dataclass(frozen=True)
 class Caller:
-    """As the API server knows it."""
+    """As the API server knows it, or by its certificate."""
 
     name: str
     uid: str = ""
     groups: tuple[str, ...] = ()
     extra: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    is_verified: bool = True  # not where nothing but the address is known
 
     @property
     def tenant(self) -> str:
@@ -213,6 +214,9 @@ class MetricsGuard:
         self._reviews = reviews
         self._turns = threading.BoundedSemaphore(METRICS_REVIEWS_AT_ONCE)
         self._logged: set[tuple[str, str]] = set()
+
+    def check(self, request: Request) -> Response | None:
+        return self.refusal(request.headers.get("Authorization", ""), request.address)
 
     def refusal(self, authorization: str, address: str) -> Response | None:
         """None: the caller may."""

@@ -96,10 +96,10 @@ class Traces:
             text = one_line(error.details() or "", TEXT_CHARACTERS)
             if error.code() in _PASSED_ON:
                 raise RefusedError(error.code(), text) from error
-            log.warning("traces of %s/%s from %s: %s %s", thing.namespace, thing.name, rank.node, error.code(), text)
+            log.warning("traces of %s from %s: %s %s", thing.place, rank.node, error.code(), text)
             raise RefusedError(Code.UNAVAILABLE, f"the daemon of {rank.node} does not answer; try again") from error
         except OSError as error:
-            log.warning("traces of %s/%s from %s: %s", thing.namespace, thing.name, rank.node, error)
+            log.warning("traces of %s from %s: %s", thing.place, rank.node, error)
             raise RefusedError(Code.UNAVAILABLE, f"the daemon of {rank.node} cannot be asked now") from error
 
     def _each(
@@ -112,7 +112,7 @@ class Traces:
             try:
                 return ask(addresses[node], thing.capture_id)
             except (DaemonAwayError, DaemonRefusedError, OSError) as error:
-                log.debug("%s/%s: %s: %s", thing.namespace, thing.name, node, error)
+                log.debug("%s: %s: %s", thing.place, node, error)
                 return None
 
         return list(zip(nodes, self._pool.map(safely, nodes), strict=True))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, json
 
 from rankscope.analysis.verdicts.verdict import Kind
 from rankscope.common.metric_table import label
-from rankscope.operator.correlation.correlator import JobState, suspects
+from rankscope.common.run_names import run_labels, run_name
+from rankscope.common.text import one_line
+from rankscope.operator.correlation.correlator import JobState, ranks_to_capture
 
 ALERTS_MOST = 1024
 LABELS_MOST = 64
 TEXT_CHARACTERS = 1024
+ERROR_CHARACTERS = 200
 
 NAME_LABEL = "alertname"
+RUN_LABEL, NAMESPACE_LABEL = "run", "run_namespace"
 CAPTURE_LABEL = "capture"
 
 
@@ -22,20 +28,34 @@ class MalformedError(ValueError):
     """Not an Alertmanager notification; the message says where."""
 
 
-@dataclass(frozen=True)
-class Alert:
-    labels: Mapping[str, str]
-    is_firing: bool
-    starts_at: str
-    fingerprint: str
+Text = Annotated[str, Meta(max_length=TEXT_CHARACTERS)]
+NeededText = Annotated[str, Meta(min_length=1, max_length=TEXT_CHARACTERS)]
+
+
+class Alert(Struct, frozen=True, rename="camel"):
+    labels: Annotated[dict[Text, Text], Meta(max_length=LABELS_MOST)]
+    status: Literal["firing", "resolved"]
+    # Without these two, all firings would look the same.
+    starts_at: NeededText
+    fingerprint: NeededText
 
     @property
     def name(self) -> str:
         return self.labels.get(NAME_LABEL, "")
 
     @property
+    def run(self) -> str:
+        """The name of the run, or as much of it as its labels have; empty if the alert is not about a run."""
+        run = self.labels.get(RUN_LABEL, "")
+        return run_name(self.labels.get(NAMESPACE_LABEL, ""), run) if run else ""
+
+    def is_about(self, job: str) -> bool:
+        # Labels may be shorter than the name.
+        return bool(self.run) and self.run in (job, run_name(*map(label, run_labels(job).values())))
+
+    @property
     def wants_capture(self) -> bool:
-        return self.is_firing and self.labels.get(CAPTURE_LABEL) == "true"
+        return self.status == "firing" and self.labels.get(CAPTURE_LABEL) == "true"
 
     @property
     def occasion(self) -> tuple[str, str]:
@@ -43,63 +63,23 @@ class Alert:
         return self.fingerprint, self.starts_at
 
 
+class _Notification(Struct):
+    alerts: Annotated[list[Alert], Meta(max_length=ALERTS_MOST)]
+
+
+_NOTIFICATIONS = json.Decoder(_Notification)  # on import: two threads that are the first to decode one would crash
+
+
 def read_notification(body: bytes) -> tuple[Alert, ...]:
     try:
-        document = json.loads(body)
+        return tuple(_NOTIFICATIONS.decode(body).alerts)
     except (ValueError, RecursionError) as error:
-        raise MalformedError(f"the body is not JSON: {type(error).__name__}") from error
-    if not isinstance(document, dict) or not isinstance(document.get("alerts"), list):
-        raise MalformedError("the body is no notification: an object with a list 'alerts' is expected")
-    entries = document["alerts"]
-    if len(entries) > ALERTS_MOST:
-        raise MalformedError(f"{len(entries)} alerts in one notification; at most {ALERTS_MOST} are read")
-    return tuple(_alert(entry, f"alerts[{number}]") for number, entry in enumerate(entries))
-
-
-def _alert(entry: object, where: str) -> Alert:
-    if not isinstance(entry, dict):
-        raise MalformedError(f"{where} is not an object")
-    labels = entry.get("labels")
-    if not isinstance(labels, dict) or len(labels) > LABELS_MOST:
-        raise MalformedError(f"{where}.labels is not an object of at most {LABELS_MOST} labels")
-    status = _text(entry.get("status"), f"{where}.status")
-    if status not in ("firing", "resolved"):
-        raise MalformedError(f"{where}.status is neither firing nor resolved")
-    return Alert(
-        {_text(name, f"{where}.labels"): _text(value, f"{where}.labels") for name, value in labels.items()},
-        status == "firing",
-        # Without these two, all firings would look the same.
-        _needed_text(entry.get("startsAt"), f"{where}.startsAt"),
-        _needed_text(entry.get("fingerprint"), f"{where}.fingerprint"),
-    )
-
-
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str) or len(value) > TEXT_CHARACTERS:
-        raise MalformedError(f"{where} is not a text of at most {TEXT_CHARACTERS} characters")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        # Half a surrogate pair is valid JSON but cannot be encoded.
-        raise MalformedError(f"{where} is not Unicode") from error
-    return value
-
-
-def _needed_text(value: object, where: str) -> str:
-    text = _text(value, where)
-    if not text:
-        raise MalformedError(f"{where} is empty")
-    return text
+        raise MalformedError(f"the body is no notification: {one_line(str(error), ERROR_CHARACTERS)}") from error
 
 
 # Which ranks a capture for alerts records: those that the alerts or the verdict name, and a healthy one beside them.
 
-JOB_LABEL = "job"
 RANK_LABEL = "rank"
-# A few ranks are enough; hundreds of accused ranks are a job-wide problem, of which these are samples.
-ACCUSED_MOST = 7
-# If no rank is accused, this many typical ranks are recorded, so that their traces can be joined.
-SAMPLES = 2
 
 
 class RefusedError(Exception):
@@ -128,13 +108,11 @@ class Concern:
 
 
 def find_concern(alert: Alert, states: Iterable[JobState]) -> Concern:
-    name = alert.labels.get(JOB_LABEL, "")
-    if not name:
-        raise RefusedError(f"the alert has no label '{JOB_LABEL}'")
-    # An alert has the job's label, which may be shorter than its name.
-    state = next((state for state in states if name in (state.job, label(state.job))), None)
+    if not alert.run:
+        raise RefusedError(f"the alert has no label '{RUN_LABEL}'")
+    state = next((state for state in states if alert.is_about(state.job)), None)
     if state is None:
-        raise RefusedError(f"no job {label(name)!r} is known here; has it ended?")
+        raise RefusedError(f"no run {label(alert.run)!r} is known here; has it ended?")
     if state.verdict.kind is Kind.HANG:
         raise RefusedError("the job stands still: there are no steps to record; its stacks are in the verdict")
     return Concern(alert, state, _rank(alert, state) if RANK_LABEL in alert.labels else None)
@@ -142,25 +120,14 @@ def find_concern(alert: Alert, states: Iterable[JobState]) -> Concern:
 
 def choose(state: JobState, concerns: Sequence[Concern]) -> Wanted:
     """One capture for all alerts of a job in a notification."""
-    suspected = suspects(state)
-    known = _reporting(state)
     named = sorted({concern.rank for concern in concerns if concern.rank is not None})
-    accused = named or [rank for rank in suspected.culprits if rank in known]
-    if accused:
-        accused = accused[:ACCUSED_MOST]
-        ranks = [*accused, *[rank for rank in suspected.peers if rank not in accused][:1]]
-    else:
-        ranks = list(suspected.peers[:SAMPLES])
+    accused, ranks = ranks_to_capture(state, named)
     if not ranks:
         raise RefusedError("no rank of the job reports")
     names = ", ".join(dict.fromkeys(concern.alert.name or "without a name" for concern in concerns))
     steps_are_known = state.step_seconds is not None
     occasion = " ".join(min(concern.alert.occasion for concern in concerns))
-    return Wanted(state.job, tuple(sorted(ranks)), frozenset(accused), steps_are_known, f"alert {names}", occasion)
-
-
-def _reporting(state: JobState) -> set[int]:
-    return set(state.identities)
+    return Wanted(state.job, ranks, frozenset(accused), steps_are_known, f"alert {names}", occasion)
 
 
 def _rank(alert: Alert, state: JobState) -> int:
@@ -170,6 +137,6 @@ def _rank(alert: Alert, state: JobState) -> int:
     rank = int(text)
     if rank >= state.world_size:
         raise RefusedError(f"the job has ranks 0 to {state.world_size - 1}, not {rank}")
-    if rank not in _reporting(state):
+    if rank not in state.identities:
         raise RefusedError(f"rank {rank} does not report; has it ended?")
     return rank

@@ -185,9 +185,8 @@ class AlertDecisions:
             return tuple(outcomes)
 
     def _refuse(self, alert: Alert, why: str, states: Sequence[JobState]) -> Outcome:
-        job = alert.labels.get("job", "")
-        is_known = any(job in (state.job, label(state.job)) for state in states)
-        if job and not is_known and self._is_elsewhere(job):
+        is_known = any(alert.is_about(state.job) for state in states)
+        if alert.run and not is_known and self._is_elsewhere(alert.run):
             return self._note(alert, Result.FAILED, "another replica has this job")
         return self._note(alert, Result.REFUSED, why)
 
@@ -208,8 +207,7 @@ class AlertDecisions:
         return Result.STARTED, f"capture {capture_id}", ranks
 
     def _note(self, alert: Alert, result: Result, text: str, ranks: tuple[int, ...] = ()) -> Outcome:
-        job = label(alert.labels.get("job", ""))
-        outcome = Outcome(self._unix_seconds(), label(alert.name), job, result, text, ranks)
+        outcome = Outcome(self._unix_seconds(), label(alert.name), label(alert.run), result, text, ranks)
         self._totals[result] += 1
         self._recent.append(outcome)
         level = logging.WARNING if result is Result.FAILED else logging.INFO

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Callable
+from typing import Protocol
 
+from rankscope.common.run_names import run_name
 from rankscope.operator.alerts.alert import RefusedError, Wanted
 from rankscope.operator.alerts.decision import FailedError
 from rankscope.operator.captures import automatic as rules
-from rankscope.operator.captures.automatic import AutomaticCaptureMaker
+from rankscope.operator.captures.automatic import CaptureMaker
 from rankscope.operator.kube.api_client import ApiError, ConflictError, Document, UnreachableError
-from rankscope.operator.kube.leader_election import ShardLeases
-from rankscope.operator.runs.controller import RunsController
+from rankscope.operator.kube.leader_election import Leases
+from rankscope.operator.kube.objects import RunObject
 
 STEPS = 3
 # Alerts have no policy with a cooldown; captures of policies count too.
@@ -20,14 +23,18 @@ REST_SECONDS = 600.0
 KEPT_SECONDS = 7 * 86400
 
 
+class Runs(Protocol):
+    def object_of(self, namespace: str, name: str) -> RunObject | None: ...
+
+
 class AlertCaptures:
     """`start` and `is_elsewhere` may be called from any thread."""
 
     def __init__(
         self,
-        runs: RunsController,
-        captures: AutomaticCaptureMaker,
-        leases: ShardLeases,
+        runs: Runs,
+        captures: CaptureMaker,
+        leases: Leases,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._runs = runs
@@ -36,24 +43,25 @@ class AlertCaptures:
         self._clock = clock
 
     def is_elsewhere(self, job: str) -> bool:
-        namespace, _, name = job.partition("#")[0].partition("/")
-        return self._runs.object_of(namespace, name) is not None and not self._leases.holds(f"{namespace}/{name}")
+        namespace, name, _ = rules.run_and_number(job)
+        return self._runs.object_of(namespace, name) is not None and not self._leases.holds(run_name(namespace, name))
 
     def start(self, wanted: Wanted) -> str:
         """The Capture's name. The same firing has the same name, also after a restart."""
-        run_job, _, number = wanted.job.partition("#")
-        namespace, _, run_name = run_job.partition("/")
-        run = self._runs.object_of(namespace, run_name)
+        namespace, run_part, number = rules.run_and_number(wanted.job)
+        run = self._runs.object_of(namespace, run_part)
         if run is None or run.deleting:
             raise FailedError("the run has no TrainingRun yet")
-        if not self._leases.holds(run_job):
+        if not self._leases.holds(run.place):
             raise FailedError("another replica has this job")
         digest = hashlib.sha256(f"{run.uid} {wanted.occasion}".encode()).hexdigest()[:10]
-        name = f"{run.name[:200]}-alert-{digest}"
+        # Outside Kubernetes a run's name may have characters that a capture's name has not.
+        prefix = re.sub("[^a-z0-9.-]+", "-", run.name[:200].lower()).strip("-.")
+        name = f"{prefix or 'run'}-alert-{digest}"
         finding = f"{wanted.reason} {','.join(map(str, sorted(wanted.accused)))}" + (f" job {number}" if number else "")
         now = self._clock()
         for capture in self._captures.known():
-            if capture.namespace != namespace or capture.spec is None or capture.spec.run != run_name:
+            if capture.namespace != namespace or capture.spec is None or capture.spec.run != run.name:
                 continue
             if capture.name == name:
                 return name
@@ -64,7 +72,7 @@ class AlertCaptures:
             if is_recent and rules.is_automatic(capture) and not asked_for and capture.job == wanted.job:
                 raise RefusedError(f"capture {capture.name} of these ranks was made recently")
         spec: Document = {
-            "run": run_name,
+            "run": run.name,
             "ranks": ",".join(map(str, wanted.ranks)),
             "ttlSecondsAfterFinished": KEPT_SECONDS,
             "reason": wanted.reason[:1024],

@@ -97,8 +97,8 @@ class CaptureAudit:
             self.write(record)
 
     def _is_news_of_the_minute(self, record: AuditRecord) -> bool:
-        what = (record.namespace, record.capture, record.ranks, record.result, record.message)
-        who = (record.event, record.user, record.address)
+        what = (record.what, record.namespace, record.run, record.capture, record.id, record.ranks)
+        who = (record.event, record.user, record.address, record.result, record.message)
         return self._is_news((*who, *what), self._monotonic_seconds(), REPEAT_SECONDS)
 
     def _is_news(self, key: Hashable, now: float, seconds: float) -> bool:

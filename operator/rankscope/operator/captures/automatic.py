@@ -16,11 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rankscope.analysis.verdicts.verdict import Kind
-from rankscope.operator.correlation.correlator import JobState, suspects
+from rankscope.common.run_names import run_labels
+from rankscope.operator.correlation.correlator import JobState, ranks_to_capture
 from rankscope.operator.kube import resources
-from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Document, UnreachableError
-from rankscope.operator.kube.events import Events, Target
+from rankscope.operator.kube.api_client import ApiError, ConflictError, Document, ObjectApi, UnreachableError
 from rankscope.operator.kube.leader_election import ShardLeases
+from rankscope.operator.kube.object_writer import Events, Target
 from rankscope.operator.kube.objects import (
     MANAGED,
     CaptureObject,
@@ -40,9 +41,6 @@ BY_POLICY, BY_ALERT = "policy", "alert"
 DAY_SECONDS = 86400.0
 # A finding that returns after this long is a new one.
 RECOVERED_SECONDS = 60.0
-# A few ranks are enough for a capture; with hundreds of culprits these are samples.
-CULPRITS_LIMIT = 7
-SAMPLES = 2
 # For ranks without step times.
 SECONDS = 2.0
 # There are no steps to record, and the verdict has the stacks.
@@ -61,10 +59,19 @@ def is_automatic(capture: CaptureObject) -> bool:
     return capture.annotations.get(TRIGGER) in (BY_POLICY, BY_ALERT)
 
 
+def run_and_number(job: str) -> tuple[str, str, str]:
+    """The namespace, run and number of a job. Outside Kubernetes a run is one job, and may have # in its name."""
+    labels = run_labels(job)
+    if not labels["run_namespace"]:
+        return "", job, ""
+    run, _, number = labels["run"].partition("#")
+    return labels["run_namespace"], run, number
+
+
 def finding_of(state: JobState) -> str:
     verdict = state.verdict
     ranks = ",".join(map(str, verdict.culprits[:64]))
-    number = state.job.partition("#")[2]
+    *_, number = run_and_number(state.job)
     return (
         f"{verdict.kind.value} {ranks}"
         + ("" if verdict.stage is None else f" stage {verdict.stage}")
@@ -74,7 +81,7 @@ def finding_of(state: JobState) -> str:
 
 def job_number(job: str) -> Document:
     """For the spec of a capture: nothing for a run's first job."""
-    number = job.partition("#")[2]
+    *_, number = run_and_number(job)
     return {"jobNumber": int(number)} if number else {}
 
 
@@ -123,15 +130,6 @@ def objection(
         return f"the policy's {spec.per_day} captures a day are used up"
     running = sum(not capture.is_finished and not capture.deleting for capture in _of(known, policy))
     return f"{running} captures of the policy are under way" if running >= spec.concurrent else None
-
-
-def chosen_ranks(state: JobState) -> tuple[int, ...]:
-    """The culprits and one healthy peer, or a few typical ranks; none where no rank reports."""
-    suspected = suspects(state)
-    reporting = state.identities
-    accused = [rank for rank in suspected.culprits if rank in reporting][:CULPRITS_LIMIT]
-    peers = [rank for rank in suspected.peers if rank not in accused]
-    return tuple(sorted([*accused, *peers[: 1 if accused else SAMPLES]]))
 
 
 def capture_name(run: RunObject, captures_of_run: Iterable[CaptureObject]) -> str:
@@ -187,13 +185,50 @@ UNSEEN_SECONDS = 60.0
 REMEMBERED_RUNS = 10_000
 
 
-class AutomaticCaptureMaker:
+class CaptureMaker:
+    """Creates captures, and counts them before the watch reports them. Thread-safe."""
+
+    def __init__(self, api: ObjectApi, watched: Watched[CaptureObject], clock: Callable[[], float] = time.time) -> None:
+        self._api = api
+        self._watched = watched
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._unseen: dict[str, CaptureObject] = {}  # made, and not yet in the watch
+        self._past: dict[str, Past] = {}  # by the run's uid; its object may have been deleted
+
+    def known(self) -> list[CaptureObject]:
+        """Those in the watch and those just created."""
+        seen, now = self._watched.objects, self._clock()
+        with self._lock:
+            self._unseen = {
+                uid: capture
+                for uid, capture in self._unseen.items()
+                if uid not in seen and now - capture.created_unix_seconds < UNSEEN_SECONDS
+            }
+            return [*seen.values(), *self._unseen.values()]
+
+    def create(self, run: RunObject, body: Document, past: Past) -> None:
+        """The capture counts against the limits from now on."""
+        made = read_capture_object(self._api.create(collection("captures", run.namespace), body))
+        assert made is not None
+        with self._lock:
+            self._unseen[made.uid] = made
+        self._remember(run, past)
+
+    def _remember(self, run: RunObject, past: Past) -> None:
+        with self._lock:
+            self._past[run.uid] = past
+            while len(self._past) > REMEMBERED_RUNS:
+                del self._past[next(iter(self._past))]
+
+
+class AutomaticCaptureMaker(CaptureMaker):
     """`reconcile` is called about once a second, in one thread; objects are created in others, one at a time
     for each policy."""
 
     def __init__(
         self,
-        api: Api,
+        api: ObjectApi,
         events: Events,
         leases: ShardLeases,
         runs: RunsController,
@@ -201,17 +236,12 @@ class AutomaticCaptureMaker:
         states: Callable[[], Mapping[str, JobState]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._api = api
+        super().__init__(api, watched, clock)
         self._events = events
         self._leases = leases
         self._runs = runs
-        self._watched = watched
         self._states = states
-        self._clock = clock
         self._recovered: dict[str, float] = {}  # run to when it was last seen healthy for a while
-        self._lock = threading.Lock()
-        self._unseen: dict[str, CaptureObject] = {}  # made, and not yet in the watch
-        self._past: dict[str, Past] = {}  # by the run's uid; its object may have been deleted
         self._busy: set[str] = set()  # uids of policies
         self._logged: dict[str, str] = {}  # job to why no capture was created, so that it is logged once
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="rankscope-automatic")
@@ -235,17 +265,6 @@ class AutomaticCaptureMaker:
                 for state in jobs[name]:
                     self._consider(name, policy, spec, state, now)
         return self.known()
-
-    def known(self) -> list[CaptureObject]:
-        """Those in the watch and those just created."""
-        seen, now = self._watched.objects, self._clock()
-        with self._lock:
-            self._unseen = {
-                uid: capture
-                for uid, capture in self._unseen.items()
-                if uid not in seen and now - capture.created_unix_seconds < UNSEEN_SECONDS
-            }
-            return [*seen.values(), *self._unseen.values()]
 
     def _note_recoveries(self, states: Mapping[str, JobState], now: float) -> None:
         self._recovered = {name: at for name, at in self._recovered.items() if name in states}
@@ -273,7 +292,7 @@ class AutomaticCaptureMaker:
             past = self._past.get(run.uid)
         captures = self.known()  # after that: captures of other runs since this round began count too
         of_run = [c for c in captures if c.namespace == namespace and c.spec is not None and c.spec.run == run_name]
-        finding, ranks = finding_of(state), chosen_ranks(state)
+        finding, (_, ranks) = finding_of(state), ranks_to_capture(state)
         reason = objection(spec, policy, finding, of_run, captures, past, self._recovered.get(state.job), now)
         if reason is None and not ranks:
             reason = "no rank of the run reports"
@@ -289,7 +308,7 @@ class AutomaticCaptureMaker:
         self._pool.submit(self._make, run, policy, body, Past(now, finding))
 
     def _make(self, run: RunObject, policy: PolicyObject, body: Document, past: Past) -> None:
-        name, capture = f"{run.namespace}/{run.name}", body["metadata"]["name"]
+        name, capture = run.place, body["metadata"]["name"]
         try:
             self.create(run, body, past)
         except ConflictError:
@@ -309,17 +328,3 @@ class AutomaticCaptureMaker:
         finally:
             with self._lock:
                 self._busy.discard(policy.uid)
-
-    def create(self, run: RunObject, body: Document, past: Past) -> None:
-        """From any thread. The capture counts against the limits from now on."""
-        made = read_capture_object(self._api.create(collection("captures", run.namespace), body))
-        assert made is not None
-        with self._lock:
-            self._unseen[made.uid] = made
-        self._remember(run, past)
-
-    def _remember(self, run: RunObject, past: Past) -> None:
-        with self._lock:
-            self._past[run.uid] = past
-            while len(self._past) > REMEMBERED_RUNS:
-                del self._past[next(iter(self._past))]

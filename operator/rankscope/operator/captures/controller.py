@@ -20,13 +20,21 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
-from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, Suspected, choose_ranks
+from rankscope.common.rank_selection import STRAGGLER, STRAGGLER_AND_PEER, ChoiceError, choose_ranks
+from rankscope.common.run_names import run_name
 from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.captures.daemon_calls import CaptureRequests, DaemonCalls, Target
 from rankscope.operator.captures.status import concluded, failed_ranks, findings_of, is_ended, summarised, updated_ranks
 from rankscope.operator.correlation.correlator import JobState, suspects
-from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Document, MissingError, UnreachableError
-from rankscope.operator.kube.leader_election import ShardLeases
+from rankscope.operator.kube.api_client import (
+    ApiError,
+    ConflictError,
+    Document,
+    MissingError,
+    ObjectApi,
+    UnreachableError,
+)
+from rankscope.operator.kube.leader_election import Leases
 from rankscope.operator.kube.object_writer import ObjectWriter
 from rankscope.operator.kube.objects import (
     FINALIZER,
@@ -55,21 +63,18 @@ class PlanError(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    job: str  # as the daemons call it
+    job: str
     ranks: tuple[CapturedRank, ...]
 
 
-def plan(spec: CaptureSpec, run: str, state: JobState | None, daemon_job: str | None, ranks_limit: int) -> Plan:
-    if state is None or daemon_job is None:
+def plan(spec: CaptureSpec, run: str, state: JobState | None, ranks_limit: int) -> Plan:
+    if state is None:
         number = spec.job_number
         which = f"job #{number} of run {run}" if isinstance(number, int) and number > 1 else f"run {run}"
         raise PlanError("NoRanks", f"no rank of {which} reports; `kubectl get trainingrun {run}` shows its state")
     identities = state.identities
-    found = suspects(state)
     try:
-        chosen = choose_ranks(
-            spec.ranks, identities.keys(), state.world_size, Suspected(found.culprits, found.peers, found.reason)
-        )
+        chosen = choose_ranks(spec.ranks, identities.keys(), state.world_size, suspects(state))
     except ChoiceError as error:
         is_about_suspects = spec.ranks in (STRAGGLER, STRAGGLER_AND_PEER)
         raise PlanError("NoStraggler" if is_about_suspects else "BadRanks", str(error)) from error
@@ -86,7 +91,7 @@ def plan(spec: CaptureSpec, run: str, state: JobState | None, daemon_job: str | 
             )
     if all(rank.state == "failed" for rank in ranks):
         raise PlanError("NoRanks", f"none of the ranks {spec.ranks} reports")
-    return Plan(daemon_job, tuple(ranks))
+    return Plan(state.job, tuple(ranks))
 
 
 def by_node(ranks: Mapping[int, CapturedRank]) -> dict[str, list[int]]:
@@ -95,6 +100,10 @@ def by_node(ranks: Mapping[int, CapturedRank]) -> dict[str, list[int]]:
         if isinstance(rank.node, str):
             nodes.setdefault(rank.node, []).append(number)
     return nodes
+
+
+def _run_of(thing: CaptureObject) -> str:
+    return run_name(thing.namespace, thing.name if thing.spec is None else thing.spec.run)
 
 
 def _share(thing: CaptureObject) -> tuple[str, bool]:
@@ -117,13 +126,12 @@ class CapturesController:
 
     def __init__(
         self,
-        api: Api,
+        api: ObjectApi,
         writer: ObjectWriter,
-        leases: ShardLeases,
+        leases: Leases,
         calls: DaemonCalls,
         states: Callable[[], Mapping[str, JobState]],
         addresses: Callable[[], Mapping[str, str]],
-        daemon_job: Callable[[str], str | None],
         clock: Callable[[], float] = time.time,
         audit: CaptureAudit | None = None,
         policy_of: Callable[[str], Policy] = lambda job: DEFAULT_POLICY,
@@ -133,7 +141,6 @@ class CapturesController:
         self._leases = leases
         self._policy_of = policy_of
         self._states = states
-        self._daemon_job = daemon_job
         self._clock = clock
         self._audit = audit or CaptureAudit()
         self._lock = threading.Lock()
@@ -185,8 +192,7 @@ class CapturesController:
                 self._pool.submit(self._attend_safely, thing)
 
     def _holds(self, thing: CaptureObject) -> bool:
-        run = thing.spec.run if thing.spec is not None else thing.name
-        return self._leases.holds(f"{thing.namespace}/{run}")
+        return self._leases.holds(_run_of(thing))
 
     def _is_due(self, thing: CaptureObject) -> bool:
         if thing.deleting:
@@ -205,11 +211,11 @@ class CapturesController:
         except (ConflictError, MissingError):
             pass  # changed or deleted meanwhile: the watch reports it
         except UnreachableError as error:
-            log.debug("capture %s/%s waits: %s", thing.namespace, thing.name, error)
+            log.debug("capture %s waits: %s", thing.place, error)
         except ApiError as error:
-            log.warning("capture %s/%s: %s", thing.namespace, thing.name, error)
+            log.warning("capture %s: %s", thing.place, error)
         except Exception:
-            log.exception("capture %s/%s", thing.namespace, thing.name)
+            log.exception("capture %s", thing.place)
         finally:
             with self._lock:
                 self._busy.discard(thing.uid)
@@ -252,11 +258,11 @@ class CapturesController:
 
     def _plan(self, thing: CaptureObject) -> Plan:
         assert thing.spec is not None
-        return plan(thing.spec, thing.spec.run, self._states().get(thing.job), self._daemon_job(thing.job), RANKS_LIMIT)
+        return plan(thing.spec, thing.spec.run, self._states().get(thing.job), RANKS_LIMIT)
 
     def _target(self, thing: CaptureObject) -> Target | None:
-        state, job = self._states().get(thing.job), self._daemon_job(thing.job)
-        return None if state is None or job is None else Target(job, state.identities)
+        state = self._states().get(thing.job)
+        return None if state is None else Target(state.job, state.identities)
 
     def _may_change(self, thing: CaptureObject, error: PlanError) -> bool:
         """Ranks may still appear, and after a restart the straggler is not known yet."""
@@ -265,7 +271,7 @@ class CapturesController:
         assert thing.spec is not None
         patience = thing.spec.patience_seconds if error.reason == "NoRanks" else 0.0
         is_early = self._clock() - thing.created_unix_seconds < patience
-        return is_early or self._leases.is_settling(f"{thing.namespace}/{thing.spec.run}")
+        return is_early or self._leases.is_settling(_run_of(thing))
 
     def _begun_status(self, thing: CaptureObject, planned: Plan) -> CaptureStatus:
         now = self._clock()

@@ -8,8 +8,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
+from google.protobuf.message import Message
+from msgspec import structs
 
 from rankscope.common.text import one_line
 from rankscope.common.tls import Read
@@ -61,14 +64,7 @@ class DaemonCalls:
             job=job,
             ranks=",".join(map(str, sorted(pods))),
             pods=pods,
-            options=pb.CaptureOptions(
-                shapes=spec.options.shapes,
-                stacks=spec.options.stacks,
-                memory=spec.options.memory,
-                flops=spec.options.flops,
-                modules=spec.options.modules,
-                allow_slowdown=spec.options.allow_slowdown,
-            ),
+            options=pb.CaptureOptions(**structs.asdict(spec.options)),
             reason=why,
             start_unix_millis=start_unix_millis,
             patience_seconds=spec.patience_seconds,
@@ -90,34 +86,24 @@ class DaemonCalls:
 
     def get(self, address: str, capture_id: str) -> pb.Capture | None:
         """None: the daemon knows of no such capture."""
+        answer: pb.GetCaptureResponse | None = self._call(address, "GetCapture", pb.GetCaptureRequest(id=capture_id))
+        return None if answer is None else answer.capture
+
+    def cancel(self, address: str, capture_id: str) -> None:
+        self._call(address, "CancelCapture", pb.CancelCaptureRequest(id=capture_id))
+
+    def delete(self, address: str, capture_id: str) -> None:
+        self._call(address, "DeleteCapture", pb.DeleteCaptureRequest(id=capture_id))
+
+    def _call(self, address: str, method: str, request: Message) -> Any:
+        """None: the daemon knows of no such capture."""
         with self.channel(address) as channel:
             try:
-                answer: pb.GetCaptureResponse = CaptureServiceStub(channel).GetCapture(
-                    pb.GetCaptureRequest(id=capture_id), timeout=CALL_SECONDS
-                )
+                return getattr(CaptureServiceStub(channel), method)(request, timeout=CALL_SECONDS)
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     return None
                 raise _error(error) from error
-        return answer.capture
-
-    def cancel(self, address: str, capture_id: str) -> None:
-        with self.channel(address) as channel:
-            try:
-                request = pb.CancelCaptureRequest(id=capture_id)
-                CaptureServiceStub(channel).CancelCapture(request, timeout=CALL_SECONDS)
-            except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.NOT_FOUND:
-                    raise _error(error) from error
-
-    def delete(self, address: str, capture_id: str) -> None:
-        with self.channel(address) as channel:
-            try:
-                request = pb.DeleteCaptureRequest(id=capture_id)
-                CaptureServiceStub(channel).DeleteCapture(request, timeout=CALL_SECONDS)
-            except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.NOT_FOUND:
-                    raise _error(error) from error
 
     def channel(self, address: str) -> grpc.Channel:
         if self._tls is None:
@@ -221,13 +207,13 @@ class CaptureRequests:
         if left_seconds < 0:
             raise DaemonRefusedError("the daemon does not have it: it was away when the capture had to be requested")
         target = self._target_of(thing)
-        pods = {} if target is None else {rank: pod for rank in ranks if (pod := _pod_on(target, rank, node))}
+        pods = {} if target is None else _pods_on(target, ranks, node)
         if target is None or len(pods) < len(ranks):
             if left_seconds > WAITING_SECONDS:
                 return None
             if target is None or not pods:
                 raise DaemonRefusedError(f"no rank of the capture runs on {node} any more; start another capture")
-        why = f"Capture {thing.namespace}/{thing.name}"
+        why = f"Capture {thing.place}"
         if thing.requested_by:
             why += f" by {thing.requested_by}"
         if isinstance(spec.reason, str) and spec.reason:
@@ -248,9 +234,9 @@ class CaptureRequests:
         except DaemonAwayError as error:
             if not self._is_given_up(thing, node):
                 return False
-            log.warning("capture %s/%s: traces may be left on %s: %s", thing.namespace, thing.name, node, error)
+            log.warning("capture %s: traces may be left on %s: %s", thing.place, node, error)
         except DaemonRefusedError as error:
-            log.warning("capture %s/%s: %s: %s", thing.namespace, thing.name, node, error)
+            log.warning("capture %s: %s: %s", thing.place, node, error)
         return True
 
     def _address(self, node: str) -> str:
@@ -265,7 +251,7 @@ class CaptureRequests:
         return self._clock() - since > AWAY_SECONDS
 
 
-def _pod_on(target: Target, rank: int, node: str) -> str:
-    """The uid of the rank's pod; empty if the rank is not on the node."""
-    identity = target.identities.get(rank)
-    return identity.pod if identity is not None and identity.node == node else ""
+def _pods_on(target: Target, ranks: Sequence[int], node: str) -> dict[int, str]:
+    """The uid of the pod of each rank on the node; empty where there are no pods."""
+    found = {rank: target.identities.get(rank) for rank in ranks}
+    return {rank: identity.pod for rank, identity in found.items() if identity is not None and identity.node == node}

@@ -73,8 +73,8 @@ def updated_ranks(before: Iterable[CapturedRank], reported: Mapping[str, pb.Capt
     known = {(node, rank.rank): rank for node, capture in reported.items() for rank in capture.ranks}
     ranks = []
     for rank in before:
-        heard = known.get((rank.node, rank.rank)) if isinstance(rank.node, str) else None
-        ranks.append(rank if heard is None or is_ended(rank) else _updated(rank, heard))
+        latest = known.get((rank.node, rank.rank)) if isinstance(rank.node, str) else None
+        ranks.append(rank if latest is None or is_ended(rank) else _updated(rank, latest))
     return ranks
 
 
@@ -134,14 +134,14 @@ def findings_of(reported: Mapping[str, pb.Capture], policy: Policy) -> list[str]
     return [text[:TEXT_CHARACTERS] for text in [*joint, *single][:FINDINGS_SHOWN]]
 
 
-def _updated(rank: CapturedRank, heard: pb.RankCapture) -> CapturedRank:
+def _updated(rank: CapturedRank, reported: pb.RankCapture) -> CapturedRank:
     return structs.replace(
         rank,
-        state=state_name(heard.state),
-        backend=heard.backend[:TEXT_CHARACTERS] or UNSET,
-        error=heard.error[:TEXT_CHARACTERS] or UNSET,
-        uri=(heard.uri or heard.artifact)[:TEXT_CHARACTERS] or UNSET,
-        bytes=min(heard.bytes, LARGEST_INTEGER) or UNSET,
-        steps=heard.steps if heard.HasField("steps") else UNSET,
-        start_unix_ms=heard.start_unix_millis if heard.HasField("start_unix_millis") else UNSET,
+        state=state_name(reported.state),
+        backend=reported.backend[:TEXT_CHARACTERS] or UNSET,
+        error=reported.error[:TEXT_CHARACTERS] or UNSET,
+        uri=(reported.uri or reported.artifact)[:TEXT_CHARACTERS] or UNSET,
+        bytes=min(reported.bytes, LARGEST_INTEGER) or UNSET,
+        steps=reported.steps if reported.HasField("steps") else UNSET,
+        start_unix_ms=reported.start_unix_millis if reported.HasField("start_unix_millis") else UNSET,
     )

@@ -141,9 +141,7 @@ def names_of(certificate: bytes) -> set[str]:
 
 def is_for(certificate: bytes, use: Use) -> bool:
     loaded = x509.load_pem_x509_certificate(certificate)
-    return list(loaded.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) == [
-        x509.ObjectIdentifier(use.value)
-    ]
+    return list(loaded.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) == _identifiers(use)
 
 
 def new_authority(common_name: str, now: datetime, seconds: float) -> tuple[bytes, bytes]:
@@ -177,7 +175,7 @@ def signed(
         _builder(_name(common_name), issuer.subject, key.public_key(), now, lasting)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(digital_signature=True, key_cert_sign=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([x509.ObjectIdentifier(use.value)]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(_identifiers(use)), critical=False)
         .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
         .add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_public_key(_private(authority_key).public_key()), critical=False
@@ -213,6 +211,10 @@ def _usage(digital_signature: bool, key_cert_sign: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+
+
+def _identifiers(use: Use) -> list[x509.ObjectIdentifier]:
+    return [x509.ObjectIdentifier(each) for each in use.identifiers]
 
 
 def _name(text: str) -> x509.Name:

@@ -13,8 +13,9 @@ import grpc
 from rankscope.common.tls import Read
 
 DAEMON, OPERATOR, METRICS = "rankscope-daemon", "rankscope-operator", "rankscope-metrics"
-# Daemons and operator know each other by these names: no certificate for anything else may have one.
-ROLES = frozenset({DAEMON, OPERATOR, METRICS})
+CLIENT = "rankscope-client"  # of a user, for a correlator without Kubernetes
+# Daemons, operator and users know each other by these names: no certificate for anything else may have one.
+ROLES = frozenset({DAEMON, OPERATOR, METRICS, CLIENT})
 AUTHORITY_SECRET = "rankscope-authority"
 OPERATOR_SECRET = "rankscope-operator-tls"
 API_SECRET = "rankscope-api-tls"
@@ -29,6 +30,11 @@ class Use(Enum):
 
     SERVER = "1.3.6.1.5.5.7.3.1"
     CLIENT = "1.3.6.1.5.5.7.3.2"
+    BOTH = f"{SERVER} {CLIENT}"
+
+    @property
+    def identifiers(self) -> list[str]:
+        return self.value.split()
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ def fleet_roles(namespace: str, api_names: Sequence[str] = ()) -> tuple[Role, ..
     """Raises ValueError for an API name that is not a name, or that would make its certificate an operator's or a
     daemon's."""
     service = f"rankscope-operator.{namespace}.svc"
-    names = (service, f"{service}.cluster.local", *map(_api_name, api_names))
+    names = (service, f"{service}.cluster.local", *(host_name(name, "--api-name") for name in api_names))
     return (
         Role("rankscope-daemon-tls", (DAEMON,), Use.SERVER),
         Role(OPERATOR_SECRET, (OPERATOR,), Use.CLIENT, is_operators=True),
@@ -58,16 +64,17 @@ def fleet_roles(namespace: str, api_names: Sequence[str] = ()) -> tuple[Role, ..
     )
 
 
-def _api_name(text: str) -> str:
-    """In the spelling that the certificate will have: otherwise it would seem to be another name."""
+def host_name(text: str, flag: str) -> str:
+    """A name or address in the spelling that the certificate will have: otherwise it would seem to be another name.
+    Raises ValueError, with `flag` as what it was given for."""
     try:
         return str(ipaddress.ip_address(text))
     except ValueError:
         name = text.lower()
     if name in ROLES:
-        raise ValueError(f"--api-name {text}: daemons know the operator by such a name; use a full host name")
+        raise ValueError(f"{flag} {text}: daemons know the operator by such a name; use a full host name")
     if len(name) > 253 or _HOST.fullmatch(name) is None:
-        raise ValueError(f"--api-name {text!r} is neither a host name nor an address")
+        raise ValueError(f"{flag} {text!r} is neither a host name nor an address")
     return name
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
+from google.protobuf.message import Message
 
 from rankscope.analysis.stats.robust import Bools, Floats, Ints, grouped_max, grouped_median, grouped_min, number_groups
 from rankscope.analysis.verdicts.exposed_communication import GroupSpans, group_waits
@@ -167,6 +169,13 @@ def _clock_skews(
     return [skew if is_known else None for skew, is_known in zip(apart.tolist(), known.tolist(), strict=True)]
 
 
+_GPU_FIGURES = (
+    *("utilization_ratio", "temperature_celsius", "row_remap_pending"),
+    *("ecc_uncorrected_errors", "ecc_corrected_errors", "xids"),
+)
+_STALL_FIGURES = ("phase", "collectives_enqueued", "collectives_completed", "same_stack_looks", "is_working")
+
+
 class Evidence(Mapping[int, RankEvidence]):
     """Read from a window when a rank needs it: few do, and a large job has a hundred thousand."""
 
@@ -200,30 +209,29 @@ def evidence_of(window: window_pb2.RankWindow) -> RankEvidence:
 
 
 def _gpu(usage: window_pb2.GpuUsage, window_seconds: float) -> GpuEvidence:
-    clock = usage.sm_clock_hertz if usage.HasField("sm_clock_hertz") else None
-    ratio = usage.sm_clock_ratio if usage.HasField("sm_clock_ratio") else None
+    clock, ratio = _known(usage, "sm_clock_hertz"), _known(usage, "sm_clock_ratio")
     return GpuEvidence(
         sm_clock_hertz=clock,
         sm_clock_max_hertz=clock / ratio if clock and ratio else None,
-        utilization_ratio=usage.utilization_ratio if usage.HasField("utilization_ratio") else None,
         throttled_shares={
             reason: min(seconds / window_seconds, 1.0)
             for reason, seconds in usage.throttled_seconds.items()
             if window_seconds > 0
         },
-        temperature_celsius=usage.temperature_celsius if usage.HasField("temperature_celsius") else None,
         shared=usage.shared,
         seconds=window_seconds,
-        ecc_uncorrected_errors=usage.ecc_uncorrected_errors if usage.HasField("ecc_uncorrected_errors") else None,
-        ecc_corrected_errors=usage.ecc_corrected_errors if usage.HasField("ecc_corrected_errors") else None,
-        xids=usage.xids if usage.HasField("xids") else None,
-        row_remap_pending=usage.row_remap_pending if usage.HasField("row_remap_pending") else None,
+        **{name: _known(usage, name) for name in _GPU_FIGURES},
     )
 
 
+def _known(message: Message, name: str) -> Any:
+    return getattr(message, name) if message.HasField(name) else None
+
+
 def _stacks(summary: window_pb2.StackSummary) -> StackProfile:
-    frames = tuple(FrameSeen(f.function, f.file, f.line, f.share, f.leaf_share, f.phase) for f in summary.frames)
-    return StackProfile(summary.samples, dict(summary.phase_shares), frames)
+    frames = tuple(FrameSeen(f.function, f.file, f.line, f.share, f.own_share, f.phase) for f in summary.frames)
+    seconds = max(0.0, (summary.end_unix_nanos - summary.start_unix_nanos) / 1e9)
+    return StackProfile(summary.samples, dict(summary.phase_shares), frames, seconds)
 
 
 def stall_of(window: window_pb2.RankWindow) -> Stall | None:
@@ -232,9 +240,7 @@ def stall_of(window: window_pb2.RankWindow) -> Stall | None:
     stall = window.stall
     return Stall(
         stall.seconds_since_step,
-        stall.phase if stall.HasField("phase") else None,
-        tuple(stall.stack),
-        stall.collectives_enqueued if stall.HasField("collectives_enqueued") else None,
-        stall.collectives_completed if stall.HasField("collectives_completed") else None,
-        stall.same_stack_looks if stall.HasField("same_stack_looks") else None,
+        stack=tuple(stall.stack),
+        is_stopped=stall.is_stopped,
+        **{name: _known(stall, name) for name in _STALL_FIGURES},
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ from rankscope.analysis.verdicts.detector import FleetDetector
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import JobWindow, RankColumns
+from rankscope.common.rank_selection import Suspected
 from rankscope.operator.correlation.daemon_windows import HeldWindow, HeldWindows
 from rankscope.operator.correlation.job_table import JobTable
 from rankscope.v1 import identity_pb2, window_pb2
@@ -42,6 +44,7 @@ class JobState:
     window_end_unix_seconds: float = 0.0  # of the evaluated windows; `windows` may be newer
     # By rank, per step, where only the comparison of ranks shows it: `self_seconds` and `wait_seconds`.
     self_and_wait_seconds: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    restarts: int = 0  # that were seen: all processes were replaced
 
     @property
     def identities(self) -> Mapping[int, identity_pb2.RankIdentity]:
@@ -70,6 +73,7 @@ class Correlator:
         self._table = JobTable()
         self._fleet = FleetDetector(policy, policy_of)
         self._states: dict[str, JobState] = {}
+        self._restarts: Counter[str] = Counter()
         self._left_out: set[str] = set()
         self._listeners: list[Listener] = []
         self._lock = threading.Lock()
@@ -101,8 +105,10 @@ class Correlator:
         for job in (*restarted, *ended):
             self._fleet.forget(job)
             self._left_out.discard(job)
+        self._restarts.update(restarted)
         for job in ended:
             self._states.pop(job, None)
+            self._restarts.pop(job, None)
         for job, verdict in self._judge(ready).items():
             self._states[job] = self._state(job, ready[job], verdict, latest[job], now)
         if ready or ended:
@@ -151,6 +157,7 @@ class Correlator:
             windows=latest,
             window_end_unix_seconds=window.end_unix_seconds,
             self_and_wait_seconds=_compared(columns),
+            restarts=self._restarts[job],
         )
         if before is not None and state.step_seconds is None:
             # A tick without a finished step has no pace; the last known one is kept.
@@ -227,17 +234,24 @@ class LostSeconds:
             return self._totals.get(job, 0.0)
 
 
-@dataclass(frozen=True)
-class Suspects:
-    """The ranks that a capture should record: those that a verdict names, and healthy ones for comparison."""
-
-    culprits: tuple[int, ...]
-    peers: tuple[int, ...]  # most typical first
-    reason: str
+# A few ranks are enough for a capture: hundreds of accused ranks are a job-wide problem, of which these are samples.
+ACCUSED_MOST = 7
+# If no rank is accused, this many typical ranks are recorded, so that their traces can be joined.
+SAMPLES = 2
 
 
-def suspects(state: JobState) -> Suspects:
-    """Without culprits if no rank is to blame. The peers of a slow stage are ranks of other stages."""
+def ranks_to_capture(state: JobState, named: Sequence[int] = ()) -> tuple[list[int], tuple[int, ...]]:
+    """The accused, `named` or the culprits that report, and all to record: the accused and a healthy peer, or a few
+    typical ranks; none where no rank reports."""
+    suspected = suspects(state)
+    accused = list(named or [rank for rank in suspected.culprits if rank in state.identities])[:ACCUSED_MOST]
+    peers = [rank for rank in suspected.peers if rank not in accused]
+    return accused, tuple(sorted([*accused, *peers[: 1 if accused else SAMPLES]]))
+
+
+def suspects(state: JobState) -> Suspected:
+    """Culprits, and peers, the most typical first. Without culprits if no rank is to blame. The peers of a slow stage
+    are ranks of other stages."""
     culprits = state.verdict.culprits if state.verdict.kind.is_finding else ()
     windows = {window.identity.rank: window for window in state.windows}
     accused = [windows[rank] for rank in culprits if rank in windows]
@@ -247,7 +261,7 @@ def suspects(state: JobState) -> Suspects:
     known = sorted((window for window in others if window.HasField("self_seconds")), key=lambda w: w.self_seconds.mean)
     middle = len(known) // 2
     typical = [*known[middle:], *reversed(known[:middle])] if known else others
-    return Suspects(culprits, tuple(window.identity.rank for window in typical), state.verdict.reason)
+    return Suspected(culprits, tuple(window.identity.rank for window in typical), state.verdict.reason)
 
 
 def _stage(window: RankWindow) -> int | None:

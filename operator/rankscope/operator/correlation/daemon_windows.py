@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from rankscope.analysis.verdicts.window_columns import is_table, unpack
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import EncodedRanks
 from rankscope.v1.window_pb2 import RankWindow
 
+AXES = ("pipeline", "data", "tensor")  # of `RankSeen.coordinates`
 UNREADABLE = "the daemon's message could not be read"
 
 
@@ -22,7 +23,10 @@ class DaemonMessage:
     """A WatchRanksResponse of the daemon of `node`, the node that we connected to. Row `n` belongs to `windows[n]`
     and `ranks[n]`."""
 
-    __slots__ = (*("_names", "_values", "departed", "end_unix_nanos", "node", "ranks", "start_unix_nanos", "windows"),)
+    __slots__ = (
+        *("_names", "_values", "departed", "end_unix_nanos"),
+        *("node", "ranks", "reported_node", "start_unix_nanos", "windows"),
+    )
 
     def __init__(self, node: str, message: bytes) -> None:
         """Raises ValueError for an invalid message."""
@@ -32,6 +36,7 @@ class DaemonMessage:
             raise ValueError("it sent what is no message") from None
         columns = read.columns
         self.node = node
+        self.reported_node = read.node  # what the daemon calls it
         self.start_unix_nanos, self.end_unix_nanos = columns.start_unix_nanos, columns.end_unix_nanos
         self.windows: Sequence[bytes] = read.windows
         self.ranks: Sequence[bytes] = columns.ranks  # identities
@@ -49,7 +54,7 @@ class DaemonMessage:
 class RankSeen:
     """A rank's process under our names, shared by all of its windows."""
 
-    __slots__ = ("identity", "incarnation", "job", "node", "rank", "stage", "world_size")
+    __slots__ = ("coordinates", "identity", "incarnation", "job", "node", "rank", "stage", "world_size")
 
     def __init__(self, identity: RankIdentity) -> None:
         """`identity` must not change afterwards."""
@@ -59,8 +64,9 @@ class RankSeen:
         self.rank = identity.rank
         self.world_size = identity.world_size
         self.incarnation = (identity.node, identity.pid, identity.incarnation)
-        coordinates = identity.coordinates
-        self.stage = coordinates.pipeline if coordinates.HasField("pipeline") else -1
+        place: Message = identity.coordinates
+        self.coordinates = tuple([getattr(place, axis) if place.HasField(axis) else -1 for axis in AXES])
+        self.stage = self.coordinates[0]
 
 
 class HeldWindow:
@@ -106,11 +112,15 @@ class HeldWindows(Sequence[RankWindow]):
     @property
     def identities(self) -> Mapping[int, RankIdentity]:
         if self._identities is None:
-            self._identities = {window.who.rank: window.who.identity for window in self._in_order}
+            self._identities = {window.who.rank: window.who.identity for window in self.in_order}
         return self._identities
 
+    def of(self, rank: int) -> RankWindow | None:
+        window = self._windows.get(rank)
+        return None if window is None else window.message()
+
     @property
-    def _in_order(self) -> list[HeldWindow]:
+    def in_order(self) -> Sequence[HeldWindow]:
         if self._ordered is None:
             self._ordered = [self._windows[rank] for rank in sorted(self._windows)]
         return self._ordered
@@ -119,7 +129,7 @@ class HeldWindows(Sequence[RankWindow]):
         return len(self._windows)
 
     def __iter__(self) -> Iterator[RankWindow]:
-        return (window.message() for window in self._in_order)
+        return (window.message() for window in self.in_order)
 
     @overload
     def __getitem__(self, index: int) -> RankWindow: ...
@@ -127,5 +137,5 @@ class HeldWindows(Sequence[RankWindow]):
     def __getitem__(self, index: slice) -> Sequence[RankWindow]: ...
     def __getitem__(self, index: int | slice) -> RankWindow | Sequence[RankWindow]:
         if isinstance(index, slice):
-            return [window.message() for window in self._in_order[index]]
-        return self._in_order[index].message()
+            return [window.message() for window in self.in_order[index]]
+        return self.in_order[index].message()

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import grpc
+import msgspec
 
 from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict
 from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.operator.correlation.correlator import Correlator, JobState
+from rankscope.operator.correlation.hang_store import HangStore
 from rankscope.v1 import job_service_pb2, job_service_pb2_grpc, window_pb2
+
+NO_REPORT = "there is no such report of a hang; `rankscope hangs` lists them"
 
 
 def job_status(state: JobState) -> job_service_pb2.JobStatus:
@@ -31,6 +36,29 @@ def job_status(state: JobState) -> job_service_pb2.JobStatus:
         if value is not None:
             setattr(status, name, value)
     return status
+
+
+def state_of(status: job_service_pb2.JobStatus) -> JobState:
+    """The state of a message, for those who ask over gRPC. When it was evaluated is not known."""
+    known: dict[str, Any] = {
+        name: getattr(status, name) if status.HasField(name) else None
+        for name in ("step_seconds", "mfu_ratio", "exposed_communication_ratio")
+    }
+    return JobState(
+        job=status.job,
+        world_size=status.world_size,
+        verdict=verdict_of(status.verdict),
+        since_unix_seconds=status.verdict.since_unix_nanos / 1e9,
+        evaluated_unix_seconds=0.0,
+        ranks_seen=status.ranks_seen,
+        windows=status.ranks,
+        **known,
+    )
+
+
+def is_wanted(job: str, wanted: str) -> bool:
+    """Whether a request for `wanted` includes the job: a name, `NAMESPACE/`, or nothing for all."""
+    return not wanted or job == wanted or (wanted.endswith("/") and job.startswith(wanted))
 
 
 def verdict_message(verdict: Verdict, since_unix_seconds: float) -> job_service_pb2.Verdict:
@@ -54,7 +82,7 @@ def verdict_message(verdict: Verdict, since_unix_seconds: float) -> job_service_
 def _cause(cause: Cause) -> job_service_pb2.Cause:
     frames = [
         window_pb2.FrameShare(
-            function=f.function, file=f.file, line=f.line, share=f.share, leaf_share=f.leaf_share, phase=f.phase
+            function=f.function, file=f.file, line=f.line, share=f.share, own_share=f.own_share, phase=f.phase
         )
         for f in cause.frames
     ]
@@ -66,7 +94,7 @@ def verdict_of(message: job_service_pb2.Verdict) -> Verdict:
     kind = job_service_pb2.VerdictKind.Name(message.kind).removeprefix("VERDICT_KIND_")
     severity = job_service_pb2.Severity.Name(message.severity).removeprefix("SEVERITY_")
     confidence = job_service_pb2.Confidence.Name(message.confidence).removeprefix("CONFIDENCE_")
-    frames = tuple(FrameSeen(f.function, f.file, f.line, f.share, f.leaf_share, f.phase) for f in message.cause.frames)
+    frames = tuple(FrameSeen(f.function, f.file, f.line, f.share, f.own_share, f.phase) for f in message.cause.frames)
     return Verdict(
         kind=Kind.__members__.get(kind, Kind.INSUFFICIENT_DATA),
         reason=message.reason,
@@ -81,14 +109,32 @@ def verdict_of(message: job_service_pb2.Verdict) -> Verdict:
     )
 
 
+def _statuses(states: Iterable[JobState], wanted: str) -> Iterator[job_service_pb2.JobStatus]:
+    return (job_status(state) for state in states if is_wanted(state.job, wanted))
+
+
 class JobServicer(job_service_pb2_grpc.JobServiceServicer):
-    def __init__(self, correlator: Correlator) -> None:
+    def __init__(self, correlator: Correlator, hangs: HangStore) -> None:
         self._correlator = correlator
+        self._hangs = hangs
 
     def ListJobs(
         self, request: job_service_pb2.ListJobsRequest, context: grpc.ServicerContext
     ) -> job_service_pb2.ListJobsResponse:
-        return job_service_pb2.ListJobsResponse(jobs=[job_status(state) for state in self._correlator.states])
+        return job_service_pb2.ListJobsResponse(jobs=_statuses(self._correlator.states, request.run))
+
+    def ListHangs(
+        self, request: job_service_pb2.ListHangsRequest, context: grpc.ServicerContext
+    ) -> job_service_pb2.ListHangsResponse:
+        return self._hangs.listed(lambda run: is_wanted(run, request.run))
+
+    def GetHang(
+        self, request: job_service_pb2.GetHangRequest, context: grpc.ServicerContext
+    ) -> job_service_pb2.GetHangResponse:
+        found = self._hangs.find(request.id)
+        if found is None:
+            context.abort(grpc.StatusCode.NOT_FOUND, NO_REPORT)
+        return job_service_pb2.GetHangResponse(report=msgspec.json.encode(found))
 
     def WatchJobs(
         self, request: job_service_pb2.WatchJobsRequest, context: grpc.ServicerContext
@@ -110,7 +156,7 @@ class JobServicer(job_service_pb2_grpc.JobServiceServicer):
         try:
             states: tuple[JobState, ...] | None = self._correlator.states
             while states is not None and context.is_active():
-                yield job_service_pb2.WatchJobsResponse(jobs=[job_status(state) for state in states])
+                yield job_service_pb2.WatchJobsResponse(jobs=_statuses(states, request.run))
                 states = newest.get()
         finally:
             stop()

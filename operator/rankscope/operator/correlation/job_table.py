@@ -2,18 +2,92 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rankscope.analysis.verdicts.windows import JobWindow
 from rankscope.operator.correlation.columns import Layout, Tick, job_windows
 from rankscope.operator.correlation.daemon_windows import HeldWindow, RankSeen
-from rankscope.operator.correlation.node_clocks import NodeClocks
 from rankscope.v1 import identity_pb2
+
+# Clocks of nodes, compared by when their windows arrive: a node whose clock is far off, or was set, is judged with
+# the others. Smaller differences are left to the detector, which reports them.
+
+
+log = logging.getLogger(__name__)
+
+# Up to so many windows, a difference may be a delay.
+TOLERATED_WINDOWS = 2.0
+WINDOWS_REMEMBERED = 16
+COMPARED_EVERY_SECONDS = 1.0
+FORGET_AFTER_SECONDS = 60.0
+
+
+@dataclass
+class _Node:
+    # The end of each window on the node's clock less its arrival on ours. A delay makes it smaller: the largest counts.
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOWS_REMEMBERED))
+    end_unix_seconds: float = 0.0
+    heard_monotonic: float = 0.0
+    shift_seconds: float = 0.0
+
+
+class NodeClocks:
+    """`now` is our monotonic clock: whether our own wall clock is right does not matter."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, _Node] = {}
+        self._usual_seconds: float | None = None
+        self._compared_monotonic = 0.0
+        self.epoch = 0  # changes when most nodes have moved to another time
+
+    @property
+    def shifts(self) -> dict[str, float]:
+        """By how many seconds the clocks of nodes are ahead of most others', for those that are far off."""
+        return {name: self._ahead(node) for name, node in self._nodes.items() if node.shift_seconds}
+
+    def shift(self, name: str, end_unix_seconds: float, window_seconds: float, now: float) -> float:
+        """What to subtract from times of this node: whole windows, 0 for a clock that is about right."""
+        node = self._nodes.setdefault(name, _Node())
+        if end_unix_seconds < node.end_unix_seconds - window_seconds / 2:
+            node.recent.clear()  # set back: a delay never changes the order of windows
+        node.recent.append(end_unix_seconds - now)
+        node.end_unix_seconds, node.heard_monotonic = end_unix_seconds, now
+        if self._usual_seconds is None or now - self._compared_monotonic >= COMPARED_EVERY_SECONDS:
+            self._compare(window_seconds, now)
+        ahead = self._ahead(node)
+        if abs(ahead - node.shift_seconds) > TOLERATED_WINDOWS * window_seconds:
+            before = node.shift_seconds
+            is_off = abs(ahead) > TOLERATED_WINDOWS * window_seconds and window_seconds > 0
+            node.shift_seconds = round(ahead / window_seconds) * window_seconds if is_off else 0.0
+            if node.shift_seconds != before:
+                log.warning("the clock of node %s is %+.1f s from most others; check NTP or chrony there", name, ahead)
+        return node.shift_seconds
+
+    def _ahead(self, node: _Node) -> float:
+        assert self._usual_seconds is not None
+        return max(node.recent) - self._usual_seconds
+
+    def _compare(self, window_seconds: float, now: float) -> None:
+        gone = [name for name, node in self._nodes.items() if now - node.heard_monotonic > FORGET_AFTER_SECONDS]
+        for name in gone:
+            del self._nodes[name]
+        # The upper median, so that it is the time of a node and not the mean of two.
+        ordered = sorted(max(node.recent) for node in self._nodes.values())
+        usual, before = ordered[len(ordered) // 2], self._usual_seconds
+        if before is not None and abs(usual - before) > TOLERATED_WINDOWS * window_seconds:
+            self.epoch += 1
+        self._usual_seconds, self._compared_monotonic = usual, now
+
+
+# The table.
+
 
 # Open ticks of a job: slow daemons are waited for, dead ones are not.
 OPEN_TICKS = 4
-# Limits of what one fleet may occupy; beyond them new jobs and ranks are counted and refused.
+# Limits of what one fleet may occupy; beyond them new jobs and ranks are refused.
 JOBS_KEPT = 20_000
 RANKS_PER_JOB = 131_072
 # How long after the last window of a job the missing ones are given up, and when in any case.
@@ -47,8 +121,6 @@ class JobTable:
         self._swept_monotonic = 0.0
         self._clocks = NodeClocks()
         self._epoch = 0
-        self.late = 0
-        self.refused = 0
 
     @property
     def jobs(self) -> dict[str, Job]:
@@ -77,7 +149,6 @@ class JobTable:
         rank = who.rank
         job = self._jobs.get(who.job) or self._new_job(who.job)
         if job is None:
-            self.refused += 1
             return
         if job.incarnations.get(rank) is not who.incarnation and not self._meet(job, who):
             return
@@ -88,7 +159,6 @@ class JobTable:
         window.heard_monotonic = job.last_heard_monotonic = now
         tick = round((window.end_unix_nanos - shift_nanos) / TICK_NANOS)
         if tick <= job.judged_tick:
-            self.late += 1
             return
         open_tick = job.open_ticks.get(tick)
         if open_tick is None:
@@ -100,17 +170,14 @@ class JobTable:
     def _meet(self, job: Job, who: RankSeen) -> bool:
         """Register a process that is new for this rank or was registered before; False if its windows are refused."""
         if not 0 <= who.rank < min(who.world_size, RANKS_PER_JOB):
-            self.refused += 1
             return False
         known = job.incarnations.get(who.rank)
         if known is not None and known != who.incarnation:
             if known[2] > who.incarnation[2] and known[0] == who.incarnation[0]:
-                self.late += 1  # late windows of the process that this one replaced
-                return False
+                return False  # late windows of the process that this one replaced
             self._restart(job)
         elif known is None and job.incarnations and who.world_size != job.world_size:
             # One process that claims another size must not make the whole job look incomplete.
-            self.refused += 1
             return False
         job.incarnations[who.rank] = who.incarnation
         return True

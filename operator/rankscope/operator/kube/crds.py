@@ -10,6 +10,7 @@ import msgspec
 
 from rankscope.operator.kube.resources import (
     GROUP,
+    NAME_PATTERN,
     VERSION,
     CaptureSpec,
     CaptureStatus,
@@ -93,7 +94,11 @@ KINDS: tuple[Kind, ...] = (
             ("Skew-ms", "number", ".status.startSkewMs"),
             ("Age", "date", ".metadata.creationTimestamp"),
         ),
-        spec_rules={"oneOf": [{"required": ["steps"]}, {"required": ["seconds"]}]},
+        spec_rules={
+            "oneOf": [{"required": ["steps"]}, {"required": ["seconds"]}],
+            # Names outside Kubernetes have other characters, too.
+            "allOf": [{"properties": {"run": {"pattern": NAME_PATTERN}}}],
+        },
     ),
     Kind(
         kind="ProfilingPolicy",

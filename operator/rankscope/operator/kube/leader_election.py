@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from typing import Protocol
 
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Document, MissingError, UnreachableError
 
@@ -40,6 +41,35 @@ class _Seen:
 
 def shard_of(key: str, shards: int) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % shards
+
+
+class Leases(Protocol):
+    """The runs that this replica acts for."""
+
+    @property
+    def held(self) -> frozenset[int]: ...
+
+    def holds(self, key: str) -> bool: ...
+
+    def is_settling(self, key: str) -> bool: ...
+
+
+class SoleReplica:
+    """Acts for every run: without Kubernetes there are no other replicas."""
+
+    held = frozenset({0})
+
+    def __init__(
+        self, settling_seconds: float = SETTLING_SECONDS, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._monotonic = monotonic
+        self._settled_at = monotonic() + settling_seconds
+
+    def holds(self, key: str) -> bool:
+        return True
+
+    def is_settling(self, key: str) -> bool:
+        return self._monotonic() < self._settled_at
 
 
 class ShardLeases:
@@ -92,6 +122,11 @@ class ShardLeases:
     def keeps(self, key: str) -> bool:
         """Whether to keep receiving windows: also while no lease can be renewed, until another replica holds it."""
         return self.shard_of(key) in self._kept
+
+    def holder_of(self, key: str) -> str:
+        """The replica that has the shard, as it was last read; empty if none."""
+        seen = self._seen.get(self._name(self.shard_of(key)))
+        return "" if seen is None else seen.holder
 
     def is_settling(self, key: str) -> bool:
         since = self._kept.get(self.shard_of(key))

@@ -1,23 +1,35 @@
-"""Writes to the API server: queued, at a bounded pace, and only when the content is new.
+"""Writes to the API server: queued, at a bounded pace, and only when the content is new; Kubernetes Events too.
 
 The newest write of an object replaces the one before. While the API server is away writes wait, so that verdicts and
 metrics go on, and afterwards the present state is written, not the backlog."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
+import socket
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Literal
 
 import msgspec
 
 from rankscope.common.token_bucket import TokenBucket
-from rankscope.operator.kube.api_client import Api, ApiError, ConflictError, Document, MissingError, UnreachableError
-from rankscope.operator.kube.leader_election import ShardLeases
+from rankscope.operator.kube.api_client import (
+    Api,
+    ApiError,
+    ConflictError,
+    Document,
+    MissingError,
+    ObjectApi,
+    UnreachableError,
+)
+from rankscope.operator.kube.leader_election import Leases
 from rankscope.operator.kube.objects import KubeObject, status_patch
 
 log = logging.getLogger(__name__)
@@ -184,7 +196,7 @@ class Outbox:
 class ObjectWriter:
     """Writes our own kinds. Queued writes are dropped once another replica acts for `place`, a run or policy."""
 
-    def __init__(self, api: Api, outbox: Outbox, leases: ShardLeases) -> None:
+    def __init__(self, api: ObjectApi, outbox: Outbox, leases: Leases) -> None:
         self._api = api
         self._outbox = outbox
         self._leases = leases
@@ -218,3 +230,61 @@ class ObjectWriter:
 
 def _status_key(thing: KubeObject) -> str:
     return f"status {thing.plural} {thing.place}"
+
+
+# Events, for `kubectl describe`: one for each change, never one for each window.
+
+
+COMPONENT = "rankscope-operator"
+MESSAGE_CHARACTERS = 1000
+
+
+@dataclass(frozen=True)
+class Target:
+    """The object of an event."""
+
+    api_version: str
+    kind: str
+    namespace: str
+    name: str
+    uid: str
+
+
+class Events:
+    def __init__(self, api: Api, outbox: Outbox) -> None:
+        self._api = api
+        self._outbox = outbox
+
+    def emit(self, target: Target, kind: Literal["Normal", "Warning"], reason: str, message: str, change: str) -> None:
+        """`change` identifies what happened: the same change of an object makes one event, also of another replica."""
+        digest = hashlib.sha256(f"{target.uid} {reason} {change}".encode()).hexdigest()[:16]
+        name = f"{target.name[:200]}.{digest}"
+        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        body: Document = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": target.namespace},
+            "involvedObject": {
+                "apiVersion": target.api_version,
+                "kind": target.kind,
+                "namespace": target.namespace,
+                "name": target.name,
+                "uid": target.uid,
+            },
+            "type": kind,
+            "reason": reason,
+            "message": message[:MESSAGE_CHARACTERS],
+            "source": {"component": COMPONENT, "host": socket.gethostname()},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        path = f"/api/v1/namespaces/{target.namespace}/events"
+        key = f"event {target.namespace}/{name}"
+        self._outbox.put(Write(key, message, lambda: self._create(path, body), target.namespace))
+
+    def _create(self, path: str, body: Document) -> None:
+        try:
+            self._api.create(path, body)
+        except ConflictError:
+            return  # made already, before a restart or by another replica

@@ -10,6 +10,7 @@ from typing import ClassVar, TypeVar
 import msgspec
 from msgspec import structs
 
+from rankscope.common.run_names import run_name
 from rankscope.operator.kube.api_client import Document
 from rankscope.operator.kube.resources import (
     API_VERSION,
@@ -57,7 +58,7 @@ class KubeObject:
 
     @property
     def place(self) -> str:
-        return f"{self.namespace}/{self.name}"
+        return run_name(self.namespace, self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,8 @@ class CaptureObject(KubeObject):
         if self.spec is None:
             return self.place
         number = self.spec.job_number
-        return f"{self.namespace}/{self.spec.run}" + (f"#{number}" if isinstance(number, int) and number > 1 else "")
+        name = run_name(self.namespace, self.spec.run)
+        return f"{name}#{number}" if isinstance(number, int) and number > 1 else name
 
     @property
     def is_finished(self) -> bool:
@@ -171,7 +173,7 @@ def read_capture_object(document: Document) -> CaptureObject | None:
 def _metadata(document: Document) -> Document:
     metadata = document["metadata"]
     return {
-        "namespace": metadata["namespace"],
+        "namespace": metadata.get("namespace") or "",  # none without Kubernetes
         "name": metadata["name"],
         "uid": metadata["uid"],
         "generation": int(metadata.get("generation") or 0),

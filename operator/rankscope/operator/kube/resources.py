@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field, json
 
 from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity
 
@@ -90,6 +90,13 @@ class TrainingRunStatus(Struct, rename="camel", kw_only=True):
     observed_generation: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
     phase: RunPhase | UnsetType = UNSET
     job: Annotated[str, Meta(max_length=256, description="The job's name in metrics.")] | UnsetType = UNSET
+    attempt: Annotated[int, Meta(ge=0, le=1_000_000, description="How often the run was restarted.")] | UnsetType = (
+        UNSET
+    )
+    attempt_pod: (
+        Annotated[str, Meta(max_length=64, description="The pod by which restarts are counted: its uid and restarts.")]
+        | UnsetType
+    ) = UNSET
     ranks: RankCount | UnsetType = UNSET
     step_seconds: float | UnsetType = UNSET
     mfu_ratio: float | UnsetType = UNSET
@@ -100,6 +107,7 @@ class TrainingRunStatus(Struct, rename="camel", kw_only=True):
     exposed: Annotated[str, Meta(max_length=32)] | UnsetType = UNSET
     verdict: RunVerdict | UnsetType = UNSET
     last_capture: Text | UnsetType = UNSET
+    last_hang: Text | UnsetType = UNSET
     conditions: Annotated[list[Condition], Meta(max_length=16)] = field(default_factory=list)
 
 
@@ -118,7 +126,10 @@ class CaptureOptions(Struct, rename="camel", kw_only=True, forbid_unknown_fields
 
 
 class CaptureSpec(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True):
-    run: Annotated[Name, Meta(description="The TrainingRun, in this namespace.")]
+    # A name outside Kubernetes has other characters, too.
+    run: Annotated[
+        str, Meta(min_length=1, max_length=253, pattern="^[^/]+$", description="The TrainingRun, in this namespace.")
+    ]
     job_number: (
         Annotated[int, Meta(ge=1, le=16, description="Of several jobs in the run: the number behind # in metrics.")]
         | UnsetType
@@ -218,3 +229,11 @@ class ProfilingPolicyStatus(Struct, rename="camel", kw_only=True):
     runs: Annotated[int, Meta(ge=0, description="Runs that it holds for.")] | UnsetType = UNSET
     captures_today: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
     conditions: Annotated[list[Condition], Meta(max_length=16)] = field(default_factory=list)
+
+
+# msgspec reads the annotations of a Struct when the first one is decoded. Two threads that do so at the same time crash
+# the process, and every watch has a thread: here there is one.
+for _spec in (TrainingRunSpec, CaptureSpec, ProfilingPolicySpec):
+    json.Decoder(_spec)
+for _status in (TrainingRunStatus, CaptureStatus, ProfilingPolicyStatus):
+    json.Decoder(_status)

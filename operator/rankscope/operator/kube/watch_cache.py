@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Generic, Protocol, TypeVar
 
-from rankscope.operator.kube.api_client import Api, ApiError, Document, GoneError, UnreachableError
+from rankscope.operator.kube.api_client import ApiError, Document, GoneError, ObjectApi, UnreachableError
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +38,16 @@ class Watched(Generic[Kept]):
 
     def __init__(
         self,
-        api: Api,
+        api: ObjectApi,
         path: str,
         read: Callable[[Document], Kept | None],
-        follower: Follower[Kept],
+        follower: Follower[Kept] | None = None,
         label_selector: str = "",
         limit: int = 200_000,
     ) -> None:
         self.path = path
         self.listed = threading.Event()  # once the copy has been whole
         self.connected = False
-        self.limit_reached = False
         self._api = api
         self._read = read
         self._follower = follower
@@ -146,23 +145,23 @@ class Watched(Generic[Kept]):
             return uid
         with self._lock:
             if uid not in self._known and len(self._known) >= self._limit:
-                self.limit_reached = True
                 return uid
             if self._known.get(uid) == thing:
                 return uid
             self._known[uid] = thing
-        self._notify(lambda: self._follower.changed(uid, thing))
+        self._notify(lambda follower: follower.changed(uid, thing))
         return uid
 
     def _drop(self, uid: str) -> None:
         with self._lock:
             was_known = self._known.pop(uid, None) is not None
         if was_known and not self._stopping.is_set():
-            self._notify(lambda: self._follower.deleted(uid))
+            self._notify(lambda follower: follower.deleted(uid))
 
-    def _notify(self, call: Callable[[], None]) -> None:
+    def _notify(self, call: Callable[[Follower[Kept]], None]) -> None:
         try:
-            call()
+            if self._follower is not None:
+                call(self._follower)
         except Exception:  # one odd object must not end the watch of all others
             log.exception("an object of %s could not be taken in", self.path)
 

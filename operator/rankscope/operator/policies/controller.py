@@ -1,5 +1,5 @@
 """Controller of ProfilingPolicy objects: a run has at most one policy, which sets its thresholds, the sampling rates of
-its daemons and the automatic captures."""
+its daemons and the automatic captures. The daemons get the names of all runs with the rates."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from msgspec import UNSET
 from rankscope.analysis.verdicts.thresholds import Policy
 from rankscope.operator.captures.automatic import NEVER, AutomaticCaptureMaker, captures_today
 from rankscope.operator.kube.api_client import Api
-from rankscope.operator.kube.events import Events, Target
 from rankscope.operator.kube.leader_election import ShardLeases
-from rankscope.operator.kube.object_writer import ObjectWriter
+from rankscope.operator.kube.object_writer import Events, ObjectWriter, Target
 from rankscope.operator.kube.objects import (
     CaptureObject,
     PolicyObject,
@@ -101,13 +100,13 @@ def _budget(automatic: AutomaticCaptures, captures_today: int) -> Condition:
 
 log = logging.getLogger(__name__)
 
-# The rates of tens of thousands of pods are too expensive for every pulse.
-RATES_SECONDS = 5.0
+# The entries of tens of thousands of pods are too expensive for every pulse.
+PUSH_SECONDS = 3.0
 
 
 class PoliciesController:
     """`reconcile` is called about once a second, in one thread. `addresses` and `connected` are the daemons at this
-    moment: node to HOST:PORT, and the nodes whose windows arrive."""
+    moment: node to HOST:PORT, and the nodes whose windows arrive with the number of their connection."""
 
     def __init__(
         self,
@@ -121,7 +120,7 @@ class PoliciesController:
         thresholds: RunThresholds,
         channel: Callable[[str], grpc.Channel],
         addresses: Callable[[], Mapping[str, str]],
-        connected: Callable[[], frozenset[str]],
+        connected: Callable[[], Mapping[str, int]],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._writer = writer
@@ -135,15 +134,9 @@ class PoliciesController:
         self._connected = connected
         self._clock = clock
         self._pusher = PolicyPusher(channel, self._report_refusal)
-        self._rated_at = 0.0
+        self._pushed_at = 0.0
         self._matches: dict[str, Match] = {}
-        self.watched: Watched[PolicyObject] = Watched(api, collection(PolicyObject.plural), read_policy_object, self)
-
-    def changed(self, uid: str, policy: PolicyObject) -> None:
-        """Everything is decided in `reconcile`, from the watch's copy."""
-
-    def deleted(self, uid: str) -> None:
-        pass
+        self.watched: Watched[PolicyObject] = Watched(api, collection(PolicyObject.plural), read_policy_object)
 
     def stop(self) -> None:
         self._pusher.stop()
@@ -154,16 +147,16 @@ class PoliciesController:
         policies = by_namespace(self.watched.objects.values())
         # A new workload with the name of an old one has the run's name: the newer pods count.
         ordered = sorted(self._inventory.runs().values(), key=lambda run: run.last_created)
-        runs = {f"{run.key.namespace}/{run.key.object_name}": run for run in ordered}
+        runs = {run.key.full_name: run for run in ordered}
         in_force = {namespace: group[:POLICIES_LIMIT] for namespace, group in policies.items()}
         found = {name: match(in_force.get(run.key.namespace, ()), run) for name, run in runs.items()}
         self._matches = {name: matched for name, matched in found.items() if matched is not None}
         self._set_thresholds(runs)
         connected = self._connected()
-        self._pusher.forget_all_but(connected)
-        if self._clock() - self._rated_at >= RATES_SECONDS:
-            self._rated_at = self._clock()
-            self._pusher.follow(self._rates(runs), self._addresses(), connected, self._leases.keeps)
+        self._pusher.forget_interrupted(connected)
+        if self._clock() - self._pushed_at >= PUSH_SECONDS:
+            self._pushed_at = self._clock()
+            self._pusher.follow(self._entries(runs), self._addresses(), connected.keys(), self._leases.keeps)
         holding = {name: matched.policy for name, matched in self._matches.items()}
         captures = self._captures.reconcile(holding)
         if captures is not None:
@@ -185,21 +178,26 @@ class PoliciesController:
             of_runs[name] = made[key]
         self._thresholds.set(of_runs)
 
-    def _rates(self, runs: Mapping[str, Run]) -> Wanted:
+    def _entries(self, runs: Mapping[str, Run]) -> Wanted:
+        """For every node with pods of a run: the run's name and attempt, and the rates of its policy."""
         wanted: dict[str, dict[str, RunPolicy]] = {}
-        for name, matched in self._matches.items():
-            spec = matched.policy.spec
-            # Not `holds`: rates stay in force while the API server is away.
-            if spec is None or not self._leases.keeps(name):
+        for name, run in runs.items():
+            # Not `holds`: names and rates stay in force while the API server is away.
+            if not self._leases.keeps(name):
                 continue
-            if not isinstance(spec.sampling, Sampling) and not isinstance(spec.duty_cycle, DutyCycle):
-                continue
+            matched = self._matches.get(name)
+            spec = None if matched is None else matched.policy.spec
             pods: dict[str, list[str]] = {}
-            for pod in runs[name].live_pods:
+            for pod in run.live_pods:
                 if pod.node:
                     pods.setdefault(pod.node, []).append(pod.uid)
+            thing = self._runs.object_of(run.key.namespace, run.key.object_name)
+            attempt = 0 if thing is None or not isinstance(thing.status.attempt, int) else thing.status.attempt
             for node, uids in pods.items():
-                wanted.setdefault(node, {})[name] = _rates_of(name, spec, sorted(uids))
+                entry = RunPolicy(run=name, pods=sorted(uids), attempt=attempt)
+                if spec is not None:
+                    _add_rates(entry, spec)
+                wanted.setdefault(node, {})[name] = entry
         return wanted
 
     def _report_refusal(self, run: str, note: str) -> None:
@@ -231,11 +229,9 @@ class PoliciesController:
                     self._writer.queue_status(policy, status)
 
 
-def _rates_of(name: str, spec: ProfilingPolicySpec, pods: list[str]) -> RunPolicy:
-    rates = RunPolicy(run=name, pods=pods)
+def _add_rates(entry: RunPolicy, spec: ProfilingPolicySpec) -> None:
     if isinstance(spec.sampling, Sampling) and isinstance(spec.sampling.stack_rate_hertz, float):
-        rates.stack_rate_hertz = spec.sampling.stack_rate_hertz
+        entry.stack_rate_hertz = spec.sampling.stack_rate_hertz
     if isinstance(spec.duty_cycle, DutyCycle):
-        rates.duty_cycle_steps = spec.duty_cycle.steps
-        rates.duty_cycle_seconds = spec.duty_cycle.every_seconds
-    return rates
+        entry.duty_cycle_steps = spec.duty_cycle.steps
+        entry.duty_cycle_seconds = spec.duty_cycle.every_seconds

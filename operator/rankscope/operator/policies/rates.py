@@ -1,12 +1,12 @@
-"""Sends the policies' sampling rates to the daemons that have ranks of the runs, with a lease: after a change, when
-half of the lease has passed, and again to a daemon that was away."""
+"""Sends the names of runs and the sampling rates of policies to the daemons that have pods of the runs: after a change,
+again to a daemon that was away, and, as rates hold on lease, when half of the lease has passed."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 # Long enough for a restart of the operator, short enough that daemons without one soon return to their own settings.
 LEASE_SECONDS = 300.0
+NAMES_SECONDS = 3600.0
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 15.0
 WORKERS = 8
@@ -50,6 +51,7 @@ class PolicyPusher:
         self._monotonic_seconds = monotonic_seconds
         self._lock = threading.Lock()
         self._sent: dict[str, dict[str, _Sent]] = {}  # node, run
+        self._connected: Mapping[str, int] = {}
         self._busy: set[str] = set()
         self._not_before: dict[str, float] = {}
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="rankscope-policies")
@@ -57,19 +59,20 @@ class PolicyPusher:
     def stop(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def forget_all_but(self, connected: frozenset[str]) -> None:
-        """A daemon that was away may have forgotten everything. To be called often."""
+    def forget_interrupted(self, connected: Mapping[str, int]) -> None:
+        """A daemon that was away may have forgotten everything. `connected` are the numbers of the connections by
+        node."""
         with self._lock:
-            for node in self._sent.keys() - connected:
-                del self._sent[node]
-            for node in self._not_before.keys() - connected:
-                del self._not_before[node]
+            known, self._connected = self._connected, connected
+            for node in [node for node, number in known.items() if connected.get(node) != number]:
+                self._sent.pop(node, None)
+                self._not_before.pop(node, None)
 
     def follow(
         self,
         wanted: Wanted,
         addresses: Mapping[str, str],
-        connected: frozenset[str],
+        connected: Set[str],
         holds: Callable[[str], bool],
     ) -> None:
         """`connected` are the nodes with a connected daemon. Runs that are not held belong to another replica."""
@@ -88,7 +91,7 @@ class PolicyPusher:
         due = [
             policy
             for run, policy in wanted.items()
-            if run not in sent or sent[run].policy != policy or now - sent[run].at_seconds > LEASE_SECONDS / 2
+            if run not in sent or sent[run].policy != policy or now - sent[run].at_seconds > _renewal_seconds(policy)
         ]
         return [*due, *(RunPolicy(run=run) for run in sent if run not in wanted)]
 
@@ -101,7 +104,10 @@ class PolicyPusher:
         except Exception as error:  # noqa: BLE001 - one daemon must not keep the others from getting theirs
             text = (error.details() or error.code().name) if isinstance(error, grpc.RpcError) else str(error)
             log.info(
-                "policies cannot be sent to %s, trying again in %.0f s: %s", node, RETRY_SECONDS, one_line(text, 200)
+                "names and policies cannot be sent to %s, trying again in %.0f s: %s",
+                node,
+                RETRY_SECONDS,
+                one_line(text, 200),
             )
             with self._lock:
                 self._busy.discard(node)
@@ -119,3 +125,9 @@ class PolicyPusher:
             run = next((policy.run for policy in policies if note.startswith(f"{policy.run[:128]}: ")), "")
             if run:
                 self._report(run, f"{node}: {note[:500]}")
+
+
+def _renewal_seconds(policy: RunPolicy) -> float:
+    """Names alone have no lease: most runs have no rates of their own, and a fleet has thousands of nodes."""
+    has_rates = policy.HasField("stack_rate_hertz") or policy.HasField("duty_cycle_steps")
+    return LEASE_SECONDS / 2 if has_rates else NAMES_SECONDS

@@ -10,16 +10,16 @@ from contextlib import contextmanager
 
 from msgspec import UNSET, UnsetType
 
+from rankscope.analysis.collectives.hang_report import HangReport
 from rankscope.analysis.verdicts.verdict import Kind, Severity
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.operator.kube.api_client import Api, Document
-from rankscope.operator.kube.events import Events, Target
 from rankscope.operator.kube.leader_election import ShardLeases
-from rankscope.operator.kube.object_writer import ObjectWriter
+from rankscope.operator.kube.object_writer import Events, ObjectWriter, Target
 from rankscope.operator.kube.objects import MANAGED, RunObject, collection, read_run_object, unix_seconds
 from rankscope.operator.kube.resources import API_VERSION, RunVerdict, TrainingRunStatus
 from rankscope.operator.kube.watch_cache import Watched
-from rankscope.operator.runs.inventory import Inventory, Run
+from rankscope.operator.runs.inventory import Inventory, Run, RunNodes
 from rankscope.operator.runs.pods import read_annotations
 from rankscope.operator.runs.run_grouping import RunKey
 from rankscope.operator.runs.status import ended_status, gist, is_premature, run_status
@@ -57,6 +57,7 @@ class RunsController:
         self._lock = threading.Lock()
         self._refreshed_at: dict[tuple[str, str], float] = {}
         self._reported: set[tuple[str, str]] = set()  # pod uid, mistake
+        self._last_hangs: dict[tuple[str, str], str] = {}
         self.watched = Watched(api, collection(RunObject.plural), read_run_object, self)
 
     def changed(self, uid: str, thing: RunObject) -> None:
@@ -70,10 +71,35 @@ class RunsController:
                     del self._objects[place]
                     self._writer.forget(known)
                     self._refreshed_at.pop(place, None)
+                    self._last_hangs.pop(place, None)
+
+    @property
+    def is_listed(self) -> bool:
+        return self.watched.listed.is_set()
 
     def object_of(self, namespace: str, name: str) -> RunObject | None:
         with self._lock:
             return self._objects.get((namespace, name))
+
+    def nodes_of(self, job: str) -> RunNodes:
+        """The pods are those of the API server; the ranks are known to the replica that correlates the run."""
+        namespace, _, name = job.partition("#")[0].partition("/")
+        pods = self._inventory.pods_by_node(lambda key: key.namespace == namespace and key.object_name == name)
+        state = self._states().get(job)
+        identities = {} if state is None else state.identities
+        return RunNodes(pods, {rank: identity.node for rank, identity in identities.items()})
+
+    def report_hang(self, report: HangReport) -> None:
+        """From any thread."""
+        namespace, _, name = report.run.partition("#")[0].partition("/")
+        thing = self.object_of(namespace, name)
+        if thing is None or not self._leases.holds(thing.place):
+            return
+        with self._lock:
+            self._last_hangs[namespace, name] = report.id
+        target = Target(API_VERSION, "TrainingRun", thing.namespace, thing.name, thing.uid)
+        text = f"{report.headline}; next: rankscope hangs {report.id}"
+        self._events.emit(target, "Warning", "HangReported", text, report.id)
 
     def reconcile(self) -> None:
         if not self.watched.listed.is_set():
@@ -125,7 +151,7 @@ class RunsController:
                 {"apiVersion": owner.api_version, "kind": owner.kind, "name": owner.name, "uid": owner.uid}
             ]
         body = {"apiVersion": API_VERSION, "kind": "TrainingRun", "metadata": metadata, "spec": {"workload": workload}}
-        path, place = collection(RunObject.plural, key.namespace), f"{key.namespace}/{key.object_name}"
+        path, place = collection(RunObject.plural, key.namespace), key.full_name
         self._writer.queue(f"create trainingruns {place}", place, key, lambda: self._api.create(path, body))
 
     def _update(self, thing: RunObject, run: Run, state: JobState | None, captured: str | UnsetType) -> None:
@@ -135,6 +161,7 @@ class RunsController:
             return
         status = run_status(run, state, thing.status, thing.generation, now)
         status.last_capture = captured or status.last_capture
+        status.last_hang = self._last_hangs.get(place, status.last_hang)
         if status == thing.status:
             return
         meant = _meaning(status) != _meaning(thing.status)
@@ -168,6 +195,8 @@ class RunsController:
         reason = "".join(part.capitalize() for part in verdict.kind.split("_"))
         target = Target(API_VERSION, "TrainingRun", thing.namespace, thing.name, thing.uid)
         text = verdict.reason
+        if isinstance(verdict.evidence, str):
+            text += f"; {verdict.evidence}"
         if isinstance(verdict.source, str):
             text += f" ({verdict.source})"
         self._events.emit(target, "Warning", reason, text, verdict.since)
@@ -199,4 +228,5 @@ def _contained(place: tuple[str, str]) -> Iterator[None]:
 def _meaning(status: TrainingRunStatus) -> object:
     """What a user would call a change."""
     conditions = tuple((condition.type, condition.status) for condition in status.conditions)
-    return (status.phase, status.ranks, gist(status.verdict), conditions, status.last_capture)
+    last = (status.last_capture, status.last_hang)
+    return (status.phase, status.ranks, gist(status.verdict), conditions, last, status.attempt_pod)

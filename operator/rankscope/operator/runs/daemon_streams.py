@@ -5,6 +5,7 @@ An unreachable daemon is retried with increasing pauses; a daemon without a cert
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 import threading
@@ -75,9 +76,10 @@ class DaemonStreams:
         self._tls = tls
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[_Target, asyncio.Task[None]] = {}
-        self._connected: set[str] = set()
+        self._connected: dict[str, int] = {}
+        self._connections = itertools.count()
         self._connecting = asyncio.Semaphore(CONNECTING_LIMIT)
-        self._heard_at: dict[grpc.aio.Call, float] = {}
+        self._received_at: dict[grpc.aio.Call, float] = {}
         self._gathered: list[DaemonMessage] = []
         self._gathered_bytes = 0
         self._handing_on: asyncio.TimerHandle | None = None
@@ -85,9 +87,9 @@ class DaemonStreams:
         self.messages_total = 0
 
     @property
-    def connected(self) -> frozenset[str]:
-        """Nodes whose daemon sends windows."""
-        return frozenset(self._connected)
+    def connected(self) -> Mapping[str, int]:
+        """Nodes whose daemon sends windows, with the number of the connection: another after an interruption."""
+        return self._connected.copy()
 
     @property
     def following(self) -> int:
@@ -138,13 +140,13 @@ class DaemonStreams:
             except Exception:
                 log.exception("daemon of %s", node)
             finally:
-                self._connected.discard(node)
+                self._connected.pop(node, None)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
             backoff = min(backoff * 2, LAST_BACKOFF_SECONDS)
 
     async def _stream(self, target: _Target) -> bool:
         """True if anything was received."""
-        node, heard = target.node, False
+        node, has_received = target.node, False
         bucket = TokenBucket(MESSAGES_BURST, MESSAGES_PER_SECOND)
         async with self._channel(target.address) as channel:
             request = rank_service_pb2.WatchRanksRequest(pods=sorted(target.pods))
@@ -158,25 +160,26 @@ class DaemonStreams:
                     if not bucket.take(now):
                         raise ValueError(f"it sends more than {MESSAGES_PER_SECOND:g} messages a second")
                     read = DaemonMessage(node, message)
-                    heard = True
-                    self._connected.add(node)
-                    self._heard_at[call] = now
+                    has_received = True
+                    if node not in self._connected:
+                        self._connected[node] = next(self._connections)
+                    self._received_at[call] = now
                     self.messages_total += 1
                     self._take(read, len(message))
                     message = await call.read()
             except asyncio.CancelledError:
-                if heard and call not in self._heard_at:  # by `_sweep`; else by the task's owner
-                    raise asyncio.TimeoutError(f"nothing was heard for {SILENT_SECONDS:g} s") from None
+                if has_received and call not in self._received_at:  # by `_sweep`; else by the task's owner
+                    raise asyncio.TimeoutError(f"nothing was received for {SILENT_SECONDS:g} s") from None
                 raise
             finally:
-                self._heard_at.pop(call, None)
+                self._received_at.pop(call, None)
                 call.cancel()
-        return heard
+        return has_received
 
     def _sweep(self) -> None:
         deadline = self._loop.time() - SILENT_SECONDS
-        for call in [call for call, heard_at in self._heard_at.items() if heard_at < deadline]:
-            del self._heard_at[call]
+        for call in [call for call, at in self._received_at.items() if at < deadline]:
+            del self._received_at[call]
             call.cancel()
         self._loop.call_later(SWEEP_SECONDS, self._sweep)
 
@@ -222,7 +225,7 @@ class DaemonStreams:
 
 # The pods of our DaemonSet, by node.
 
-SELECTOR = "app.kubernetes.io/name=rankscope,app.kubernetes.io/component=daemon"
+SELECTOR = "app.kubernetes.io/part-of=rankscope,app.kubernetes.io/component=daemon"
 PORT_NAME = "grpc"
 DEFAULT_PORT = 9465
 

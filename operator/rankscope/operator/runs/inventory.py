@@ -33,6 +33,14 @@ class Run:
         return all(pod.is_over for pod in self.pods.values())
 
 
+@dataclass(frozen=True)
+class RunNodes:
+    """Where a run is."""
+
+    pods: Mapping[str, frozenset[str]]  # by node: the uids of its pods there; empty sets without Kubernetes
+    owners: Mapping[int, str]  # rank to node, of the ranks that report
+
+
 @dataclass
 class _Group:
     key: RunKey  # one for all of its pods

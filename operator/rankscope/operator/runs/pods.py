@@ -38,6 +38,7 @@ class Pod:
     annotations: Mapping[str, str] = field(default_factory=dict)  # ours only
     owner: Owner | None = None
     created: str = ""
+    restarts: int = 0  # of its containers, the most
 
     @property
     def is_over(self) -> bool:
@@ -64,6 +65,7 @@ def read_pod(document: Mapping[str, Any]) -> Pod | None:
         annotations={k: v for k, v in _texts(metadata.get("annotations"), 1024).items() if "rankscope.dev/" in k},
         owner=_owner(metadata.get("ownerReferences")),
         created=_shared(_text(metadata.get("creationTimestamp"))),
+        restarts=_restarts(status.get("containerStatuses")),
     )
 
 
@@ -78,6 +80,11 @@ def _owner(references: object) -> Owner | None:
         if all(parts):
             return Owner(*map(_shared, parts))
     return None
+
+
+def _restarts(statuses: object) -> int:
+    found = [_mapping(each).get("restartCount") for each in (statuses if isinstance(statuses, list) else ())]
+    return max((count for count in found if isinstance(count, int)), default=0)
 
 
 def _is_ready(condition: object) -> bool:
@@ -103,7 +110,6 @@ def _texts(value: object, characters: int = TEXT_CHARACTERS) -> dict[str, str]:
 PREFIX = "rankscope.dev/"
 MFU_TARGET = f"{PREFIX}mfu-target"
 WATCH = f"{PREFIX}watch"
-KNOWN = (MFU_TARGET, WATCH)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Compares what daemons report with what the API server knows, and names ranks by run.
+"""Compares what daemons report with what the API server knows: a rank belongs to the run of its pod.
 
 A daemon may be wrong or hostile: it may report the pods of its own node only, at the rate of a daemon; everything
 else is refused."""
@@ -18,55 +18,19 @@ from rankscope.operator.runs.inventory import Inventory
 from rankscope.operator.runs.run_grouping import RunKey
 from rankscope.v1.identity_pb2 import RankIdentity
 
-# The jobs of one run: their names, and the pods that own their ranks.
-
-# A job that has been silent for this long no longer owns its run's name.
-SILENT_SECONDS = 30.0
-# How often that is checked.
-FORGETTING_SECONDS = 1.0
+# Several launches at a time in the pods of one run, as in a Ray cluster, are jobs of their own: RUN, RUN#2, RUN#3.
 JOBS_PER_RUN = 16
-# A rank belongs to its pod while that pod exists and reports it: otherwise one node could take over ranks of another.
+# A rank belongs to its pod while that pod exists and reports it; without Kubernetes, to the first node that reports it.
+# Otherwise one node could take over ranks of another.
 OWNED_SECONDS = 10.0
+# How often owners that no longer report are removed.
+SWEEP_SECONDS = 30.0
+# A process that was not reported for this long is forgotten; how often that is checked.
+SILENT_SECONDS = 30.0
+FORGETTING_SECONDS = 1.0
 
-Owner = tuple[str, float]  # uid of a rank's pod, and when it was last heard
+Owner = tuple[str, float]  # uid of a rank's pod, or the name of its node, and when it was last reported
 Owners = dict[int, Owner]
-
-
-class RunJobs:
-    """By the names that the jobs report; a restarted job may have another port."""
-
-    def __init__(self) -> None:
-        self.names: dict[str, str] = {}
-        self.owners: dict[str, Owners] = {}
-        self._heard_at: dict[str, float] = {}
-        self._looked_at = 0.0
-        self._swept_at = 0.0
-
-    def name(self, job: str, run_name: Callable[[], str], now: float) -> str | None:
-        """The run's own name for its only job; further jobs, as in a Ray cluster, get a number. None if there are
-        too many."""
-        if now - self._looked_at > FORGETTING_SECONDS:
-            self._forget_silent(now)
-        name = self.names.get(job)
-        if name is None:
-            taken, plain = set(self.names.values()), run_name()
-            choices = [plain, *(f"{plain}#{number}" for number in range(2, JOBS_PER_RUN + 1))]
-            name = next((choice for choice in choices if choice not in taken), None)
-            if name is None:
-                return None
-            self.names[job] = name
-        self._heard_at[job] = now
-        return name
-
-    def _forget_silent(self, now: float) -> None:
-        self._looked_at = now
-        for silent in [known for known, heard in self._heard_at.items() if now - heard > SILENT_SECONDS]:
-            del self._heard_at[silent], self.names[silent]
-            self.owners.pop(silent, None)
-        if now - self._swept_at > SILENT_SECONDS:  # rarely: a job may have a hundred thousand ranks
-            self._swept_at = now
-            for job, owners in self.owners.items():
-                self.owners[job] = {rank: owner for rank, owner in owners.items() if now - owner[1] < OWNED_SECONDS}
 
 
 # The daemon of one node: its rate limit, and the processes that it reports.
@@ -76,7 +40,6 @@ RANKS_PER_NODE = 1024
 # Windows per rank and second, on average over the bucket: the shortest window is half a second long.
 WINDOWS_PER_RANK_SECOND = 4.0
 BURST_SECONDS = 15.0
-# A process that was not reported for this long is forgotten; how often that is checked.
 
 Names = tuple[str, str, str, str]  # job, node, namespace and name of the pod
 
@@ -95,18 +58,17 @@ class Known:
     """A process of a node, keyed by the bytes of its identity, which are the same in all of its windows: they are
     parsed once."""
 
-    __slots__ = ("heard_at", "identity", "is_possible", "key", "names", "rank", "seen", "sought")
+    __slots__ = ("identity", "is_possible", "key", "names", "process", "rank", "reported_at", "seen")
 
     def __init__(self, identity: RankIdentity) -> None:
         self.identity = identity  # as reported by the daemon
-        # A run's ranks have its pods, whatever else on a node has the job's name.
-        self.sought = (identity.pod, identity.shared_job or identity.job)
+        self.key = (identity.pod, identity.job)
         self.rank = identity.rank
-        self.key = (identity.pod, identity.rank)
+        self.process = (identity.pod, identity.rank, identity.pid, identity.incarnation)
         self.is_possible = 0 <= identity.rank < identity.world_size
         self.seen: RankSeen | None = None  # under `names`
         self.names: Names | None = None
-        self.heard_at = 0.0
+        self.reported_at = 0.0
 
     def under(self, names: Names | None) -> RankSeen:
         if self.seen is None or self.names != names:
@@ -114,17 +76,16 @@ class Known:
             renamed.CopyFrom(self.identity)
             if names is not None:
                 renamed.job, renamed.node, renamed.namespace, renamed.pod_name = names
-                renamed.ClearField("shared_job")
             self.names, self.seen = names, RankSeen(renamed)
         return self.seen
 
 
-class Speaker:
+class Sender:
     def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals
         self._windows = TokenBucket(BURST_SECONDS * WINDOWS_PER_RANK_SECOND * RANKS_PER_NODE, 0.0)
         self._forgot_at = 0.0
-        # Of the current message: ranks come and go, and must not raise the limit for ever.
+        # Of the current message: ranks come and go, and must not raise the limit forever.
         self.ranks = 0
         self.known: dict[bytes, Known] = {}
 
@@ -137,26 +98,27 @@ class Speaker:
             self._refusals.add("rate", sent - allowed)
         return allowed
 
-    def meet(self, identity: bytes, now: float) -> Known | None:
+    def add(self, identity: bytes, now: float) -> Known | None:
         """None if there are too many already, or the identity is invalid."""
         if len(self.known) >= RANKS_PER_NODE:
             if now - self._forgot_at > FORGETTING_SECONDS:
                 self._forgot_at = now
-                self.known = {key: k for key, k in self.known.items() if now - k.heard_at < SILENT_SECONDS}
+                self.known = {key: k for key, k in self.known.items() if now - k.reported_at < SILENT_SECONDS}
             if len(self.known) >= RANKS_PER_NODE:
                 self._refusals.add("ranks")
                 return None
-        try:
-            known = self.known[identity] = Known(RankIdentity.FromString(identity))
-        except DecodeError:
-            self._refusals.add("unreadable")
-            return None
+        known = self._read(identity)
+        if known is not None:
+            self.known[identity] = known
         return known
 
-    def part(self, identity: bytes) -> Known | None:
+    def remove(self, identity: bytes) -> Known | None:
         """A process that is reported for the last time."""
+        return self.known.pop(identity, None) or self._read(identity)
+
+    def _read(self, identity: bytes) -> Known | None:
         try:
-            return self.known.pop(identity, None) or Known(RankIdentity.FromString(identity))
+            return Known(RankIdentity.FromString(identity))
         except DecodeError:
             self._refusals.add("unreadable")
             return None
@@ -179,18 +141,18 @@ class _Place:
 
 
 @dataclass
-class _Here:
-    """Lookups of one message: the pods and jobs of a node are few, and looked up once."""
+class _Lookups:
+    """Of one message: the pods and jobs of a node are few, and looked up once."""
 
     node: str
-    speaker: Speaker
+    sender: Sender
     now: float
     keeps: Callable[[str], bool]
     places: dict[tuple[str, str], _Place] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Heard:
+class Accepted:
     windows: list[HeldWindow]
     departed: list[RankIdentity]
 
@@ -199,60 +161,65 @@ class Binding:
     """Thread-safe: windows arrive in one thread, and are forgotten in another."""
 
     def __init__(self, inventory: Inventory | None = None, monotonic: Callable[[], float] = time.monotonic) -> None:
-        """Without an inventory there is one machine and no API server: ranks keep the names that the daemon reports."""
+        """Without an inventory there is no API server: ranks keep the names that the daemons report."""
         self.refusals = Refusals()
         self._lock = threading.Lock()
         self._inventory = inventory
         self._monotonic = monotonic
-        self._speakers: dict[str, Speaker] = {}
-        self._jobs: dict[RunKey, RunJobs] = {}
+        self._senders: dict[str, Sender] = {}
+        self._owners: dict[RunKey | None, dict[str, Owners]] = {}  # by the names of the run's jobs
+        self._swept_at = 0.0
 
-    def bind(self, messages: Sequence[DaemonMessage], keeps: Callable[[str], bool] = lambda name: True) -> Heard:
+    def bind(self, messages: Sequence[DaemonMessage], keeps: Callable[[str], bool] = lambda name: True) -> Accepted:
         """The accepted windows, with `job` as the run's name, and `node` and `namespace` as in the API server.
         Windows of jobs that `keeps` rejects are dropped."""
-        heard = Heard([], [])
+        accepted = Accepted([], [])
         with self._lock:
             now = self._monotonic()
+            self._sweep(now)
             for message in messages:
-                speaker = self._speakers.get(message.node)
-                if speaker is None:
-                    speaker = self._speakers[message.node] = Speaker(self.refusals)
-                here = _Here(message.node, speaker, now, keeps)
-                self._bind(message, here, heard)
+                sender = self._senders.get(message.node)
+                if sender is None:
+                    sender = self._senders[message.node] = Sender(self.refusals)
+                lookups = _Lookups(message.node, sender, now, keeps)
+                processes = self._bind(message, lookups, accepted)
                 if self._inventory is not None:
-                    self._inventory.ranks_seen_in({pod for (pod, _), place in here.places.items() if place.uid})
+                    self._inventory.ranks_seen_in({pod for (pod, _), place in lookups.places.items() if place.uid})
                 if message.departed:
-                    heard.departed.extend(self._departed(message, here))
-        return heard
+                    accepted.departed.extend(self._departed(message, lookups, processes))
+        return accepted
 
-    def _bind(self, message: DaemonMessage, here: _Here, heard: Heard) -> None:
-        speaker = here.speaker
-        ranks = set()
-        allowed = speaker.allow(len(message.windows), here.now)
+    def _bind(self, message: DaemonMessage, lookups: _Lookups, accepted: Accepted) -> set[object]:
+        """Returns the processes that have a window."""
+        sender = lookups.sender
+        processes: set[object] = set()
+        allowed = sender.allow(len(message.windows), lookups.now)
         start, end = message.start_unix_nanos, message.end_unix_nanos
         for window, identity, figures in zip(
             message.windows[:allowed], message.ranks[:allowed], message.figures(allowed), strict=True
         ):
-            known = speaker.known.get(identity) or speaker.meet(identity, here.now)
+            known = sender.known.get(identity) or sender.add(identity, lookups.now)
             if known is None:
                 continue
-            ranks.add(known.key)
-            place = self._believe(known, here)
+            processes.add(known.process)
+            place = self._place_of(known, lookups)
             if place is None:
                 continue
             if len(window) > WINDOW_BYTES_LIMIT:
                 self.refusals.add("size")
                 continue
-            heard.windows.append(HeldWindow(known.under(place.names), window, start, end, figures))
-        speaker.ranks = len(ranks) or speaker.ranks
+            accepted.windows.append(HeldWindow(known.under(place.names), window, start, end, figures))
+        sender.ranks = len(processes) or sender.ranks
+        return processes
 
-    def _departed(self, message: DaemonMessage, here: _Here) -> list[RankIdentity]:
+    def _departed(self, message: DaemonMessage, lookups: _Lookups, present: set[object]) -> list[RankIdentity]:
+        """Without processes that have a window in the same message: their job has another name on the node."""
         found: list[RankIdentity] = []
-        for identity in message.departed[: here.speaker.allow(len(message.departed), here.now)]:
-            known = here.speaker.part(identity)
-            if known is None:
+        for identity in message.departed[: lookups.sender.allow(len(message.departed), lookups.now)]:
+            known = lookups.sender.remove(identity)
+            if known is None or known.process in present:
                 continue
-            place = self._believe(known, here)
+            place = self._place_of(known, lookups)
             if place is not None:
                 del place.owners[known.rank]
                 found.append(known.under(place.names).identity)
@@ -260,70 +227,81 @@ class Binding:
 
     def forget_all_but(self, runs: set[RunKey], nodes: set[str]) -> None:
         with self._lock:
-            for key in self._jobs.keys() - runs:
-                del self._jobs[key]
-            for node in self._speakers.keys() - nodes:
-                del self._speakers[node]
+            for key in self._owners.keys() - runs - {None}:
+                del self._owners[key]
+            for node in self._senders.keys() - nodes:
+                del self._senders[node]
 
-    def daemon_job(self, name: str) -> str | None:
-        """The daemons' name for the job."""
-        with self._lock:
-            for jobs in self._jobs.values():
-                for job, given in jobs.names.items():
-                    if given == name:
-                        return job
-        return None
-
-    def run_name(self, key: RunKey) -> str:
-        """The name of a run's first job in metrics, verdicts and commands."""
-        return f"{key.namespace}/{key.object_name}"
-
-    def _believe(self, known: Known, here: _Here) -> _Place | None:
-        """Where it belongs; None if it is refused or dropped."""
-        known.heard_at = here.now
+    def _place_of(self, known: Known, lookups: _Lookups) -> _Place | None:
+        """Where a rank belongs; None if it is refused or dropped."""
+        known.reported_at = lookups.now
         if not known.is_possible:
             self.refusals.add("rank")
             return None
-        place = here.places.get(known.sought)
+        if self._inventory is None and known.identity.node != lookups.node:
+            self.refusals.add("other_node")
+            return None
+        place = lookups.places.get(known.key)
         if place is None:
-            place = here.places[known.sought] = self._place(*known.sought, here)
+            place = lookups.places[known.key] = self._look_up(*known.key, lookups)
         if not place.kept:
             if place.refusal:
                 self.refusals.add(place.refusal)
             return None
         owner = place.owners.get(known.rank)
-        if owner is not None and owner[0] != place.uid and self._is_alive(owner, here.now):
+        if owner is not None and owner[0] != place.uid and self._is_alive(owner, lookups.now):
             self.refusals.add("rank_taken")
             return None
         place.owners[known.rank] = place.owner
         return place
 
-    def _place(self, uid: str, job: str, here: _Here) -> _Place:
+    def _look_up(self, uid: str, job: str, lookups: _Lookups) -> _Place:
         if self._inventory is None:
-            return _Place(uid, None, here.keeps(job), "", {}, (uid, here.now))
+            owners = self._owners.setdefault(None, {}).setdefault(job, {})
+            return _Place(lookups.node, None, lookups.keeps(job), "", owners, (lookups.node, lookups.now))
         found = self._inventory.find(uid) if uid else None
         if found is None:
-            return _nowhere("unknown_pod")
+            return _refused("unknown_pod")
         pod, key = found
-        if pod.node != here.node:
-            return _nowhere("other_node")
-        jobs = self._jobs.get(key)
-        if jobs is None:
-            jobs = self._jobs[key] = RunJobs()
-        name = jobs.name(job, lambda: self.run_name(key), here.now)
+        if pod.node != lookups.node:
+            return _refused("other_node")
+        name = _name_in_run(job, key.full_name)
         if name is None:
-            return _nowhere("jobs")
-        owners = jobs.owners.setdefault(job, {})
-        names = (name, here.node, pod.namespace, pod.name)
-        return _Place(uid, names, here.keeps(name), "", owners, (uid, here.now))
+            return _refused("jobs")
+        owners = self._owners.setdefault(key, {}).setdefault(name, {})
+        names = (name, lookups.node, pod.namespace, pod.name)
+        return _Place(uid, names, lookups.keeps(name), "", owners, (uid, lookups.now))
 
     def _is_alive(self, owner: Owner, now: float) -> bool:
-        uid, heard_at = owner
-        if now - heard_at >= OWNED_SECONDS:
+        uid, reported_at = owner
+        if now - reported_at >= OWNED_SECONDS:
             return False
-        found = None if self._inventory is None else self._inventory.find(uid)
+        if self._inventory is None:
+            return True
+        found = self._inventory.find(uid)
         return found is not None and not found[0].is_over and not found[0].deleting
 
+    def _sweep(self, now: float) -> None:
+        """Rarely: a job may have a hundred thousand ranks."""
+        if now - self._swept_at < SWEEP_SECONDS:
+            return
+        self._swept_at = now
+        for jobs in self._owners.values():
+            for name, owners in list(jobs.items()):
+                jobs[name] = {rank: owner for rank, owner in owners.items() if now - owner[1] < OWNED_SECONDS}
+                if not jobs[name]:
+                    del jobs[name]
 
-def _nowhere(refusal: str) -> _Place:
-    return _Place("", None, False, refusal, {}, ("", 0.0))
+
+def _name_in_run(job: str, run: str) -> str | None:
+    """The name of a job of the run. A daemon that does not know the run's name yet reports another one. None if the
+    number is not one of a job."""
+    reported_run, _, number = job.rpartition("#")
+    if reported_run != run:
+        return run
+    is_number = number.isdecimal() and number == str(int(number[:3])) and 2 <= int(number) <= JOBS_PER_RUN
+    return job if is_number else None
+
+
+def _refused(reason: str) -> _Place:
+    return _Place("", None, False, reason, {}, ("", 0.0))

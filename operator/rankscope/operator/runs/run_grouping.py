@@ -44,6 +44,11 @@ class RunKey:
         return f"{plain[: NAME_CHARACTERS - HASH_CHARACTERS - 1].rstrip('-')}-{digest}"
 
     @property
+    def full_name(self) -> str:
+        """The run's one name in metrics, verdicts and commands; daemons get it from the operator."""
+        return f"{self.namespace}/{self.object_name}"
+
+    @property
     def owner(self) -> Owner | None:
         """The owner that the run's objects are deleted with. With a wrong uid the cluster deletes them at once."""
         if not self.api_version or not self.uid:

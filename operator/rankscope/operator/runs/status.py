@@ -44,6 +44,8 @@ def run_status(
         status.verdict = run_verdict(state, before.verdict)
         conditions.append(_healthy(state.verdict))
     status.last_capture = before.last_capture
+    status.last_hang = before.last_hang
+    status.attempt, status.attempt_pod = _attempt(run, before)
     status.conditions = merged_conditions(before.conditions, conditions, generation, now_unix_seconds)
     return status
 
@@ -101,6 +103,23 @@ def _run_verdict(state: JobState) -> RunVerdict:
         impact_ratio=_rounded(verdict.impact_ratio),
         lost_gpu_hours=UNSET if verdict.lost_gpu_seconds is None else _coarse(verdict.lost_gpu_seconds / 3600),
     )
+
+
+def _attempt(run: Run, before: TrainingRunStatus) -> tuple[int | UnsetType, str | UnsetType]:
+    """A restart replaces the pods or restarts their containers. It is counted by one pod of the run, which no training
+    job outlives."""
+    pods = {pod.uid: pod for pod in run.live_pods}
+    if not pods:
+        return before.attempt, before.attempt_pod
+    first = min(pods.values(), key=lambda pod: pod.name)
+    if not isinstance(before.attempt_pod, str) or not isinstance(before.attempt, int):
+        return first.restarts, f"{first.uid}/{first.restarts}"
+    uid, _, counted = before.attempt_pod.partition("/")
+    if uid in pods:
+        restarts = pods[uid].restarts
+        more = max(0, restarts - int(counted)) if counted.isdecimal() else 0
+        return before.attempt + more, f"{uid}/{restarts}"
+    return before.attempt + 1 + first.restarts, f"{first.uid}/{first.restarts}"
 
 
 def _phase(run: Run, state: JobState | None) -> RunPhase:

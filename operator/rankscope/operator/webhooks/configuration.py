@@ -90,21 +90,20 @@ def _pods(address: Address, name: str, path: str, selectors: Mapping[str, Any]) 
 def _stamping(address: Address) -> list[Document]:
     """A capture without a requester is not allowed, and nobody may change the requester: without us no Capture is
     created or changed. It can be deleted; its finalizer can be removed once this configuration is deleted."""
-    rule = {**_rule("CREATE", "captures"), "operations": ["CREATE", "UPDATE"]}
+    rule = _rule(["CREATE", "UPDATE"], "captures")
     webhook = _webhook(address, f"stamp.captures.{GROUP}", STAMP_PATH, rule)
     return [{**webhook, "reinvocationPolicy": "IfNeeded", "failurePolicy": "Fail"}]
 
 
 def _validating(address: Address) -> Document:
-    rule = _rule("CREATE", "captures", "trainingruns", "profilingpolicies")
-    rule["operations"] = ["CREATE", "UPDATE"]
+    rule = _rule(["CREATE", "UPDATE"], "captures", "trainingruns", "profilingpolicies")
     # Objects that pass while we are away are checked again when they are read.
     return {**_webhook(address, f"validate.{GROUP}", VALIDATE_PATH, rule), "failurePolicy": "Ignore"}
 
 
 def _guarding(address: Address) -> Document:
     """Only the operator writes a status. While it is away nobody does."""
-    rule = _rule("UPDATE", *(f"{plural}/status" for plural in ("captures", "trainingruns", "profilingpolicies")))
+    rule = _rule(["UPDATE"], *(f"{plural}/status" for plural in ("captures", "trainingruns", "profilingpolicies")))
     return {**_webhook(address, f"status.{GROUP}", STATUS_PATH, rule), "failurePolicy": "Fail"}
 
 
@@ -120,8 +119,8 @@ def _webhook(address: Address, name: str, path: str, rule: Document) -> Document
     }
 
 
-def _rule(operation: str, *resources: str) -> Document:
-    return {"apiGroups": [GROUP], "apiVersions": [VERSION], "operations": [operation], "resources": list(resources)}
+def _rule(operations: list[str], *resources: str) -> Document:
+    return {"apiGroups": [GROUP], "apiVersions": [VERSION], "operations": operations, "resources": list(resources)}
 
 
 def _expression(operator: str, *values: str) -> Document:

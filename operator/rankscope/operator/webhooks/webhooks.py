@@ -19,8 +19,7 @@ from rankscope.operator.certificates.rotation import (
     CertificateSource,
     RotationSettings,
 )
-from rankscope.operator.kube.api_client import Api
-from rankscope.operator.kube.ownership import OwnName
+from rankscope.operator.kube.api_client import Api, OwnName
 from rankscope.operator.webhooks.admission import Admission
 from rankscope.operator.webhooks.configuration import NAME, Address, Configurations
 

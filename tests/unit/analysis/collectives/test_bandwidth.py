@@ -3,8 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.analysis.collectives.bandwidth import algorithm_gbps, bus_factor, bus_gbps, element_bytes, size_bytes
-from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.collectives.kinds import (
+    CollectiveKind,
+    algorithm_gbps,
+    bus_factor,
+    bus_gbps,
+    element_bytes,
+    size_bytes,
+)
 
 
 def one(value: int) -> np.ndarray:

@@ -51,12 +51,6 @@ def test_a_missing_value_breaks_a_line_and_a_log_axis_leaves_zero_out() -> None:
     assert [title.text for title in ElementTree.fromstring(svg).iter(f"{SVG}title")] == ["ops: shown"]
 
 
-def test_a_histogram_counts_every_value_once() -> None:
-    values = np.random.default_rng(1).gamma(2.0, 300.0, 1000)
-    blocks = _blocks(charts.histogram([*values.tolist(), math.nan], axis=TIME))
-    assert sum(int(text.rpartition(": ")[2]) for text in blocks) == 1000
-
-
 def test_a_heat_map_tells_every_cell_and_hatches_the_missing() -> None:
     values = np.array([[1.0, 2.0], [np.nan, 3.0]])
     blocks = _blocks(heat_map(values, row_labels=["s0", "s1"], column_labels=["d0", "d1"], unit="x"))
@@ -93,3 +87,23 @@ def test_names_out_of_a_hostile_file_are_shown_and_never_run() -> None:
     text = page(HOSTILE, [Section(HOSTILE, [HOSTILE], [Table([HOSTILE], [[HOSTILE]])], plots)], lead=HOSTILE)
     text.encode("utf-8")
     assert "<script" not in text and "\x00" not in text and "http:" not in text and "https:" not in text
+
+
+def test_a_table_breaks_words_only_where_they_are_too_long_for_a_page() -> None:
+    kernel = "void_at_native_vectorized_elementwise_kernel<4,CUDAFunctor_add<float>>"
+    rows = [["kernels launched one by one", "1 ms", f"{kernel} is first"]]
+    drawn = page("t", [Section("s", tables=[Table(["loss", "per step", "evidence"], rows, [False, True, False])])])
+    assert "<td>kernels launched one by one</td>" in drawn and '<td class="w">void_at' in drawn
+    styles = [line for line in drawn.splitlines() if "overflow-wrap" in line]
+    assert {line.partition(" ")[0] for line in styles} == {"p", "td.w"}
+
+
+def test_labels_of_bars_differ_where_the_names_do_and_the_full_name_is_in_the_tooltip() -> None:
+    names = [
+        f"void at::native::reduce_kernel<512, 1, at::native::{name}<float>, {'x' * 60}>" for name in ("Max", "Min")
+    ]
+    drawn = ElementTree.fromstring(charts.bars(names, [2.0, 1.0], axis=TIME))
+    found = {
+        (text.text, title.text) for text in drawn.iter(f"{SVG}text") if (title := text.find(f"{SVG}title")) is not None
+    }
+    assert len({shown for shown, _ in found}) == 2 and {full for _, full in found} == set(names)

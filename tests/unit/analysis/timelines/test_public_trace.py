@@ -10,7 +10,7 @@ import pytest
 
 from rankscope.analysis.timelines.report import TimelineReport, analyze
 from rankscope.analysis.verdicts.verdict import Kind
-from rankscope.cli.timeline_report.files import read_sizes, read_timeline
+from rankscope.cli.analyze_timeline import read_sizes, read_timeline
 from tests.shared_data import shared
 
 # Timestamps are stored as float32: that is the difference, and all of it.

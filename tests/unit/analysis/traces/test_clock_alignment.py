@@ -23,13 +23,14 @@ HOUR_US = 3.6e9
 def test_clocks_hours_apart_agree_to_less_than_the_jitter_of_the_ends(
     offsets: list[float], jitter_us: float, slow: int, seed: int
 ) -> None:
-    job = PlantedJob(4, offsets_us=dict(enumerate(offsets)), jitter_us=jitter_us, slow={slow: 1.5}, seed=seed)
+    # Of 12 steps, the residual of any seed is within 40 % of its mean; of 5, one in 240 is not within 60 %.
+    job = PlantedJob(4, offsets_us=dict(enumerate(offsets)), jitter_us=jitter_us, slow={slow: 1.5}, seed=seed, steps=12)
     found = job.join()
     assert found.last_arrivals == job.last_arrivals()
     for rank in range(4):
         planted = (offsets[0] - offsets[rank]) * 1000
         assert abs(found.clocks.shifts[rank].offset_ns - planted) < 1000 * jitter_us + 100
-    # Uniform jitter has a deviation of 0.29 of its range; the estimate is from 80 ends.
+    # Uniform jitter has a deviation of 0.29 of its range; the estimate is from 200 ends.
     assert found.clock_residual_us == pytest.approx(0.29 * jitter_us, rel=0.6, abs=0.02)
 
 

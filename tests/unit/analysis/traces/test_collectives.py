@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rankscope.analysis.collectives.kinds import CollectiveKind, kind_of_kernel, kind_of_note
+from rankscope.analysis.stats.robust import take_rows
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.trace import Category, ProcessGroup
@@ -134,7 +135,7 @@ def test_does_not_tie_a_kernel_to_another_thread_s_call_or_by_an_id_that_is_its_
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", KERNEL, 60, 9, {"correlation": 6, "external_id": 6}),
     ]
     found = find_collectives(make_trace(events))
-    kernels = found.where(found.kernel_row >= 0)
+    kernels = take_rows(found, found.kernel_row >= 0)
     assert list(kernels.calls) == [0, 0] and list(kernels.bytes) == [-1, -1]
 
 
@@ -248,9 +249,9 @@ def test_a_call_at_the_end_of_time_is_still_tied_to_its_kernel() -> None:
 def test_sizes_the_collectives_of_a_real_old_trace_by_the_shapes_of_their_inputs() -> None:
     trace = read_trace((shared("hta_pair") / "rank-0.json.gz").read_bytes())
     found = find_collectives(trace)
-    reductions = found.where(found.kind == CollectiveKind.ALL_REDUCE)
+    reductions = take_rows(found, found.kind == CollectiveKind.ALL_REDUCE)
     assert list(reductions.bytes) == [19618307 * 4, 26955536 * 4, 26258430 * 4, 5716654 * 4]
-    exchanges = found.where(found.kind == CollectiveKind.ALL_TO_ALL)
+    exchanges = take_rows(found, found.kind == CollectiveKind.ALL_TO_ALL)
     assert list(exchanges.bytes) == [384 * 8, 419430400, 419430400, 2846720 * 4]
     # Every kernel is an old ncclKernel_SendRecv or the like; only the host's calls tell them apart.
     assert found.measured.all() and list(found.calls) == [1] * 10

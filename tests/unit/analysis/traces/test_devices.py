@@ -115,7 +115,7 @@ def test_blackwell_s_kernels_are_launched_by_the_driver_and_run_on_tensor_cores(
     assert tensor_core(trace)[kernels].tolist() == [True, True, True, False, False]
     launches = measure_launches(trace)
     assert launches is not None and launches.count == len(names)
-    assert (trace.devices[0].name, trace.devices[0].multiprocessors) == ("NVIDIA B200", 148)
+    assert trace.devices[0].name == "NVIDIA B200"
 
 
 @pytest.mark.parametrize("with_host", [True, False])

@@ -6,7 +6,7 @@ import pytest
 
 from rankscope.analysis.traces.breakdown import break_down
 from rankscope.analysis.traces.communication.collectives import find_collectives
-from rankscope.analysis.traces.diagnosis.diagnosis import Diagnosis, diagnose
+from rankscope.analysis.traces.diagnosis import Diagnosis, diagnose
 from rankscope.analysis.traces.joins.join import Join, join_traces, keep_essentials
 from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.traces.summary import summarize

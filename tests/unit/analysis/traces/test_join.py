@@ -68,7 +68,7 @@ def test_another_rank_late_each_step_is_uneven_data_and_nobodys_fault() -> None:
         steps = replace(found.steps, on_host=True)
         times = {name: stretch * getattr(steps, name) for name in ("step_ns", "wait_ns", "transfer_ns")}
         steps = replace(steps, **times)
-        assert judge_steps(steps, 4, range(4), 32, 1.0, None, None, DEFAULT_POLICY).kind is expected
+        assert judge_steps(steps, 4, range(4), 32, 1.0, None, DEFAULT_POLICY).kind is expected
 
 
 def test_a_long_stage_is_a_stage_and_not_its_ranks() -> None:
@@ -78,12 +78,6 @@ def test_a_long_stage_is_a_stage_and_not_its_ranks() -> None:
     assert (found.verdict, found.stage, found.culprits) == (Kind.SLOW_STAGE, 1, (4, 5, 6, 7)), found.reason
     worker = job.but(slow=dict.fromkeys(range(4, 8), 1.5) | {1: 1.5}).join(stage_of=stages)
     assert (worker.verdict, worker.culprits) == (Kind.SLOW_RANK, (1,)), worker.reason
-
-
-def test_a_slow_node_is_named_as_such_when_nodes_are_known() -> None:
-    job = PlantedJob(8, slow=dict.fromkeys(range(4), 1.4))
-    found = job.join(place_of={rank: rank // 4 for rank in range(8)})
-    assert (found.verdict, found.culprits) == (Kind.SLOW_RANK, (0, 1, 2, 3)), found.reason
 
 
 def test_waiting_in_every_group_is_waiting() -> None:

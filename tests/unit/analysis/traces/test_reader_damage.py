@@ -119,10 +119,8 @@ def test_a_cut_file_gives_the_events_before_the_cut_or_is_refused() -> None:
             "the file is cut off inside traceEvents: 49 complete events before the cut were read, the rest is "
             f"missing (byte {cut})",
         )
-        with pytest.raises(TraceError, match=rf"cut off inside traceEvents; 49 complete .* \(byte {cut}\)") as caught:
-            read_trace(text[:cut], salvage=False, name="rank-3.json")
-        assert str(caught.value).startswith("rank-3.json: the file is")
-        assert not caught.value.reason.startswith("rank-3")
+        with pytest.raises(TraceError, match=rf"cut off inside traceEvents; 49 complete .* \(byte {cut}\)"):
+            read_trace(text[:cut], salvage=False)
     assert len(read_trace(text[: text.index(b', "traceName"')])) == 50
     assert len(read_trace(text + b"\n\n")) == 50
 

@@ -13,6 +13,7 @@ from rankscope.analysis.traces.trace import (
     Category,
     CollectiveColumns,
     Device,
+    FlowColumns,
     MemoryColumns,
     ProcessGroup,
     Trace,
@@ -88,5 +89,6 @@ def make_trace(
         groups=groups,
         collectives=CollectiveColumns(row=column(noted), **texts, **counts),
         memory=memory or MemoryColumns(nothing, nothing, nothing, nothing, np.array([], dtype=bool), nothing),
+        flows=FlowColumns(nothing, nothing, nothing, nothing, np.array([], dtype=bool)),
         repairs=(),
     )

@@ -279,3 +279,32 @@ def test_verdicts_on_what_was_measured(step: float, spans: tuple[float, ...], im
     assert told(verdicts) == ["insufficient_data", "slow_rank"]
     assert verdicts[-1].culprits == (2,)
     assert verdicts[-1].impact_ratio == pytest.approx(impact, abs=0.06)
+
+
+# Windows of a healthy HF Trainer on the H200: a step, and each rank's own work, in ms; the ratio of its slow steps to
+# its fast ones; how many were measured.
+PAIRED_BY_CHANCE = (
+    (21.4, (8.28, 8.53, 9.71, 9.23), (1.27, 1.36, 1.92, 3.27), 73),
+    (23.6, (8.67, 9.49, 8.86, 9.18), (1.23, 1.30, 1.35, np.nan), 5),
+    (23.0, (8.86, 7.76, 8.06, 7.74), (1.19, 1.13, 1.20, np.nan), 5),
+    (23.9, (9.91, 9.75, 10.74, 10.98), (1.18, 1.26, 1.21, np.nan), 3),
+    (22.0, (9.58, 11.27, 9.60, 10.98), (1.15, 1.55, 1.18, 5.28), 6),
+    (24.9, (11.68, 11.31, 12.86, 11.81), (1.25, 1.03, 1.32, np.nan), 4),
+)
+
+
+def test_ranks_that_pair_by_the_noise_of_their_steps_are_not_uneven_data() -> None:
+    phases = []
+    for step, own, spreads, samples in PAIRED_BY_CHANCE:
+        extra = {
+            rank: {
+                "step_seconds": step / 1e3,
+                "self_seconds": seconds / 1e3,
+                "wait_seconds": (max(own) - seconds) / 1e3,
+                "self_spread_ratio": spread,
+                "self_steps": samples,
+            }
+            for rank, (seconds, spread) in enumerate(zip(own, spreads, strict=True))
+        }
+        phases.append((HEALTHY.but(extra=extra), 1))
+    assert told(watch(*phases)) == ["insufficient_data", "healthy"]

@@ -11,8 +11,8 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from rankscope.daemon.captures.audit import CaptureAudit
 from rankscope.daemon.captures.orders import CaptureError
+from rankscope.daemon.captures.records import CaptureAudit
 from rankscope.daemon.captures.runner import CaptureRunner
 from rankscope.daemon.captures.service import CaptureServicer
 from rankscope.daemon.captures.store import Store
@@ -30,7 +30,7 @@ def audited(caplog: pytest.LogCaptureFixture) -> Records:
 
 def wait_for_the_end(conducted: CaptureRunner, archive: MemoryArchive, capture_id: str) -> None:
     *_, _last = conducted.records.follow(capture_id)
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + 180
     while capture_id not in archive.cleaned:  # its thread's last act
         assert time.monotonic() < give_up
         time.sleep(0.01)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.captures.cupti import slowdown_objection, uses_cuda
 from rankscope.daemon.captures.orders import Options
+from rankscope.daemon.captures.request import slowdown_objection, uses_cuda
 from rankscope.daemon.samples import RankProcess
 
 from ..fake_proc import FakeProc

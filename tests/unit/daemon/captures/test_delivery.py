@@ -14,7 +14,7 @@ from rankscope.daemon.captures.orders import CaptureError, Recording
 from rankscope.daemon.captures.processing import delivery
 from rankscope.daemon.captures.processing.delivery import LocalArchive
 from rankscope.daemon.captures.processing.messages import RankResult, leave, result_file
-from rankscope.daemon.captures.records import Archive, Delivered
+from rankscope.daemon.captures.records import Delivered
 from rankscope.daemon.captures.store import Quota, Store
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
@@ -43,7 +43,7 @@ def _process(rank: int, ranks: int, environment: dict[str, str] | None = None) -
 
 
 def _deliver(
-    archive: Archive, recordings: list[bytes], steps: int | None, environment: dict[str, str] | None = None
+    archive: LocalArchive, recordings: list[bytes], steps: int | None, environment: dict[str, str] | None = None
 ) -> dict[int, Delivered | CaptureError]:
     recorded = {}
     for rank, data in enumerate(recordings):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rankscope.daemon.captures import service
-from rankscope.daemon.captures.service import DutyCaptures
+from rankscope.daemon.captures import duty_cycle
+from rankscope.daemon.captures.duty_cycle import DutyCaptures
 from tests.unit.daemon import window_makers as make
 
 RANK = make.rank()
@@ -50,5 +50,5 @@ def test_a_rank_is_recorded_by_libkineto_or_else_by_its_probe(
 def test_a_rank_that_a_capture_would_slow_down_for_good_is_left_alone(
     kineto: bool, probe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "slowdown_objection", lambda *_: "without TEARDOWN_CUPTI=1")
+    monkeypatch.setattr(duty_cycle, "slowdown_objection", lambda *_: "without TEARDOWN_CUPTI=1")
     assert desk(kineto, probe, READY).objection(RANK) == "slowdown"

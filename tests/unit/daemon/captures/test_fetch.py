@@ -45,7 +45,7 @@ class Box:
         self.when_reserving()
 
     def take(self, **more: int) -> int:
-        return take_file(PID, TRACE, self.target, self.reserve, self.proc_root, **more)
+        return take_file(PID, TRACE, self.target, self.reserve, self.proc_root, **more).st_size
 
     def refuses(self, words: str, **more: int) -> None:
         with pytest.raises(CaptureError, match=words) as refusal:
@@ -128,8 +128,8 @@ def test_a_way_through_proc_is_refused(box: Box) -> None:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Fails a test that waits for ever in a thread of its own."""
-    timer = threading.Timer(30, os._exit, (9,))
+    """Fails a test that waits forever in a thread of its own."""
+    timer = threading.Timer(180, os._exit, (9,))
     timer.start()
     try:
         yield

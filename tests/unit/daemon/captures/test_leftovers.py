@@ -27,7 +27,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 180
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)

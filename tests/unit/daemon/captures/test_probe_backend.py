@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.daemon.captures import probe_backend
+from rankscope.daemon.captures import probe_commands as commands
 from rankscope.daemon.captures.orders import CancelledError, CaptureError, Options, Order, Recording, Stage, Workspace
-from rankscope.daemon.captures.probe import backend as probe_backend
-from rankscope.daemon.captures.probe import commands
-from rankscope.daemon.captures.probe.backend import ProbeBackend
-from rankscope.daemon.captures.probe.commands import take_apart
+from rankscope.daemon.captures.probe_backend import ProbeBackend
+from rankscope.daemon.captures.probe_commands import take_apart
 from rankscope.daemon.procfs import read_stat
+from rankscope.daemon.samples import RankProcess
 from rankscope.probe import capture_commands, ring_layout
 from rankscope.probe.capture_commands import Answer, Command
 from tests.unit.daemon.ring_writer import ME, Writer
@@ -34,7 +37,7 @@ def writer() -> Iterator[Writer]:
     writer.ring.abandon()
 
 
-def order(patience_seconds: float = 30.0, **changes: object) -> Order:
+def order(patience_seconds: float = 180.0, **changes: object) -> Order:
     start = time.time()
     made = Order("c", RANK, 3, None, round(start * 1000), start + patience_seconds)
     return replace(made, **changes)  # type: ignore[arg-type]
@@ -60,7 +63,7 @@ class Probe:
         self._mark = bytes(4)
 
     def next_command(self) -> Command:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 180
         while True:
             assert time.monotonic() < end
             mark = self._ring.command_mark()
@@ -94,7 +97,7 @@ class Capture:
         self.thread.start()
 
     def end(self) -> Recording | CaptureError | None:
-        self.thread.join(60)
+        self.thread.join(180)
         assert not self.thread.is_alive()
         return self.result
 
@@ -221,14 +224,20 @@ def test_what_the_probe_says_went_wrong_is_told_without_control_characters(write
     ],
 )
 def test_a_rank_that_cannot_be_had_in_time_is_told_with_the_reason_and_let_go(
-    phase: int, words: str, writer: Writer, tmp_path: Path
+    phase: int, words: str, writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probe, capture = Probe(writer), Capture(tmp_path, order(patience_seconds=0.5))
-    probe.next_command()
-    if phase:
-        probe.tell(phase)
+    written: list[commands.Command] = []
+
+    def write_command(ring: int, command: commands.Command) -> None:
+        """The probe answers at once: the patience is short, and a test may be late."""
+        written.append(command)
+        if phase and command.verb == ring_layout.VERB_CAPTURE:
+            Answer(writer.ring, command.number).report(phase)
+
+    monkeypatch.setattr(commands, "write_command", write_command)
+    capture = Capture(tmp_path, order(patience_seconds=0.5))
     assert words in str(capture.end())
-    assert probe.next_command().verb == ring_layout.VERB_DROP
+    assert [command.verb for command in written] == [ring_layout.VERB_CAPTURE, ring_layout.VERB_DROP]
 
 
 def test_a_rank_that_stands_still_in_mid_capture_is_told(
@@ -293,20 +302,66 @@ def test_a_damaged_answer_is_none(place: int, writer: Writer) -> None:
     assert commands.read_answer(writer.ring._fd) is None
 
 
-def test_ranks_that_count_alike_begin_at_the_same_step_and_others_by_time(tmp_path: Path) -> None:
-    backend, steps = ProbeBackend(), []
-    asked = order()
-    for counted in (100, 101, 57):
-        writer = Writer()
-        writer.end_ns = time.monotonic_ns() - 100_000_000
-        writer.step(milliseconds=10, steps=counted)
+ANOTHER = """
+import sys
+from tests.unit.daemon.ring_writer import Writer
+writer = Writer()
+writer.end_ns = int(sys.argv[2])
+writer.step(milliseconds=0, steps=int(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_rank(steps: int, end_ns: int) -> Iterator[RankProcess]:
+    """A process of its own that has ended so many steps, the last at that time."""
+    command = [sys.executable, "-c", ANOTHER, str(steps), str(end_ns)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
         try:
-            with commands.opened(RANK) as (ring, _):
-                steps.append(backend._agreed_step(asked, ring, 0.5))
+            assert process.stdout.readline() == b"ready\n"
+            yield replace(RANK, pid=process.pid, namespace_pids=(process.pid,))
         finally:
-            writer.ring.abandon()
-    assert steps[0] == steps[1] > 100
-    assert steps[2] == 0
+            process.stdin.close()
+
+
+def test_ranks_that_count_alike_begin_at_the_same_step_and_others_by_time(writer: Writer) -> None:
+    backend, asked = ProbeBackend(), order()
+    writer.step(milliseconds=10, steps=100)
+    start_step = backend._agreed_step(asked, writer.ring._fd, 0.5)
+    assert start_step > 100
+    for counted, expected in ((101, start_step), (99, start_step), (103, 0), (57, 0)):
+        with another_rank(counted, writer.end_ns) as rank, commands.opened(rank) as (ring, _):
+            assert backend._agreed_step(replace(asked, rank=rank), ring, 0.5) == expected
+
+
+def test_a_rank_that_is_asked_late_in_a_job_of_another_pace_begins_with_the_others(writer: Writer) -> None:
+    """A fault has just begun, and the machine is busy: the last steps took far longer than those before."""
+    backend, asked = ProbeBackend(), order()
+    writer.step(milliseconds=10, steps=100)
+    start_step = backend._agreed_step(asked, writer.ring._fd, 0.001)
+    with another_rank(101, writer.end_ns + 200_000_000) as rank, commands.opened(rank) as (ring, _):
+        assert backend._agreed_step(replace(asked, rank=rank), ring, 0.001) == start_step
+
+
+@pytest.mark.parametrize(("counted", "is_alike"), [(110, True), (140, False)])
+def test_short_steps_between_two_records_do_not_count(writer: Writer, counted: int, is_alike: bool) -> None:
+    """A rank writes a record in 10 ms, which are ten steps here."""
+    backend, asked = ProbeBackend(), order()
+    writer.step(milliseconds=10, steps=100)
+    start_step = backend._agreed_step(asked, writer.ring._fd, 0.001)
+    with another_rank(counted, writer.end_ns + 10_000_000) as rank, commands.opened(rank) as (ring, _):
+        assert backend._agreed_step(replace(asked, rank=rank), ring, 0.001) == (start_step if is_alike else 0)
+
+
+def test_ranks_begin_by_time_where_the_rank_of_the_agreement_has_ended() -> None:
+    backend, asked = ProbeBackend(), order()
+    end_ns = time.monotonic_ns()
+    with another_rank(100, end_ns) as rank, commands.opened(rank) as (ring, _):
+        assert backend._agreed_step(replace(asked, rank=rank), ring, 0.5) > 100
+    with another_rank(100, end_ns) as rank, commands.opened(rank) as (ring, _):
+        assert backend._agreed_step(replace(asked, rank=rank), ring, 0.5) == 0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope.common.rank_selection import Suspected
+from rankscope.common.rank_selection import Suspected, rank_ranges
 from rankscope.daemon.captures.orders import CaptureError
 from rankscope.daemon.captures.request import choose_job, choose_ranks
 
@@ -61,7 +61,7 @@ def test_the_job_may_be_left_out_where_there_is_one() -> None:
     ("wanted", "jobs", "words"),
     [
         ("", set(), "no training job on this node"),
-        ("", {"a", "b"}, "several jobs.*--job: a, b"),
+        ("", {"a", "b"}, "several jobs.*--run: a, b"),
         ("c", {"a"}, "no job 'c'.*there is: a"),
     ],
 )
@@ -82,3 +82,8 @@ def test_a_job_that_claims_millions_of_ranks_is_not_listed_rank_by_rank() -> Non
     with pytest.raises(CaptureError, match="131072 at most"):
         choose_ranks("0-9999999", "job", [0, 1], 10_000_000, lambda job: None)
     assert len(choose_ranks("0-131071", "job", [0, 1], 10_000_000, lambda job: None)) == 131_072
+
+
+@pytest.mark.parametrize(("numbers", "text"), [([], ""), ([4], "4"), ([3, 0, 1, 2, 7, 9, 8], "0-3,7-9")])
+def test_ranks_are_written_as_ranges(numbers: list[int], text: str) -> None:
+    assert rank_ranges(numbers) == text

@@ -18,7 +18,7 @@ from rankscope.daemon.captures.runner import PROCESSES_KEPT, CaptureRunner, Lear
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 180
 
 
 def rank(number: int, job: str = "job", world_size: int = 4) -> RankProcess:
@@ -196,15 +196,30 @@ def test_only_processes_of_the_named_pods_are_captured(archive: MemoryArchive) -
     assert len(backend.orders) == 1
 
 
-def test_a_job_that_has_another_name_here_is_found_by_the_one_that_all_nodes_know(archive: MemoryArchive) -> None:
-    theirs = replace(rank(0), pod="theirs", shared_job="job")
-    mine = replace(rank(0, job="job@mine"), pid=200, pod="mine", shared_job="job")
+def test_a_rank_is_found_by_its_pod_until_the_daemon_knows_the_runs_name(archive: MemoryArchive) -> None:
+    unnamed = replace(rank(0, job="10.0.0.1:29500"), pod="mine")
+    here = [replace(rank(0, job="theirs/job"), pid=200, pod="theirs"), unnamed]
     backend = ScriptedBackend()
-    conducted = CaptureRunner("node-1", [backend], archive, lambda: [theirs, mine])
-    for pod, process in (("mine", mine), ("theirs", theirs)):
-        request = pb.StartCaptureRequest(job="job", ranks="0", steps=1, pods={0: pod})
-        assert ended(conducted, conducted.start(request)).job == process.job
-        assert backend.orders.pop().rank is process
+    conducted = CaptureRunner("node-1", [backend], archive, lambda: here)
+    request = pb.StartCaptureRequest(job="mine/job", ranks="0", steps=1, pods={0: "mine"})
+    assert ended(conducted, conducted.start(request)).job == unnamed.job
+    assert backend.orders.pop().rank is unnamed
+    here[1] = replace(unnamed, job="mine/job")
+    assert ended(conducted, conducted.start(request)).job == "mine/job"
+    with pytest.raises(CaptureError, match="named pods"):
+        conducted.start(pb.StartCaptureRequest(job="mine/job", ranks="0", steps=1, pods={0: "theirs"}))
+
+
+def test_a_process_whose_run_gets_another_name_is_not_captured_twice_at_a_time(archive: MemoryArchive) -> None:
+    here = [replace(rank(0, job="10.0.0.1:29500"), pod="mine")]
+    backend = ScriptedBackend(gate=threading.Event())
+    conducted = CaptureRunner("node-1", [backend], archive, lambda: here)
+    first = conducted.start(pb.StartCaptureRequest(ranks="0", steps=1))
+    here[0] = replace(here[0], job="mine/job")
+    second = ended(conducted, conducted.start(pb.StartCaptureRequest(ranks="0", steps=1)))
+    assert f"is being captured already, by {first}" in second.ranks[0].error
+    conducted.cancel(first)
+    ended(conducted, first)
 
 
 def test_a_capture_of_ranks_that_can_all_not_be_asked_ends_with_their_reasons(
@@ -357,6 +372,10 @@ def test_a_rank_that_never_answers_is_left_and_the_capture_ends(
     backend = ScriptedBackend(blocked={1: answers})
     conducted = runner(backend, archive, ranks=2)
     capture_id = conducted.start(pb.StartCaptureRequest(steps=1))
+    # What is not recorded by the time of the cancellation counts as stuck soon after it.
+    for seen in conducted.records.follow(capture_id):
+        if seen.ranks[0].state == pb.CAPTURE_STATE_WRITTEN:
+            break
     conducted.cancel(capture_id)
     capture = ended(conducted, capture_id)
     assert "does not answer; it is left alone until it does" in capture.ranks[1].error

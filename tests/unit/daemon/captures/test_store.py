@@ -157,7 +157,7 @@ def test_the_folder_is_for_one_daemon_and_for_its_eyes_only(tmp_path: Path) -> N
     (tmp_path / "captures").mkdir(mode=0o777)
     store = _store(tmp_path)
     assert store.folder.stat().st_mode & 0o777 == 0o700
-    with pytest.raises(CaptureError, match="in use by another daemon"):
+    with pytest.raises(CaptureError, match="in use by another process"):
         _store(tmp_path)
     (tmp_path / "link").mkdir()
     (tmp_path / "link" / "captures").symlink_to(tmp_path)

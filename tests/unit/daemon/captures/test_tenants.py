@@ -5,8 +5,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rankscope.daemon.captures.orders import fair_choice, surplus, tenant_of
 from rankscope.daemon.captures.records import CAPTURES_REMEMBERED, Records
-from rankscope.daemon.captures.tenants import fair_choice, surplus, tenant_of
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from rankscope.daemon.captures.orders import CancelledError, CaptureError
+from rankscope.daemon.captures.processing import sandbox
 from rankscope.daemon.captures.processing.messages import (
     Job,
     Joined,
@@ -254,8 +255,29 @@ def test_whatever_becomes_of_a_confined_process_the_daemon_only_hears_of_it(
     (tmp_path / "what").write_text(what)
     with pytest.raises(CaptureError, match=reason):
         run_module(
-            "tests.unit.daemon.captures.misbehaving", tmp_path, seconds=3 if what == "hang" else 60, what="testing"
+            "tests.unit.daemon.captures.misbehaving", tmp_path, seconds=3 if what == "hang" else 180, what="testing"
         )
+
+
+class Ending:
+    """Stands in for a child that ends after some looks at it, and for an event that is never set."""
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+
+    def poll(self) -> int | None:
+        self._looks -= 1
+        return None if self._looks >= 0 else 0
+
+    def wait(self, seconds: float) -> bool:
+        return False
+
+
+def test_a_process_is_looked_at_once_more_when_its_time_is_over() -> None:
+    ticks = 8
+    for looks, status in ((ticks, 0), (ticks + 1, None)):
+        child: Any = Ending(looks)
+        assert sandbox._await(child, ticks * sandbox.TICK_SECONDS, child) == status
 
 
 def test_processes_of_several_tenants_get_no_more_memory_than_there_is() -> None:
@@ -285,7 +307,9 @@ def test_a_process_has_the_memory_that_it_was_granted(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     (tmp_path / "what").write_text("little memory")
     with pytest.raises(CaptureError, match="MemoryError"):
-        run_module("tests.unit.daemon.captures.misbehaving", tmp_path, seconds=60, what="testing", memory_bytes=1 << 20)
+        run_module(
+            "tests.unit.daemon.captures.misbehaving", tmp_path, seconds=180, what="testing", memory_bytes=1 << 20
+        )
 
 
 def test_a_container_with_little_memory_left_gives_its_process_less(tmp_path: Path) -> None:

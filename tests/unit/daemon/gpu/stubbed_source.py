@@ -12,7 +12,7 @@ from rankscope.daemon.gpu.nvml_device import Cadence
 from rankscope.daemon.gpu.readings import GpuReading, GpuSnapshot, GpuState, SourceState
 from tools.nvml_stub import Script
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 180.0
 ALWAYS = Cadence(energy_seconds=0, maxima_seconds=0, health_seconds=0, processes_seconds=0, pcie_seconds=0)
 
 

@@ -29,7 +29,7 @@ def test_it_waits_for_the_counter_where_the_sum_was_too_high() -> None:
     assert meter.total_joules() == 12_050.0  # 11 500 and the 550 J since
 
 
-def test_a_counter_that_began_anew_is_followed() -> None:
+def test_a_counter_that_was_reset_is_followed() -> None:
     """After the driver was reloaded."""
     meter = EnergyMeter()
     meter.count(5000.0)
@@ -39,7 +39,7 @@ def test_a_counter_that_began_anew_is_followed() -> None:
 
 
 def test_opening_the_library_again_takes_nothing_back() -> None:
-    """Prometheus would take it for a counter that began anew, and add all of it once more."""
+    """Prometheus would take it for a counter that restarted, and add all of it once more."""
     meter = EnergyMeter()
     meter.count(5000.0)
     meter.draw(700.0, 0.0)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.daemon.gpu.attribution import Pod
 from rankscope.daemon.gpu.collector import GpuCollector
-from rankscope.daemon.gpu.pod_resources import Pod
 from rankscope.daemon.gpu.readings import GpuSnapshot, GpuState, SourceState
 from rankscope.daemon.samples import GpuSample, ProbeFacts, Problem, RankKey
 from rankscope.daemon.windows.window import RankSamples, assemble

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.daemon.doctor.checks import Finding, Level, dcgm_answers, gpus_are_readable
+from rankscope.daemon.doctor_checks import Finding, Level, dcgm_answers, gpus_are_readable
 from rankscope.daemon.gpu.readings import GpuSnapshot, GpuState, SourceState
 from tests.unit.daemon import gpu_makers
 from tests.unit.daemon import window_makers as make
@@ -35,7 +35,7 @@ def found(snapshot: GpuSnapshot, driver_folder: Path) -> Finding:
 def test_each_state_of_the_driver_is_told_with_a_next_step(
     snapshot: GpuSnapshot, level: Level, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rankscope.daemon.doctor.checks.PROFILE_SECONDS", 0.0)
+    monkeypatch.setattr("rankscope.daemon.doctor_checks.PROFILE_SECONDS", 0.0)
     finding = found(snapshot, tmp_path)
     assert finding.level is level and words in finding.text
     assert finding.level is Level.OK or finding.next_step

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from rankscope.daemon.gpu import nvml
 from rankscope.daemon.gpu.nvml_device import Cadence, Rate
 from rankscope.daemon.gpu.readings import GpuProcess, GpuState
 from tests.unit.daemon.gpu.stubbed_source import Stubbed
@@ -98,7 +99,7 @@ def test_a_rate_needs_two_counts_of_a_counter_that_grows() -> None:
     rate = Rate()
     assert rate.per_second(1000, 10.0) is None
     assert rate.per_second(4000, 12.0) == 1500.0
-    assert rate.per_second(10, 13.0) is None  # it began anew
+    assert rate.per_second(10, 13.0) is None  # it restarted
     assert rate.per_second(None, 14.0) is None
     assert rate.per_second(30, 15.0) is None
     assert rate.per_second(30, 16.0) == 0.0
@@ -138,28 +139,25 @@ def test_an_error_that_may_pass_costs_that_value_and_is_told(stubbed: Start, scr
     started.until(lambda now: now.gpus[0].power_watts is not None and not now.problems)
 
 
-def test_what_is_dear_is_not_read_with_every_poll(stubbed: Start) -> None:
-    started = stubbed(cadence=Cadence())
-    started.until_ok(10)
-    assert started.calls("nvmlDeviceGetUtilizationRates") >= 10
+def test_costly_values_are_not_read_with_every_poll(stubbed: Start) -> None:
+    started = stubbed(cadence=Cadence(energy_seconds=600.0))
+    started.until(lambda _: started.calls("nvmlDeviceGetUtilizationRates") >= 10)
     assert started.calls("nvmlDeviceGetTotalEnergyConsumption") == 1
     assert started.calls("nvmlDeviceGetMaxClockInfo") == 2
     assert started.calls("nvmlDeviceGetPcieThroughput") == 0  # GPM tells
-    assert started.source.latest().gpus[0].energy_joules is not None
+    assert started.until_ok().gpus[0].energy_joules is not None
 
 
 def test_energy_goes_on_between_readings_of_its_counter(stubbed: Start, script: Script) -> None:
     script.set({"gpu.energy": 1_000_000, "gpu.power": 600_000})
     started = stubbed(cadence=Cadence())
-    began = started.until_ok()
+    started.until_ok()
     later = started.until(lambda now: (now.gpus[0].energy_joules or 0) > 1000 + 300)
     assert started.calls("nvmlDeviceGetTotalEnergyConsumption") == 1
-    elapsed = (later.taken_unix_nanos - began.taken_unix_nanos) / 1e9
-    grown = (later.gpus[0].energy_joules or 0) - (began.gpus[0].energy_joules or 0)
-    assert grown == pytest.approx(600 * elapsed, rel=0.2)
-    # The library is opened anew, and the counter is behind what was told by then: it waits.
+    # The library is reopened, and the counter is behind what was told by then: it waits.
     script.set({"reload": 1, "gpu.energy": 1_000_100})
-    again = started.until(lambda now: started.calls("nvmlDeviceGetTotalEnergyConsumption") > 1 and bool(now.gpus))
+    started.until(lambda _: started.calls("nvmlDeviceGetTotalEnergyConsumption") > 1)
+    again = started.until_ok()
     assert (again.gpus[0].energy_joules or 0) >= (later.gpus[0].energy_joules or 0)
 
 
@@ -192,11 +190,12 @@ def test_keeps_what_was_read_for_a_while(stubbed: Start) -> None:
     assert later[-1].poll_seconds_total > 0
 
 
-def test_closing_gives_everything_back(stubbed: Start, script: Script) -> None:
+def test_closing_gives_everything_back(stubbed: Start, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "CLOSING_SECONDS", 180.0)
     script.set({"mig.0": 2, "gpus": 2})
     started = stubbed()
     started.until(lambda now: len(now.gpus) == 4 and bool(now.gpus[1].sm_active_ratio is not None))
-    assert started.library.stub_live_samples() == 6
+    started.until(lambda _: started.library.stub_live_samples() == 6)
     started.source.close()
     assert started.library.stub_live_samples() == 0
     assert started.library.stub_live_event_sets() == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rankscope.daemon.gpu.pod_resources import NO_PODS, KubeletPods, MalformedAnswerError, Pod, pods_by_device
+from rankscope.daemon.gpu.attribution import NO_PODS, KubeletPods, MalformedAnswerError, Pod, pods_by_device
 from rankscope.kubelet.pod_resources_pb2 import (
     ContainerDevices,
     ContainerResources,

@@ -13,12 +13,19 @@ import pytest
 from rankscope.operator.access import token_review
 from rankscope.operator.access.api_server import UserApiServer, UserApiSettings
 from rankscope.operator.access.capture_service import UserCaptures
-from rankscope.operator.access.guard import Guard
+from rankscope.operator.access.guard import Guard, TokenAuthentication
+from rankscope.operator.access.profile_relay import ProfileRelay
+from rankscope.operator.access.profile_service import UserProfiles
+from rankscope.operator.access.run_service import UserJobs
 from rankscope.operator.access.token_review import Reviews
 from rankscope.operator.access.trace_relay import Traces
 from rankscope.operator.captures.audit import CaptureAudit
+from rankscope.operator.captures.daemon_calls import DaemonCalls
+from rankscope.operator.correlation.correlator import JobState
+from rankscope.operator.correlation.hang_store import FolderFiles, HangStore
 from rankscope.operator.kube.api_client import Api, ApiError, ConflictError
 from rankscope.operator.kube.objects import CaptureObject, RunObject, read_capture_object, read_run_object
+from rankscope.operator.runs.inventory import RunNodes
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 
@@ -55,21 +62,42 @@ class Cluster:
     refusal: ApiError | None = None  # of what is to be made
     traces: FakeTraces = field(default_factory=FakeTraces)
     reviewed: list[str] = field(default_factory=list)
+    states: list[JobState] = field(default_factory=list)
+    run_objects: list[RunObject] = field(default_factory=list)
+    nodes: dict[str, RunNodes] = field(default_factory=dict)  # by job
+    addresses: dict[str, str] = field(default_factory=dict)  # of the daemons, by node
+    is_listed = True
 
     def __post_init__(self) -> None:
         self.documents: dict[str, dict[str, Any]] = {}  # Captures by uid
         self._numbers = itertools.count(1)
         audit = CaptureAudit()
-        self.reviews = Reviews(cast(Api, self), "rankscope")
-        self.captures = UserCaptures(cast(Api, self), self, self._run_of, cast(Traces, self.traces), audit)
-        self.guard = Guard(self.reviews, audit)
-        self.server = UserApiServer(UserApiSettings("127.0.0.1", 0), self.captures.handler(self.guard), None)
+        # On a clock that stands still: what is remembered is remembered however slow the machine is.
+        self.reviews = Reviews(cast(Api, self), "rankscope", lambda: 0.0)
+        self.captures = UserCaptures(cast(Api, self), self, self.object_of, cast(Traces, self.traces), audit)
+        self.authentication = TokenAuthentication(self.reviews)
+        self.guard = Guard(self.authentication, audit)
+        self.hangs = HangStore(FolderFiles(None))
+        self.jobs = UserJobs(lambda: self.states, self.hangs, audit, lambda: self.run_objects)
+        self.relay = ProfileRelay(DaemonCalls(), lambda: self.addresses)
+        self.profiles = UserProfiles(self, self.relay, audit)
+        self.server = UserApiServer(UserApiSettings("127.0.0.1", 0), self.handlers(self.guard), None)
         self.server.start()
 
+    def handlers(self, guard: Guard) -> list[grpc.GenericRpcHandler]:
+        return [part.handler(guard) for part in (self.captures, self.profiles, self.jobs)]
+
     def stub(self, token: str | None = None, *more: tuple[str, str]) -> CaptureServiceStub:
+        return CaptureServiceStub(self.channel(token, *more))
+
+    def channel(self, token: str | None = None, *more: tuple[str, str]) -> grpc.Channel:
         metadata = [*([("authorization", f"Bearer {token}")] if token is not None else []), *more]
         channel = grpc.insecure_channel(f"127.0.0.1:{self.server.port}", [("grpc.use_local_subchannel_pool", 1)])
-        return CaptureServiceStub(grpc.intercept_channel(channel, _Showing(metadata)))
+        return grpc.intercept_channel(channel, _Showing(metadata))
+
+    @staticmethod
+    def showing(token: str) -> _Showing:
+        return _Showing([("authorization", f"Bearer {token}")])
 
     def may(self, user: str, *verbs: str, namespace: str = "lab") -> str:
         """The user's token."""
@@ -128,7 +156,10 @@ class Cluster:
         read = {uid: read_capture_object(document) for uid, document in self.documents.items()}
         return {uid: thing for uid, thing in read.items() if thing is not None}
 
-    def _run_of(self, namespace: str, name: str) -> RunObject | None:
+    def nodes_of(self, job: str) -> RunNodes:
+        return self.nodes.get(job, RunNodes({}, {}))
+
+    def object_of(self, namespace: str, name: str) -> RunObject | None:
         if (namespace, name) not in self.runs:
             return None
         metadata = {"namespace": namespace, "name": name, "uid": "run-uid"}

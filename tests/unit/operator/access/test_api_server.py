@@ -47,7 +47,7 @@ def start(cluster: Cluster) -> Iterator[Start]:
 
     def serve(read: Read) -> UserApiServer:
         server = UserApiServer(
-            UserApiSettings("127.0.0.1", 0), cluster.captures.handler(cluster.guard), FollowedTls(read)
+            UserApiSettings("127.0.0.1", 0), [cluster.captures.handler(cluster.guard)], FollowedTls(read)
         )
         started.append(server)
         server.start()
@@ -131,7 +131,7 @@ def test_files_that_are_no_pair_are_told_at_the_start(authority: Authority, star
 def test_an_address_that_is_taken_is_told(cluster: Cluster) -> None:
     settings = UserApiSettings("127.0.0.1", cluster.server.port)
     with pytest.raises(ValueError, match="is taken"):
-        UserApiServer(settings, cluster.captures.handler(cluster.guard), None).start()
+        UserApiServer(settings, [cluster.captures.handler(cluster.guard)], None).start()
 
 
 def test_no_token_is_taken_in_plain_text_and_nobody_trusts_an_ended_certificate(

@@ -70,7 +70,7 @@ def test_strangers_of_one_address_cannot_make_the_api_server_work(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(cluster.guard, "_strangers", KeyedTokenBuckets(5, 1.0, lambda: now[0]))
+    monkeypatch.setattr(cluster.authentication, "_strangers", KeyedTokenBuckets(5, 1.0, lambda: now[0]))
     token = begun(cluster)
     get = pb.GetCaptureRequest(id="lab/mine")
 
@@ -86,7 +86,7 @@ def test_strangers_of_one_address_cannot_make_the_api_server_work(
     assert [guess(number) for number in (20, 21, 22)] == [*[Code.UNAUTHENTICATED] * 2, Code.RESOURCE_EXHAUSTED]
     now[0] = 3.0
     assert cluster.stub(cluster.may("bob", "get")).GetCapture(get).capture.id == "lab/mine"
-    # Whoever is let in was no stranger, and an outage makes nobody one.
+    # A caller that is let in was no stranger, and an outage makes nobody one.
     cluster.error = UnreachableError("away")
     assert {guess(number) for number in range(30, 40)} == {Code.UNAVAILABLE}
     cluster.error = None
@@ -103,7 +103,7 @@ def test_one_client_with_an_old_token_does_not_shut_out_its_neighbours(cluster: 
     assert cluster.stub(token).GetCapture(pb.GetCaptureRequest(id="lab/mine")).capture.id == "lab/mine"
 
 
-def test_whoever_may_not_is_told_the_same_whether_there_is_something_or_not(
+def test_a_refused_caller_gets_the_same_answer_whether_the_object_exists_or_not(
     cluster: Cluster, audited: Callable[[], list[dict[str, Any]]]
 ) -> None:
     begun(cluster)
@@ -166,7 +166,8 @@ def test_garbage_is_no_request_and_not_worth_a_line(cluster: Cluster, caplog: py
             assert error.code() is Code.INVALID_ARGUMENT, error
         error = refusal(lambda: channel.unary_unary("/rankscope.v1.RankService/ListRanks")(b"", timeout=30))
         assert error.code() is Code.UNIMPLEMENTED
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    ours = [record for record in caplog.records if record.name.startswith(("rankscope.operator.access", "grpc"))]
+    assert [record for record in ours if record.levelno >= logging.WARNING] == []
 
 
 def test_an_api_server_that_is_away_lets_nobody_in(cluster: Cluster) -> None:
@@ -196,7 +197,7 @@ def test_nobody_has_more_calls_under_way_than_their_share(cluster: Cluster, monk
     assert refusal(lambda: cluster.stub(token).StartCapture(START)).code() is Code.RESOURCE_EXHAUSTED
     next(cluster.stub(cluster.may("bob", "create")).StartCapture(START))
     streams[0].cancel()
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + 180
     while True:
         try:
             next(cluster.stub(token).StartCapture(START))
@@ -225,7 +226,7 @@ def test_the_accounts_of_a_namespace_share_the_limits_of_one_caller(
     next(cluster.stub(account("lab2", "a0")).StartCapture(START))
 
 
-def test_whoever_says_nothing_after_the_head_is_cut_off(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_silent_after_the_head_is_closed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(people_guarding, "REQUEST_SECONDS", 0.3)
     token = cluster.may("ada", "get")
     silent = threading.Event()
@@ -262,7 +263,9 @@ def test_a_stream_ends_when_its_token_was_taken_back(cluster: Cluster, monkeypat
 
 
 def test_without_tls_only_loopback_is_listened_on(cluster: Cluster) -> None:
-    handler = cluster.captures.handler(people_guarding.Guard(cluster.reviews, CaptureAudit()))
+    handler = cluster.captures.handler(
+        people_guarding.Guard(people_guarding.TokenAuthentication(cluster.reviews), CaptureAudit())
+    )
     for host in ("0.0.0.0", "::", "10.0.0.7", "operator.example"):
         with pytest.raises(ValueError, match="--api-certificate"):
-            UserApiServer(UserApiSettings(host, 0), handler, None)
+            UserApiServer(UserApiSettings(host, 0), [handler], None)

@@ -18,7 +18,7 @@ SLOW_NETWORK = Verdict(Kind.SLOW_COMMUNICATION, "all wait", Severity.ALARM, impa
 def entry(
     name: str = "RankscopeStragglerRank", status: str = "firing", start: int = 0, **labels: str
 ) -> dict[str, Any]:
-    labels = {"alertname": name, "job": "j", "capture": "true", **labels}
+    labels = {"alertname": name, "run": "j", "capture": "true", **labels}
     return {
         "status": status,
         "labels": labels,

@@ -123,22 +123,23 @@ def test_a_rank_accused_only_later_is_captured_while_the_job_rests_but_not_one_a
 def test_all_jobs_together_draw_on_one_bucket() -> None:
     jobs = [job(name=f"job-{number}") for number in range(20)]
     play = Played(*jobs)
-    flood = [entry(rank="1", job=each.job) for each in jobs]
+    flood = [entry(rank="1", run=each.job) for each in jobs]
     assert play.results(*flood) == ["started"] * 4 + ["limited"] * 16
     play.now = 299.0
-    assert play.results(entry(rank="1", job="job-9")) == ["limited"]
+    assert play.results(entry(rank="1", run="job-9")) == ["limited"]
     play.now = 301.0
-    assert play.results(entry(rank="1", job="job-9"), entry(rank="1", job="job-10")) == ["started", "limited"]
+    assert play.results(entry(rank="1", run="job-9"), entry(rank="1", run="job-10")) == ["started", "limited"]
     # However long it was quiet, no more than a burst.
     play.now = 1e6
-    assert play.results(*(entry(rank="1", start=1, job=each.job) for each in jobs)).count("started") == 4
+    assert play.results(*(entry(rank="1", start=1, run=each.job) for each in jobs)).count("started") == 4
 
 
 @pytest.mark.parametrize(
     ("labels", "why"),
     [
-        ({"job": "another"}, "no job 'another' is known here; has it ended?"),
-        ({"job": ""}, "the alert has no label 'job'"),
+        ({"run": "another"}, "no run 'another' is known here; has it ended?"),
+        ({"run": "j", "run_namespace": "team"}, "no run 'team/j' is known here; has it ended?"),
+        ({"run": ""}, "the alert has no label 'run'"),
         ({"rank": "7"}, "the job has ranks 0 to 3, not 7"),
         ({"rank": "-1"}, "label 'rank' is no rank: '-1'"),
         ({"rank": "0; rm -rf /"}, "label 'rank' is no rank: '0; rm -rf /'"),
@@ -191,9 +192,16 @@ def test_what_the_daemon_refuses_is_told_and_spends_nothing() -> None:
     assert play.results(entry(rank="1")) == ["started"]
 
 
+def test_a_run_of_a_cluster_is_found_by_its_namespace_and_its_name() -> None:
+    play = Played(job(name="other/llama"), job(name="team/llama"))
+    assert play.results(entry(rank="1", run="llama", run_namespace="team")) == ["started"]
+    assert play.started[0].job == "team/llama"
+    assert play.results(entry(rank="1", run="llama")) == ["refused"]
+
+
 def test_a_job_is_found_by_its_label_even_if_that_is_shorter_than_its_name() -> None:
     play = Played(job(name="x" * 300))
-    assert play.results(entry(rank="1", job="x" * 127 + "…")) == ["started"]
+    assert play.results(entry(rank="1", run="x" * 127 + "…")) == ["started"]
     assert play.started[0].job == "x" * 300
 
 
@@ -215,6 +223,6 @@ def test_what_came_of_alerts_is_counted_and_kept_for_a_while() -> None:
 def test_a_job_that_another_replica_has_is_worth_trying_again_and_an_unknown_one_is_not() -> None:
     play = Played()
     play.desk = AlertDecisions(lambda: play.states, play._start, is_elsewhere=lambda job: job == "theirs")
-    assert play(entry(job="theirs")) == [("failed", "another replica has this job")]
-    assert play.results(entry(job="nobodys")) == ["refused"]
+    assert play(entry(run="theirs")) == [("failed", "another replica has this job")]
+    assert play.results(entry(run="nobodys")) == ["refused"]
     assert play.results(entry(rank="99")) == ["refused"]

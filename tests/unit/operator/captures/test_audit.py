@@ -173,7 +173,7 @@ def test_a_cancelled_capture_is_cancelled_where_it_runs_and_not_begun_where_it_d
         (None, "", ["recorded", "start"]),
     ):
         calls = FakeCalls(known)
-        target = Target("10.0.0.1:29500/none", {2: RankIdentity(rank=2, node="a", pod="p")})
+        target = Target("team/run-x", {2: RankIdentity(rank=2, node="a", pod="p")})
         asking = CaptureRequests(
             cast(DaemonCalls, calls),
             lambda: {"a": "10.0.0.1:1"},

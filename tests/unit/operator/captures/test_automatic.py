@@ -12,8 +12,8 @@ from rankscope.operator.alerts.alert import RefusedError, Wanted
 from rankscope.operator.alerts.decision import FailedError
 from rankscope.operator.captures import automatic
 from rankscope.operator.captures.alert_captures import AlertCaptures
-from rankscope.operator.captures.automatic import AutomaticCaptureMaker, chosen_ranks
-from rankscope.operator.correlation.correlator import JobState
+from rankscope.operator.captures.automatic import AutomaticCaptureMaker
+from rankscope.operator.correlation.correlator import JobState, ranks_to_capture
 from rankscope.operator.kube.api_client import ApiError, ConflictError, UnreachableError
 from rankscope.operator.kube.objects import CaptureObject, PolicyObject, read_capture_object, timestamp
 from tests.unit.operator.correlation.test_metrics import HEALTHY, SLOW, state
@@ -253,12 +253,12 @@ def test_an_outage_is_tried_again_and_a_refusal_is_not_at_once(cluster: Cluster)
 
 def test_where_nobody_is_accused_or_too_many_are_a_few_ranks_stand_for_all() -> None:
     network = Verdict(Kind.SLOW_COMMUNICATION, "all wait", Severity.ALARM)
-    assert len(chosen_ranks(state(network))) == 2
+    assert len(ranks_to_capture(state(network))[1]) == 2
     many = replace(SLOW, culprits=tuple(range(100)))
-    *accused, peer = chosen_ranks(state(many, ranks=200))
+    *accused, peer = ranks_to_capture(state(many, ranks=200))[1]
     assert accused == list(range(7))
     assert peer >= 100
-    assert chosen_ranks(state(SLOW, ranks=0)) == ()
+    assert ranks_to_capture(state(SLOW, ranks=0))[1] == ()
 
 
 def test_a_finding_in_the_second_job_of_a_run_has_a_capture_of_that_job(cluster: Cluster) -> None:

@@ -47,7 +47,7 @@ def test_a_namespace_full_of_captures_that_run_for_ever_holds_up_no_other() -> N
     writer, calls = FakeWriter(), FakeCalls()
     leases = cast(ShardLeases, SimpleNamespace(holds=lambda job: True, is_settling=lambda job: True))
     controller = CapturesController(
-        cast(Any, None), cast(Any, writer), leases, cast(Any, calls), dict, lambda: {"a": "x:1"}, lambda job: None
+        cast(Any, None), cast(Any, writer), leases, cast(Any, calls), dict, lambda: {"a": "x:1"}
     )
     # As their owner may have written them: begun, never to end, and with a start in the far future.
     forged = {"phase": "Running", "captureId": "x", "startUnixMs": 1 << 52}

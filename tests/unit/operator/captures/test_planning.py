@@ -7,10 +7,10 @@ from rankscope.operator.kube.resources import CaptureSpec
 from tests.unit.operator.correlation.test_metrics import SLOW, state
 
 
-def test_the_daemons_name_of_the_job_and_the_accused_ranks_with_their_places_are_planned() -> None:
+def test_the_job_and_the_accused_ranks_with_their_places_are_planned() -> None:
     spec = CaptureSpec(run="r", ranks="straggler+peer", steps=3)
-    made = plan(spec, "r", state(SLOW), "10.0.0.1:29500/none", 64)
-    assert made.job == "10.0.0.1:29500/none"
+    made = plan(spec, "r", state(SLOW), 64)
+    assert made.job == state(SLOW).job
     assert len(made.ranks) == 2
     assert (1, "a", "accepted") in [(rank.rank, rank.node, rank.state) for rank in made.ranks]
 
@@ -20,7 +20,7 @@ def test_the_daemons_name_of_the_job_and_the_accused_ranks_with_their_places_are
 )
 def test_a_job_that_nobody_reports_for_is_named(number: int, says: str) -> None:
     with pytest.raises(PlanError, match=says) as refused:
-        plan(CaptureSpec(run="r", steps=3, job_number=number), "r", None, None, 64)
+        plan(CaptureSpec(run="r", steps=3, job_number=number), "r", None, 64)
     assert refused.value.reason == "NoRanks"
     with pytest.raises(PlanError, match="at most 64"):
-        plan(CaptureSpec(run="r", steps=3, ranks="all"), "r", state(SLOW, ranks=65), "j", 64)
+        plan(CaptureSpec(run="r", steps=3, ranks="all"), "r", state(SLOW, ranks=65), 64)

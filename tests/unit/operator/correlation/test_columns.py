@@ -36,6 +36,18 @@ def test_means_of_a_step_arrive_as_they_are_and_what_is_absent_becomes_nan() -> 
     assert np.isnan(columns.input_seconds[0]) and np.isnan(columns.mfu_ratio[0])
 
 
+def test_where_waiting_is_sampled_the_number_of_samples_arrives() -> None:
+    window = a_window(
+        steps=20,
+        step_seconds=StepStatistics(mean=0.1),
+        host_seconds=0.1,
+        groups=[window_pb2.GroupSpan(number=7, size=2, kind=4, samples=3, seconds=0.01, step_seconds=0.1)],
+    )
+    assert job_window([window], 2).columns.self_steps.tolist() == [3.0]
+    by_the_hosts_clock = a_window(steps=20, step_seconds=StepStatistics(mean=0.1))
+    assert np.isnan(job_window([by_the_hosts_clock], 2).columns.self_steps[0])
+
+
 def test_a_measured_zero_is_not_an_absent_value() -> None:
     window = a_window(steps=20, step_seconds=StepStatistics(mean=0.1), input_seconds=0.0)
     assert job_window([window], 2).columns.input_seconds[0] == 0.0

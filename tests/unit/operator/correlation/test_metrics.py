@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -30,7 +31,8 @@ SLOW = Verdict(
 
 
 def state(verdict: Verdict = HEALTHY, job: str = "j", ranks: int = 4) -> JobState:
-    windows = [RankWindow(identity=RankIdentity(rank=rank, node="a", namespace="team")) for rank in range(ranks)]
+    identities = [RankIdentity(rank=rank, node="a", pod="uid", pod_name=f"j-{rank}") for rank in range(ranks)]
+    windows = [RankWindow(identity=identity) for identity in identities]
     return JobState(job, ranks, verdict, 0, 0, ranks, 0.1, 0.4, 0.2, tuple(windows))
 
 
@@ -39,7 +41,8 @@ def scrape(
 ) -> str:
     registry = CollectorRegistry(auto_describe=False)
     totals = (lambda: dict.fromkeys(Result, 1)) if alerts else None
-    registry.register(Exporter(lambda: states, lost or LostSeconds(), lambda job: mfu_target_ratio, totals))
+    exporter = Exporter(lambda: states, lost or LostSeconds(), lambda job: mfu_target_ratio, lambda job: 2, totals)
+    registry.register(exporter)
     return generate_latest(registry).decode()
 
 
@@ -49,12 +52,12 @@ def scrape_everything() -> str:
 
 
 def samples(text: str, name: str) -> dict[str, float]:
-    """By the labels other than job and namespace, which are held against what every job here has."""
+    """By the labels other than those of the run, which are held against what every run here has."""
     found = {}
     for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
         if sample.name == name:
             labels: Mapping[str, str] = sample.labels
-            found[" ".join(f"{key}={labels[key]}" for key in sorted(labels) if key not in ("job", "namespace"))] = (
+            found[" ".join(f"{key}={labels[key]}" for key in sorted(labels) if key not in ("run", "run_namespace"))] = (
                 sample.value
             )
     return found
@@ -62,13 +65,15 @@ def samples(text: str, name: str) -> dict[str, float]:
 
 def test_a_finding_names_the_rank_where_it_runs_the_phase_and_what_it_costs() -> None:
     lost = LostSeconds()
-    states = (state(SLOW),)
+    states = (state(SLOW, job="team/j"),)
     lost(states)
     text = scrape(*states, lost=lost, mfu_target_ratio=0.5)
     assert samples(text, "rankscope_job_verdict") == {"confidence=high severity=alarm verdict=slow_rank": 1}
-    assert samples(text, "rankscope_job_culprit") == {"bound= node=a phase=forward pod= rank=1 verdict=slow_rank": 1}
-    assert 'rankscope_job_impact_ratio{job="j",namespace="team"} 0.3' in text
-    assert 'rankscope_job_lost_gpu_seconds_total{job="j",namespace="team"} 12.0' in text
+    assert samples(text, "rankscope_job_culprit") == {
+        "bound= node=a phase=forward rank=1 run_pod=j-1 verdict=slow_rank": 1
+    }
+    assert 'rankscope_job_impact_ratio{run="j",run_namespace="team"} 0.3' in text
+    assert 'rankscope_job_lost_gpu_seconds_total{run="j",run_namespace="team"} 12.0' in text
     assert samples(text, "rankscope_job_ranks") == {"state=expected": 4, "state=reporting": 4}
     assert samples(text, "rankscope_job_mfu_target_ratio") == {"": 0.5}
     assert samples(text, "rankscope_job_exposed_communication_ratio") == {"": 0.2}
@@ -89,33 +94,34 @@ def test_a_finding_that_nobody_is_warned_of_accuses_nobody() -> None:
 
 def test_a_job_that_hangs_has_no_pace() -> None:
     text = scrape(state(replace(SLOW, kind=Kind.HANG)))
-    assert samples(text, "rankscope_job_culprit") == {"bound= node=a phase=forward pod= rank=1 verdict=hang": 1}
+    assert samples(text, "rankscope_job_culprit") == {"bound= node=a phase=forward rank=1 run_pod=j-1 verdict=hang": 1}
     assert "rankscope_job_step_seconds{" not in text
     assert "rankscope_job_mfu_ratio{" not in text
 
 
 def test_a_culprit_that_no_longer_reports_is_named_all_the_same() -> None:
     text = scrape(state(replace(SLOW, culprits=(7,))))
-    assert samples(text, "rankscope_job_culprit") == {"bound= node= phase=forward pod= rank=7 verdict=slow_rank": 1}
+    assert samples(text, "rankscope_job_culprit") == {"bound= node= phase=forward rank=7 run_pod= verdict=slow_rank": 1}
 
 
-def test_culprits_and_jobs_are_bounded_and_those_with_findings_come_first() -> None:
+def test_culprits_and_jobs_are_bounded_and_those_with_findings_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "JOBS_SHOWN", 64)
     many = replace(SLOW, culprits=tuple(range(100)))
     assert len(samples(scrape(state(many, ranks=100)), "rankscope_job_culprit")) == metrics.CULPRITS_SHOWN
     healthy = [state(job=f"job-{number}") for number in range(metrics.JOBS_SHOWN + 10)]
     text = scrape(*healthy, state(SLOW, job="slow"))
     assert samples(text, "rankscope_jobs") == {"": metrics.JOBS_SHOWN + 11}
     assert samples(text, "rankscope_jobs_cut") == {"": 11}
-    assert 'rankscope_job_culprit{bound="",job="slow"' in text
+    assert 'run="slow"' in next(line for line in text.splitlines() if line.startswith("rankscope_job_culprit"))
 
 
 def test_names_are_bounded_and_printable_and_two_that_look_alike_are_one_series() -> None:
     text = scrape(state(job="x\n\x1b[31m" + "y" * 500), state(job="x\n\x1b[31m" + "y" * 501))
-    jobs = {s.labels["job"] for f in text_string_to_metric_families(text) for s in f.samples if "job" in s.labels}
-    assert len(jobs) == 1
-    job = jobs.pop()
-    assert len(job) == LABEL_CHARACTERS
-    assert job.isprintable()
+    runs = {s.labels["run"] for f in text_string_to_metric_families(text) for s in f.samples if "run" in s.labels}
+    assert len(runs) == 1
+    run = runs.pop()
+    assert len(run) == LABEL_CHARACTERS
+    assert run.isprintable()
     assert samples(text, "rankscope_jobs_cut") == {"": 1}
 
 

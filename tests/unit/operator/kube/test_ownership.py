@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from rankscope.operator.kube.api_client import owners
 from rankscope.operator.kube.leader_election import ShardLeases
-from rankscope.operator.kube.ownership import owners
 from tests.unit.operator.kube.test_leader_election import Leases
 
 ACCOUNT = {"apiVersion": "v1", "kind": "ServiceAccount", "name": "rankscope-operator", "uid": "u-1"}

@@ -41,21 +41,21 @@ class Played:
         self.daemon = daemon
         self.now = 1000.0
         self.notes: list[tuple[str, str]] = []
-        self.connected = frozenset({"n"})
+        self.connected = {"n": 0}
         self.held: Callable[[str], bool] = lambda run: True
         self.pusher = PolicyPusher(grpc.insecure_channel, lambda *note: self.notes.append(note), lambda: self.now)
 
-    def pulse(self, wanted: int, **rates: float) -> list[dict[str, list[str]]]:
+    def pulse(self, wanted: int, **rates: float | None) -> list[dict[str, list[str]]]:
         """What the daemon heard since, which has to be `wanted` calls: a run and its rate each, all in pod `p`."""
         before = len(self.daemon.heard)
         policies = {
             f"ns/{run}": pb.RunPolicy(run=f"ns/{run}", pods=["p"], stack_rate_hertz=hz) for run, hz in rates.items()
         }
-        give_up = monotonic() + 20
+        give_up = monotonic() + 180
         while True:
-            self.pusher.forget_all_but(self.connected)
+            self.pusher.forget_interrupted(self.connected)
             self.pusher.follow(
-                {"n": policies} if policies else {}, {"n": self.daemon.address}, self.connected, self.held
+                {"n": policies} if policies else {}, {"n": self.daemon.address}, self.connected.keys(), self.held
             )
             if not self.pusher._busy and len(self.daemon.heard) - before >= wanted:
                 assert len(self.daemon.heard) - before == wanted
@@ -98,10 +98,21 @@ def test_what_another_replica_holds_now_is_left_to_it(played: Played) -> None:
 
 def test_a_daemon_that_was_away_is_told_everything_again(played: Played) -> None:
     played.pulse(1, a=2.0)
-    played.connected = frozenset()
+    played.connected = {}
     assert played.pulse(0, a=2.0) == []
-    played.connected = frozenset({"n"})
+    played.connected = {"n": 1}
     assert played.pulse(1, a=2.0) == [{"ns/a": ["p"]}]
+    assert played.pulse(0, a=2.0) == []
+    played.connected = {"n": 2}  # away for less than a pulse
+    assert played.pulse(1, a=2.0) == [{"ns/a": ["p"]}]
+
+
+def test_names_alone_are_not_sent_again_with_every_lease(played: Played) -> None:
+    assert played.pulse(1, a=None) == [{"ns/a": ["p"]}]
+    played.now += 2 * LEASE_SECONDS
+    assert played.pulse(0, a=None) == []
+    assert played.pulse(1, a=2.0) == [{"ns/a": ["p"]}]
+    assert played.pulse(1, a=None) == [{"ns/a": ["p"]}]
 
 
 def test_a_daemon_that_does_not_take_them_is_asked_again_later(played: Played) -> None:

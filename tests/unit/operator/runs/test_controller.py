@@ -1,18 +1,23 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity
+from rankscope.analysis.collectives.hang_report import HangReport
+from rankscope.analysis.verdicts.verdict import Cause, Confidence, Kind, Severity, Verdict
+from rankscope.operator.correlation.correlator import JobState
 from rankscope.operator.kube.objects import read_run_object
 from rankscope.operator.kube.resources import RunVerdict, TrainingRunStatus
 from rankscope.operator.runs.controller import RunsController
-from rankscope.operator.runs.inventory import Run
-from rankscope.operator.runs.pods import MFU_TARGET
+from rankscope.operator.runs.inventory import Inventory, Run, RunNodes
+from rankscope.operator.runs.pods import MFU_TARGET, Pod
 from rankscope.operator.runs.run_grouping import RunKey
+from rankscope.v1.identity_pb2 import RankIdentity
 from tests.unit.operator.policies.policy_objects import pod, run
 
 
@@ -22,6 +27,7 @@ class Cluster:
 
     inventory: dict[RunKey, Run] = field(default_factory=dict)
     told: list[str] = field(default_factory=list)
+    events: list[tuple[str, str, str]] = field(default_factory=list)
     written: list[Any] = field(default_factory=list)
     is_new: bool = False  # the operator was just started
 
@@ -41,11 +47,12 @@ class Cluster:
 
     def emit(self, target: Any, kind: str, reason: str, message: str, change: str) -> None:
         self.told.append(target.uid)
+        self.events.append((target.uid, reason, message))
 
 
-def controller(cluster: Cluster) -> RunsController:
+def controller(cluster: Cluster, states: Mapping[str, JobState] | None = None) -> RunsController:
     fake: Any = cluster
-    made = RunsController(fake, fake, fake, fake, fake, dict)
+    made = RunsController(fake, fake, fake, fake, fake, lambda: states or {})
     made.watched.listed = Event()
     made.watched.listed.set()
     return made
@@ -89,3 +96,74 @@ def test_after_a_restart_a_finding_stands_and_a_run_that_was_not_judged_yet_is_w
     runs.changed("u", replace(thing, status=TrainingRunStatus(verdict=verdict(kind, severity))))
     runs.reconcile()
     assert len(cluster.written) == (0 if is_kept else 1)
+
+
+def test_a_report_of_a_hang_is_an_event_of_its_run_and_a_field_of_its_status() -> None:
+    cluster = Cluster()
+    runs = controller(cluster)
+    known = run(pod("w-0"))
+    cluster.inventory = {known.key: known}
+    namespace, name = known.key.namespace, known.key.object_name
+    thing = read_run_object(
+        {
+            "metadata": {"namespace": namespace, "name": name, "uid": "u"},
+            "spec": {"workload": {"uid": known.key.uid}},
+        }
+    )
+    assert thing is not None
+    report = HangReport(
+        id=f"{namespace}/h-20260301-101500-0a1b2c",
+        run=f"{namespace}/{name}#2",
+        headline="rank 1 in save (ckpt.py:51)",
+        verdict="it hangs",
+        world_size=2,
+        began_unix_seconds=1.0,
+        made_unix_seconds=2.0,
+    )
+    runs.report_hang(report)
+    assert not cluster.told, "the run has no object yet"
+    runs.changed("u", thing)
+    runs.report_hang(report)
+    runs.reconcile()
+    assert cluster.events == [("u", "HangReported", f"rank 1 in save (ckpt.py:51); next: rankscope hangs {report.id}")]
+    assert cluster.written[-1].last_hang == report.id
+    runs.changed("u", replace(thing, status=cluster.written[-1]))
+    runs.reconcile()
+    assert cluster.written[-1].last_hang == report.id
+
+
+def test_an_event_of_a_slow_rank_has_what_proves_its_cause() -> None:
+    cluster, known = Cluster(), run(pod("w-0"))
+    cluster.inventory = {known.key: known}
+    proof = "rank 3 spends 41 % of its time in `load_image (dataset.py:88)`, its peers 2 %"
+    found = Verdict(Kind.SLOW_RANK, "rank 3: late", Severity.ALARM, culprits=(3,), cause=Cause("input", (), proof))
+    place = f"{known.key.namespace}/{known.key.object_name}"
+    state = JobState(place, 4, found, 0.0, 0.0, 4, None, None, None, ())
+    runs = controller(cluster, {place: state})
+    metadata = {"namespace": known.key.namespace, "name": known.key.object_name, "uid": "u"}
+    thing = read_run_object({"metadata": metadata, "spec": {"workload": {"uid": known.key.uid}}})
+    assert thing is not None
+    runs.changed("u", thing)
+    runs.reconcile()
+    assert [message for _, _, message in cluster.events] == [f"rank 3: late; {proof}"]
+    assert cluster.written[0].verdict.evidence == proof
+
+
+def test_the_nodes_of_a_run_are_those_of_its_own_pods_and_ranks_are_known_where_it_is_correlated() -> None:
+    inventory = Inventory()
+    for uid, name, namespace, node in (
+        ("1", "llama", "team", "a"),
+        ("2", "llama", "team", "b"),
+        ("3", "other", "team", "a"),
+        ("4", "llama", "others", "c"),
+        ("5", "llama", "team", ""),
+    ):
+        labels = {"training.kubeflow.org/job-name": name}
+        inventory.changed(uid, Pod(uid, f"w-{uid}", namespace, node, labels=labels))
+    second: Any = SimpleNamespace(identities={7: RankIdentity(rank=7, node="b")})
+    fake: Any = Cluster()
+    runs = RunsController(fake, fake, fake, inventory, fake, lambda: {"team/pytorchjob-llama#2": second})
+    pods = {"a": frozenset({"1"}), "b": frozenset({"2"})}
+    assert runs.nodes_of("team/pytorchjob-llama") == RunNodes(pods, {})
+    assert runs.nodes_of("team/pytorchjob-llama#2") == RunNodes(pods, {7: "b"})
+    assert runs.nodes_of("team/none") == RunNodes({}, {})

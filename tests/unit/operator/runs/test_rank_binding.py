@@ -10,10 +10,9 @@ from rankscope.operator.runs.pods import Owner, Pod
 from rankscope.operator.runs.rank_binding import (
     OWNED_SECONDS,
     RANKS_PER_NODE,
-    SILENT_SECONDS,
     WINDOW_BYTES_LIMIT,
+    Accepted,
     Binding,
-    Heard,
 )
 from rankscope.v1.rank_service_pb2 import WatchRanksResponse
 from tests.daemon_messages import sent
@@ -40,7 +39,10 @@ def inventory() -> Inventory:
     return made
 
 
-def message(*ranks: int, pod: str = "pod-0", job: str = "10.0.0.1:29500/none", node: str = "lie") -> WatchRanksResponse:
+RUN = "team/pytorchjob-llama"
+
+
+def message(*ranks: int, pod: str = "pod-0", job: str = RUN, node: str = "lie") -> WatchRanksResponse:
     said = WatchRanksResponse(node=node)
     for rank in ranks:
         identity = said.windows.add().identity
@@ -50,7 +52,7 @@ def message(*ranks: int, pod: str = "pod-0", job: str = "10.0.0.1:29500/none", n
 
 def bind(
     binding: Binding, message: WatchRanksResponse, node: str, keeps: Callable[[str], bool] = lambda name: True
-) -> Heard:
+) -> Accepted:
     return binding.bind([sent(message, node)], keeps)
 
 
@@ -71,7 +73,7 @@ def test_windows_get_the_names_that_the_api_server_knows(inventory: Inventory) -
         (message(99), "rank"),
     ],
 )
-def test_a_daemon_does_not_speak_for_others(inventory: Inventory, said: WatchRanksResponse, reason: str) -> None:
+def test_a_daemon_does_not_report_for_others(inventory: Inventory, said: WatchRanksResponse, reason: str) -> None:
     binding = Binding(inventory, Clock())
     assert not bind(binding, said, "node-a").windows
     assert binding.refusals.counts[reason] == 1
@@ -90,26 +92,39 @@ def test_a_daemon_that_sends_ten_times_too_much_is_cut_to_its_pace_and_others_ar
     assert binding.refusals.counts["rate"] == 1000 - kept
 
 
-def test_a_restarted_job_with_another_port_keeps_the_runs_name_and_a_second_job_gets_its_own(
-    inventory: Inventory,
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        (RUN, RUN),
+        (f"{RUN}#2", f"{RUN}#2"),  # a launch beside another in the run's pods
+        ("10.0.0.1:29500", RUN),  # a daemon that does not know the run's name yet
+        ("theirs/pytorchjob-llama", RUN),
+        ("theirs/pytorchjob-llama#2", RUN),
+    ],
+)
+def test_the_pod_of_a_rank_decides_its_run_whatever_the_daemon_calls_it(
+    inventory: Inventory, reported: str, name: str
 ) -> None:
-    clock = Clock()
-    binding = Binding(inventory, clock)
-    first = bind(binding, message(0, job="a:1/x"), "node-a").windows[0].identity.job
-    beside = bind(binding, message(0, job="a:2/x"), "node-a").windows[0].identity.job
-    assert (first, beside) == ("team/pytorchjob-llama", "team/pytorchjob-llama#2")
-    clock.now += SILENT_SECONDS + 1
-    assert bind(binding, message(0, job="a:3/x"), "node-a").windows[0].identity.job == first
+    (window,) = bind(Binding(inventory, Clock()), message(0, job=reported), "node-a").windows
+    assert window.identity.job == name
 
 
-def test_a_job_whose_name_is_taken_on_one_of_its_nodes_is_one_job(inventory: Inventory) -> None:
+@pytest.mark.parametrize("number", ["", "0", "1", "02", "17", "9" * 5000, "-2", "x", "²"])
+def test_a_number_that_no_job_of_a_run_has_is_refused(inventory: Inventory, number: str) -> None:
     binding = Binding(inventory, Clock())
-    first = bind(binding, message(0), "node-a").windows[0].identity
-    crowded = message(1, pod="pod-1", job="10.0.0.1:29500/none@pod-1")
-    crowded.windows[0].identity.shared_job = "10.0.0.1:29500/none"
-    second = bind(binding, crowded, "node-b").windows[0].identity
-    assert first.job == second.job == "team/pytorchjob-llama"
-    assert not second.HasField("shared_job")
+    assert not bind(binding, message(0, job=f"{RUN}#{number}"), "node-a").windows
+    assert binding.refusals.counts == {"jobs": 1}
+
+
+def test_a_rank_that_gets_another_name_on_its_node_has_not_ended(inventory: Inventory) -> None:
+    binding = Binding(inventory, Clock())
+    before = message(0, 1, job="10.0.0.1:29500")
+    bind(binding, before, "node-a")
+    after = message(0)
+    after.departed.extend(window.identity for window in before.windows)
+    accepted = bind(binding, after, "node-a")
+    assert [window.identity.rank for window in accepted.windows] == [0]
+    assert [(identity.rank, identity.job) for identity in accepted.departed] == [(1, RUN)]
 
 
 def test_a_pod_that_merely_has_an_owner_is_a_run_once_ranks_are_seen_in_it() -> None:
@@ -141,9 +156,9 @@ def test_of_runs_in_other_shards_nothing_is_kept_and_they_are_asked_for_once(inv
         return name == "team/run-mine"
 
     binding = Binding(inventory, Clock())
-    heard = bind(binding, said, "node-a", keeps)
-    assert [window.identity.job for window in heard.windows] == ["team/run-mine"]
-    assert not heard.departed
+    accepted = bind(binding, said, "node-a", keeps)
+    assert [window.identity.job for window in accepted.windows] == ["team/run-mine"]
+    assert not accepted.departed
     assert sorted(asked) == ["team/pytorchjob-llama", "team/run-mine"]
     assert sum(binding.refusals.counts.values()) == 0
 
@@ -162,16 +177,16 @@ def test_a_window_that_is_too_large_or_garbage_is_refused_and_those_beside_it_ar
     read = sent(said, "node-a")
     read.ranks = [*read.ranks[:2], b"\xff\xff"]
     binding = Binding(inventory, Clock())
-    heard = binding.bind([read])
-    assert [window.identity.rank for window in heard.windows] == [1]
+    accepted = binding.bind([read])
+    assert [window.identity.rank for window in accepted.windows] == [1]
     assert binding.refusals.counts == {"size": 1, "unreadable": 1}
 
 
 def test_on_one_machine_without_an_api_server_ranks_keep_the_names_that_the_daemon_gives() -> None:
     binding = Binding(monotonic=Clock())
-    said = message(0, 99, pod="", node="laptop")
+    said = message(0, 99, pod="", job="llama-77", node="laptop")
     (kept,) = bind(binding, said, "laptop").windows
-    assert (kept.identity.job, kept.identity.node) == ("10.0.0.1:29500/none", "laptop")
+    assert (kept.identity.job, kept.identity.node) == ("llama-77", "laptop")
     assert binding.refusals.counts == {"rank": 1}
     gone = WatchRanksResponse(departed=[said.windows[0].identity])
     assert [identity.rank for identity in bind(binding, gone, "laptop").departed] == [0]
@@ -186,9 +201,9 @@ def test_processes_that_a_daemon_makes_up_are_forgotten_and_only_so_many_are_kno
         said.windows[0].identity.pid = number
         said.windows[0].identity.rank, said.windows[0].identity.world_size = number, 1 << 30
         bind(binding, said, "node-a")
-    assert len(binding._speakers["node-a"].known) <= RANKS_PER_NODE
-    (jobs,) = binding._jobs.values()
-    assert len(jobs.owners["10.0.0.1:29500/none"]) < 100
+    assert len(binding._senders["node-a"].known) <= RANKS_PER_NODE
+    (owners,) = binding._owners.values()
+    assert len(owners[RUN]) < 100
     clock.now += 0.1
     flood = message(*range(1 << 11))
     for number, window in enumerate(flood.windows):
@@ -212,8 +227,11 @@ def test_departures_count_against_the_allowance_like_windows(inventory: Inventor
 def test_many_messages_together_are_bound_each_by_its_own_node(inventory: Inventory) -> None:
     words = [("node-a", message(0)), ("node-b", message(1, pod="pod-1")), ("node-b", message(2, pod="pod-0"))]
     binding = Binding(inventory, Clock())
-    heard = binding.bind([sent(said, node) for node, said in words])
-    assert [(window.identity.rank, window.identity.node) for window in heard.windows] == [(0, "node-a"), (1, "node-b")]
+    accepted = binding.bind([sent(said, node) for node, said in words])
+    assert [(window.identity.rank, window.identity.node) for window in accepted.windows] == [
+        (0, "node-a"),
+        (1, "node-b"),
+    ]
     assert binding.refusals.counts == {"other_node": 1}
 
 
@@ -226,7 +244,7 @@ def test_a_lie_about_another_nodes_pod_takes_no_name_from_its_run(inventory: Inv
     assert true.identity.job == "team/pytorchjob-llama"
 
 
-def test_a_rank_is_its_pods_as_long_as_that_pod_speaks_of_it(inventory: Inventory) -> None:
+def test_a_rank_is_its_pods_as_long_as_that_pod_reports_it(inventory: Inventory) -> None:
     clock = Clock()
     binding = Binding(inventory, clock)
     assert len(bind(binding, message(0, 1), "node-a").windows) == 2
@@ -252,9 +270,8 @@ def test_what_is_known_of_nodes_and_runs_goes_with_them(inventory: Inventory) ->
     binding = Binding(inventory, Clock())
     bind(binding, message(0), "node-a")
     bind(binding, message(1, pod="pod-1"), "node-b")
-    assert binding.daemon_job("team/pytorchjob-llama") == "10.0.0.1:29500/none"
     binding.forget_all_but(set(inventory.runs()), {"node-b"})
-    assert list(binding._speakers) == ["node-b"]
-    assert binding.daemon_job("team/pytorchjob-llama") is not None
+    assert list(binding._senders) == ["node-b"]
+    assert list(binding._owners) == list(inventory.runs())
     binding.forget_all_but(set(), {"node-b"})
-    assert binding.daemon_job("team/pytorchjob-llama") is None
+    assert not binding._owners

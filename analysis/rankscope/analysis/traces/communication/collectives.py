@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.analysis.collectives.bandwidth import size_bytes
-from rankscope.analysis.collectives.kinds import CollectiveKind
+from rankscope.analysis.collectives.kinds import CollectiveKind, size_bytes
 from rankscope.analysis.stats.robust import Bools, Ints, number_groups, occurrence, rows_of_groups
 from rankscope.analysis.traces.breakdown import occupy_host
 from rankscope.analysis.traces.communication.host_calls import CallMetadata, find_calls, find_transfers, name_kinds
@@ -47,11 +46,6 @@ class Collectives:
     @property
     def end_ns(self) -> Ints:
         return self.start_ns + self.duration_ns
-
-    def where(self, chosen: Bools | Ints) -> Collectives:
-        """A selection of rows, by mask or by index."""
-        names = [field.name for field in fields(self) if field.name != "groups"]
-        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
 
 def find_collectives(trace: Trace) -> Collectives:

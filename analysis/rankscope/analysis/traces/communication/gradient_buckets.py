@@ -17,11 +17,10 @@ from rankscope.analysis.collectives.alpha_beta import Fit, Observations, fit_col
 from rankscope.analysis.collectives.kinds import CollectiveKind, kind_of_host_operator
 from rankscope.analysis.stats.robust import Bools, Floats, Ints
 from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
-from rankscope.analysis.traces.communication.host_calls import take_or_absent
 from rankscope.analysis.traces.intervals import Intervals, clip, covered_until, nest, total, union
 from rankscope.analysis.traces.kernels import Kind, classify, names_like
 from rankscope.analysis.traces.steps import BACKWARD, NO_STEP, Steps, find_steps, launch_rows
-from rankscope.analysis.traces.trace import ABSENT, Category, Trace
+from rankscope.analysis.traces.trace import ABSENT, Category, Trace, take_or_absent
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 
 # DDP starts a bucket from the hook of the gradient that completes it; an all-reduce of tensor parallelism is started
@@ -63,11 +62,6 @@ class Buckets:
         return len(self.collective)
 
     @property
-    def gradients(self) -> Ints:
-        """The number of gradients in each bucket."""
-        return np.bincount(self.gradient_bucket, minlength=len(self))
-
-    @property
     def hidden_ratio(self) -> Floats:
         """The share of the bucket's time covered by computation; NaN if not measured."""
         known = self.measured & (self.duration_ns > 0)
@@ -86,7 +80,6 @@ class Rebucketing:
     """Medians over steps. Without predictions, `reason` explains why."""
 
     buckets: int
-    bytes: int
     cap_mb: int | None  # inferred from bucket sizes; None if they are inconclusive
     exposed_ns: float
     communication_ns: float
@@ -265,7 +258,6 @@ def _current_buckets(buckets: Buckets, steps: list[_Step]) -> Rebucketing:
     numbers = [int(buckets.step[step.rows[0]]) for step in steps]
     return Rebucketing(
         buckets=len(steps[0].rows),
-        bytes=int(np.maximum(buckets.bytes[steps[0].rows], 0).sum()),
         cap_mb=_likely_cap(steps[0]),
         exposed_ns=float(np.median([_measured_exposed(buckets, step) for step in steps])),
         communication_ns=float(np.median([total(*_transfers(buckets, step)) for step in steps])),

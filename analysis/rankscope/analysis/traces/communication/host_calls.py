@@ -7,21 +7,21 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from rankscope.analysis.collectives.bandwidth import element_bytes
 from rankscope.analysis.collectives.kinds import (
     CollectiveKind,
     annotated_backend,
     annotated_peer,
+    element_bytes,
     kind_of_annotation,
     kind_of_host_operator,
     kind_of_kernel,
     kind_of_note,
 )
-from rankscope.analysis.stats.robust import Bools, Ints, number_groups
+from rankscope.analysis.stats.robust import Bools, Ints, join_rows, number_groups, take_rows
 from rankscope.analysis.traces.intervals import Spans, nest
 from rankscope.analysis.traces.kernels import Kind, classify
 from rankscope.analysis.traces.steps import launch_rows
-from rankscope.analysis.traces.trace import ABSENT, Category, Trace
+from rankscope.analysis.traces.trace import ABSENT, Category, Trace, match, take_or_absent
 
 # With these backends the annotation is the transfer itself; NCCL's annotations only enqueue it.
 _ON_HOST = frozenset({"gloo", "mpi"})
@@ -70,7 +70,6 @@ class NameKinds:
 @dataclass(frozen=True)
 class Calls:
     spans: Spans  # operators and annotations of communication, nested
-    own_kind: Ints  # per span
     leaf: Ints  # spans that enclose no other: the calls
     noted: CallMetadata  # per leaf
     on_host: Bools  # the leaf's span is the transfer itself
@@ -90,16 +89,10 @@ class Transfers:
     measured: Bools
 
     def take(self, index: Ints) -> Transfers:
-        rest = [field.name for field in fields(self) if field.name != "noted"]
-        return Transfers(self.noted.take(index), *(getattr(self, name)[index] for name in rest))
+        return replace(take_rows(self, index), noted=self.noted.take(index))
 
     def joined_with(self, other: Transfers) -> Transfers:
-        rest = [field.name for field in fields(self) if field.name != "noted"]
-        return replace(
-            self,
-            noted=CallMetadata(*map(np.concatenate, zip(self.noted.columns(), other.noted.columns(), strict=True))),
-            **{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in rest},
-        )
+        return replace(join_rows([self, other]), noted=join_rows([self.noted, other.noted]))
 
 
 def name_kinds(trace: Trace) -> NameKinds:
@@ -154,7 +147,7 @@ def find_calls(trace: Trace, kinds: NameKinds) -> Calls:
         kind=np.where(best >= 0, best, own_kind[leaf]),
         peer=np.where(noted.peer >= 0, noted.peer, peer),
     )
-    return Calls(spans, own_kind, leaf, noted, kinds.on_host[trace.name[spans.row[leaf]]])
+    return Calls(spans, leaf, noted, kinds.on_host[trace.name[spans.row[leaf]]])
 
 
 def find_transfers(trace: Trace, kinds: NameKinds, calls: Calls) -> Transfers:
@@ -183,13 +176,6 @@ def read_metadata(trace: Trace, kinds: NameKinds, rows: Ints) -> CallMetadata:
         peer=columns.peer,
     )
     return everything.take(note_of_row[rows])
-
-
-def take_or_absent(column: Ints, index: Ints) -> Ints:
-    """The column by index; -1 where the index is -1."""
-    if not len(column):
-        return np.full(len(index), ABSENT)
-    return np.where(index >= 0, column[index], ABSENT)
 
 
 def _kernel_transfers(trace: Trace, kinds: NameKinds, calls: Calls) -> tuple[Transfers, Bools]:
@@ -246,7 +232,7 @@ def _launching_span(trace: Trace, calls: Calls, rows: Ints) -> Ints:
     span[found] = calls.spans.around(launch[found], trace.start_ns[launch[found]])
     # Old traces repeat the correlation as external id.
     external = np.where(trace.external_id[rows] != trace.correlation[rows], trace.external_id[rows], ABSENT)
-    by_id = _match(external, trace.external_id[calls.spans.row], np.arange(len(calls.spans.row)))
+    by_id = match(external, trace.external_id[calls.spans.row], np.arange(len(calls.spans.row)))
     return np.where(found, span, by_id)
 
 
@@ -323,14 +309,3 @@ def _bytes_copied_back(trace: Trace, calls: Calls) -> Ints:
     copied = np.zeros(len(calls.spans.row), dtype=np.int64)
     np.add.at(copied, span[span >= 0], trace.size_bytes[copies[span >= 0]])
     return copied
-
-
-def _match(wanted: Ints, offered: Ints, result: Ints) -> Ints:
-    """The result with the wanted number; -1 if there is none or nothing is wanted."""
-    order = np.argsort(offered, kind="stable")
-    place = np.searchsorted(offered, wanted, sorter=order)
-    inside = (place < len(offered)) & (wanted >= 0)
-    found = np.full(len(wanted), ABSENT)
-    candidate = order[place[inside]]
-    found[inside] = np.where(offered[candidate] == wanted[inside], result[candidate], ABSENT)
-    return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Ints, number_groups, rows_of_groups
+from rankscope.analysis.stats.robust import Ints, number_groups, rows_of_groups, take_rows
 from rankscope.analysis.traces.communication.collectives import Collectives, compute_intervals
 from rankscope.analysis.traces.intervals import contains, total, uncovered, union
 from rankscope.analysis.traces.kernels import Kind, classify, names_like
@@ -47,7 +47,7 @@ class Gathers:
 def find_gathers(trace: Trace, collectives: Collectives) -> Gathers | None:
     """None if no all-gather and no reduce-scatter was measured."""
     kinds = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
-    chosen = collectives.where(np.isin(collectives.kind, kinds) & collectives.measured)
+    chosen = take_rows(collectives, np.isin(collectives.kind, kinds) & collectives.measured)
     if not len(chosen):
         return None
     steps = find_steps(trace)
@@ -81,7 +81,7 @@ def measure_bubble(
     """Medians over steps. None if the trace shows no step with transfers between neighbours. Arguments that are not
     given are inferred: stages from a process group named for the pipeline, micro-batches from the number of sends to
     one peer."""
-    transfers = collectives.where(np.isin(collectives.kind, _POINT_TO_POINT) & collectives.measured)
+    transfers = take_rows(collectives, np.isin(collectives.kind, _POINT_TO_POINT) & collectives.measured)
     steps = find_steps(trace)
     if not len(transfers) or not len(steps):
         return None

@@ -55,10 +55,6 @@ class Calls:
     def __len__(self) -> int:
         return len(self.rank)
 
-    def take(self, rows: Ints | Bools) -> Calls:
-        columns = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "channels"}
-        return Calls(**columns, channels=self.channels)
-
 
 def gather_calls(traces: Mapping[int, Trace], collectives: Mapping[int, Collectives]) -> Calls:
     """The measured calls of all ranks. Groups of one rank are ignored."""

@@ -13,7 +13,7 @@ from enum import Enum
 import numpy as np
 
 from rankscope.analysis.collectives.kinds import CollectiveKind
-from rankscope.analysis.stats.robust import Bools, Floats, Ints, number_groups, occurrence, rows_of_groups
+from rankscope.analysis.stats.robust import Bools, Floats, Ints, number_groups, occurrence, rows_of_groups, take_rows
 from rankscope.analysis.traces.joins.channels import Calls, Channel
 
 # Shifts are tried this far around those suggested by starts, ends and clocks, on this many calls each.
@@ -66,7 +66,7 @@ class Matched:
         return replace(
             self,
             collective=numbers[self.collective[members]],
-            calls=self.calls.take(members),
+            calls=take_rows(self.calls, members),
             channel=self.channel[collectives],
             kind=self.kind[collectives],
             together=self.together[collectives],
@@ -78,13 +78,13 @@ def match_calls(calls: Calls, step: Ints) -> Matched:
     notes: list[str] = []
     noted = calls.sequence >= 0
     number = np.full(len(calls), -1, dtype=np.int64)
-    number[noted] = _match_noted(calls.take(noted))
+    number[noted] = _match_noted(take_rows(calls, noted))
     next_number = int(number.max(initial=-1)) + 1
     unnoted = np.flatnonzero(~noted)
     for members in rows_of_groups(*number_groups(calls.channel[unnoted])):
         rows = unnoted[members]
         channel = int(calls.channel[rows[0]])
-        found = _match_ordered(calls.take(rows), step[rows], calls.channels[channel], notes)
+        found = _match_ordered(take_rows(calls, rows), step[rows], calls.channels[channel], notes)
         number[rows[found >= 0]] = next_number + found[found >= 0]
         next_number += int(found.max(initial=-1)) + 1
     return _keep_consistent(calls, number, notes)
@@ -172,7 +172,7 @@ def _keep_consistent(calls: Calls, number: Ints, notes: list[str]) -> Matched:
     known = np.flatnonzero(number >= 0)
     rows = known[np.lexsort((calls.rank[known], number[known]))]
     collective, count = number_groups(number[rows])
-    members = calls.take(rows)
+    members = take_rows(calls, rows)
     first = np.searchsorted(collective, np.arange(count))
     size = np.bincount(collective, minlength=count)
     channel = members.channel[first]
@@ -239,15 +239,6 @@ class _Shifts:
     spread_ns: Floats
     same_step_ratio: Floats
 
-    def take(self, rows: Ints | Bools) -> _Shifts:
-        return _Shifts(
-            self.shift[rows],
-            self.overlap[rows],
-            self.offset_ns[rows],
-            self.spread_ns[rows],
-            self.same_step_ratio[rows],
-        )
-
 
 def fit_runs(left: Run, right: Run) -> Fit:
     nothing = np.zeros(0, dtype=np.int64)
@@ -302,13 +293,13 @@ def _try_shifts(left: Run, right: Run) -> _Shifts:
         deviation.mean(axis=1),
         same_step.mean(axis=1),
     )
-    return tried.take(alike)
+    return take_rows(tried, alike)
 
 
 def _with_same_steps(tried: _Shifts) -> _Shifts:
     """Step numbers are the same on all ranks, so other shifts are excluded, unless the ends clearly contradict: a
     profiler may have been started later on one rank."""
-    same = tried.take(tried.same_step_ratio >= SAME_STEP_RATIO)
+    same = take_rows(tried, tried.same_step_ratio >= SAME_STEP_RATIO)
     if not len(same.shift):
         return tried
     smallest = tried.spread_ns[tried.overlap >= CONTRADICTING_CALLS].min(initial=np.inf)
@@ -320,7 +311,7 @@ def _contenders(tried: _Shifts) -> _Shifts:
     # A few calls can fit by chance.
     weighed = tried.spread_ns * (tried.overlap.max(initial=1) / tried.overlap) ** 2
     least = weighed.min(initial=np.inf)
-    return tried.take(weighed <= max(CLEARLY_WORSE * least, least + CLOSE_NS))
+    return take_rows(tried, weighed <= max(CLEARLY_WORSE * least, least + CLOSE_NS))
 
 
 def _decide_by_clocks(contenders: _Shifts) -> _Shifts:
@@ -329,7 +320,7 @@ def _decide_by_clocks(contenders: _Shifts) -> _Shifts:
         return contenders
     nearest = np.argsort(np.abs(contenders.offset_ns))
     first, second = np.abs(contenders.offset_ns[nearest[:2]]).tolist()
-    return contenders.take(nearest[:1]) if second >= CLEARLY_WORSE * first else contenders
+    return take_rows(contenders, nearest[:1]) if second >= CLEARLY_WORSE * first else contenders
 
 
 def _vote(left: Run, right: Run) -> Fit | None:

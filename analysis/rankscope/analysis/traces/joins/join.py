@@ -19,7 +19,7 @@ from rankscope.analysis.traces.joins.collective_matching import Matched, match_c
 from rankscope.analysis.traces.joins.self_time import Arrivals, StepTimes, find_arrivals, measure_steps
 from rankscope.analysis.traces.joins.step_verdict import judge_steps
 from rankscope.analysis.traces.steps import NO_STEP, find_steps
-from rankscope.analysis.traces.trace import ABSENT, Category, CollectiveColumns, MemoryColumns, Trace
+from rankscope.analysis.traces.trace import ABSENT, Category, CollectiveColumns, FlowColumns, MemoryColumns, Trace
 from rankscope.analysis.verdicts.thresholds import DEFAULT_POLICY, Policy
 from rankscope.analysis.verdicts.verdict import Confidence, Kind
 from rankscope.analysis.verdicts.verdict import ranks as ranks_in_words
@@ -76,10 +76,9 @@ def join_traces(
     *,
     breakdowns: Mapping[int, Breakdown | None] | None = None,
     stage_of: Mapping[int, int] | None = None,
-    place_of: Mapping[int, int] | None = None,
     policy: Policy = DEFAULT_POLICY,
 ) -> Join:
-    """Traces by rank. `stage_of` gives each rank's pipeline stage and `place_of` its node, if known."""
+    """Traces by rank. `stage_of` gives each rank's pipeline stage, if known."""
     ranks = sorted(traces)
     calls = gather_calls(traces, collectives)
     matched = match_calls(calls, _step_numbers(calls, traces, collectives))
@@ -97,7 +96,7 @@ def join_traces(
     steps = measure_steps(traces, collectives, breakdowns, matched, arrivals, clocks)
     world = _world_size(traces, calls)
     notes += _alignment_notes(ranks, matched, clocks)
-    verdict = judge_steps(steps, world, ranks, matched.count, clocks.residual_us, stage_of, place_of, policy)
+    verdict = judge_steps(steps, world, ranks, matched.count, clocks.residual_us, stage_of, policy)
     last = np.bincount(np.searchsorted(ranks, matched.calls.rank[arrivals.last]), minlength=len(ranks))
     return Join(
         clock_residual_us=clocks.residual_us,
@@ -240,6 +239,7 @@ def keep_essentials(trace: Trace, collectives: Collectives) -> tuple[Trace, Coll
         names=texts,
         collectives=CollectiveColumns(*(_NO_ROWS for _ in fields(CollectiveColumns))),
         memory=MemoryColumns(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS, np.zeros(0, dtype=bool), _NO_ROWS),
+        flows=FlowColumns(_NO_ROWS, _NO_ROWS, _NO_ROWS, _NO_ROWS, np.zeros(0, dtype=bool)),
     )
 
     def moved(old: Ints) -> Ints:

@@ -23,12 +23,10 @@ class Arrivals:
     """By member of a collective (in the order of `Matched`) and, where said, by collective. Times are common."""
 
     start_ns: Ints
-    end_ns: Ints
     wait_ns: Ints  # for others; the rest of the duration is transfer
     transfer_ns: Ints  # by collective: what it takes when all ranks are there
     last: Ints  # by collective: the member (row) that came last
     lead_ns: Ints  # by collective: how long before the last the one before it came
-    spread_ns: Ints  # by collective: from the first arrival to the last
     possible: Bools  # by collective: no rank left before another came, within the error of the clocks
 
 
@@ -39,9 +37,9 @@ def find_arrivals(matched: Matched, clocks: Clocks) -> Arrivals:
     end = clocks.common(calls.rank, calls.end_ns)
     nothing = np.zeros(0, dtype=np.int64)
     if count == 0:
-        return Arrivals(start, end, nothing, nothing, nothing, nothing, nothing, np.zeros(0, dtype=bool))
+        return Arrivals(start, nothing, nothing, nothing, nothing, np.zeros(0, dtype=bool))
     heads = np.searchsorted(collective, np.arange(count))
-    earliest, latest = np.minimum.reduceat(start, heads), np.maximum.reduceat(start, heads)
+    latest = np.maximum.reduceat(start, heads)
     first_end = np.minimum.reduceat(end, heads)
     transfer = np.maximum(first_end - latest, 0)
     duration = calls.end_ns - calls.start_ns
@@ -51,12 +49,10 @@ def find_arrivals(matched: Matched, clocks: Clocks) -> Arrivals:
     tolerance = 10_000 + int(10_000 * (clocks.residual_us or 0.0))
     return Arrivals(
         start,
-        end,
         wait,
         transfer,
         last=order[tails],
         lead_ns=start[order[tails]] - start[order[tails - 1]],
-        spread_ns=latest - earliest,
         possible=~matched.together | (latest <= first_end + tolerance),
     )
 

@@ -41,7 +41,6 @@ def judge_steps(
     collectives_matched: int,
     clock_residual_us: float | None,
     stage_of: Mapping[int, int] | None,
-    place_of: Mapping[int, int] | None,
     policy: Policy,
 ) -> Verdict:
     missing = _abstain(times, world_size, traced, collectives_matched, clock_residual_us, policy)
@@ -55,7 +54,7 @@ def judge_steps(
     recent, baseline = RecentWindows(policy), TransferBaseline()
 
     def ready(steps: slice) -> ReadyWindow:
-        return _ready(_columns(times, steps, spread, stage_of or {}, place_of or {}), world_size, policy)
+        return _ready(_columns(times, steps, spread, stage_of or {}), world_size, policy)
 
     verdict = HEALTHY
     for step in range(count):
@@ -127,13 +126,7 @@ def _spread(times: StepTimes) -> Floats:
     return spread
 
 
-def _columns(
-    times: StepTimes,
-    steps: slice,
-    spread: Floats,
-    stage_of: Mapping[int, int],
-    place_of: Mapping[int, int],
-) -> RankColumns:
+def _columns(times: StepTimes, steps: slice, spread: Floats, stage_of: Mapping[int, int]) -> RankColumns:
     rows = []
     for row, rank in enumerate(times.rank.tolist()):
         length = times.step_ns[row, steps]
@@ -146,7 +139,6 @@ def _columns(
             {
                 "rank": rank,
                 "stage": stage_of.get(rank, -1),
-                "place": place_of.get(rank, 0),
                 "steps": int(known.sum()),
                 "step_seconds": step,
                 "self_seconds": step - wait,

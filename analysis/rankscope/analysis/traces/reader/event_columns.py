@@ -35,6 +35,7 @@ _NO_ARGUMENTS = Arguments()
 _HOST_ONLY = (Category.CPU_OP, Category.PYTHON, Category.USER_ANNOTATION)
 _DEVICE_WORK = (Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.DEVICE_EVENT)
 _ALLOCATION = "[memory]"
+_BACKWARD_FLOW = "fwdbwd"
 
 
 class ColumnBuilder:
@@ -45,6 +46,7 @@ class ColumnBuilder:
         self.halves = GrowingColumns()  # events written as separate begin and end events
         self.notes = GrowingColumns()
         self.memory = GrowingColumns()
+        self.flows = GrowingColumns()
         self.memberships: dict[Membership, None] = {}
         self.events = 0
         self._categories = CategoryTable()
@@ -55,7 +57,9 @@ class ColumnBuilder:
         self.events += len(events)
         spans = [event for event in events if event.ph == "X"]
         if len(spans) < len(events):
-            others = [event for event in events if event.ph in ("B", "E", "i", "I", None)]
+            others = [
+                event for event in events if event.ph in ("B", "E", "i", "I", None) or event.cat == _BACKWARD_FLOW
+            ]
             if others:
                 spans += self._add_others(batch, others)
         if spans:
@@ -107,7 +111,7 @@ class ColumnBuilder:
         return times_ns(values, written)
 
     def _add_others(self, batch: Batch, events: list[Event]) -> list[Event]:
-        """Add allocations and begin/end events. Returns complete events that lack `ph`."""
+        """Add allocations, begin/end events and flows. Returns complete events that lack `ph`."""
         allocations = [event for event in events if event.name == _ALLOCATION and event.ph in ("i", "I")]
         if allocations:
             self._add_allocations(batch, allocations)
@@ -117,9 +121,23 @@ class ColumnBuilder:
             columns["begins"] = np.array([event.ph == "B" for event in halves], dtype=bool)
             columns["key"] = np.array([self._threads[f"{event.pid}\n{event.tid}"] for event in halves], dtype=np.int64)
             self.halves.add(**{key: column[kept] for key, column in columns.items()})
+        flows = [event for event in events if event.cat == _BACKWARD_FLOW and event.ph in ("s", "f")]
+        if flows:
+            self._add_flows(batch, flows)
         complete = [event for event in events if event.ph is None and event.dur is not None]
         self.repairs.note("event with a duration but no ph read as complete", len(complete))
         return complete
+
+    def _add_flows(self, batch: Batch, events: list[Event]) -> None:
+        time, timed = self._times(batch, events, "ts")
+        columns: dict[str, npt.NDArray[Any]] = {
+            "number": integers([event.id for event in events]),
+            "time_ns": time,
+            "process": integers([event.pid for event in events]),
+            "thread": integers([event.tid for event in events]),
+            "is_forward": np.array([event.ph == "s" for event in events], dtype=bool),
+        }
+        self.flows.add(**{key: column[timed] for key, column in columns.items()})
 
     def _add_allocations(self, batch: Batch, events: list[Event]) -> None:
         time, timed = self._times(batch, events, "ts")

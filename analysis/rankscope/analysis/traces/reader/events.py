@@ -90,6 +90,7 @@ class Event(msgspec.Struct, gc=False):
     tid: Any = -1
     ts: Any = None
     dur: Any = None
+    id: Any = -1  # of a flow
     args: Arguments | list[msgspec.Raw] | str | int | float | bool | None = None
 
 

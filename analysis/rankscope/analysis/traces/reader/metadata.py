@@ -139,7 +139,6 @@ def devices_of(description: Description) -> tuple[Device, ...]:
             index=number if (number := whole(each.get("id"))) is not None else ABSENT,
             name=printable(str(each.get("name", ""))),
             memory_bytes=whole(each.get("totalGlobalMem")),
-            multiprocessors=whole(each.get("numSms")),
         )
         for each in listed
         if isinstance(each, dict)

@@ -26,7 +26,7 @@ from rankscope.analysis.traces.reader.json_stream import (
     inflate,
 )
 from rankscope.analysis.traces.reader.metadata import Description
-from rankscope.analysis.traces.trace import CollectiveColumns, MemoryColumns, Repairs, Trace, TraceError
+from rankscope.analysis.traces.trace import CollectiveColumns, FlowColumns, MemoryColumns, Repairs, Trace, TraceError
 from rankscope.common.text import printable
 
 __all__ = ["TraceError", "read_trace"]
@@ -52,23 +52,14 @@ _SPAN_COLUMNS = (
 def read_trace(
     data: bytes | bytearray | memoryview | Iterable[bytes],
     *,
-    name: str = "",
     salvage: bool = True,
     text_limit_bytes: int = TEXT_LIMIT_BYTES,
 ) -> Trace:
     """Read a trace from the bytes of a file or from an iterable of blocks; gzip is detected.
 
     Damage is repaired if possible and listed in `Trace.repairs`. With `salvage`, a truncated text yields the events
-    before the cut; without, it is rejected. Raises TraceError with a message that starts with `name`."""
+    before the cut; without, it is rejected. Raises TraceError."""
     blocks = blocks_of(data) if isinstance(data, bytes | bytearray | memoryview) else data
-    try:
-        return _read(blocks, salvage=salvage, text_limit_bytes=text_limit_bytes)
-    except TraceError as error:
-        error.name_file(name)
-        raise
-
-
-def _read(blocks: Iterable[bytes | memoryview], *, salvage: bool, text_limit_bytes: int) -> Trace:
     repairs = Repairs()
     text = Text(inflate(blocks, limit_bytes=text_limit_bytes), repairs)
     description, in_object = skip_to_events(text)
@@ -182,6 +173,7 @@ def _build_trace(builder: ColumnBuilder, description: Description) -> Trace:
         groups=metadata.groups_of(description, memberships),
         collectives=_collectives(builder, order),
         memory=_memory(builder, memory_time - shift),
+        flows=_flows(builder, shift),
         repairs=builder.repairs.messages(),
     )
 
@@ -229,3 +221,10 @@ def _memory(builder: ColumnBuilder, time_ns: Ints) -> MemoryColumns:
     names = ("change_bytes", "allocated_bytes", "reserved_bytes", "device")
     columns = {name: memory.take(name)[order] for name in names}
     return MemoryColumns(time_ns[order], on_device=memory.take("on_device")[order].astype(bool), **columns)
+
+
+def _flows(builder: ColumnBuilder, shift_ns: int) -> FlowColumns:
+    flows = builder.flows
+    time = flows.take("time_ns") - shift_ns
+    is_forward = flows.take("is_forward").astype(bool)
+    return FlowColumns(flows.take("number"), time, flows.take("process"), flows.take("thread"), is_forward)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rankscope.daemon.captures.cupti import slowdown_objection
 from rankscope.daemon.captures.fetch import NotThereError, remove_file, take_file
 from rankscope.daemon.captures.kineto.clients import DEFAULT_POLL_SECONDS
 from rankscope.daemon.captures.kineto.config import (
@@ -35,6 +34,7 @@ from rankscope.daemon.captures.orders import (
     Stage,
     Workspace,
 )
+from rankscope.daemon.captures.request import slowdown_objection
 from rankscope.daemon.procfs import is_alive
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
@@ -156,7 +156,7 @@ class Attempt:
         self._cancelled = cancelled
         self._rank = order.rank
         self._process = (order.rank.pid, order.rank.start_ticks)
-        self._who = f"rank {order.rank.rank} (pid {order.rank.pid})"
+        self._who = str(order.rank)
         folder = order.rank.environment.get("KINETO_ONDEMAND_TRACE_DIR", "")
         self._path = log_file(order.capture_id, order.rank.rank, folder)
         self._written = written_file(self._path, order.rank.namespace_pids[-1])
@@ -237,7 +237,7 @@ class Attempt:
         """The next poll is certain to be in time for it."""
         client, now = self._endpoint.client(self._rank.pid), time.time()
         polls_in = DEFAULT_POLL_SECONDS if client is None else client.polls_in_seconds(time.monotonic())
-        if self._endpoint.is_hushed(self._rank.pid):
+        if self._endpoint.skips_next_poll_of(self._rank.pid):
             polls_in += DEFAULT_POLL_SECONDS if client is None else client.poll_seconds
         earliest = max(now + polls_in, self._pasts.busy_until(self._process) + DEFAULT_POLL_SECONDS)
         return earliest + LEAD_SECONDS + POLL_ALLOWANCE_SECONDS

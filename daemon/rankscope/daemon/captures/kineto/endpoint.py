@@ -3,7 +3,7 @@
 These rules keep trainers alive, and are tested: an answer leaves through the socket on which the poll arrived, goes
 to the address it came from, only if the kernel attests a sender in that namespace, and only while the sender waits
 for it. An answer from any other socket makes libkineto abort its process. An answer that it does not wait for is
-taken as the answer to its next poll, and so on for ever: every configuration then arrives a poll late. In doubt, do
+taken as the answer to its next poll, and so on forever: every configuration then arrives a poll late. In doubt, do
 not answer: libkineto takes silence for "nothing to do", and it puts such a client in step again."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +49,7 @@ ANSWER_WITHIN_SECONDS: Final = 0.04
 # libkineto tries to send for 10 s and sleeps for half of that before its last try. If the last try succeeds, libkineto
 # treats it as failed and does not wait for the answer. So the first datagram of a client on a young socket is not
 # answered.
-SHY_SECONDS: Final = 15.0
+SETTLING_SECONDS: Final = 15.0
 NICENESS: Final = -10
 
 
@@ -105,19 +106,11 @@ class Offer:
     handed: Callable[[], object]  # called once, when the composed text has been sent
 
 
-@dataclass(frozen=True)
-class Tallies:
-    answered: int = 0
-    malformed: int = 0
-    unvouched: int = 0  # not attested by the kernel, or not of this namespace or directory
-    late: int = 0
-    hushed: int = 0
-    unsent: int = 0
-    deferred: int = 0  # batches deferred by the rate limit
-
-
 class Endpoint:
-    """`watch` sets the processes to serve; `offer` leaves a configuration for one of them."""
+    """`watch` sets the processes to serve; `offer` leaves a configuration for one of them.
+
+    `tallies` counts datagrams: answered, malformed, unvouched (not attested by the kernel, or not of this namespace or
+    directory), late, skipped and unsent; and batches that were deferred by the rate limit."""
 
     def __init__(
         self,
@@ -125,10 +118,10 @@ class Endpoint:
         socket_directory: str | None = None,
         proc_root: Path = Path("/proc"),
         monotonic: Callable[[], float] = time.monotonic,
-        shy_seconds: float = SHY_SECONDS,
+        settling_seconds: float = SETTLING_SECONDS,
     ) -> None:
         self._proc_root = proc_root
-        self._shy_seconds = shy_seconds
+        self._settling_seconds = settling_seconds
         self._monotonic = monotonic
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -136,13 +129,13 @@ class Endpoint:
         self._wake_writer.setblocking(False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._changes: SimpleQueue[tuple[Key, socket.socket | None]] = SimpleQueue()
-        self._binder = Binder(self, socket_directory, proc_root, monotonic)
+        self._binder = Binder(self._change, socket_directory, proc_root, monotonic)
         self._places: dict[Key, Place] = {}
         self._clients = Clients()
         self._offers: dict[int, Offer] = {}
-        self._hushed: set[int] = set()
+        self._skipped: set[int] = set()
         self._lock = threading.Lock()
-        self._tallies = dict.fromkeys(Tallies.__dataclass_fields__, 0)
+        self.tallies: Counter[str] = Counter()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="rankscope-kineto", daemon=True)
 
@@ -180,12 +173,12 @@ class Endpoint:
     def skip_next_poll(self, pid: int) -> None:
         """Do not answer the next poll of a process that seems to be an answer behind."""
         with self._lock:
-            if len(self._hushed) < CLIENTS_LIMIT:
-                self._hushed.add(pid)
+            if len(self._skipped) < CLIENTS_LIMIT:
+                self._skipped.add(pid)
 
-    def is_hushed(self, pid: int) -> bool:
+    def skips_next_poll_of(self, pid: int) -> bool:
         with self._lock:
-            return pid in self._hushed
+            return pid in self._skipped
 
     def client(self, pid: int) -> Client | None:
         with self._lock:
@@ -204,18 +197,8 @@ class Endpoint:
         places = [place for place in list(self._places.values()) if place.namespace in (None, namespace)]
         return max((self._monotonic() - place.bound_at for place in places), default=None)
 
-    @property
-    def tallies(self) -> Tallies:
-        return Tallies(**self._tallies)
-
-    def bound(self, key: Key, endpoint: socket.socket) -> None:
-        """For the binder."""
+    def _change(self, key: Key, endpoint: socket.socket | None) -> None:
         self._changes.put((key, endpoint))
-        self._wake()
-
-    def unwanted(self, key: Key) -> None:
-        """For the binder."""
-        self._changes.put((key, None))
         self._wake()
 
     def _wake(self) -> None:
@@ -276,7 +259,7 @@ class Endpoint:
         now = self._monotonic()
         for _ in range(BATCH):
             if not place.bucket.take(now):
-                self._tallies["deferred"] += 1
+                self.tallies["deferred"] += 1
                 self._selector.unregister(place.endpoint)
                 place.is_paused = True
                 return
@@ -298,20 +281,20 @@ class Endpoint:
                 raise datagrams.MalformedError("longer than any datagram of this protocol")
             message = datagrams.parse(datagram.content)
         except datagrams.MalformedError:
-            self._tallies["malformed"] += 1
+            self.tallies["malformed"] += 1
             return
         namespace = place.vouched_namespace(datagram, self._proc_root)
         if namespace is None:
-            self._tallies["unvouched"] += 1
+            self.tallies["unvouched"] += 1
             return
         now = self._monotonic()
-        is_shy = place.is_stranger(datagram.address, now - place.bound_at < self._shy_seconds)
+        is_settling = place.is_stranger(datagram.address, now - place.bound_at < self._settling_seconds)
         with self._lock:
             if isinstance(message, datagrams.Request):
                 self._clients.polled(namespace, datagram.address, datagram.pid, message.is_ready, now)
-            if is_shy or datagram.pid in self._hushed:
-                self._hushed.discard(datagram.pid)
-                self._tallies["hushed"] += 1
+            if is_settling or datagram.pid in self._skipped:
+                self._skipped.discard(datagram.pid)
+                self.tallies["skipped"] += 1
                 return
             if isinstance(message, datagrams.Registration):
                 self._send(place, datagrams.count(len(self._clients) + 1), datagram)
@@ -331,12 +314,12 @@ class Endpoint:
     def _send(self, place: Place, answer: bytes, datagram: Datagram) -> bool:
         # Checked last: any delay on the way here counts.
         if not -0.001 <= time.time() - datagram.sent_unix_seconds < ANSWER_WITHIN_SECONDS:
-            self._tallies["late"] += 1
+            self.tallies["late"] += 1
             return False
         try:
             place.endpoint.sendto(answer, socket.MSG_DONTWAIT, datagram.address)
         except OSError:  # gone, or its queue is full: it polls again
-            self._tallies["unsent"] += 1
+            self.tallies["unsent"] += 1
             return False
-        self._tallies["answered"] += 1
+        self.tallies["answered"] += 1
         return True

@@ -73,9 +73,9 @@ def _descriptors(neighbour: Path, proc_root: Path, likely_pid: int | None) -> It
     """Of the processes in the namespace first: a process outside is a daemon that has entered it."""
     if likely_pid is not None:
         yield from _descriptors_of(likely_pid, proc_root)
-    namespace = _network(neighbour)
+    namespace = procfs.namespace_inode(str(neighbour), "net")
     pids = [int(entry.name) for entry in islice(os.scandir(proc_root), PROCESSES_LIMIT) if entry.name.isdigit()]
-    for pid in sorted(pids, key=lambda pid: _network(proc_root / str(pid)) != namespace):
+    for pid in sorted(pids, key=lambda pid: procfs.namespace_inode(f"{proc_root}/{pid}", "net") != namespace):
         yield from _descriptors_of(pid, proc_root)
 
 
@@ -84,10 +84,3 @@ def _descriptors_of(pid: int, proc_root: Path) -> Iterator[tuple[int, str]]:
         for link in islice(os.scandir(f"{proc_root}/{pid}/fd"), DESCRIPTORS_LIMIT):
             with suppress(OSError):
                 yield pid, str(Path(link.path).readlink())
-
-
-def _network(process: Path) -> int | None:
-    try:
-        return (process / "ns" / "net").stat().st_ino
-    except OSError:
-        return None

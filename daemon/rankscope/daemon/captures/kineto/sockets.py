@@ -19,14 +19,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 from rankscope.common.token_bucket import KeyedTokenBuckets
 from rankscope.daemon import procfs
 from rankscope.daemon.captures.kineto import enter_namespace
 from rankscope.daemon.captures.kineto.enter_namespace import bind_at
 from rankscope.daemon.captures.kineto.socket_holder import socket_holder
-from rankscope.daemon.captures.tenants import fair_choice
+from rankscope.daemon.captures.orders import fair_choice
 
 CHILD_SECONDS: Final = 10.0
 NAME: Final = "dynolog"
@@ -237,14 +237,6 @@ def _is_dead(path: Path) -> bool:
         return probe.connect_ex(str(path)) == errno.ECONNREFUSED
 
 
-class Keeper(Protocol):
-    """Receives bound sockets, in the binder's thread."""
-
-    def bound(self, key: Key, endpoint: socket.socket) -> None: ...
-
-    def unwanted(self, key: Key) -> None: ...
-
-
 @dataclass(frozen=True)
 class _Failure:
     text: str
@@ -254,14 +246,16 @@ class _Failure:
 
 
 class Binder:
+    """`changed` receives a bound socket, or None for one that is no longer wanted, in the binder's thread."""
+
     def __init__(
         self,
-        keeper: Keeper,
+        changed: Callable[[Key, socket.socket | None], None],
         socket_directory: str | None = None,
         proc_root: Path = Path("/proc"),
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._keeper = keeper
+        self._changed = changed
         self._socket_directory = socket_directory
         self._proc_root = proc_root
         self._monotonic = monotonic
@@ -313,7 +307,7 @@ class Binder:
         wanted = self._choose(self._wanted, self._tenants)
         for key in [key for key in self._bound if isinstance(key, int) and key not in wanted]:
             self._bound.remove(key)
-            self._keeper.unwanted(key)
+            self._changed(key, None)
         for gone in [key for key in self._failures if isinstance(key, int) and key not in self._wanted]:
             del self._failures[gone]
         for namespace, pid in wanted.items():
@@ -357,7 +351,7 @@ class Binder:
             return
         self._failures.pop(key, None)
         self._bound.add(key)
-        self._keeper.bound(key, endpoint)
+        self._changed(key, endpoint)
 
     def _bind(self, key: Key, pid: int | None) -> socket.socket:
         if isinstance(key, str) or pid is None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from rankscope.daemon.captures.orders import CancelledError, CaptureError, Recording, Workspace
-from rankscope.daemon.captures.probe.commands import window_file
+from rankscope.daemon.captures.probe_commands import window_file
 from rankscope.daemon.captures.processing import messages as records
 from rankscope.daemon.captures.processing.sandbox import MemoryShares, run_module
 from rankscope.daemon.captures.processing.upload import (
@@ -40,7 +40,8 @@ _NOTES_VERSION: Final = 1
 
 
 class LocalArchive:
-    """The runner's archive: a store on this node, and an upload URL if configured."""
+    """The runner's archive: a store on this node, and an upload URL if configured. All methods may raise
+    CaptureError."""
 
     def __init__(self, store: Store, node: str, upload_url: str = "", proc_root: Path = Path("/proc")) -> None:
         self._store = store
@@ -63,6 +64,7 @@ class LocalArchive:
     def deliver(
         self, capture: pb.Capture, recorded: Recorded, steps: int | None, cancelled: threading.Event
     ) -> Iterator[tuple[int, Delivered | CaptureError]]:
+        """All ranks at once: their traces are cut at the same step."""
         self._forget(capture.id)
         try:
             folder = self._store.workspace(capture.id).folder
@@ -170,7 +172,7 @@ class LocalArchive:
         keeps_artifact: bool = True,
     ) -> Delivered:
         """Without its artifact, which stays in the workspace, a recording takes no space from others."""
-        who = f"rank {process.rank} (pid {process.pid})"
+        who = str(process)
         result = records.find(records.result_file(folder, process.rank), records.RankResult)
         if result is None or result.rank != process.rank:
             kind = CancelledError if isinstance(crash, CancelledError) else CaptureError
@@ -184,7 +186,7 @@ class LocalArchive:
             if notes.exists():
                 self._store.keep(capture_id, notes, notes.name)
             more_windows = tuple(self._keep_window(capture_id, artifact, window) for window in result.more_windows)
-            summary = None if result.summary is None else _summary(result.summary)
+            summary = None if result.summary is None else pb.TraceSummary(**msgspec.structs.asdict(result.summary))
         except OSError as error:
             raise CaptureError(f"{who}: its artifact cannot be kept: {error.strerror or error}") from error
         except (TypeError, ValueError) as error:
@@ -267,10 +269,6 @@ class LocalArchive:
 
 def _artifact(rank: int, recording: Recording) -> str:
     return f"rank{rank}.json.gz" if recording.is_trace else f"rank{rank}.folded.gz"
-
-
-def _summary(summary: records.Summary) -> pb.TraceSummary:
-    return pb.TraceSummary(**msgspec.structs.asdict(summary))
 
 
 def _declared(environment: Mapping[str, str]) -> tuple[float | None, float | None]:

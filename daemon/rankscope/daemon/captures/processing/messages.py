@@ -84,6 +84,12 @@ class RankResult(msgspec.Struct):
     more_windows: list[WindowResult] = msgspec.field(default_factory=list)
 
 
+# msgspec reads the annotations of a Struct when the first one is decoded. Two threads that do so at the same time crash
+# the process, and every capture has a thread: here there is one.
+for _kind in (Job, Joined, RankResult):
+    msgspec.json.Decoder(_kind)
+
+
 def job_file(folder: Path) -> Path:
     return folder / "job.json"
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import IO, Final
 from rankscope.common.text import printable
 from rankscope.daemon.captures.orders import CancelledError, CaptureError
 from rankscope.daemon.cgroups import memory_left_bytes
+from rankscope.daemon.stacks.pyspy import DIE_WITH_PARENT
 
 NICENESS: Final = 10
 # Of the memory that the container has left; the daemon grows, too.
@@ -90,7 +90,7 @@ def run_module(
     with tempfile.TemporaryFile(dir=folder) as messages:
         try:
             child = subprocess.Popen(
-                [*_DIE_WITH_PARENT, sys.executable, "-m", module, str(folder)],
+                [*DIE_WITH_PARENT, sys.executable, "-m", module, str(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=messages,
@@ -115,10 +115,11 @@ def run_module(
 
 def _await(child: subprocess.Popen[bytes], seconds: float, cancelled: threading.Event) -> int | None:
     """Its exit status; None if it took too long or was cancelled."""
-    end = time.monotonic() + seconds
-    while (status := child.poll()) is None and time.monotonic() < end and not cancelled.wait(TICK_SECONDS):
-        pass
-    return status
+    # Ticks are counted, not seconds: a pause of the machine leaves the process as much time as before.
+    for _ in range(round(seconds / TICK_SECONDS)):
+        if (status := child.poll()) is not None or cancelled.wait(TICK_SECONDS):
+            return status
+    return child.poll()
 
 
 def _last_line(messages: IO[bytes]) -> str:
@@ -150,12 +151,3 @@ def _address_space_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
         return 256 << 20
-
-
-def _die_with_parent() -> tuple[str, ...]:
-    # By a program, not by a preexec_fn: that would fork a process that runs gRPC threads.
-    setpriv = shutil.which("setpriv")
-    return (setpriv, "--pdeathsig", "KILL", "--") if setpriv else ()
-
-
-_DIE_WITH_PARENT: Final = _die_with_parent()

@@ -49,7 +49,7 @@ def check(job: RankJob) -> Checked:
         steps = find_steps(trace)
         whole = find_whole_steps(trace, steps, break_down(trace))
     except TraceError as error:
-        raise RefusedError(f"the process wrote no complete trace: {error.reason}") from error
+        raise RefusedError(f"the process wrote no complete trace: {error}") from error
     except OSError as error:
         raise RefusedError(f"the recording cannot be read: {error.strerror}") from error
     except MemoryError:

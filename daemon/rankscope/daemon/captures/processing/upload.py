@@ -55,6 +55,10 @@ class Uploaded(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+for _kind in (Order, Uploaded):
+    msgspec.json.Decoder(_kind)  # before there are threads, as in messages.py
+
+
 def order_file(folder: Path) -> Path:
     return folder / "uploads.json"
 
@@ -79,23 +83,17 @@ def shown(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-def upload(
-    path: Path,
-    url: str,
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-    attempts: int = ATTEMPTS,
-) -> None:
+def upload(path: Path, url: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
     """Raises UploadError when all attempts have failed, or one failed permanently."""
-    for attempt in range(1, attempts + 1):
+    for attempt in range(1, ATTEMPTS + 1):
         try:
             _send(path, url)
             return
         except _HOPELESS as error:
             raise UploadError(_why(error, url)) from error
         except Exception as error:  # every store has its own errors, and most of them are temporary
-            if attempt == attempts:
-                raise UploadError(f"{_why(error, url)} ({attempts} attempts)") from error
+            if attempt == ATTEMPTS:
+                raise UploadError(f"{_why(error, url)} ({ATTEMPTS} attempts)") from error
         sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
 
 

@@ -23,7 +23,7 @@ from rankscope.analysis.models.device_peaks import peak_flops_per_second
 from rankscope.analysis.traces.breakdown import Breakdown, StepParts, break_down
 from rankscope.analysis.traces.communication.collectives import Collectives, find_collectives
 from rankscope.analysis.traces.cut import Stretch, WholeSteps, common_run, cut
-from rankscope.analysis.traces.diagnosis.diagnosis import diagnose
+from rankscope.analysis.traces.diagnosis import diagnose
 from rankscope.analysis.traces.joins.join import Join, join_traces, keep_essentials
 from rankscope.analysis.traces.reader.events import DECODE_ERRORS
 from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
@@ -32,7 +32,7 @@ from rankscope.analysis.traces.summary import summarize
 from rankscope.analysis.traces.summary_records import RankSummary
 from rankscope.analysis.traces.trace import Trace
 from rankscope.common.text import printable
-from rankscope.daemon.captures.probe.commands import window_file
+from rankscope.daemon.captures.probe_commands import window_file
 from rankscope.daemon.captures.processing.messages import (
     Job,
     Joined,
@@ -339,7 +339,7 @@ def _sum_up(one: RankJob, result: RankResult, whole: WholeSteps) -> _Essence | N
         result.summary = summary_of(summary, whole.seconds, one, steps[:EACH_STEP_LIMIT], len(trace))
         return _Essence(*keep_essentials(trace, collectives), breakdown)
     except TraceError as error:
-        result.notes.append(f"the artifact cannot be read again: {error.reason}; please report this")
+        result.notes.append(f"the artifact cannot be read again: {error}; please report this")
     except MemoryError:
         result.notes.append("the trace is too large to be summed up here; `rankscope analyze trace` may be able to")
     except SURPRISES as error:

@@ -28,7 +28,7 @@ roleRef:
   name: {{ $name }}
 subjects:
   - kind: ServiceAccount
-    name: rankscope-operator
+    name: {{ include "rankscope.fullname" .root }}-operator
     namespace: {{ .root.Release.Namespace }}
 {{- end }}
 

@@ -1,1 +1,0 @@
-"""What bounds a job, and what to try next."""

@@ -1,1 +1,0 @@
-"""Behind `capture` and `captures`."""

@@ -1,0 +1,50 @@
+"""How commands end: the same exit status for the same failure. docs/cli.md has the table."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+
+class Exit(IntEnum):
+    OK = 0
+    FAILED = 1  # the command did its work, and the result is bad; or a service could not start
+    USAGE = 2  # flags, configuration, or a file that cannot be read or written: the user changes the command
+    UNDECIDED = 3  # the data do not decide
+    UNREACHABLE = 4  # no server answers, or it went away
+    REFUSED = 5  # the server declined: no permission, a limit, or the state of the run
+    NOT_FOUND = 6  # the server does not know the run or the capture
+    INTERRUPTED = 130  # Ctrl-C
+
+
+class CommandError(Exception):
+    """Ends the command: `main` prints the text, which names the reason and the next step, and exits with the status."""
+
+    status = Exit.USAGE
+
+    def __init__(self, text: str, status: Exit | None = None) -> None:
+        super().__init__(text)
+        if status is not None:
+            self.status = status
+
+
+_CALLS = {
+    "UNAVAILABLE": Exit.UNREACHABLE,
+    "DEADLINE_EXCEEDED": Exit.UNREACHABLE,
+    "CANCELLED": Exit.UNREACHABLE,
+    "UNAUTHENTICATED": Exit.REFUSED,
+    "PERMISSION_DENIED": Exit.REFUSED,
+    "RESOURCE_EXHAUSTED": Exit.REFUSED,
+    "FAILED_PRECONDITION": Exit.REFUSED,
+    "ALREADY_EXISTS": Exit.REFUSED,
+    "ABORTED": Exit.REFUSED,
+    "NOT_FOUND": Exit.NOT_FOUND,
+    "INVALID_ARGUMENT": Exit.USAGE,
+    "OUT_OF_RANGE": Exit.USAGE,
+    "UNIMPLEMENTED": Exit.USAGE,  # another kind of server
+}
+
+
+def of_call(error: Any) -> Exit:
+    """Of a failed gRPC call. gRPC has no types, and commands without it use this module."""
+    return _CALLS.get(error.code().name, Exit.FAILED)

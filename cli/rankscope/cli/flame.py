@@ -1,0 +1,228 @@
+"""`rankscope flame`: where the time of ranks goes, as a table or a file; also compared with others, or with before."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rich.table import Table
+from rich.text import Text
+
+from rankscope.analysis.profiles.comparison import FrameExcess, sentence
+from rankscope.analysis.profiles.frames import Frame
+from rankscope.analysis.profiles.phases import PHASES
+from rankscope.analysis.profiles.profile import Profile
+from rankscope.cli.connection import connected
+from rankscope.cli.contexts import add_connection_arguments
+from rankscope.cli.exit_codes import CommandError, Exit
+from rankscope.cli.messages import refuse, to_stderr, to_stdout
+from rankscope.cli.output_file import ENDINGS_IN_WORDS, check_format, write_profile
+from rankscope.cli.profile_client import ProfileClient, add_selection_arguments, ranks_of
+from rankscope.cli.terminal import Terminal
+from rankscope.common.rank_selection import rank_ranges
+from rankscope.common.text import printable
+from rankscope.v1 import profile_service_pb2 as pb
+
+COHORT: Final = "cohort"
+ROWS: Final = 20
+PIPE_COLUMNS: Final = 200
+FRAME_CHARACTERS: Final = 300
+_DURATION: Final = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([smhd])(?:\s+ago)?")
+_UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_EPILOG = """\
+examples:
+  rankscope flame                                         the last ten minutes of the one run on this machine
+  rankscope flame --ranks 3 --against cohort              what rank 3 does more than the other ranks
+  rankscope flame --against 24h --since 1h                this hour and the same hour yesterday
+  rankscope flame --ranks 3 --against cohort -o diff.html the same as a flame graph: red is more, blue is less
+  rankscope flame --phase input -o input.pb.gz            for go tool pprof
+
+FILE.html is a flame graph for any browser, .pb.gz is for go tool pprof, .json is for speedscope, .folded for
+flamegraph.pl. A comparison needs about two minutes of samples. Profiles of past runs are kept for a week: name them
+with --run. Exit code: 0 done, 3 too few samples to compare; 2 usage, 4 no server, 5 refused, 6 no samples
+(docs/cli.md).
+"""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is selected, in words and on the wire."""
+
+    run: str
+    ranks: tuple[int, ...]  # none: all
+    since_text: str
+    selection: pb.ProfileSelection
+    against: str  # COHORT, a time, or nothing
+    reference: pb.ProfileSelection | None  # None: the other ranks
+
+    @property
+    def subject(self) -> str:
+        if not self.ranks:
+            return f"run {self.run}"
+        return f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"the group of ranks {rank_ranges(self.ranks)}"
+
+    @property
+    def reference_name(self) -> str:
+        return "its peers" if self.against == COHORT else f"{self.against} ago"
+
+    @property
+    def title(self) -> str:
+        ranks = f", rank {rank_ranges(self.ranks)}" if self.ranks else ""
+        against = f", against {self.reference_name}" if self.against else ""
+        return f"{self.run}{ranks}, the last {self.since_text}{against}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    add_selection_arguments(parser)
+    parser.add_argument("--since", default="10m", metavar="TIME", help="the last so long, as in 90s, 10m (default), 2h")
+    parser.add_argument(
+        "--against", default="", metavar="WHAT", help="compare with: cohort (the other ranks), or a time ago, as in 24h"
+    )
+    parser.add_argument("--phase", choices=PHASES, metavar="P", help=f"of this phase only: {', '.join(PHASES)}")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"write {ENDINGS_IN_WORDS}")
+    add_connection_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    with connected(arguments) as (_, channel):
+        client = ProfileClient(channel)
+        asked = _asked(arguments, client.run_named(arguments.run))
+        if arguments.output is None:
+            return _print_comparison(client, asked) if asked.against else _print_top(client, asked)
+        try:
+            return _write(client, asked, arguments.output)
+        except OSError as error:
+            raise CommandError(f"{error.filename}: {error.strerror}; name another file with -o") from error
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Before anybody is asked."""
+    _seconds("--since", arguments.since)
+    if arguments.against not in ("", COHORT):
+        _seconds("--against", arguments.against)
+    if arguments.against == COHORT and not ranks_of(arguments):
+        raise CommandError("--against cohort compares some ranks with the others; name them, as in --ranks 3")
+    ranks_of(arguments)
+    if arguments.output is not None:
+        check_format("-o", arguments.output, is_compared=bool(arguments.against))
+
+
+def _seconds(flag: str, text: str) -> float:
+    match = _DURATION.fullmatch(text.strip())
+    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if not seconds:
+        also = "cohort, or " if flag == "--against" else ""
+        raise CommandError(f"{flag} {text[:40]!r}: say {also}a number and s, m, h or d, as in 10m")
+    return seconds
+
+
+def _asked(arguments: argparse.Namespace, named: str) -> Asked:
+    ranks, against = ranks_of(arguments), arguments.against
+    end = time.time_ns()
+    start = end - round(_seconds("--since", arguments.since) * 1e9)
+    phases = [] if arguments.phase is None else [arguments.phase]
+    selection = pb.ProfileSelection(job=named, ranks=ranks, start_unix_nanos=start, end_unix_nanos=end, phases=phases)
+    reference = None
+    if against not in ("", COHORT):
+        earlier = round(_seconds("--against", against) * 1e9)
+        reference = pb.ProfileSelection(
+            job=named, ranks=ranks, start_unix_nanos=start - earlier, end_unix_nanos=end - earlier, phases=phases
+        )
+        against = against.removesuffix("ago").strip()
+    return Asked(named, tuple(ranks), arguments.since.strip(), selection, against, reference)
+
+
+def _profile(client: ProfileClient, asked: Asked) -> Profile:
+    profile = client.profile(asked.selection)
+    if not profile.samples_total:
+        raise CommandError(
+            f"no samples of {asked.title}; is the name right (`rankscope top`), or is a longer --since needed?",
+            Exit.NOT_FOUND,
+        )
+    return profile
+
+
+def _reference(client: ProfileClient, asked: Asked) -> Profile:
+    if asked.reference is not None:
+        return client.profile(asked.reference)
+    everybody = pb.ProfileSelection()
+    everybody.CopyFrom(asked.selection)
+    everybody.ClearField("ranks")
+    profile = client.profile(everybody)
+    return profile.filter(ranks=set(profile.rank.tolist()) - set(asked.ranks))
+
+
+# Files.
+
+
+def _write(client: ProfileClient, asked: Asked, path: Path) -> int:
+    profile = _profile(client, asked)
+    start, end = asked.selection.start_unix_nanos, asked.selection.end_unix_nanos
+    write_profile(
+        path,
+        profile,
+        asked.title,
+        reference=_reference(client, asked) if asked.against else None,
+        start_unix_nanos=start,
+        duration_nanos=end - start,
+    )
+    to_stderr(f"{path}: {profile.samples_total} samples of {asked.title}")
+    return Exit.OK
+
+
+# Tables.
+
+
+def _print_top(client: ProfileClient, asked: Asked) -> int:
+    profile = _profile(client, asked)
+    total = profile.samples_total
+    to_stdout(f"{asked.title}: {total} samples")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("own", "total"):
+        table.add_column(heading, justify="right")
+    table.add_column("frame", overflow="fold")
+    for top in profile.top(ROWS):
+        shares = (f"{100 * count / total:.1f} %" for count in (top.leaf_samples, top.samples))
+        table.add_row(*shares, Text(_shown(top.frame)))
+    Terminal(pipe_columns=PIPE_COLUMNS).print(table)
+    return Exit.OK
+
+
+def _print_comparison(client: ProfileClient, asked: Asked) -> int:
+    answer = client.compare(asked.selection, asked.reference)
+    if not answer.samples:
+        _profile(client, asked)  # says what to do
+    if answer.reason:
+        return refuse(f"{answer.reason}; wait until there are more, or give a longer --since", Exit.UNDECIDED)
+    samples = f"{answer.samples} samples against {answer.reference_samples}"
+    excesses = [_excess(one) for one in answer.excesses]
+    if not excesses:
+        to_stdout(f"{asked.subject} has no frame in excess of {asked.reference_name} ({samples})")
+        return Exit.OK
+    to_stdout(f"{sentence(asked.subject, excesses[0], asked.reference_name)} ({samples})")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("here", asked.reference_name):
+        table.add_column(heading, justify="right")
+    table.add_column("phase")
+    table.add_column("frame in excess", overflow="fold")
+    for one in excesses[:ROWS]:
+        shares = (f"{100 * share:.1f} %" for share in (one.share, one.reference_share))
+        table.add_row(*shares, Text(printable(one.phase, 32)), Text(_shown(one.frame)))
+    Terminal(pipe_columns=PIPE_COLUMNS).print(table)
+    return Exit.OK
+
+
+def _excess(one: pb.FrameExcess) -> FrameExcess:
+    frame = Frame(one.function, one.file, one.line)
+    return FrameExcess(frame, one.share_ratio, one.reference_share_ratio, 0.0, one.phase)
+
+
+def _shown(frame: Frame) -> str:
+    return printable(str(frame), FRAME_CHARACTERS)

@@ -1,0 +1,108 @@
+"""What `rankscope flame` and `rankscope stacks` ask a server for: the run if none is named, profiles, stacks now."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Final
+
+import grpc
+
+from rankscope.analysis.profiles.pprof import PprofError, read_pprof
+from rankscope.analysis.profiles.profile import Profile
+from rankscope.cli.connection import CALL_SECONDS
+from rankscope.cli.exit_codes import CommandError, Exit
+from rankscope.cli.messages import to_stderr
+from rankscope.common.rank_selection import RANKS_MOST, ChoiceError, choose_ranks
+from rankscope.v1 import profile_service_pb2 as pb
+from rankscope.v1.job_service_pb2 import ListJobsRequest
+from rankscope.v1.job_service_pb2_grpc import JobServiceStub
+from rankscope.v1.profile_service_pb2_grpc import ProfileServiceStub
+from rankscope.v1.rank_service_pb2 import ListRanksRequest
+from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
+
+QUERY_SECONDS: Final = 60.0
+PPROF_LIMIT_BYTES: Final = 64 << 20
+RUNS_NAMED: Final = 8
+PROBLEMS_SHOWN: Final = 16
+
+
+def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", default="", metavar="RUN", help="its name; not needed if there is only one")
+    parser.add_argument("--ranks", default="all", metavar="R", help="all (default), or some, as in 0,3-5")
+
+
+def ranks_of(arguments: argparse.Namespace) -> list[int]:
+    """An empty list means all."""
+    try:
+        return [] if arguments.ranks == "all" else choose_ranks(arguments.ranks, (), RANKS_MOST, None)
+    except ChoiceError as error:
+        raise CommandError(str(error)) from error
+
+
+class ProfileClient:
+    """Raises grpc.RpcError and CommandError. What is missing in an answer is said on stderr."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._channel = channel
+        self._stub = ProfileServiceStub(channel)
+
+    def run_named(self, wanted: str) -> str:
+        """The only one, if none is named. A run that has ended has profiles too, so a name is not checked."""
+        if wanted:
+            return wanted
+        runs = sorted(set(self._runs()))
+        if not runs:
+            raise CommandError(
+                "no run is seen now; `rankscope top` shows what is; name one that has ended with --run", Exit.NOT_FOUND
+            )
+        if len(runs) > 1:
+            more = f" and {len(runs) - RUNS_NAMED} more" if len(runs) > RUNS_NAMED else ""
+            raise CommandError(f"several runs are seen: {', '.join(runs[:RUNS_NAMED])}{more}; name one with --run")
+        return runs[0]
+
+    def profile(self, selection: pb.ProfileSelection) -> Profile:
+        parts: list[bytes] = []
+        size = 0
+        for part in self._stub.QueryProfile(pb.QueryProfileRequest(selection=selection), timeout=QUERY_SECONDS):
+            size += len(part.pprof)
+            if size > PPROF_LIMIT_BYTES:
+                raise CommandError("the profile is too large; name fewer --ranks or a shorter --since", Exit.REFUSED)
+            parts.append(part.pprof)
+            warn(part.problems)
+        try:
+            return read_pprof(b"".join(parts))
+        except PprofError as error:
+            raise CommandError(f"the server sent no profile that can be read: {error}", Exit.FAILED) from error
+
+    def compare(
+        self, selection: pb.ProfileSelection, reference: pb.ProfileSelection | None
+    ) -> pb.CompareProfilesResponse:
+        request = pb.CompareProfilesRequest(selection=selection, reference=reference)
+        answer: pb.CompareProfilesResponse = self._stub.CompareProfiles(request, timeout=QUERY_SECONDS)
+        warn(answer.problems)
+        return answer
+
+    def stacks(self, run: str, ranks: Sequence[int]) -> Sequence[pb.RankStack]:
+        request = pb.DumpStacksRequest(job=run, ranks=ranks)
+        answer: pb.DumpStacksResponse = self._stub.DumpStacks(request, timeout=QUERY_SECONDS)
+        warn(answer.problems)
+        return answer.ranks
+
+    def _runs(self) -> list[str]:
+        """A daemon without correlation knows ranks only."""
+        try:
+            answer = JobServiceStub(self._channel).ListJobs(ListJobsRequest(), timeout=CALL_SECONDS)
+            return [job.job for job in answer.jobs]
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+        found = RankServiceStub(self._channel).ListRanks(ListRanksRequest(), timeout=CALL_SECONDS)
+        return [rank.identity.job for rank in found.ranks]
+
+
+def warn(problems: Sequence[str]) -> None:
+    for problem in problems[:PROBLEMS_SHOWN]:
+        to_stderr(f"warning: {problem}")
+    if len(problems) > PROBLEMS_SHOWN:
+        to_stderr(f"warning: and {len(problems) - PROBLEMS_SHOWN} more problems")

@@ -1,1 +1,0 @@
-"""Prometheus and Alertmanager for `up --prometheus`: found, configured, started and stopped."""

@@ -1,1 +1,0 @@
-"""Behind `analyze timeline`."""

@@ -1,1 +1,0 @@
-"""Captures by the probe: commands through the ring, traces out of memory files."""

@@ -1,1 +1,0 @@
-"""Checks what works on this machine, what does not, and what to do."""

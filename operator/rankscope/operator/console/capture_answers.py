@@ -1,0 +1,319 @@
+"""A capture in the console's answers and in `rankscope capture --json`: structs, sentences, and how they are made.
+
+docs/captures.md describes the keys. None is what was not measured, or what is not there. Text of containers and daemons
+is made printable here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from google.protobuf.message import Message
+
+from rankscope.analysis.quantities import count, quantity
+from rankscope.analysis.verdicts.verdict import Kind, Verdict, headline
+from rankscope.analysis.verdicts.verdict import ranks as ranks_text
+from rankscope.common.text import printable
+from rankscope.v1 import capture_service_pb2 as pb
+
+# Of a list: kernels, findings, notes.
+TEXTS_MOST = 64
+_NAME_CHARACTERS = 100
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+class StepTimes(msgspec.Struct):
+    before_seconds: float | None
+    during_seconds: float | None
+    after_seconds: float | None
+
+
+class TraceSummary(msgspec.Struct):
+    span_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_communication_seconds: float
+    memory_copy_seconds: float
+    idle_seconds: float
+    step_seconds: float | None
+    overlap_ratio: float | None
+    mfu_ratio: float | None
+    collectives: dict[str, int]  # kind to count
+    top_kernels: list[str]  # the longest first
+    findings: list[str]
+    each_step_seconds: list[float]
+    each_communication_seconds: list[float]
+    each_exposed_communication_seconds: list[float]
+    events: int
+
+
+class RankTraceSummary(TraceSummary):
+    rank: int
+
+
+class JoinSummary(msgspec.Struct):
+    clock_residual_micros: float
+    collectives_matched: int
+    last_arrivals: dict[str, int]  # rank to how often it came last
+    verdict: str
+    culprits: list[int]
+    reason: str
+    confidence: str
+    impact_ratio: float | None  # share of the steps that would come back
+
+
+class CaptureSummary(msgspec.Struct):
+    sentence: str
+    findings: list[str]  # in sentences, the most worthwhile first
+    join: JoinSummary | None
+    ranks: list[RankTraceSummary]
+
+
+class CapturedRank(msgspec.Struct):
+    rank: int
+    node: str
+    pid: int | None
+    backend: str | None
+    state: str
+    progress: str  # what it does now, or why it delivered nothing
+    error: str | None
+    file: str | None
+    more_files: list[str]  # of the second and later windows
+    bytes: int
+    uri: str | None
+    start_unix_ms: int | None
+    steps: int | None
+    step_times: StepTimes | None
+    notes: list[str]
+    summary: TraceSummary | None
+
+
+class CaptureAnswer(msgspec.Struct):
+    id: str
+    job: str
+    state: str
+    is_final: bool
+    reason: str
+    requested_unix_ms: int
+    requested_by: str
+    ranks: list[CapturedRank]
+    start_skew_ms: float | None
+    summary: CaptureSummary
+    notes: list[str]
+
+
+def capture_answer(
+    capture: pb.Capture,
+    files: Mapping[int, Sequence[str]] | None = None,
+    download_errors: Mapping[int, str] | None = None,
+) -> CaptureAnswer:
+    """`files` are the downloaded files, by rank, first window first; without them, the paths at the daemon."""
+    ranks = [_rank(entry, files, (download_errors or {}).get(entry.rank, "")) for entry in capture.ranks]
+    summaries = [(entry.rank, entry.summary) for entry in capture.ranks if entry.HasField("summary")]
+    return CaptureAnswer(
+        id=printable(capture.id),
+        job=printable(capture.job),
+        state=state_word(capture.state),
+        is_final=capture.state in FINAL,
+        reason=printable(capture.reason),
+        requested_unix_ms=capture.requested_unix_millis,
+        requested_by=printable(capture.requested_by),
+        ranks=ranks,
+        start_skew_ms=_value(capture, "start_skew_millis"),
+        summary=CaptureSummary(
+            sentence=sentence(capture),
+            findings=[*findings(capture), *slowdowns(capture)],
+            join=JoinSummary(**_join(capture.join)) if capture.HasField("join") else None,
+            ranks=[RankTraceSummary(rank=rank, **_fields(summary)) for rank, summary in summaries],
+        ),
+        notes=_printable_list(capture.notes),
+    )
+
+
+def _rank(entry: pb.RankCapture, files: Mapping[int, Sequence[str]] | None, download_error: str) -> CapturedRank:
+    if files is None:
+        names = [entry.artifact, *(window.artifact for window in entry.more_windows)] if entry.artifact else []
+    else:
+        names = list(files.get(entry.rank, ()))
+    return CapturedRank(
+        rank=entry.rank,
+        node=printable(entry.node),
+        pid=entry.pid or None,
+        backend=printable(entry.backend) or None,
+        state=state_word(entry.state),
+        progress=what_happened(entry),
+        error=printable(entry.error) or download_error or None,
+        file=printable(names[0]) if names else None,
+        more_files=_printable_list(names[1:]),
+        bytes=entry.bytes,
+        uri=printable(entry.uri) or None,
+        start_unix_ms=_value(entry, "start_unix_millis"),
+        steps=_value(entry, "steps"),
+        step_times=StepTimes(**_fields(entry.step_times)) if entry.HasField("step_times") else None,
+        notes=_printable_list(entry.notes),
+        summary=TraceSummary(**_fields(entry.summary)) if entry.HasField("summary") else None,
+    )
+
+
+def _join(join: pb.JoinSummary) -> dict[str, Any]:
+    last_arrivals = {str(rank): number for rank, number in sorted(join.last_arrivals.items())}
+    return {**_fields(join), "culprits": sorted(join.culprits), "last_arrivals": last_arrivals}
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    """A flat message; the field names are the keys."""
+    return {field.name: _plain(message, field.name) for field in message.DESCRIPTOR.fields}
+
+
+def _plain(message: Message, name: str) -> Any:
+    field = message.DESCRIPTOR.fields_by_name[name]
+    value = getattr(message, name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return {printable(str(key)): number for key, number in sorted(value.items())[:TEXTS_MOST]}
+    if field.type == field.TYPE_STRING:
+        return _printable_list(value) if field.is_repeated else printable(value)
+    return list(value) if field.is_repeated else _value(message, name)
+
+
+def _printable_list(texts: Sequence[str]) -> list[str]:
+    return [printable(text) for text in texts[:TEXTS_MOST]]
+
+
+def _value(message: Message, name: str) -> Any:
+    field = message.DESCRIPTOR.fields_by_name[name]
+    return None if field.has_presence and not message.HasField(name) else getattr(message, name)
+
+
+# Words and sentences.
+
+# A process that CUPTI stays attached to is 19 to 31 % slower; a smaller difference is mostly a busy machine.
+SLOWER_RATIO = 1.15
+_BEHIND = {
+    pb.CAPTURE_STATE_ACCEPTED: "waits for the process",
+    pb.CAPTURE_STATE_ARMED: "has its orders; all begin together",
+    pb.CAPTURE_STATE_RUNNING: "records",
+    pb.CAPTURE_STATE_WRITTEN: "recorded; being checked and analysed",
+}
+FINAL = frozenset({pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED, pb.CAPTURE_STATE_CANCELLED})
+
+
+def state_word(state: int) -> str:
+    """`armed`"""
+    names: dict[int, str] = {value.number: value.name for value in pb.CaptureState.DESCRIPTOR.values}
+    return names.get(state, "CAPTURE_STATE_UNSPECIFIED").removeprefix("CAPTURE_STATE_").lower()
+
+
+def delivered(capture: pb.Capture) -> list[pb.RankCapture]:
+    return [entry for entry in capture.ranks if entry.state == pb.CAPTURE_STATE_ANALYSED]
+
+
+def is_trace(entry: pb.RankCapture) -> bool:
+    """Not stack samples."""
+    return entry.artifact.endswith(".json.gz")
+
+
+def what_happened(entry: pb.RankCapture) -> str:
+    """The cause of a failure, or what the rank waits for."""
+    return printable(entry.error) or _BEHIND.get(entry.state, "")
+
+
+def notes(capture: pb.Capture) -> list[str]:
+    """Each note once, with its ranks; notes on the whole capture first."""
+    said: dict[str, list[int]] = {}
+    for entry in capture.ranks:
+        for note in entry.notes:
+            said.setdefault(printable(note), []).append(entry.rank)
+    return [*(printable(note) for note in capture.notes), *(f"{ranks_text(who)}: {note}" for note, who in said.items())]
+
+
+def outcome(capture: pb.Capture) -> str:
+    """`4 of 4 ranks delivered, 3 steps each, begun within 2 ms of each other`"""
+    here = delivered(capture)
+    words = [f"{len(here)} of {count(len(capture.ranks), 'rank')} delivered"]
+    steps = {entry.steps if entry.HasField("steps") else None for entry in here}
+    known = sorted(number for number in steps if number is not None)
+    if known and steps == set(known):
+        words.append(f"{count(known[0], 'step')} each" if len(known) == 1 else f"{known[0]} to {known[-1]} steps")
+    if capture.HasField("start_skew_millis"):
+        words.append(f"begun within {quantity(capture.start_skew_millis / 1000, 's')} of each other")
+    return ", ".join(words)
+
+
+def findings(capture: pb.Capture) -> list[str]:
+    """Findings of the traces, the most important first; empty if nothing was analysed."""
+    said = [_verdict(capture.join)] if capture.HasField("join") and capture.join.verdict else []
+    with_findings = [entry for entry in delivered(capture) if entry.summary.findings]
+    if with_findings:
+        culprit = next((one for one in with_findings if one.rank in capture.join.culprits), with_findings[0])
+        said.append(f"rank {culprit.rank}: {printable(culprit.summary.findings[0])}")
+    return said
+
+
+def slowdowns(capture: pb.Capture) -> list[str]:
+    """`ranks 0 and 2 took longer for a step after the capture: …`; empty if none did."""
+    slower = [
+        entry
+        for entry in capture.ranks
+        if entry.step_times.HasField("before_seconds")
+        and entry.step_times.HasField("after_seconds")
+        and entry.step_times.after_seconds > SLOWER_RATIO * entry.step_times.before_seconds
+    ]
+    if not slower:
+        return []
+    worst = max(slower, key=lambda entry: entry.step_times.after_seconds / entry.step_times.before_seconds).step_times
+    who = ranks_text([entry.rank for entry in slower])
+    return [
+        f"{who} took longer for a step after the capture: {quantity(worst.before_seconds, 's')} before, "
+        f"{quantity(worst.after_seconds, 's')} in the seconds after"
+    ]
+
+
+def sentence(capture: pb.Capture) -> str:
+    """The main sentence, for scripts and reports."""
+    return "; ".join([outcome(capture), *findings(capture)[:1]])
+
+
+def _verdict(join: pb.JoinSummary) -> str:
+    """About what was recorded: a few steps do not prove how the job behaves all day."""
+    reason = printable(join.reason)
+    try:
+        kind = Kind(join.verdict)
+    except ValueError:
+        return f"{printable(join.verdict)}: {reason}"
+    if kind is Kind.INSUFFICIENT_DATA:
+        return f"the ranks cannot be compared: {reason}"
+    if kind is Kind.HEALTHY:
+        return "in these steps no rank stands out"
+    culprits = tuple(sorted(join.culprits))
+    text = headline(Verdict(kind=kind, reason=reason, culprits=culprits))
+    # The reason may begin with the rank's name, which the line already has.
+    unsure = " (low confidence)" if join.confidence == "low" else ""
+    return f"in these steps {text}{unsure}" + _because(
+        reason.removeprefix(f"{ranks_text(culprits)}: ") if culprits else reason
+    )
+
+
+def _because(reason: str) -> str:
+    return f": {reason}" if reason else ""
+
+
+# Names of files.
+
+
+def artifact_name(capture: pb.Capture, entry: pb.RankCapture, window: int = 0) -> str:
+    """A job's name may contain anything, including `../`: characters that are special in a path or a shell are
+    removed."""
+    kind = "folded.gz" if entry.artifact.endswith(".folded.gz") else "json.gz"
+    which = f".window{window + 1}" if window else ""
+    return f"{stem(capture)}-rank{entry.rank}{which}.{kind}"
+
+
+def stem(capture: pb.Capture) -> str:
+    return f"{safe_name(capture.job)}-{safe_name(capture.id)}"
+
+
+def safe_name(text: str) -> str:
+    """One safe path component."""
+    return _UNSAFE.sub("_", text)[:_NAME_CHARACTERS].lstrip(".-") or "job"
