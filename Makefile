@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: help setup prometheus demo check test frameworks captures hangs slurm kube ship lint proto console docs rules dashboards chart bench fuzz dist images lock audit clean
+.PHONY: help setup prometheus demo check test acceptance lint proto console docs rules dashboards chart bench fuzz dist images lock audit clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,39 +21,19 @@ demo: setup  ## a real 4-rank job with a slow rank, and Rankscope finding it
 	@$(BIN)/rankscope demo
 
 # Rewritten test modules are cached where the environment asks Python to write no bytecode: ten seconds per process.
-check test: export PYTHONDONTWRITEBYTECODE =
+check test acceptance: export PYTHONDONTWRITEBYTECODE =
 
-check: lint  ## format, lint, types and unit tests, in about two minutes: before every commit
+check: lint  ## format, lint, types and unit tests, in four minutes: before every commit
 	@tools/setup_grafana_schema.sh
 	@echo "==> unit tests"
 	@$(BIN)/python -m pytest -q -n 3 --dist worksteal tests/unit
 
-test: setup prometheus  ## everything: lint and all test suites, in about forty minutes
+test: setup prometheus  ## check, then each real component once, in fifteen minutes; SUITE=chart for one suite
 	@tools/setup_grafana_schema.sh
-	@$(BIN)/python -m tools.run_tests
+	@$(BIN)/python -m tools.run_tests test $(SUITE)
 
-frameworks: setup  ## real jobs of every framework, each with every fault, in an environment of their own (.venv-frameworks, 1.2 GB); takes an hour
-	@tools/setup_frameworks.sh
-	@$(BIN)/python -m tools.awake_cores $(BIN)/python -m pytest -q tests/frameworks
-
-captures: setup  ## captures of real jobs in namespaces of their own, and the demo's faults by the job's own numbers; needs root, takes eight minutes
-	@$(BIN)/python -m tools.awake_cores $(BIN)/python -m pytest -q tests/captures
-
-hangs: setup  ## real jobs that hang, each for one reason, and jobs that only take long; takes four minutes
-	@$(BIN)/python -m tools.awake_cores $(BIN)/python -m pytest -q tests/hangs tests/integration/test_hangs.py
-
-slurm: setup  ## a training job on a real Slurm of two nodes (unpacked into .slurm, nothing is installed); needs root, takes two minutes
-	@tools/setup_slurm.sh
-	@$(BIN)/python -m tools.awake_cores $(BIN)/python -m pytest -q tests/slurm
-
-kube: setup  ## the operator against a real API server (built once, six minutes); needs root, takes eight minutes
-	@tools/setup_kube.sh
-	@$(BIN)/python -m pytest -q tests/kube
-
-ship: setup  ## the chart with a real helm on a real API server; takes three minutes
-	@tools/setup_kube.sh
-	@tools/setup_helm.sh
-	@$(BIN)/python -m pytest -q tests/ship
+acceptance: setup prometheus  ## how well and how fast: real jobs of every framework and fault, attacks, hangs, Slurm; two hours; SUITE=hangs for one suite
+	@$(BIN)/python -m tools.run_tests acceptance $(SUITE)
 
 lint: setup  ## ruff, mypy --strict, the layer contract, fresh generated files
 	@echo "==> ruff"

@@ -1,121 +1,115 @@
-"""`make test`: every suite, and a table at the end. A suite that fails keeps no other from running.
+"""`make test` and `make acceptance`: suites, each in a sandbox of its own, and a table at the end.
 
-Suites that mostly wait run beside suites that compute; training jobs, which are judged by their timing, run alone. The
-output of a suite is printed when it ends, so that suites that run together do not mix."""
+A suite that fails keeps no other from running. The output of a suite is printed when it ends, so that suites that run
+together do not mix. After all others, tests that failed run once more, alone: one that passes then is listed, and does
+not fail the run."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools import sandbox
 from tools.awake_cores import awake_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRESS_SECONDS = 30.0
+# More failures than this have one cause, and it is not the machine.
+MOST_RUN_AGAIN = 30
+# Programs that tests start: seen before a run, they are somebody else's or left over.
+LOOKED_FOR = ("rankscope", "torchrun", "prometheus", "alertmanager", "apiserver", "etcd", "chrom", "slurm", "pytest")
 
 
 @dataclass(frozen=True)
-class Step:
-    """A suite, or something that suites need."""
+class Suite:
+    """Tests that share a process, or a few; or another command, where `command` is given."""
 
     name: str
-    command: tuple[str, ...]
-    is_pytest: bool = False
+    options: tuple[str, ...] = ()  # of pytest
+    needs: tuple[str, ...] = ()  # programs of tools/ that set something up; each does nothing the next time
+    has_network: bool = False
+    command: tuple[str, ...] = ()
 
 
-def suite(name: str, *options: str) -> Step:
-    return Step(name, (sys.executable, "-m", "pytest", "-q", "--durations=5", *options), is_pytest=True)
-
-
-Lane = Sequence[Step]
-# Built once, six minutes; a second lane that needs it waits for the first.
-API_SERVER = Step("API server (set-up)", ("tools/setup_kube.sh",))
-SLURM = Step("Slurm (set-up)", ("tools/setup_slurm.sh",))
-PPROF = Step("pprof (set-up)", ("tools/setup_pprof.sh",))
-CHROMIUM = Step("Chromium (set-up)", ("tools/setup_chromium.sh",))
-CONSOLE = Step("packages of the console (set-up)", ("tools/setup_console.sh",))
-HELM = Step("helm (set-up)", ("tools/setup_helm.sh",))
-LINT = Step("lint", ("make", "--no-print-directory", "lint"))
-# Scrapes a whole cluster with a job in it.
-ONE_NAME = "tests/kube/test_one_name.py"
-# A real job and four daemons beside it, which mostly wait.
-PRIVILEGES = "tests/ship/test_daemon_privileges.py"
-JOBLESS_ALERTS = (
-    "tests/alerts/test_prometheus_stack.py",
-    "tests/alerts/test_dashboards_of_many_ranks.py",
-    "tests/alerts/test_console.py",
+Lane = Sequence[Suite]
+# Rows run one after the other, the lanes of a row together, the suites of a lane one after the other. At most two
+# processes compute at a time: what shares a row mostly waits. `-n`: processes that share the tests of a suite. Each
+# process of the operator's suite has an API server of its own; a file stays with one process, because its fixtures
+# create namespaces with fixed names.
+IN_TEST = ("-m", "not acceptance")
+BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
+IN_BROWSER = ("setup_chromium.sh", "setup_console.sh")
+SET_UPS = ("setup_kube.sh", "setup_helm.sh", "setup_chromium.sh", "setup_console.sh", "setup_pprof.sh")
+TEST_ROWS: Sequence[Sequence[Lane]] = (
+    (
+        (
+            Suite("lint", command=("make", "--no-print-directory", "lint")),
+            Suite("unit", ("tests/unit", "-n", "2", "--dist", "worksteal")),
+        ),
+        # Built or fetched once: six minutes on a new machine.
+        tuple(Suite(f"set-up: {name.removesuffix('.sh')}", command=(f"tools/{name}",)) for name in SET_UPS),
+    ),
+    (
+        (Suite("operator", ("tests/kube", "-n", "3", *BY_FILE), ("setup_kube.sh",)),),
+        (
+            Suite("chart", ("tests/ship",), ("setup_helm.sh", "setup_kube.sh")),
+            Suite("images", ("tests/images",), has_network=True),
+        ),
+        (
+            Suite("fuzz targets", ("tests/fuzz",)),
+            Suite("Prometheus", ("tests/alerts",)),
+            Suite("console", ("tests/console",), IN_BROWSER),
+        ),
+    ),
+    (
+        (Suite("security", ("tests/security",)),),
+        (Suite("integration", ("tests/integration", "-n", "2", *BY_FILE), ("setup_chromium.sh", "setup_pprof.sh")),),
+    ),
+    ((Suite("training jobs", ("tests/e2e", "tests/frameworks", "tests/captures")),),),
 )
-CONSOLE_OF_DEMO = "tests/console/test_demo.py"
-# Rows run one after the other, the lanes of a row together, the steps of a lane one after the other. `-n`: processes
-# that share the tests of a suite. Those of the operator mostly wait, each process with an API server of its own; a file
-# stays with one process, because its fixtures create namespaces with fixed names.
-ROWS: Sequence[Sequence[Lane]] = (
-    (
-        (LINT, suite("unit", "tests/unit", "-n", "2", "--dist", "worksteal")),
-        (
-            API_SERVER,
-            suite(
-                "operator on an API server",
-                *("tests/kube", f"--ignore={ONE_NAME}", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"),
-            ),
-        ),
-        (HELM, API_SERVER, suite("chart", "tests/ship", f"--ignore={PRIVILEGES}"), suite("images", "tests/images")),
-        (
-            suite("fuzz targets", "tests/fuzz"),
-            suite("Prometheus, without jobs", *JOBLESS_ALERTS),
-            CHROMIUM,
-            CONSOLE,
-            suite("console (pages)", "tests/console", f"--ignore={CONSOLE_OF_DEMO}"),
-            HELM,
-            suite("privileges of the chart's daemon", PRIVILEGES),
-        ),
-    ),
-    ((suite("security", "tests/security", "-m", "not beside_a_job"),),),
-    ((suite("security (beside training jobs)", "tests/security", "-m", "beside_a_job"),),),
-    (
-        (
-            CHROMIUM,
-            PPROF,
-            suite("integration (processes)", "tests/integration", "-n", "2", "--dist", "loadfile"),
-        ),
-    ),
-    ((suite("end-to-end (training jobs)", "tests/e2e", CONSOLE_OF_DEMO),),),
-    ((SLURM, suite("Slurm (training jobs)", "tests/slurm")),),
-    ((suite("frameworks (training jobs)", "tests/frameworks", "-m", "representative"),),),
-    (
-        (
-            suite(
-                "alerts and dashboards (training jobs)",
-                "tests/alerts",
-                ONE_NAME,
-                *(f"--ignore={path}" for path in JOBLESS_ALERTS),
-            ),
-        ),
-    ),
+# One at a time: these are judged by how well and how fast, and each takes what the machine has.
+ACCEPTANCE: Lane = (
+    Suite("demo", ("tests/e2e", "tests/console/test_demo.py"), IN_BROWSER),
+    Suite("frameworks", ("tests/frameworks",), ("setup_frameworks.sh",)),
+    Suite("bystander", ("tests/security",)),
+    Suite("captures", ("tests/captures",)),
+    Suite("hangs", ("tests/hangs", "tests/integration/test_hangs.py")),
+    Suite("slurm", ("tests/slurm",), ("setup_slurm.sh",)),
+    Suite("alerts", ("tests/alerts",)),
+    Suite("operator", ("tests/kube",), ("setup_kube.sh",)),
+    Suite("integration", ("tests/integration", "--ignore=tests/integration/test_hangs.py")),
+    Suite("console", ("tests/console", "--ignore=tests/console/test_demo.py"), IN_BROWSER),
 )
 
 
 @dataclass(frozen=True)
 class Result:
-    name: str
-    tests: str
+    suite: Suite
     is_failed: bool
     seconds: float
+    counts: dict[str, int] = field(default_factory=dict)
+    failed: frozenset[str] = frozenset()  # tests; empty where pytest did not get as far
 
 
 class Run:
-    def __init__(self, folder: Path) -> None:
-        self.results: list[Result] = []
+    def __init__(self, folder: Path, options: Sequence[str]) -> None:
+        self.results: dict[str, Result] = {}
+        self.run_again: dict[str, bool] = {}  # by test, or suite that did not start: whether it passed then
         self._folder = folder
-        self._running: dict[int, tuple[str, float]] = {}  # by lane: name and begin
+        self._options = options
+        self._running: dict[int, tuple[str, float]] = {}  # by thread: name and begin
         self._lock = threading.Lock()
 
     def run_row(self, lanes: Sequence[Lane]) -> None:
@@ -127,26 +121,49 @@ class Run:
                 for lane in done:
                     lane.result()
 
-    def _run_lane(self, lane: Lane) -> None:
-        for step in lane:
-            self._run(step)
+    def run_failed_again(self) -> None:
+        failed = [result for result in self.results.values() if result.is_failed and not result.suite.command]
+        if sum(len(result.failed) for result in failed) > MOST_RUN_AGAIN:
+            return
+        for first in failed:
+            again = self._run(first.suite, "--last-failed", "-n", "0")
+            for name in first.failed or {first.suite.name}:
+                self.run_again[name] = not again.is_failed or (bool(again.failed) and name not in again.failed)
+            counts = {**first.counts, "failed": again.counts.get("failed", 0)}
+            counts["passed"] = first.counts.get("passed", 0) + again.counts.get("passed", 0)
+            self.results[first.suite.name] = Result(
+                first.suite, again.is_failed, first.seconds + again.seconds, counts, again.failed
+            )
 
-    def _run(self, step: Step) -> None:
-        report = self._folder / f"{step.name}.xml"
-        options = (f"--junitxml={report}",) if step.is_pytest else ()
+    def _run_lane(self, lane: Lane) -> None:
+        for suite in lane:
+            self.results[suite.name] = self._run(suite)
+
+    def _run(self, suite: Suite, *more: str) -> Result:
+        report, cache = self._folder / f"{suite.name}.xml", self._folder / f"{suite.name}.cache"
         began = time.monotonic()
         with self._lock:
-            self._running[threading.get_ident()] = step.name, began
-            print(f"==> {step.name}", flush=True)
+            self._running[threading.get_ident()] = suite.name, began
+            print(f"==> {suite.name}", flush=True)
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-            command = [*step.command, *options]
-            status = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT).returncode
+            needs = ([f"tools/{name}"] for name in suite.needs)
+            is_set_up = all(self._call(command, output.fileno()) == 0 for command in needs)
+            if suite.command:
+                status = self._call(suite.command, output.fileno())
+            elif is_set_up:
+                options = ("-q", "--durations=5", f"--junitxml={report}", "-o", f"cache_dir={cache}")
+                command = [sys.executable, "-m", "pytest", *options, *suite.options, *self._options, *more]
+                status = sandbox.run(command, has_network=suite.has_network, output=output.fileno())
+            else:
+                status = 1
             output.seek(0)
             with self._lock:
                 del self._running[threading.get_ident()]
-                tests = counts_of(report) if step.is_pytest else ""
-                self.results.append(Result(step.name, tests, status != 0, time.monotonic() - began))
-                print(f"==> {step.name}: output\n{output.read().rstrip()}", flush=True)
+                print(f"==> {suite.name}: output\n{output.read().rstrip()}", flush=True)
+        return Result(suite, status != 0, time.monotonic() - began, counts_of(report), failed_of(cache))
+
+    def _call(self, command: Sequence[str], output: int) -> int:
+        return subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT).returncode
 
     def _print_progress(self) -> None:
         with self._lock:
@@ -155,35 +172,81 @@ class Run:
                 print(f"    {', '.join(running)}", flush=True)
 
 
-def counts_of(report: Path) -> str:
-    """As in `120 passed, 1 failed`; empty where pytest did not get as far as the end of its report."""
+def counts_of(report: Path) -> dict[str, int]:
+    """Empty where pytest did not get as far as the end of its report."""
     try:
         found = ElementTree.parse(report).getroot().find("testsuite")
     except (FileNotFoundError, ElementTree.ParseError):
-        return ""
+        return {}
     assert found is not None
     total, failures, errors, skipped = (int(found.get(key, "0")) for key in ("tests", "failures", "errors", "skipped"))
-    counts = {"passed": total - failures - errors - skipped, "failed": failures + errors, "skipped": skipped}
+    return {"passed": total - failures - errors - skipped, "failed": failures + errors, "skipped": skipped}
+
+
+def failed_of(cache: Path) -> frozenset[str]:
+    try:
+        return frozenset(json.loads((cache / "v" / "cache" / "lastfailed").read_text()))
+    except FileNotFoundError:
+        return frozenset()
+
+
+def worded(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
-def print_table(results: Sequence[Result]) -> None:
-    print(f"\n{'suite':<38} {'tests':<32} {'outcome':<7} {'time':>6}")
-    for result in results:
-        minutes, seconds = divmod(int(result.seconds), 60)
-        outcome = "FAILED" if result.is_failed else "passed"
-        print(f"{result.name:<38} {result.tests:<32} {outcome:<7} {minutes:3}:{seconds:02}")
+def print_table(results: Iterable[Result], seconds: float) -> None:
+    print(f"\n{'suite':<24} {'tests':<38} {'outcome':<7} {'time':>6}")
+    results = list(results)
+    rows = [(result.suite.name, result.counts, result.is_failed, result.seconds) for result in results]
+    sums = {name: sum(result.counts.get(name, 0) for result in results) for name in ("passed", "failed", "skipped")}
+    for name, counts, is_failed, took in [*rows, ("all", sums, any(r.is_failed for r in results), seconds)]:
+        outcome = "FAILED" if is_failed else "passed"
+        print(f"{name:<24} {worded(counts):<38} {outcome:<7} {int(took) // 60:3}:{int(took) % 60:02}")
 
 
-def main() -> int:
+def print_machine() -> None:
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free_memory = int(memory["MemAvailable"].split()[0]) / (1 << 20)
+    free_disk = shutil.disk_usage(tempfile.gettempdir()).free / (1 << 30)
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    print(f"{cores} cores, load {load:.1f}, {free_memory:.1f} GiB of memory and {free_disk:.0f} GiB of disk free")
+    if not sandbox.IS_POSSIBLE:
+        print("not run as root: other processes of this user may be seen by tests, and some tests are skipped")
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True).stdout.splitlines()
+    others = [line.split(None, 2) for line in listed]
+    for pid, _, words in (line for line in others if len(line) == 3):
+        program = Path(words.split()[0]).name
+        is_looked_for = any(name in program or f"/{name}" in words for name in LOOKED_FOR)
+        if is_looked_for and not words.startswith("make ") and "tools.run_tests" not in words:
+            print(f"already running: {pid} {words[:100]}")
+    sys.stdout.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ring", choices=("test", "acceptance"))
+    parser.add_argument("suite", nargs="?", default="", help="only this one")
+    asked = parser.parse_args(arguments)
+    is_test = asked.ring == "test"
+    rows = TEST_ROWS if is_test else [[[suite]] for suite in ACCEPTANCE]
+    if asked.suite:
+        rows = [[[suite]] for row in rows for lane in row for suite in lane if suite.name == asked.suite]
+        if not rows:
+            every = TEST_ROWS if is_test else [[ACCEPTANCE]]
+            names = ", ".join(suite.name for row in every for lane in row for suite in lane)
+            parser.error(f"no suite {asked.suite!r}; choose one of {names}")
+    print_machine()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rankscope-tests-") as folder, awake_cores():
-        run = Run(Path(folder))
-        for lanes in ROWS:
+        run = Run(Path(folder), IN_TEST if is_test else ("-m", "acceptance"))
+        for lanes in rows:
             run.run_row(lanes)
-    failed = [result.name for result in run.results if result.is_failed]
-    everything = Result("all", "", bool(failed), time.monotonic() - began)
-    print_table([*run.results, everything])
+        if is_test:
+            run.run_failed_again()
+    print_table(run.results.values(), time.monotonic() - began)
+    for name, is_passed in run.run_again.items():
+        print(f"{'passed' if is_passed else 'FAILED'} when run again: {name}")
+    failed = [result.suite.name for result in run.results.values() if result.is_failed]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -27,7 +27,7 @@ from tests.alerts.prometheus_running import run_matchers
 from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, serving, wait_until
 from tools.prometheus_binaries import ROOT, binary
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(600)]
 
 START_SECONDS = 180.0
 ALERT_SECONDS = 180.0

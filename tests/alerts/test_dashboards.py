@@ -17,7 +17,8 @@ from tests.alerts.dashboard_watching import RANKS, SLOW, Watched, watched_job
 from tests.alerts.prometheus_running import QueryRefusedError
 from tools.exported_metrics import exported_metrics
 
-pytestmark = pytest.mark.timeout(600)  # whichever test comes first waits for the job
+# Whichever test comes first waits for the job.
+pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(600)]
 PATIENCE_SECONDS = 240.0
 FILES = sorted(FOLDER.glob("*.json"))
 # Queries that have nothing to say here, and why. Everything else must.

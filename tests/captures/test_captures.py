@@ -29,6 +29,7 @@ from tests.integration.capture_jobs import (
 from tests.integration.daemon_process import MAIN, Serving, serving, wait_until
 
 pytestmark = [
+    pytest.mark.acceptance,
     pytest.mark.timeout(900),
     pytest.mark.skipif(os.geteuid() != 0, reason="entering another network namespace takes CAP_SYS_ADMIN: run as root"),
 ]

@@ -21,6 +21,8 @@ from rankscope.cli.demo_job.faults import parse_fault
 from rankscope.cli.demo_job.launcher import DemoJob, DemoJobError
 from tests.integration.demo_job_watching import cpu_seconds, is_gone, wait_for
 
+pytestmark = pytest.mark.acceptance
+
 START_SECONDS = 120.0
 
 

@@ -21,6 +21,7 @@ from tests.integration.capture_jobs import RANKS, capture_job
 from tests.integration.daemon_process import MAIN, Serving, run_of, serving, wait_until
 
 pytestmark = [
+    pytest.mark.acceptance,
     pytest.mark.timeout(900),
     pytest.mark.skipif(os.geteuid() != 0, reason="entering another network namespace takes CAP_SYS_ADMIN: run as root"),
 ]

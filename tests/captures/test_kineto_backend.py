@@ -30,7 +30,7 @@ from tests.integration.small_job import wait_for
 
 pytestmark = [
     pytest.mark.skipif(os.getuid() != 0, reason="to enter namespaces needs root"),
-    pytest.mark.slow,
+    pytest.mark.acceptance,
 ]
 
 SCRIPT = Path(__file__).parent.parent / "integration" / "jobs" / "kineto_trainer.py"

@@ -21,6 +21,8 @@ from tests.console.serving import HEAT_MAP, TEXT, brightest_row, click_row, pres
 from tests.integration.daemon_process import wait_until
 from tools.chromium import Page
 
+pytestmark = pytest.mark.acceptance
+
 CULPRIT, RANKS = 1, 3
 # Most of a step, also on a busy machine: a function's excess is shown once it is significant, and a small one takes
 # longer.

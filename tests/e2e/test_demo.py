@@ -9,12 +9,42 @@ import pytest
 
 from tests.e2e.playing import Played, play
 
-pytestmark = pytest.mark.slow
-
 HEALTHY = ("none", "--seconds", "20")
+# So slow that it is found also where others use the CPU.
+VERY_SLOW = "slow-rank:rank=2,delay=300"
 # Every fault that blames one rank of a data-parallel job which goes on training. That it may be another rank is played
 # by an installed wheel, in tests/integration/test_installing.py.
 STRAGGLERS = {"slow-rank": 2, "slow-input": 2, "starved": 2}
+
+
+def test_a_very_slow_rank_is_named_with_the_line_it_sleeps_on() -> None:
+    played = play(VERY_SLOW)
+    report = played.report
+    assert (report["verdict"], report["culprits"]) == ("slow_rank", [2]), str(played)
+    assert report["cause"]["phase"] == "forward", str(played)
+    assert first_frame(report, played) == ("model.py", "normalize_features"), str(played)
+
+
+def test_a_healthy_job_is_measured_to_its_end() -> None:
+    played = play(*HEALTHY)
+    report = played.report
+    assert report["seconds_to_verdict"] is None, str(played)
+    assert report["step_seconds"] > 0, str(played)
+    assert report["mfu_ratio"] > 0, str(played)
+    assert len(report["ranks"]) == 4, str(played)
+
+
+def test_a_hang_names_the_rank_that_never_entered_the_collective() -> None:
+    played = play("hang")
+    assert (played.report["verdict"], played.report["culprits"]) == ("hang", [2]), str(played)
+    assert first_frame(played.report, played)[0] == "model.py", str(played)
+
+
+@pytest.mark.parametrize("flags", [(VERY_SLOW,), HEALTHY, ("hang",)], ids=lambda flags: str(flags[0]))
+def test_no_rank_outlives_the_demo(flags: tuple[str, ...]) -> None:
+    played = play(*flags)
+    assert len(played.ranks) == 4, str(played)
+    assert not [rank["pid"] for rank in played.ranks if Path(f"/proc/{rank['pid']}").exists()], str(played)
 
 
 def found(fault: str, *flags: str) -> dict[str, Any]:
@@ -44,6 +74,7 @@ def first_frame(report: dict[str, Any], played: Played) -> tuple[str, str]:
     return frames[0]["file"], frames[0]["function"]
 
 
+@pytest.mark.acceptance
 def test_a_healthy_job_raises_nothing() -> None:
     report = found(*HEALTHY)
     played = play(*HEALTHY)
@@ -56,6 +87,7 @@ def test_a_healthy_job_raises_nothing() -> None:
     assert len(report["ranks"]) == 4, str(played)
 
 
+@pytest.mark.acceptance
 def test_a_slow_rank_is_named_with_the_function_it_sleeps_in() -> None:
     report = found_fault("slow-rank", "slow_rank", [2])
     played = play("slow-rank")
@@ -65,32 +97,38 @@ def test_a_slow_rank_is_named_with_the_function_it_sleeps_in() -> None:
     assert 0.05 < report["impact_ratio"] < 1, str(played)
 
 
+@pytest.mark.acceptance
 def test_a_slow_dataset_is_named_as_input() -> None:
     report = found_fault("slow-input", "slow_rank", [2])
     assert report["cause"]["phase"] == "input", str(play("slow-input"))
     assert first_frame(report, play("slow-input"))[0] == "dataset.py", str(play("slow-input"))
 
 
+@pytest.mark.acceptance
 def test_a_starved_rank_is_named_as_starved() -> None:
     report = found_fault("starved", "slow_rank", [2])
     assert report["cause"]["phase"] == "starved", str(play("starved"))
 
 
+@pytest.mark.acceptance
 def test_a_slow_network_blames_no_rank() -> None:
     report = found_fault("slow-network", "slow_communication", [])
     assert report["impact_ratio"] > 0, str(play("slow-network"))
 
 
+@pytest.mark.acceptance
 def test_a_heavy_stage_is_named_as_a_stage_and_not_as_its_ranks_one_by_one() -> None:
     report = found_fault("stage-imbalance", "slow_stage", [2, 3])
     assert report["stage"] == 1, str(play("stage-imbalance"))
 
 
+@pytest.mark.acceptance
 def test_a_hang_names_who_never_entered_the_collective_and_where_it_stands() -> None:
     report = found_fault("hang", "hang", [2])
     assert first_frame(report, play("hang"))[0] == "model.py", str(play("hang"))
 
 
+@pytest.mark.acceptance
 @pytest.mark.parametrize("fault", STRAGGLERS)
 def test_the_stragglers_step_time_is_its_peers_and_only_self_time_and_wait_tell_it_apart(fault: str) -> None:
     found(fault)
@@ -102,6 +140,7 @@ def test_the_stragglers_step_time_is_its_peers_and_only_self_time_and_wait_tell_
     assert (by_self["rank"], by_wait["rank"]) == (straggler, straggler), str(played)
 
 
+@pytest.mark.acceptance
 @pytest.mark.parametrize("fault", STRAGGLERS)
 def test_the_victim_that_waits_most_is_not_accused(fault: str) -> None:
     """The naive rule: the rank that spends most time in collectives is in trouble."""
@@ -110,6 +149,7 @@ def test_the_victim_that_waits_most_is_not_accused(fault: str) -> None:
     assert worst["rank"] not in found(fault)["culprits"], str(played)
 
 
+@pytest.mark.acceptance
 def test_without_the_probe_the_right_rank_is_named_with_less_confidence_or_none_at_all() -> None:
     played = play("slow-rank", "--no-probe")
     report = found("slow-rank", "--no-probe")
@@ -120,13 +160,6 @@ def test_without_the_probe_the_right_rank_is_named_with_less_confidence_or_none_
         assert (report["verdict"], report["culprits"]) == ("slow_rank", [2]), str(played)
         assert report["confidence"] == "low", str(played)
     assert all(rank["step_seconds"] is None for rank in played.ranks), str(played)
-
-
-@pytest.mark.parametrize("fault", ["hang", *STRAGGLERS])
-def test_no_rank_outlives_the_demo(fault: str) -> None:
-    played = play(fault)
-    assert len(played.ranks) == 4, str(played)
-    assert not [rank["pid"] for rank in played.ranks if Path(f"/proc/{rank['pid']}").exists()], str(played)
 
 
 @pytest.mark.parametrize(

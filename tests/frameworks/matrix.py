@@ -102,18 +102,6 @@ MATRIX: tuple[Framework, ...] = (
     ),
 )
 
-# In `make test`: torch alone, about half a minute each.
-REPRESENTATIVE = frozenset(
-    {
-        ("fsdp2", HOST),
-        ("handwritten", INPUT),
-        ("tensor_parallel", HOST),
-        ("pipeline_replicas", HOST),
-        ("ddp_no_sync", HOST),
-        ("ddp", BACKWARD),
-    }
-)
-
 
 def cells() -> list[tuple[Framework, str]]:
     return [(framework, fault) for framework in MATRIX for fault in (NONE, *framework.faults)]

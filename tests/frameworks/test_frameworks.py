@@ -1,6 +1,6 @@
 """Frameworks tried, not assumed: real jobs of every row of the matrix, healthy and with one slow rank.
 
-`make test` plays the representative cells, `make frameworks` all of them."""
+`make test` plays one of them, `make acceptance SUITE=frameworks` all."""
 
 from __future__ import annotations
 
@@ -13,19 +13,8 @@ import pytest
 
 from rankscope.analysis.verdicts.verdict import Confidence, Kind, Severity, Verdict
 from tests.frameworks.job_process import JOBS, SLOW_RANK
-from tests.frameworks.matrix import (
-    MATRIX,
-    NONE,
-    PAGE,
-    REPRESENTATIVE,
-    ROOT,
-    Framework,
-    cells,
-    page_with_table,
-)
+from tests.frameworks.matrix import HOST, MATRIX, NONE, PAGE, ROOT, Framework, cells, page_with_table
 from tests.frameworks.played_cell import PlayedCell, Stretch, play
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # Made by tools/setup_frameworks.sh. The environment of the tests itself has torch and no framework on top of it.
 FRAMEWORKS_PYTHON = ROOT / ".venv-frameworks" / "bin" / "python"
@@ -38,7 +27,7 @@ def python_with(package: str) -> Path:
     if not package:
         return Path(sys.executable)
     if not FRAMEWORKS_PYTHON.exists():
-        pytest.skip(f"{package} is not installed; next step: make frameworks")
+        pytest.skip(f"{package} is not installed; next step: make acceptance SUITE=frameworks")
     found = subprocess.run([FRAMEWORKS_PYTHON, "-c", f"import {package}"], capture_output=True, text=True)
     if found.returncode:
         pytest.skip(f"{package} cannot be imported: {found.stderr.strip().splitlines()[-1]}")
@@ -50,11 +39,19 @@ def parameters(*, blind: bool) -> list[object]:
     for framework, fault in cells():
         if bool(framework.blind) is not blind:
             continue
-        marks = [pytest.mark.representative] if (framework.key, fault) in REPRESENTATIVE else []
-        made.append(pytest.param(framework, fault, id=f"{framework.key}-{fault}", marks=marks))
+        made.append(pytest.param(framework, fault, id=f"{framework.key}-{fault}"))
     return made
 
 
+def test_the_slow_rank_of_an_fsdp2_job_is_named() -> None:
+    (framework,) = (each for each in MATRIX if each.key == "fsdp2")
+    played = play(python_with(framework.package), framework.script, framework.arguments, HOST)
+    accused = {tick.verdict.culprits for tick in played.heard if tick.verdict.is_alarm}
+    assert (SLOW_RANK,) in accused, str(played)
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("framework", "fault"), parameters(blind=False))
 def test_the_slow_rank_of_a_real_job_is_named_and_nothing_else(framework: Framework, fault: str) -> None:
     python = python_with(framework.package)
@@ -82,6 +79,8 @@ def test_the_slow_rank_of_a_real_job_is_named_and_nothing_else(framework: Framew
         assert line_of(played.last) == line, str(played)
 
 
+@pytest.mark.acceptance
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("framework", "fault"), parameters(blind=True))
 def test_where_waiting_cannot_be_measured_that_is_said_and_nothing_wrong(framework: Framework, fault: str) -> None:
     played = play(python_with(framework.package), framework.script, framework.arguments, fault, is_blind=True)
@@ -154,15 +153,10 @@ def faulty_line(framework: Framework, fault: str) -> tuple[str, int]:
     raise ValueError(f"no line is marked with FAULT {fault}")
 
 
-@pytest.mark.representative
 def test_the_page_on_frameworks_has_the_table_of_the_matrix() -> None:
     """`make docs` regenerates it."""
     assert PAGE.read_text() == page_with_table(PAGE.read_text())
 
 
-@pytest.mark.representative
-def test_every_cell_of_make_test_is_in_the_matrix_and_needs_torch_alone() -> None:
-    played = {(framework.key, fault): framework for framework, fault in cells()}
-    assert set(played) >= REPRESENTATIVE
-    assert not [key for key in REPRESENTATIVE if played[key].package]
+def test_every_framework_has_a_key_of_its_own() -> None:
     assert len({framework.key for framework in MATRIX}) == len(MATRIX)

@@ -12,7 +12,7 @@ from rankscope.analysis.collectives.flight_recorder.tail import match_tails
 from rankscope.analysis.verdicts.verdict import Kind
 from tests.hangs.hanging_job import SCRIPT, hanging_job
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.acceptance
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,12 @@ def command(folder: Path, *flags: str) -> list[str]:
     return [sys.executable, "-m", "rankscope.cli.main", "daemon", *settings, *folders, *flags]
 
 
+def announcement(process: subprocess.Popen[str]) -> re.Match[str]:
+    """May come after other lines: the first scan has found somebody else's ranks."""
+    assert process.stderr is not None
+    return next(found for line in process.stderr if (found := ANNOUNCED.match(line)))
+
+
 @dataclass(frozen=True)
 class Running:
     process: subprocess.Popen[str]
@@ -52,9 +58,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
     flags = ("--window-seconds", "0.5", "--metrics-detail", "full")
     process = subprocess.Popen(command(tmp_path, *flags), stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stderr is not None
-        announced = ANNOUNCED.match(process.stderr.readline())
-        assert announced is not None
+        announced = announcement(process)
         yield Running(process, announced[1], announced[2])
     finally:
         process.kill()
@@ -138,8 +142,7 @@ def test_a_killed_daemon_leaves_nothing_that_stops_the_next_one(running: Running
     assert path.is_socket()
     successor = subprocess.Popen(command(tmp_path), stderr=subprocess.PIPE, text=True)
     try:
-        assert successor.stderr is not None
-        assert ANNOUNCED.match(successor.stderr.readline())
+        assert announcement(successor)
     finally:
         successor.terminate()
         successor.communicate(timeout=PATIENCE_SECONDS)

@@ -12,6 +12,8 @@ from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
 from tests.hangs.hanging_job import SCRIPT, hanging_job
 
+pytestmark = pytest.mark.acceptance
+
 
 def test_a_data_loader_that_hangs_is_named_by_the_line_of_its_worker(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -146,6 +146,7 @@ def wait_for_answers(where: Cluster, paths: Iterable[Path], **variables: str) ->
         time.sleep(2)
 
 
+@pytest.mark.acceptance
 @pytest.mark.timeout(900)
 def test_a_slow_rank_fires_one_alert_whose_links_and_dashboards_show_the_run_and_a_restart_keeps_its_name(
     cluster: Cluster,

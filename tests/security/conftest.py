@@ -11,7 +11,7 @@ from tests.security.bystander import Bystander, bystander_on_a_node
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "bystander" in getattr(item, "fixturenames", ()):
-            item.add_marker("beside_a_job")
+            item.add_marker("acceptance")
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ SLOW_RANK = 2
 # Four imports of torch and a verdict, on a machine that is busy.
 PATIENCE_SECONDS = 240.0
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(1800)]
 
 
 @dataclass

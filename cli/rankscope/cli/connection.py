@@ -26,6 +26,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 _NEXT = "next: kubectl create token ACCOUNT --audience rankscope > FILE, and --token-file FILE"
 MESSAGE_LIMIT_BYTES = 64 << 20
 PEM_BYTES = 1 << 20
+_LISTENS = "00010000"  # a flag in /proc/net/unix
 SYSTEM_SOCKET = "/run/rankscope/daemon.sock"
 # A list of captures includes the summaries of all ranks, which may exceed gRPC's 4 MiB.
 CALL_SECONDS = 15.0
@@ -268,9 +269,20 @@ def _without_socket(target: str) -> str:
         if not os.access(path, os.W_OK):
             return f"{path} belongs to another user's daemon; use sudo, or the --connect of a daemon of yours"
         return f"{path}: nobody listens there any more; start `rankscope up` (or `rankscope daemon`) again"
-    if str(path) != SYSTEM_SOCKET and _exists(Path(SYSTEM_SOCKET)):
+    if str(path) != SYSTEM_SOCKET and _is_served(SYSTEM_SOCKET):
         return f"no daemon of yours at {path}, but one of root at {SYSTEM_SOCKET}: use sudo"
     return f"no daemon at {path}; start `rankscope up` (or `rankscope daemon`), or name another --connect"
+
+
+def _is_served(path: str, sockets: Path = Path("/proc/net/unix")) -> bool:
+    """By the kernel's list: whether a socket lies in a directory of root, and whether a daemon is behind it, another
+    user cannot see."""
+    try:
+        with sockets.open(errors="replace") as lines:
+            rows = (line.split(maxsplit=7) for line in lines)
+            return any(row[3] == _LISTENS and row[-1].rstrip("\n") == path for row in rows if len(row) == 8)
+    except OSError:
+        return False
 
 
 def _exists(path: Path) -> bool:

@@ -1,0 +1,107 @@
+"""`python -m tools.sandbox COMMAND …`: runs a command apart from whatever else runs on this machine.
+
+The command sees no process but its own, has a loopback interface to itself, an empty /run and a temporary folder.
+What it leaves running ends with it. What it left is named at the end: it is a mistake in a test that somebody should
+look at, and no reason to fail.
+
+Needs root. Other users' commands run as they are: a daemon of another user sees only processes of that user anyway."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+IS_POSSIBLE = os.geteuid() == 0
+ENDING_SECONDS = 3.0  # processes that were signalled by a test which did not wait for them
+_PLACE = "RANKSCOPE_SANDBOX"  # in the environment of the first process inside
+_ENTER = ("setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child")
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def run(command: Sequence[str], *, has_network: bool = False, output: int | None = None) -> int:
+    """The exit status of the command. Standard error goes where its output goes."""
+    if not IS_POSSIBLE:
+        return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT if output else None).returncode
+    with tempfile.TemporaryDirectory(prefix="rs-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o1777)  # as /tmp: tests have processes of other users
+        enter = [*_ENTER, "--mount-proc", *(() if has_network else ("--net",)), sys.executable, "-m", "tools.sandbox"]
+        environment = {**os.environ, "TMPDIR": folder, _PLACE: folder}
+        return subprocess.run(
+            [*enter, *command], env=environment, stdout=output, stderr=subprocess.STDOUT if output else None
+        ).returncode
+
+
+def _run_inside(command: Sequence[str], folder: Path) -> int:
+    """As the first process of the namespace, which inherits the processes that lose their parent."""
+    _raise_loopback()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "none", "/run"], check=True)
+    mounts, groups = _mounts(), _groups()
+    started = subprocess.Popen(command)
+    while True:
+        try:
+            pid, status = os.wait()
+        except KeyboardInterrupt:
+            continue  # the command has it too, and ends
+        if pid == started.pid:
+            break
+    _reap_those_that_end()
+    left = {
+        "process": [_words(path) for path in _processes()],
+        "mount": sorted(_mounts() - mounts),
+        "control group": sorted(_groups() - groups),
+        "temporary file": sorted(path.name for path in folder.iterdir() if not path.name.startswith("pytest-of-")),
+    }
+    for kind, names in left.items():
+        for name in names:
+            print(f"left behind: {kind} {name}", flush=True)
+    started.returncode = os.waitstatus_to_exitcode(status)
+    return started.returncode if started.returncode >= 0 else 128 - started.returncode
+
+
+def _raise_loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+
+
+def _reap_those_that_end() -> None:
+    give_up_at = time.monotonic() + ENDING_SECONDS
+    while _processes() and time.monotonic() < give_up_at:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.05)
+
+
+def _processes() -> list[Path]:
+    return [path for path in Path("/proc").iterdir() if path.name.isdecimal() and path.name != "1"]
+
+
+def _words(process: Path) -> str:
+    try:
+        words = (process / "cmdline").read_bytes().replace(b"\0", b" ")[:200]
+        return f"{process.name}: {words.decode(errors='replace')}"
+    except OSError:
+        return process.name
+
+
+def _mounts() -> set[str]:
+    return {line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
+
+
+def _groups() -> set[str]:
+    return {str(path) for path in _CGROUPS.glob("**/rankscope*")}
+
+
+if __name__ == "__main__":
+    place = os.environ.pop(_PLACE, None)
+    sys.exit(_run_inside(sys.argv[1:], Path(place)) if place else run(sys.argv[1:]))
