@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.measuring import Measured
 
 # How long an example takes says something about the machine, not about the code. Every run tries the same examples: one
 # that fails does so for the change at hand. With RANKSCOPE_NEW_EXAMPLES=1 it tries others.
@@ -43,3 +45,14 @@ def caplog(caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest) -> 
     caplog.handler.addFilter(is_own)
     yield caplog
     caplog.handler.removeFilter(is_own)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "measured" in getattr(item, "fixturenames", ()):
+            item.add_marker("measured")
+
+
+@pytest.fixture
+def measured(record_property: Callable[[str, object], None]) -> Measured:
+    return Measured(record_property)

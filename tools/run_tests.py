@@ -26,6 +26,7 @@ from tools.awake_cores import awake_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRESS_SECONDS = 30.0
+MEASURED = ROOT / "acceptance.json"
 # More failures than this have one cause, and it is not the machine.
 MOST_RUN_AGAIN = 30
 # Programs that tests start: seen before a run, they are somebody else's or left over.
@@ -49,6 +50,7 @@ Lane = Sequence[Suite]
 # process of the operator's suite has an API server of its own; a file stays with one process, because its fixtures
 # create namespaces with fixed names.
 IN_TEST = ("-m", "not acceptance")
+IN_ACCEPTANCE = ("-m", "acceptance or measured")
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
 IN_BROWSER = ("setup_chromium.sh", "setup_console.sh")
 SET_UPS = ("setup_kube.sh", "setup_helm.sh", "setup_chromium.sh", "setup_console.sh", "setup_pprof.sh")
@@ -90,7 +92,7 @@ ACCEPTANCE: Lane = (
     Suite("alerts", ("tests/alerts",)),
     Suite("operator", ("tests/kube",), ("setup_kube.sh",)),
     Suite("integration", ("tests/integration", "--ignore=tests/integration/test_hangs.py")),
-    Suite("console", ("tests/console", "--ignore=tests/console/test_demo.py"), IN_BROWSER),
+    Suite("parsers", ("tests/unit", "tests/fuzz")),
 )
 
 
@@ -100,6 +102,7 @@ class Result:
     is_failed: bool
     seconds: float
     counts: dict[str, int] = field(default_factory=dict)
+    measured: tuple[dict[str, object], ...] = ()
     failed: frozenset[str] = frozenset()  # tests; empty where pytest did not get as far
 
 
@@ -131,8 +134,9 @@ class Run:
                 self.run_again[name] = not again.is_failed or (bool(again.failed) and name not in again.failed)
             counts = {**first.counts, "failed": again.counts.get("failed", 0)}
             counts["passed"] = first.counts.get("passed", 0) + again.counts.get("passed", 0)
+            seconds = first.seconds + again.seconds
             self.results[first.suite.name] = Result(
-                first.suite, again.is_failed, first.seconds + again.seconds, counts, again.failed
+                first.suite, again.is_failed, seconds, counts, first.measured, again.failed
             )
 
     def _run_lane(self, lane: Lane) -> None:
@@ -160,7 +164,8 @@ class Run:
             with self._lock:
                 del self._running[threading.get_ident()]
                 print(f"==> {suite.name}: output\n{output.read().rstrip()}", flush=True)
-        return Result(suite, status != 0, time.monotonic() - began, counts_of(report), failed_of(cache))
+        seconds = time.monotonic() - began
+        return Result(suite, status != 0, seconds, counts_of(report), measured_in(report), failed_of(cache))
 
     def _call(self, command: Sequence[str], output: int) -> int:
         return subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT).returncode
@@ -183,6 +188,15 @@ def counts_of(report: Path) -> dict[str, int]:
     return {"passed": total - failures - errors - skipped, "failed": failures + errors, "skipped": skipped}
 
 
+def measured_in(report: Path) -> tuple[dict[str, object], ...]:
+    """What tests measured, with its target (tests/support/measuring.py)."""
+    try:
+        properties = ElementTree.parse(report).getroot().iter("property")
+    except (FileNotFoundError, ElementTree.ParseError):
+        return ()
+    return tuple(json.loads(found.get("value", "")) for found in properties if found.get("name") == "measured")
+
+
 def failed_of(cache: Path) -> frozenset[str]:
     try:
         return frozenset(json.loads((cache / "v" / "cache" / "lastfailed").read_text()))
@@ -202,6 +216,21 @@ def print_table(results: Iterable[Result], seconds: float) -> None:
     for name, counts, is_failed, took in [*rows, ("all", sums, any(r.is_failed for r in results), seconds)]:
         outcome = "FAILED" if is_failed else "passed"
         print(f"{name:<24} {worded(counts):<38} {outcome:<7} {int(took) // 60:3}:{int(took) % 60:02}")
+
+
+def write_measured(results: Iterable[Result]) -> None:
+    """What other suites measured earlier stays in the file."""
+    kept = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    print(f"\n{'measured':<72} {'value':>10} {'target':<16}")
+    for result in results:
+        told = {"commit": commit.strip(), "date": time.strftime("%Y-%m-%d"), "tests": result.counts}
+        kept[result.suite.name] = {**told, "failed": sorted(result.failed), "measured": result.measured}
+        for row in result.measured:
+            missed = "" if row["is_met"] else "  MISSED"
+            print(f"{row['name']!s:<72.72} {row['value']:>10.4g} {row['target']!s:<16} {row['unit']}{missed}")
+    MEASURED.write_text(json.dumps(kept, indent=1) + "\n")
+    print(f"kept in {MEASURED.name}")
 
 
 def print_machine() -> None:
@@ -235,15 +264,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             every = TEST_ROWS if is_test else [[ACCEPTANCE]]
             names = ", ".join(suite.name for row in every for lane in row for suite in lane)
             parser.error(f"no suite {asked.suite!r}; choose one of {names}")
+    if not is_test:
+        os.environ["RANKSCOPE_ACCEPTANCE"] = "1"
     print_machine()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rankscope-tests-") as folder, awake_cores():
-        run = Run(Path(folder), IN_TEST if is_test else ("-m", "acceptance"))
+        run = Run(Path(folder), IN_TEST if is_test else IN_ACCEPTANCE)
         for lanes in rows:
             run.run_row(lanes)
         if is_test:
             run.run_failed_again()
     print_table(run.results.values(), time.monotonic() - began)
+    if not is_test:
+        write_measured(run.results.values())
     for name, is_passed in run.run_again.items():
         print(f"{'passed' if is_passed else 'FAILED'} when run again: {name}")
     failed = [result.suite.name for result in run.results.values() if result.is_failed]

@@ -24,6 +24,7 @@ from rankscope.daemon.captures.kineto.sockets import (
     bind_file,
     remove_dead_clients,
 )
+from tests.support.measuring import Measured
 
 from .kineto_peers import endpoint_for, offer, peer, watch
 from .small_job import wait_for
@@ -201,7 +202,7 @@ def test_a_client_that_seems_to_be_an_answer_behind_is_left_without_one_once() -
         assert trainer.polls() == ["A=1\n"]
 
 
-def test_ten_thousand_clients_in_one_namespace_cost_bounded_memory_and_starve_no_other() -> None:
+def test_ten_thousand_clients_in_one_namespace_cost_bounded_memory_and_starve_no_other(measured: Measured) -> None:
     with peer() as flooder, peer() as trainer, endpoint_for(flooder, trainer) as endpoint:
         flooder.tell(do="flood", clients=10_000, also_noise=True)
         flooded = threading.Thread(target=flooder.answer)
@@ -210,8 +211,8 @@ def test_ten_thousand_clients_in_one_namespace_cost_bounded_memory_and_starve_no
         while flooded.is_alive() or len(answers) < 20:
             answers.append(trainer.polls(seconds=0.2))
             time.sleep(0.02)
-        # Some may be late, and not sent, because this machine is busy with other things.
-        assert answers.count([""]) > 0.9 * len(answers), endpoint.tallies
+        assert answers.count([""]), endpoint.tallies
+        measured("polls answered beside a flood", answers.count([""]) / len(answers), "of all", at_least=0.9)
         assert endpoint.client_count() <= CLIENTS_PER_PROCESS + 1
         assert endpoint.tallies["malformed"] > 0
         assert endpoint.tallies["deferred"] > 0, "the flood was slowed down"

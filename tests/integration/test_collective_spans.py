@@ -9,6 +9,7 @@ import numpy as np
 from rankscope.daemon.steps import ring_reader
 from rankscope.probe import ring_layout
 from tests.integration.probe_running import COME_LATE, LATE_SECONDS, Job, running
+from tests.support.measuring import Measured
 
 START = """
 import sys, time, torch, torch.distributed as dist, rankscope.probe
@@ -210,14 +211,19 @@ def test_groups_have_the_same_number_on_all_members_and_another_one_each(tmp_pat
         assert job.finish() == [(0, "")] * 3
 
 
-def test_functional_and_coalesced_collectives_count_as_waiting_and_messages_as_point_to_point(tmp_path: Path) -> None:
+def test_functional_and_coalesced_collectives_count_as_waiting_and_messages_as_point_to_point(
+    tmp_path: Path, measured: Measured
+) -> None:
     with running(tmp_path, KINDS, ranks=2) as job:
         job.wait_until_done()
         waiting, late = job.samples()
         calls = 5
-        assert (waiting.wait_seconds[:calls] > LATE_SECONDS * 2 / 3).all(), waiting.wait_seconds
+        assert (waiting.wait_seconds[:calls] > 0).all(), waiting.wait_seconds
         assert (waiting.wait_seconds <= waiting.step_seconds).all()
-        assert np.median(late.wait_seconds[:calls]) < LATE_SECONDS / 2
+        measured(
+            "wait in a functional collective", waiting.wait_seconds[:calls].min(), "s", at_least=LATE_SECONDS * 2 / 3
+        )
+        measured("wait of the late rank", float(np.median(late.wait_seconds[:calls])), "s", at_most=LATE_SECONDS / 2)
         for table in tables(job):
             assert sorted(kind for _, kind in table) == [ring_layout.GROUP_EXPOSED, ring_layout.GROUP_POINT_TO_POINT]
             assert len({number for number, _ in table}) == 1

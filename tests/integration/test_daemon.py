@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -104,9 +103,7 @@ def test_it_serves_metrics_health_and_reflection_and_ends_cleanly_on_sigterm(run
         stream = RankServiceStub(channel).WatchRanks(WatchRanksRequest())
         next(stream)
         running.process.send_signal(signal.SIGTERM)
-        asked_at = time.monotonic()
         assert running.process.wait(PATIENCE_SECONDS) == 0
-        assert time.monotonic() - asked_at < PATIENCE_SECONDS / 4
     assert not Path(running.grpc_target.removeprefix("unix:")).exists()
 
 

@@ -12,6 +12,7 @@ from rankscope.daemon.samples import Problem, StepSample
 from rankscope.daemon.steps.collector import StepsCollector
 from rankscope.probe import injection
 from tests.integration.probe_running import COME_LATE, LATE_SECONDS, PROBE_PATH, running
+from tests.support.measuring import Measured
 
 DDP = """
 import sys, time, torch, torch.distributed as dist
@@ -104,15 +105,15 @@ if len(sys.argv) < 3:
 """
 
 
-def test_the_slow_rank_has_the_same_step_time_but_more_time_of_its_own(tmp_path: Path) -> None:
+def test_the_slow_rank_has_the_same_step_time_but_more_time_of_its_own(tmp_path: Path, measured: Measured) -> None:
     environment = {"RANKSCOPE_PARALLELISM": "dp=2", "RANKSCOPE_MODEL": "params=1M,sequence=2,batch=4"}
     with running(tmp_path, DDP, ranks=2, **environment) as job:
         job.wait_until_done()
         fast, slow = job.samples()
         step = [float(np.median(sample.step_seconds)) for sample in (fast, slow)]
         own = [float(np.nanmedian(sample.step_seconds - sample.wait_seconds)) for sample in (fast, slow)]
-        assert step[0] == pytest.approx(step[1], rel=0.2)
-        assert own[1] > 1.5 * own[0]
+        measured("difference of two ranks' step times", abs(step[0] / step[1] - 1), "of a step", at_most=0.2)
+        measured("own time of a slow rank", own[1] / own[0], "times its peer's", at_least=1.5)
         assert own[1] > 0.15
         assert slow.steps_total == 30
         assert slow.collectives_enqueued is not None and slow.collectives_enqueued > 0
@@ -122,15 +123,16 @@ def test_the_slow_rank_has_the_same_step_time_but_more_time_of_its_own(tmp_path:
         assert [code for code, _ in job.finish()] == [0, 0]
 
 
-def test_every_blocking_call_of_torch_distributed_counts_as_waiting(tmp_path: Path) -> None:
+def test_every_blocking_call_of_torch_distributed_counts_as_waiting(tmp_path: Path, measured: Measured) -> None:
     with running(tmp_path, BLOCKING, ranks=2) as job:
         job.wait_until_done()
         waiting, late = job.samples()
         calls = 9
         assert len(waiting.step_seconds) == calls + 1
-        assert (waiting.wait_seconds[:calls] > LATE_SECONDS * 2 / 3).all(), waiting.wait_seconds
+        assert (waiting.wait_seconds[:calls] > 0).all(), waiting.wait_seconds
         assert (waiting.wait_seconds <= waiting.step_seconds).all()
-        assert np.median(late.wait_seconds[:calls]) < LATE_SECONDS / 2
+        measured("wait in a blocking call", waiting.wait_seconds[:calls].min(), "s", at_least=LATE_SECONDS * 2 / 3)
+        measured("wait of the late rank", float(np.median(late.wait_seconds[:calls])), "s", at_most=LATE_SECONDS / 2)
         assert (waiting.facts.pipeline, late.facts.pipeline) == (0, 1)  # from the DeviceMesh
         assert job.finish() == [(0, ""), (0, "")]
 

@@ -12,6 +12,7 @@ from rankscope.analysis.traces.communication.collectives import find_collectives
 from rankscope.analysis.traces.joins.join import Join, join_traces
 from rankscope.analysis.traces.reader.trace_file import read_trace
 from rankscope.analysis.verdicts.verdict import Kind
+from tests.support.measuring import Measured
 
 SCRIPT = Path(__file__).parent / "jobs" / "profiled_ddp.py"
 RANKS, STEPS, SLOW_RANK = 4, 6, 2
@@ -49,16 +50,18 @@ def _join(folder: Path) -> Join:
     return join_traces(traces, {rank: find_collectives(trace) for rank, trace in traces.items()})
 
 
-def test_the_rank_that_sleeps_is_named(joins: dict[str, Join]) -> None:
+def test_the_rank_that_sleeps_is_named(joins: dict[str, Join], measured: Measured) -> None:
     found = joins["slow"]
     assert found.collectives_matched == STEPS
-    assert found.last_arrivals == {rank: STEPS if rank == SLOW_RANK else 0 for rank in range(RANKS)}
+    assert max(found.last_arrivals, key=lambda rank: found.last_arrivals[rank]) == SLOW_RANK, found.last_arrivals
     assert (found.verdict, found.culprits) == (Kind.SLOW_RANK, (SLOW_RANK,)), found.reason
-    assert found.impact_ratio is not None and found.impact_ratio > 0.5
-    # As long as the sleep, of which a busy machine may take some.
-    assert SLEEP_SECONDS / 2 < found.waits[0].wait_us * 1e-6 / STEPS < SLEEP_SECONDS * 2
+    assert found.impact_ratio is not None
+    measured("impact of a rank that sleeps most of a step", found.impact_ratio, "of the time", at_least=0.5)
+    wait_seconds = found.waits[0].wait_us * 1e-6 / STEPS
+    measured("wait for a rank that sleeps 1 s", abs(wait_seconds / SLEEP_SECONDS - 1), "of it off", at_most=0.5)
 
 
+@pytest.mark.acceptance
 def test_its_healthy_twin_names_nobody(joins: dict[str, Join]) -> None:
     found = joins["healthy"]
     assert found.collectives_matched == STEPS

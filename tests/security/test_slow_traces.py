@@ -20,6 +20,7 @@ from rankscope.analysis.traces.joins.perfetto import merge_for_perfetto
 from rankscope.analysis.traces.reader import json_stream
 from rankscope.analysis.traces.reader.events import Layout, lay_out
 from rankscope.analysis.traces.reader.trace_file import TraceError, read_trace
+from tests.support.measuring import Measured
 
 SMALL, LARGE = 1, 4
 # Linear is 4, quadratic 16. Below the floor, noise decides.
@@ -109,10 +110,11 @@ def _cpu_seconds(act: Callable[[bytes], None], data: bytes) -> float:
     return time.process_time() - began
 
 
-def assert_in_proportion(act: Callable[[bytes], None], made: Callable[[int], bytes]) -> None:
+def measure_proportion(act: Callable[[bytes], None], made: Callable[[int], bytes], measured: Measured) -> None:
     """The least of three, of both: what else happens on the machine adds to a time and takes nothing off."""
     small, large = (min(_cpu_seconds(act, made(size)) for _ in range(3)) for size in (SMALL, LARGE))
-    assert large < PROPORTION * small + FLOOR_SECONDS, f"{small:.2f} s, four times as large {large:.2f} s"
+    times = (large - FLOOR_SECONDS) / small
+    measured(f"CPU time of a trace four times as large ({made.__name__})", times, "times", at_most=PROPORTION)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +122,8 @@ def assert_in_proportion(act: Callable[[bytes], None], made: Callable[[int], byt
     [decoys, decoys_in_a_text, decoy_values, gzip_members, endless_dimensions],
     ids=lambda made: made.__name__,
 )
-def test_reading_takes_time_in_proportion_to_the_size(made: Callable[[int], bytes]) -> None:
-    assert_in_proportion(_read, made)
+def test_reading_takes_time_in_proportion_to_the_size(made: Callable[[int], bytes], measured: Measured) -> None:
+    measure_proportion(_read, made, measured)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +132,9 @@ def test_reading_takes_time_in_proportion_to_the_size(made: Callable[[int], byte
     ids=lambda each: each.__name__,
 )
 def test_analysis_takes_time_in_proportion_to_the_size(
-    act: Callable[[bytes], None], made: Callable[[int], bytes]
+    act: Callable[[bytes], None], made: Callable[[int], bytes], measured: Measured
 ) -> None:
-    assert_in_proportion(act, made)
+    measure_proportion(act, made, measured)
 
 
 def test_ranks_without_a_common_step_are_found_out_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +154,8 @@ def test_ranks_without_a_common_step_are_found_out_soon(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("made", [decoys, decoys_in_a_text], ids=lambda made: made.__name__)
-def test_cutting_takes_time_in_proportion_to_the_size(made: Callable[[int], bytes]) -> None:
-    assert_in_proportion(_cut, made)
+def test_cutting_takes_time_in_proportion_to_the_size(made: Callable[[int], bytes], measured: Measured) -> None:
+    measure_proportion(_cut, made, measured)
 
 
 @pytest.mark.parametrize("made", [decoys, decoys_in_a_text, decoy_values, gzip_members])

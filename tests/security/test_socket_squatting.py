@@ -16,7 +16,7 @@ import pytest
 from rankscope.daemon.captures.kineto import sockets
 from rankscope.daemon.captures.kineto.enter_namespace import bind_at
 from rankscope.daemon.captures.kineto.sockets import bind_file
-from tests.integration.daemon_process import MAIN, serving
+from tests.integration.daemon_process import MAIN, serving, wait_until
 from tests.integration.kineto_peers import peer
 from tests.security.forged_ranks import EMPTY, NOBODY, captured, forged_rank, job_of
 
@@ -52,13 +52,14 @@ def test_a_squatter_is_named_by_the_capture_and_the_doctor_and_the_probe_records
 
 
 def test_the_doctor_has_nothing_to_say_where_the_daemon_has_the_socket(tmp_path: Path) -> None:
-    with peer() as other:
-        enter = ("nsenter", "--target", str(other.pid), "--net")
-        rank = forged_rank(RUN, len(EMPTY), EMPTY, enter=enter, KINETO_USE_DAEMON="1")
-        with rank, serving(tmp_path, "daemon", "--stack-rate-hertz", "0", "--gpu", "false") as daemon:
-            job_of(daemon, RUN)
-            daemon.wait_until(lambda: "@dynolog@" in Path(f"/proc/{other.pid}/net/unix").read_text())
-            assert kineto_findings("--socket", daemon.grpc_target.removeprefix("unix:")) == []
+    """The holder stands in for the daemon, whose pid is in its lock: a real one may find another that was first."""
+    with peer() as daemon:
+        assert daemon.do(do="squat") == "squatted"
+        enter = ("nsenter", "--target", str(daemon.pid), "--net")
+        with forged_rank(RUN, len(EMPTY), EMPTY, enter=enter, KINETO_USE_DAEMON="1"):
+            wait_until(lambda: kineto_findings("--socket", str(tmp_path / "other.sock")), lambda: "no finding")
+            (tmp_path / "daemon.sock.lock").write_text(f"{daemon.pid}\n")
+            assert kineto_findings("--socket", str(tmp_path / "daemon.sock")) == []
 
 
 @pytest.mark.parametrize("replace", [Path.symlink_to, Path.hardlink_to])

@@ -285,6 +285,7 @@ def test_a_kept_connection_carries_many_requests_of_any_allowed_size(
         assert held.sock is not None
 
 
+@pytest.mark.acceptance
 def test_a_kept_connection_does_not_wait_for_acknowledgements(keeping: tuple[HttpServer, ssl.SSLContext]) -> None:
     held = secure(keeping)
     took: list[float] = []

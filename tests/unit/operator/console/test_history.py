@@ -19,6 +19,7 @@ from rankscope.operator.console.run_views import heatmap, rank_history, run_deta
 from rankscope.operator.console.signals import RUN_SIGNALS, SIGNALS
 from rankscope.operator.correlation.correlator import JobState
 from rankscope.operator.correlation.daemon_windows import HeldWindow, HeldWindows
+from tests.support.measuring import Measured
 from tools.played_runs import MORNING, RUN, TICK_SECONDS, Played, usual
 
 SLOW = Verdict(Kind.SLOW_RANK, "r", Severity.ALARM, culprits=(1,), impact_ratio=0.5, lost_gpu_seconds=100.0)
@@ -271,13 +272,16 @@ def fleet_tick(played: Played, fleet: dict[int, HeldWindow]) -> float:
     return time.thread_time() - begun
 
 
-def test_a_tick_of_4096_ranks_costs_a_fraction_of_parsing_their_windows(fleet: dict[int, HeldWindow]) -> None:
+def test_a_tick_of_4096_ranks_costs_a_fraction_of_parsing_their_windows(
+    fleet: dict[int, HeldWindow], measured: Measured
+) -> None:
     played = Played()
     ticks = [fleet_tick(played, fleet) for _ in range(8)]
     begun = time.thread_time()
     for window in fleet.values():
         window.message()
-    assert min(ticks) < (time.thread_time() - begun) / 3
+    share = min(ticks) / (time.thread_time() - begun)
+    measured("a tick of the console with 4,096 ranks", share, "of parsing them", at_most=1 / 3)
 
 
 def test_4096_ranks_stay_within_the_limit_in_memory_too(fleet: dict[int, HeldWindow]) -> None:
