@@ -252,7 +252,7 @@ class CapturesController:
                 return
             if FINALIZER not in thing.finalizers:
                 metadata = {"finalizers": [*thing.finalizers, FINALIZER], "resourceVersion": thing.version}
-                thing = self._taken(self._api.merge(thing.path, {"metadata": metadata}))
+                thing = self._taken(thing, self._api.merge(thing.path, {"metadata": metadata}))
             begun = self._write(thing, self._begun_status(thing, planned))
         self._follow(begun)
 
@@ -369,13 +369,15 @@ class CapturesController:
 
     def _write(self, thing: CaptureObject, status: CaptureStatus) -> CaptureObject:
         status = structs.replace(status, observed_generation=thing.generation)
-        return self._taken(self._writer.write_status(thing, status))
+        return self._taken(thing, self._writer.write_status(thing, status))
 
-    def _taken(self, document: Document) -> CaptureObject:
-        """The written object is current, before the watch reports it."""
+    def _taken(self, before: CaptureObject, document: Document) -> CaptureObject:
+        """The written object is current, before the watch reports it. Unless the watch was faster: then it may have
+        reported what came after, and a deletion is reported once."""
         thing = read_capture_object(document)
         assert thing is not None
         with self._lock:
-            if thing.uid in self._objects:
+            known = self._objects.get(thing.uid)
+            if known is not None and known.version == before.version:
                 self._objects[thing.uid] = thing
         return thing
