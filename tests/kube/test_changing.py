@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.kube.accounts import granted
 from tests.kube.api_server import ApiServer
 from tests.kube.conftest import QUICK, StartDaemon, StartOperator
 from tests.kube.scripted_run import ScriptedRun
 
 
-@pytest.mark.timeout(600)
 def test_a_run_that_is_resized_preempted_and_deleted_is_followed(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:
@@ -84,7 +81,6 @@ def slow_node(server: ApiServer, name: str) -> str | None:
     return conditions.get("RankscopeSlowNode")
 
 
-@pytest.mark.timeout(600)
 def test_a_malformed_annotation_is_told_on_its_pod_once_and_costs_nothing_else(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:

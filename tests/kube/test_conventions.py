@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.kube.api_server import ApiServer
@@ -42,7 +41,6 @@ def trains(pod: dict[str, Any]) -> bool:
     return not is_initializer and labels.get("ray.io/node-type") != "head"
 
 
-@pytest.mark.timeout(600)
 def test_runs_of_every_kind_are_recognised_and_their_ranks_are_theirs(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:

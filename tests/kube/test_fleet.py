@@ -41,7 +41,6 @@ def shown(server: ApiServer, path: str) -> list[dict[str, Any]]:
     return [dict(zip(names, row["cells"], strict=True)) for row in table["rows"]]
 
 
-@pytest.mark.timeout(900)
 def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_events(
     server: ApiServer, namespace: str, operator_user: User, nodes: list[Node], tmp_path: Path
 ) -> None:

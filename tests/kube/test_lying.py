@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 
-import pytest
-
 from tests.kube.api_server import ApiServer
 from tests.kube.conftest import QUICK, StartDaemon, StartOperator
 from tests.kube.exported import verdicts
@@ -21,7 +19,6 @@ def refused(operator: OperatorProcess) -> dict[str, float]:
     return {reason: float(number) for reason, number in found}
 
 
-@pytest.mark.timeout(600)
 def test_a_daemon_that_lies_is_contained_and_its_neighbour_is_judged_as_before(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:
@@ -79,7 +76,6 @@ def test_a_daemon_that_lies_is_contained_and_its_neighbour_is_judged_as_before(
         garbage.stop()
 
 
-@pytest.mark.timeout(600)
 def test_a_daemon_that_goes_away_is_missed_and_counts_again_when_it_is_back(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
 from tests.kube.api_server import ApiServer
 from tests.kube.conftest import StartDaemon, StartOperator
 from tests.kube.exported import culprits, messages_heard, verdicts
@@ -14,7 +12,6 @@ from tests.kube.scripted_run import ScriptedRun
 OUTAGE_SECONDS = 60.0
 
 
-@pytest.mark.timeout(600)
 def test_an_outage_with_lost_history_stops_no_verdict_and_what_is_written_afterwards_is_the_present(
     namespace: str, start_daemon: StartDaemon, start_operator: StartOperator, stoppable_server: ApiServer
 ) -> None:

@@ -51,7 +51,6 @@ def started_run(server: ApiServer, namespace: str, start_daemon: StartDaemon, na
     return run
 
 
-@pytest.mark.timeout(600)
 def test_a_finding_makes_one_capture_whatever_restarts_and_however_many_policies_ask(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:
@@ -102,7 +101,6 @@ def test_a_finding_makes_one_capture_whatever_restarts_and_however_many_policies
     assert [e["involvedObject"]["name"] for e in events if e["reason"] == "CaptureStarted"] == [run.object_name]
 
 
-@pytest.mark.timeout(600)
 def test_a_policys_thresholds_hold_for_the_runs_it_selects_and_end_with_it(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:
@@ -134,7 +132,6 @@ def node(server: ApiServer, namespace: str, tmp_path: Path) -> Iterator[Node]:
         server.admin.delete(f"/api/v1/namespaces/rankscope/pods/{made.pod_name}?gracePeriodSeconds=0")
 
 
-@pytest.mark.timeout(600)
 def test_rates_reach_a_real_daemon_again_after_its_restart_and_go_with_their_policy(
     server: ApiServer, namespace: str, node: Node, start_operator: StartOperator
 ) -> None:
@@ -170,7 +167,6 @@ def test_rates_reach_a_real_daemon_again_after_its_restart_and_go_with_their_pol
     assert held() == []
 
 
-@pytest.mark.timeout(600)
 def test_an_alert_makes_one_capture_object_also_for_an_operator_that_was_restarted(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator, tmp_path: Path
 ) -> None:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from rankscope.operator.kube.leader_election import shard_of
 from tests.kube.api_server import ApiServer
 from tests.kube.conftest import StartDaemon, StartOperator
@@ -64,7 +62,6 @@ def ended_well(run: ScriptedRun, path: str) -> dict[str, Any]:
     return status
 
 
-@pytest.mark.timeout(600)
 def test_an_operator_killed_at_any_point_of_a_capture_goes_on_with_the_very_same_one(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator
 ) -> None:
@@ -113,7 +110,6 @@ def test_an_operator_killed_at_any_point_of_a_capture_goes_on_with_the_very_same
     )
 
 
-@pytest.mark.timeout(600)
 def test_the_second_replica_takes_over_in_time_and_captures_nothing_twice(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator, measured: Measured
 ) -> None:
@@ -136,7 +132,6 @@ def test_the_second_replica_takes_over_in_time_and_captures_nothing_twice(
     assert len(daemon.starts) == 1  # the follower asked what had become of it, and not for another
 
 
-@pytest.mark.timeout(600)
 def test_replicas_share_the_runs_and_those_of_one_that_dies_move_to_the_other_with_their_captures(
     server: ApiServer, namespace: str, start_daemon: StartDaemon, start_operator: StartOperator, measured: Measured
 ) -> None:

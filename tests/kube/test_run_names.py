@@ -70,7 +70,6 @@ def ranks(node: Node) -> dict[str, tuple[str, int]]:
     return {rank.identity.pod: (rank.identity.job, rank.identity.attempt) for rank in answer.ranks}
 
 
-@pytest.mark.timeout(900)
 def test_daemons_use_the_operators_names_whatever_pods_claim_and_after_every_restart(
     server: ApiServer,
     namespace: str,

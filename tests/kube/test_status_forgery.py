@@ -102,7 +102,6 @@ def scene(server: ApiServer, operator_user: User, tmp_path_factory: pytest.TempP
         daemon.stop()
 
 
-@pytest.mark.timeout(600)
 def test_a_forged_status_takes_serves_cancels_and_deletes_nothing_of_another_namespace(scene: Scene) -> None:
     server, daemon, thief = scene.server, scene.daemon, scene.thief
     theirs = scene.victim.make_capture("theirs", ranks="0")
@@ -141,7 +140,6 @@ def test_a_forged_status_takes_serves_cancels_and_deletes_nothing_of_another_nam
     assert list(daemon.captures) == [victims]
 
 
-@pytest.mark.timeout(600)
 def test_a_capture_names_the_pods_of_its_own_run_even_where_another_job_has_the_same_name(scene: Scene) -> None:
     mine = scene.id_of(scene.make_capture("mine", scene.thief.object_name, ranks="0,1"))
     scene.server.wait_for(lambda: mine in scene.daemon.captures)
@@ -150,7 +148,6 @@ def test_a_capture_names_the_pods_of_its_own_run_even_where_another_job_has_the_
     assert dict(request.pods) == dict.fromkeys((0, 1), scene.thief.pods[0])
 
 
-@pytest.mark.timeout(600)
 def test_times_that_are_none_stop_nothing_for_others(scene: Scene) -> None:
     """A time that the API server takes and Python does not: year 0."""
     server = scene.server

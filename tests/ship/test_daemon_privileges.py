@@ -18,7 +18,7 @@ from tests.ship.combinations import COMBINATIONS
 from tests.ship.conftest import OLD, Rendered
 from tests.ship.helm import Helm
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(os.geteuid() != 0, reason="needs namespaces: run as root")]
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs namespaces: run as root")
 RUN = f"privileges-{os.getpid()}"
 # A read-only root, but for the folder that stands for the pod's volumes.
 ENTER = f'mount --bind "$0" "$0" && {PRIVATE_TMP} && mount -o remount,bind,ro / && exec "$@"'

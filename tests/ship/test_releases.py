@@ -36,7 +36,6 @@ HOLDS = "rankscope_operator_shards_held 1.0"
 Document = dict[str, Any]
 
 # Many calls of helm, each by an emulator.
-pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass
