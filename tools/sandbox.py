@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import socket
 import struct
 import subprocess
@@ -25,6 +26,7 @@ ENDING_SECONDS = 3.0  # processes that were signalled by a test which did not wa
 _PLACE = "RANKSCOPE_SANDBOX"  # in the environment of the first process inside
 _ENTER = ("setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child")
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
+_LAST_PID = "20000"  # small ones belong to the machine elsewhere, and tests make them up
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -45,6 +47,7 @@ def _run_inside(command: Sequence[str], folder: Path) -> int:
     """As the first process of the namespace, which inherits the processes that lose their parent."""
     _raise_loopback()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "none", "/run"], check=True)
+    Path("/proc/sys/kernel/ns_last_pid").write_text(_LAST_PID)
     mounts, groups = _mounts(), _groups()
     started = subprocess.Popen(command)
     while True:
@@ -56,14 +59,16 @@ def _run_inside(command: Sequence[str], folder: Path) -> int:
             break
     _reap_those_that_end()
     left = {
-        "process": [_words(path) for path in _processes()],
-        "mount": sorted(_mounts() - mounts),
-        "control group": sorted(_groups() - groups),
-        "temporary file": sorted(path.name for path in folder.iterdir() if not path.name.startswith("pytest-of-")),
+        "processes": [_words(path) for path in _processes()],
+        "mounts": sorted(_mounts() - mounts),
+        "control groups": sorted(_groups() - groups),
+        "temporary files": sorted(path.name for path in folder.iterdir() if not path.name.startswith("pytest-of-")),
     }
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"{used.ru_utime + used.ru_stime:.0f} s of CPU time", flush=True)
     for kind, names in left.items():
-        for name in names:
-            print(f"left behind: {kind} {name}", flush=True)
+        if names:
+            print(f"left behind: {kind}: {', '.join(names)}", flush=True)
     started.returncode = os.waitstatus_to_exitcode(status)
     return started.returncode if started.returncode >= 0 else 128 - started.returncode
 
