@@ -27,8 +27,8 @@ from tools.awake_cores import awake_cores
 ROOT = Path(__file__).resolve().parent.parent
 PROGRESS_SECONDS = 30.0
 MEASURED = ROOT / "acceptance.json"
-# More failures than this have one cause, and it is not the machine.
-MOST_RUN_AGAIN = 30
+# More failures than this have one cause, such as a server that did not start, and share processes again.
+FEW_FAILED = 10
 # Programs that tests start: seen before a run, they are somebody else's or left over.
 LOOKED_FOR = ("rankscope", "torchrun", "prometheus", "alertmanager", "apiserver", "etcd", "chrom", "slurm", "pytest")
 
@@ -126,10 +126,8 @@ class Run:
 
     def run_failed_again(self) -> None:
         failed = [result for result in self.results.values() if result.is_failed and not result.suite.command]
-        if sum(len(result.failed) for result in failed) > MOST_RUN_AGAIN:
-            return
         for first in failed:
-            again = self._run(first.suite, "--last-failed", "-n", "0")
+            again = self._run(first.suite, "--last-failed", *(("-n", "0") if len(first.failed) <= FEW_FAILED else ()))
             for name in first.failed or {first.suite.name}:
                 self.run_again[name] = not again.is_failed or (bool(again.failed) and name not in again.failed)
             counts = {**first.counts, "failed": again.counts.get("failed", 0)}
