@@ -39,8 +39,7 @@ class Suite:
 
     name: str
     options: tuple[str, ...] = ()  # of pytest
-    needs: tuple[str, ...] = ()  # programs of tools/ that set something up; each does nothing the next time
-    has_network: bool = False
+    needs: tuple[str, ...] = ()  # tools/setup_NAME.sh, each of which does nothing the next time
     command: tuple[str, ...] = ()
 
 
@@ -52,8 +51,15 @@ Lane = Sequence[Suite]
 IN_TEST = ("-m", "not acceptance")
 IN_ACCEPTANCE = ("-m", "acceptance or measured")
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
-IN_BROWSER = ("setup_chromium.sh", "setup_console.sh")
-SET_UPS = ("setup_kube.sh", "setup_helm.sh", "setup_chromium.sh", "setup_console.sh", "setup_pprof.sh")
+IN_BROWSER = ("chromium", "console")
+SET_UPS = (
+    "kube",
+    "helm",
+    "chromium",
+    "console",
+    "pprof",
+    "images",
+)
 TEST_ROWS: Sequence[Sequence[Lane]] = (
     (
         (
@@ -61,13 +67,13 @@ TEST_ROWS: Sequence[Sequence[Lane]] = (
             Suite("unit", ("tests/unit", "-n", "2", "--dist", "worksteal")),
         ),
         # Built or fetched once: six minutes on a new machine.
-        tuple(Suite(f"set-up: {name.removesuffix('.sh')}", command=(f"tools/{name}",)) for name in SET_UPS),
+        tuple(Suite(f"set-up of {name}", command=(f"tools/setup_{name}.sh",)) for name in SET_UPS),
     ),
     (
-        (Suite("operator", ("tests/kube", "-n", "3", *BY_FILE), ("setup_kube.sh",)),),
+        (Suite("operator", ("tests/kube", "-n", "3", *BY_FILE), ("kube",)),),
         (
-            Suite("chart", ("tests/ship",), ("setup_helm.sh", "setup_kube.sh")),
-            Suite("images", ("tests/images",), has_network=True),
+            Suite("chart", ("tests/ship",), ("helm", "kube")),
+            Suite("images", ("tests/images",), ("images",)),
         ),
         (
             Suite("fuzz targets", ("tests/fuzz",)),
@@ -77,20 +83,20 @@ TEST_ROWS: Sequence[Sequence[Lane]] = (
     ),
     (
         (Suite("security", ("tests/security",)),),
-        (Suite("integration", ("tests/integration", "-n", "2", *BY_FILE), ("setup_chromium.sh", "setup_pprof.sh")),),
+        (Suite("integration", ("tests/integration", "-n", "2", *BY_FILE), ("chromium", "pprof")),),
     ),
     ((Suite("training jobs", ("tests/e2e", "tests/frameworks", "tests/captures")),),),
 )
 # One at a time: these are judged by how well and how fast, and each takes what the machine has.
 ACCEPTANCE: Lane = (
     Suite("demo", ("tests/e2e", "tests/console/test_demo.py"), IN_BROWSER),
-    Suite("frameworks", ("tests/frameworks",), ("setup_frameworks.sh",)),
+    Suite("frameworks", ("tests/frameworks",), ("frameworks",)),
     Suite("bystander", ("tests/security",)),
     Suite("captures", ("tests/captures",)),
     Suite("hangs", ("tests/hangs", "tests/integration/test_hangs.py")),
-    Suite("slurm", ("tests/slurm",), ("setup_slurm.sh",)),
+    Suite("slurm", ("tests/slurm",), ("slurm",)),
     Suite("alerts", ("tests/alerts",)),
-    Suite("operator", ("tests/kube",), ("setup_kube.sh",)),
+    Suite("operator", ("tests/kube",), ("kube",)),
     Suite("integration", ("tests/integration", "--ignore=tests/integration/test_hangs.py")),
     Suite("parsers", ("tests/unit", "tests/fuzz")),
 )
@@ -148,14 +154,14 @@ class Run:
             self._running[threading.get_ident()] = suite.name, began
             print(f"==> {suite.name}", flush=True)
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-            needs = ([f"tools/{name}"] for name in suite.needs)
+            needs = ([f"tools/setup_{name}.sh"] for name in suite.needs)
             is_set_up = all(self._call(command, output.fileno()) == 0 for command in needs)
             if suite.command:
                 status = self._call(suite.command, output.fileno())
             elif is_set_up:
                 options = ("-q", "--durations=5", f"--junitxml={report}", "-o", f"cache_dir={cache}")
                 command = [sys.executable, "-m", "pytest", *options, *suite.options, *self._options, *more]
-                status = sandbox.run(command, has_network=suite.has_network, output=output.fileno())
+                status = sandbox.run(command, output=output.fileno())
             else:
                 status = 1
             output.seek(0)

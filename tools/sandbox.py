@@ -24,22 +24,22 @@ from pathlib import Path
 IS_POSSIBLE = os.geteuid() == 0
 ENDING_SECONDS = 3.0  # processes that were signalled by a test which did not wait for them
 _PLACE = "RANKSCOPE_SANDBOX"  # in the environment of the first process inside
-_ENTER = ("setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child")
+_ENTER = ("setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child")
+_ENTER += ("--mount-proc", sys.executable, "-m", "tools.sandbox")
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _LAST_PID = "20000"  # small ones belong to the machine elsewhere, and tests make them up
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def run(command: Sequence[str], *, has_network: bool = False, output: int | None = None) -> int:
+def run(command: Sequence[str], output: int | None = None) -> int:
     """The exit status of the command. Standard error goes where its output goes."""
     if not IS_POSSIBLE:
         return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT if output else None).returncode
     with tempfile.TemporaryDirectory(prefix="rs-", ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o1777)  # as /tmp: tests have processes of other users
-        enter = [*_ENTER, "--mount-proc", *(() if has_network else ("--net",)), sys.executable, "-m", "tools.sandbox"]
         environment = {**os.environ, "TMPDIR": folder, _PLACE: folder}
         return subprocess.run(
-            [*enter, *command], env=environment, stdout=output, stderr=subprocess.STDOUT if output else None
+            [*_ENTER, *command], env=environment, stdout=output, stderr=subprocess.STDOUT if output else None
         ).returncode
 
 

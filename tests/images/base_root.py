@@ -96,7 +96,9 @@ def make_base(root: Path, interpreter: Interpreter) -> Path:
     (local / "pyvenv.cfg").write_text(f"home = /usr/local/lib/own/bin\nversion = {interpreter.version}\n")
     if interpreter.shared_library:
         (local / "lib" / interpreter.shared_library.name).write_bytes(interpreter.shared_library.read_bytes())
-    pip = _bring_pip(local)
+    pip = bring_pip(local)
+    (local / "bin" / "pip").write_text(PIP)
+    (local / "bin" / "pip").chmod(0o755)
     for folder in ("dev", "etc", "opt", "proc", "run", "sys", "var"):
         (root / folder).mkdir()
     (root / "tmp").mkdir(mode=0o1777)
@@ -108,10 +110,8 @@ def make_base(root: Path, interpreter: Interpreter) -> Path:
     return pip
 
 
-def _bring_pip(local: Path) -> Path:
+def bring_pip(local: Path) -> Path:
     """This environment's own; Debian's Python comes without."""
     packages = Path(sysconfig.get_path("purelib"))
     shutil.copytree(packages / "pip", local / "share" / "pip" / "pip", ignore=shutil.ignore_patterns("__pycache__"))
-    (local / "bin" / "pip").write_text(PIP)
-    (local / "bin" / "pip").chmod(0o755)
     return local / "share" / "pip"

@@ -91,8 +91,7 @@ def builder_in(folder: Path) -> Builder:
     interpreter = find_interpreter()
     base.mkdir()
     pip = make_base(base, interpreter)
-    locks = [DOCKER / f"{name}.lock" for name in ("build", "daemon", "operator")]
-    wheels = fetch_wheels(locks, interpreter, pip, ROOT / ".image-wheels")
+    wheels = fetch_wheels(interpreter, pip)
     stages = read_stages((DOCKER / "Dockerfile").read_text(), {"BUILDPLATFORM": "linux/here"})
     start = Image(base, {"PATH": SYSTEM_PATH, **interpreter.environment})
     return Builder(stages, context, start, folder, wheels, {"VERSION": VERSION, "REVISION": "0123abc"})
