@@ -52,14 +52,7 @@ IN_TEST = ("-m", "not acceptance")
 IN_ACCEPTANCE = ("-m", "acceptance or measured")
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
 IN_BROWSER = ("chromium", "console")
-SET_UPS = (
-    "kube",
-    "helm",
-    "chromium",
-    "console",
-    "pprof",
-    "images",
-)
+SET_UPS = ("kube", "helm", "chromium", "console", "pprof", "images")
 TEST_ROWS: Sequence[Sequence[Lane]] = (
     (
         (
@@ -76,8 +69,8 @@ TEST_ROWS: Sequence[Sequence[Lane]] = (
             Suite("images", ("tests/images",), ("images",)),
         ),
         (
-            Suite("fuzz targets", ("tests/fuzz",)),
-            Suite("Prometheus", ("tests/alerts",)),
+            Suite("fuzz", ("tests/fuzz",)),
+            Suite("prometheus", ("tests/alerts",)),
             Suite("console", ("tests/console",), IN_BROWSER),
         ),
     ),
@@ -85,7 +78,7 @@ TEST_ROWS: Sequence[Sequence[Lane]] = (
         (Suite("security", ("tests/security",)),),
         (Suite("integration", ("tests/integration", "-n", "2", *BY_FILE), ("chromium", "pprof")),),
     ),
-    ((Suite("training jobs", ("tests/e2e", "tests/frameworks", "tests/captures")),),),
+    ((Suite("jobs", ("tests/e2e", "tests/frameworks", "tests/captures")),),),
 )
 # One at a time: these are judged by how well and how fast, and each takes what the machine has.
 ACCEPTANCE: Lane = (
