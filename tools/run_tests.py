@@ -248,6 +248,11 @@ def print_machine() -> None:
     sys.stdout.flush()
 
 
+def control_groups() -> set[str]:
+    """Suites share them."""
+    return {str(path) for path in Path("/sys/fs/cgroup").glob("**/rankscope*")}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ring", choices=("test", "acceptance"))
@@ -264,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not is_test:
         os.environ["RANKSCOPE_ACCEPTANCE"] = "1"
     print_machine()
-    began = time.monotonic()
+    began, groups = time.monotonic(), control_groups()
     with tempfile.TemporaryDirectory(prefix="rankscope-tests-") as folder, awake_cores():
         run = Run(Path(folder), IN_TEST if is_test else IN_ACCEPTANCE)
         for lanes in rows:
@@ -274,6 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_table(run.results.values(), time.monotonic() - began)
     if not is_test:
         write_measured(run.results.values())
+    for group in sorted(control_groups() - groups):
+        print(f"left behind: control group {group}")
     for name, is_passed in run.run_again.items():
         print(f"{'passed' if is_passed else 'FAILED'} when run again: {name}")
     failed = [result.suite.name for result in run.results.values() if result.is_failed]

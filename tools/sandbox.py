@@ -28,7 +28,6 @@ _ENTER = ("setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--ne
 _ENTER += ("--mount-proc", sys.executable, "-m", "tools.sandbox")
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _LAST_PID = "20000"  # small ones belong to the machine elsewhere, and tests make them up
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def run(command: Sequence[str], output: int | None = None) -> int:
@@ -48,7 +47,7 @@ def _run_inside(command: Sequence[str], folder: Path) -> int:
     _raise_loopback()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "none", "/run"], check=True)
     Path("/proc/sys/kernel/ns_last_pid").write_text(_LAST_PID)
-    mounts, groups = _mounts(), _groups()
+    mounts = _mounts()
     started = subprocess.Popen(command)
     while True:
         try:
@@ -61,7 +60,6 @@ def _run_inside(command: Sequence[str], folder: Path) -> int:
     left = {
         "processes": [_words(path) for path in _processes()],
         "mounts": sorted(_mounts() - mounts),
-        "control groups": sorted(_groups() - groups),
         "temporary files": sorted(path.name for path in folder.iterdir() if not path.name.startswith("pytest-of-")),
     }
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -101,10 +99,6 @@ def _words(process: Path) -> str:
 
 def _mounts() -> set[str]:
     return {line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
-
-
-def _groups() -> set[str]:
-    return {str(path) for path in _CGROUPS.glob("**/rankscope*")}
 
 
 if __name__ == "__main__":
