@@ -52,7 +52,7 @@ IN_TEST = ("-m", "not acceptance")
 IN_ACCEPTANCE = ("-m", "acceptance or measured")
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
 IN_BROWSER = ("chromium", "console")
-SET_UPS = ("kube", "helm", "chromium", "console", "pprof", "images")
+SET_UPS = ("kube", "helm", "chromium", "console", "pprof", "images", "hta")
 TEST_ROWS: Sequence[Sequence[Lane]] = (
     (
         (
@@ -76,7 +76,7 @@ TEST_ROWS: Sequence[Sequence[Lane]] = (
     ),
     (
         (Suite("security", ("tests/security",)),),
-        (Suite("integration", ("tests/integration", "-n", "2", *BY_FILE), ("chromium", "pprof")),),
+        (Suite("integration", ("tests/integration", "-n", "2", *BY_FILE), ("chromium", "pprof", "hta")),),
     ),
     ((Suite("jobs", ("tests/e2e", "tests/frameworks", "tests/captures")),),),
 )

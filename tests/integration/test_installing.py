@@ -77,6 +77,7 @@ def test_the_command_works_outside_the_checkout(installed: Path, tmp_path: Path)
     assert "--webhook-listen" in run([str(installed / "rankscope"), "operator", "--help"], tmp_path)
 
 
+@pytest.mark.acceptance
 def test_the_demo_finds_a_slow_rank_outside_the_checkout_which_may_be_the_first(
     installed: Path, tmp_path: Path
 ) -> None:

@@ -129,6 +129,7 @@ def test_what_is_kept_is_counted_and_the_daemon_ends_with_it_on_disk(watched: Se
     assert "profiles cannot" not in watched.log
 
 
+@pytest.mark.acceptance
 def test_the_slow_function_comes_first_against_the_cohort(watched: Serving) -> None:
     command = ("flame", "--run", RUN, "--ranks", SLOW_RANK, "--against", "cohort")
     samples = partial(watched.values, "rankscope_rank_stack_samples_total", run=RUN, rank=SLOW_RANK)
