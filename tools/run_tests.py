@@ -27,6 +27,7 @@ from tools.awake_cores import awake_cores
 ROOT = Path(__file__).resolve().parent.parent
 PROGRESS_SECONDS = 30.0
 MEASURED = ROOT / "acceptance.json"
+REPORTS = ROOT / ".test-reports"  # of pytest, for each suite
 # More failures than this have one cause, such as a server that did not start, and share processes again.
 FEW_FAILED = 10
 # Programs that tests start: seen before a run, they are somebody else's or left over.
@@ -44,8 +45,8 @@ class Suite:
 
 
 Lane = Sequence[Suite]
-# Rows run one after the other, the lanes of a row together, the suites of a lane one after the other. At most two
-# processes compute at a time: what shares a row mostly waits. `-n`: processes that share the tests of a suite. Each
+# Rows run one after the other, the lanes of a row together, the suites of a lane one after the other. What shares a row
+# mostly waits, and each suite is in a sandbox of its own. `-n`: processes that share the tests of a suite. Each
 # process of the operator's suite has an API server of its own; a file stays with one process, because its fixtures
 # create namespaces with fixed names.
 IN_TEST = ("-m", "not acceptance")
@@ -63,22 +64,22 @@ TEST_ROWS: Sequence[Sequence[Lane]] = (
         tuple(Suite(f"set-up of {name}", command=(f"tools/setup_{name}.sh",)) for name in SET_UPS),
     ),
     (
-        (Suite("operator", ("tests/kube", "-n", "3", *BY_FILE), ("kube",)),),
+        (
+            Suite("operator", ("tests/kube", "-n", "3", *BY_FILE), ("kube",)),
+            Suite("jobs", ("tests/e2e", "tests/frameworks", "tests/captures")),
+        ),
         (
             Suite("chart", ("tests/ship",), ("helm", "kube")),
             Suite("images", ("tests/images",), ("images",)),
+            Suite("security", ("tests/security",)),
         ),
         (
             Suite("fuzz", ("tests/fuzz",)),
             Suite("prometheus", ("tests/alerts",)),
             Suite("console", ("tests/console",), IN_BROWSER),
+            Suite("integration", ("tests/integration", "-n", "2", *BY_FILE), ("chromium", "pprof", "hta")),
         ),
     ),
-    (
-        (Suite("security", ("tests/security",)),),
-        (Suite("integration", ("tests/integration", "-n", "2", *BY_FILE), ("chromium", "pprof", "hta")),),
-    ),
-    ((Suite("jobs", ("tests/e2e", "tests/frameworks", "tests/captures")),),),
 )
 # One at a time: these are judged by how well and how fast, and each takes what the machine has.
 ACCEPTANCE: Lane = (
@@ -270,8 +271,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["RANKSCOPE_ACCEPTANCE"] = "1"
     print_machine()
     began, groups = time.monotonic(), control_groups()
-    with tempfile.TemporaryDirectory(prefix="rankscope-tests-") as folder, awake_cores():
-        run = Run(Path(folder), IN_TEST if is_test else IN_ACCEPTANCE)
+    shutil.rmtree(REPORTS, ignore_errors=True)
+    REPORTS.mkdir()
+    with awake_cores():
+        run = Run(REPORTS, IN_TEST if is_test else IN_ACCEPTANCE)
         for lanes in rows:
             run.run_row(lanes)
         if is_test:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.playing import Played, play
 
-HEALTHY = ("none", "--seconds", "20")
+HEALTHY = ("none", "--seconds", "10")
 # So slow that it is found also where others use the CPU.
 VERY_SLOW = "slow-rank:rank=2,delay=300"
 # Every fault that blames one rank of a data-parallel job which goes on training. That it may be another rank is played

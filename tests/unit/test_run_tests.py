@@ -21,6 +21,11 @@ def outcomes(printed: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:-1] for line in table[2:] if line[-3:-2] == ":"}
 
 
+@pytest.fixture(autouse=True)
+def reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run_tests, "REPORTS", tmp_path / "reports")
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *rows: Sequence[Sequence[Suite]]) -> int:
     monkeypatch.setattr(run_tests, "TEST_ROWS", rows)
     return run_tests.main(["test"])
