@@ -76,8 +76,8 @@ def first_frame(report: dict[str, Any], played: Played) -> tuple[str, str]:
 
 @pytest.mark.acceptance
 def test_a_healthy_job_raises_nothing() -> None:
-    report = found(*HEALTHY)
-    played = play(*HEALTHY)
+    for_a_minute = ("none", "--seconds", "60")
+    report, played = found(*for_a_minute), play(*for_a_minute)
     assert report["verdict"] in ("healthy", "insufficient_data"), str(played)
     assert report["culprits"] == [], str(played)
     assert report["seconds_to_verdict"] is None, str(played)
