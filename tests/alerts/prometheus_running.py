@@ -16,6 +16,7 @@ from typing import Any
 
 from rankscope.common.run_names import run_labels
 from tests.free_ports import free_port
+from tests.support.waiting import wait_until
 from tools.prometheus_binaries import binary
 
 PATIENCE_SECONDS = 240.0
@@ -76,11 +77,9 @@ class Prometheus:
 
     def wait_for_data(self, expression: str, seconds: float = PATIENCE_SECONDS) -> list[Sample]:
         """The first answer that is not empty."""
-        give_up_at = time.monotonic() + seconds
-        while not (samples := self.query(expression)):
-            assert time.monotonic() < give_up_at, f"{expression}: no data in {seconds:g} s; {self._get('targets')}"
-            time.sleep(0.2)
-        return samples
+        return wait_until(
+            lambda: self.query(expression), lambda: f"{expression}: no data; {self._get('targets')}", seconds
+        )
 
     def _get(self, path: str, **query: str) -> Any:
         return self._ask(f"{path}?{urllib.parse.urlencode(query)}")
@@ -161,13 +160,15 @@ def _start(folder: Path, configuration: Path) -> Prometheus:
 
 def _is_ready_in_time(prometheus: Prometheus) -> bool:
     """False if it ended instead."""
-    give_up_at = time.monotonic() + PATIENCE_SECONDS
-    while prometheus.process.poll() is None:
-        assert time.monotonic() < give_up_at, f"prometheus is not ready:\n{prometheus.log}"
+
+    def is_ready_or_ended() -> bool:
+        if prometheus.process.poll() is not None:
+            return True
         try:
             with urllib.request.urlopen(f"{prometheus.url}/-/ready", timeout=5) as answer:
-                if answer.status == 200:
-                    return True
+                return bool(answer.status == 200)
         except OSError:
-            time.sleep(0.1)
-    return False
+            return False
+
+    wait_until(is_ready_or_ended, lambda: f"prometheus is not ready:\n{prometheus.log}", PATIENCE_SECONDS)
+    return prometheus.process.poll() is None

@@ -24,7 +24,8 @@ from rankscope.common.run_names import run_labels
 from tests.alerts.admitting import ProcView
 from tests.alerts.hearing import Heard, Hearing, hearing
 from tests.alerts.prometheus_running import run_matchers
-from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, serving, wait_until
+from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, serving
+from tests.support.waiting import wait_until
 from tools.prometheus_binaries import ROOT, binary
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(600)]

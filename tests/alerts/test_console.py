@@ -29,8 +29,9 @@ from rankscope.operator.console.older_history import PrometheusHistory
 from rankscope.operator.console.server import ConsoleServer
 from rankscope.operator.console.signals import RUN_SIGNALS, SIGNALS
 from tests.alerts.prometheus_running import Prometheus, backfill, running_prometheus
-from tests.integration.daemon_process import Serving, serving, wait_until
+from tests.integration.daemon_process import Serving, serving
 from tests.security.rank_processes import rank_processes, rank_variables
+from tests.support.waiting import wait_until
 from tools.played_runs import RUN, Played
 
 HOURS = 7
@@ -169,12 +170,14 @@ def heatmap(url: str, run: str, seconds: float, signal: str = "self_seconds") ->
 
 def answered(url: str, path: str, **query: object) -> dict[str, Any]:
     """The same, of a run or a rank."""
-    while True:
-        answer: dict[str, Any] = json.loads(asked(url, path, **query))
-        series = answer["pace" if path == "run" else "history"]
-        if "is being read" not in series["note"]:
-            return answer
-        time.sleep(0.1)
+    answer: dict[str, Any] = {}
+
+    def is_read() -> bool:
+        answer.update(json.loads(asked(url, path, **query)))
+        return "is being read" not in answer["pace" if path == "run" else "history"]["note"]
+
+    wait_until(is_read, lambda: "Prometheus was not asked")
+    return answer
 
 
 def test_what_a_run_did_before_the_console_began_is_in_its_heat_map_again(prometheus: Prometheus) -> None:

@@ -14,8 +14,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, serving, wait_until
+from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, serving
 from tests.listening_sockets import listening
+from tests.support.processes import children, is_gone
+from tests.support.waiting import wait_until
 from tools.prometheus_binaries import binary
 
 
@@ -28,15 +30,7 @@ def started(up: Serving) -> dict[int, str]:
     """What it runs by pid: the name under which it announced the port that the process listens on. The name of its
     file is the package's (Debian's Alertmanager is `prometheus-alertmanager`)."""
     names = {urlsplit(address(up, name)).port: name for name in ("prometheus", "alertmanager")}
-    children = Path(f"/proc/{up.process.pid}/task/{up.process.pid}/children").read_text().split()
-    return {int(pid): names[port] for pid in children for _, port in listening(int(pid)) if port in names}
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+    return {pid: names[port] for pid in children(up.process.pid) for _, port in listening(pid) if port in names}
 
 
 def address(up: Serving, name: str) -> str:

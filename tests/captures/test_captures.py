@@ -26,7 +26,8 @@ from tests.integration.capture_jobs import (
     capture_job,
     job_name,
 )
-from tests.integration.daemon_process import MAIN, Serving, serving, wait_until
+from tests.integration.daemon_process import MAIN, Serving, serving
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.acceptance,

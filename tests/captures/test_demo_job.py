@@ -19,7 +19,8 @@ from rankscope.cli import demo_job
 from rankscope.cli.demo_job.cpu_limit import ControlGroup
 from rankscope.cli.demo_job.faults import parse_fault
 from rankscope.cli.demo_job.launcher import DemoJob, DemoJobError
-from tests.integration.demo_job_watching import cpu_seconds, is_gone, wait_for
+from tests.support.processes import cpu_seconds, is_gone
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.acceptance
 
@@ -37,7 +38,7 @@ def training(ranks: int, spec: str, training_script: Path | None = None) -> Iter
 def more_steps(job: DemoJob, steps: int) -> list[float]:
     """Waits for that many further steps on every rank; returns the median step time of each over them."""
     target = max(job.steps_done()) + steps
-    wait_for(lambda: min(job.steps_done()) >= target, timeout=60.0)
+    wait_until(lambda: min(job.steps_done()) >= target, seconds=60.0)
     return [median(seconds[-steps:]) for seconds in job.step_seconds()]
 
 
@@ -153,7 +154,7 @@ def test_when_one_rank_hangs_none_advances_and_stopping_leaves_nothing_behind() 
         job.start_fault()
         # Hung means at rest: no step and no processor time to speak of while twenty healthy steps would have gone by.
         stuck_at = []
-        wait_for(lambda: is_standing_still(job, stuck_at), timeout=30.0)
+        wait_until(lambda: is_standing_still(job, stuck_at), seconds=30.0)
         assert job.poll() == []
 
     assert all(is_gone(pid) for pid in pids)
@@ -175,13 +176,13 @@ def test_the_ranks_die_with_a_launcher_that_is_killed() -> None:
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert launcher.stdout is not None
     pids = [int(word) for word in launcher.stdout.readline().split()]
-    wait_for(lambda: all("train.py" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[1] for pid in pids))
+    wait_until(lambda: all("train.py" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[1] for pid in pids))
 
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
     launcher.stdout.close()
 
-    wait_for(lambda: all(is_gone(pid) for pid in pids))
+    wait_until(lambda: all(is_gone(pid) for pid in pids))
 
 
 def test_a_rank_that_cannot_start_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:

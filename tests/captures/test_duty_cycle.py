@@ -18,7 +18,8 @@ import pytest
 
 from rankscope.v1 import rank_service_pb2, rank_service_pb2_grpc, window_pb2
 from tests.integration.capture_jobs import RANKS, capture_job
-from tests.integration.daemon_process import MAIN, Serving, run_of, serving, wait_until
+from tests.integration.daemon_process import MAIN, Serving, run_of, serving
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.acceptance,

@@ -26,7 +26,8 @@ from rankscope.daemon.captures.orders import CancelledError, CaptureError, Order
 from rankscope.daemon.procfs import read_stat, read_status
 from rankscope.daemon.samples import RankProcess
 from tests.integration.private_tmp import PRIVATE_TMP
-from tests.integration.small_job import wait_for
+from tests.support.processes import children
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.skipif(os.getuid() != 0, reason="to enter namespaces needs root"),
@@ -66,7 +67,7 @@ class Capturing:
     future: Future[Recording] = field(default_factory=Future)
 
     def wait_for_stage(self, stage: Stage) -> None:
-        wait_for(lambda: stage in self.stages or self.future.done())
+        wait_until(lambda: stage in self.stages or self.future.done())
         assert stage in self.stages, self.future.exception()
 
     def result(self) -> Recording:
@@ -86,7 +87,7 @@ def trainer(number: int, *unshare: str, **more: str) -> Iterator[Trainer]:
         assert process.stdout.readline() == "training\n"
         pid = process.pid
         if "--pid" in unshare:
-            pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+            pid = children(pid)[0]
         status, stat = read_status(f"/proc/{pid}"), read_stat(f"/proc/{pid}")
         yield Trainer(
             process, RankProcess("j", number, number, 2, pid, stat.start_ticks, status.namespace_pids, ENVIRONMENT)
@@ -109,7 +110,7 @@ def endpoint(trainers: tuple[Trainer, Trainer]) -> Iterator[Endpoint]:
     serving.start()
     serving.watch({network_namespace(each.rank.pid): each.rank.pid for each in trainers})
     try:
-        wait_for(lambda: all(serving.client(each.rank.pid) is not None for each in trainers))
+        wait_until(lambda: all(serving.client(each.rank.pid) is not None for each in trainers))
         yield serving
     finally:
         serving.stop()
@@ -201,7 +202,7 @@ def test_a_cancelled_capture_leaves_nothing_behind_and_the_next_one_succeeds(
         during.result()
     (after,) = captures.begin(first)  # libkineto records for the cancelled one until it is done
     operators(after.result())
-    wait_for(lambda: first.files() == [])
+    wait_until(lambda: first.files() == [])
 
 
 def test_a_start_that_libkineto_refuses_is_noticed_and_made_good(
@@ -229,7 +230,7 @@ def test_a_profiler_of_the_users_own_is_waited_for_and_then_reported(
         return client is not None and not client.is_ready
 
     first.tells("profile", "profiling")
-    wait_for(is_held)
+    wait_until(is_held)
     (impatient,) = captures.begin(first, patience_seconds=0.0)
     with pytest.raises(CaptureError, match="a profiler of the user's own is active; stop it, or"):
         impatient.result()
@@ -274,7 +275,7 @@ def test_a_process_that_shares_a_directory_is_recorded_through_a_file_socket(
         endpoint.start()
         try:
             with trainer(0, KINETO_IPC_SOCKET_DIR=directory) as shared:
-                wait_for(lambda: endpoint.client(shared.rank.pid) is not None)
+                wait_until(lambda: endpoint.client(shared.rank.pid) is not None)
                 (capturing,) = Captures(KinetoBackend(endpoint), threads, tmp_path).begin(shared)
                 operators(capturing.result())
                 assert shared.files() == []

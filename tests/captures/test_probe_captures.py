@@ -16,7 +16,7 @@ from rankscope.analysis.traces.trace import Category, Trace
 from rankscope.daemon.captures.orders import CaptureError, Options, Recording
 from rankscope.daemon.steps import ring_reader
 from rankscope.probe import ring_layout
-from tests.integration.captured_job import CapturedJob, captured_job, holds_a_trace, wait_for
+from tests.integration.captured_job import CapturedJob, captured_job, holds_a_trace
 
 EXPLICIT = """
 import os, queue, sys, threading, torch
@@ -77,13 +77,13 @@ def steps_so_far(job: CapturedJob) -> int:
 
 def trains_on(job: CapturedJob) -> None:
     before = steps_so_far(job)
-    wait_for(lambda: steps_so_far(job) > before + 3, job.processes)
+    job.wait_until(lambda: steps_so_far(job) > before + 3)
 
 
 def test_all_ranks_record_the_same_steps_and_train_on(tmp_path: Path) -> None:
     with captured_job(tmp_path, ranks=2) as job:
         # The step to begin with is reckoned by the latest ones, of which the very first are no measure.
-        wait_for(lambda: steps_so_far(job) > 200, job.processes)
+        job.wait_until(lambda: steps_so_far(job) > 200)
         first, second = (recorded(result) for result in job.capture(steps=3))
         for recording, trace, steps in (first, second):
             assert recording.steps == len(steps) == 3
@@ -95,7 +95,7 @@ def test_all_ranks_record_the_same_steps_and_train_on(tmp_path: Path) -> None:
             assert annotations(trace, "gloo:all_reduce") or annotations(trace, "gloo:broadcast")
         assert (first[2].number == second[2].number).all()
         assert not list(job.temporary.glob("rankscope*"))
-        wait_for(lambda: not any(holds_a_trace(rank.pid) for rank in job.ranks), job.processes)
+        job.wait_until(lambda: not any(holds_a_trace(rank.pid) for rank in job.ranks))
 
         by_time = job.capture(steps=None, seconds=0.5, options=Options(shapes=True, stacks=True))
         for recording, trace, steps in map(recorded, by_time):
@@ -149,7 +149,7 @@ def test_a_process_that_hangs_is_told_at_the_deadline_and_is_unharmed(job: Captu
         "open(hang + 's', 'w').close() or [time.sleep(0.05) for _ in iter(lambda: os.path.exists(hang), True)]\n"
     )
     process.stdin.flush()
-    wait_for((tmp_path / "releases").exists, job.processes)
+    job.wait_until((tmp_path / "releases").exists)
     assert "no step has ended" in failed(job.capture(patience_seconds=1.0)[0])
     release.touch()
     assert process.stdout is not None

@@ -14,7 +14,7 @@ from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.window_pb2 import RankWindow, StackSummary, StepStatistics
 from tests.console.serving import TEXT, port_of, served
-from tests.integration.daemon_process import wait_until
+from tests.support.waiting import wait_until
 from tools.chromium import Page
 from tools.played_runs import Played
 

@@ -18,7 +18,7 @@ import pytest
 
 from rankscope.daemon import procfs
 from tests.console.serving import HEAT_MAP, TEXT, brightest_row, click_row, press, serious_findings
-from tests.integration.daemon_process import wait_until
+from tests.support.waiting import wait_until
 from tools.chromium import Page
 
 pytestmark = pytest.mark.acceptance
@@ -110,14 +110,12 @@ def test_a_rank_that_becomes_slow_is_soon_seen_and_named(page: Page, demo: Demo)
     assert sum(demo.fault_unix_seconds < end <= found for end in ends) <= VISIBLE_WINDOWS
 
     # In the window of the verdict the culprit is the brightest.
-    deadline = time.monotonic() + START_SECONDS
-    while True:
+    def is_brightest() -> bool:
         ends = times_shown(demo.url, demo.run)
         column = next((place for place, end in enumerate(ends) if end >= found), None)  # None: not yet
-        if column is not None and brightest_row(page, RANKS, (column + 0.5) / len(ends)) == CULPRIT:
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+        return column is not None and brightest_row(page, RANKS, (column + 0.5) / len(ends)) == CULPRIT
+
+    wait_until(is_brightest, seconds=START_SECONDS)
 
 
 def test_a_capture_by_a_click_finishes_and_its_summary_names_the_slow_rank(page: Page, demo: Demo) -> None:

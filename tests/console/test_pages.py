@@ -34,7 +34,8 @@ from tests.console.serving import (
     served_to,
 )
 from tests.free_ports import free_port
-from tools.chromium import READY_SECONDS, Page
+from tests.support.waiting import wait_until
+from tools.chromium import Page
 from tools.draw_console import IMAGES, PAGES, PICTURES, SLOW, SLOW_RANK, WIDTH, open_page
 from tools.played_runs import RUN, Played
 
@@ -171,10 +172,7 @@ def test_a_page_that_was_left_holds_no_connection(page: Page) -> None:
             page.open(console.url)
             page.wait_for(f"{TEXT}.includes('100 ms')")
             page.leave()
-        give_up_at = time.monotonic() + READY_SECONDS
-        while slots._value < EVENT_CLIENTS:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.05)
+        wait_until(lambda: slots._value >= EVENT_CLIENTS)
         page.call("Page.navigateToHistoryEntry", entryId=page.call("Page.getNavigationHistory")["entries"][-2]["id"])
         page.wait_for(f"location.href === '{console.url}' && {TEXT}.includes('100 ms')")
         played.tick(pace=(0.25, 0.4, 0.1))

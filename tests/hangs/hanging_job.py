@@ -27,6 +27,7 @@ from rankscope.v1.job_service_pb2_grpc import JobServiceStub
 from rankscope.v1.profile_service_pb2 import DumpStacksRequest, FlightRecorderTail
 from rankscope.v1.profile_service_pb2_grpc import ProfileServiceStub
 from tests.integration.probe_running import PROBE_PATH
+from tests.support.waiting import wait_until
 
 SCRIPT = Path(__file__).parent / "jobs" / "hanging.py"
 PATIENCE_SECONDS = 150.0
@@ -122,10 +123,7 @@ class HangingJob:
         self._wait(lambda: all(process.poll() is not None for process in self.processes))
 
     def _wait(self, condition: Callable[[], object]) -> None:
-        give_up_at = time.monotonic() + PATIENCE_SECONDS
-        while not condition():
-            assert time.monotonic() < give_up_at, self.told
-            time.sleep(0.1)
+        wait_until(condition, lambda: self.told, PATIENCE_SECONDS)
 
 
 def _places(verdict: Verdict) -> int:

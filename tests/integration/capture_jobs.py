@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, run_of, wait_until
+from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, run_of
 from tests.integration.private_tmp import PRIVATE_TMP
+from tests.support.waiting import wait_until
 
 SCRIPT = Path(__file__).parent / "jobs" / "capture_ddp.py"
 LOOPBACK = Path(__file__).parent / "jobs" / "loopback_up.py"

@@ -16,6 +16,7 @@ from rankscope.daemon.captures.probe_backend import ProbeBackend
 from rankscope.daemon.procfs import read_stat
 from rankscope.daemon.samples import RankProcess
 from rankscope.probe import injection
+from tests.support.waiting import wait_until
 
 # Importing torch takes two minutes on a machine with fifty others at work.
 DEADLINE_SECONDS = 280.0
@@ -82,7 +83,19 @@ class CapturedJob:
         self._captures = 0
 
     def wait_until_it_steps(self) -> None:
-        wait_for(lambda: all(self.backend.objection(rank) is None for rank in self.ranks), self.processes)
+        self.wait_until(lambda: all(self.backend.objection(rank) is None for rank in self.ranks))
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Fails at once if a process ends meanwhile."""
+
+        def is_met() -> bool:
+            if condition():
+                return True
+            for process in self.processes:
+                assert process.poll() is None, process.communicate()
+            return False
+
+        wait_until(is_met, seconds=DEADLINE_SECONDS)
 
     def tell(self, order: str) -> None:
         """Done between two steps; returns when it has been."""
@@ -163,15 +176,6 @@ def captured_job(folder: Path, ranks: int = 1, script: str = SCRIPT, **environme
 
 def ticks(pid: int) -> int:
     return read_stat(f"/proc/{pid}").start_ticks
-
-
-def wait_for(condition: Callable[[], bool], processes: list[subprocess.Popen[str]]) -> None:
-    end = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        for process in processes:
-            assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def holds_a_trace(pid: int) -> bool:

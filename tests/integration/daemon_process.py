@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,21 +15,13 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope.common.run_names import run_labels, run_name
+from tests.support.waiting import wait_until
 
 PATIENCE_SECONDS = 180.0
 MAIN: tuple[str, ...] = (sys.executable, "-m", "rankscope.cli.main")
 ANNOUNCED = re.compile(
     r"^rankscope (?:daemon|up): metrics (http://127\.0\.0\.1:\d+/metrics), grpc (unix:[^\s,]+)", re.M
 )
-
-
-def wait_until(
-    condition: Callable[[], object], explain: Callable[[], object], seconds: float = PATIENCE_SECONDS
-) -> None:
-    give_up_at = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up_at, f"waited {seconds:g} s in vain:\n{explain()}"
-        time.sleep(0.1)
 
 
 def run_of(labels: Mapping[str, str]) -> str:

@@ -13,8 +13,7 @@ from typing import Any
 
 from rankscope.daemon.captures.kineto.endpoint import Endpoint, Offer
 from rankscope.daemon.procfs import read_stat
-
-from .small_job import wait_for
+from tests.support.waiting import wait_until
 
 CLIENT = Path(__file__).parent / "jobs" / "kineto_client.py"
 SILENCE_SECONDS = 0.5
@@ -93,7 +92,7 @@ def endpoint_for(*peers: Peer, **more: Any) -> Iterator[Endpoint]:
 def watch(endpoint: Endpoint, namespaces: Mapping[int, int]) -> None:
     """Until sockets are there or have failed."""
     endpoint.watch(namespaces)
-    wait_for(lambda: all(endpoint.served_seconds(each) is not None or endpoint.failure(each) for each in namespaces))
+    wait_until(lambda: all(endpoint.served_seconds(each) is not None or endpoint.failure(each) for each in namespaces))
 
 
 def offer(text: str, to: Peer, handed: Callable[[], object] = lambda: None) -> Offer:

@@ -6,7 +6,6 @@ import functools
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.daemon_process import PATIENCE_SECONDS
+from tests.support.processes import children
+from tests.support.waiting import wait_until
 
 NETWORK = "10.77.0"
 # The first process of the machine: when it ends, the kernel ends all others.
@@ -92,13 +93,11 @@ def _machine(name: str, address: str) -> Iterator[Machine]:
 
 def _first_process(outer: int) -> int:
     """The machine is set up once its first process sleeps."""
-    give_up_at = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < give_up_at:
-        children = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()
-        if children and Path(f"/proc/{children[0]}/comm").read_text() == "sleep\n":
-            return int(children[0])
-        time.sleep(0.05)
-    raise AssertionError("the machine did not start")
+
+    def sleeping() -> list[int]:
+        return [pid for pid in children(outer)[:1] if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"]
+
+    return wait_until(sleeping, lambda: "the machine did not start")[0]
 
 
 def _ip(machine: Machine, *words: str) -> None:

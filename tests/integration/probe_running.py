@@ -13,6 +13,7 @@ from pathlib import Path
 from rankscope.daemon.samples import Problem, RankProcess, Span, StepSample
 from rankscope.daemon.steps.collector import StepsCollector
 from rankscope.probe import injection
+from tests.support.waiting import wait_until
 
 DEADLINE_SECONDS = 280
 # The probe of this checkout, wherever another one is installed.
@@ -77,10 +78,13 @@ class Job:
         return [sample for sample in found if isinstance(sample, StepSample)]
 
     def look_until(self, condition: Callable[[list[StepSample | Problem | None]], bool]) -> None:
-        end = time.monotonic() + DEADLINE_SECONDS
-        while not condition(found := self.look()):
-            assert time.monotonic() < end, found
-            time.sleep(0.1)
+        found: list[StepSample | Problem | None] = []
+
+        def is_met() -> bool:
+            found[:] = self.look()
+            return condition(found)
+
+        wait_until(is_met, lambda: found, DEADLINE_SECONDS)
 
     def finish(self) -> list[tuple[int, str]]:
         """Exit code and stderr of each."""

@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,13 +18,6 @@ SCRIPT = Path(__file__).parent / "jobs" / "small_ddp.py"
 
 def slow_line() -> int:
     return 1 + next(number for number, line in enumerate(SCRIPT.read_text().splitlines()) if "SLOW LINE" in line)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 240.0) -> None:
-    give_up_at = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up_at, "waited in vain"
-        time.sleep(0.1)
 
 
 @contextmanager

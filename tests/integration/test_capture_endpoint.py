@@ -25,9 +25,9 @@ from rankscope.daemon.captures.kineto.sockets import (
     remove_dead_clients,
 )
 from tests.support.measuring import Measured
+from tests.support.waiting import wait_until
 
 from .kineto_peers import endpoint_for, offer, peer, watch
-from .small_job import wait_for
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="to enter network namespaces needs root")
 
@@ -43,7 +43,7 @@ def directory() -> Iterator[str]:
 @contextmanager
 def served_directory(directory: str) -> Iterator[Endpoint]:
     with endpoint_for(socket_directory=directory) as endpoint:
-        wait_for(lambda: endpoint.served_seconds(0) is not None)
+        wait_until(lambda: endpoint.served_seconds(0) is not None)
         yield endpoint
 
 
@@ -105,7 +105,7 @@ def test_a_process_that_claims_to_be_one_of_another_namespace_is_not_answered() 
     with peer() as trainer, peer() as liar, endpoint_for(trainer, liar) as endpoint:
         endpoint.offer(trainer.pid, offer("A=1\n", trainer))
         assert liar.is_ignored(spoofed_pid=trainer.pid)
-        wait_for(lambda: endpoint.tallies["unvouched"] == 1)
+        wait_until(lambda: endpoint.tallies["unvouched"] == 1)
         assert trainer.polls() == ["A=1\n"]
 
 
@@ -142,7 +142,7 @@ def test_malformed_datagrams_are_met_with_silence_and_harm_nobody() -> None:
             trainer.tell(do="send", hex=datagram.hex(), seconds=0.05)
         answers = {name: trainer.answer() for name in MALFORMED}
         assert not any(answers.values()), answers
-        wait_for(lambda: endpoint.tallies["malformed"] == len(MALFORMED))
+        wait_until(lambda: endpoint.tallies["malformed"] == len(MALFORMED))
         assert trainer.polls() == [""]
 
 
@@ -175,7 +175,7 @@ def test_an_answer_that_would_come_too_late_is_not_sent_and_its_offer_stays() ->
         endpoint.offer(trainer.pid, Offer(trainer.start_ticks, compose, handed.set))
         # libkineto would take it for the answer to its next poll, and be one behind forever.
         assert trainer.is_ignored()
-        wait_for(lambda: endpoint.tallies["late"] == 1)
+        wait_until(lambda: endpoint.tallies["late"] == 1)
         assert not handed.is_set()
         assert trainer.polls() == ["A=1\n"]
         assert handed.wait(60)
@@ -186,7 +186,7 @@ def test_the_first_word_of_a_client_to_a_young_socket_is_not_answered() -> None:
     with peer() as trainer, endpoint_for(trainer, settling_seconds=3600.0) as endpoint:
         endpoint.offer(trainer.pid, offer("A=1\n", trainer))
         assert trainer.is_ignored()
-        wait_for(lambda: endpoint.client(trainer.pid) is not None)  # but heard
+        wait_until(lambda: endpoint.client(trainer.pid) is not None)  # but heard
         assert trainer.polls() == ["A=1\n"]
         assert trainer.polls() == [""]
         assert trainer.is_ignored(name="dynoconfigclient-1"), "another client"
@@ -198,7 +198,7 @@ def test_a_client_that_seems_to_be_an_answer_behind_is_left_without_one_once() -
         endpoint.offer(trainer.pid, offer("A=1\n", trainer))
         endpoint.skip_next_poll(trainer.pid)
         assert trainer.is_ignored()
-        wait_for(lambda: not endpoint.skips_next_poll_of(trainer.pid))
+        wait_until(lambda: not endpoint.skips_next_poll_of(trainer.pid))
         assert trainer.polls() == ["A=1\n"]
 
 
@@ -235,7 +235,7 @@ def test_polls_are_answered_while_another_namespace_is_being_entered(monkeypatch
         assert first.polls() == [""]
         assert endpoint.served_seconds(second.namespace) is None
         leave.set()
-        wait_for(lambda: endpoint.served_seconds(second.namespace) is not None)
+        wait_until(lambda: endpoint.served_seconds(second.namespace) is not None)
         assert second.polls() == [""]
 
 
@@ -243,7 +243,7 @@ def test_a_namespace_without_ranks_is_left_and_its_clients_forgotten() -> None:
     with peer() as trainer, endpoint_for(trainer) as endpoint:
         assert trainer.polls() == [""]
         endpoint.watch({})
-        wait_for(lambda: endpoint.served_seconds(trainer.namespace) is None and endpoint.client_count() == 0)
+        wait_until(lambda: endpoint.served_seconds(trainer.namespace) is None and endpoint.client_count() == 0)
         assert trainer.do(do="squat") == "squatted", "the name is free again"
         watch(endpoint, {trainer.namespace: trainer.pid})
         failure = endpoint.failure(trainer.namespace)
@@ -257,7 +257,7 @@ def test_a_namespace_that_cannot_be_entered_is_tried_again_with_another_process(
         failure = endpoint.failure(trainer.namespace)
         assert failure is not None and "is another by now" in failure
         endpoint.watch({trainer.namespace: trainer.pid})
-        wait_for(lambda: endpoint.failure(trainer.namespace) is None)
+        wait_until(lambda: endpoint.failure(trainer.namespace) is None)
         assert trainer.polls() == [""]
 
 
@@ -276,7 +276,7 @@ def test_a_namespace_that_was_not_entered_for_want_of_cpu_is_tried_again_at_once
     monkeypatch.setattr(sockets, "RETRY_SLOW_SECONDS", 0.0)
     with peer() as trainer, endpoint_for() as endpoint:
         endpoint.watch({trainer.namespace: trainer.pid})
-        wait_for(lambda: endpoint.served_seconds(trainer.namespace) is not None)
+        wait_until(lambda: endpoint.served_seconds(trainer.namespace) is not None)
         assert len(tries) == 2 and endpoint.failure(trainer.namespace) is None
 
 
@@ -292,7 +292,7 @@ def test_file_sockets_serve_clients_of_other_namespaces_that_use_the_same_direct
             assert trainer.is_ignored(directory=directory + "/", name="dynoconfigclient-1")
             assert trainer.is_ignored(to=directory, name="dynoconfigclient-2"), "an abstract client"
             assert trainer.is_ignored(directory=directory, name="another")
-            wait_for(lambda: endpoint.tallies["unvouched"] == 4)
+            wait_until(lambda: endpoint.tallies["unvouched"] == 4)
             answer = trainer.answers(directory=directory, name="dynoconfigclient-3")
             assert answer == [["dynoconfigclient-3", f"{directory}/dynolog", "req", True, "A=1\n"]]
             client = endpoint.client(trainer.pid)

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +24,7 @@ from rankscope.daemon.captures.store import Store
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
 from tests.free_ports import free_port
+from tests.support.waiting import wait_until
 from tests.unit.analysis.traces.step_files import StepFile
 
 ID = "c-20261115-120000-abcdef"
@@ -92,14 +92,16 @@ def _s3(tmp_path: Path) -> Iterator[int]:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         server = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            while True:
+
+            def listens() -> bool:
+                assert server.poll() is None, (tmp_path / "moto.log").read_text()
                 try:
                     socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                    break
                 except OSError:
-                    assert server.poll() is None and time.monotonic() < deadline, (tmp_path / "moto.log").read_text()
-                    time.sleep(0.1)
+                    return False
+                return True
+
+            wait_until(listens, (tmp_path / "moto.log").read_text)
             yield port
         finally:
             server.kill()

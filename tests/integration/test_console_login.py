@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +16,7 @@ from rankscope.analysis.verdicts.windows import FrameSeen
 from rankscope.operator import console_access
 from rankscope.operator.access import token_review
 from rankscope.v1 import capture_service_pb2 as pb
+from tests.support.waiting import wait_until
 from tests.unit.operator.access.fake_cluster import RUN as MINE
 from tests.unit.operator.access.fake_cluster import Cluster
 from tests.unit.operator.access.test_profile_service import Fleet
@@ -81,11 +81,7 @@ def console(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 
 def wait_for(browser: Page, condition: str) -> Any:
-    give_up_at = time.monotonic() + 180.0
-    while not (found := browser.value(condition)):
-        assert time.monotonic() < give_up_at, browser.value(TEXT)
-        time.sleep(0.05)
-    return found
+    return wait_until(lambda: browser.value(condition), lambda: browser.value(TEXT))
 
 
 def log_in(browser: Page, token: str) -> None:
@@ -109,13 +105,13 @@ def click(browser: Page, selector: str) -> None:
 
 def opened(chromium: Browser, kind: str, part: str) -> Page:
     """The frame or tab with this in its address."""
-    give_up_at = time.monotonic() + 180.0
-    while True:
-        targets = chromium.call("Target.getTargets", filter=[{"type": kind}])["targetInfos"]
-        if found := [each["targetId"] for each in targets if part in each["url"]]:
-            return chromium.attached(found[0])
-        assert time.monotonic() < give_up_at, targets
-        time.sleep(0.05)
+
+    def targets() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = chromium.call("Target.getTargets", filter=[{"type": kind}])["targetInfos"]
+        return found
+
+    found = wait_until(lambda: [each["targetId"] for each in targets() if part in each["url"]], targets)
+    return chromium.attached(found[0])
 
 
 def test_a_token_is_asked_for_kept_in_the_tab_and_asked_for_again_when_it_ends(page: Page, console: Served) -> None:
@@ -165,10 +161,7 @@ def test_a_token_opens_recordings_and_flame_graphs(
     visit(page, f"{console.url}?view=captures&capture=lab%2Fmine")
     log_in(page, console.ada)
     click(page, "a[download]")
-    give_up_at = time.monotonic() + 180.0
-    while not (kept := [path for path in tmp_path.iterdir() if path.suffix == ".gz"]):
-        assert time.monotonic() < give_up_at
-        time.sleep(0.05)
+    kept = wait_until(lambda: [path for path in tmp_path.iterdir() if path.suffix == ".gz"])
     assert [path.read_bytes() for path in kept] == [console.cluster.traces.content]
     assert page.value("location.search.includes('lab%2Fmine')")  # the page is still there
 

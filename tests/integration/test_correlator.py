@@ -17,8 +17,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope.analysis.profiles.pprof import read_pprof
-from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, wait_until
+from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS
 from tests.integration.machines import Machine, machines
+from tests.support.waiting import wait_until
 
 JOB = Path(__file__).parent / "jobs" / "capture_ddp.py"
 SLOW_RANK = 3

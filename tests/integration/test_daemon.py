@@ -21,8 +21,7 @@ from rankscope.common.run_names import run_labels
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest, WatchRanksResponse
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from rankscope.v1.window_pb2 import RankWindow
-
-from .daemon_process import wait_until
+from tests.support.waiting import wait_until
 
 PATIENCE_SECONDS = 180
 WINDOW_NANOS = 500_000_000

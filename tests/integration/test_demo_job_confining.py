@@ -3,6 +3,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from rankscope.cli.demo_job.cpu_limit import (
     confine,
     stop_seconds,
 )
-from tests.integration.demo_job_watching import cpu_seconds, cpu_share, is_gone, state, wait_for
 from tests.support.measuring import Measured
+from tests.support.processes import cpu_seconds, is_gone, state
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -30,6 +32,13 @@ def busy() -> Iterator[subprocess.Popen[bytes]]:
 
 def by_whatever_works_here(pid: int) -> ControlGroup | StopAndGo:
     return confine(pid, f"test-{pid}", core_fraction=0.15)
+
+
+def cpu_share(pid: int, seconds: float) -> float:
+    """Cores that the process used over that long."""
+    start, before = time.monotonic(), cpu_seconds(pid)
+    time.sleep(seconds)
+    return (cpu_seconds(pid) - before) / (time.monotonic() - start)
 
 
 @pytest.mark.parametrize("confine_it", [by_whatever_works_here, StopAndGo])
@@ -46,7 +55,7 @@ def test_a_confined_process_gets_less_than_half_a_core_until_it_is_let_go(
     measured("CPU of a confined process", confined, "cores", at_most=0.48)
     # Freed, it runs; how fast depends on what else the machine does.
     before = cpu_seconds(busy.pid)
-    wait_for(lambda: cpu_seconds(busy.pid) > before + 0.2)
+    wait_until(lambda: cpu_seconds(busy.pid) > before + 0.2)
     assert not (isinstance(confinement, ControlGroup) and confinement.folder.exists())
 
 
@@ -80,12 +89,12 @@ def test_a_process_runs_on_when_the_process_that_stopped_it_is_killed(busy: subp
     assert launcher.stdout is not None
     assert launcher.stdin is not None
     helper = int(launcher.stdout.readline())
-    wait_for(lambda: state(busy.pid) == "T")
+    wait_until(lambda: state(busy.pid) == "T")
 
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
     launcher.stdin.close()
     launcher.stdout.close()
 
-    wait_for(lambda: is_gone(helper))
+    wait_until(lambda: is_gone(helper))
     assert state(busy.pid) != "T"

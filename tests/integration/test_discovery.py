@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 from rankscope.daemon.discovery.ranks import RankDiscovery
+from tests.support.waiting import wait_until
 
-from .small_job import small_ddp_job, wait_for
+from .small_job import small_ddp_job
 
 LONE_TRAINER = """
 import os, sys
@@ -80,7 +81,7 @@ def test_processes_that_come_and_go_do_not_disturb_the_scan() -> None:
         return scans >= 20
 
     try:
-        wait_for(scanned_often)
+        wait_until(scanned_often)
     finally:
         churn.kill()
         churn.wait()

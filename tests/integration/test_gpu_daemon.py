@@ -18,9 +18,10 @@ from rankscope.common.run_names import run_labels
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from rankscope.v1.window_pb2 import SOURCE_GPU, RankWindow
+from tests.support.waiting import wait_until
 from tools.nvml_stub import Script, build_stub
 
-from .daemon_process import PATIENCE_SECONDS, Serving, run_of, serving, wait_until
+from .daemon_process import PATIENCE_SECONDS, Serving, run_of, serving
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gpu_metrics.txt"
 RUN_ID = f"gpu-test-{os.getpid()}"

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from rankscope.daemon.process_collector import ProcessCollector
 from rankscope.daemon.samples import ProcessSample, RankProcess, Span
+from tests.support.waiting import wait_until
 
-from .small_job import as_rank, wait_for
+from .small_job import as_rank
 
 
 def measured_until(rank: RankProcess, good: Callable[[ProcessSample], bool]) -> None:
@@ -29,7 +30,7 @@ def measured_until(rank: RankProcess, good: Callable[[ProcessSample], bool]) -> 
         # Right after the fork it is still small.
         return sample.resident_bytes > 1_000_000 and good(sample)
 
-    wait_for(is_good)
+    wait_until(is_good)
 
 
 def test_a_rank_that_shares_one_core_shows_cpu_time_and_run_delay() -> None:

@@ -17,8 +17,9 @@ import pytest
 
 from rankscope.analysis.profiles.pprof import read_pprof
 from rankscope.daemon.profiles.database import SET_ASIDE
-from tests.integration.daemon_process import MAIN, Serving, serving, wait_until
+from tests.integration.daemon_process import MAIN, Serving, serving
 from tests.integration.test_pprof_tool import top
+from tests.support.waiting import wait_until
 
 JOB = Path(__file__).parent / "jobs" / "slow_input.py"
 RUN = f"flame-{os.getpid()}"  # other jobs may run on this machine

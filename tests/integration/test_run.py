@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, wait_until
+from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS
+from tests.support.waiting import wait_until
 
 SLOW_RANK = Path(__file__).parent / "jobs" / "slow_rank.py"
 RUN = (*MAIN, "run")

@@ -33,8 +33,9 @@ from rankscope.daemon.stacks.collector import StacksCollector
 from rankscope.daemon.stacks.pyspy import find_py_spy
 from rankscope.daemon.stacks.sampling_budget import LEAST_RATE_HERTZ, SHORTEST_SECONDS, Budget
 from tests.support.measuring import Measured
+from tests.support.waiting import wait_until
 
-from .small_job import as_rank, slow_line, small_ddp_job, wait_for
+from .small_job import as_rank, slow_line, small_ddp_job
 
 SPAN = Span(0, 2_000_000_000)
 MEASURING_RATIO = 1.0  # a budget that no sampling exceeds
@@ -136,7 +137,7 @@ def dumped(source: StacksCollector, ranks: list[RankProcess]) -> Mapping[RankKey
         dumps.update(source.dump_all(ranks))
         return not any(map(is_late, dumps.values()))
 
-    wait_for(all_in_time)
+    wait_until(all_in_time)
     return dumps
 
 
@@ -151,7 +152,7 @@ def recorded(source: StacksCollector, ranks: list[RankProcess]) -> dict[int, Sta
                 found.setdefault(key[1], sample)
         return len(found) == len(ranks)
 
-    wait_for(all_spoke)
+    wait_until(all_spoke)
     return found
 
 
@@ -168,7 +169,7 @@ def test_a_real_job_shows_its_phases_and_the_line_it_sleeps_on(source: StacksCol
                 places.extend(count for count in sample.frames if count.frame.line == slow_line())
             return {"forward", "backward"} <= phases.keys() and len(places) >= 2
 
-        wait_for(seen_enough)
+        wait_until(seen_enough)
         forward = next(place for place in places if place.frame.file.endswith("small_ddp.py"))
         assert forward.frame.function.endswith("forward")
         assert forward.phase == "forward"
@@ -252,7 +253,7 @@ def test_processes_with_many_threads_are_sampled_at_five_hertz_at_least_within_t
                 return False
             return budget.used_ratio <= 1.0
 
-        wait_for(has_settled, 600.0)
+        wait_until(has_settled, seconds=600.0)
     assert 2.5 <= rates[-1] < 10.0, rates
     in_time = [sample for sample in samples if not is_late(sample)]
     assert all(isinstance(sample, StackSample) for sample in in_time), in_time
@@ -339,6 +340,6 @@ def test_recordings_die_with_the_daemon() -> None:
             def is_recording() -> bool:
                 return Path(f"/proc/{child}/comm").read_text() == "py-spy\n"
 
-            wait_for(is_recording)
+            wait_until(is_recording)
             daemon.kill()
-        wait_for(lambda: not Path(f"/proc/{child}").exists())
+        wait_until(lambda: not Path(f"/proc/{child}").exists())

@@ -31,8 +31,9 @@ from rankscope.v1.job_service_pb2 import (
 from rankscope.v1.job_service_pb2_grpc import JobServiceStub
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
-from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, run_of, serving, wait_until
+from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, run_of, serving
 from tests.integration.test_metric_pages import complaints
+from tests.support.waiting import wait_until
 
 # Rich cuts a table to the terminal; COLUMNS is how wide it is when there is none.
 WIDE = {"COLUMNS": "200"}

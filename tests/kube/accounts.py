@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from tests.kube.api_server import ApiServer
+from tests.support.waiting import wait_until
 
 ROLES = Path(__file__).parents[2] / "deploy" / "helm" / "rankscope" / "files" / "roles"
 NAMESPACE = "rankscope"
@@ -83,7 +84,7 @@ def wait_until_allowed(server: ApiServer, user: str, rules: Sequence[dict[str, A
                 attributes = {"verb": verb, "group": rule["apiGroups"][0], "resource": resource}
                 attributes |= {"subresource": subresource, "namespace": namespace}
                 attributes["name"] = rule.get("resourceNames", ("",))[0]
-            server.wait_for(lambda attributes=attributes: _is_allowed(server, user, attributes))
+            wait_until(lambda attributes=attributes: _is_allowed(server, user, attributes))
 
 
 def _is_allowed(server: ApiServer, user: str, attributes: dict[str, str]) -> bool:

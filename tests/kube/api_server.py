@@ -9,7 +9,6 @@ import os
 import secrets
 import ssl
 import subprocess
-import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +21,9 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tests.certificates import Authority
 from tests.free_ports import free_port
+from tests.support.waiting import wait_until
 
 VERSION = "1.20.2"
-READY_SECONDS = 180.0
 TOKEN_SECONDS = 7200
 
 
@@ -227,23 +226,6 @@ class ApiServer:
         self._api = _ended(self._api)
         self._etcd = _ended(self._etcd)
 
-    def wait_for(self, condition: Callable[[], object], seconds: float = READY_SECONDS) -> None:
-        give_up = time.monotonic() + seconds
-        is_over = False
-        while not condition():
-            assert not is_over, "the condition did not come true"
-            time.sleep(0.1)
-            is_over = time.monotonic() > give_up  # and it is looked once more
-
-    def wait_for_equal(self, actual: Callable[[], object], expected: object, seconds: float = READY_SECONDS) -> None:
-        """As `wait_for`; what is there instead is in the error."""
-        give_up = time.monotonic() + seconds
-        is_over = False
-        while (found := actual()) != expected:
-            assert not is_over, f"{found} instead of {expected}"
-            time.sleep(0.1)
-            is_over = time.monotonic() > give_up
-
     def _is_ready(self) -> bool:
         return _answers(f"{self.url}/readyz", self._tls) and self.admin.is_served(
             "/apis/rbac.authorization.k8s.io/v1/clusterroles/cluster-admin"
@@ -290,15 +272,16 @@ class ApiServer:
                 command, stdout=output, stderr=output, env=environment, start_new_session=True, cwd=self.folder
             )
 
-    def _wait(self, is_there: Any, process: subprocess.Popen[bytes], name: str) -> None:
-        give_up = time.monotonic() + READY_SECONDS
-        while not is_there():
+    def _wait(self, is_there: Callable[[], bool], process: subprocess.Popen[bytes], name: str) -> None:
+        def is_ready() -> bool:
+            if is_there():
+                return True
             if process.poll() is not None:
                 text = (self.folder / f"{name}.log").read_text(errors="replace")[-2000:]
                 raise RuntimeError(f"{name} ended with {process.returncode}:\n{text}")
-            if time.monotonic() > give_up:
-                raise RuntimeError(f"{name} was not ready after {READY_SECONDS:.0f} s; see {self.folder}/{name}.log")
-            time.sleep(0.1)
+            return False
+
+        wait_until(is_ready, lambda: f"{name} is not ready; see {self.folder}/{name}.log")
 
 
 def _ended(process: subprocess.Popen[bytes] | None) -> None:

@@ -16,6 +16,7 @@ from tests.kube.accounts import ACCOUNTS, DAEMON, OPERATOR, install_roles
 from tests.kube.api_server import ApiServer, User
 from tests.kube.operator_process import OperatorProcess
 from tests.kube.scripted_daemon import ScriptedDaemon
+from tests.support.waiting import wait_until
 
 _NUMBERS = itertools.count(1)
 LOG_CHARACTERS = 8000
@@ -33,7 +34,7 @@ def install_kinds(server: ApiServer) -> None:
     for kind in KINDS:
         server.admin.create(path, definition(kind))
     for kind in KINDS:
-        server.wait_for(lambda kind=kind: server.admin.is_served(f"/apis/rankscope.dev/v1alpha1/{kind.plural}"))
+        wait_until(lambda kind=kind: server.admin.is_served(f"/apis/rankscope.dev/v1alpha1/{kind.plural}"))
 
 
 @pytest.fixture(scope="session")

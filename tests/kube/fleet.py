@@ -19,6 +19,7 @@ import pytest
 from tests.free_ports import free_port
 from tests.kube.api_server import ApiServer
 from tests.namespaces import missing_for_nodes
+from tests.support.waiting import wait_until
 
 DAEMON_LABELS = {"app.kubernetes.io/part-of": "rankscope", "app.kubernetes.io/component": "daemon"}
 OPERATOR_NAMESPACE = "rankscope"
@@ -53,7 +54,7 @@ class Node:
         self._keeper = subprocess.Popen(
             ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sleep", "infinity"], start_new_session=True
         )
-        self.server.wait_for(self._is_ready)
+        wait_until(self._is_ready)
         self.start_daemon()
         self.register()
 
@@ -71,7 +72,7 @@ class Node:
                 stdout=log,
                 stderr=log,
             )
-        self.server.wait_for(lambda: "grpc" in self.log)
+        wait_until(lambda: "grpc" in self.log)
 
     def stop_daemon(self, number: int = signal.SIGKILL) -> None:
         assert self._daemon is not None
@@ -249,7 +250,7 @@ class TrainingJob:
                     "SLOW_RANK": str(self.slow_rank),
                 }
                 pod.run(environment, self.folder / f"rank{rank}.log")
-        self.server.wait_for((self.folder / "READY").exists, 300)
+        wait_until((self.folder / "READY").exists, seconds=300.0)
 
     def stop(self) -> None:
         (self.folder / "STOP").touch()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.kube.api_server import User
 from tests.kube.fleet import MAIN, OPERATOR_NAMESPACE
+from tests.support.waiting import wait_until
 
 
 @dataclass
@@ -34,7 +35,7 @@ class OperatorProcess:
                 stderr=log,
             )
         try:
-            self.user.server.wait_for(lambda: "rankscope operator: http" in self.log or self.process.poll() is not None)
+            wait_until(lambda: "rankscope operator: http" in self.log or self.process.poll() is not None)
         except BaseException:
             self.kill()  # it would hold its leases against the operators of later tests
             raise

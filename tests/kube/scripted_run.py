@@ -9,6 +9,7 @@ from typing import Any
 from tests.kube.api_server import ApiError, ApiServer
 from tests.kube.fleet import delete_pod, make_pod
 from tests.kube.scripted_daemon import BUSY_SECONDS, WAITING_SECONDS, ScriptedDaemon, Spoken
+from tests.support.waiting import wait_until
 
 BASE = "/apis/rankscope.dev/v1alpha1/namespaces"
 FINISHED = ("Succeeded", "Failed", "Cancelled")
@@ -100,18 +101,15 @@ class ScriptedRun:
 
     def wait_for_verdict(self, kind: str, culprits: tuple[int, ...] = ()) -> dict[str, Any]:
         """The status with it."""
-        severity = "none" if kind == "healthy" else "alarm"
+        wanted = (kind, "none" if kind == "healthy" else "alarm", culprits)
         seen: dict[str, Any] = {}
 
-        def verdict() -> tuple[str, str, tuple[int, ...]]:
+        def is_given() -> bool:
             nonlocal seen
             seen = self.status
-            return _verdict(seen)
+            return _verdict(seen) == wanted
 
-        try:
-            self.server.wait_for_equal(verdict, (kind, severity, culprits))
-        except AssertionError as error:
-            raise AssertionError(f"{error}; status: {seen}") from None
+        wait_until(is_given, lambda: f"{_verdict(seen)} instead of {wanted}; status: {seen}")
         return seen
 
     def make_capture(self, name: str, **spec: Any) -> str:
@@ -127,5 +125,5 @@ class ScriptedRun:
         return status
 
     def finished_capture(self, path: str, seconds: float = 180.0) -> dict[str, Any]:
-        self.server.wait_for(lambda: self.capture(path).get("phase") in FINISHED, seconds)
+        wait_until(lambda: self.capture(path).get("phase") in FINISHED, seconds=seconds)
         return self.capture(path)

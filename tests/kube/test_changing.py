@@ -6,6 +6,7 @@ from tests.kube.accounts import granted
 from tests.kube.api_server import ApiServer
 from tests.kube.conftest import QUICK, StartDaemon, StartOperator
 from tests.kube.scripted_run import ScriptedRun
+from tests.support.waiting import wait_until
 
 
 def test_a_run_that_is_resized_preempted_and_deleted_is_followed(
@@ -30,25 +31,25 @@ def follow(server: ApiServer, run: ScriptedRun) -> None:
     def seen() -> str:
         return str(run.status["ranks"]["summary"])
 
-    server.wait_for_equal(seen, "4/4")
+    wait_until(lambda: seen() == "4/4", seen)
     # Elastic: a pod joins, and every process restarts in a larger world.
     run.pods.append(run.make_pod(2))
     run.speak(incarnation=2)
-    server.wait_for(lambda: seen() == "6/6" and run.verdict()[0] == "healthy")
+    wait_until(lambda: seen() == "6/6" and run.verdict()[0] == "healthy")
     # Preempted: a pod goes, and comes back under another uid; its node's daemon had no time to say goodbye.
     daemons[1].ranks = []
     run.delete_pod(1)
-    server.wait_for(lambda: seen() == "4/6")
+    wait_until(lambda: seen() == "4/6")
     run.pods[1] = run.make_pod(1)
     run.speak(incarnation=3)
-    server.wait_for(lambda: seen() == "6/6" and run.verdict()[0] == "healthy")
+    wait_until(lambda: seen() == "6/6" and run.verdict()[0] == "healthy")
     run.slow(3)
     (culprit,) = run.wait_for_verdict("slow_rank", (3,))["verdict"]["culprits"]
     assert (culprit["pod"], culprit["node"]) == ("llama-worker-1", daemons[1].node)
     assert slow_node(server, daemons[1].node) is None  # the other rank there is as it should be
     run.slow(2, 3)
     run.wait_for_verdict("slow_rank", (2, 3))
-    server.wait_for(lambda: slow_node(server, daemons[1].node) == "True")
+    wait_until(lambda: slow_node(server, daemons[1].node) == "True")
     assert [slow_node(server, daemon.node) for daemon in daemons] == [None, "True", None]
     # Smaller again.
     run.pods = run.pods[:1]
@@ -56,16 +57,16 @@ def follow(server: ApiServer, run: ScriptedRun) -> None:
         run.delete_pod(index)
         daemons[index].ranks = []
     run.speak(incarnation=4)
-    server.wait_for(lambda: seen() == "2/2")
-    server.wait_for(lambda: slow_node(server, daemons[1].node) == "False")
+    wait_until(lambda: seen() == "2/2")
+    wait_until(lambda: slow_node(server, daemons[1].node) == "False")
     daemons[0].ranks = []
     run.delete_pod(0)
-    server.wait_for(lambda: run.status["phase"] == "Ended")
+    wait_until(lambda: run.status["phase"] == "Ended")
     assert server.admin.get(run.path)["metadata"]["uid"] == uid  # one run from beginning to end
     # Recreated under the same name, it is another run.
     again = ScriptedRun(server, run.namespace, "llama", daemons[:1])
     again.start()
-    server.wait_for(lambda: again.status.get("phase") == "Running")
+    wait_until(lambda: again.status.get("phase") == "Running")
     assert server.admin.get(run.path)["metadata"]["uid"] != uid
 
 
@@ -97,7 +98,7 @@ def test_a_malformed_annotation_is_told_on_its_pod_once_and_costs_nothing_else(
         return [(event["involvedObject"]["name"], event["message"].partition(":")[0]) for event in events]
 
     expected = [(run.pod_name(0), "rankscope.dev/mfu-target"), (run.pod_name(0), "rankscope.dev/watch")]
-    server.wait_for(lambda: sorted(told()) == expected)
+    wait_until(lambda: sorted(told()) == expected)
     operator.kill()
     start_operator()
     run.slow(1)

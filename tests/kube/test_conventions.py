@@ -11,6 +11,7 @@ import yaml
 from tests.kube.api_server import ApiServer
 from tests.kube.conftest import StartDaemon, StartOperator
 from tests.kube.scripted_daemon import Spoken
+from tests.support.waiting import wait_until
 
 MANIFESTS = Path(__file__).parents[1] / "data" / "kube"
 RANKS_PER_POD = 2
@@ -66,7 +67,7 @@ def test_runs_of_every_kind_are_recognised_and_their_ranks_are_theirs(
         return {name: run.get("status", {}).get("ranks", {}).get("summary", "") for name, run in runs().items()}
 
     expected = {name: f"{RANKS_PER_POD * pods}/{RANKS_PER_POD * pods}" for name, _, pods in RUNS.values()}
-    server.wait_for_equal(seen, expected)
+    wait_until(lambda: seen() == expected, seen)
     for name, (api_version, kind, workload_name), _ in RUNS.values():
         workload = runs()[name]["spec"]["workload"]
         assert (workload.get("apiVersion"), workload["kind"], workload["name"]) == (api_version, kind, workload_name)

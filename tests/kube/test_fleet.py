@@ -12,6 +12,7 @@ from tests.kube.api_server import ApiServer, User
 from tests.kube.conftest import QUICK
 from tests.kube.fleet import OPERATOR_NAMESPACE, Node, TrainingJob, make_namespace
 from tests.kube.operator_process import OperatorProcess
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_event
     path = f"/apis/rankscope.dev/v1alpha1/namespaces/{namespace}/trainingruns"
     try:
         job.start()
-        server.wait_for(lambda: server.admin.is_served(f"{path}/pytorchjob-llama"))
+        wait_until(lambda: server.admin.is_served(f"{path}/pytorchjob-llama"))
 
         status: dict[str, Any] = {}
 
@@ -62,7 +63,7 @@ def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_event
             return is_whole and status.get("verdict", {}).get("severity") == "alarm"
 
         try:
-            server.wait_for(is_alarm)
+            wait_until(is_alarm)
         except AssertionError:
             raise AssertionError(
                 f"{run_of(server, namespace, 'pytorchjob-llama')}\n{operator.log}\n{operator.get('/metrics')}\n"
@@ -78,7 +79,7 @@ def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_event
             return {(e["involvedObject"]["kind"], e["involvedObject"]["name"], e["reason"]) for e in events}
 
         wanted = {("TrainingRun", "pytorchjob-llama", "SlowRank"), ("Pod", "llama-worker-1", "SlowRank")}
-        server.wait_for(lambda: wanted <= accused())
+        wait_until(lambda: wanted <= accused())
         assert accused() == wanted
 
         row: dict[str, Any] = {}
@@ -88,7 +89,7 @@ def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_event
             row.update(found)
             return (row["Ranks"], row["Verdict"]) == ("4/4", "slow_rank")
 
-        server.wait_for(is_shown)
+        wait_until(is_shown)
         assert list(row) == ["Name", "Job", "Ranks", "Step", "MFU", "Exposed", "Verdict", "Age"]
         assert row["Job"] == "llama"
         assert row["Step"].endswith("ms") and row["Exposed"].endswith("%")
@@ -102,8 +103,7 @@ def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_event
             capture: dict[str, Any] = server.admin.get(f"{captures}/c").get("status", {})
             return capture if capture.get("phase") in ("Succeeded", "Failed", "Cancelled") else {}
 
-        server.wait_for(captured, 240)
-        result = captured()
+        result = wait_until(captured, seconds=240.0)
         assert result["phase"] == "Succeeded", f"{result.get('message')} {result}"
         delivered = {rank["rank"]: rank for rank in result["ranks"]}
         assert 2 in delivered
@@ -114,14 +114,14 @@ def test_a_slow_rank_is_named_with_its_pod_and_node_in_the_runs_status_and_event
         folder = nodes[1].folder / "captures"
         assert list(folder.rglob("*.json.gz"))
         server.admin.delete(f"{captures}/c")
-        server.wait_for(lambda: not server.admin.is_served(f"{captures}/c"))
+        wait_until(lambda: not server.admin.is_served(f"{captures}/c"))
         assert not list(folder.rglob("*.json.gz"))
 
         nodes[1].stop_daemon()
-        server.wait_for(lambda: shown(server, path)[0]["Ranks"] == "2/4")
+        wait_until(lambda: shown(server, path)[0]["Ranks"] == "2/4")
         nodes[1].start_daemon()
-        server.wait_for(lambda: shown(server, path)[0]["Ranks"] == "4/4")
-        server.wait_for(is_alarm)
+        wait_until(lambda: shown(server, path)[0]["Ranks"] == "4/4")
+        wait_until(is_alarm)
         assert [culprit["rank"] for culprit in status["verdict"]["culprits"]] == [2]
     finally:
         operator.stop()

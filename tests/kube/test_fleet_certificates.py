@@ -32,6 +32,7 @@ from tests.kube.fleet import DAEMON_LABELS, MAIN, OPERATOR_NAMESPACE, delete_pod
 from tests.kube.kubelet import MountedSecret
 from tests.kube.operator_process import OperatorProcess
 from tests.listening_sockets import listening
+from tests.support.waiting import wait_until
 
 SECRETS = f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/secrets"
 NAMES = (
@@ -71,7 +72,7 @@ class RealDaemon:
                 stdout=log,
                 stderr=log,
             )
-        user.server.wait_for(lambda: "grpc 127" in self.log or self.process.poll() is not None)
+        wait_until(lambda: "grpc 127" in self.log or self.process.poll() is not None)
         assert self.process.poll() is None, self.log
 
     @property
@@ -130,7 +131,7 @@ def test_certificates_and_authority_are_rotated_under_a_stream_that_goes_on(
 
     def goes_on() -> None:
         count = len(heard)
-        server.wait_for(lambda: len(heard) > count + 1)
+        wait_until(lambda: len(heard) > count + 1)
         assert daemon.answer(shown()) is grpc.StatusCode.OK
 
     try:
@@ -215,7 +216,7 @@ def test_an_operator_makes_all_of_them_hears_its_daemon_and_tells_metrics_to_who
     with granted(server, "api"):
         try:
             operator.start()
-            server.wait_for(lambda: server.admin.get(f"{SECRETS}/rankscope-daemon-tls").get("data"))
+            wait_until(lambda: server.admin.get(f"{SECRETS}/rankscope-daemon-tls").get("data"))
             daemon = start_daemon()
             ports = [{"name": "grpc", "containerPort": daemon.port}]
             make_pod(server, OPERATOR_NAMESPACE, "d", "n", DAEMON_LABELS, ports=ports, address="127.0.0.1")
@@ -226,7 +227,7 @@ def test_an_operator_makes_all_of_them_hears_its_daemon_and_tells_metrics_to_who
                 assert status == 200
                 return text
 
-            server.wait_for(lambda: "rankscope_operator_daemons_connected 1.0" in scraped())
+            wait_until(lambda: "rankscope_operator_daemons_connected 1.0" in scraped())
             assert "rankscope_operator_fleet_certificate_expiry_timestamp_seconds" in scraped()
             assert _get(operator.url, "/readyz", authority)[0] == 200
             for _ in range(2):
@@ -235,7 +236,7 @@ def test_an_operator_makes_all_of_them_hears_its_daemon_and_tells_metrics_to_who
                 assert _get(operator.url, "/metrics", authority, server.user(VIEWER).token)[0] == 403
             assert operator.log.count("refused /metrics") == 2
             assert "stolen" not in operator.log
-            server.wait_for(lambda: len(listening(operator.process.pid)) == 3)
+            wait_until(lambda: len(listening(operator.process.pid)) == 3)
             for _, port in listening(operator.process.pid):
                 assert ssl.get_server_certificate(("127.0.0.1", port), timeout=20)
             with pytest.raises(OSError):

@@ -11,6 +11,7 @@ from tests.kube.exported import verdicts
 from tests.kube.operator_process import OperatorProcess
 from tests.kube.scripted_daemon import GarbageDaemon, Spoken
 from tests.kube.scripted_run import ScriptedRun
+from tests.support.waiting import wait_until
 
 
 def refused(operator: OperatorProcess) -> dict[str, float]:
@@ -54,18 +55,18 @@ def test_a_daemon_that_lies_is_contained_and_its_neighbour_is_judged_as_before(
         }
         liar.says_node = honest.node
         liar.ranks = [*true_words, *(lie for kind in lies.values() for lie in kind)]
-        server.wait_for(lambda: set(lies) <= refused(operator).keys() and "rank_taken" in refused(operator))
+        wait_until(lambda: set(lies) <= refused(operator).keys() and "rank_taken" in refused(operator))
         for windows_per_second, reason in ((1, "other_node"), (10, "rate")):
             liar.windows_per_second = windows_per_second
             told = refused(operator).get(reason, 0.0)
-            server.wait_for(lambda told=told, reason=reason: refused(operator).get(reason, 0.0) > told + 20)
+            wait_until(lambda told=told, reason=reason: refused(operator).get(reason, 0.0) > told + 20)
             assert verdicts(operator, other.exported_job) == {"slow_rank"}
             assert other.verdict() == ("slow_rank", "alarm", (3,))
             assert other.status["ranks"]["summary"] == "4/4"
         # Its own run may suffer; what it makes the operator hold is bounded.
         assert operator.get("/metrics").count("\nrankscope_job_verdict{") < 40
         liar.windows_per_second, liar.ranks = 1, true_words
-        server.wait_for(lambda: run.status["ranks"]["summary"] == "4/4" and run.verdict()[0] == "healthy")
+        wait_until(lambda: run.status["ranks"]["summary"] == "4/4" and run.verdict()[0] == "healthy")
         assert operator.process.poll() is None
         # Garbage is told of when the stream is given up, not with every message; gRPC itself does so as well.
         failures = [line for line in operator.log.splitlines() if "Traceback" in line and "grpc._common" not in line]
@@ -89,11 +90,11 @@ def test_a_daemon_that_goes_away_is_missed_and_counts_again_when_it_is_back(
         (condition,) = [c for c in run.status["conditions"] if c["type"] == "RanksSeen"]
         return f"{run.status['ranks']['summary']} {condition['status']} {run.verdict()[0]}"
 
-    server.wait_for(lambda: seen() == "2/4 False insufficient_data")
+    wait_until(lambda: seen() == "2/4 False insufficient_data")
     path = run.make_capture("c", ranks="0,2", patienceSeconds=5)
-    server.wait_for(lambda: run.daemons[0].captures)
+    wait_until(lambda: run.daemons[0].captures)
     run.daemons[1].serve()
-    server.wait_for(lambda: seen() == "4/4 True healthy")
+    wait_until(lambda: seen() == "4/4 True healthy")
     # The rank whose daemon was away may or may not have been asked in time; either way the status is true.
     status = run.finished_capture(path)
     delivered = {rank["rank"] for rank in status["ranks"] if rank["state"] == "analysed"}

@@ -22,6 +22,7 @@ from tests.kube.api_server import ApiServer, User
 from tests.kube.conftest import QUICK
 from tests.kube.fleet import OPERATOR_NAMESPACE, Node, TrainingJob, make_namespace
 from tests.kube.operator_process import OperatorProcess
+from tests.support.waiting import wait_until
 from tools.nvml_stub import Script, build_stub
 
 WORKLOAD = "3f0c6f3e-5c8e-4b1e-9d53-0b8f5d4c7a11"
@@ -123,7 +124,7 @@ def capture(cluster: Cluster) -> None:
     def is_over() -> bool:
         return cluster.server.admin.get(f"{path}/c").get("status", {}).get("phase") in ("Succeeded", "Failed")
 
-    cluster.server.wait_for(is_over, 240)
+    wait_until(is_over, seconds=240.0)
 
 
 def empty_queries(where: Cluster, path: Path, **variables: str) -> set[tuple[str, str, str]]:
@@ -153,7 +154,7 @@ def test_a_slow_rank_fires_one_alert_whose_links_and_dashboards_show_the_run_and
 ) -> None:
     job = cluster.start_job(0)
     try:
-        cluster.server.wait_for(cluster.firing, ALERT_SECONDS)
+        wait_until(cluster.firing, seconds=ALERT_SECONDS)
         capture(cluster)
         (alert,) = cluster.firing()
         labels = alert["labels"]
@@ -175,15 +176,16 @@ def test_a_slow_rank_fires_one_alert_whose_links_and_dashboards_show_the_run_and
     for pod in job.pods:
         cluster.server.admin.delete(f"/api/v1/namespaces/{cluster.namespace}/pods/{pod.name}?gracePeriodSeconds=0")
     steps = cluster.of_run("rankscope_rank_steps_total")
-    cluster.server.wait_for(lambda: not cluster.prometheus.query(steps), PATIENCE_SECONDS)
+    wait_until(lambda: not cluster.prometheus.query(steps), seconds=PATIENCE_SECONDS)
     job = cluster.start_job(1)
     try:
-        cluster.server.wait_for(lambda: len(cluster.prometheus.query(steps)) == RANKS, PATIENCE_SECONDS)
+        wait_until(lambda: len(cluster.prometheus.query(steps)) == RANKS, seconds=PATIENCE_SECONDS)
         names = {(s.labels["run_namespace"], s.labels["run"]) for s in cluster.prometheus.query("rankscope_rank_info")}
         assert names == {(cluster.namespace, RUN)}
         info = cluster.of_run("rankscope_rank_info")
-        cluster.server.wait_for(
-            lambda: [s.labels["attempt"] for s in cluster.prometheus.query(info)] == ["1"] * RANKS, PATIENCE_SECONDS
+        wait_until(
+            lambda: [s.labels["attempt"] for s in cluster.prometheus.query(info)] == ["1"] * RANKS,
+            seconds=PATIENCE_SECONDS,
         )
     finally:
         job.stop()

@@ -6,6 +6,7 @@ from tests.kube.api_server import ApiServer
 from tests.kube.conftest import StartDaemon, StartOperator
 from tests.kube.exported import culprits, messages_heard, verdicts
 from tests.kube.scripted_run import ScriptedRun
+from tests.support.waiting import wait_until
 
 
 def test_an_outage_with_lost_history_stops_no_verdict_and_what_is_written_afterwards_is_the_present(
@@ -23,10 +24,10 @@ def test_an_outage_with_lost_history_stops_no_verdict_and_what_is_written_afterw
         each.wait_for_verdict("healthy")
     (daemon,) = captured.daemons
     capture = captured.make_capture("c", ranks="0,1")
-    server.wait_for(lambda: daemon.captures)
+    wait_until(lambda: daemon.captures)
     pid = operator.process.pid
     server.stop_api()
-    server.wait_for(lambda: "rankscope_operator_shards_held 0.0" in operator.get("/metrics"))
+    wait_until(lambda: "rankscope_operator_shards_held 0.0" in operator.get("/metrics"))
     run.slow(1)  # when no lease can be held any more
     flickering.slow(3)
 
@@ -34,12 +35,12 @@ def test_an_outage_with_lost_history_stops_no_verdict_and_what_is_written_afterw
         return verdicts(operator, each.exported_job)
 
     for each in (run, flickering):
-        server.wait_for(lambda each=each: shown(each) == {"slow_rank"})
+        wait_until(lambda each=each: shown(each) == {"slow_rank"})
     flickering.slow()
-    server.wait_for(lambda: shown(flickering) == {"healthy"})
+    wait_until(lambda: shown(flickering) == {"healthy"})
     messages = messages_heard(operator)
     run.slow(2)
-    server.wait_for(lambda: culprits(operator, run.exported_job) == {2})
+    wait_until(lambda: culprits(operator, run.exported_job) == {2})
     assert messages_heard(operator) > messages
     assert shown(captured) == {"healthy"}
     assert operator.get("/readyz") == operator.get("/healthz") == "ok\n"
@@ -48,13 +49,13 @@ def test_an_outage_with_lost_history_stops_no_verdict_and_what_is_written_afterw
     server.forget_history()
     server.start_api()
     run.wait_for_verdict("slow_rank", (2,))
-    server.wait_for(lambda: gone.status.get("phase") == "Ended")
+    wait_until(lambda: gone.status.get("phase") == "Ended")
     assert run.status["phase"] == "Running"
     # What ran went on at the daemons, and was asked for once.
     assert captured.finished_capture(capture)["phase"] == "Succeeded"
     assert len(daemon.captures) == len(daemon.starts) == 1
     # What is over by now is not told: neither the alarm that came and went, nor the rank that was slow before.
-    server.wait_for(lambda: "rankscope_operator_writes_waiting 0.0" in operator.get("/metrics"))
+    wait_until(lambda: "rankscope_operator_writes_waiting 0.0" in operator.get("/metrics"))
     events = server.admin.get(f"/api/v1/namespaces/{namespace}/events")["items"]
     told = [(event["involvedObject"]["name"], event["reason"]) for event in events]
     assert sorted(told) == sorted([(run.object_name, "SlowRank"), (run.pod_name(0), "SlowRank")])

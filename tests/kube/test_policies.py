@@ -18,6 +18,7 @@ from tests.kube.conftest import StartDaemon, StartOperator
 from tests.kube.fleet import Node, make_pod
 from tests.kube.operator_process import OperatorProcess
 from tests.kube.scripted_run import BASE, ScriptedRun
+from tests.support.waiting import wait_until
 
 AUTOMATIC = {"on": ["slow_rank", "hang"], "steps": 2}
 
@@ -65,7 +66,7 @@ def test_a_finding_makes_one_capture_whatever_restarts_and_however_many_policies
     operator = start_operator()
     run.wait_for_verdict("healthy")
     run.slow(2)
-    server.wait_for(lambda: captures_of(server, namespace))
+    wait_until(lambda: captures_of(server, namespace))
     (capture,) = captures_of(server, namespace)
     metadata, spec = capture["metadata"], capture["spec"]
     owner = server.admin.get(run.path)["metadata"]
@@ -83,17 +84,17 @@ def test_a_finding_makes_one_capture_whatever_restarts_and_however_many_policies
         status = server.admin.get(holding).get("status", {})
         return bool(status.get("capturesToday") == 1 and status.get("runs") == 2)
 
-    server.wait_for(is_told)
+    wait_until(is_told)
     assert conditions(server, holding) == {"Accepted": "True", "Conflict": "False", "CapturesLeft": "True"}
-    server.wait_for(lambda: conditions(server, losing).get("Conflict") == "True")
+    wait_until(lambda: conditions(server, losing).get("Conflict") == "True")
 
     operator.kill()
     again = start_operator()
     refusal = f"no capture by policy {holding.rpartition('/')[2]}: the run was captured recently"
-    server.wait_for(lambda: f"{run.object_name}: slow_rank 2: {refusal}" in again.log)
+    wait_until(lambda: f"{run.object_name}: slow_rank 2: {refusal}" in again.log)
     # Nor of another rank, within the cooldown.
     run.slow(1)
-    server.wait_for(lambda: f"{run.object_name}: slow_rank 1: {refusal}" in again.log)
+    wait_until(lambda: f"{run.object_name}: slow_rank 1: {refusal}" in again.log)
     assert [c["metadata"]["uid"] for c in captures_of(server, namespace)] == [metadata["uid"]]
     assert len(run.daemons[0].captures) == 1
     assert twin.daemons[0].captures == {}
@@ -115,7 +116,7 @@ def test_a_policys_thresholds_hold_for_the_runs_it_selects_and_end_with_it(
         run.slow(2)
     plain.wait_for_verdict("slow_rank", (2,))
     lenient.wait_for_verdict("healthy")
-    server.wait_for(lambda: server.admin.get(policy).get("status", {}).get("runs") == 1)
+    wait_until(lambda: server.admin.get(policy).get("status", {}).get("runs") == 1)
     server.admin.delete(policy)
     lenient.wait_for_verdict("slow_rank", (2,))
     assert captures_of(server, namespace) == []
@@ -157,13 +158,13 @@ def test_rates_reach_a_real_daemon_again_after_its_restart_and_go_with_their_pol
         return [(p.run, list(p.pods), p.stack_rate_hertz, p.duty_cycle_steps, p.duty_cycle_seconds) for p in policies]
 
     wanted = [(f"{namespace}/pytorchjob-llama", [pod], 2.5, 3, 900.0)]
-    server.wait_for(lambda: held() == wanted)
+    wait_until(lambda: held() == wanted)
     node.stop_daemon()
     assert held() == []
     node.start_daemon()
-    server.wait_for(lambda: held() == wanted)
+    wait_until(lambda: held() == wanted)
     server.admin.delete(policy)
-    server.wait_for(lambda: "withdrawn" in node.log)
+    wait_until(lambda: "withdrawn" in node.log)
     assert held() == []
 
 
@@ -194,7 +195,7 @@ def test_an_alert_makes_one_capture_object_also_for_an_operator_that_was_restart
 
     def seen_by(operator: OperatorProcess) -> None:
         metric = f'run="{run.object_name}",run_namespace="{namespace}",severity="alarm",verdict="slow_rank"'
-        server.wait_for(lambda: metric in operator.get("/metrics"))
+        wait_until(lambda: metric in operator.get("/metrics"))
 
     first = start_operator("operator-0", *flags)
     seen_by(first)

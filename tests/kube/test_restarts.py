@@ -15,6 +15,7 @@ from tests.kube.fleet import OPERATOR_NAMESPACE
 from tests.kube.scripted_daemon import Spoken
 from tests.kube.scripted_run import ScriptedRun
 from tests.support.measuring import Measured
+from tests.support.waiting import wait_until
 
 TAKEOVER_SECONDS = 15.0
 LONGEST_SECONDS = 120.0
@@ -80,13 +81,13 @@ def test_an_operator_killed_at_any_point_of_a_capture_goes_on_with_the_very_same
         run.name: run.make_capture(run.name, deleteArtifacts=run is deleted) for run in (recording, written, deleted)
     }
     for run in (recording, written, deleted):
-        server.wait_for(lambda run=run: run.capture(paths[run.name]).get("ranks", [{}])[0].get("state") == "running")
+        wait_until(lambda run=run: run.capture(paths[run.name]).get("ranks", [{}])[0].get("state") == "running")
     deleted.daemons[0].answers.clear()  # it hears that the capture is to go, and the operator never learns
     server.admin.delete(paths["deleted"])
     asked.daemons[0].answers.clear()
     paths["asked"] = asked.make_capture("asked")
-    server.wait_for(lambda: asked.daemons[0].starts)
-    server.wait_for(lambda: deleted.daemons[0].cancelled)
+    wait_until(lambda: asked.daemons[0].starts)
+    wait_until(lambda: deleted.daemons[0].cancelled)
     operator.kill()
 
     paths["unplanned"] = unplanned.make_capture("unplanned")
@@ -98,7 +99,7 @@ def test_an_operator_killed_at_any_point_of_a_capture_goes_on_with_the_very_same
     for run in (unplanned, asked, recording, written):
         status = ended_well(run, paths[run.name])
         assert status["delivered"] == "2/2"
-    server.wait_for(lambda: not server.admin.is_served(paths["deleted"]))
+    wait_until(lambda: not server.admin.is_served(paths["deleted"]))
     assert deleted.daemons[0].captures == {}
     # The restart is no news: nothing is told twice, and what stood stands since the same moment.
     assert {run.name: run.status["verdict"]["since"] for run in runs} == since
@@ -120,9 +121,9 @@ def test_the_second_replica_takes_over_in_time_and_captures_nothing_twice(
     follower = start_operator("follower")
     daemon.release.clear()
     path = run.make_capture("c")
-    server.wait_for(lambda: daemon.captures)
-    server.wait_for(lambda: messages_heard(follower) > 5)
-    server.wait_for(lambda: verdicts(leader, run.exported_job))
+    wait_until(lambda: daemon.captures)
+    wait_until(lambda: messages_heard(follower) > 5)
+    wait_until(lambda: verdicts(leader, run.exported_job))
     assert not verdicts(follower, run.exported_job)  # which stands by
     leader.kill()
     takeover_seconds = running_seconds_until(lambda: holder(server, 0) == "follower")
@@ -137,7 +138,7 @@ def test_replicas_share_the_runs_and_those_of_one_that_dies_move_to_the_other_wi
 ) -> None:
     flags = ("--shards", str(SHARDS))
     replicas = {name: start_operator(name, *flags) for name in ("left", "right")}
-    server.wait_for(lambda: {holder(server, shard) for shard in range(SHARDS)} == set(replicas))
+    wait_until(lambda: {holder(server, shard) for shard in range(SHARDS)} == set(replicas))
     # Two runs of each shard, all on one node: its daemon is asked by both replicas, each about its own.
     daemon = start_daemon(f"{namespace}-all")
     names = (f"run-{number}" for number in range(1000))
@@ -164,20 +165,20 @@ def test_replicas_share_the_runs_and_those_of_one_that_dies_move_to_the_other_wi
             next(r for n, r in replicas.items() if n != holder(server, shard)),
         )
         for run in known:
-            server.wait_for(lambda run=run, mine=mine: verdicts(mine, run.exported_job))
-            server.wait_for(lambda run=run, other=other: not verdicts(other, run.exported_job))
+            wait_until(lambda run=run, mine=mine: verdicts(mine, run.exported_job))
+            wait_until(lambda run=run, other=other: not verdicts(other, run.exported_job))
 
     # A capture under way in each shard, and one in the dying replica's that was only asked for.
     dying, surviving = holder(server, 0), holder(server, 1)
     daemon.release.clear()
     paths = {run.name: run.make_capture(run.name) for run in (of_shard[0][0], of_shard[1][0])}
-    server.wait_for(lambda: len(daemon.captures) == 2)
+    wait_until(lambda: len(daemon.captures) == 2)
     since = {run.name: run.status["verdict"]["since"] for run in runs}
     replicas[dying].kill()
     paths[late.name] = late.make_capture(late.name, jobNumber=2)
     takeover_seconds = running_seconds_until(lambda: {holder(server, shard) for shard in range(SHARDS)} == {surviving})
     measured("move of a shard", takeover_seconds, "s", at_most=TAKEOVER_SECONDS)
-    server.wait_for(lambda: all(verdicts(replicas[surviving], run.exported_job) for run in runs))
+    wait_until(lambda: all(verdicts(replicas[surviving], run.exported_job) for run in runs))
     daemon.release.set()
     for run in (of_shard[0][0], of_shard[1][0], late):
         status = run.finished_capture(paths[run.name])

@@ -16,6 +16,7 @@ from tests.free_ports import free_port
 from tests.kube.api_server import ApiServer
 from tests.kube.conftest import QUICK, StartOperator
 from tests.kube.fleet import OPERATOR_NAMESPACE, Node, TrainingPod, delete_pod, make_namespace, make_pod
+from tests.support.waiting import wait_until
 
 StartPod = Callable[..., TrainingPod]
 
@@ -90,34 +91,34 @@ def test_daemons_use_the_operators_names_whatever_pods_claim_and_after_every_res
         before.update(ranks(node))
         return before.keys() == {pod.uid, thief.uid}
 
-    server.wait_for(are_seen)
+    wait_until(are_seen)
     assert before[pod.uid] == ("llama-master-0:23456", 0)
     assert "/" not in before[thief.uid][0]
 
     operator = start_operator("operator-0", *QUICK)
     named = {pod.uid: (run, 0), thief.uid: (theirs, 0)}
-    server.wait_for_equal(lambda: ranks(node), named)
+    wait_until(lambda: ranks(node) == named, lambda: f"{ranks(node)} instead of {named}")
 
     def is_renamed() -> bool:
         page = urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=60).read().decode()
         return "pytorchjob-llama" in page and not any(name in page for name, _ in before.values())
 
-    server.wait_for(is_renamed)
+    wait_until(is_renamed)
 
     node.stop_daemon()
     node.start_daemon()
-    server.wait_for_equal(lambda: ranks(node), named)
+    wait_until(lambda: ranks(node) == named, lambda: f"{ranks(node)} instead of {named}")
 
     # The operator replaces the pod: the same run, another attempt.
     pod.stop()
     delete_pod(server, namespace, pod.name)
     again = start_pod(namespace, "llama", MASTER_PORT="23457")
     named = {again.uid: (run, 1), thief.uid: (theirs, 0)}
-    server.wait_for_equal(lambda: ranks(node), named)
+    wait_until(lambda: ranks(node) == named, lambda: f"{ranks(node)} instead of {named}")
 
     operator.kill()
     node.stop_daemon()
     node.start_daemon()
-    server.wait_for(lambda: ranks(node).keys() == named.keys())
+    wait_until(lambda: ranks(node).keys() == named.keys())
     start_operator("operator-0", *QUICK)
-    server.wait_for_equal(lambda: ranks(node), named)
+    wait_until(lambda: ranks(node) == named, lambda: f"{ranks(node)} instead of {named}")

@@ -21,6 +21,7 @@ from tests.kube.operator_process import OperatorProcess
 from tests.kube.scripted_daemon import ScriptedDaemon, Spoken
 from tests.kube.scripted_run import BASE, ScriptedRun
 from tests.kube.test_user_api import CALL_SECONDS, NAME, account, refused, token_of
+from tests.support.waiting import wait_until
 
 TEAM, OTHERS = "forgery-team", "forgery-thief"
 RBAC = "/apis/rbac.authorization.k8s.io/v1/namespaces"
@@ -47,7 +48,7 @@ class Scene:
 
     def forge(self, path: str, capture_id: str, phase: str, state: str) -> None:
         """Mallory's own object, as if it were a capture of the victim's job on the victim's node."""
-        self.server.wait_for(lambda: self.server.admin.get(path).get("status", {}).get("phase") == "Pending")
+        wait_until(lambda: self.server.admin.get(path).get("status", {}).get("phase") == "Pending")
         status = {
             "phase": phase,
             "job": self.victim.job,
@@ -89,7 +90,7 @@ def scene(server: ApiServer, operator_user: User, tmp_path_factory: pytest.TempP
             operator.start()
             address = operator.log.rpartition(" api ")[2].split()[0]
             for run in (victim, thief):
-                server.wait_for(lambda run=run: run.status.get("ranks", {}).get("seen") == 2)
+                wait_until(lambda run=run: run.status.get("ranks", {}).get("seen") == 2)
             credentials = grpc.composite_channel_credentials(
                 grpc.ssl_channel_credentials(authority.certificate.read_bytes()),
                 grpc.access_token_call_credentials(token_of(server, OTHERS, "mallory", "rankscope")),
@@ -106,7 +107,7 @@ def test_a_forged_status_takes_serves_cancels_and_deletes_nothing_of_another_nam
     server, daemon, thief = scene.server, scene.daemon, scene.thief
     theirs = scene.victim.make_capture("theirs", ranks="0")
     victims = scene.id_of(theirs)
-    server.wait_for(lambda: victims in daemon.captures)
+    wait_until(lambda: victims in daemon.captures)
 
     # A capture of the victim's job that nobody of the victim's asked for.
     taken = scene.make_capture("taken", "none")
@@ -116,7 +117,7 @@ def test_a_forged_status_takes_serves_cancels_and_deletes_nothing_of_another_nam
     scene.mallory.merge(held, {"metadata": {"finalizers": ["rankscope.dev/capture"]}})
     scene.forge(held, victims, "Running", "running")
     scene.mallory.delete(held)
-    server.wait_for(lambda: not server.admin.is_served(held))
+    wait_until(lambda: not server.admin.is_served(held))
     assert scene.victim.finished_capture(theirs)["phase"] == "Succeeded"
     read = scene.make_capture("read", "none", deleteArtifacts=True)
     scene.forge(read, victims, "Succeeded", "analysed")
@@ -127,12 +128,12 @@ def test_a_forged_status_takes_serves_cancels_and_deletes_nothing_of_another_nam
         seen[:] = [scene.calls.GetCapture(pb.GetCaptureRequest(id=name), timeout=CALL_SECONDS).capture]
         return seen[0].state == pb.CAPTURE_STATE_ANALYSED
 
-    server.wait_for(is_seen_as_forged)
+    wait_until(is_seen_as_forged)
     assert not seen[0].ranks[0].HasField("summary")
     wanted = pb.DownloadArtifactRequest(id=name, rank=0)
     assert refused(lambda: list(scene.calls.DownloadArtifact(wanted, timeout=CALL_SECONDS)))[0] is Code.NOT_FOUND
     scene.calls.DeleteCapture(pb.DeleteCaptureRequest(id=name), timeout=CALL_SECONDS)
-    server.wait_for(lambda: not server.admin.is_served(read))
+    wait_until(lambda: not server.admin.is_served(read))
 
     assert thief.finished_capture(taken)["phase"] == "Failed"
     assert [request.id for request in daemon.starts] == [victims]
@@ -142,7 +143,7 @@ def test_a_forged_status_takes_serves_cancels_and_deletes_nothing_of_another_nam
 
 def test_a_capture_names_the_pods_of_its_own_run_even_where_another_job_has_the_same_name(scene: Scene) -> None:
     mine = scene.id_of(scene.make_capture("mine", scene.thief.object_name, ranks="0,1"))
-    scene.server.wait_for(lambda: mine in scene.daemon.captures)
+    wait_until(lambda: mine in scene.daemon.captures)
     (request,) = (each for each in scene.daemon.starts if each.id == mine)
     assert request.job == scene.thief.exported_job
     assert dict(request.pods) == dict.fromkeys((0, 1), scene.thief.pods[0])
@@ -167,6 +168,6 @@ def test_times_that_are_none_stop_nothing_for_others(scene: Scene) -> None:
     late = ScriptedRun(server, TEAM, "late", [scene.daemon], job="10.0.0.5:29500")
     late.pods.append(late.make_pod(0))
     scene.daemon.ranks = [*scene.daemon.ranks, *(Spoken(late.pods[0], rank, 2, late.job) for rank in (0, 1))]
-    server.wait_for(lambda: late.status.get("ranks", {}).get("seen") == 2)
+    wait_until(lambda: late.status.get("ranks", {}).get("seen") == 2)
     wanted = scene.id_of(late.make_capture("late", ranks="0"))
-    server.wait_for(lambda: wanted in scene.daemon.captures)
+    wait_until(lambda: wanted in scene.daemon.captures)

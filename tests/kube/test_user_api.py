@@ -42,6 +42,7 @@ from tests.kube.operator_process import OperatorProcess
 from tests.kube.scripted_daemon import PROFILE_SAMPLES, ScriptedDaemon, trace_of
 from tests.kube.scripted_run import BASE, ScriptedRun
 from tests.kube.test_webhooks import KINDS, ROOT, forget, patient_api_server
+from tests.support.waiting import wait_until
 
 NAME = "rankscope-api.rankscope.svc"
 TEAM, OTHERS = "people-team", "people-others"
@@ -196,8 +197,8 @@ def place(server: ApiServer, operator_user: User, tmp_path_factory: pytest.TempP
             operator.start()
             address = operator.log.rpartition(" api ")[2].split()[0]
             for each in (run, secret):
-                server.wait_for(lambda each=each: each.status.get("ranks", {}).get("seen") == 2)
-            server.wait_for(lambda: _is_admitted(server))
+                wait_until(lambda each=each: each.status.get("ranks", {}).get("seen") == 2)
+            wait_until(lambda: _is_admitted(server))
             (folder / "token").write_text(token_of(server, TEAM, "ada", "rankscope"))
             command = [
                 *(*MAIN, "capture", f"{TEAM}/{run.object_name}", "--connect", address, "--tls-server-name", NAME),
@@ -207,9 +208,7 @@ def place(server: ApiServer, operator_user: User, tmp_path_factory: pytest.TempP
             ]
             capture = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             try:
-                server.wait_for(
-                    lambda: server.admin.get(f"{BASE}/{TEAM}/captures")["items"] or capture.poll() is not None
-                )
+                wait_until(lambda: server.admin.get(f"{BASE}/{TEAM}/captures")["items"] or capture.poll() is not None)
                 yield Place(
                     server,
                     operator,
@@ -380,7 +379,7 @@ def test_a_token_whose_account_was_deleted_is_of_no_use_to_who_replays_it(place:
     assert refused(lambda: place.calls(token).GetCapture(missing, timeout=CALL_SECONDS))[0] is Code.NOT_FOUND
     place.server.admin.delete(f"/api/v1/namespaces/{TEAM}/serviceaccounts/leaver")
     # Both the API server and the operator remember a yes for ten seconds.
-    place.server.wait_for(
+    wait_until(
         lambda: refused(lambda: place.calls(token).GetCapture(missing, timeout=CALL_SECONDS))[0] is Code.UNAUTHENTICATED
     )
 
@@ -432,7 +431,7 @@ def test_who_asks_by_kubectl_is_recorded_and_cannot_say_they_are_another(place: 
         of_it[:] = [record for record in place.records() if record.get("capture") == "by-hand"]
         return any(record["event"] == "ended" for record in of_it)
 
-    server.wait_for(is_over)
+    wait_until(is_over)
     assert [record["event"] for record in of_it] == ["asked", "ended"]
     assert {(record["via"], record["user"], record["verified"]) for record in of_it} == {("kubectl", name, True)}
     assert of_it[-1]["result"] == "Failed" and of_it[-1]["message"]
@@ -477,7 +476,7 @@ def test_reviews_that_are_not_the_api_servers_leave_no_record(place: Place) -> N
     def is_over() -> bool:
         return any((each["event"], each.get("capture")) == ("ended", "true-one") for each in place.records())
 
-    place.server.wait_for(is_over)
+    wait_until(is_over)
     records = place.records()[before:]
     assert not [each for each in records if each.get("capture", "").startswith("forged") or each["user"] == "admin"]
     of_it = [each for each in records if each.get("capture") == "true-one"]
@@ -519,5 +518,5 @@ def test_cancelling_ends_a_capture_and_keeps_its_object(place: Place) -> None:
     kept = place.server.admin.get(f"{BASE}/{TEAM}/captures/to-be-cancelled")
     assert kept["status"]["phase"] == "Cancelled"
     calls.DeleteCapture(pb.DeleteCaptureRequest(id=f"{TEAM}/to-be-cancelled"), timeout=CALL_SECONDS)
-    place.server.wait_for(lambda: not place.server.admin.is_served(f"{BASE}/{TEAM}/captures/to-be-cancelled"))
+    wait_until(lambda: not place.server.admin.is_served(f"{BASE}/{TEAM}/captures/to-be-cancelled"))
     assert "Traceback" not in place.operator.log

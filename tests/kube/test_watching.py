@@ -7,6 +7,7 @@ from rankscope.operator.kube.api_client import Api
 from rankscope.operator.kube.watch_cache import Watched
 from rankscope.operator.runs.pods import Pod, read_pod
 from tests.kube.api_server import ApiServer
+from tests.support.waiting import wait_until
 
 
 class Notes:
@@ -53,9 +54,9 @@ def test_pods_that_come_and_go_are_told(server: ApiServer, namespace: str, api: 
     add(server, namespace, "early")
     watched = watch(api, namespace, notes)
     add(server, namespace, "late")
-    server.wait_for(lambda: set(notes.names.values()) == {"early", "late"})
+    wait_until(lambda: set(notes.names.values()) == {"early", "late"})
     remove(server, namespace, "early")
-    server.wait_for(lambda: notes.deleted_names == ["early"])
+    wait_until(lambda: notes.deleted_names == ["early"])
     assert [pod.name for pod in watched.objects.values()] == ["late"]
     watched.stop()
 
@@ -66,14 +67,14 @@ def test_an_outage_and_lost_history_cost_nothing_and_a_pod_deleted_meanwhile_is_
     server, notes = stoppable_server, Notes()
     add(server, namespace, "stays", "leaves")
     watched = watch(api, namespace, notes)
-    server.wait_for(lambda: len(notes.names) == 2)
+    wait_until(lambda: len(notes.names) == 2)
     server.stop_api()
-    server.wait_for(lambda: not watched.connected)
+    wait_until(lambda: not watched.connected)
     assert len(watched.objects) == 2  # what is known stays known
     server.delete_behind_the_watch(f"/registry/pods/{namespace}/leaves")
     server.forget_history()
     server.start_api()
     add(server, namespace, "new")
-    server.wait_for(lambda: sorted(notes.names.values()) == ["new", "stays"])
+    wait_until(lambda: sorted(notes.names.values()) == ["new", "stays"])
     assert notes.deleted_names == ["leaves"]
     watched.stop()

@@ -34,6 +34,7 @@ from tests.kube.accounts import RESEARCHER, wait_until_allowed
 from tests.kube.api_server import ApiError, ApiServer, User
 from tests.kube.fleet import OPERATOR_NAMESPACE
 from tests.kube.operator_process import OperatorProcess
+from tests.support.waiting import wait_until
 
 ROOT = "/apis/admissionregistration.k8s.io/v1"
 KINDS = ("mutatingwebhookconfigurations", "validatingwebhookconfigurations")
@@ -50,7 +51,7 @@ def forget(server: ApiServer, name: str) -> None:
             server.admin.delete(f"{ROOT}/{kind}/{name}")
     # The API server asks for a moment longer: other tests make captures too.
     path = f"{captures('default')}?dryRun=All"
-    server.wait_for(lambda: is_made(server, path, capture(steps=1)))
+    wait_until(lambda: is_made(server, path, capture(steps=1)))
 
 
 @contextmanager
@@ -156,9 +157,9 @@ def wait_until_asked(server: ApiServer, namespace: str, name: str = "") -> None:
         every = [server.admin.get(path)["webhooks"][0] for path in paths if server.admin.is_served(path)]
         return len(every) == len(KINDS) and all(webhook["clientConfig"].get("caBundle") for webhook in every)
 
-    server.wait_for(are_written)
+    wait_until(are_written)
     wait_until_read(server, namespace)
-    server.wait_for(lambda: INJECTED in create(server, namespace, pod("kineto"))["metadata"].get("annotations", {}))
+    wait_until(lambda: INJECTED in create(server, namespace, pod("kineto"))["metadata"].get("annotations", {}))
 
 
 def wait_until_read(server: ApiServer, namespace: str) -> None:
@@ -179,7 +180,7 @@ def wait_until_read(server: ApiServer, namespace: str) -> None:
         }
         server.admin.create(f"{ROOT}/{kind}", {"metadata": {"name": name}, "webhooks": [webhook]})
         body = {"metadata": {"name": name, "labels": {"refused-by": name}}}
-        server.wait_for(lambda body=body: not is_made(server, path, body))
+        wait_until(lambda body=body: not is_made(server, path, body))
         server.admin.delete(f"{ROOT}/{kind}/{name}")
 
 
@@ -228,7 +229,7 @@ def test_a_namespace_asks_for_its_pods_and_a_pod_may_decline(
     server.admin.create(
         "/api/v1/namespaces", {"metadata": {"name": other, "labels": {"rankscope.dev/inject": "kineto"}}}
     )
-    server.wait_for(lambda: env(create(server, other, pod())) == LEVEL_1)
+    wait_until(lambda: env(create(server, other, pod())) == LEVEL_1)
     assert env(create(server, other, pod("false"))) == {}
     assert "PYTHONPATH" in env(create(server, other, pod("probe")))  # the pod's word counts
     assert env(create(server, namespace, pod("yes, please".replace(", ", "-")))) == {}
@@ -414,19 +415,19 @@ def test_a_new_authority_is_taken_up_while_requests_go_on_and_none_fails(
     asking = threading.Thread(target=go_on)
     asking.start()
     try:
-        server.wait_for(lambda: counted[0] > 3 or failures)
+        wait_until(lambda: counted[0] > 3 or failures)
         # Whatever there is now has less than a third of these left: the authority is due. Nothing that it signs is
         # served before the API server trusts it.
         lifetimes = Lifetimes(authority_seconds=5 * 365 * 86400.0)
         rotation.settings = replace(rotation.settings, lifetimes=lifetimes, settle_seconds=float("inf"))
-        server.wait_for(lambda: len(authorities(kept()["ca.crt"])) == 2)
+        wait_until(lambda: len(authorities(kept()["ca.crt"])) == 2)
         during = kept()
         bundle = base64.b64encode(during["ca.crt"]).decode()
-        server.wait_for(lambda: bundles(server, namespace) == {bundle})
+        wait_until(lambda: bundles(server, namespace) == {bundle})
         wait_until_read(server, namespace)
         rotation.settings = replace(rotation.settings, settle_seconds=0.0)
         assert authorities(during["ca.crt"])[1] == authorities(before["ca.crt"])[0]
-        server.wait_for(lambda: (served() and counted[1] > 5) or failures)
+        wait_until(lambda: (served() and counted[1] > 5) or failures)
     finally:
         stopping.set()
         asking.join(60)
@@ -445,11 +446,11 @@ def bundles(server: ApiServer, namespace: str) -> set[str]:
     return {webhook["clientConfig"]["caBundle"] for webhooks in found for webhook in webhooks}
 
 
-def test_replicas_that_do_not_lead_serve_what_the_leader_made(server: ApiServer, namespace: str, make: Make) -> None:
+def test_replicas_that_do_not_lead_serve_what_the_leader_made(namespace: str, make: Make) -> None:
     follower = make(leads=False)
     port = free_port()
     leader = make(listen_port=port)
-    server.wait_for(lambda: follower.is_serving and leader.is_serving)
+    wait_until(lambda: follower.is_serving and leader.is_serving)
     seen = {ssl.get_server_certificate(("127.0.0.1", one.server.port)) for one in (follower, leader)}
     assert len(seen) == 1
 
@@ -470,7 +471,7 @@ def test_files_that_somebody_else_renews_are_taken_up(
     assert not server.admin.is_served(f"/api/v1/namespaces/{namespace}/secrets/rankscope-webhook")
     write()
     certificate = (tmp_path / "tls.crt").read_text()
-    server.wait_for(lambda: ssl.get_server_certificate(("127.0.0.1", webhooks.server.port)) == certificate)
+    wait_until(lambda: ssl.get_server_certificate(("127.0.0.1", webhooks.server.port)) == certificate)
     wait_until_asked(server, namespace)
 
 

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,8 @@ from rankscope.operator.alerts.alertmanager_webhook import make_token
 from rankscope.v1.rank_service_pb2 import ListRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from tests.certificates import Authority, Pair
+from tests.support.processes import children
+from tests.support.waiting import wait_until
 
 PATIENCE_SECONDS = 180.0
 DAEMON, OPERATOR, METRICS = "rankscope-daemon", "rankscope-operator", "rankscope-metrics"
@@ -40,13 +41,6 @@ _ANNOUNCED = re.compile(
 )
 # Lines written by time, not because of a caller: the number of earlier callers, what the daemon sees, verdicts.
 _TIMED = re.compile(r"refused \d+ connections: | rankscope\.daemon\.(loop|sampler): |^\d\d:\d\d:\d\d ")
-
-
-def wait_for(condition: Callable[[], object], explain: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up, explain()
-        time.sleep(0.05)
 
 
 @dataclass
@@ -91,13 +85,13 @@ class Attacked:
             self._unshared = subprocess.Popen(
                 [*namespace, "sh", "-c", RANK, "sh", library, *up], stdout=log, stderr=log
             )
-        wait_for(lambda: _ANNOUNCED.search(self.log) or self._unshared.poll() is not None, lambda: self.log)
+        wait_until(lambda: _ANNOUNCED.search(self.log) or self._unshared.poll() is not None, lambda: self.log)
         announced = _ANNOUNCED.search(self.log)
         assert announced is not None, self.log
         self.metrics_port, self.port, self.console_port, self.alerts_port = map(int, announced.groups())
-        (shell,) = _children(self._unshared.pid)
-        (self.pid,) = (pid for pid in _children(shell) if b"rankscope.cli.main" in _command(pid))
-        wait_for(lambda: self.honest_jobs() == {SECRET_JOB}, lambda: self.log)
+        (shell,) = children(self._unshared.pid)
+        (self.pid,) = (pid for pid in children(shell) if b"rankscope.cli.main" in _command(pid))
+        wait_until(lambda: self.honest_jobs() == {SECRET_JOB}, lambda: self.log)
 
     def stop(self) -> None:
         self._unshared.kill()  # and with it all of its namespace
@@ -118,7 +112,7 @@ class Attacked:
 
     def wait_for_line(self, text: str) -> None:
         """Until the log has it; a caller may be answered first. It comes once."""
-        wait_for(lambda: text in self.log, lambda: f"{text}: not in\n{self.log}")
+        wait_until(lambda: text in self.log, lambda: f"{text}: not in\n{self.log}")
         assert self.log.count(text) == 1
 
     @property
@@ -143,7 +137,7 @@ class Attacked:
 
     def wait_until_served(self, seconds: float = PATIENCE_SECONDS) -> None:
         """An operator asks again when it is told that there is too much at once, and so do we."""
-        wait_for(self.is_served, lambda: self.log, seconds)
+        wait_until(self.is_served, lambda: self.log, seconds)
 
     def is_served(self) -> bool:
         try:
@@ -156,10 +150,6 @@ class Attacked:
         """What a stranger is told: nothing of the host, nothing of the code, nothing of other tenants."""
         for leak in (str(self.folder), "/site-packages", "Traceback", 'File "', ".py", SECRET, "Exception"):
             assert leak not in text, text
-
-
-def _children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _command(pid: int) -> bytes:

@@ -44,6 +44,8 @@ from tests.integration.daemon_process import Serving
 from tests.integration.probe_running import PROBE_PATH
 from tests.machine_pauses import MachinePauses
 from tests.namespaces import missing_for_nodes
+from tests.support.processes import children, family_cpu_seconds
+from tests.support.waiting import wait_until
 
 RANKS = (0, 1)
 SLOW_RANK = 1
@@ -81,19 +83,11 @@ _PRIORITY = ("nice", "-n", "-10")
 _ON_SMALL_DISK = 'mount -t tmpfs -o size=16m none "$TMPDIR" && exec "$@"'
 _HOUR = 3600.0
 _AS_NOBODY = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
-_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _CLONE_NEWPID = 0x20000000
 
 
 # CPU seconds that callers have asked for between two times, which come on top of the budget (docs/security.md).
 OnTop = Callable[[float, float], float]
-
-
-def wait_until(condition: Callable[[], object], explain: Callable[[], object]) -> None:
-    give_up_at = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < give_up_at, explain()
-        time.sleep(0.1)
 
 
 class Node:
@@ -335,7 +329,7 @@ class Bystander:
             latest = (now - 4 * RECORDING_SECONDS, now - 2 * RECORDING_SECONDS)
             return is_judged and self._watched.recorded_ratio(*latest) >= LEAST_RECORDED_RATIO
 
-        wait_until(is_settled, lambda: f"{self.describe()}\n{self.log}\n{self._job_log}")
+        wait_until(is_settled, lambda: f"{self.describe()}\n{self.log}\n{self._job_log}", PATIENCE_SECONDS)
         self.samples_per_second = self._watched.rate()
 
     def stop(self) -> None:
@@ -408,19 +402,19 @@ class Bystander:
 
     def cpu_seconds_of(self, act: Callable[[], object]) -> float:
         """What the daemon uses for it beyond its budget."""
-        began, before = time.monotonic(), cpu_seconds(self.process.pid)
+        began, before = time.monotonic(), family_cpu_seconds(self.process.pid)
         act()
-        used = cpu_seconds(self.process.pid) - before
+        used = family_cpu_seconds(self.process.pid) - before
         return max(0.0, used - BUDGET_RATIO * len(RANKS) * (time.monotonic() - began))
 
     def measure(self, seconds: float = OBSERVED_SECONDS, on_top: OnTop = lambda start, end: 0.0) -> dict[str, float]:
         watched, start = self._watched, time.time()
-        cpu_before, most_resident = cpu_seconds(self.process.pid), 0
+        cpu_before, most_resident = family_cpu_seconds(self.process.pid), 0
         while time.time() < start + seconds:
             most_resident = max(most_resident, self.resident_bytes)
             time.sleep(0.2)
         end, recorded = time.time(), start + seconds - RECORDING_SECONDS
-        used = max(0.0, cpu_seconds(self.process.pid) - cpu_before - on_top(start, end))
+        used = max(0.0, family_cpu_seconds(self.process.pid) - cpu_before - on_top(start, end))
         granted = sum(seconds for at, seconds in watched.granted if start <= at <= end)
         # Of the borders between: windows begin at whole multiples of their length.
         first, last = -(-start // WINDOW_SECONDS), end // WINDOW_SECONDS - 1
@@ -462,7 +456,7 @@ def bystander_on_a_node() -> Iterator[Bystander]:
     node = Node(folder)
     try:
         node.start_job()
-        wait_until((folder / "READY").exists, (folder / "job-log").read_text)
+        wait_until((folder / "READY").exists, (folder / "job-log").read_text, PATIENCE_SECONDS)
         bystander = Bystander(folder / "daemon", node)
         try:
             bystander.start()
@@ -477,24 +471,6 @@ def bystander_on_a_node() -> Iterator[Bystander]:
 def is_right(state: JobState) -> bool:
     verdict = state.verdict
     return verdict.kind.value == "slow_rank" and tuple(verdict.culprits) == (SLOW_RANK,)
-
-
-def cpu_seconds(pid: int) -> float:
-    """Of a process and its descendants, those included that have ended and been waited for."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        own = sum(map(int, fields[11:15])) / _TICKS_PER_SECOND
-        return own + sum(map(cpu_seconds, children(pid)))
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):
-            found += [int(word) for word in (thread / "children").read_text().split()]
-    return found
 
 
 def _near(now: float, *unix_nanos: int) -> tuple[float, float]:

@@ -30,7 +30,7 @@ from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 from rankscope.v1.rank_service_pb2 import ListRanksRequest, WatchRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from tests.integration.kineto_peers import Peer, peer
-from tests.security.bystander import PATIENCE_SECONDS, RUN_ID, Bystander, wait_until
+from tests.security.bystander import PATIENCE_SECONDS, RUN_ID, Bystander
 from tests.security.forged_ranks import EMPTY, NEVER, NOBODY, forged_rank
 from tests.security.metrics_reading import value
 from tests.security.rank_processes import rank_processes, rank_variables
@@ -38,6 +38,7 @@ from tests.security.tenants import tenant, within
 from tests.security.test_clock_jumps import HOUR, SET_CLOCK, set_clock
 from tests.security.test_descriptors import DESCRIPTORS
 from tests.security.test_slow_readers import UNREAD
+from tests.support.waiting import wait_until
 
 DECOYS = '{"a":[' + '{"traceEvents":0},' * 14_000 + '0],"traceEvents":[]}'
 SECRET = '{"password": "of root"}'

@@ -19,10 +19,10 @@ from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 from tests.integration.daemon_process import Serving, serving
 from tests.integration.kineto_peers import Peer, peer
-from tests.integration.small_job import wait_for
 from tests.security.bystander import Bystander
 from tests.security.forged_ranks import EMPTY, NEVER, NOBODY, captured, forged_rank, job_of
 from tests.security.tenants import tenant
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="to see other users' jobs needs root")
 
@@ -131,17 +131,17 @@ def test_namespaces_of_one_user_leave_sockets_for_others(
         greedy = [stack.enter_context(tenant()) for _ in range(6)]
         ranks = [rank(each, number) for number, each in enumerate(greedy)]
         captures.observe(ranks, {})
-        wait_for(lambda: sum(endpoint.served_seconds(each.namespace) is not None for each in greedy) == 4)
+        wait_until(lambda: sum(endpoint.served_seconds(each.namespace) is not None for each in greedy) == 4)
         served = {each.namespace for each in greedy if endpoint.served_seconds(each.namespace) is not None}
         other = stack.enter_context(peer())
         captures.observe([*ranks, rank(other, 7)], {})
-        wait_for(lambda: endpoint.served_seconds(other.namespace) is not None)
-        wait_for(lambda: sum(endpoint.served_seconds(one) is not None for one in served) == 3)
+        wait_until(lambda: endpoint.served_seconds(other.namespace) is not None)
+        wait_until(lambda: sum(endpoint.served_seconds(one) is not None for one in served) == 3)
 
         def failures() -> list[str]:
             return [failure for each in greedy if (failure := endpoint.failure(each.namespace))]
 
-        wait_for(lambda: len(failures()) == 3)
+        wait_until(lambda: len(failures()) == 3)
         assert "uid 65534 has ranks in 6 network namespaces; 4 are served on a node" in str(failures())
 
 

@@ -23,6 +23,7 @@ from rankscope.daemon.procfs import read_stat
 from rankscope.daemon.samples import RankProcess
 from tests.integration.kineto_peers import Peer, endpoint_for
 from tests.security.tenants import NOBODY, tenant, within
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a daemon that reads all users' files runs as root")
 
@@ -82,8 +83,7 @@ def sleeper(script: str, *words: object) -> Iterator[int]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        while b"sleep" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()[:5]:
-            time.sleep(0.01)
+        wait_until(lambda: Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"sleep"))
         yield process.pid
     finally:
         process.kill()

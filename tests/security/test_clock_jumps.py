@@ -30,9 +30,11 @@ from rankscope.v1 import identity_pb2, window_pb2
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from tests.daemon_messages import hold
-from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, serving, wait_until
+from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, serving
 from tests.integration.test_bad_input import claims, keeper
 from tests.machine_pauses import MachinePauses
+from tests.support.processes import children
+from tests.support.waiting import wait_until
 from tests.unit.daemon import window_makers as make
 from tests.unit.daemon.ring_writer import ME, Writer
 
@@ -219,7 +221,7 @@ def test_a_rank_in_a_time_namespace_is_read_with_its_own_monotonic_clock(offset:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
             pytest.skip("time namespaces may not be made here")
-        (pid,) = (int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        (pid,) = children(process.pid)
         rank = RankProcess(job="j", rank=0, local_rank=0, world_size=1, pid=pid, start_ticks=1, namespace_pids=(pid,))
         collector, watch = StepsCollector(), StallWatch(None)
         for _ in range(3):

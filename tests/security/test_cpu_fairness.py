@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from rankscope.common.run_names import run_labels
-from tests.security.bystander import Bystander, wait_until
+from tests.security.bystander import Bystander
 from tests.security.metrics_reading import value
 from tests.security.rank_processes import PORT, rank_variables
+from tests.support.waiting import wait_until
 
 RANKS, DESCRIPTORS = 12, 16_000
 CALLERS = 4

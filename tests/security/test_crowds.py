@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.security.bystander import Bystander, children, wait_until
+from tests.security.bystander import Bystander
+from tests.support.processes import children
+from tests.support.waiting import wait_until
 
 CROWD = 2000
 FORKING = """

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.security.bystander import Bystander, wait_until
+from tests.security.bystander import Bystander
 from tests.security.dead_mount import rank_with_dead_mount
 from tests.security.metrics_reading import value
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="no /dev/fuse here")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.security.attacked import wait_for
 from tests.security.bystander import Bystander
 from tests.security.rank_processes import NOBODY, RankProcesses, rank_processes, rank_variables
+from tests.support.waiting import wait_until
 
 FLOOD = """
 number=0
@@ -50,7 +50,7 @@ def test_processes_named_to_be_first_take_no_place_of_another_users_ranks(
     with bystander.under_attack() as watch:
         with bystander.node():
             processes.start(variables, uid=NOBODY, command=["sh", "-c", FLOOD])
-        wait_for(lambda: ranks(bystander) > count, lambda: bystander.log)
+        wait_until(lambda: ranks(bystander) > count, lambda: bystander.log)
         watch.observe()
         assert f'rankscope_daemon_ranks_cut{{owner="uid {NOBODY}"}}' in page(bystander)
         assert f"ranks of uid {NOBODY} are not watched" in bystander.log
@@ -76,6 +76,6 @@ def test_impostors_and_processes_that_never_load_torch_change_nothing(
                 processes.start({**rank_variables(rank), **real})
             claims = {**rank_variables(0, 2 * count), "COUNT": str(count), "PROGRAM": str(shutil.which("sleep"))}
             processes.start(claims, uid=NOBODY, command=["sh", "-c", FLOOD])
-        wait_for(lambda: "\nrankscope_daemon_rank_conflicts 2.0\n" in page(bystander), lambda: bystander.log)
+        wait_until(lambda: "\nrankscope_daemon_rank_conflicts 2.0\n" in page(bystander), lambda: bystander.log)
         watch.observe()
     assert ranks(bystander) == 2

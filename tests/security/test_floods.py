@@ -11,7 +11,7 @@ import pytest
 
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
-from tests.security.attacked import DAEMON, OPERATOR, PATIENCE_SECONDS, Attacked, wait_for
+from tests.security.attacked import DAEMON, OPERATOR, PATIENCE_SECONDS, Attacked
 from tests.security.http2 import (
     CONTINUATION,
     DATA,
@@ -27,6 +27,7 @@ from tests.security.http2 import (
     field,
     frame,
 )
+from tests.support.waiting import wait_until
 
 ODD = range(1, 4001, 2)  # streams of a client
 
@@ -157,7 +158,7 @@ def test_calls_that_an_operator_begins_and_leaves_alone_are_ended_and_others_ser
         connection.begin()
         for stream in ODD[:60]:
             connection.send(frame(HEADERS, END_HEADERS, stream, call_headers()))
-        wait_for(lambda: not attacked.is_served(), lambda: attacked.log)
+        wait_until(lambda: not attacked.is_served(), lambda: attacked.log)
         attacked.wait_until_served(40.0)  # after a minute gRPC ends it by itself: nobody has acknowledged its settings
 
 

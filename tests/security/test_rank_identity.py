@@ -13,8 +13,9 @@ import pytest
 
 from rankscope.daemon.discovery.ranks import RankDiscovery
 from rankscope.daemon.samples import RankProcess
-from tests.security.attacked import wait_for
 from tests.security.rank_processes import NOBODY, PORT, RankProcesses, rank_processes, rank_variables
+from tests.support.processes import stat_fields
+from tests.support.waiting import wait_until
 
 JOB = f"10.9.8.7:{PORT}"
 EVALUATION = """
@@ -43,7 +44,7 @@ class Watch:
         return {rank.pid: rank for rank in self.discovery.scan().ranks if rank.pid in pids}
 
     def until(self, condition: Callable[[dict[int, RankProcess]], object], *pids: int) -> dict[int, RankProcess]:
-        wait_for(lambda: condition(self.of(*pids)), lambda: self.of(*pids))
+        wait_until(lambda: condition(self.of(*pids)), lambda: self.of(*pids))
         return self.of(*pids)
 
 
@@ -70,7 +71,7 @@ def test_of_one_users_processes_the_one_that_came_first_is_the_rank(processes: R
     watch = Watch()
     watch.until(lambda found: first in found, first)
     second = processes.start(rank_variables(0))
-    wait_for(lambda: {first, second} <= {pid for c in watch.discovery.scan().conflicts for pid in _pids(c)}, str)
+    wait_until(lambda: {first, second} <= {pid for c in watch.discovery.scan().conflicts for pid in _pids(c)})
     assert set(watch.of(first, second)) == {first}
     processes.end(first)
     (found,) = watch.until(lambda found: second in found, second).values()
@@ -107,7 +108,7 @@ def test_ranks_of_two_namespaces_with_torchruns_default_address_are_two_jobs(
         all_ranks = watch.discovery.scan().ranks
         return [[rank for rank in all_ranks if _is_below(rank.pid, shell)] for shell in started]
 
-    wait_for(lambda: [len(each) for each in ranks()] == [2, 2], ranks)
+    wait_until(lambda: [len(each) for each in ranks()] == [2, 2], ranks)
     first, second = ranks()
     assert [rank.rank for rank in first] == [rank.rank for rank in second] == [0, 1]
     assert len({rank.job for rank in first}) == len({rank.job for rank in second}) == 1
@@ -165,7 +166,7 @@ def test_the_uids_of_a_user_namespace_are_its_makers(processes: RankProcesses) -
     ) as other:
         try:
             own = Path("/proc/self/ns/user").readlink()
-            wait_for(lambda: Path(f"/proc/{other.pid}/ns/user").readlink() != own, str)
+            wait_until(lambda: Path(f"/proc/{other.pid}/ns/user").readlink() != own)
             for name in ("uid_map", "gid_map"):
                 Path(f"/proc/{other.pid}/{name}").write_text("0 100000 1000\n")
             assert other.stdin is not None
@@ -184,7 +185,7 @@ def _pids(conflict: object) -> tuple[int, int]:
 def _is_below(pid: int, ancestor: int) -> bool:
     while pid > 1 and pid != ancestor:
         try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            pid = int(stat_fields(pid)[1])
         except OSError:
             return False
     return pid == ancestor

@@ -21,7 +21,7 @@ from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.rank_service_pb2 import ListRanksRequest, WatchRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from rankscope.v1.window_pb2 import RankWindow
-from tests.security.attacked import wait_for
+from tests.support.waiting import wait_until
 from tests.unit.daemon import window_makers as make
 
 READERS = 4
@@ -83,7 +83,7 @@ def test_a_reader_of_windows_that_has_stopped_reading_gives_way(target: str, pub
     large = {("job", 0, 1, 1): RankWindow(identity=RankIdentity(job="x" * 100_000))}
     with channels(target) as opened:
         stuck = [RankServiceStub(opened()).WatchRanks(WatchRanksRequest()) for _ in range(READERS)]
-        wait_for(lambda: publisher.readers == READERS, lambda: publisher.readers)
+        wait_until(lambda: publisher.readers == READERS, lambda: publisher.readers)
         refused = RankServiceStub(opened()).WatchRanks(WatchRanksRequest())
         with pytest.raises(grpc.RpcError) as error:
             next(refused)
@@ -95,7 +95,7 @@ def test_a_reader_of_windows_that_has_stopped_reading_gives_way(target: str, pub
                 publisher.publish(Tick(make.span(index), cast(Any, large)))
             return are
 
-        wait_for(are_stalled, lambda: "flow control does not reach the daemon")
+        wait_until(are_stalled, lambda: "flow control does not reach the daemon")
         with grpc.insecure_channel(target) as channel:
             arrived = RankServiceStub(channel).WatchRanks(WatchRanksRequest(), timeout=PATIENCE_SECONDS)
             assert next(arrived).windows

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tests.security.attacked import Attacked, wait_for
+from tests.security.attacked import Attacked
 from tests.security.test_strangers import refusal
+from tests.support.waiting import wait_until
 
 
 def test_callers_that_never_showed_a_certificate_are_told_of_in_a_line_a_minute_with_their_number(
@@ -14,7 +15,7 @@ def test_callers_that_never_showed_a_certificate_are_told_of_in_a_line_a_minute_
     with attacked.channel(None) as channel:
         refusal(channel)
     found = r"refused (\d+) connections: they showed no certificate"
-    wait_for(lambda: re.search(found, attacked.log), lambda: attacked.log)
+    wait_until(lambda: re.search(found, attacked.log), lambda: attacked.log)
     assert len(re.findall(found, attacked.log)) <= 1 + attacked.age_seconds / 60
 
 

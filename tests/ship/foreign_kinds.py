@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.kube.api_server import ApiServer
+from tests.support.waiting import wait_until
 
 Schema = dict[str, Any]
 
@@ -228,4 +229,4 @@ def install(server: ApiServer) -> None:
             },
         )
     for group, version, _, plural, _, _ in kinds:
-        server.wait_for(lambda path=f"/apis/{group}/{version}/{plural}": server.admin.is_served(path))
+        wait_until(lambda path=f"/apis/{group}/{version}/{plural}": server.admin.is_served(path))

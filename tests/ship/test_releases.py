@@ -25,6 +25,7 @@ from tests.ship import cluster
 from tests.ship.combinations import COMBINATIONS
 from tests.ship.helm import CHART, Helm
 from tests.ship.pod_running import PodProcess, ServiceProxy, with_token
+from tests.support.waiting import wait_until
 
 # Neither is the chart's name: nothing may depend on it.
 RELEASE, NAMESPACE = "fleet", "profiling"
@@ -132,7 +133,7 @@ def life(server: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     for kind in ("captures", "profilingpolicies", "trainingruns"):
         path = CAPTURES.replace("captures", kind)
         server.admin.delete(path)
-        server.wait_for(lambda path=path: not server.admin.is_served(path))
+        wait_until(lambda path=path: not server.admin.is_served(path))
 
 
 class Running:
@@ -264,13 +265,13 @@ class Running:
 
     def _wait(self, condition: Any, process: PodProcess) -> None:
         def is_met() -> object:
-            assert process.process is not None and process.process.poll() is None, process.log
+            assert process.process is not None and process.process.poll() is None, logs()
             return condition()
 
-        try:
-            self._life.server.wait_for(is_met)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\noperator:\n{self.operator.log}\ndaemon:\n{self.daemon.log}") from None
+        def logs() -> str:
+            return f"operator:\n{self.operator.log}\ndaemon:\n{self.daemon.log}"
+
+        wait_until(is_met, logs)
 
 
 def test_the_installed_operator_is_ready_and_hears_the_installed_daemon(life: Life) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.free_ports import free_port
-from tests.integration.daemon_process import wait_until
 from tests.namespaces import missing_for_nodes
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 UNPACKED = ROOT / ".slurm"

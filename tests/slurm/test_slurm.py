@@ -17,8 +17,9 @@ import pytest
 from rankscope.v1 import job_service_pb2 as pb
 from rankscope.v1.job_service_pb2_grpc import JobServiceStub
 from tests.free_ports import free_port
-from tests.integration.daemon_process import MAIN, serving, wait_until
+from tests.integration.daemon_process import MAIN, serving
 from tests.slurm.slurm_cluster import SlurmCluster, slurm_cluster
+from tests.support.waiting import wait_until
 
 JOBS = Path(__file__).parent / "jobs"
 PROLOG = Path(__file__).parents[2] / "deploy" / "slurm" / "task_prolog.sh"

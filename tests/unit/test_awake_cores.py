@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.daemon_process import wait_until
+from tests.support.waiting import wait_until
 from tools.awake_cores import awake_cores
 
 

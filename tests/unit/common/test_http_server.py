@@ -20,6 +20,7 @@ from rankscope.common.http_server import HEAD_BYTES, HttpServer, Limits, Request
 from rankscope.common.tls import FollowedTls, TlsMaterial, files
 from tests.certificates import Authority, Pair
 from tests.free_ports import free_port
+from tests.support.waiting import wait_until
 
 AT_ONCE = 8
 LIMIT_SECONDS = 180.0
@@ -396,10 +397,7 @@ def test_threads_end_with_their_callers(start: Start, later: list[float]) -> Non
     assert len(ask(server)) == 1000
     assert 0 < threads() <= 2 * AT_ONCE
     later[0] += 2 * LIMIT_SECONDS
-    give_up = time.monotonic() + LIMIT_SECONDS
-    while threads():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
+    wait_until(lambda: not threads())
     for one in callers:
         one.close()
 

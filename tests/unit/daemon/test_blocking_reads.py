@@ -9,6 +9,7 @@ import pytest
 
 from rankscope.daemon import blocking_reads
 from rankscope.daemon.blocking_reads import BLOCKS_PER_OWNER, PATIENCE_SECONDS, BlockedError, BlockingReads
+from tests.support.waiting import wait_until
 
 
 def owner_of(process: str) -> str:
@@ -58,10 +59,7 @@ def test_a_process_that_blocks_is_left_behind_and_the_others_are_read(reads: Blo
         assert reads.blocked == 1
     finally:
         node.released.set()
-    give_up_at = time.monotonic() + 180
-    while reads.blocked:
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
+    wait_until(lambda: not reads.blocked)
     assert reads.each(["a/blocked"], str, node.read) == []
 
 
@@ -159,10 +157,7 @@ def test_a_thread_that_sleeps_is_not_ready_and_one_that_looks_at_itself_is() -> 
     sleeper.start()
     try:
         assert began.wait(180) and sleeper.native_id is not None
-        give_up_at = time.monotonic() + 180
-        while blocking_reads._ticks_of_ready(sleeper.native_id) is not None:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.01)
+        wait_until(lambda: blocking_reads._ticks_of_ready(sleeper.native_id) is None)
         assert blocking_reads._ticks_of_ready(threading.get_native_id()) is not None
     finally:
         released.set()

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from rankscope.daemon.stacks.collector import HOLD_UP_SECONDS, StacksCollector
 from rankscope.daemon.stacks.pyspy import STUCK_PER_OWNER, Child, Ended, KilledChildren
 from rankscope.daemon.stacks.recording import FRAMES_KEPT, LIBRARY_FRAMES_KEPT, summarise
 from rankscope.daemon.stacks.sampling_budget import Budget, Plan
+from tests.support.waiting import wait_until
 
 SPAN = Span(0, 2_000_000_000)
 ME = os.getpid()
@@ -54,13 +55,6 @@ def calls(folder: Path) -> list[int]:
     return [int(pid) for pid in path.read_text().split()] if path.exists() else []
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + 180
-    while not condition():
-        assert time.monotonic() < give_up_at, "waited in vain"
-        time.sleep(0.005)
-
-
 def settle(source: StacksCollector, now: float) -> None:
     """One poll of the simulated clock, and all that it started has ended."""
     source.poll(now)
@@ -69,7 +63,7 @@ def settle(source: StacksCollector, now: float) -> None:
         source.poll(now)
         return source.running == 0
 
-    wait_for(nothing_runs)
+    wait_until(nothing_runs)
 
 
 def is_gone(pid: int) -> bool:
@@ -342,7 +336,7 @@ def test_a_recording_that_overstays_is_killed(tmp_path: Path) -> None:
     with collector(tmp_path, "exec sleep 60") as source:
         source.collect([rank(0)], SPAN)
         source.poll(0.0)
-        wait_for(lambda: len(calls(tmp_path)) == 1)
+        wait_until(lambda: len(calls(tmp_path)) == 1)
         source.poll(100.0)
         problem = source.collect([rank(0)], SPAN)[rank(0).key]
         assert isinstance(problem, Problem)
@@ -352,7 +346,7 @@ def test_a_recording_that_overstays_is_killed(tmp_path: Path) -> None:
             source.poll(100.0)
             return is_gone(calls(tmp_path)[0])
 
-        wait_for(is_reaped)
+        wait_until(is_reaped)
 
 
 def test_a_recording_of_a_rank_that_departed_and_all_at_the_end_are_killed(
@@ -363,7 +357,7 @@ def test_a_recording_of_a_rank_that_departed_and_all_at_the_end_are_killed(
         source.collect([rank(0), rank(5)], SPAN)
         source.poll(0.0)
         source.poll(2.0)
-        wait_for(lambda: len(calls(tmp_path)) == 2)
+        wait_until(lambda: len(calls(tmp_path)) == 2)
         source.collect([rank(0)], SPAN)
         assert source.running == 1
         source.close()
@@ -530,11 +524,11 @@ def test_a_rank_that_costs_far_too_much_once_is_tried_again_soon_and_then_rarely
             source.poll(now[0])
             return is_gone(calls(tmp_path)[-1])
 
-        wait_for(is_given_up)
+        wait_until(is_given_up)
         assert len(calls(tmp_path)) == 1
         now[0] += 20.0
-        wait_for(is_tried_again)  # once the killed child is reaped
-        wait_for(is_given_up)
-        wait_for(is_reaped)
+        wait_until(is_tried_again)  # once the killed child is reaped
+        wait_until(is_given_up)
+        wait_until(is_reaped)
         settle(source, now[0] + 50.0)
         assert len(calls(tmp_path)) == 2

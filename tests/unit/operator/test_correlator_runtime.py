@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import http.client
 import ssl
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from rankscope.v1.job_service_pb2 import GetHangRequest, ListHangsRequest
 from rankscope.v1.job_service_pb2_grpc import JobServiceStub
 from rankscope.v1.profile_service_pb2_grpc import ProfileServiceStub
 from tests.kube.scripted_daemon import PROFILE_SAMPLES, ScriptedDaemon, Spoken
+from tests.support.waiting import wait_until
 
 RUN = "exp#3-10_2"  # as Slurm may call an array task
 
@@ -44,14 +44,6 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller, "START_AHEAD_SECONDS", 3.0)
     monkeypatch.setattr(daemon_calls, "LAST_CALL_SECONDS", -600.0)  # the scripted daemons take a start that is over
     monkeypatch.setattr(daemon_calls, "WAITING_SECONDS", 0.5)
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 180.0) -> Any:
-    give_up_at = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < give_up_at
-        time.sleep(0.05)
-    return found
 
 
 @pytest.fixture
@@ -83,7 +75,7 @@ def nodes(runtime: CorrelatorRuntime) -> dict[int, str]:
 
 
 def all_report(runtime: CorrelatorRuntime) -> None:
-    wait_for(lambda: nodes(runtime) == {0: "node-a", 1: "node-a", 2: "node-b", 3: "node-b"})
+    wait_until(lambda: nodes(runtime) == {0: "node-a", 1: "node-a", 2: "node-b", 3: "node-b"})
 
 
 @contextmanager
@@ -106,7 +98,7 @@ def test_ranks_of_all_daemons_are_one_run_and_can_be_captured(tmp_path: Path, da
         with pytest.raises(grpc.RpcError, match="no run other; next: rankscope top"):
             next(iter(user.StartCapture(pb.StartCaptureRequest(job="other", ranks="all", steps=3), timeout=60)))
         user.DeleteCapture(pb.DeleteCaptureRequest(id="mine"), timeout=60)
-        wait_for(lambda: not user.ListCaptures(pb.ListCapturesRequest(), timeout=60).captures)
+        wait_until(lambda: not user.ListCaptures(pb.ListCapturesRequest(), timeout=60).captures)
         assert all(daemon.deleted for daemon in daemons)
 
 
@@ -145,7 +137,7 @@ def test_a_hang_is_reported_with_the_stacks_of_all_daemons_and_kept_over_a_resta
         hang = Verdict(Kind.HANG, "no rank advances", Severity.ALARM)
         runtime.jobs.hangs((replace(runtime.jobs.states_by_job()[RUN], verdict=hang),))
         user = JobServiceStub(channel)
-        wait_for(lambda: user.ListHangs(ListHangsRequest(run=RUN), timeout=60).hangs)
+        wait_until(lambda: user.ListHangs(ListHangsRequest(run=RUN), timeout=60).hangs)
         (listed,) = user.ListHangs(ListHangsRequest(), timeout=60).hangs
         report = msgspec.json.decode(user.GetHang(GetHangRequest(id=listed.id), timeout=60).report, type=HangReport)
         assert [(place.ranks, place.count) for place in report.places] == [("0-3", 4)]
@@ -163,18 +155,18 @@ def test_a_restart_continues_a_capture_and_lists_what_ended(tmp_path: Path, daem
         all_report(runtime)
         request = pb.StartCaptureRequest(job=RUN, ranks="0,3", steps=3, id="mine")
         call = user.StartCapture(request, timeout=60)
-        wait_for(lambda: all(daemon.captures for daemon in daemons))
+        wait_until(lambda: all(daemon.captures for daemon in daemons))
         call.cancel()
     daemons[1].release.set()
     for _ in range(2):
         with correlator(tmp_path, daemons) as runtime, stub(runtime) as user:
-            wait_for(lambda: runtime.captures.watched.listed.is_set())
+            wait_until(lambda: runtime.captures.watched.listed.is_set())
 
             def states(user: CaptureServiceStub = user) -> list[tuple[str, int]]:
                 captures = user.ListCaptures(pb.ListCapturesRequest(job=RUN), timeout=60).captures
                 return [(capture.id, capture.state) for capture in captures]
 
-            wait_for(lambda states=states: states() == [("mine", pb.CAPTURE_STATE_ANALYSED)])
+            wait_until(lambda states=states: states() == [("mine", pb.CAPTURE_STATE_ANALYSED)])
     assert [len(daemon.captures) for daemon in daemons] == [1, 1]
 
 
@@ -185,7 +177,7 @@ def test_an_alert_captures_a_run_of_any_name_once(tmp_path: Path, daemons: list[
         name = runtime._capture(wanted)
         assert name.startswith("exp-3-10-2-alert-")
         assert runtime._capture(wanted) == name
-        wait_for(lambda: all(daemon.captures for daemon in daemons))
+        wait_until(lambda: all(daemon.captures for daemon in daemons))
         assert daemons[1].starts[0].ranks == "3"
 
 
@@ -198,11 +190,11 @@ def test_a_second_daemon_with_the_name_of_a_node_is_ignored(tmp_path: Path, daem
             addresses = {f"127.0.0.1:{daemon.port}" for daemon in (*daemons, twin)}
             first._pulse.stop()
             first.jobs.follow(addresses)
-            wait_for(lambda: first.binding.refusals.counts.get("other_node", 0) > 0)
+            wait_until(lambda: first.binding.refusals.counts.get("other_node", 0) > 0)
             assert first.daemons.addresses["node-b"] == f"127.0.0.1:{daemons[1].port}"
             # The name is free when its owner has gone.
             daemons[1].silence()
-            wait_for(lambda: first.daemons.addresses["node-b"] == f"127.0.0.1:{twin.port}")
+            wait_until(lambda: first.daemons.addresses["node-b"] == f"127.0.0.1:{twin.port}")
             daemons[1].serve()
     finally:
         twin.silence()
@@ -212,7 +204,7 @@ def test_a_daemon_cannot_take_over_a_rank_of_another_node(tmp_path: Path, daemon
     with correlator(tmp_path, daemons) as runtime:
         all_report(runtime)
         daemons[0].ranks.append(Spoken("", 3, 4, RUN, incarnation=7))
-        wait_for(lambda: runtime.binding.refusals.counts.get("rank_taken", 0) > 2)
+        wait_until(lambda: runtime.binding.refusals.counts.get("rank_taken", 0) > 2)
         assert nodes(runtime)[3] == "node-b"
 
 
@@ -258,7 +250,7 @@ def test_callers_are_known_by_their_certificates(tmp_path: Path) -> None:
             return error.code
 
     with correlator(tmp_path, [], tls_files=files, metrics_tls=True) as runtime:
-        wait_for(lambda: runtime.captures.watched.listed.is_set())
+        wait_until(lambda: runtime.captures.watched.listed.is_set())
         assert code(issue(pki, FleetRole.CLIENT, "alice").folder) == "OK"
         assert code(made) == "OK"  # the correlator's own
         scraper = issue(pki, FleetRole.METRICS, "prometheus").folder
@@ -314,6 +306,6 @@ def test_without_tls_the_console_has_no_login_and_shows_the_runs(tmp_path: Path,
             with urllib.request.urlopen(f"{runtime.console.url}api/v1/runs", timeout=20) as told:
                 return [run["run"] for run in msgspec.json.decode(told.read())["runs"]]
 
-        wait_for(lambda: runs() == [RUN])
+        wait_until(lambda: runs() == [RUN])
     with pytest.raises(ValueError, match="no TLS"):
         CorrelatorRuntime(CorrelatorSettings([], tmp_path, console=ConsoleSettings("0.0.0.0", 0)))

@@ -21,6 +21,7 @@ from rankscope.daemon.captures.probe_commands import Answer, Command
 from rankscope.probe import capture, ring_layout
 from rankscope.probe.capture import Captures
 from rankscope.probe.ring import Ring
+from tests.support.waiting import wait_until
 
 SECOND = 1_000_000_000
 
@@ -138,10 +139,8 @@ class Loop:
         return self.answer.phase
 
     def wait_for(self, phase: int) -> Answer:
-        end = time.monotonic() + 180
-        while self.answer is None or self.answer.phase != phase:
-            assert time.monotonic() < end, self.answer
-            time.sleep(0.01)
+        wait_until(lambda: self.answer is not None and self.answer.phase == phase, lambda: self.answer)
+        assert self.answer is not None
         return self.answer
 
     @property

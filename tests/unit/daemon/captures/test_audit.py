@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +16,7 @@ from rankscope.daemon.captures.runner import CaptureRunner
 from rankscope.daemon.captures.service import CaptureServicer
 from rankscope.daemon.captures.store import Store
 from rankscope.v1 import capture_service_pb2 as pb
+from tests.support.waiting import wait_until
 from tests.unit.daemon.captures.test_runner import MemoryArchive, ScriptedBackend, rank
 
 Records = Callable[[], list[dict[str, Any]]]
@@ -30,10 +30,7 @@ def audited(caplog: pytest.LogCaptureFixture) -> Records:
 
 def wait_for_the_end(conducted: CaptureRunner, archive: MemoryArchive, capture_id: str) -> None:
     *_, _last = conducted.records.follow(capture_id)
-    give_up = time.monotonic() + 180
-    while capture_id not in archive.cleaned:  # its thread's last act
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
+    wait_until(lambda: capture_id in archive.cleaned)  # its thread's last act
 
 
 def test_a_capture_is_recorded_when_it_is_asked_for_and_when_it_ended(tmp_path: Path, audited: Records) -> None:

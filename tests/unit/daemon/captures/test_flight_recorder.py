@@ -25,6 +25,7 @@ from rankscope.probe import capture_commands, ring_layout
 from rankscope.probe.capture_commands import Answer
 from rankscope.probe.profiler import sealed
 from rankscope.v1.profile_service_pb2 import FlightRecorderTail
+from tests.support.waiting import wait_until
 from tests.unit.analysis.collectives.flight_recorder.made_dumps import as_pickle, content, record
 from tests.unit.daemon.ring_writer import ME, MS, Writer
 
@@ -90,9 +91,7 @@ def answering(writer: Writer, answer: Callable[[Answer], None]) -> Iterator[list
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(flight_recorder, "ANSWER_SECONDS", 180.0)
             yield verbs
-        give_up_at = time.monotonic() + 180.0
-        while ring_layout.VERB_DROP not in verbs and time.monotonic() < give_up_at:
-            time.sleep(0.01)
+        wait_until(lambda: ring_layout.VERB_DROP in verbs)
     finally:
         ended.set()
         thread.join()

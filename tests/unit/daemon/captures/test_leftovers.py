@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from rankscope.daemon.captures.kineto.backend import Leftovers, left_behind
 from rankscope.daemon.procfs import read_stat
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
+from tests.support.waiting import wait_until
 
 ID = "c-20261115-120000-abcdef"
 RANK = RankProcess("j", 3, 3, 8, os.getpid(), read_stat("/proc/self").start_ticks, (os.getpid(), 17))
@@ -24,13 +23,6 @@ NOW = 1_800_000_000.0
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "INTERVAL_SECONDS", 0.01)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 180
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def capture(state: pb.CaptureState.ValueType = pb.CAPTURE_STATE_FAILED, **changes: object) -> pb.Capture:
@@ -45,11 +37,11 @@ def test_a_file_that_appears_later_is_removed_and_its_neighbours_are_not(tmp_pat
     removing.expect(RANK.pid, RANK.start_ticks, str(expected))
     assert len(removing) == 1
     expected.touch()
-    wait_for(lambda: not expected.exists() and len(removing) == 0)
+    wait_until(lambda: not expected.exists() and len(removing) == 0)
     assert other.exists()
     # The thread that looked has ended; another one looks for the next.
     removing.expect(RANK.pid, RANK.start_ticks, str(other))
-    wait_for(lambda: not other.exists() and len(removing) == 0)
+    wait_until(lambda: not other.exists() and len(removing) == 0)
 
 
 def test_a_process_that_ended_and_a_file_that_never_comes_are_forgotten(
@@ -57,10 +49,10 @@ def test_a_process_that_ended_and_a_file_that_never_comes_are_forgotten(
 ) -> None:
     removing = Leftovers()
     removing.expect(RANK.pid, RANK.start_ticks + 1, str(tmp_path / "x"))  # another process by now
-    wait_for(lambda: len(removing) == 0)
+    wait_until(lambda: len(removing) == 0)
     monkeypatch.setattr(backend, "PATIENCE_SECONDS", 0.05)
     removing.expect(RANK.pid, RANK.start_ticks, str(tmp_path / "x"))
-    wait_for(lambda: len(removing) == 0)
+    wait_until(lambda: len(removing) == 0)
 
 
 def test_an_earlier_daemons_files_are_known_by_its_records() -> None:

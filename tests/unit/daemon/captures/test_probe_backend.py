@@ -24,6 +24,7 @@ from rankscope.daemon.procfs import read_stat
 from rankscope.daemon.samples import RankProcess
 from rankscope.probe import capture_commands, ring_layout
 from rankscope.probe.capture_commands import Answer, Command
+from tests.support.waiting import wait_until
 from tests.unit.daemon.ring_writer import ME, Writer
 
 RANK = replace(ME, start_ticks=read_stat("/proc/self").start_ticks)
@@ -63,17 +64,12 @@ class Probe:
         self._mark = bytes(4)
 
     def next_command(self) -> Command:
-        end = time.monotonic() + 180
-        while True:
-            assert time.monotonic() < end
-            mark = self._ring.command_mark()
-            if mark != self._mark:
-                command = capture_commands.read_command(self._ring, mark)
-                assert command is not None
-                self._mark = mark
-                self.commands.append(command)
-                return command
-            time.sleep(0.005)
+        wait_until(lambda: self._ring.command_mark() != self._mark)
+        self._mark = self._ring.command_mark()
+        command = capture_commands.read_command(self._ring, self._mark)
+        assert command is not None
+        self.commands.append(command)
+        return command
 
     def tell(self, phase: int, text: str = "", **fields: int) -> None:
         Answer(self._ring, self.commands[0].number).report(phase, text, **fields)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from rankscope.daemon.captures.records import Delivered, Recorded
 from rankscope.daemon.captures.runner import PROCESSES_KEPT, CaptureRunner, LearnedSteps
 from rankscope.daemon.samples import RankProcess
 from rankscope.v1 import capture_service_pb2 as pb
+from tests.support.waiting import wait_until
 
 PATIENCE_SECONDS = 180
 
@@ -384,10 +384,7 @@ def test_a_rank_that_never_answers_is_left_and_the_capture_ends(
     assert [rank.state for rank in again.ranks] == [pb.CAPTURE_STATE_ANALYSED, pb.CAPTURE_STATE_FAILED]
     assert f"is being captured already, by {capture_id}" in again.ranks[1].error
     answers.set()
-    give_up_at = time.monotonic() + PATIENCE_SECONDS
-    while conducted.is_busy("job"):
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
+    wait_until(lambda: not conducted.is_busy("job"))
     assert conducted.records.get(capture_id) == capture
     assert ended(conducted, conducted.start(pb.StartCaptureRequest(steps=1))).ranks[1].error == ""
 

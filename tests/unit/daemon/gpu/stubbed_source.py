@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from rankscope.daemon.gpu.nvml import NvmlSource
 from rankscope.daemon.gpu.nvml_device import Cadence
 from rankscope.daemon.gpu.readings import GpuReading, GpuSnapshot, GpuState, SourceState
+from tests.support.waiting import wait_until
 from tools.nvml_stub import Script
 
 PATIENCE_SECONDS = 180.0
@@ -23,11 +23,10 @@ class Stubbed:
     library: ctypes.CDLL
 
     def until(self, condition: Callable[[GpuSnapshot], bool]) -> GpuSnapshot:
-        give_up_at = time.monotonic() + PATIENCE_SECONDS
-        while not condition(snapshot := self.source.latest()):
-            assert time.monotonic() < give_up_at, snapshot
-            time.sleep(0.01)
-        return snapshot
+        def met() -> list[GpuSnapshot]:
+            return [now for now in [self.source.latest()] if condition(now)]
+
+        return wait_until(met, self.source.latest)[0]
 
     def until_ok(self, polls: int = 3) -> GpuSnapshot:
         """After so many more polls: GPM needs two, and what was scripted before is in all of them."""

@@ -18,7 +18,7 @@ from rankscope.kubelet.pod_resources_pb2_grpc import (
     PodResourcesListerServicer,
     add_PodResourcesListerServicer_to_server,
 )
-from tests.integration.daemon_process import wait_until
+from tests.support.waiting import wait_until
 
 
 def pod(name: str, *devices: str, resource: str = "nvidia.com/gpu") -> PodResources:

@@ -31,6 +31,7 @@ from rankscope.daemon.samples import Span
 from rankscope.pprof import profile_pb2 as pb
 from tests.certificates import Authority
 from tests.free_ports import free_port
+from tests.support.waiting import wait_until
 from tests.unit.daemon import window_makers as make
 
 SECOND = 10**9
@@ -121,12 +122,11 @@ def pushing(server: Pyroscope, limits: PushLimits = QUICK) -> Iterator[ProfilePu
         assert not pusher._thread.is_alive()
 
 
-def wait_until(pusher: ProfilePusher, condition: Callable[[PushStatus], bool]) -> PushStatus:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition(now := pusher.status()):
-        assert time.monotonic() < deadline, now
-        time.sleep(0.005)
-    return now
+def wait_for_status(pusher: ProfilePusher, condition: Callable[[PushStatus], bool]) -> PushStatus:
+    def met() -> list[PushStatus]:
+        return [now for now in [pusher.status()] if condition(now)]
+
+    return wait_until(met, pusher.status)[0]
 
 
 def interval(
@@ -162,7 +162,7 @@ def test_each_phase_of_a_rank_is_a_series_with_its_labels_and_a_valid_profile() 
     with serving(OK) as server, pushing(Pyroscope(server.url + "/pyroscope/")) as pusher:
         recordings = [recording({LOAD: 3, STEP: 5}, "a"), recording({LOAD: 1}, "a"), recording({LOAD: 2}, "b")]
         pusher([RankInterval("team/llama", 3, MINUTE, recordings)])
-        wait_until(pusher, lambda now: now.pushed_total == 1 and now.queued_bytes == 0)
+        wait_for_status(pusher, lambda now: now.pushed_total == 1 and now.queued_bytes == 0)
         ((path, headers, _, _),) = server.requests
         assert path == "/pyroscope" + PATH
         assert headers["Content-Type"] == "application/json"
@@ -221,10 +221,10 @@ def test_tenant_and_credentials_go_over_verified_tls(tmp_path: Path, written: st
         pusher = profile_pusher(config)
         assert pusher is not None
         pusher([interval()])
-        wait_until(pusher, lambda now: now.pushed_total == 1)
+        wait_for_status(pusher, lambda now: now.pushed_total == 1)
         token.write_text("new")
         pusher([interval()])
-        wait_until(pusher, lambda now: now.pushed_total == 2)
+        wait_for_status(pusher, lambda now: now.pushed_total == 2)
         pusher.close()
         (_, first, _, _), (_, second, _, _) = server.requests
         assert (first["Authorization"], first["X-Scope-OrgID"]) == (header, "team-a")
@@ -238,7 +238,7 @@ def test_a_server_of_another_authority_gets_nothing(tmp_path: Path) -> None:
     trusted = Authority(tmp_path / "ca").certificate
     with serving(OK, tls=tls) as server, pushing(Pyroscope(server.url, authority=trusted)) as pusher:
         pusher([interval()])
-        now = wait_until(pusher, lambda now: now.failures.get("connection", 0) >= 2)
+        now = wait_for_status(pusher, lambda now: now.failures.get("connection", 0) >= 2)
         assert now.problem is not None and "certificate verify failed" in now.problem.text
         assert now.queued_bytes > 0 and not server.requests
 
@@ -246,7 +246,7 @@ def test_a_server_of_another_authority_gets_nothing(tmp_path: Path) -> None:
 def test_profiles_are_sent_again_until_the_server_takes_them() -> None:
     with serving(status(503), status(429), status(500), OK) as server, pushing(Pyroscope(server.url)) as pusher:
         pusher([interval()])
-        now = wait_until(pusher, lambda now: now.pushed_total == 1)
+        now = wait_for_status(pusher, lambda now: now.pushed_total == 1)
         assert now.failures == {"server": 2, "throttled": 1} and not now.lost and now.problem is None
         assert len({body for _, _, body, _ in server.requests}) == 1
 
@@ -258,7 +258,7 @@ def test_a_profile_that_the_server_fails_on_does_not_hold_up_the_others() -> Non
 
     with serving(fails_on_rank_3) as server, pushing(Pyroscope(server.url)) as pusher:
         pusher([interval(rank=3), interval(rank=4), interval(rank=5)])
-        assert wait_until(pusher, lambda now: now.pushed_total == 2).queued_bytes > 0
+        assert wait_for_status(pusher, lambda now: now.pushed_total == 2).queued_bytes > 0
 
 
 def test_profiles_wait_until_a_server_that_is_down_is_back() -> None:
@@ -266,11 +266,11 @@ def test_profiles_wait_until_a_server_that_is_down_is_back() -> None:
     url = f"http://localhost:{port}"
     with pushing(Pyroscope(url)) as pusher:
         pusher([interval()])
-        now = wait_until(pusher, lambda now: now.failures.get("connection", 0) >= 2)
+        now = wait_for_status(pusher, lambda now: now.failures.get("connection", 0) >= 2)
         assert now.problem is not None and now.problem.kind == "connection"
         assert url in now.problem.text and "profile_push_url" in now.problem.text
         with serving(OK, port=port):
-            wait_until(pusher, lambda now: now.pushed_total == 1 and now.problem is None)
+            wait_for_status(pusher, lambda now: now.pushed_total == 1 and now.problem is None)
 
 
 @pytest.mark.parametrize("in_words", [False, True])
@@ -282,7 +282,7 @@ def test_retry_after_is_honoured(in_words: bool) -> None:
 
     with serving(throttled, OK) as server, pushing(Pyroscope(server.url)) as pusher:
         pusher([interval()])
-        wait_until(pusher, lambda now: now.pushed_total == 1)
+        wait_for_status(pusher, lambda now: now.pushed_total == 1)
         first, second = (at for _, _, _, at in server.requests)
         assert second - first >= (0.9 if in_words else 1.0)
 
@@ -313,7 +313,7 @@ def test_the_pause_doubles_up_to_a_limit_with_jitter() -> None:
 def test_what_is_refused_is_dropped_with_the_reason(code: int, reason: str, next_step: str) -> None:
     with serving(status(code, reason)) as server, pushing(Pyroscope(server.url)) as pusher:
         pusher([interval(), interval()])
-        now = wait_until(pusher, lambda now: now.lost.get("refused") == 2)
+        now = wait_for_status(pusher, lambda now: now.lost.get("refused") == 2)
         assert len(server.requests) == 2 and now.queued_bytes == 0
         assert now.problem is not None and now.problem.text.isprintable()
         assert f"{server.url} answers {code}" in now.problem.text and next_step in now.problem.text
@@ -324,7 +324,7 @@ def test_a_redirection_is_not_followed() -> None:
     with serving(OK) as other, serving(status(307, Location=other.url + PATH)) as server:
         with pushing(Pyroscope(server.url)) as pusher:
             pusher([interval()])
-            now = wait_until(pusher, lambda now: now.lost.get("refused") == 1)
+            now = wait_for_status(pusher, lambda now: now.lost.get("refused") == 1)
             assert now.problem is not None and f"a redirection to {other.url}" in now.problem.text
         assert not other.requests
 
@@ -356,10 +356,10 @@ def test_a_token_file_without_a_token_is_reported_and_nothing_is_sent(tmp_path: 
         token.write_text(content)
     with serving(OK) as server, pushing(Pyroscope(server.url, token_file=token)) as pusher:
         pusher([interval()])
-        now = wait_until(pusher, lambda now: now.failures.get("files", 0) >= 1)
+        now = wait_for_status(pusher, lambda now: now.failures.get("files", 0) >= 1)
         assert now.problem is not None and str(token) in now.problem.text and not server.requests
         token.write_text("good")
-        wait_until(pusher, lambda now: now.pushed_total == 1)
+        wait_for_status(pusher, lambda now: now.pushed_total == 1)
 
 
 def test_an_authority_that_is_none_is_reported(tmp_path: Path) -> None:
@@ -464,9 +464,9 @@ def test_the_queue_is_bounded_in_bytes_and_loses_the_oldest() -> None:
     limits = PushLimits(queue_bytes=3 * size + size // 2, first_wait_seconds=DEADLINE_SECONDS)
     with serving(status(503), OK) as server, pushing(Pyroscope(server.url), limits) as pusher:
         pusher([interval(rank=0)])
-        wait_until(pusher, lambda now: now.failures.get("server") == 1)
+        wait_for_status(pusher, lambda now: now.failures.get("server") == 1)
         pusher([interval(rank=rank) for rank in range(1, 6)])
-        now = wait_until(pusher, lambda now: now.lost.get("queue_full") == 3)
+        now = wait_for_status(pusher, lambda now: now.lost.get("queue_full") == 3)
         assert now.queued_bytes <= limits.queue_bytes
         pusher.close()  # sends what waits
         pusher._thread.join(DEADLINE_SECONDS)
@@ -484,14 +484,14 @@ def test_profiles_that_waited_too_long_are_lost(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(push, "time", SimpleNamespace(monotonic=lambda: now_seconds[0]))
     with serving(fails_late) as server, pushing(Pyroscope(server.url), limits) as pusher:
         pusher([interval()])
-        now = wait_until(pusher, lambda now: now.lost.get("expired") == 1)
+        now = wait_for_status(pusher, lambda now: now.lost.get("expired") == 1)
         assert now.queued_bytes == 0 and now.failures["server"] >= 1
 
 
 def test_a_profile_that_cannot_be_encoded_loses_itself_only() -> None:
     with serving(OK) as server, pushing(Pyroscope(server.url)) as pusher:
         pusher([interval({("no frame",): 1}), interval()])  # type: ignore[dict-item]
-        now = wait_until(pusher, lambda now: now.pushed_total == 1)
+        now = wait_for_status(pusher, lambda now: now.pushed_total == 1)
         assert now.lost == {"invalid": 1}
 
 
@@ -514,7 +514,7 @@ def test_the_store_hands_over_each_interval_once(tmp_path: Path, is_disk_full: b
         store.record(Recording("run", 0, MINUTE, SECOND // 10, {LOAD: 3}))
         store.record(Recording("run", 1, MINUTE, SECOND // 10, {STEP: 1}))
         store.close()
-        wait_until(pusher, lambda now: now.pushed_total == 2)
+        wait_for_status(pusher, lambda now: now.pushed_total == 2)
         found = {labels_of(series)["rank"]: stacks_of(profile_of(series)) for series in server.series}
         assert [samples for samples, _ in found["0"].values()] == [5]
         assert [samples for samples, _ in found["1"].values()] == [1]

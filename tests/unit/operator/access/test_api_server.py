@@ -6,7 +6,6 @@ import contextlib
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,7 @@ from rankscope.operator.access.api_server import UserApiServer, UserApiSettings
 from rankscope.v1 import capture_service_pb2 as pb
 from rankscope.v1.capture_service_pb2_grpc import CaptureServiceStub
 from tests.certificates import Authority
+from tests.support.waiting import wait_until
 from tests.unit.operator.access.fake_cluster import Cluster, begun, refusal
 
 NAME = "rankscope-api.rankscope.svc"
@@ -80,13 +80,6 @@ def certificate_of(server: UserApiServer) -> bytes:
     return ssl.get_server_certificate(("127.0.0.1", server.port), timeout=30).encode()
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    give_up = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
-
-
 def test_new_files_serve_new_connections_and_half_a_change_is_none(
     cluster: Cluster, authority: Authority, start: Start
 ) -> None:
@@ -116,7 +109,7 @@ def test_a_certificate_that_is_still_being_made_is_waited_for(
     assert server.port == 0
     pair = authority.issue("api", NAME)
     held.append(TlsMaterial(pair.certificate.read_bytes(), pair.key.read_bytes()))
-    wait_for(lambda: server.port)
+    wait_until(lambda: server.port)
     assert found(server, authority, token) == "lab/mine"
 
 
@@ -185,7 +178,7 @@ def test_calls_that_are_begun_and_left_alone_take_no_more_than_their_callers_sha
                 opened = stack.enter_context(channel(server, authority))
                 method = opened.stream_unary(METHOD)
                 calls += [method.future(never(), metadata=metadata, timeout=120) for _ in range(32)]
-        wait_for(lambda: sum(call.done() for call in calls) >= 2 * 64 + 64 - 16)
+        wait_until(lambda: sum(call.done() for call in calls) >= 2 * 64 + 64 - 16)
         assert found(server, authority, ada) == "lab/mine"
         waiting = [call for call in calls if not call.done()]
         assert len(waiting) <= 16

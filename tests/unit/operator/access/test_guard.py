@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from rankscope.operator.access.api_server import UserApiServer, UserApiSettings
 from rankscope.operator.captures.audit import CaptureAudit
 from rankscope.operator.kube.api_client import UnreachableError
 from rankscope.v1 import capture_service_pb2 as pb
+from tests.support.waiting import wait_until
 from tests.unit.operator.access.fake_cluster import RUN, START, Cluster, begun, every_call, refusal
 
 Code = grpc.StatusCode
@@ -197,14 +197,16 @@ def test_nobody_has_more_calls_under_way_than_their_share(cluster: Cluster, monk
     assert refusal(lambda: cluster.stub(token).StartCapture(START)).code() is Code.RESOURCE_EXHAUSTED
     next(cluster.stub(cluster.may("bob", "create")).StartCapture(START))
     streams[0].cancel()
-    give_up = time.monotonic() + 180
-    while True:
+
+    def is_served() -> bool:
         try:
             next(cluster.stub(token).StartCapture(START))
-            break
         except grpc.RpcError as error:
-            assert error.code() is Code.RESOURCE_EXHAUSTED and time.monotonic() < give_up
-            time.sleep(0.05)
+            assert error.code() is Code.RESOURCE_EXHAUSTED
+            return False
+        return True
+
+    wait_until(is_served)
 
 
 def test_the_accounts_of_a_namespace_share_the_limits_of_one_caller(

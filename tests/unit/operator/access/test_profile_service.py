@@ -22,6 +22,7 @@ from rankscope.operator.runs.inventory import RunNodes
 from rankscope.v1 import profile_service_pb2 as pb
 from rankscope.v1.profile_service_pb2_grpc import ProfileServiceStub
 from tests.kube.scripted_daemon import PROFILE_SAMPLES, TRAIN, ScriptedDaemon, Spoken, sampled
+from tests.support.waiting import wait_until
 from tests.unit.daemon.profiles.served_profiles import STEP, served_profiles
 from tests.unit.daemon.profiles.served_profiles import record as store
 from tests.unit.operator.access.fake_cluster import RUN, Cluster, refusal
@@ -514,8 +515,7 @@ def test_callers_wait_for_their_turn_and_are_told(fleet: Fleet, monkeypatch: pyt
         fleet.stub().QueryProfile(pb.QueryProfileRequest(selection=selected()), timeout=60)
         for _ in range(profile_relay.QUERIES_AT_ONCE)
     ]
-    while len(fleet.b.selections) < len(waiting):
-        threading.Event().wait(0.02)
+    wait_until(lambda: len(fleet.b.selections) >= len(waiting))
     error = refusal(fleet.query)
     assert error.code() is Code.RESOURCE_EXHAUSTED and "try again" in error.details()
     for call in waiting:

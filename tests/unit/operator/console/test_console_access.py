@@ -7,7 +7,6 @@ import json
 import logging
 import socket
 import ssl
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -28,6 +27,7 @@ from rankscope.operator.console.endpoints import FORM
 from rankscope.operator.console_access import Console, ConsoleSettings
 from rankscope.operator.kube.api_client import UnreachableError
 from tests.certificates import Authority, Pair
+from tests.support.waiting import wait_until
 from tests.unit.operator.access.fake_cluster import Cluster, begun
 from tools.played_runs import Played
 
@@ -462,10 +462,7 @@ def test_connections_without_a_handshake_are_bounded(
                 return ask(port, "/runs", token, client(authority)).status == 200
             return False
 
-        give_up_at = time.monotonic() + PATIENCE_SECONDS
-        while not is_served():
-            assert time.monotonic() < give_up_at
-            time.sleep(0.05)
+        wait_until(is_served)
 
 
 def test_tokens_are_not_taken_in_plain_text_where_others_listen(cluster: Cluster, played: Played) -> None:

@@ -25,6 +25,7 @@ from rankscope.operator.console.older_history import (
 from rankscope.operator.console.run_views import heatmap, rank_history, run_detail
 from rankscope.operator.console.signals import RUN_SIGNALS, SIGNALS
 from tests.promql_reading import selectors
+from tests.support.waiting import wait_until
 from tests.unit.deploy.test_rules import rules
 from tools.exported_metrics import exported_metrics
 from tools.played_runs import MORNING, Played
@@ -123,12 +124,12 @@ def history(url: str, request_seconds: float = PATIENCE_SECONDS) -> PrometheusHi
     return PrometheusHistory(url, request_seconds=request_seconds, answer_bytes=1 << 20)
 
 
-def read(source: PrometheusHistory, view: RunView) -> Older:
-    older = READING
-    while older.note == READING.note:
-        older = source.of_ranks(view, "self_seconds", SINCE, 400)
-        time.sleep(0.01)
-    return older
+def read(source: PrometheusHistory, view: RunView, since: float = SINCE, columns: int = 400) -> Older:
+    def answered() -> list[Older]:
+        older = source.of_ranks(view, "self_seconds", since, columns)
+        return [] if older.note == READING.note else [older]
+
+    return wait_until(answered)[0]
 
 
 @pytest.mark.parametrize(
@@ -160,8 +161,7 @@ def test_what_prometheus_does_wrong_is_said_and_memory_is_shown(
         assert older.note.startswith(MISSING) and reason in older.note
         header, matrix = heatmap(view, "self_seconds", SINCE, 400, source)
         assert header.note == older.note and matrix == heatmap(view, "self_seconds", 0, 400)[1]
-        while not server.requests:  # which it may read after the client has left
-            time.sleep(0.01)
+        wait_until(lambda: server.requests)  # which it may read after the client has left
         assert len(server.requests) == 1  # and is not asked again at once
 
 
@@ -170,10 +170,14 @@ def test_what_was_read_stays_when_prometheus_goes_away(view: RunView, monkeypatc
     with serving(says(result(series((view.ticks[0].start, "1"), rank="0")))) as server:
         source = history(server.url)
         assert read(source, view).note == ""
-    while not source._failure:
-        older = source.of_ranks(view, "self_seconds", SINCE, 400)
-        time.sleep(0.01)
-    assert older.note == "" and len(older.ends) == 1
+    answers: list[Older] = []
+
+    def has_failed() -> bool:
+        answers.append(source.of_ranks(view, "self_seconds", SINCE, 400))
+        return bool(source._failure)
+
+    wait_until(has_failed)
+    assert answers[-1].note == "" and len(answers[-1].ends) == 1
 
 
 def test_a_prometheus_that_is_away_is_said(view: RunView) -> None:
@@ -215,15 +219,13 @@ def test_steps_come_from_the_columns_and_from_the_number_of_ranks(view: RunView)
         source = history(server.url)
         points = []
         for seconds, columns in ((6 * 3600.0, 400), (DAY, 400), (DAY, 2000), (90 * DAY, 2000), (90 * DAY, 1)):
-            while source.of_ranks(view, "self_seconds", MORNING - seconds, columns).note == READING.note:
-                time.sleep(0.01)
+            read(source, view, MORNING - seconds, columns)
             form = {name: values[0] for name, values in parse_qs(server.requests[-1]).items()}
             points.append((float(form["end"]) - float(form["start"])) / float(form["step"]) + 1)
             assert 0.3 * columns <= points[-1] <= columns + 17 <= 11_000
         many = Played()
         many.tick(ranks=4096)
-        while source.of_ranks(many.view(), "self_seconds", SINCE, 2000).note == READING.note:
-            time.sleep(0.01)
+        read(source, many.view(), columns=2000)
         form = {name: values[0] for name, values in parse_qs(server.requests[-1]).items()}
         assert (float(form["end"]) - float(form["start"])) / float(form["step"]) <= 400_000 / 4096 + 17
 
@@ -233,8 +235,7 @@ def test_answers_that_are_kept_are_bounded(view: RunView, monkeypatch: pytest.Mo
     with serving(says(result(series((view.ticks[0].start, "1"), rank="0")))) as server:
         source = history(server.url)
         for seconds in (6 * 3600.0, DAY, 3 * DAY, 6 * DAY):
-            while source.of_ranks(view, "self_seconds", MORNING - seconds, 400).note == READING.note:
-                time.sleep(0.01)
+            read(source, view, MORNING - seconds)
         assert len(source._answers) == 2
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from rankscope.operator.correlation.hang_store import FolderFiles, HangStore
 from rankscope.v1.identity_pb2 import RankIdentity
 from rankscope.v1.profile_service_pb2 import DumpStacksResponse, FlightRecorderTail, RankStack
 from rankscope.v1.window_pb2 import RankWindow, Stall
+from tests.support.waiting import wait_until
 from tests.unit.analysis.collectives.flight_recorder.made_dumps import hung_job
 
 HANG = Verdict(Kind.HANG, "no rank has advanced for 35 s", Severity.ALARM, culprits=(1,))
@@ -33,13 +33,6 @@ IN_TORCH = "all_reduce (/usr/lib/python3/site-packages/torch/distributed/distrib
 ANSWER = DumpStacksResponse(
     ranks=[RankStack(rank=0, frames=[IN_TORCH, "main (train.py:1)"]), RankStack(rank=1, frames=["save (ckpt.py:51)"])]
 )
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    give_up_at = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
 
 
 class Watched:
@@ -75,7 +68,7 @@ class Watched:
 
     def hang(self, job: str = "llama", count: int = 1) -> HangReport:
         self.show(self.state(HANG, job))
-        wait_for(lambda: len(self.seen) >= count)
+        wait_until(lambda: len(self.seen) >= count)
         return self.seen[-1]
 
     def kept(self) -> list[HangReport]:
@@ -100,7 +93,7 @@ def test_a_hang_is_reported_once_while_it_lasts_and_gets_its_end(watched: Watche
     assert (watched.asked, watched.reporter.hangs_of("lab/llama")) == (["lab/llama"], 1)
     watched.now += 2
     watched.show(watched.state(HEALTHY, "lab/llama"))
-    wait_for(lambda: watched.kept()[0].ended_unix_seconds == watched.now)
+    wait_until(lambda: watched.kept()[0].ended_unix_seconds == watched.now)
     found = watched.store.find(report.id)
     assert found is not None and found.places == report.places
     watched.now += 100
@@ -169,7 +162,7 @@ def test_daemons_that_do_not_answer_leave_a_report_with_the_verdict(watched: Wat
     assert report.headline == HANG.reason and report.problems == ("the stacks could not be read: no daemon",)
     watched.answer = lambda: 1 // 0  # a defect of ours
     watched.show(watched.state(HANG, "another"))
-    wait_for(lambda: watched.asked[-1] == "another")
+    wait_until(lambda: watched.asked[-1] == "another")
     watched.answer = lambda: ANSWER
     watched.hang("third", count=2)
 
@@ -185,14 +178,14 @@ def test_a_bounded_number_is_under_way_and_the_others_wait_their_turn(watched: W
     states = [watched.state(HANG, f"job-{number}") for number in range(5)]
     watched.show(*states)
     watched.show(*states)
-    wait_for(lambda: len(watched.asked) == hang_reporter.UNDER_WAY)
+    wait_until(lambda: len(watched.asked) == hang_reporter.UNDER_WAY)
     answering.set()
 
     def all_reported() -> bool:
         watched.show(*states)
         return len(watched.seen) == len(states)
 
-    wait_for(all_reported)
+    wait_until(all_reported)
     assert sorted(watched.asked) == [state.job for state in states]
 
 
@@ -203,7 +196,7 @@ def test_a_job_that_hangs_all_the_time_is_counted_and_reported_seldom(
     for number in range(limit + 2):
         watched.now += 60
         watched.show(watched.state(HANG))
-        wait_for(lambda number=number: len(watched.seen) >= min(number + 1, limit))
+        wait_until(lambda number=number: len(watched.seen) >= min(number + 1, limit))
         watched.show(watched.state(HEALTHY))
     assert watched.reporter.hangs_of("llama") == limit + 2
     assert (len(watched.asked), caplog.text.count("hangs too often")) == (limit, 2)
@@ -219,7 +212,7 @@ def test_a_restart_lists_the_reports_and_does_not_repeat_the_one_that_lasts(tmp_
     again.show(again.state(HANG, stalled_seconds=65.0))
     again.hang("other")
     assert again.asked == ["other"]
-    wait_for(lambda: [one.ended_unix_seconds for one in again.kept() if one.id == report.id] == [again.now])
+    wait_until(lambda: [one.ended_unix_seconds for one in again.kept() if one.id == report.id] == [again.now])
     again.reporter.stop()
 
 

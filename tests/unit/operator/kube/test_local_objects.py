@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import stat
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rankscope.operator.kube.api_client import ApiError, ConflictError, GoneErro
 from rankscope.operator.kube.local_objects import LocalObjects
 from rankscope.operator.kube.objects import CaptureObject, read_capture_object
 from rankscope.operator.kube.watch_cache import Watched
+from tests.support.waiting import wait_until
 
 CAPTURES = "/apis/rankscope.dev/v1alpha1/captures"
 
@@ -182,9 +182,6 @@ def test_the_watch_cache_of_controllers_follows_it(objects: LocalObjects) -> Non
     watched.start()
     try:
         made(objects, "two")
-        give_up_at = time.monotonic() + 180
-        while {thing.name for thing in watched.objects.values()} != {"one", "two"}:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.05)
+        wait_until(lambda: {thing.name for thing in watched.objects.values()} == {"one", "two"})
     finally:
         watched.stop()

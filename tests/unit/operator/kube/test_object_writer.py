@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from rankscope.operator.kube import object_writer
 from rankscope.operator.kube.api_client import ApiError, UnreachableError
 from rankscope.operator.kube.object_writer import Outbox, Write
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -17,13 +17,6 @@ def outbox() -> Iterator[Outbox]:
     made.start()
     yield made
     made.stop(0.1)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    give_up = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
 
 
 class Server:
@@ -45,10 +38,10 @@ def test_the_same_thing_is_written_once_and_the_newest_wish_replaces_those_befor
     for content in ("old", "older", "new"):
         outbox.put(Write("status", content, lambda content=content: server.send(content)))  # type: ignore[misc]
     gate.set()
-    wait_for(lambda: server.taken and not outbox.waiting)
+    wait_until(lambda: server.taken and not outbox.waiting)
     outbox.put(Write("status", "new", lambda: server.send("new")))
     outbox.put(Write("other", "x", lambda: server.send("x")))
-    wait_for(lambda: len(server.taken) > 1)
+    wait_until(lambda: len(server.taken) > 1)
     assert server.taken == ["new", "x"]
 
 
@@ -60,7 +53,7 @@ def test_what_an_absent_or_starting_server_did_not_take_is_written_soon_after(
     refused = [ApiError(403, "Forbidden", "roles are not read yet") for _ in range(3)]
     server = Server(UnreachableError("away"), *refused)
     outbox.put(Write("status", "a", lambda: server.send("a")))
-    wait_for(lambda: server.taken == ["a"] and not outbox.waiting)
+    wait_until(lambda: server.taken == ["a"] and not outbox.waiting)
     assert (outbox.failed_total, outbox.written_total, outbox.waiting) == (4, 1, 0)
 
 
@@ -72,7 +65,7 @@ def test_one_write_that_is_refused_for_ever_does_not_hold_up_the_others(outbox: 
 
     outbox.put(Write("bad", "b", refuse))
     outbox.put(Write("good", "g", lambda: server.send("g")))
-    wait_for(lambda: server.taken == ["g"] and outbox.waiting < 2)
+    wait_until(lambda: server.taken == ["g"] and outbox.waiting < 2)
     assert outbox.waiting == 1
 
 
@@ -89,5 +82,5 @@ def test_a_namespace_with_a_thousand_writes_does_not_hold_up_another(outbox: Out
     for name in ("quiet-0", "quiet-1"):
         outbox.put(Write(name, name, lambda name=name: server.send(name), "quiet"))  # type: ignore[misc]
     gate.set()
-    wait_for(lambda: len(server.taken) >= 4)
+    wait_until(lambda: len(server.taken) >= 4)
     assert server.taken[:4] == ["busy-0", "quiet-0", "busy-1", "quiet-1"]

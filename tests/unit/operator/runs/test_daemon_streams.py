@@ -20,16 +20,8 @@ from rankscope.operator.runs.daemon_streams import DaemonStreams
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest, WatchRanksResponse
 from rankscope.v1.rank_service_pb2_grpc import RankServiceServicer, add_RankServiceServicer_to_server
 from tests.certificates import Authority, Pair
+from tests.support.waiting import wait_until
 from tests.unit.daemon import window_makers as make
-
-PATIENCE_SECONDS = 120.0
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 class Ears:
@@ -96,9 +88,9 @@ def test_a_daemon_that_went_silent_without_closing_is_asked_again(
     servicer, address = silent
     heard = streams(Ears())
     heard.follow({"node-a": address})
-    wait_for(lambda: servicer.calls >= 3)
+    wait_until(lambda: servicer.calls >= 3)
     heard.follow({})
-    wait_for(lambda: not heard.following and not heard.connected)
+    wait_until(lambda: not heard.following and not heard.connected)
     assert not heard._received_at
 
 
@@ -153,8 +145,8 @@ def test_what_is_heard_in_a_moment_is_handed_on_together_and_garbage_or_a_flood_
         one.start()
     heard = streams(batches.append)
     heard.follow(addresses)
-    wait_for(lambda: caplog.text.count("daemon of node-b: it sent what is no message") > 1 and len(batches) > 20)
-    wait_for(lambda: caplog.text.count("daemon of node-c: it sends more than 20 messages a second") > 1)
+    wait_until(lambda: caplog.text.count("daemon of node-b: it sent what is no message") > 1 and len(batches) > 20)
+    wait_until(lambda: caplog.text.count("daemon of node-c: it sends more than 20 messages a second") > 1)
     assert max(map(len, batches)) > 1
     assert {message.node for batch in batches for message in batch} == {"node-a", "node-c"}
     assert "node-a" in heard.connected and "node-b" not in heard.connected
@@ -198,14 +190,14 @@ def test_a_real_daemon_is_heard_over_tls_and_certificates_may_change_under_the_o
     wrong = authority.issue("files", "somebody")
     heard = streams(ears, tls(wrong, authority))
     heard.follow({"node-a": daemon.addresses.grpc_targets[0]})
-    wait_for(lambda: heard.following == 1)
+    wait_until(lambda: heard.following == 1)
     with pytest.raises(DaemonRefusedError, match="not an operator's"):
         DaemonCalls(tls(wrong, authority)).get(daemon.addresses.grpc_targets[0], "x")
     assert not ears.messages
     right = authority.issue("operator", "rankscope-operator")
     shutil.copy(right.key, wrong.key)
     shutil.copy(right.certificate, wrong.certificate)
-    wait_for(lambda: bool(ears.messages))
+    wait_until(lambda: bool(ears.messages))
     assert DaemonCalls(tls(wrong, authority)).get(daemon.addresses.grpc_targets[0], "x") is None
     message = ears.messages[0]
     assert (message.node, len(message.windows), len(message.ranks)) == ("node-a", 1, 1)
@@ -229,7 +221,7 @@ def test_a_server_in_a_daemons_place_is_not_followed(
         with pytest.raises(DaemonAwayError):
             DaemonCalls(operator).get(daemon.addresses.grpc_targets[0], "x")
         heard.follow({})
-        wait_for(lambda: not heard.following)
+        wait_until(lambda: not heard.following)
     assert not ears.messages
 
 
@@ -240,10 +232,10 @@ def test_a_replica_asks_for_the_pods_of_its_own_runs_and_leaves_nodes_without_an
     heard = streams(Ears())
     for pods, asked in (({"node-a": frozenset({"p2", "p1"})}, ["p1", "p2"]), ({"node-a": frozenset({"p1"})}, ["p1"])):
         heard.follow({"node-a": address, "node-b": address}, pods)
-        wait_for(lambda asked=asked: servicer.asked == asked)  # type: ignore[misc]
+        wait_until(lambda asked=asked: servicer.asked == asked)  # type: ignore[misc]
         assert heard.following == 1
     monkeypatch.setattr(daemon_streams, "PODS_LIMIT", 1)
     heard.follow({"node-a": address}, {"node-a": frozenset({"p1", "p2"})})
-    wait_for(lambda: servicer.asked == [])
+    wait_until(lambda: servicer.asked == [])
     heard.follow({"node-a": address}, {})
-    wait_for(lambda: heard.following == 0)
+    wait_until(lambda: heard.following == 0)
