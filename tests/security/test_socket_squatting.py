@@ -20,7 +20,6 @@ from tests.integration.daemon_process import MAIN, serving
 from tests.integration.kineto_peers import peer
 from tests.security.forged_ranks import EMPTY, NOBODY, captured, forged_rank, job_of
 from tests.support.waiting import wait_until
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="to enter another network namespace needs root")
 
