@@ -148,11 +148,16 @@ class CapturedJob:
         return [results[rank.rank] for rank in self.ranks]
 
     def end(self) -> list[tuple[int, str]]:
-        """Exit code and stderr of each, without libkineto's own lines."""
-        self.tell("end")
+        """A rank may hear of it from another, before it reads its own order."""
+        for process in self.processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write("end\n")
+                process.stdin.flush()
         return self.ends()
 
     def ends(self) -> list[tuple[int, str]]:
+        """Exit code and stderr of each, without libkineto's own lines."""
         ends = []
         for process in self.processes:
             _, errors = process.communicate(timeout=DEADLINE_SECONDS)
