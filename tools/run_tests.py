@@ -142,7 +142,7 @@ class Run:
             self.results[suite.name] = self._run(suite)
 
     def _run(self, suite: Suite, *more: str) -> Result:
-        report, cache = self._folder / f"{suite.name}.xml", self._folder / f"{suite.name}.cache"
+        report, cache = self._folder / f"{suite.name}{'-again' * bool(more)}.xml", self._folder / f"{suite.name}.cache"
         began = time.monotonic()
         with self._lock:
             self._running[threading.get_ident()] = suite.name, began

@@ -106,6 +106,7 @@ def test_all_ranks_record_the_same_steps_and_train_on(tmp_path: Path) -> None:
         assert job.end() == [(0, ""), (0, "")]
 
 
+@pytest.mark.acceptance
 def test_a_profiler_of_the_users_own_is_waited_for_and_never_disturbed(job: CapturedJob) -> None:
     job.tell("p = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]); p.start()")
     assert "a profiler of the user's own is active" in failed(job.capture(patience_seconds=0.5)[0])
@@ -124,6 +125,7 @@ def test_a_profiler_of_the_users_own_is_waited_for_and_never_disturbed(job: Capt
     trains_on(job)
 
 
+@pytest.mark.acceptance
 def test_garbage_in_the_command_area_is_ignored(job: CapturedJob) -> None:
     (link,) = [
         link for link in Path(f"/proc/{job.ranks[0].pid}/fd").iterdir() if "rankscope-ring" in str(link.readlink())
@@ -140,6 +142,7 @@ def test_garbage_in_the_command_area_is_ignored(job: CapturedJob) -> None:
     trains_on(job)
 
 
+@pytest.mark.acceptance
 def test_a_process_that_hangs_is_told_at_the_deadline_and_is_unharmed(job: CapturedJob, tmp_path: Path) -> None:
     release = tmp_path / "release"
     job.tell(f"hang = {str(release)!r}")
@@ -161,6 +164,7 @@ def test_a_process_that_hangs_is_told_at_the_deadline_and_is_unharmed(job: Captu
     trains_on(job)
 
 
+@pytest.mark.acceptance
 def test_a_fork_ends_the_capture_and_leaves_both_processes_alone(job: CapturedJob) -> None:
     fork = (
         "c = os.fork(); c or (optimizer.step(), os._exit(bool(torch.autograd._profiler_enabled())));"
@@ -172,6 +176,7 @@ def test_a_fork_ends_the_capture_and_leaves_both_processes_alone(job: CapturedJo
     trains_on(job)
 
 
+@pytest.mark.acceptance
 @pytest.mark.parametrize(
     ("how", "code"), [("end", 0), ("sys.exit(3)", 3), ("os.execv(sys.executable, [sys.executable, '-c', ''])", 0)]
 )
@@ -190,6 +195,7 @@ def test_a_process_that_ends_in_mid_capture_ends_as_it_would_have(how: str, code
         assert not list(job.temporary.glob("rankscope*"))
 
 
+@pytest.mark.acceptance
 def test_a_training_thread_that_ends_in_mid_capture_takes_nothing_with_it(tmp_path: Path) -> None:
     with captured_job(tmp_path, script=IN_A_THREAD) as job:
         assert recorded(job.capture()[0])[0].steps == 3
@@ -203,6 +209,7 @@ def test_a_training_thread_that_ends_in_mid_capture_takes_nothing_with_it(tmp_pa
         assert job.ends() == [(0, "")]
 
 
+@pytest.mark.acceptance
 def test_steps_that_a_script_marks_itself_are_recorded_as_well(tmp_path: Path) -> None:
     with captured_job(tmp_path, script=EXPLICIT) as job:
         recording, trace, steps = recorded(job.capture(steps=5)[0])
@@ -212,6 +219,7 @@ def test_steps_that_a_script_marks_itself_are_recorded_as_well(tmp_path: Path) -
         assert job.ends() == [(0, "")]
 
 
+@pytest.mark.acceptance
 def test_a_failure_ends_captures_with_one_line_and_training_goes_on(tmp_path: Path) -> None:
     with captured_job(tmp_path) as job:
         job.tell("torch.profiler._KinetoProfile.stop_trace = lambda self: 1 / 0")
@@ -224,6 +232,7 @@ def test_a_failure_ends_captures_with_one_line_and_training_goes_on(tmp_path: Pa
         assert errors == "rankscope: captures disabled: ZeroDivisionError: division by zero; training is not affected"
 
 
+@pytest.mark.acceptance
 def test_no_record_of_the_ring_is_lost_by_a_capture(job: CapturedJob) -> None:
     recorded(job.capture()[0])
     with ring_reader.opened(Path("/proc"), job.ranks[0].pid) as ring:
@@ -237,6 +246,7 @@ def test_no_record_of_the_ring_is_lost_by_a_capture(job: CapturedJob) -> None:
     trains_on(job)
 
 
+@pytest.mark.acceptance
 def test_several_windows_are_recorded_with_steps_between_them(job: CapturedJob) -> None:
     (result,) = job.capture(steps=2, options=Options(wait_steps=4, warmup_steps=1, repeat=3))
     assert isinstance(result, Recording), result
@@ -247,6 +257,7 @@ def test_several_windows_are_recorded_with_steps_between_them(job: CapturedJob) 
     trains_on(job)
 
 
+@pytest.mark.acceptance
 def test_the_process_that_bore_all_that_ends_well_and_left_nothing_on_its_disk(job: CapturedJob) -> None:
     assert job.end() == [(0, "")]
     assert not list(job.temporary.glob("rankscope*"))
