@@ -53,7 +53,7 @@ IN_TEST = ("-m", "not acceptance")
 IN_ACCEPTANCE = ("-m", "acceptance or measured")
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
 IN_BROWSER = ("chromium", "console")
-SET_UPS = ("kube", "helm", "chromium", "console", "pprof", "images", "hta")
+SET_UPS = ("kube", "helm", "chromium", "console", "pprof", "images")
 TEST_ROWS: Sequence[Sequence[Lane]] = (
     (
         (
@@ -65,7 +65,7 @@ TEST_ROWS: Sequence[Sequence[Lane]] = (
     ),
     (
         (
-            Suite("operator", ("tests/kube", "-n", "3", *BY_FILE), ("kube",)),
+            Suite("operator", ("tests/kube", "-n", "2", *BY_FILE), ("kube",)),
             Suite("jobs", ("tests/e2e", "tests/frameworks", "tests/captures")),
         ),
         (
@@ -77,7 +77,7 @@ TEST_ROWS: Sequence[Sequence[Lane]] = (
             Suite("fuzz", ("tests/fuzz",)),
             Suite("prometheus", ("tests/alerts",)),
             Suite("console", ("tests/console",), IN_BROWSER),
-            Suite("integration", ("tests/integration", "-n", "2", *BY_FILE), ("chromium", "pprof", "hta")),
+            Suite("integration", ("tests/integration", "-n", "2", *BY_FILE), ("chromium", "pprof")),
         ),
     ),
 )
@@ -91,7 +91,7 @@ ACCEPTANCE: Lane = (
     Suite("slurm", ("tests/slurm",), ("slurm",)),
     Suite("alerts", ("tests/alerts",)),
     Suite("operator", ("tests/kube",), ("kube",)),
-    Suite("integration", ("tests/integration", "--ignore=tests/integration/test_hangs.py")),
+    Suite("integration", ("tests/integration", "--ignore=tests/integration/test_hangs.py"), ("hta",)),
     Suite("parsers", ("tests/unit", "tests/fuzz")),
 )
 

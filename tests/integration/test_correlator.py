@@ -137,6 +137,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
+@pytest.mark.acceptance
+@pytest.mark.timeout(1800)
 def test_a_slow_rank_of_two_machines_is_named_captured_and_found_again_after_restarts(
     fleet: Fleet, tmp_path: Path
 ) -> None:

@@ -23,6 +23,8 @@ from tests.integration.hta_rules import hta_breakdown, is_finer_than_microsecond
 from tests.integration.trace_variants import varied
 from tests.shared_data import H200, ROOT, shared
 
+pytestmark = pytest.mark.acceptance
+
 Results = Mapping[str, Mapping[str, Any]]
 
 

@@ -74,6 +74,7 @@ def lines(*command: str | Path) -> list[list[str]]:
     return [line.split() for line in ran.stdout.splitlines()]
 
 
+@pytest.mark.acceptance
 def test_a_daemon_killed_at_any_moment_loses_at_most_the_last_interval(tmp_path: Path) -> None:
     rounds = lines(*STORE, "killed", tmp_path, "50")
     assert len(rounds) == 50

@@ -156,6 +156,7 @@ def recorded(source: StacksCollector, ranks: list[RankProcess]) -> dict[int, Sta
     return found
 
 
+@pytest.mark.acceptance
 def test_a_real_job_shows_its_phases_and_the_line_it_sleeps_on(source: StacksCollector) -> None:
     with small_ddp_job("stacked"):
         ranks = [rank for rank in RankDiscovery().scan().ranks if rank.job == "stacked"]

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parent / "jobs" / "profiled_ddp.py"
 RANKS, STEPS, SLOW_RANK = 4, 6, 2
 SLEEP_SECONDS = 1.0  # long against what delays the others, in a machine that pauses too
 
-pytest.importorskip("torch")
+pytestmark = pytest.mark.acceptance
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,6 @@ def test_the_rank_that_sleeps_is_named(joins: dict[str, Join], measured: Measure
     measured("wait for a rank that sleeps 1 s", abs(wait_seconds / SLEEP_SECONDS - 1), "of it off", at_most=0.5)
 
 
-@pytest.mark.acceptance
 def test_its_healthy_twin_names_nobody(joins: dict[str, Join]) -> None:
     found = joins["healthy"]
     assert found.collectives_matched == STEPS
