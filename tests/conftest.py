@@ -13,10 +13,14 @@ from hypothesis import HealthCheck, settings
 from tests.support.measuring import Measured
 
 # How long an example takes says something about the machine, not about the code. Every run tries the same examples: one
-# that fails does so for the change at hand. With RANKSCOPE_NEW_EXAMPLES=1 it tries others.
+# that fails does so for the change at hand. With RANKSCOPE_NEW_EXAMPLES=1 it tries others, and more of them.
 _IS_NEW = os.environ.get("RANKSCOPE_NEW_EXAMPLES") == "1"
 settings.register_profile(
-    "untimed", deadline=None, derandomize=not _IS_NEW, suppress_health_check=[HealthCheck.too_slow]
+    "untimed",
+    deadline=None,
+    derandomize=not _IS_NEW,
+    max_examples=100 if _IS_NEW else 40,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("untimed")
 

@@ -9,7 +9,6 @@ import pytest
 
 from tests.e2e.playing import Played, play
 
-HEALTHY = ("none", "--seconds", "10")
 # So slow that it is found also where others use the CPU.
 VERY_SLOW = "slow-rank:rank=2,delay=300"
 # Every fault that blames one rank of a data-parallel job which goes on training. That it may be another rank is played
@@ -23,15 +22,7 @@ def test_a_very_slow_rank_is_named_with_the_line_it_sleeps_on() -> None:
     assert (report["verdict"], report["culprits"]) == ("slow_rank", [2]), str(played)
     assert report["cause"]["phase"] == "forward", str(played)
     assert first_frame(report, played) == ("model.py", "normalize_features"), str(played)
-
-
-def test_a_healthy_job_is_measured_to_its_end() -> None:
-    played = play(*HEALTHY)
-    report = played.report
-    assert report["seconds_to_verdict"] is None, str(played)
-    assert report["step_seconds"] > 0, str(played)
-    assert report["mfu_ratio"] > 0, str(played)
-    assert len(report["ranks"]) == 4, str(played)
+    assert report["step_seconds"] > 0 and report["mfu_ratio"] > 0 and report["impact_ratio"] > 0, str(played)
 
 
 def test_a_hang_names_the_rank_that_never_entered_the_collective() -> None:
@@ -40,9 +31,9 @@ def test_a_hang_names_the_rank_that_never_entered_the_collective() -> None:
     assert first_frame(played.report, played)[0] == "model.py", str(played)
 
 
-@pytest.mark.parametrize("flags", [(VERY_SLOW,), HEALTHY, ("hang",)], ids=lambda flags: str(flags[0]))
-def test_no_rank_outlives_the_demo(flags: tuple[str, ...]) -> None:
-    played = play(*flags)
+@pytest.mark.parametrize("fault", [VERY_SLOW, "hang"])
+def test_no_rank_outlives_the_demo(fault: str) -> None:
+    played = play(fault)
     assert len(played.ranks) == 4, str(played)
     assert not [rank["pid"] for rank in played.ranks if Path(f"/proc/{rank['pid']}").exists()], str(played)
 

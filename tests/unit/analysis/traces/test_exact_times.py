@@ -118,7 +118,7 @@ def of(parts: Parts) -> Parts:
 
 
 @given(SOME_WORK, st.lists(st.integers(0, 20_000_000), max_size=4, unique=True), st.sampled_from(BEGINNINGS_NS))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_a_breakdown_is_what_a_sweep_over_the_file_s_events_gives_to_the_nanosecond(
     work: list[Work], steps: list[int], first_ns: int
 ) -> None:
