@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ import grpc
 import pytest
 
 from rankscope.cli import capture as command
-from rankscope.cli import captures
+from rankscope.cli import captures, connection
 from rankscope.cli.exit_codes import Exit
 from rankscope.cli.main import main
 from rankscope.v1 import capture_service_pb2 as pb
@@ -283,3 +284,19 @@ def test_the_token_of_a_named_kubeconfig_is_its_current_users(
     path.write_text(f"token: {TOKEN}\n\t- {{")
     assert run(command, RUN, *words, "--kubeconfig", str(path), "--steps", "3") == 2
     assert TOKEN not in capsys.readouterr().err
+
+
+def test_a_socket_counts_while_somebody_listens_and_not_by_the_files_it_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = tmp_path / "daemon.sock"
+    (tmp_path / "daemon.sock.lock").touch()
+    monkeypatch.setattr(connection, "SYSTEM_SOCKET", str(system))
+    own = f"unix:{tmp_path / 'own' / 'daemon.sock'}"
+    assert "use sudo" not in connection._without_socket(own)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(system))
+        listener.listen()
+        assert connection._without_socket(own).endswith(f"but one of root at {system}: use sudo")
+    assert system.exists()
+    assert "use sudo" not in connection._without_socket(own)
