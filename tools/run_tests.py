@@ -237,8 +237,8 @@ def print_machine() -> None:
     free_disk = shutil.disk_usage(tempfile.gettempdir()).free / (1 << 30)
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     print(f"{cores} cores, load {load:.1f}, {free_memory:.1f} GiB of memory and {free_disk:.0f} GiB of disk free")
-    if not sandbox.IS_POSSIBLE:
-        print("not run as root: other processes of this user may be seen by tests, and some tests are skipped")
+    if not sandbox.is_possible():
+        print("no sandbox, which needs root: tests see other processes of this user, and some are skipped")
     listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True).stdout.splitlines()
     others = [line.split(None, 2) for line in listed]
     for pid, _, words in (line for line in others if len(line) == 3):

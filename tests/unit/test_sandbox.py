@@ -9,7 +9,7 @@ import pytest
 
 from tools import sandbox
 
-pytestmark = pytest.mark.skipif(not sandbox.IS_POSSIBLE, reason="namespaces need root: run as root")
+pytestmark = pytest.mark.skipif(not sandbox.is_possible(), reason="namespaces need root: run as root")
 
 
 def inside(script: str) -> subprocess.CompletedProcess[str]:

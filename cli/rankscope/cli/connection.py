@@ -274,11 +274,11 @@ def _without_socket(target: str) -> str:
     return f"no daemon at {path}; start `rankscope up` (or `rankscope daemon`), or name another --connect"
 
 
-def _is_served(path: str, sockets: Path = Path("/proc/net/unix")) -> bool:
+def _is_served(path: str) -> bool:
     """By the kernel's list: whether a socket lies in a directory of root, and whether a daemon is behind it, another
     user cannot see."""
     try:
-        with sockets.open(errors="replace") as lines:
+        with Path("/proc/net/unix").open(errors="replace") as lines:
             rows = (line.split(maxsplit=7) for line in lines)
             return any(row[3] == _LISTENS and row[-1].rstrip("\n") == path for row in rows if len(row) == 8)
     except OSError:
