@@ -104,6 +104,7 @@ def test_an_operator_killed_at_any_point_of_a_capture_goes_on_with_the_very_same
     # The restart is no news: nothing is told twice, and what stood stands since the same moment.
     assert {run.name: run.status["verdict"]["since"] for run in runs} == since
     events = server.admin.get(f"/api/v1/namespaces/{namespace}/events")["items"]
+    assert {event["type"] for event in events} == {"Warning"}
     told = [(e["involvedObject"]["kind"], e["involvedObject"]["name"], e["reason"]) for e in events]
     assert sorted(told) == sorted(
         [("TrainingRun", run.object_name, "SlowRank") for run in runs]
