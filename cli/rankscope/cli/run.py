@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 # Marks the processes of this command among all ranks of the machine: every child inherits it.
 MARK = "RANKSCOPE_COMMAND"
+HANDLER_DELAY_SECONDS = 0.5  # at most
 # The terminal sends these to the command itself.
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 _FORWARDED = (*_FROM_TERMINAL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -123,7 +125,13 @@ def _run_command(command: Sequence[str], mark: str, *, probe: bool) -> int:
         with _handled(lambda number, _: _forward(process, number)):
             for number in pending:
                 _forward(process, number)
-            return process.wait()
+            # A signal that another thread takes, or that comes just before the main thread begins to wait, does not
+            # interrupt the wait: Python calls the handler when it ends.
+            waiting = threading.Thread(target=process.wait, name="rankscope-command", daemon=True)
+            waiting.start()
+            while waiting.is_alive():
+                waiting.join(HANDLER_DELAY_SECONDS)
+            return process.returncode
 
 
 def _forward(process: subprocess.Popen[bytes], number: int) -> None:
