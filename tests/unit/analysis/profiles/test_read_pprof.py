@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gzip
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -64,7 +66,7 @@ def test_bytes_that_are_no_profile_are_refused() -> None:
         lambda one: one.ClearField("sample_type"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(break_it) -> None:  # type: ignore[no-untyped-def]
+def test_numbers_that_cannot_be_are_refused(break_it: Callable[[Any], object]) -> None:
     broken = message()
     break_it(broken)
     with pytest.raises(PprofError):

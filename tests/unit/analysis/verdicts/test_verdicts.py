@@ -22,6 +22,8 @@ from rankscope.analysis.verdicts.windows import (
 )
 from tests.unit.analysis.synthetic import SyntheticJob, watch
 
+Judged = tuple[str, tuple[int, ...], str, Cause]  # kind, culprits, confidence, cause
+
 HEALTHY = SyntheticJob()
 
 
@@ -361,9 +363,9 @@ class TestDelayInsideBackward:
 
 
 class TestStacksAlone:
-    def judge(self, profiles: dict[int, StackProfile], windows: int = 12) -> list[object]:
+    def judge(self, profiles: dict[int, StackProfile], windows: int = 12) -> list[Judged]:
         fleet, random = FleetDetector(), np.random.default_rng(0)
-        found: list[object] = []
+        found: list[Judged] = []
         for number in range(windows):
             window = HEALTHY.window(random, number, {r: RankEvidence(stacks=p) for r, p in profiles.items()})
             unknown = {
@@ -390,21 +392,21 @@ class TestStacksAlone:
         assert cause.frames[0].function == "compress"
 
     def test_equal_stacks_accuse_nobody(self) -> None:
-        assert self.judge({r: _profile(0.4, 0.02, 0.58) for r in range(4)})[-1][0] == "healthy"  # type: ignore[index]
+        assert self.judge({r: _profile(0.4, 0.02, 0.58) for r in range(4)})[-1][0] == "healthy"
 
     def test_an_excess_without_missing_wait_is_not_enough(self) -> None:
         profiles = {r: _profile(0.4, 0.02, 0.58) for r in range(4)}
         profiles[2] = _profile(0.1, 0.32, 0.58)  # other lines, same waiting
-        assert self.judge(profiles)[-1][0] == "insufficient_data"  # type: ignore[index]
+        assert self.judge(profiles)[-1][0] == "insufficient_data"
 
     def test_too_few_samples_accuse_nobody(self) -> None:
         profiles = {r: _profile(0.4, 0.02, 0.58, samples=3) for r in range(4)}
         profiles[2] = _profile(0.3, 0.5, 0.2, samples=3)
-        assert self.judge(profiles)[-1][0] == "insufficient_data"  # type: ignore[index]
+        assert self.judge(profiles)[-1][0] == "insufficient_data"
 
     def test_few_samples_in_which_a_slow_rank_could_hide_are_not_called_healthy(self) -> None:
         profiles = {r: _profile(0.4, 0.02, 0.58, samples=8) for r in range(4)}  # 80 in ten windows
-        assert self.judge(profiles)[-1][0] == "insufficient_data"  # type: ignore[index]
+        assert self.judge(profiles)[-1][0] == "insufficient_data"
 
 
 def test_stacks_of_ranks_that_only_import_say_nothing() -> None:
