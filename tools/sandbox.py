@@ -14,16 +14,18 @@ import fcntl
 import functools
 import os
 import resource
+import shutil
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ENDING_SECONDS = 3.0  # processes that were signalled by a test which did not wait for them
+_PREFIX = "rs-"  # of temporary folders: short, for the paths of sockets in them
 _PLACE = "RANKSCOPE_SANDBOX"  # in the environment of the first process inside
 _ENTER = ("setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child")
 _ENTER += ("--mount-proc",)
@@ -43,7 +45,8 @@ def run(command: Sequence[str], output: int | None = None) -> int:
     """The exit status of the command. Standard error goes where its output goes."""
     if not is_possible():
         return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT if output else None).returncode
-    with tempfile.TemporaryDirectory(prefix="rs-", ignore_cleanup_errors=True) as folder:
+    _remove_folders_of_killed_runs()
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder, _locked(folder):
         Path(folder).chmod(0o1777)  # as /tmp: tests have processes of other users
         environment = {**os.environ, "TMPDIR": folder, _PLACE: folder}
         return subprocess.run(
@@ -52,6 +55,27 @@ def run(command: Sequence[str], output: int | None = None) -> int:
             stdout=output,
             stderr=subprocess.STDOUT if output else None,
         ).returncode
+
+
+@contextlib.contextmanager
+def _locked(folder: str | Path) -> Iterator[None]:
+    """For as long as this process lives, in whatever pid namespace. Raises BlockingIOError if another has the lock."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)
+
+
+def _remove_folders_of_killed_runs() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another run has it, or removed it
+            known = folder.lstat()
+            is_old = time.time() - known.st_mtime > ENDING_SECONDS  # not between its creation and its lock
+            if is_old and known.st_uid == os.geteuid():
+                with _locked(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run_inside(command: Sequence[str], folder: Path) -> int:

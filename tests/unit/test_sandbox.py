@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -12,9 +13,13 @@ from tools import sandbox
 pytestmark = pytest.mark.skipif(not sandbox.is_possible(), reason="namespaces need root: run as root")
 
 
-def inside(script: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tools.sandbox", "sh", "-c", script]
-    return subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=180)
+SANDBOX = [sys.executable, "-m", "tools.sandbox", "sh", "-c"]
+ROOT = Path(__file__).parents[2]
+
+
+def inside(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    known = {**os.environ, **environment}
+    return subprocess.run([*SANDBOX, script], cwd=ROOT, env=known, capture_output=True, text=True, timeout=180)
 
 
 def test_a_command_sees_no_process_but_its_own() -> None:
@@ -41,3 +46,22 @@ def test_what_is_left_behind_is_named_and_ended() -> None:
 
 def test_a_command_that_is_killed_has_failed() -> None:
     assert inside("kill -KILL $$").returncode == 128 + 9
+
+
+def test_the_folder_of_a_killed_run_is_removed_by_the_next(tmp_path: Path) -> None:
+    known = {**os.environ, "TMPDIR": str(tmp_path)}
+    script = "echo begun; sleep 987655"
+    with subprocess.Popen([*SANDBOX, script], cwd=ROOT, env=known, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None and running.stdout.readline() == b"begun\n"
+        (folder,) = tmp_path.iterdir()
+        make_old(folder)
+        assert inside("true", TMPDIR=str(tmp_path)).returncode == 0
+        assert folder.exists(), "its run goes on"
+        running.kill()
+    make_old(folder)
+    assert inside("true", TMPDIR=str(tmp_path)).returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def make_old(folder: Path) -> None:
+    os.utime(folder, (0, 0))
