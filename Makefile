@@ -47,6 +47,9 @@ lint: setup  ## ruff, mypy --strict, the layer contract, fresh generated files
 	@$(BIN)/python tools/generate_protos.py --check
 	@echo "==> generated page of metrics"
 	@$(BIN)/python -m tools.generate_metrics_page --check
+	@echo "==> tables of what acceptance measured"
+	@$(BIN)/python -m tools.acceptance_results --check
+	@$(BIN)/python -m tests.frameworks.matrix --check
 	@echo "==> thresholds in the rules and docs"
 	@$(BIN)/python -m tools.generate_rules --check
 	@echo "==> generated dashboards"
@@ -64,8 +67,9 @@ console: setup  ## regenerate the types of console/ from the API, and build its 
 	@$(BIN)/python -m tools.generate_console_types
 	@tools/build_console.sh
 
-docs: setup  ## regenerate docs/metrics.md from the exporters and the table of docs/frameworks.md
+docs: setup  ## regenerate docs/metrics.md from the exporters, and the tables of docs/acceptance.json
 	@$(BIN)/python -m tools.generate_metrics_page
+	@$(BIN)/python -m tools.acceptance_results
 	@$(BIN)/python -m tests.frameworks.matrix
 
 dashboards: setup  ## regenerate deploy/grafana/json

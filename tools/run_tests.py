@@ -21,12 +21,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools import sandbox
+from tools import acceptance_results, sandbox
+from tools.acceptance_results import Measurement
 from tools.awake_cores import awake_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRESS_SECONDS = 30.0
-MEASURED = ROOT / "acceptance.json"
 REPORTS = ROOT / ".test-reports"  # of pytest, for each suite
 # More failures than this have one cause, such as a server that did not start, and share processes again.
 FEW_FAILED = 10
@@ -93,6 +93,7 @@ ACCEPTANCE: Lane = (
     Suite("operator", ("tests/kube",), ("kube",)),
     Suite("integration", ("tests/integration", "--ignore=tests/integration/test_hangs.py"), ("hta",)),
     Suite("parsers", ("tests/unit", "tests/fuzz")),
+    Suite("soak", ("tests/soak",)),
 )
 
 
@@ -102,7 +103,7 @@ class Result:
     is_failed: bool
     seconds: float
     counts: dict[str, int] = field(default_factory=dict)
-    measured: tuple[dict[str, object], ...] = ()
+    measured: tuple[Measurement, ...] = ()
     failed: frozenset[str] = frozenset()  # tests; empty where pytest did not get as far
 
 
@@ -186,7 +187,7 @@ def counts_of(report: Path) -> dict[str, int]:
     return {"passed": total - failures - errors - skipped, "failed": failures + errors, "skipped": skipped}
 
 
-def measured_in(report: Path) -> tuple[dict[str, object], ...]:
+def measured_in(report: Path) -> tuple[Measurement, ...]:
     """What tests measured, with its target (tests/support/measuring.py)."""
     try:
         properties = ElementTree.parse(report).getroot().iter("property")
@@ -216,19 +217,16 @@ def print_table(results: Iterable[Result], seconds: float) -> None:
         print(f"{name:<24} {worded(counts):<38} {outcome:<7} {int(took) // 60:3}:{int(took) % 60:02}")
 
 
-def write_measured(results: Iterable[Result]) -> None:
-    """What other suites measured earlier stays in the file."""
-    kept = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+def keep_measured(results: Iterable[Result]) -> None:
     print(f"\n{'measured':<72} {'value':>10} {'target':<16}")
     for result in results:
-        told = {"commit": commit.strip(), "date": time.strftime("%Y-%m-%d"), "tests": result.counts}
-        kept[result.suite.name] = {**told, "failed": sorted(result.failed), "measured": result.measured}
+        acceptance_results.keep(
+            result.suite.name, result.seconds, result.counts, sorted(result.failed), result.measured
+        )
         for row in result.measured:
             missed = "" if row["is_met"] else "  MISSED"
-            print(f"{row['name']!s:<72.72} {row['value']:>10.4g} {row['target']!s:<16} {row['unit']}{missed}")
-    MEASURED.write_text(json.dumps(kept, indent=1) + "\n")
-    print(f"kept in {MEASURED.name}")
+            print(f"{row['name']:<72.72} {row['value']:>10.4g} {row['target']:<16} {row['unit']}{missed}")
+    print(f"kept in {acceptance_results.FILE.relative_to(ROOT)}; `make docs` writes it into the pages")
 
 
 def print_machine() -> None:
@@ -281,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run.run_failed_again()
     print_table(run.results.values(), time.monotonic() - began)
     if not is_test:
-        write_measured(run.results.values())
+        keep_measured(run.results.values())
     for group in sorted(control_groups() - groups):
         print(f"left behind: control group {group}")
     for name, is_passed in run.run_again.items():

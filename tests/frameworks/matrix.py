@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.analysis.verdicts.verdict import Kind
+from tools import acceptance_results
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "frameworks.md"
 NONE, HOST, INPUT, BACKWARD = "none", "host", "input", "backward"
 FAULTS = (HOST, INPUT, BACKWARD)
 DDP_TIMERS, BLOCKING_CALLS = "ddp timers", "blocking calls"
+# Figures of a cell.
+STEP_TIME, ALARM, IMPACT = "step time, off the job's own clock", "alarm after the fault", "impact, off the true one"
 
 
 @dataclass(frozen=True)
@@ -107,40 +110,40 @@ def cells() -> list[tuple[Framework, str]]:
     return [(framework, fault) for framework in MATRIX for fault in (NONE, *framework.faults)]
 
 
+def name_of(framework: Framework, fault: str, figure: str) -> str:
+    """Of a measured figure of a cell."""
+    return f"{framework.key}, {fault}: {figure}"
+
+
 def table() -> str:
-    """The table of docs/frameworks.md."""
-    lines = ["| framework | step | wait | verdict | source of wait | note |", "|---|---|---|---|---|---|"]
+    """The table of docs/frameworks.md, with the outcome of every cell."""
+    lines = ["| framework | step time off by | wait | verdict | source of wait | note |", "|---|---|---|---|---|---|"]
+    results = acceptance_results.load().get("frameworks")
+    values = {row["name"]: row["value"] for row in results["measured"]} if results else {}
+    failed = {test.rpartition("[")[2].rstrip("]") for test in results["failed"]} if results else set()
+
+    def outcome(row: Framework, fault: str) -> str:
+        name = "healthy" if fault == NONE else fault
+        if f"{row.key}-{fault}" in failed:
+            return f"{name} FAILED"
+        if name_of(row, fault, STEP_TIME) not in values:
+            return f"{name} not run"
+        seconds = values.get(name_of(row, fault, ALARM))
+        return name if seconds is None else f"{name} {seconds:.0f} s"
+
     for row in MATRIX:
         package = f" (`{row.package}`)" if row.package else ""
-        faults = ", ".join((*row.faults, "healthy"))
+        cells = ", ".join(outcome(row, fault) for fault in (*row.faults, NONE))
+        errors = [values[name] for fault in (*row.faults, NONE) if (name := name_of(row, fault, STEP_TIME)) in values]
+        step = f"{max(errors):.1%}" if errors else "not run"
         if row.blind:
-            wait, verdict = f"not supported: {row.blind}", f"abstains or names rank 2 by its stacks: {faults}"
+            wait, verdict = f"not supported: {row.blind}", f"abstains or names rank 2 by its stacks: {cells}"
         else:
             place = "rank 2" if row.names_line else f"stage {row.stage}"
-            wait, verdict = "tested", f"tested, `{row.kind.value}` of {place}: {faults}"
-        lines.append(f"| {row.title}{package} | tested | {wait} | {verdict} | {row.source or 'none'} | {row.note} |")
+            wait, verdict = "measured", f"`{row.kind.value}` of {place}: {cells}"
+        lines.append(f"| {row.title}{package} | {step} | {wait} | {verdict} | {row.source or 'none'} | {row.note} |")
     return "\n".join(lines)
 
 
-_BEGIN, _END = "<!-- table: python -m tests.frameworks.matrix -->\n", "\n<!-- end of table -->"
-
-
-def page_with_table(page: str) -> str:
-    before, begin, rest = page.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise ValueError(f"{PAGE.name} has no place for the table")
-    return f"{before}{begin}{table()}{end}{after}"
-
-
-def main() -> int:
-    page = PAGE.read_text()
-    fresh = page_with_table(page)
-    if "--check" in sys.argv[1:]:
-        return int(page != fresh)
-    PAGE.write_text(fresh)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(acceptance_results.write_or_check(PAGE, table()))
