@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from rankscope.common.run_names import run_labels
 from rankscope.v1.rank_service_pb2 import WatchRanksRequest, WatchRanksResponse
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from rankscope.v1.window_pb2 import RankWindow
+from tests.support.measuring import Measured
 from tests.support.waiting import wait_until
 
 PATIENCE_SECONDS = 180
@@ -86,7 +88,9 @@ def first_message(
     return next(message for message in stream if wanted(message))
 
 
-def test_it_serves_metrics_health_and_reflection_and_ends_cleanly_on_sigterm(running: Running) -> None:
+def test_it_serves_metrics_health_and_reflection_and_ends_cleanly_on_sigterm(
+    running: Running, measured: Measured
+) -> None:
     assert "rankscope_daemon_ranks " in running.scrape()
     assert urllib.request.urlopen(running.metrics_url.replace("/metrics", "/healthz")).status == 200
     with grpc.insecure_channel(running.grpc_target) as channel:
@@ -102,7 +106,10 @@ def test_it_serves_metrics_health_and_reflection_and_ends_cleanly_on_sigterm(run
         stream = RankServiceStub(channel).WatchRanks(WatchRanksRequest())
         next(stream)
         running.process.send_signal(signal.SIGTERM)
+        sent = time.monotonic()
         assert running.process.wait(PATIENCE_SECONDS) == 0
+        # Kubernetes kills it after 30 s.
+        measured("end of a daemon after SIGTERM", time.monotonic() - sent, "s", at_most=20)
     assert not Path(running.grpc_target.removeprefix("unix:")).exists()
 
 

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import termios
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,7 @@ from rankscope.v1.rank_service_pb2 import WatchRanksRequest
 from rankscope.v1.rank_service_pb2_grpc import RankServiceStub
 from tests.integration.daemon_process import MAIN, PATIENCE_SECONDS, Serving, run_of, serving
 from tests.integration.test_metric_pages import complaints
+from tests.support.measuring import Measured
 from tests.support.waiting import wait_until
 
 # Rich cuts a table to the terminal; COLUMNS is how wide it is when there is none.
@@ -294,7 +296,7 @@ def test_a_restart_is_a_new_incarnation_and_a_job_that_ended_disappears(up: Serv
     up.wait_until(lambda: status_of(up, name) is None)
 
 
-def test_sigterm_ends_it_cleanly_in_the_middle_of_its_work_and_top_says_so(tmp_path: Path) -> None:
+def test_sigterm_ends_it_cleanly_in_the_middle_of_its_work_and_top_says_so(tmp_path: Path, measured: Measured) -> None:
     with serving(tmp_path, "up") as up, live_top(up.grpc_target) as (top, screen, *_):
         socket = Path(up.grpc_target.removeprefix("unix:"))
         assert socket.is_socket()
@@ -303,7 +305,9 @@ def test_sigterm_ends_it_cleanly_in_the_middle_of_its_work_and_top_says_so(tmp_p
             stream = RankServiceStub(channel).WatchRanks(WatchRanksRequest())
             next(stream)
             up.process.send_signal(signal.SIGTERM)
+            sent = time.monotonic()
             assert up.process.wait(PATIENCE_SECONDS) == 0
+            measured("end of `up` after SIGTERM", time.monotonic() - sent, "s", at_most=20)
         assert not socket.exists()
         assert "Traceback" not in up.log
         assert "Traceback" not in up.output
